@@ -1,0 +1,1 @@
+"""podrl: reinforcement-learning post-training of language models on TPU pods."""

@@ -1,0 +1,170 @@
+"""From a mesh string in the configuration to a mesh of devices, and the split of devices between roles."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+AXES = ("data", "fsdp", "tensor")
+REST = -1
+
+
+def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> tuple[int, int, int]:
+    """Sizes of the axes ("data", "fsdp", "tensor") named by a mesh string.
+
+    Args:
+      spec: 'fsdp=4', 'data=2,tensor=2' or 'auto'; axes left out have size 1; -1 stands for all devices left over.
+      key: the configuration key the string came from, for errors.
+      auto: what 'auto' means for this role.
+
+    Raises:
+      ValueError: an unknown or repeated axis, a size that is neither positive nor -1, more than one -1.
+    """
+    text = auto if spec.strip() == "auto" else spec
+    sizes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, value = (p.strip() for p in part.partition("="))
+        if name not in AXES:
+            raise ValueError(f"{key}={spec!r} names axis {name!r}: axes are {', '.join(AXES)}, or the word 'auto'.")
+        if name in sizes:
+            raise ValueError(f"{key}={spec!r} gives axis {name!r} twice: keep one of them.")
+        try:
+            sizes[name] = int(value)
+        except ValueError:
+            raise ValueError(
+                f"{key}={spec!r} gives {name!r} the size {value!r}: write an integer, as {name}=2."
+            ) from None
+        if sizes[name] < 1 and sizes[name] != REST:
+            raise ValueError(f"{key}={spec!r} gives {name!r} the size {value}: sizes are positive, or -1 for the rest.")
+    if list(sizes.values()).count(REST) > 1:
+        raise ValueError(f"{key}={spec!r} has two sizes of -1: only one axis can take the rest of the devices.")
+    data, fsdp, tensor = (sizes.get(axis, 1) for axis in AXES)
+    return data, fsdp, tensor
+
+
+def sort_devices(devices: Sequence[Any]) -> list[Any]:
+    """Devices in the one order every process agrees on: by process, then by id (ids of CPU devices have gaps)."""
+    return sorted(devices, key=lambda d: (d.process_index, d.id))
+
+
+def make_mesh(spec: str, devices: Sequence[Any], *, key: str = "mesh", auto: str = "fsdp=-1") -> Mesh:
+    """The mesh a string describes, over all of `devices`.
+
+    Args:
+      spec: see `parse_mesh`.
+      devices: every device of the role, in any order.
+      key: the configuration key the string came from, for errors.
+      auto: what 'auto' means for this role.
+
+    Returns:
+      A mesh with axes ("data", "fsdp", "tensor"), devices sorted by (process, id), tensor fastest.
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices.
+    """
+    ordered = sort_devices(devices)
+    sizes = _fill(spec, parse_mesh(spec, key=key, auto=auto), ordered, key)
+    grid = np.empty(len(ordered), dtype=object)
+    grid[:] = ordered
+    return Mesh(grid.reshape(sizes), AXES)
+
+
+def split_devices(
+    devices: Sequence[Any],
+    trainer_spec: str,
+    rollout_spec: str,
+    *,
+    colocated: bool = False,
+    trainer_auto: str = "fsdp=-1",
+    rollout_auto: str = "data=-1",
+    prefix: str = "roles",
+) -> tuple[list[Any], list[Any]]:
+    """Which of one process's devices train and which generate.
+
+    Disjoint, trainer first, where both meshes fit next to each other; where both leave a size open each takes half.
+    With a single device, or when `colocated` is set, both roles get all devices.
+
+    Args:
+      devices: all devices of the process, in any order.
+      trainer_spec: mesh string of the trainer; see `parse_mesh`.
+      rollout_spec: mesh string of the rollout.
+      colocated: share the devices instead of splitting them.
+      trainer_auto: what 'auto' means for the trainer.
+      rollout_auto: what 'auto' means for the rollout.
+      prefix: where in the configuration the roles are, for errors.
+
+    Returns:
+      (trainer devices, rollout devices), each sorted.
+
+    Raises:
+      ValueError: the two meshes need more or fewer devices than there are.
+    """
+    ordered = sort_devices(devices)
+    keys = (f"{prefix}.trainer.mesh", f"{prefix}.rollout.mesh")
+    trainer = parse_mesh(trainer_spec, key=keys[0], auto=trainer_auto)
+    rollout = parse_mesh(rollout_spec, key=keys[1], auto=rollout_auto)
+    if colocated or len(ordered) == 1:
+        _fill(trainer_spec, trainer, ordered, keys[0])
+        _fill(rollout_spec, rollout, ordered, keys[1])
+        return ordered, list(ordered)
+    count = _split_point(trainer, rollout, len(ordered))
+    first, second = ordered[:count], ordered[count:]
+    if not first or not second or not (_fits(trainer, len(first)) and _fits(rollout, len(second))):
+        raise ValueError(
+            f"{keys[0]}={trainer_spec!r} needs {_need(trainer)} devices and {keys[1]}={rollout_spec!r} needs "
+            f"{_need(rollout)}, {_hosts(ordered)} {len(ordered)}: the two must add up to all devices; change either "
+            f"mesh, write -1 for an open size, or set {prefix}.colocated=True to share the devices."
+        )
+    return first, second
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """'fsdp=2,tensor=2': the axes larger than 1, or 'one device'."""
+    return ",".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "one device"
+
+
+def _split_point(trainer: tuple[int, ...], rollout: tuple[int, ...], total: int) -> int:
+    """How many devices the trainer takes; may leave a remainder that does not fit, which the caller refuses."""
+    fixed_trainer, fixed_rollout = (math.prod(n for n in s if n != REST) for s in (trainer, rollout))
+    if REST not in trainer:
+        return fixed_trainer
+    if REST not in rollout:
+        return total - fixed_rollout
+    for taken in range((total + 1) // 2, 0, -1):
+        if taken % fixed_trainer == 0 and (total - taken) % fixed_rollout == 0:
+            return taken
+    return total // 2
+
+
+def _fits(sizes: tuple[int, ...], count: int) -> bool:
+    fixed = math.prod(n for n in sizes if n != REST)
+    return count % fixed == 0 if REST in sizes else count == fixed
+
+
+def _need(sizes: tuple[int, ...]) -> str:
+    fixed = math.prod(n for n in sizes if n != REST)
+    return f"a multiple of {fixed}" if REST in sizes else str(fixed)
+
+
+def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[Any], key: str) -> tuple[int, ...]:
+    """Sizes with -1 replaced by what is left."""
+    if not devices or not _fits(sizes, len(devices)):
+        raise ValueError(
+            f"{key} {spec} needs {_need(sizes)} devices, {_hosts(devices)} {len(devices)}: "
+            f"the sizes of {key} must multiply to the number of devices (-1 takes the rest)."
+        )
+    fixed = math.prod(n for n in sizes if n != REST)
+    return tuple(len(devices) // fixed if n == REST else n for n in sizes)
+
+
+def _hosts(devices: Sequence[Any]) -> str:
+    """'host 0 has' or 'hosts 2-3 have', for errors."""
+    hosts = sorted({d.process_index for d in devices})
+    if not hosts:
+        return "no host is given, which makes"
+    if len(hosts) == 1:
+        return f"host {hosts[0]} has"
+    dense = hosts[-1] - hosts[0] + 1 == len(hosts)
+    return f"hosts {hosts[0]}-{hosts[-1]} have" if dense else f"hosts {', '.join(map(str, hosts))} have"

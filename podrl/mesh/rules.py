@@ -1,0 +1,107 @@
+"""The one place where logical axes of models and batches meet mesh axes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from podrl.types import PyTree
+
+MeshAxes = tuple[str, ...]
+
+# Parameters: the model dimension is cut over fsdp, heads, feed-forward and vocabulary over tensor. Activations: rows over
+# data and fsdp; their model dimension ("act") stays whole, which makes XLA gather weights, not activations.
+DEFAULT_RULES: Mapping[str, MeshAxes] = {
+    "act": (),
+    "batch": ("data", "fsdp"),
+    "embed": ("fsdp",),
+    "head_dim": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "layers": (),
+    "mlp": ("tensor",),
+    "norm": (),
+    "rank": (),
+    "time": (),
+    "vocab": ("tensor",),
+}
+
+
+@runtime_checkable
+class Declared(Protocol):
+    """Anything that declares a shape and one logical axis per dimension."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+
+def spec_for(
+    axes: Sequence[str],
+    shape: Sequence[int],
+    mesh: Mesh | AbstractMesh,
+    rules: Mapping[str, MeshAxes] = DEFAULT_RULES,
+) -> Spec:
+    """Where each dimension of an array goes on a mesh.
+
+    A dimension whose size does not divide by its mesh axes, or whose mesh axis an earlier dimension took, stays whole.
+    Mesh axes of size 1 and trailing whole dimensions are left out, the form in which XLA reports shardings.
+
+    Args:
+      axes: one logical axis per dimension.
+      shape: the array's shape.
+      mesh: any mesh with the axes ("data", "fsdp", "tensor").
+      rules: logical axis -> mesh axes.
+
+    Raises:
+      ValueError: a logical axis without a rule, or as many axes as not dimensions.
+    """
+    if len(axes) != len(shape):
+        raise ValueError(f"Logical axes {tuple(axes)} do not fit shape {tuple(shape)}: give one axis per dimension.")
+    taken: set[str] = set()
+    entries: list[str | tuple[str, ...] | None] = []
+    for axis, size in zip(axes, shape, strict=True):
+        if axis not in rules:
+            raise ValueError(f"Logical axis {axis!r} has no rule: known axes are {', '.join(sorted(rules))}.")
+        names = tuple(name for name in rules[axis] if mesh.shape[name] > 1)
+        parts = 1
+        for name in names:
+            parts *= mesh.shape[name]
+        if not names or size % parts or taken & set(names):
+            entries.append(None)
+            continue
+        taken |= set(names)
+        entries.append(names[0] if len(names) == 1 else names)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return Spec(*entries)
+
+
+def sharding_for(
+    axes: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Mapping[str, MeshAxes] = DEFAULT_RULES
+) -> NamedSharding:
+    """`spec_for` on a mesh of devices."""
+    return NamedSharding(mesh, spec_for(axes, shape, mesh, rules))
+
+
+def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, MeshAxes] = DEFAULT_RULES) -> PyTree:
+    """Shardings for a tree whose leaves declare `shape` and `axes`."""
+    return jax.tree.map(
+        lambda leaf: sharding_for(leaf.axes, leaf.shape, mesh, rules), tree, is_leaf=lambda x: isinstance(x, Declared)
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, Spec())
+
+
+def constrain(x: Any, axes: Sequence[str], mesh: Mesh | None, rules: Mapping[str, MeshAxes] = DEFAULT_RULES) -> Any:
+    """Inside jit: pins an activation to its place on the mesh; without a mesh, or on one device, gives it back."""
+    if mesh is None or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding_for(axes, x.shape, mesh, rules))

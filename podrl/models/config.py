@@ -1,0 +1,180 @@
+"""ModelConfig: every number and switch that distinguishes one supported decoder from another."""
+
+import dataclasses
+import re
+
+import numpy as np
+from jaxtyping import Float, Int
+
+GLOBAL_WINDOW = 1 << 30  # a window no sequence reaches: the layer sees everything before it
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for long contexts.
+
+    Attributes:
+      kind: 'none', 'linear' (all frequencies divided by `factor`) or 'llama3' (only the long wavelengths, smoothly).
+      factor: the stretch.
+      low_freq_factor: llama3: wavelengths above `original_length / low_freq_factor` are stretched fully.
+      high_freq_factor: llama3: wavelengths below `original_length / high_freq_factor` are left alone.
+      original_length: llama3: context length of pre-training, tokens.
+    """
+
+    kind: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside the projections (arXiv 2106.09685): y = x W + (alpha / rank) x A B, with B = 0 at the start.
+
+    Attributes:
+      rank: inner dimension; 0 turns adapters off.
+      alpha: scale numerator.
+      pattern: regular expression on projection names (q, k, v, o, gate, up, down) that get an adapter.
+      dropout: probability of zeroing an input feature of the adapter while training.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    pattern: str = "q|k|v|o|gate|up|down"
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def covers(self, name: str) -> bool:
+        return self.rank > 0 and re.fullmatch(self.pattern, name) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer.
+
+    Attributes:
+      family: name of the architecture in checkpoints, e.g. 'gemma2'.
+      vocab_size, num_layers, model_dim, ffn_dim: V, L, D, F.
+      num_heads, num_kv_heads, head_dim: N, K, H.
+      activation: gate non-linearity: 'gelu_tanh', 'gelu' or 'silu'.
+      norm_eps: added to the mean square in every RMS norm.
+      norm_plus_one: norms scale by 1 + w (Gemma) instead of w.
+      post_norms: the outputs of attention and MLP are normalised too (Gemma 2 and 3).
+      qk_norm: queries and keys are normalised per head (Gemma 3, Qwen 3).
+      qkv_bias: the q, k and v projections have biases (Qwen 2).
+      embed_scale: multiplies token embeddings (Gemma: sqrt(D)).
+      tie_embeddings: the output projection is the embedding matrix.
+      query_scale: multiplies queries before the dot product.
+      attn_softcap, logit_softcap: c in c * tanh(x / c) on attention scores and on logits; 0 is off.
+      window_L: per layer, how many tokens back (itself included) attention reaches; GLOBAL_WINDOW is everything.
+      rope_theta_L: per layer, base of the rotary frequencies.
+      rope_scaling_L: per layer, stretching of the frequencies.
+      max_length: longest sequence the checkpoint was made for, tokens.
+      lora: adapters beside the projections.
+    """
+
+    family: str
+    vocab_size: int
+    num_layers: int
+    model_dim: int
+    ffn_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    activation: str
+    norm_eps: float
+    norm_plus_one: bool
+    post_norms: bool
+    qk_norm: bool
+    qkv_bias: bool
+    embed_scale: float
+    tie_embeddings: bool
+    query_scale: float
+    attn_softcap: float
+    logit_softcap: float
+    window_L: tuple[int, ...]
+    rope_theta_L: tuple[float, ...]
+    rope_scaling_L: tuple[RopeScaling, ...]
+    max_length: int
+    lora: LoraConfig = LoraConfig()
+
+    def __post_init__(self):
+        for name in ("window_L", "rope_theta_L", "rope_scaling_L"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads do not split over {self.num_kv_heads} key/value heads: "
+                "num_attention_heads must be a multiple of num_key_value_heads."
+            )
+
+    def inverse_frequencies(self) -> Float[np.ndarray, "L H/2"]:
+        """Rotary frequencies of every layer, radians per position (arXiv 2104.09864, with the layer's scaling)."""
+        exponent_H = np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim
+        rows = [
+            _scale(theta**-exponent_H, scaling)
+            for theta, scaling in zip(self.rope_theta_L, self.rope_scaling_L, strict=True)
+        ]
+        return np.stack(rows).astype(np.float32)
+
+    def windows(self) -> Int[np.ndarray, " L"]:
+        return np.asarray(self.window_L, np.int32)
+
+
+def _scale(freq_H: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    if scaling.kind == "none":
+        return freq_H
+    if scaling.kind == "linear":
+        return freq_H / scaling.factor
+    if scaling.kind == "llama3":
+        wavelength_H = 2 * np.pi / freq_H
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        keep_H = np.clip((scaling.original_length / wavelength_H - scaling.low_freq_factor) / span, 0.0, 1.0)
+        return keep_H * freq_H + (1 - keep_H) * freq_H / scaling.factor
+    raise ValueError(f"Rope scaling {scaling.kind!r} is not known: none, linear and llama3 are.")
+
+
+def gemma2_config(
+    *,
+    vocab_size: int,
+    num_layers: int,
+    model_dim: int,
+    ffn_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int = 4096,
+    attn_softcap: float = 50.0,
+    logit_softcap: float = 30.0,
+    max_length: int = 8192,
+) -> ModelConfig:
+    """A Gemma 2 decoder of any size: even layers are sliding-window, odd layers global (arXiv 2408.00118)."""
+    return ModelConfig(
+        family="gemma2",
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        model_dim=model_dim,
+        ffn_dim=ffn_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        activation="gelu_tanh",
+        norm_eps=1e-6,
+        norm_plus_one=True,
+        post_norms=True,
+        qk_norm=False,
+        qkv_bias=False,
+        embed_scale=model_dim**0.5,
+        tie_embeddings=True,
+        query_scale=head_dim**-0.5,
+        attn_softcap=attn_softcap,
+        logit_softcap=logit_softcap,
+        window_L=tuple(window if i % 2 == 0 else GLOBAL_WINDOW for i in range(num_layers)),
+        rope_theta_L=(10_000.0,) * num_layers,
+        rope_scaling_L=(RopeScaling(),) * num_layers,
+        max_length=max_length,
+    )

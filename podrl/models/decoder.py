@@ -1,0 +1,305 @@
+"""The decoder: its parameters, each declared once, and the forward pass every part of podrl shares."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from podrl.mesh import rules
+from podrl.models.attention import attention
+from podrl.models.config import ModelConfig
+from podrl.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """Shape, logical axes and initial scale of one parameter. `std` is that of a normal; 0 means zeros."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    std: float
+
+
+@flax.struct.dataclass
+class LayerInfo:
+    """What differs between layers besides weights; stacked over L outside the scan.
+
+    Attributes:
+      index: position of the layer, 0-based.
+      freq_H: rotary frequencies, radians per position (H/2 of them).
+      window: tokens back that attention reaches, itself included.
+    """
+
+    index: Int[Array, ""]
+    freq_H: Float[Array, " H/2"]
+    window: Int[Array, ""]
+
+
+# attend(q_BTNH, k_BTKH, v_BTKH, info) -> (out_BTNH, state): queries are scaled and rotated, keys rotated; `state` is
+# whatever the caller wants back from each layer (new keys and values, an updated cache).
+Attend = Callable[[Array, Array, Array, LayerInfo], tuple[Array, Any]]
+
+_PROJECTIONS = {
+    # name: (einsum, shape letters, logical axes)
+    "q": ("BTD,DNH->BTNH", "DNH", ("embed", "heads", "head_dim")),
+    "k": ("BTD,DKH->BTKH", "DKH", ("embed", "kv_heads", "head_dim")),
+    "v": ("BTD,DKH->BTKH", "DKH", ("embed", "kv_heads", "head_dim")),
+    "o": ("BTNH,NHD->BTD", "NHD", ("heads", "head_dim", "embed")),
+    "gate": ("BTD,DF->BTF", "DF", ("embed", "mlp")),
+    "up": ("BTD,DF->BTF", "DF", ("embed", "mlp")),
+    "down": ("BTF,FD->BTD", "FD", ("mlp", "embed")),
+}
+PROJECTION_NAMES = tuple(_PROJECTIONS)
+
+
+def param_specs(config: ModelConfig) -> dict:
+    """Every parameter of the model, adapters included, as a tree of `Param` in the layout of the parameters."""
+    size = {
+        "D": config.model_dim,
+        "N": config.num_heads,
+        "K": config.num_kv_heads,
+        "H": config.head_dim,
+        "F": config.ffn_dim,
+    }
+    layers: dict[str, Param] = {}
+
+    def layer(name: str, shape: tuple[int, ...], axes: tuple[str, ...], std: float):
+        layers[name] = Param((config.num_layers, *shape), ("layers", *axes), std)
+
+    unit = 0.0 if config.norm_plus_one else -1.0  # std -1: ones
+    for name, (einsum, letters, axes) in _PROJECTIONS.items():
+        shape = tuple(size[c] for c in letters)
+        inputs = [c for c in letters if c in einsum.split(",")[0]]
+        fan_in = math.prod(size[c] for c in inputs)
+        layer(name, shape, axes, fan_in**-0.5)
+        if config.lora.covers(name):
+            split = len(inputs)
+            layer(f"{name}_lora_a", (*shape[:split], config.lora.rank), (*axes[:split], "rank"), fan_in**-0.5)
+            layer(f"{name}_lora_b", (config.lora.rank, *shape[split:]), ("rank", *axes[split:]), 0.0)
+    if config.qkv_bias:
+        for name in ("q", "k", "v"):
+            _, letters, axes = _PROJECTIONS[name]
+            layer(f"{name}_bias", tuple(size[c] for c in letters[1:]), axes[1:], 0.0)
+    norms = ["pre_attn_norm", "pre_mlp_norm"] + (["post_attn_norm", "post_mlp_norm"] if config.post_norms else [])
+    for name in norms:
+        layer(name, (config.model_dim,), ("norm",), unit)
+    if config.qk_norm:
+        layer("q_norm", (config.head_dim,), ("norm",), unit)
+        layer("k_norm", (config.head_dim,), ("norm",), unit)
+    specs: dict[str, Any] = {
+        "embed": Param((config.vocab_size, config.model_dim), ("vocab", "embed"), config.model_dim**-0.5),
+        "layers": layers,
+        "final_norm": Param((config.model_dim,), ("norm",), unit),
+    }
+    if not config.tie_embeddings:
+        specs["unembed"] = Param(
+            (config.model_dim, config.vocab_size), ("embed", "vocab"), config.model_dim**-0.5
+        )
+    return specs
+
+
+def is_param(leaf: Any) -> bool:
+    return isinstance(leaf, Param)
+
+
+def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree:
+    """Shapes, dtype and shardings of the parameters on `mesh`, without any array."""
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, dtype, sharding=rules.sharding_for(p.axes, p.shape, mesh)),
+        param_specs(config),
+        is_leaf=is_param,
+    )
+
+
+def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> PyTree:
+    """Random parameters; jit with out_shardings from `abstract_params` to create them in place."""
+    specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_param)
+    keys = jax.random.split(key, len(specs))
+
+    def init(spec: Param, key: PRNGKeyArray) -> Array:
+        if spec.std > 0:
+            return (jax.random.normal(key, spec.shape, jnp.float32) * spec.std).astype(dtype)
+        return jnp.full(spec.shape, 0.0 if spec.std == 0 else 1.0, dtype)
+
+    return jax.tree.unflatten(treedef, [init(s, k) for s, k in zip(specs, keys, strict=True)])
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith(("_lora_a", "_lora_b"))
+
+
+def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree]:
+    """(trainable, frozen): under LoRA the adapters and the rest, otherwise everything and an empty tree."""
+    if not config.lora.rank:
+        return params, {}
+    adapters = {k: v for k, v in params["layers"].items() if is_adapter(k)}
+    base = {k: v for k, v in params["layers"].items() if not is_adapter(k)}
+    return {"layers": adapters}, {**params, "layers": base}
+
+
+def join_trainable(trainable: PyTree, frozen: PyTree) -> PyTree:
+    """Inverse of `split_trainable`; no copy."""
+    if not frozen:
+        return trainable
+    return {**frozen, **trainable, "layers": {**frozen["layers"], **trainable["layers"]}}
+
+
+def layer_infos(config: ModelConfig) -> LayerInfo:
+    """LayerInfo stacked over L."""
+    return LayerInfo(
+        index=jnp.arange(config.num_layers, dtype=jnp.int32),
+        freq_H=jnp.asarray(config.inverse_frequencies()),
+        window=jnp.asarray(config.windows()),
+    )
+
+
+def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
+    """x / rms(x) over the last axis, scaled; computed in float32, returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
+    scale = weight.astype(jnp.float32) + (1.0 if config.norm_plus_one else 0.0)
+    return (wide * scale).astype(x.dtype)
+
+
+def rotate(x_BTNH: Array, position_BT: Array, freq_H: Array) -> Array:
+    """Rotary position embedding in the half-split form; angles in float32 (arXiv 2104.09864)."""
+    angle_BT1H = position_BT[..., None, None].astype(jnp.float32) * freq_H
+    cos, sin = jnp.cos(angle_BT1H), jnp.sin(angle_BT1H)
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def project(name: str, x: Array, layer: PyTree, config: ModelConfig) -> Array:
+    """One named projection with its bias and adapter, in x's dtype."""
+    einsum = _PROJECTIONS[name][0]
+    y = jnp.einsum(einsum, x, layer[name].astype(x.dtype))
+    if f"{name}_bias" in layer:
+        y = y + layer[f"{name}_bias"].astype(x.dtype)
+    if f"{name}_lora_a" in layer:
+        inputs, rest = einsum.split(",")
+        weight, output = rest.split("->")
+        contracted = "".join(c for c in weight if c in inputs)
+        kept = "".join(c for c in weight if c not in inputs)
+        low = jnp.einsum(f"{inputs},{contracted}R->BTR", x, layer[f"{name}_lora_a"].astype(x.dtype))
+        y = y + config.lora.scale * jnp.einsum(
+            f"BTR,R{kept}->{output}", low, layer[f"{name}_lora_b"].astype(x.dtype)
+        )
+    return y
+
+
+_ACTIVATIONS = {
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "silu": jax.nn.silu,
+}
+
+
+def block(
+    x_BTD: Float[Array, "B T D"],
+    layer: PyTree,
+    info: LayerInfo,
+    position_BT: Int[Array, "B T"],
+    config: ModelConfig,
+    attend: Attend,
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, "B T D"], Any]:
+    """One transformer layer; returns the residual stream and whatever `attend` handed back."""
+
+    def norm(name: str, x: Array) -> Array:
+        return rms_norm(x, layer[name], config) if name in layer else x
+
+    def keep(x: Array, *axes: str) -> Array:
+        return rules.constrain(x, axes, mesh)
+
+    h_BTD = norm("pre_attn_norm", x_BTD)
+    q_BTNH = norm("q_norm", project("q", h_BTD, layer, config))
+    k_BTKH = norm("k_norm", project("k", h_BTD, layer, config))
+    v_BTKH = project("v", h_BTD, layer, config)
+    q_BTNH = keep(rotate(q_BTNH, position_BT, info.freq_H), "batch", "time", "heads", "head_dim")
+    k_BTKH = keep(rotate(k_BTKH, position_BT, info.freq_H), "batch", "time", "kv_heads", "head_dim")
+    out_BTNH, state = attend(q_BTNH * jnp.asarray(config.query_scale, q_BTNH.dtype), k_BTKH, v_BTKH, info)
+    out_BTD = keep(project("o", out_BTNH, layer, config), "batch", "time", "act")
+    x_BTD = x_BTD + norm("post_attn_norm", out_BTD)
+
+    h_BTD = norm("pre_mlp_norm", x_BTD)
+    gate_BTF = _ACTIVATIONS[config.activation](project("gate", h_BTD, layer, config))
+    h_BTF = keep(gate_BTF * project("up", h_BTD, layer, config), "batch", "time", "mlp")
+    out_BTD = keep(project("down", h_BTF, layer, config), "batch", "time", "act")
+    return x_BTD + norm("post_mlp_norm", out_BTD), state
+
+
+def embed(
+    params: PyTree, tokens_BT: Int[Array, "B T"], config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None
+) -> Float[Array, "B T D"]:
+    """Scaled token embeddings in the compute dtype."""
+    x_BTD = params["embed"].at[tokens_BT].get(mode="clip").astype(dtype) * jnp.asarray(config.embed_scale, dtype)
+    return rules.constrain(x_BTD, ("batch", "time", "act"), mesh)
+
+
+def output_matrix(params: PyTree) -> Float[Array, "D V"]:
+    """The matrix that turns the final hidden state into logits (a transpose of the embedding where tied)."""
+    return params["unembed"] if "unembed" in params else params["embed"].T
+
+
+def cap_logits(logits: Array, config: ModelConfig) -> Array:
+    """Float32 logits with the model's soft cap."""
+    logits = logits.astype(jnp.float32)
+    return jnp.tanh(logits / config.logit_softcap) * config.logit_softcap if config.logit_softcap else logits
+
+
+def unembed(params: PyTree, hidden_BTD: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T V"]:
+    """Capped float32 logits. For training use the chunked log-probabilities of the trainer instead."""
+    matrix_DV = output_matrix(params).astype(hidden_BTD.dtype)
+    logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, matrix_DV, preferred_element_type=jnp.float32)
+    return cap_logits(logits_BTV, config)
+
+
+_REMAT = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def hidden(
+    params: PyTree,
+    tokens_BT: Int[Array, "B T"],
+    segment_BT: Int[Array, "B T"],
+    position_BT: Int[Array, "B T"],
+    config: ModelConfig,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    remat: str = "none",
+    mesh: Mesh | None = None,
+) -> Float[Array, "B T D"]:
+    """Final normalised hidden states of packed rows.
+
+    Args:
+      params: the whole parameter tree (adapters joined in).
+      segment_BT: attention is causal within equal, non-zero segments; 0 is padding.
+      position_BT: position inside the segment.
+      dtype: compute dtype; parameters are cast where they are used.
+      remat: 'none', 'dots' (keep matmul outputs) or 'full' (keep layer inputs only).
+      mesh: where given, activations are pinned to the batch sharding.
+    """
+
+    def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo) -> tuple[Array, None]:
+        out = attention(
+            q_BTNH, k_BTKH, v_BTKH, segment_BT, window=info.window, softcap=config.attn_softcap, mesh=mesh
+        )
+        return out, None
+
+    def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo]) -> tuple[Array, None]:
+        layer, info = xs
+        return block(x_BTD, layer, info, position_BT, config, attend, mesh)
+
+    if remat != "none":
+        step = jax.checkpoint(step, policy=_REMAT[remat], prevent_cse=False)
+    x_BTD = embed(params, tokens_BT, config, dtype, mesh)
+    x_BTD, _ = jax.lax.scan(step, x_BTD, (params["layers"], layer_infos(config)))
+    return rms_norm(x_BTD, params["final_norm"], config)

@@ -1,0 +1,108 @@
+"""Mesh strings, device order and the split between roles."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from podrl.mesh.build import describe_mesh, make_mesh, parse_mesh, split_devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A device as the mesh builder sees it."""
+
+    process_index: int
+    id: int
+
+
+def chips(hosts: list[int], per_host: int) -> list[Chip]:
+    return [Chip(h, h * 2048 + i) for h in hosts for i in range(per_host)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"),
+    [
+        ("fsdp=4", (1, 4, 1)),
+        ("data=2,tensor=2", (2, 1, 2)),
+        (" tensor = 2 , data = 3 ", (3, 1, 2)),
+        ("auto", (1, -1, 1)),
+        ("data=-1,tensor=2", (-1, 1, 2)),
+        ("", (1, 1, 1)),
+    ],
+)
+def test_parse(spec, sizes):
+    assert parse_mesh(spec) == sizes
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("fdsp=4", "names axis 'fdsp': axes are data, fsdp, tensor"),
+        ("fsdp=2,fsdp=2", "gives axis 'fsdp' twice"),
+        ("fsdp=two", "gives 'fsdp' the size 'two'"),
+        ("fsdp", "gives 'fsdp' the size ''"),
+        ("fsdp=0", "sizes are positive, or -1"),
+        ("data=-1,fsdp=-1", "two sizes of -1"),
+    ],
+)
+def test_parse_refuses(spec, says):
+    with pytest.raises(ValueError, match=says):
+        parse_mesh(spec, key="roles.trainer.mesh")
+
+
+def test_devices_are_sorted_by_process_then_id():
+    mesh = make_mesh("data=2,tensor=2", chips([1, 0], 2)[::-1])
+    assert [(d.process_index, d.id) for d in mesh.devices.flat] == [(0, 0), (0, 1), (1, 2048), (1, 2049)]
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
+
+
+def test_the_rest():
+    assert dict(make_mesh("data=-1,tensor=2", jax.devices()).shape) == {"data": 4, "fsdp": 1, "tensor": 2}
+    assert dict(make_mesh("auto", jax.devices()[:3]).shape) == {"data": 1, "fsdp": 3, "tensor": 1}
+    assert dict(make_mesh("auto", jax.devices()[:3], auto="data=-1").shape) == {"data": 3, "fsdp": 1, "tensor": 1}
+
+
+def test_error_has_the_numbers():
+    with pytest.raises(ValueError, match="roles.rollout.mesh tensor=8 needs 8 devices, hosts 2-3 have 4"):
+        make_mesh("tensor=8", chips([2, 3], 2), key="roles.rollout.mesh")
+    with pytest.raises(ValueError, match="mesh fsdp=2 needs 2 devices, host 0 has 3"):
+        make_mesh("fsdp=2", chips([0], 3))
+    with pytest.raises(ValueError, match="needs a multiple of 2 devices, hosts 0, 2 have 3"):
+        make_mesh("fsdp=-1,tensor=2", [Chip(0, 0), Chip(0, 1), Chip(2, 0)])
+
+
+@pytest.mark.parametrize(
+    ("count", "trainer", "rollout", "taken"),
+    [
+        (8, "fsdp=4", "data=2,tensor=2", 4),
+        (8, "fsdp=2", "data=-1", 2),
+        (8, "auto", "tensor=2", 6),
+        (8, "auto", "auto", 4),
+        (3, "auto", "auto", 2),
+        (6, "fsdp=-1,tensor=2", "auto", 2),
+    ],
+)
+def test_disjoint_split(count, trainer, rollout, taken):
+    first, second = split_devices(chips([0], count), trainer, rollout)
+    assert [d.id for d in first] == list(range(taken))
+    assert [d.id for d in second] == list(range(taken, count))
+
+
+def test_shared_devices():
+    one = chips([0], 1)
+    assert split_devices(one, "auto", "auto") == (one, one)
+    four = chips([0], 4)
+    assert split_devices(four, "fsdp=4", "data=2,tensor=2", colocated=True) == (four, four)
+
+
+def test_split_refuses():
+    with pytest.raises(ValueError, match=r"needs 4 devices and .*rollout.mesh='tensor=8' needs 8, host 0 has 8"):
+        split_devices(chips([0], 8), "fsdp=4", "tensor=8")
+    with pytest.raises(ValueError, match=r"roles\.trainer\.mesh fsdp=4 needs 4 devices, host 0 has 1"):
+        split_devices(chips([0], 1), "fsdp=4", "auto")
+
+
+def test_describe():
+    assert describe_mesh(make_mesh("fsdp=2,tensor=2", jax.devices()[:4])) == "fsdp=2,tensor=2"
+    assert describe_mesh(make_mesh("auto", jax.devices()[:1])) == "one device"
