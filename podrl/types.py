@@ -5,6 +5,7 @@ Dimension key:
   T tokens         S cache length          R decode lanes           C segment length of the key/value pool
   V vocabulary     D model                 F feed-forward           L layers
   N query heads    K key/value heads       H head dimension         A micro-batches (gradient accumulation)
+  F is also the number of reward functions, on the host.
 
 Index t describes token t everywhere: `logprob_BT[b, t]` is log p(token t | tokens < t); index 0 is masked.
 """
@@ -74,9 +75,26 @@ class Rollouts:
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Experience:
+    """Rollouts with their rewards, ready for advantages.
+
+    Attributes:
+      rollouts: the samples.
+      reward_FB: reward of each function for each sample, unweighted.
+      reward_B: the weighted sum the algorithm optimises.
+      seconds: wall time spent scoring.
+    """
+
+    rollouts: Rollouts
+    reward_FB: Float[np.ndarray, "F B"]
+    reward_B: Float[np.ndarray, " B"]
+    seconds: float
+
+
 @flax.struct.dataclass
 class TrainBatch:
-    """Packed rows ready for one optimizer update: A micro-batches of B rows, of which the first `micro_batches` hold tokens.
+    """Packed rows for one optimizer update: A micro-batches of B rows, of which the first `micro_batches` hold tokens.
 
     Attributes:
       tokens_ABT: packed sequences.
@@ -84,7 +102,9 @@ class TrainBatch:
       position_ABT: position of the token inside its own sequence.
       mask_ABT: 1 where the token counts in the loss.
       advantage_ABT: advantage of the token.
-      old_logprob_ABT: log-probability of the token under the policy that sampled it (the ratio's denominator), nats.
+      old_logprob_ABT: log-probability of the token under the policy before the first update on this batch (the ratio's
+        denominator), nats.
+      sampler_logprob_ABT: log-probability the rollout engine reported when it drew the token, nats.
       ref_logprob_ABT: log-probability under the reference policy; zeros when no KL term is used.
       length_ABT: number of loss tokens in this token's sequence (1 on padding): weights of the sequence-mean modes.
       micro_batches: how many of the A micro-batches are filled, at least 1.
@@ -96,6 +116,7 @@ class TrainBatch:
     mask_ABT: Float[Array, "A B T"]
     advantage_ABT: Float[Array, "A B T"]
     old_logprob_ABT: Float[Array, "A B T"]
+    sampler_logprob_ABT: Float[Array, "A B T"]
     ref_logprob_ABT: Float[Array, "A B T"]
     length_ABT: Float[Array, "A B T"]
     micro_batches: Int[Array, ""]

@@ -11,8 +11,8 @@ from podrl.types import PyTree
 
 MeshAxes = tuple[str, ...]
 
-# Parameters: the model dimension is cut over fsdp, heads, feed-forward and vocabulary over tensor. Activations: rows over
-# data and fsdp; their model dimension ("act") stays whole, which makes XLA gather weights, not activations.
+# Parameters: the model dimension is cut over fsdp; heads, feed-forward, vocabulary over tensor. Activations: rows over
+# data and fsdp; their model dimension ("act") stays whole, so that XLA gathers weights and not activations.
 DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "act": (),
     "batch": ("data", "fsdp"),

@@ -98,9 +98,7 @@ def param_specs(config: ModelConfig) -> dict:
         "final_norm": Param((config.model_dim,), ("norm",), unit),
     }
     if not config.tie_embeddings:
-        specs["unembed"] = Param(
-            (config.model_dim, config.vocab_size), ("embed", "vocab"), config.model_dim**-0.5
-        )
+        specs["unembed"] = Param((config.model_dim, config.vocab_size), ("embed", "vocab"), config.model_dim**-0.5)
     return specs
 
 
@@ -187,9 +185,7 @@ def project(name: str, x: Array, layer: PyTree, config: ModelConfig) -> Array:
         contracted = "".join(c for c in weight if c in inputs)
         kept = "".join(c for c in weight if c not in inputs)
         low = jnp.einsum(f"{inputs},{contracted}R->BTR", x, layer[f"{name}_lora_a"].astype(x.dtype))
-        y = y + config.lora.scale * jnp.einsum(
-            f"BTR,R{kept}->{output}", low, layer[f"{name}_lora_b"].astype(x.dtype)
-        )
+        y = y + config.lora.scale * jnp.einsum(f"BTR,R{kept}->{output}", low, layer[f"{name}_lora_b"].astype(x.dtype))
     return y
 
 
@@ -289,9 +285,7 @@ def hidden(
     """
 
     def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo) -> tuple[Array, None]:
-        out = attention(
-            q_BTNH, k_BTKH, v_BTKH, segment_BT, window=info.window, softcap=config.attn_softcap, mesh=mesh
-        )
+        out = attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=info.window, softcap=config.attn_softcap, mesh=mesh)
         return out, None
 
     def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo]) -> tuple[Array, None]:

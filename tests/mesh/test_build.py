@@ -64,7 +64,7 @@ def test_the_rest():
 
 
 def test_error_has_the_numbers():
-    with pytest.raises(ValueError, match="roles.rollout.mesh tensor=8 needs 8 devices, hosts 2-3 have 4"):
+    with pytest.raises(ValueError, match=r"roles\.rollout\.mesh tensor=8 needs 8 devices, hosts 2-3 have 4"):
         make_mesh("tensor=8", chips([2, 3], 2), key="roles.rollout.mesh")
     with pytest.raises(ValueError, match="mesh fsdp=2 needs 2 devices, host 0 has 3"):
         make_mesh("fsdp=2", chips([0], 3))

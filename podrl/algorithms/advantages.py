@@ -1,0 +1,247 @@
+"""Advantages from outcome rewards alone: what each estimator takes as the baseline of a sample, and its scale.
+
+Rows are group-major: `p * group_size + g` is sample g of prompt p. Everything here takes numpy arrays or jax arrays and
+answers in kind, in the precision it was given (integers become floats: a reward of 0.5 stays 0.5).
+
+Singleton groups (`group_size` 1) have no baseline of their own: their advantage is 0, so that they teach nothing. verl
+keeps the bare reward instead; `singleton="raw"` does so.
+"""
+
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from podrl.algorithms.gae import discounted_return, masked_whiten, namespace, outcome_reward
+from podrl.types import Mask
+
+
+def _grouped(reward_B: Any, group_size: int) -> Any:
+    size = reward_B.shape[0]
+    if group_size < 1 or size % group_size:
+        raise ValueError(
+            f"Batch of {size} samples does not split into groups of {group_size}: the number of rewards must be a "
+            "multiple of grpo.num_generations."
+        )
+    xp = namespace(reward_B)
+    if not xp.issubdtype(reward_B.dtype, xp.floating):
+        reward_B = reward_B.astype(xp.float32)
+    return reward_B.reshape(-1, group_size)
+
+
+def _singleton(reward_PG: Any, advantage_PG: Any, singleton: str) -> Any:
+    if singleton not in ("zero", "raw"):
+        raise ValueError(f"grpo.singleton={singleton!r}: use 'zero' (teach nothing) or 'raw' (keep the reward).")
+    if reward_PG.shape[1] > 1:
+        return advantage_PG.reshape(-1)
+    return reward_PG.reshape(-1) if singleton == "raw" else namespace(reward_PG).zeros_like(reward_PG).reshape(-1)
+
+
+def group_relative(
+    reward_B: Float[Array, " B"],
+    *,
+    group_size: int,
+    scale: str = "std",
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: str = "zero",
+) -> Float[Array, " B"]:
+    """Centres and scales each reward within its group (GRPO, arXiv 2402.03300, section 4.1.2).
+
+    Args:
+      reward_B: task rewards, any range.
+      group_size: samples per prompt; must divide B.
+      scale: "std" divides by the group's standard deviation + eps; "none" only centres (Dr. GRPO, arXiv 2503.20783).
+      ddof: 1 is the sample standard deviation (Tunix, TRL, verl), 0 the population's (NumPy, open-instruct).
+      eps: added to the standard deviation; a group of equal rewards gives exactly 0.
+      singleton: what a group of one gets, "zero" or "raw" (the reward / (1 + eps) when scaled).
+
+    Returns:
+      Advantages, unitless, mean 0 in every group.
+
+    Raises:
+      ValueError: B is not a multiple of `group_size`; unknown `scale` or `singleton`.
+    """
+    reward_PG = _grouped(reward_B, group_size)
+    advantage_PG = reward_PG - reward_PG.mean(axis=1, keepdims=True)
+    # A mean of equal numbers can be off by a rounding; divided by eps that would be a gradient out of nothing.
+    equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
+    advantage_PG = namespace(reward_PG).where(equal_P1, 0.0, advantage_PG)
+    if scale not in ("std", "none"):
+        raise ValueError(f"grpo.advantage_scale={scale!r}: use 'std' or 'none'.")
+    if scale == "std":
+        if group_size == 1:
+            return _singleton(reward_PG / (1.0 + eps), advantage_PG, singleton)
+        if ddof not in (0, 1):
+            raise ValueError(f"grpo.advantage_ddof={ddof}: use 1 (sample) or 0 (population).")
+        advantage_PG = advantage_PG / (reward_PG.std(axis=1, ddof=ddof, keepdims=True) + eps)
+    return _singleton(reward_PG, advantage_PG, singleton)
+
+
+def leave_one_out(
+    reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero"
+) -> Float[Array, " B"]:
+    """Each reward less the mean of the other rewards of its group (RLOO, arXiv 2402.14740).
+
+    Args:
+      reward_B: task rewards.
+      group_size: samples per prompt; must divide B.
+      singleton: what a group of one gets, "zero" or "raw".
+
+    Raises:
+      ValueError: B is not a multiple of `group_size`; unknown `singleton`.
+    """
+    reward_PG = _grouped(reward_B, group_size)
+    others = max(group_size - 1, 1)
+    baseline_PG = (reward_PG.sum(axis=1, keepdims=True) - reward_PG) / others
+    return _singleton(reward_PG, reward_PG - baseline_PG, singleton)
+
+
+def opo(
+    reward_B: Float[Array, " B"], length_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero"
+) -> Float[Array, " B"]:
+    """Each reward less the length-weighted mean of its group (OPO, arXiv 2505.23585, eq. 8).
+
+    Args:
+      reward_B: task rewards.
+      length_B: sampled tokens of each completion.
+      group_size: samples per prompt; must divide B.
+      singleton: what a group of one gets, "zero" or "raw".
+
+    Raises:
+      ValueError: B is not a multiple of `group_size`; unknown `singleton`.
+    """
+    reward_PG = _grouped(reward_B, group_size)
+    length_PG = _grouped(length_B, group_size).astype(reward_PG.dtype)
+    total_P1 = length_PG.sum(axis=1, keepdims=True)
+    baseline_P1 = (length_PG * reward_PG).sum(axis=1, keepdims=True) / (total_P1 + (total_P1 == 0))
+    return _singleton(reward_PG, reward_PG - baseline_P1, singleton)
+
+
+def gpg(reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero") -> Float[Array, " B"]:
+    """Centred rewards times B / (B - M), M the samples whose group has no spread (GPG, arXiv 2504.02546, eq. 8).
+
+    The factor makes up for the groups that contribute no gradient. (verl counts samples of reward 0 as M instead.)
+
+    Args:
+      reward_B: task rewards.
+      group_size: samples per prompt; must divide B.
+      singleton: what a group of one gets, "zero" or "raw".
+
+    Raises:
+      ValueError: B is not a multiple of `group_size`; unknown `singleton`.
+    """
+    reward_PG = _grouped(reward_B, group_size)
+    xp = namespace(reward_PG)
+    equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
+    useful = xp.maximum((~equal_P1).sum() * group_size, 1).astype(reward_PG.dtype)
+    advantage_PG = xp.where(equal_P1, 0.0, reward_PG - reward_PG.mean(axis=1, keepdims=True))
+    return _singleton(reward_PG, advantage_PG * (reward_PG.size / useful), singleton)
+
+
+def pass_at_k(
+    reward_B: Float[Array, " B"], *, group_size: int, scale: str = "std", eps: float = 1e-6
+) -> Float[Array, " B"]:
+    """Only the best of a group learns, by its lead over the second best (pass@k with k = G, arXiv 2503.19595).
+
+    Args:
+      reward_B: task rewards.
+      group_size: samples per prompt, at least 2; must divide B.
+      scale: "std" divides by the group's sample standard deviation + eps, "none" does not.
+      eps: as above.
+
+    Raises:
+      ValueError: a group of one; B is not a multiple of `group_size`; unknown `scale`.
+    """
+    if group_size < 2:
+        raise ValueError(f"pass@k needs at least 2 samples per prompt, got grpo.num_generations={group_size}.")
+    if scale not in ("std", "none"):
+        raise ValueError(f"grpo.advantage_scale={scale!r}: use 'std' or 'none'.")
+    reward_PG = _grouped(reward_B, group_size)
+    xp = namespace(reward_PG)
+    ranked_PG = xp.sort(reward_PG, axis=1)
+    lead_P1 = ranked_PG[:, -1:] - ranked_PG[:, -2:-1]
+    if scale == "std":
+        lead_P1 = lead_P1 / (reward_PG.std(axis=1, ddof=1, keepdims=True) + eps)
+    # Where two share the lead it is 0, so that marking both changes nothing.
+    return xp.where(reward_PG == ranked_PG[:, -1:], lead_P1, 0.0).reshape(-1)
+
+
+def remax(reward_B: Float[Array, " B"], greedy_reward_B: Float[Array, " B"]) -> Float[Array, " B"]:
+    """Each reward less the reward of the greedy completion of the same prompt (ReMax, arXiv 2310.10505).
+
+    Args:
+      reward_B: task rewards of the samples.
+      greedy_reward_B: reward of the greedy completion, repeated for each sample of its prompt.
+    """
+    return reward_B - greedy_reward_B
+
+
+def reinforce_plus_plus(
+    reward_BT: Float[Array, "B T"], mask_BT: Mask, *, gamma: float = 1.0
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Discounted returns, whitened over every sampled token of the batch (REINFORCE++, arXiv 2501.03262).
+
+    Args:
+      reward_BT: token rewards, the KL penalty included; outcome rewards through `outcome_reward`.
+      mask_BT: 1 on tokens the policy sampled.
+      gamma: discount per sampled token.
+
+    Returns:
+      Advantages and returns, 0 where mask is 0.
+    """
+    return_BT = discounted_return(reward_BT, mask_BT, gamma=gamma)
+    return masked_whiten(return_BT, mask_BT), return_BT
+
+
+def reinforce_plus_plus_baseline(
+    reward_B: Float[Array, " B"], mask_BT: Mask, *, group_size: int, singleton: str = "zero"
+) -> Float[Array, "B T"]:
+    """Rewards centred within the group, then whitened over every sampled token of the batch (arXiv 2501.03262).
+
+    Args:
+      reward_B: task rewards.
+      mask_BT: 1 on tokens the policy sampled; longer completions weigh more in the whitening.
+      group_size: samples per prompt; must divide B.
+      singleton: what a group of one gets before whitening, "zero" or "raw".
+
+    Raises:
+      ValueError: B is not a multiple of `group_size`; unknown `singleton`.
+    """
+    centred_B = group_relative(reward_B, group_size=group_size, scale="none", singleton=singleton)
+    return masked_whiten(centred_B[:, None] * (mask_BT > 0), mask_BT)
+
+
+def optimal_token_baseline(
+    reward_B: Float[Array, " B"],
+    logprob_BT: Float[Array, "B T"],
+    square_sum_BT: Float[Array, "B T"],
+    mask_BT: Mask,
+    *,
+    group_size: int,
+    eps: float = 1e-8,
+) -> Float[Array, "B T"]:
+    """Each reward less a baseline per position, the group's rewards weighted by gradient energy so far (OTB, in verl).
+
+    The energy of token j is 1 - 2 p_j + sum over the vocabulary of p^2; the weight at t is its sum over j <= t.
+
+    Args:
+      reward_B: task rewards.
+      logprob_BT: log-probabilities of the sampled tokens under the policy that sampled.
+      square_sum_BT: sum of the squared probabilities of the whole vocabulary at each token.
+      mask_BT: 1 on tokens the policy sampled, one sequence per row, aligned at the same column.
+      group_size: samples per prompt; must divide B.
+      eps: added to the weights' sum.
+
+    Raises:
+      ValueError: B is not a multiple of `group_size`.
+    """
+    xp = namespace(reward_B)
+    keep_BT = mask_BT > 0
+    energy_BT = xp.where(keep_BT, 1.0 - 2.0 * xp.exp(xp.where(keep_BT, logprob_BT, 0.0)) + square_sum_BT, 0.0)
+    weight_BT = xp.cumsum(energy_BT, axis=1)
+    return_BT = discounted_return(outcome_reward(reward_B, mask_BT), mask_BT, gamma=1.0)
+    tokens = weight_BT.shape[1]
+    weight_PGT = weight_BT.reshape(-1, group_size, tokens)
+    return_PGT = _grouped(reward_B, group_size)[..., None] * 0.0 + return_BT.reshape(-1, group_size, tokens)
+    baseline_P1T = (return_PGT * weight_PGT).sum(axis=1, keepdims=True) / (weight_PGT.sum(axis=1, keepdims=True) + eps)
+    return xp.where(keep_BT, (return_PGT - baseline_P1T).reshape(weight_BT.shape), 0.0)

@@ -1,0 +1,121 @@
+"""How a sampler that is not quite the trainer's policy is corrected for: importance weights and rejection masks.
+
+The rollout engine samples with other kernels, other precision and perhaps older weights than the trainer. With
+w = exp(old_logprob - sampler_logprob), the trainer's own probability of a token over the sampler's, a weight on the loss
+repairs the mismatch. w compares the *old* policy with the sampler, never the current one: the policy ratio already holds
+current over old, and r w = current over sampler. If the sampler's log-probabilities are used as the old ones, w is 1
+everywhere and nothing is corrected twice.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from podrl.algorithms.kl import LOG_RATIO_LIMIT
+from podrl.algorithms.segments import masked, segment_max, segment_sum, sequence_mean
+from podrl.types import Mask
+
+# kind: (default low, default high, formula of the weight)
+CORRECTIONS = {
+    "none": (0.0, float("inf"), "1"),
+    "tis": (0.0, 2.0, "min(w, high)"),
+    "sequence_tis": (0.0, 2.0, "min(product of w over the sequence, high)"),
+    "icepop": (0.5, 5.0, "w if low <= w <= high else 0"),
+    "geometric_mask": (0.999, 1.001, "1 if low <= (product of w over the sequence)^(1/n) <= high else 0"),
+}
+
+
+def log_weight(
+    old_logprob_BT: Float[Array, "B T"], sampler_logprob_BT: Float[Array, "B T"], mask_BT: Mask
+) -> Float[Array, "B T"]:
+    """log w, nats, without gradient; 0 on masked tokens whatever they hold."""
+    return jax.lax.stop_gradient(masked(old_logprob_BT, mask_BT) - masked(sampler_logprob_BT, mask_BT))
+
+
+def importance_weight(
+    old_logprob_BT: Float[Array, "B T"],
+    sampler_logprob_BT: Float[Array, "B T"],
+    mask_BT: Mask,
+    length_BT: Float[Array, "B T"],
+    segment_BT: Int[Array, "B T"],
+    kind: str,
+    *,
+    low: float,
+    high: float,
+) -> Float[Array, "B T"]:
+    """The factor on each token's policy loss; 1 on masked tokens, no gradient.
+
+    Aggregation goes on dividing by all loss tokens, those of weight 0 included. Sources: TIS (truncated importance
+    sampling, fengyao.notion.site/off-policy-rl), IcePop (arXiv 2510.18855), geometric-mean masking of sequences
+    (yingru.notion.site, "When speed kills stability").
+
+    Args:
+      old_logprob_BT: trainer's log-probabilities under the weights that sampled.
+      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens.
+      mask_BT: 1 on loss tokens.
+      length_BT: number of loss tokens in this token's sequence, 1 on padding.
+      segment_BT: sequence numbers.
+      kind: none, tis, sequence_tis, icepop or geometric_mask.
+      low: lower bound; unused by the two truncations.
+      high: upper bound.
+    """
+    log_w_BT = log_weight(old_logprob_BT, sampler_logprob_BT, mask_BT)
+    if kind == "none":
+        return jnp.ones_like(log_w_BT)
+    if kind == "geometric_mask":
+        mean_BT = sequence_mean(log_w_BT, mask_BT, length_BT, segment_BT)
+        return jnp.where(mask_BT > 0, within(mean_BT, low, high).astype(log_w_BT.dtype), 1.0)
+    if kind == "sequence_tis":
+        log_w_BT = segment_sum(log_w_BT, segment_BT)
+    weight_BT = jnp.exp(jnp.clip(log_w_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    if kind == "icepop":
+        weight_BT = jnp.where(within(log_w_BT, low, high), weight_BT, 0.0)
+    else:
+        assert kind in ("tis", "sequence_tis"), kind
+        weight_BT = jnp.minimum(weight_BT, high)
+    return jnp.where(mask_BT > 0, weight_BT, 1.0)
+
+
+def within(log_x_BT: Float[Array, "B T"], low: float, high: float):
+    """True where low <= exp(log_x) <= high."""
+    x_BT = jnp.exp(jnp.clip(log_x_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return (x_BT >= low) & (x_BT <= high)
+
+
+def divergence_statistic(
+    old_logprob_BT: Float[Array, "B T"],
+    sampler_logprob_BT: Float[Array, "B T"],
+    mask_BT: Mask,
+    length_BT: Float[Array, "B T"],
+    segment_BT: Int[Array, "B T"],
+    *,
+    estimator: str,
+    reduce: str,
+) -> Float[Array, "B T"]:
+    """How far sampler and trainer are apart on each token or sequence, for rules that drop samples.
+
+    Args:
+      old_logprob_BT: trainer's log-probabilities under the weights that sampled.
+      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens.
+      mask_BT: 1 on loss tokens.
+      length_BT: number of loss tokens in this token's sequence, 1 on padding.
+      segment_BT: sequence numbers.
+      estimator: "k1" is log w (signed); "k3" is w - 1 - log w (at least 0).
+      reduce: "token", or over each sequence "sum", "mean" or "max".
+
+    Returns:
+      The statistic, nats, on every token of the sequence it belongs to; no gradient.
+    """
+    log_w_BT = log_weight(old_logprob_BT, sampler_logprob_BT, mask_BT)
+    assert estimator in ("k1", "k3"), estimator
+    if estimator == "k3":
+        log_w_BT = jnp.clip(log_w_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log_w_BT = jnp.expm1(log_w_BT) - log_w_BT
+    if reduce == "sum":
+        return segment_sum(log_w_BT, segment_BT)
+    if reduce == "mean":
+        return sequence_mean(log_w_BT, mask_BT, length_BT, segment_BT)
+    if reduce == "max":
+        return segment_max(jnp.where(mask_BT > 0, log_w_BT, -jnp.inf), segment_BT)
+    assert reduce == "token", reduce
+    return log_w_BT

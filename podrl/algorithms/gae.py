@@ -1,0 +1,119 @@
+"""Advantages from a critic: generalised advantage estimation over token rewards, and masked whitening.
+
+Everything here takes numpy arrays or jax arrays and answers in kind.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from podrl.types import Mask
+
+
+def namespace(x: Any) -> Any:
+    """numpy for a numpy array, jax.numpy for a jax array."""
+    return x.__array_namespace__()
+
+
+def gae(
+    reward_BT: Float[Array, "B T"],
+    value_BT: Float[Array, "B T"],
+    mask_BT: Mask,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Advantages A_t = delta_t + gamma lam A_t', returns A_t + value_t (arXiv 1506.02438, eq. 16).
+
+    delta_t = reward_t + gamma value_t' - value_t, where t' is the next token with mask 1: tool output, prompt and
+    padding are stepped over, their rewards and values are ignored. The last sampled token looks ahead to 0. One
+    sequence per row (apply before packing).
+
+    Args:
+      reward_BT: reward of each token; an outcome reward must sit on a token with mask 1 (`outcome_reward`).
+      value_BT: critic's value before each token.
+      mask_BT: 1 on tokens the policy sampled.
+      gamma: discount per sampled token.
+      lam: 1 is Monte Carlo, 0 one-step.
+
+    Returns:
+      Advantages (not whitened) and returns, 0 where mask is 0.
+    """
+    xp = namespace(reward_BT)
+    keep_BT = mask_BT > 0
+    reward_BT = xp.where(keep_BT, reward_BT, 0.0)
+    value_BT = xp.where(keep_BT, value_BT, 0.0)
+
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        advantage_B, next_value_B = carry
+        reward_B, value_B, keep_B = x
+        now_B = reward_B + gamma * next_value_B - value_B + gamma * lam * advantage_B
+        advantage_B = xp.where(keep_B, now_B, advantage_B)
+        return (advantage_B, xp.where(keep_B, value_B, next_value_B)), advantage_B
+
+    zero_B = xp.zeros_like(reward_BT[:, 0])
+    advantage_BT = _backwards(xp, step, (zero_B, zero_B), (reward_BT, value_BT, keep_BT))
+    advantage_BT = xp.where(keep_BT, advantage_BT, 0.0)
+    return advantage_BT, advantage_BT + value_BT
+
+
+def discounted_return(reward_BT: Float[Array, "B T"], mask_BT: Mask, *, gamma: float) -> Float[Array, "B T"]:
+    """Sum of the rewards from each sampled token on, discounted by gamma per sampled token; 0 where mask is 0."""
+    advantage_BT, _ = gae(reward_BT, namespace(reward_BT).zeros_like(reward_BT), mask_BT, gamma=gamma, lam=1.0)
+    return advantage_BT
+
+
+def _backwards(xp: Any, step: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs_BT: Any) -> Any:
+    """Scans from the last token to the first; a Python loop on the host, a scan on the device."""
+    xs_TB = tuple(x_BT.T for x_BT in xs_BT)
+    if xp is not np:
+        return jax.lax.scan(step, init, xs_TB, reverse=True)[1].T
+    carry, out = init, []
+    for t in reversed(range(xs_TB[0].shape[0])):
+        carry, y = step(carry, tuple(x_TB[t] for x_TB in xs_TB))
+        out.append(y)
+    return np.stack(out[::-1], axis=1)
+
+
+def outcome_reward(reward_B: Float[Array, " B"], mask_BT: Mask) -> Float[Array, "B T"]:
+    """Token rewards with each sequence's reward on its last token with mask 1, 0 elsewhere.
+
+    A sequence without a sampled token has nowhere to put its reward and loses it.
+    """
+    xp = namespace(reward_B)
+    sampled_BT = (mask_BT > 0).astype(xp.int32)
+    last_BT = (sampled_BT > 0) & (xp.cumsum(sampled_BT, axis=1) == sampled_BT.sum(axis=1, keepdims=True))
+    return xp.where(last_BT, reward_B[:, None], 0.0)
+
+
+def masked_whiten(
+    x_BT: Float[Array, "B T"], mask_BT: Mask, *, shift_mean: bool = True, eps: float = 1e-8
+) -> Float[Array, "B T"]:
+    """Scales the counted tokens of the whole batch to variance 1 and, unless told otherwise, mean 0.
+
+    (x - mean) / sqrt(variance + eps), the variance with Bessel's correction, both sums divided by count + eps: the
+    arithmetic of TRL and verl. Fewer than two tokens have variance 0.
+
+    Args:
+      x_BT: values; masked tokens are ignored whatever they hold.
+      mask_BT: 1 on tokens that count.
+      shift_mean: False adds the mean back.
+      eps: as above.
+
+    Returns:
+      Whitened values, 0 where mask is 0.
+    """
+    xp = namespace(x_BT)
+    keep_BT = mask_BT > 0
+    x_BT = xp.where(keep_BT, x_BT, 0.0)
+    count = keep_BT.sum().astype(x_BT.dtype)
+    mean = x_BT.sum() / (count + eps)
+    square = xp.where(keep_BT, (x_BT - mean) ** 2, 0.0).sum() / (count + eps)
+    variance = square * count / xp.maximum(count - 1.0, 1.0)
+    white_BT = (x_BT - mean) / xp.sqrt(variance + eps)
+    if not shift_mean:
+        white_BT = white_BT + mean
+    return xp.where(keep_BT, white_BT, 0.0)

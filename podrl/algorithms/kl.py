@@ -1,0 +1,132 @@
+"""How far two policies are apart, estimated from sampled tokens, and how strongly that is held against them.
+
+Estimators after J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html), with
+d = logprob - ref_logprob, the tokens drawn from the policy of `logprob`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from podrl.algorithms.segments import masked
+from podrl.types import Mask
+
+# exp() is not fed more than this: e^20 = 4.9e8 leaves float32 room for products and sums.
+LOG_RATIO_LIMIT = 20.0
+
+FORMULAS = {
+    "k1": "d",
+    "abs": "|d|",
+    "k2": "d^2 / 2",
+    "k3": "exp(-d) + d - 1",
+    "k1+": "d, with the gradient of d^2 / 2",
+    "k3+": "exp(-d) + d - 1, with the gradient of d^2 / 2",
+}
+MODES = tuple(FORMULAS)
+ALIASES = {"kl": "k1", "mse": "k2", "mse_kl": "k2", "low_var": "k3", "low_var_kl": "k3", "low_var_kl+": "k3+"}
+
+
+def canonical_mode(mode: str, *, key: str = "grpo.kl_loss_mode") -> str:
+    """podrl's name of a KL estimator given under any name.
+
+    Raises:
+      ValueError: unknown name; `key` is the config key the message names.
+    """
+    mode = ALIASES.get(mode, mode)
+    if mode not in MODES:
+        raise ValueError(f"{key}={mode!r} is not a KL estimator: use one of {', '.join((*MODES, *ALIASES))}.")
+    return mode
+
+
+def kl_divergence(
+    logprob_BT: Float[Array, "B T"], ref_logprob_BT: Float[Array, "B T"], mode: str, *, clamp: float | None = None
+) -> Float[Array, "B T"]:
+    """Per-token estimate of KL(policy || reference) in nats.
+
+    The values of k1 and k3 are unbiased, but on-policy the gradient of k1 is zero in expectation and that of k3 is the
+    gradient of the other direction, KL(reference || policy). k2 has the right gradient; `k1+` and `k3+` join the value
+    of one to the gradient of k2 (the sum x - stop_gradient(x) is zero with a gradient).
+
+    Args:
+      logprob_BT: log-probabilities under the policy that is differentiated.
+      ref_logprob_BT: log-probabilities under the reference. Both must be finite: mask first.
+      mode: k1 (kl), abs, k2 (mse, mse_kl), k3 (low_var, low_var_kl), k1+, k3+.
+      clamp: bound on the absolute value of the estimate; no gradient flows beyond it. None: no bound.
+
+    Raises:
+      ValueError: unknown mode.
+    """
+    mode = canonical_mode(mode)
+    d_BT = logprob_BT - ref_logprob_BT
+    kl_BT = _estimate(d_BT, mode.removesuffix("+"))
+    if clamp is not None:
+        kl_BT = jnp.clip(kl_BT, -clamp, clamp)
+    if mode.endswith("+"):
+        k2_BT = 0.5 * jnp.square(d_BT)
+        kl_BT = jax.lax.stop_gradient(kl_BT - k2_BT) + k2_BT
+    return kl_BT
+
+
+def _estimate(d_BT: Float[Array, "B T"], mode: str) -> Float[Array, "B T"]:
+    if mode == "k1":
+        return d_BT
+    if mode == "abs":
+        return jnp.abs(d_BT)
+    if mode == "k2":
+        return 0.5 * jnp.square(d_BT)
+    log_r_BT = jnp.minimum(-d_BT, LOG_RATIO_LIMIT)
+    return jnp.expm1(log_r_BT) - log_r_BT
+
+
+def penalized_reward(
+    reward_BT: Float[Array, "B T"],
+    logprob_BT: Float[Array, "B T"],
+    ref_logprob_BT: Float[Array, "B T"],
+    mask_BT: Mask,
+    *,
+    coef: Float[Array, ""] | float,
+    mode: str = "k1",
+    clamp: float | None = None,
+) -> Float[Array, "B T"]:
+    """Token rewards less the KL penalty: the KL in the reward (PPO), as against the KL in the loss (GRPO).
+
+    Args:
+      reward_BT: token rewards; an outcome reward sits on the last sampled token.
+      logprob_BT: log-probabilities under the policy that sampled, no gradient.
+      ref_logprob_BT: log-probabilities under the reference.
+      mask_BT: 1 on sampled tokens; elsewhere the result is 0.
+      coef: nats to reward units.
+      mode: estimator; k1 is the unbiased choice here, its gradient plays no part.
+      clamp: as in `kl_divergence`.
+    """
+    kl_BT = kl_divergence(masked(logprob_BT, mask_BT), masked(ref_logprob_BT, mask_BT), mode, clamp=clamp)
+    return masked(reward_BT - coef * kl_BT, mask_BT)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveKL:
+    """A proportional controller that steers the KL coefficient towards a target (arXiv 1909.08593, section 2.2).
+
+    It holds no state: the coefficient is the caller's, to be checkpointed with the step. A fixed coefficient is one
+    that is never updated.
+
+    Attributes:
+      target: wanted KL in nats per the unit `kl` is measured in.
+      horizon: samples over which the coefficient moves by at most a fifth.
+    """
+
+    target: float
+    horizon: float
+
+    def __post_init__(self):
+        if not (self.target > 0 and self.horizon > 0):
+            raise ValueError(
+                f"kl_target={self.target} and kl_horizon={self.horizon}: both must be above 0 for an adaptive coefficient."
+            )
+
+    def update(self, coef: float, *, kl: float, samples: int) -> float:
+        """The coefficient after a step of `samples` samples on which the mean KL was `kl`."""
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        return coef * (1.0 + error * samples / self.horizon)

@@ -1,0 +1,77 @@
+"""How a packed row is read: which tokens count, and sums over the sequences that share a row.
+
+A packed row holds several sequences; `segment_BT` numbers them 1, 2, ... and is 0 on padding. A padded layout is the
+special case of one segment per row, so everything here serves both.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from podrl.types import Mask
+
+
+def masked(x_BT: Float[Array, "B T"], mask_BT: Mask) -> Float[Array, "B T"]:
+    """Values where the mask is set, 0 elsewhere.
+
+    A masked token loses its value and its gradient whatever it held, NaN and infinity included, provided this is
+    applied before the arithmetic (a NaN that enters the arithmetic comes back through the chain rule as 0 * NaN).
+
+    Args:
+      x_BT: values.
+      mask_BT: 1 (or True) on tokens that count, 0 elsewhere.
+    """
+    return jnp.where(mask_BT > 0, x_BT, jnp.zeros((), x_BT.dtype))
+
+
+def segment_sum(x_BT: Float[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """The sum over each token's own sequence, written back to every token of it.
+
+    The terms of a sequence are added in token order starting from 0, so a sum does not depend on what else shares the
+    row: packing leaves it unchanged to the bit. Differentiable.
+
+    Args:
+      x_BT: values, already masked; padding (segment 0) forms a group of its own.
+      segment_BT: sequence numbers, each at most T.
+    """
+    slots = x_BT.shape[1] + 1
+
+    def one_row(x_T: Float[Array, " T"], segment_T: Int[Array, " T"]) -> Float[Array, " T"]:
+        return jnp.zeros(slots, x_T.dtype).at[segment_T].add(x_T)[segment_T]
+
+    return jax.vmap(one_row)(x_BT, segment_BT)
+
+
+def segment_max(x_BT: Float[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """The largest value of each token's own sequence, written back to every token of it.
+
+    Args:
+      x_BT: values; tokens that must not count hold -inf.
+      segment_BT: sequence numbers, each at most T.
+    """
+    slots = x_BT.shape[1] + 1
+
+    def one_row(x_T: Float[Array, " T"], segment_T: Int[Array, " T"]) -> Float[Array, " T"]:
+        return jnp.full(slots, -jnp.inf, x_T.dtype).at[segment_T].max(x_T)[segment_T]
+
+    return jax.vmap(one_row)(x_BT, segment_BT)
+
+
+def sequence_mean(
+    x_BT: Float[Array, "B T"],
+    mask_BT: Mask,
+    length_BT: Float[Array, "B T"],
+    segment_BT: Int[Array, "B T"],
+    *,
+    eps: float = 0.0,
+) -> Float[Array, "B T"]:
+    """The mean over the loss tokens of each token's own sequence, written back to every token of it.
+
+    Args:
+      x_BT: values; masked tokens are ignored whatever they hold.
+      mask_BT: 1 on loss tokens.
+      length_BT: number of loss tokens in this token's sequence, 1 on padding.
+      segment_BT: sequence numbers.
+      eps: added to the length; 0 is the mean, 1e-8 is verl's arithmetic.
+    """
+    return segment_sum(masked(x_BT, mask_BT), segment_BT) / (length_BT + eps)

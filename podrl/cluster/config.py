@@ -1,0 +1,78 @@
+"""Roles, and the configuration that puts them on meshes."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from jax.sharding import Mesh
+
+from podrl.config import refuses
+from podrl.rollout.config import RolloutConfig
+from podrl.trainer.config import RLTrainingConfig
+
+
+class Role(enum.Enum):
+    """What a model does in the cluster."""
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward"
+    ROLLOUT = "rollout"
+
+
+class Mode(enum.Enum):
+    """Which rollout configuration a generation uses."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@refuses(
+    {
+        "role_to_logical_axis_rule": "logical axes are mapped to mesh axes in podrl/mesh/rules.py, one table for all.",
+        "offload_to_cpu": "podrl frees the rollout's pools with RolloutWorker.sleep() and shares the base weights "
+        "between policy and reference; give the roles disjoint meshes if memory is short.",
+        "rollout_vllm_*": "podrl decodes with its own engine; see RolloutConfig.",
+    }
+)
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig:
+    """Which role runs where, and how it trains and generates.
+
+    Attributes:
+      role_to_mesh: mesh of every role used; the same mesh for two roles is a colocated pair. The reference must share
+        the actor's mesh.
+      training_config: steps, optimizer, batch sizes.
+      rollout_config: sampling and engine settings; may differ between training and evaluation.
+      rollout_engine: 'vanilla' or 'podrl' (two names of podrl's engine), or a class with RolloutWorker's methods.
+    """
+
+    role_to_mesh: Mapping[Role, Mesh]
+    training_config: RLTrainingConfig
+    rollout_config: RolloutConfig | Mapping[Mode, RolloutConfig]
+    rollout_engine: str | type = "vanilla"
+
+    def __post_init__(self):
+        for role in (Role.ACTOR, Role.ROLLOUT):
+            if role not in self.role_to_mesh:
+                raise ValueError(f"role_to_mesh has no mesh for {role}: the actor and the rollout both need one.")
+        reference = self.role_to_mesh.get(Role.REFERENCE, self.role_to_mesh[Role.ACTOR])
+        if reference != self.role_to_mesh[Role.ACTOR]:
+            raise ValueError(
+                "role_to_mesh puts Role.REFERENCE on another mesh than Role.ACTOR: podrl computes reference "
+                "log-probabilities on the actor's packed rows, so give both the same mesh."
+            )
+        if isinstance(self.rollout_engine, str) and self.rollout_engine not in ("vanilla", "podrl"):
+            raise ValueError(
+                f"rollout_engine={self.rollout_engine!r} is not an engine podrl has: use 'vanilla' or a class with the "
+                "methods of podrl.rollout.rollout.RolloutWorker."
+            )
+
+    def rollout(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
+        """The rollout configuration of a mode."""
+        if isinstance(self.rollout_config, RolloutConfig):
+            return self.rollout_config
+        if mode not in self.rollout_config:
+            raise ValueError(f"rollout_config has no entry for {mode}: it has {[m.name for m in self.rollout_config]}.")
+        return self.rollout_config[mode]

@@ -1,0 +1,119 @@
+"""One run of the program: its directory, its sinks, its checkpoints, and the wish to stop."""
+
+import json
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import rich.console
+
+from podrl.learner.console import make_console
+from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints
+from podrl.runtime.metrics import LogConfig, MetricsLog
+from podrl.runtime.watchdog import Watchdog
+
+# Keys that may differ between the runs of one workdir: they change what is written, not what is learned.
+_FREE_KEYS = ("log.", "checkpoint.", "eval.", "reward.workers", "reward.deadline_s", "trainer.eval_every_n_steps")
+
+
+class Run:
+    """Owns the run directory for the length of a `with` block and turns SIGTERM and Ctrl-C into a request to stop.
+
+    Attributes:
+      workdir: where everything is written; None keeps the run in memory (no files, no resume).
+      checkpoints: None without a workdir.
+      console: where tables and progress go.
+      watchdog: names and times the stages.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike | None,
+        *,
+        log: LogConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        config: Mapping[str, Any] | None = None,
+        console: rich.console.Console | None = None,
+    ):
+        self.workdir = None if workdir is None else pathlib.Path(workdir)
+        self.log_config = log or LogConfig()
+        self.checkpoint_config = checkpoint or CheckpointConfig()
+        self.config = dict(config or {})
+        self.console = console or make_console()
+        self.watchdog = Watchdog(self.log_config.stall_s)
+        self.checkpoints: Checkpoints | None = None
+        self.metrics: MetricsLog | None = None
+        self._stop = threading.Event()
+        self._handlers: dict[int, Any] = {}
+        if self.workdir is not None:
+            self.workdir.mkdir(parents=True, exist_ok=True)
+            self._check_config()
+            self.checkpoints = Checkpoints(self.workdir / "checkpoints", keep=self.checkpoint_config.keep)
+
+    def __enter__(self) -> "Run":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self.checkpoints is not None:
+            with self.watchdog.stage("closing checkpoints"):
+                self.checkpoints.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        self.watchdog.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._stop.set()
+        name = signal.Signals(number).name
+        text = f"\npodrl: {name}: stopping after this step, then saving (Ctrl-C again to leave at once).\n"
+        os.write(2, text.encode())  # print may not be entered again from a handler
+
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def open_metrics(self, start: int) -> None:
+        """Opens the sinks; records at or after step `start` of an earlier life of this run are dropped."""
+        if self.workdir is not None:
+            self.metrics = MetricsLog(self.workdir, self.log_config, start=start, run_config=self.config)
+
+    def _check_config(self) -> None:
+        """Writes config.json, or compares with the one that is there.
+
+        Raises:
+          ValueError: the directory belongs to a run of another configuration; says which keys differ.
+        """
+        assert self.workdir is not None
+        path = self.workdir / "config.json"
+        mine = json.loads(json.dumps(self.config, default=str))
+        if path.exists():
+            theirs = json.loads(path.read_text())
+            differences = [
+                f"{key} was {theirs_value!r}, now {mine_value!r}"
+                for key, theirs_value, mine_value in _differences(theirs, mine)
+                if not key.startswith(_FREE_KEYS)
+            ]
+            if differences:
+                raise ValueError(
+                    f"{self.workdir} holds a run of another configuration: " + "; ".join(differences[:8]) + ". "
+                    "Give the same configuration to resume it, or another --workdir to start a new run."
+                )
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(mine, indent=2, sort_keys=True) + "\n")
+        temporary.replace(path)
+
+
+def _differences(a: Any, b: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = sorted(set(a) | set(b))
+        return [d for k in keys for d in _differences(a.get(k, "(absent)"), b.get(k, "(absent)"), f"{prefix}{k}.")]
+    return [] if a == b else [(prefix.removesuffix("."), a, b)]

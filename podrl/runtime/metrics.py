@@ -1,0 +1,151 @@
+"""Where numbers go: metrics.jsonl, samples.jsonl, TensorBoard and, when asked for, W&B."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    """What is written besides metrics.jsonl.
+
+    Attributes:
+      tensorboard: write TensorBoard events.
+      wandb: '' for off, else the W&B mode: 'online' or 'offline' (extra [wandb]).
+      wandb_project: W&B project name.
+      samples_every: steps between samples written to samples.jsonl; 0 is never.
+      samples: completions written each time.
+      console_every: steps between printed lines when the output is not a terminal.
+      stall_s: seconds a stage may take before all stacks are printed; after four times as long the process exits 42.
+    """
+
+    tensorboard: bool = True
+    wandb: str = ""
+    wandb_project: str = "podrl"
+    samples_every: int = 10
+    samples: int = 4
+    console_every: int = 10
+    stall_s: float = 900.0
+
+    def __post_init__(self):
+        if self.wandb not in ("", "online", "offline"):
+            raise ValueError(f"log.wandb={self.wandb!r} must be '', 'online' or 'offline'.")
+        if self.stall_s <= 0:
+            raise ValueError(f"log.stall_s={self.stall_s} must be positive seconds.")
+
+
+MetricsLogger = Callable[[int, Mapping[str, float]], None]
+
+
+class MetricsLog:
+    """Appends one object per step to metrics.jsonl and feeds every other sink.
+
+    A resumed run passes `start`: lines of steps at or after it are dropped first, so each step is written once.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, config: LogConfig, *, start: int, run_config: Mapping[str, Any]):
+        self.workdir = pathlib.Path(workdir)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        self._metrics = _reopen(self.workdir / "metrics.jsonl", start)
+        self._samples = _reopen(self.workdir / "samples.jsonl", start)
+        self._sinks: list[MetricsLogger] = []
+        self._closers: list[Callable[[], None]] = []
+        if config.tensorboard:
+            self._open_tensorboard(start)
+        if config.wandb:
+            self._open_wandb(config, run_config)
+
+    def add_sink(self, sink: MetricsLogger) -> None:
+        """Calls `sink(step, metrics)` for every record from now on."""
+        self._sinks.append(sink)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one record; not-a-number values are written as null, so every line is valid JSON."""
+        values = {name: float(value) for name, value in metrics.items()}
+        clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._metrics.write(json.dumps({"step": step, **clean}) + "\n")
+        self._metrics.flush()
+        for sink in self._sinks:
+            sink(step, values)
+
+    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Appends prompts, completions and rewards to samples.jsonl."""
+        for sample in samples:
+            self._samples.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+        self._samples.flush()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+        for close in self._closers:
+            close()
+
+    def _open_tensorboard(self, start: int) -> None:
+        import tensorboardX  # imported late: half a second that --dry_run need not pay
+
+        writer = tensorboardX.SummaryWriter(str(self.workdir / "tensorboard"), purge_step=start or None)
+
+        def sink(step: int, metrics: Mapping[str, float]) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+
+        self._sinks.append(sink)
+        self._closers.append(writer.close)
+
+    def _open_wandb(self, config: LogConfig, run_config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError(
+                f"log.wandb={config.wandb!r} needs the wandb package: pip install 'podrl[wandb]', or leave "
+                "log.wandb empty."
+            ) from None
+        run = wandb.init(
+            project=config.wandb_project,
+            dir=str(self.workdir),
+            mode=config.wandb,
+            config=dict(run_config),
+            id=self._wandb_id(),
+            resume="allow",
+        )
+        self._sinks.append(lambda step, metrics: run.log(dict(metrics), step=step))
+        self._closers.append(run.finish)
+
+    def _wandb_id(self) -> str:
+        """A run id kept in the workdir, so that a resumed run continues its W&B page."""
+        path = self.workdir / "wandb_id"
+        if not path.exists():
+            path.write_text(os.urandom(6).hex())
+        return path.read_text().strip()
+
+
+def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+    """All records of metrics.jsonl, oldest first; [] when there is none."""
+    path = pathlib.Path(workdir) / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [record for line in path.read_text().splitlines() if (record := _parse(line)) is not None]
+
+
+def _reopen(path: pathlib.Path, start: int):
+    """Opens for appending after dropping records at or after step `start` and a half-written last line."""
+    if path.exists():
+        lines = path.read_text().splitlines()
+        kept = [line for line in lines if (record := _parse(line)) is not None and record["step"] < start]
+        if len(kept) != len(lines):
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.replace(path)
+    return path.open("a", encoding="utf-8")
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

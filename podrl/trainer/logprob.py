@@ -1,0 +1,254 @@
+"""Token log-probabilities and entropies from hidden states, by vocabulary chunks, forward and backward."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Float, Int
+
+from podrl.mesh import rules
+from podrl.models.config import ModelConfig
+from podrl.types import PyTree
+
+# Logits alive at a time on one device: 64 Mi float32 values are 256 MiB.
+CHUNK_ELEMENTS = 1 << 26
+_MIN_CHUNK = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """Static facts of one call. `rows`, `vocab`, `model`: mesh axes that split tokens, vocabulary and model dimension."""
+
+    softcap: float
+    temperature: float
+    chunk: int
+    mesh: Mesh | None
+    rows: tuple[str, ...]
+    vocab: tuple[str, ...]
+    model: tuple[str, ...]
+
+
+def token_logprobs(
+    params: PyTree,
+    hidden_BTD: Float[Array, "B T D"],
+    tokens_BT: Int[Array, "B T"],
+    segment_BT: Int[Array, "B T"],
+    config: ModelConfig,
+    *,
+    temperature: float = 1.0,
+    mesh: Mesh | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """log p(token t | tokens < t) and the entropy of that distribution, nats, for every token of packed rows.
+
+    Logits are made by chunks of the vocabulary, once forward and once backward, so no more than `chunk_elements` of
+    them exist on a device. Each chunk of the output matrix is gathered over the axes that split its model dimension
+    where it is used, and its gradient is scattered back at once: the whole matrix is never in one place.
+
+    Args:
+      params: whole parameter tree; 'unembed' (D, V) is used, or 'embed' (V, D) where there is none.
+      hidden_BTD: final normalised hidden states; index t predicts token t + 1.
+      segment_BT: 0 is padding. The first token of a segment has no predecessor: both results are 0 there.
+      temperature: divides the capped logits; positive.
+      mesh: where given, B is split over the axes of "batch", V and D as the output matrix is.
+
+    Raises:
+      ValueError: rows that do not split over the mesh, or a temperature that is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be positive: set rollout.temperature above 0 for training.")
+    B, T, D = hidden_BTD.shape
+    matrix_VD = params["unembed"].T if "unembed" in params else params["embed"]
+    head = _head(matrix_VD.shape, B, T, config, temperature, mesh, chunk_elements)
+    next_BT = jnp.roll(tokens_BT, -1, axis=1)
+    logprob_BT, entropy_BT = _logprob(hidden_BTD, matrix_VD, next_BT, head)
+    continues_BT = (segment_BT == jnp.roll(segment_BT, 1, axis=1)) & (segment_BT > 0)
+    continues_BT = continues_BT & (jnp.arange(T) > 0)
+    keep = lambda x_BT: jnp.where(continues_BT, jnp.roll(x_BT, 1, axis=1), 0.0)  # noqa: E731
+    return keep(logprob_BT), keep(entropy_BT)
+
+
+def _head(
+    shape_VD: tuple[int, ...],
+    B: int,
+    T: int,
+    config: ModelConfig,
+    temperature: float,
+    mesh: Mesh | None,
+    chunk_elements: int,
+) -> _Head:
+    row_axes: tuple[str, ...] = ()
+    vocab_axes: tuple[str, ...] = ()
+    model_axes: tuple[str, ...] = ()
+    if mesh is not None and mesh.size > 1:
+        spec_VD = rules.spec_for(("vocab", "embed"), shape_VD, mesh)
+        vocab_axes, model_axes = (_names(entry) for entry in (*spec_VD, None, None)[:2])
+        row_axes = tuple(axis for axis in rules.DEFAULT_RULES["batch"] if mesh.shape[axis] > 1)
+        if B % _size(mesh, row_axes):
+            raise ValueError(
+                f"{B} packed rows do not split over {_size(mesh, row_axes)} data shards "
+                f"({' x '.join(row_axes)}): rows per micro-batch must be a multiple of that."
+            )
+    else:
+        mesh = None
+    local_V = shape_VD[0] // _size(mesh, vocab_axes)
+    local_X = B * T // _size(mesh, row_axes)
+    fit = max(chunk_elements // local_X, _MIN_CHUNK)
+    chunk = math.ceil(local_V / math.ceil(local_V / fit))
+    return _Head(config.logit_softcap, temperature, chunk, mesh, row_axes, vocab_axes, model_axes)
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _size(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes) if mesh is not None else 1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _logprob(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, head: _Head) -> tuple[Array, Array]:
+    return _logprob_fwd(hidden_BTD, matrix_VD, target_BT, head)[0]
+
+
+def _logprob_fwd(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, head: _Head):
+    run = functools.partial(_forward, head=head)
+    if head.mesh is not None:
+        rows = Spec(head.rows or None)
+        matrix = Spec(head.vocab or None, head.model or None)
+        run = jax.shard_map(
+            run, mesh=head.mesh, in_specs=(rows, matrix, rows), out_specs=(rows, rows, rows), check_vma=False
+        )
+    logprob_BT, entropy_BT, lse_BT = run(hidden_BTD, matrix_VD, target_BT)
+    return (logprob_BT, entropy_BT), (hidden_BTD, matrix_VD, target_BT, entropy_BT, lse_BT)
+
+
+def _logprob_bwd(head: _Head, saved, grads):
+    hidden_BTD, matrix_VD, target_BT, entropy_BT, lse_BT = saved
+    run = functools.partial(_backward, head=head)
+    if head.mesh is not None:
+        rows = Spec(head.rows or None)
+        matrix = Spec(head.vocab or None, head.model or None)
+        run = jax.shard_map(
+            run,
+            mesh=head.mesh,
+            in_specs=(rows, matrix, rows, rows, rows, rows, rows),
+            out_specs=(rows, matrix),
+            check_vma=False,
+        )
+    dhidden_BTD, dmatrix_VD = run(hidden_BTD, matrix_VD, target_BT, entropy_BT, lse_BT, *grads)
+    return dhidden_BTD, dmatrix_VD, None
+
+
+_logprob.defvjp(_logprob_fwd, _logprob_bwd)
+
+
+def _chunk_of(matrix_VD: Array, index: Array, target_X: Array, dtype: jnp.dtype, head: _Head):
+    """(weights of chunk `index` over the whole model dimension, their first row, which rows are new, target offsets).
+
+    The last chunk is moved back to end with the vocabulary, so rows it shares with its neighbour are not new.
+    """
+    V = matrix_VD.shape[0]
+    start = jnp.minimum(index * head.chunk, V - head.chunk)
+    weight_CD = jax.lax.dynamic_slice_in_dim(matrix_VD, start, head.chunk).astype(dtype)
+    if head.model:
+        weight_CD = jax.lax.all_gather(weight_CD, head.model, axis=1, tiled=True)
+    new_C = jnp.arange(head.chunk) + start >= index * head.chunk
+    first = start + (jax.lax.axis_index(head.vocab) * V if head.vocab else 0)
+    return weight_CD, start, new_C, target_X - first
+
+
+def _cap(logits_XC: Array, head: _Head) -> Array:
+    if head.softcap:
+        logits_XC = jnp.tanh(logits_XC * (1.0 / head.softcap)) * head.softcap
+    return logits_XC * (1.0 / head.temperature) if head.temperature != 1.0 else logits_XC
+
+
+def _forward(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, *, head: _Head) -> tuple[Array, Array, Array]:
+    hidden_XD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+    target_X = target_BT.reshape(-1)
+    V = matrix_VD.shape[0]
+    chunks = math.ceil(V / head.chunk)
+
+    def step(carry, index):
+        top_X, sum_X, weighted_X, hit_X = carry
+        weight_CD, _, new_C, offset_X = _chunk_of(matrix_VD, index, target_X, hidden_XD.dtype, head)
+        logits_XC = _cap(jnp.einsum("XD,CD->XC", hidden_XD, weight_CD, preferred_element_type=jnp.float32), head)
+        is_target_XC = (jnp.arange(head.chunk) == offset_X[:, None]) & new_C
+        hit_X = hit_X + jnp.sum(jnp.where(is_target_XC, logits_XC, 0.0), axis=1)
+        masked_XC = logits_XC if chunks * head.chunk == V else jnp.where(new_C, logits_XC, -jnp.inf)
+        new_top_X = jnp.maximum(top_X, jnp.max(masked_XC, axis=1))
+        shift_X = jnp.exp(top_X - new_top_X)
+        exp_XC = jnp.exp(masked_XC - new_top_X[:, None])
+        sum_X = sum_X * shift_X + jnp.sum(exp_XC, axis=1)
+        weighted_X = weighted_X * shift_X + jnp.sum(exp_XC * logits_XC, axis=1)
+        return (new_top_X, sum_X, weighted_X, hit_X), None
+
+    zero_X = jnp.zeros(target_X.shape, jnp.float32)
+    start = (jnp.full_like(zero_X, -jnp.inf), zero_X, zero_X, zero_X)
+    (top_X, sum_X, weighted_X, hit_X), _ = _scan(step, start, chunks)
+    if head.vocab:
+        local_top_X = top_X
+        top_X = jax.lax.pmax(local_top_X, head.vocab)
+        shift_X = jnp.exp(local_top_X - top_X)
+        sum_X, weighted_X, hit_X = jax.lax.psum((sum_X * shift_X, weighted_X * shift_X, hit_X), head.vocab)
+    lse_X = top_X + jnp.log(sum_X)
+    entropy_X = lse_X - weighted_X / sum_X
+    return tuple(x_X.reshape(target_BT.shape) for x_X in (hit_X - lse_X, entropy_X, lse_X))
+
+
+def _backward(
+    hidden_BTD: Array,
+    matrix_VD: Array,
+    target_BT: Array,
+    entropy_BT: Array,
+    lse_BT: Array,
+    dlogprob_BT: Array,
+    dentropy_BT: Array,
+    *,
+    head: _Head,
+) -> tuple[Array, Array]:
+    hidden_XD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+    flat = (x_BT.reshape(-1) for x_BT in (target_BT, entropy_BT, lse_BT, dlogprob_BT, dentropy_BT))
+    target_X, entropy_X, lse_X, dlogprob_X, dentropy_X = flat
+    chunks = math.ceil(matrix_VD.shape[0] / head.chunk)
+
+    def step(carry, index):
+        dhidden_XD, dmatrix_VD = carry
+        weight_CD, start, new_C, offset_X = _chunk_of(matrix_VD, index, target_X, hidden_XD.dtype, head)
+        raw_XC = jnp.einsum("XD,CD->XC", hidden_XD, weight_CD, preferred_element_type=jnp.float32)
+        logits_XC = _cap(raw_XC, head)
+        centred_XC = logits_XC - lse_X[:, None]
+        is_target_XC = jnp.arange(head.chunk) == offset_X[:, None]
+        # d logprob = onehot - p;  d entropy = -p (log p + entropy)
+        slope_XC = dlogprob_X[:, None] + dentropy_X[:, None] * (centred_XC + entropy_X[:, None])
+        dlogits_XC = jnp.where(is_target_XC, dlogprob_X[:, None], 0.0) - jnp.exp(centred_XC) * slope_XC
+        if head.softcap:
+            unit_XC = logits_XC * (head.temperature / head.softcap)
+            dlogits_XC = dlogits_XC * (1.0 - unit_XC * unit_XC)
+        draw_XC = jnp.where(new_C, dlogits_XC * (1.0 / head.temperature), 0.0).astype(hidden_XD.dtype)
+        dhidden_XD = dhidden_XD + jnp.einsum("XC,CD->XD", draw_XC, weight_CD, preferred_element_type=jnp.float32)
+        dweight_CD = jnp.einsum("XC,XD->CD", draw_XC, hidden_XD, preferred_element_type=jnp.float32)
+        if head.model:
+            dweight_CD = jax.lax.psum_scatter(dweight_CD, head.model, scatter_dimension=1, tiled=True)
+        old_CD = jax.lax.dynamic_slice_in_dim(dmatrix_VD, start, head.chunk)
+        return (dhidden_XD, jax.lax.dynamic_update_slice_in_dim(dmatrix_VD, old_CD + dweight_CD, start, 0)), None
+
+    start = (jnp.zeros(hidden_XD.shape, jnp.float32), jnp.zeros(matrix_VD.shape, jnp.float32))
+    (dhidden_XD, dmatrix_VD), _ = _scan(step, start, chunks)
+    if head.vocab:
+        dhidden_XD = jax.lax.psum(dhidden_XD, head.vocab)
+    if others := tuple(axis for axis in head.rows if axis not in head.model):
+        dmatrix_VD = jax.lax.psum(dmatrix_VD, others)
+    return dhidden_XD.reshape(hidden_BTD.shape).astype(hidden_BTD.dtype), dmatrix_VD.astype(matrix_VD.dtype)
+
+
+def _scan(step, carry, length: int):
+    """lax.scan over 0..length-1, without a loop where there is one step."""
+    if length == 1:
+        return step(carry, jnp.int32(0))
+    return jax.lax.scan(step, carry, jnp.arange(length, dtype=jnp.int32))

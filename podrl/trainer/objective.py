@@ -1,0 +1,153 @@
+"""What one micro-batch of packed rows contributes to the loss: a forward pass and a loss on its log-probabilities."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from podrl.models import decoder
+from podrl.models.config import ModelConfig
+from podrl.trainer import logprob
+from podrl.types import PyTree, Ratio, TrainBatch
+
+
+@flax.struct.dataclass
+class Rows:
+    """One micro-batch of a TrainBatch; fields mean what they mean there."""
+
+    tokens_BT: Int[Array, "B T"]
+    segment_BT: Int[Array, "B T"]
+    position_BT: Int[Array, "B T"]
+    mask_BT: Float[Array, "B T"]
+    advantage_BT: Float[Array, "B T"]
+    old_logprob_BT: Float[Array, "B T"]
+    ref_logprob_BT: Float[Array, "B T"]
+    sampler_logprob_BT: Float[Array, "B T"]
+    length_BT: Float[Array, "B T"]
+
+
+def rows_of(batch: TrainBatch, index: Int[Array, ""]) -> Rows:
+    """Micro-batch `index` (traced) of the batch."""
+    return Rows(
+        **{
+            field.name: jax.lax.dynamic_index_in_dim(
+                getattr(batch, field.name.replace("_BT", "_ABT")), index, axis=0, keepdims=False
+            )
+            for field in dataclasses.fields(Rows)
+        }
+    )
+
+
+class TokenLoss(Protocol):
+    """A loss on token log-probabilities, undivided, with its metrics, undivided too."""
+
+    def __call__(
+        self,
+        logprob_BT: Float[Array, "B T"],
+        old_logprob_BT: Float[Array, "B T"],
+        ref_logprob_BT: Float[Array, "B T"],
+        sampler_logprob_BT: Float[Array, "B T"],
+        advantage_BT: Float[Array, "B T"],
+        entropy_BT: Float[Array, "B T"],
+        mask_BT: Float[Array, "B T"],
+        length_BT: Float[Array, "B T"],
+        segment_BT: Int[Array, "B T"],
+        /,
+    ) -> tuple[Ratio, Mapping[str, Ratio]]: ...
+
+
+class Objective(Protocol):
+    """What a training step minimises: objective(params, rows) for the whole parameter tree and one micro-batch."""
+
+    def __call__(self, params: PyTree, rows: Rows, /) -> tuple[Ratio, Mapping[str, Ratio]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """How rows are run through the model, for losses and for scoring alike.
+
+    Attributes:
+      config: the model.
+      mesh: where it runs.
+      temperature: of the distribution whose log-probabilities are meant: that of sampling.
+      dtype: compute dtype; log-probabilities are float32 whatever it is.
+      remat: see `podrl.models.decoder.hidden`.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    temperature: float = 1.0
+    dtype: str = "float32"
+    remat: str = "none"
+
+    def __call__(
+        self,
+        params: PyTree,
+        tokens_BT: Int[Array, "B T"],
+        segment_BT: Int[Array, "B T"],
+        position_BT: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """(log-probability, entropy) of every token, nats; 0 on first tokens and padding."""
+        hidden_BTD = decoder.hidden(
+            params,
+            tokens_BT,
+            segment_BT,
+            position_BT,
+            self.config,
+            dtype=jnp.dtype(self.dtype),
+            remat=self.remat,
+            mesh=self.mesh,
+        )
+        return logprob.token_logprobs(
+            params, hidden_BTD, tokens_BT, segment_BT, self.config, temperature=self.temperature, mesh=self.mesh
+        )
+
+
+def token_objective(forward: Forward, loss: TokenLoss) -> Objective:
+    """The objective of every loss that looks at token log-probabilities: GRPO, PPO's actor, supervised fine-tuning."""
+
+    def objective(params: PyTree, rows: Rows) -> tuple[Ratio, Mapping[str, Ratio]]:
+        logprob_BT, entropy_BT = forward(params, rows.tokens_BT, rows.segment_BT, rows.position_BT)
+        return loss(
+            logprob_BT,
+            rows.old_logprob_BT,
+            rows.ref_logprob_BT,
+            rows.sampler_logprob_BT,
+            rows.advantage_BT,
+            entropy_BT,
+            rows.mask_BT,
+            rows.length_BT,
+            rows.segment_BT,
+        )
+
+    return objective
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy:
+    """Supervised fine-tuning: the mean of -log p over loss tokens, each token counting the same."""
+
+    def __call__(
+        self,
+        logprob_BT: Float[Array, "B T"],
+        old_logprob_BT: Float[Array, "B T"],
+        ref_logprob_BT: Float[Array, "B T"],
+        sampler_logprob_BT: Float[Array, "B T"],
+        advantage_BT: Float[Array, "B T"],
+        entropy_BT: Float[Array, "B T"],
+        mask_BT: Float[Array, "B T"],
+        length_BT: Float[Array, "B T"],
+        segment_BT: Int[Array, "B T"],
+        /,
+    ) -> tuple[Ratio, Mapping[str, Ratio]]:
+        """(-sum of log p over mask, tokens), and sft/loss and sft/entropy."""
+        del old_logprob_BT, ref_logprob_BT, sampler_logprob_BT, advantage_BT, length_BT, segment_BT
+        count = jnp.sum(mask_BT)
+        loss = Ratio(-jnp.sum(jnp.where(mask_BT > 0, logprob_BT, 0.0)), count)
+        entropy = Ratio(jnp.sum(jnp.where(mask_BT > 0, jax.lax.stop_gradient(entropy_BT), 0.0)), count)
+        return loss, {"sft/loss": loss, "sft/entropy": entropy}

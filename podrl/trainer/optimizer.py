@@ -1,0 +1,155 @@
+"""AdamW with warm-up, decay and clipping, in float32 whatever the parameters are stored in."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from podrl.types import PyTree
+
+Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
+Moment = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101), its learning-rate schedule and gradient clipping.
+
+    Attributes:
+      learning_rate: the peak.
+      schedule: what follows the warm-up: 'constant', 'cosine' or 'linear' down to `end_fraction` of the peak.
+      warmup_steps: updates over which the rate rises linearly from 0; the first update already uses a part of it.
+      decay_steps: updates after which the rate has reached its end, warm-up included; cosine and linear need it.
+      end_fraction: final rate divided by the peak.
+      b1, b2, eps, weight_decay: AdamW's own; decay applies to every trainable parameter.
+      max_grad_norm: gradients of a larger global norm are scaled down to it; 0 is off.
+      mu_dtype, nu_dtype: how first and second moments are stored.
+    """
+
+    learning_rate: float = 1e-6
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    end_fraction: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.0
+    mu_dtype: Moment = "float32"
+    nu_dtype: Moment = "float32"
+
+    def __post_init__(self):
+        if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"The {self.schedule} schedule has decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps}: "
+                "decay_steps counts all updates and must be larger; it follows from trainer.max_steps."
+            )
+        for name in ("learning_rate", "warmup_steps", "end_fraction", "eps", "weight_decay", "max_grad_norm"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0.")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """A gradient transformation and, where it is known, the learning rate it will use at an update (for metrics)."""
+
+    transform: optax.GradientTransformation
+    schedule: Schedule | None = None
+
+
+class AdamState(NamedTuple):
+    """Moments of AdamW, the float32 master copy of narrower parameters, and the number of updates made."""
+
+    count: Int[Array, ""]
+    mu: PyTree
+    nu: PyTree
+    master: PyTree
+
+
+def make_schedule(config: OptimizerConfig) -> Schedule:
+    """update index (0-based, traced) -> learning rate, float32."""
+
+    def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
+        step = jnp.asarray(count, jnp.float32)
+        warm = jnp.minimum(1.0, (step + 1.0) / config.warmup_steps) if config.warmup_steps else jnp.float32(1.0)
+        if config.schedule == "constant":
+            return config.learning_rate * warm
+        span = config.decay_steps - config.warmup_steps
+        done = jnp.clip((step - config.warmup_steps) / span, 0.0, 1.0)
+        left = 0.5 * (1.0 + jnp.cos(jnp.pi * done)) if config.schedule == "cosine" else 1.0 - done
+        return config.learning_rate * warm * (config.end_fraction + (1.0 - config.end_fraction) * left)
+
+    return schedule
+
+
+def make_optimizer(config: OptimizerConfig) -> Optimizer:
+    """The optimizer of `config`; works under strict dtype promotion, which optax.adamw does not."""
+    schedule = make_schedule(config)
+    return Optimizer(_adamw(config, schedule), schedule)
+
+
+def as_optimizer(given: "Optimizer | OptimizerConfig | optax.GradientTransformation") -> Optimizer:
+    """Accepts podrl's optimizer, its configuration, or any optax transformation (whose rate is then not reported)."""
+    if isinstance(given, Optimizer):
+        return given
+    if isinstance(given, OptimizerConfig):
+        return make_optimizer(given)
+    return Optimizer(given)
+
+
+def global_norm(tree: PyTree) -> Float[Array, ""]:
+    """Square root of the sum of all squares, accumulated in float32."""
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(jnp.sum(jnp.stack(squares)))
+
+
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """params + updates, added in float32 and stored in the parameters' dtype."""
+    return jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), params, updates)
+
+
+def _adamw(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
+    """One transformation, so that clipping, moments and the master copy are read and written in one pass."""
+    f32 = jnp.float32
+
+    def init(params: PyTree) -> AdamState:
+        narrow = [p.dtype != f32 for p in jax.tree.leaves(params)]
+        master = jax.tree.map(lambda p: p.astype(f32), params) if any(narrow) else ()
+        zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)  # noqa: E731
+        return AdamState(jnp.zeros([], jnp.int32), zeros(config.mu_dtype), zeros(config.nu_dtype), master)
+
+    def update(grads: PyTree, state: AdamState, params: PyTree = None) -> tuple[PyTree, AdamState]:
+        rate = schedule(state.count)
+        step = (state.count + 1).astype(f32)
+        clip = f32(1.0)
+        if config.max_grad_norm:
+            clip = jnp.minimum(1.0, config.max_grad_norm / jnp.maximum(global_norm(grads), 1e-30))
+        grads = jax.tree.map(lambda g: g.astype(f32) * clip, grads)
+        mu = jax.tree.map(lambda m, g: config.b1 * m.astype(f32) + (1 - config.b1) * g, state.mu, grads)
+        nu = jax.tree.map(lambda v, g: config.b2 * v.astype(f32) + (1 - config.b2) * g * g, state.nu, grads)
+        bias_mu, bias_nu = 1 - config.b1**step, 1 - config.b2**step
+        wide = state.master or jax.tree.map(lambda p: p.astype(f32), params)
+
+        def change(p: Array, m: Array, v: Array) -> Array:
+            return -rate * (m / bias_mu / (jnp.sqrt(v / bias_nu) + config.eps) + config.weight_decay * p)
+
+        updates = jax.tree.map(change, wide, mu, nu)
+        master = state.master
+        if state.master:
+            master = jax.tree.map(jnp.add, state.master, updates)
+            # What brings the stored parameter to the rounded master; exact after the addition in float32.
+            updates = jax.tree.map(lambda q, p: q.astype(p.dtype).astype(f32) - p.astype(f32), master, params)
+        narrow = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
+        return updates, AdamState(
+            state.count + 1, narrow(mu, config.mu_dtype), narrow(nu, config.nu_dtype), master
+        )
+
+    return optax.GradientTransformation(init, update)

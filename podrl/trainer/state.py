@@ -1,0 +1,82 @@
+"""Where the training state and its batches live on the mesh."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from podrl.mesh import rules
+from podrl.models import decoder
+from podrl.models.config import ModelConfig
+from podrl.trainer.optimizer import Optimizer
+from podrl.types import PyTree, TrainBatch, TrainState
+
+
+def abstract_state(
+    config: ModelConfig, optimizer: Optimizer, mesh: Mesh, dtype: Any = "float32"
+) -> tuple[TrainState, PyTree]:
+    """(state, frozen parameters) as shapes, dtypes and shardings, for restoring checkpoints and for compiling ahead.
+
+    Args:
+      config: the model; under LoRA the state holds the adapters and their optimizer state, the rest is frozen.
+      dtype: of the stored parameters.
+    """
+    params = decoder.abstract_params(config, mesh, jnp.dtype(dtype))
+    trainable, frozen = decoder.split_trainable(params, config)
+    return abstract_train_state(trainable, optimizer, mesh), frozen
+
+
+def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> TrainState:
+    """The state around `trainable` (shapes with shardings): optimizer leaves lie like the parameter they belong to."""
+    whole = rules.replicated(mesh)
+
+    def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def like_param(leaf: Any, param: Any) -> jax.ShapeDtypeStruct:
+        return placed(leaf, param.sharding if leaf.shape == param.shape else whole)
+
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer.transform,
+        like_param,
+        jax.eval_shape(optimizer.transform.init, trainable),
+        trainable,
+        transform_non_params=lambda leaf: placed(leaf, whole),
+    )
+    return TrainState(trainable, opt_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
+
+
+def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, PyTree]:
+    """(state at step 0, frozen parameters) around whole parameters that lie on `mesh`; no parameter is copied.
+
+    The state shares its arrays with `params`; the first training step, which donates its state, deletes them.
+    """
+    trainable, frozen = decoder.split_trainable(params, config)
+    abstract = abstract_train_state(jax.tree.map(_abstract, trainable), optimizer, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
+    opt_state = jax.jit(optimizer.transform.init, out_shardings=shardings)(trainable)
+    step = jax.device_put(jnp.zeros((), jnp.int32), rules.replicated(mesh))
+    return TrainState(trainable, opt_state, step), frozen
+
+
+def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+    """Rows over the batch axes of the mesh, everything else whole; `batch` needs shapes only."""
+    return jax.tree.map(
+        lambda x: rules.sharding_for(("layers", "batch", "time")[: np.ndim(x)], np.shape(x), mesh), batch
+    )
+
+
+def put_batch(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+    """Copies a host batch onto the mesh; every process passes the same batch and keeps the rows of its own devices."""
+
+    def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
+
+    return jax.tree.map(put, batch, batch_shardings(batch, mesh))
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

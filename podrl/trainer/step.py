@@ -1,0 +1,147 @@
+"""One optimizer update as a pure function of the state and a packed batch, and the scoring of packed batches."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from podrl.mesh import rules
+from podrl.models import decoder
+from podrl.models.config import ModelConfig
+from podrl.trainer import state as state_lib
+from podrl.trainer.objective import Forward, Objective, TokenLoss, rows_of, token_objective
+from podrl.trainer.optimizer import Optimizer, apply_updates, global_norm
+from podrl.types import PyTree, Ratio, TrainBatch, TrainState
+
+Metrics = dict[str, Float[Array, ""]]
+TrainStep = Callable[[TrainState, PyTree, TrainBatch], tuple[TrainState, Metrics]]
+LogprobFn = Callable[[PyTree, TrainBatch], Float[Array, "A B T"]]
+
+
+def make_train_step(
+    config: ModelConfig,
+    loss: TokenLoss,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    *,
+    temperature: float = 1.0,
+    dtype: str = "float32",
+    remat: str = "none",
+    prefix: str = "actor",
+) -> TrainStep:
+    """The jitted training step of a loss on token log-probabilities; see `make_update`.
+
+    Args:
+      config: the model.
+      loss: e.g. a PolicyLoss of podrl.algorithms, or CrossEntropy.
+      temperature: of the distribution the log-probabilities are those of: that of sampling.
+      dtype: compute dtype.
+      remat: what the backward pass recomputes: 'none' keeps everything, see `podrl.models.decoder.hidden`.
+      prefix: group of the metrics this function adds.
+    """
+    forward = Forward(config, mesh, temperature, dtype, remat)
+    return make_update(token_objective(forward, loss), config, optimizer, mesh, prefix=prefix)
+
+
+def make_update(
+    objective: Objective, config: ModelConfig, optimizer: Optimizer, mesh: Mesh, *, prefix: str = "actor"
+) -> TrainStep:
+    """train_step(state, frozen, batch) -> (state, metrics), jitted; `state` is donated.
+
+    Gradients, numerators and denominators of the filled micro-batches are added and divided once at the end, so how
+    sequences are packed, split and sharded does not change the update. The number of micro-batches is traced.
+
+    An update whose gradient is not finite is skipped, parameters and moments staying as they were, and shows as 1 in
+    `{prefix}/nonfinite`; the step is counted all the same.
+
+    Metrics (float32 scalars): those of the objective, `{prefix}/grad_norm` (before clipping), `{prefix}/lr` where the
+    optimizer's schedule is known, `{prefix}/nonfinite`.
+    """
+
+    def step(state: TrainState, frozen: PyTree, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+        grads, loss, metrics = _accumulate(objective, state.params, frozen, batch, mesh, config)
+        divisor = loss.count + (loss.count == 0)
+        grads = jax.tree.map(lambda g: g / divisor, grads)
+        norm = global_norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss.total)
+        with jax.numpy_dtype_promotion("standard"):  # optax transformations given by users promote
+            updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+        params = apply_updates(state.params, updates)
+
+        def choose(new: Array, old: Array) -> Array:
+            return jnp.where(finite, new, old)
+
+        scalars = {name: ratio.mean() for name, ratio in metrics.items()}
+        scalars[f"{prefix}/grad_norm"] = norm
+        scalars[f"{prefix}/nonfinite"] = jnp.where(finite, 0.0, 1.0)
+        if optimizer.schedule is not None:
+            scalars[f"{prefix}/lr"] = optimizer.schedule(_update_count(state.opt_state, state.step))
+        new_state = TrainState(
+            jax.tree.map(choose, params, state.params),
+            jax.tree.map(choose, opt_state, state.opt_state),
+            state.step + 1,
+        )
+        return new_state, {name: jnp.asarray(x, jnp.float32) for name, x in scalars.items()}
+
+    abstract, _ = state_lib.abstract_state(config, optimizer, mesh)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(step, donate_argnums=0, out_shardings=(placed, rules.replicated(mesh)))
+
+
+def make_logprob_fn(
+    config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32"
+) -> LogprobFn:
+    """logprob_fn(params, batch) -> logprob_ABT, jitted: log p(token | before), nats, 0 on first tokens and padding.
+
+    `params` is a whole tree: `join_trainable(state.params, frozen)` for the actor, `frozen` or a separate model for
+    the reference. Micro-batches beyond `batch.micro_batches` are not computed; their values are 0.
+    """
+    forward = Forward(config, mesh, temperature, dtype)
+
+    def logprobs(params: PyTree, batch: TrainBatch) -> Float[Array, "A B T"]:
+        def body(index: Array, out_ABT: Array) -> Array:
+            rows = rows_of(batch, index)
+            logprob_BT, _ = forward(params, rows.tokens_BT, rows.segment_BT, rows.position_BT)
+            return jax.lax.dynamic_update_index_in_dim(out_ABT, logprob_BT, index, axis=0)
+
+        out_ABT = rules.constrain(jnp.zeros(batch.tokens_ABT.shape), ("layers", "batch", "time"), mesh)
+        return jax.lax.fori_loop(0, batch.micro_batches, body, out_ABT)
+
+    return jax.jit(logprobs)
+
+
+def _accumulate(
+    objective: Objective, trainable: PyTree, frozen: PyTree, batch: TrainBatch, mesh: Mesh, config: ModelConfig
+) -> tuple[PyTree, Ratio, dict[str, Ratio]]:
+    """Float32 gradients of the numerator, the loss and its metrics, summed over the filled micro-batches."""
+    abstract = decoder.abstract_params(config, mesh, jnp.dtype("float32"))
+    placed, _ = decoder.split_trainable(abstract, config)
+
+    def pin(grads: PyTree) -> PyTree:
+        if mesh.size == 1:
+            return grads
+        return jax.tree.map(lambda g, p: jax.lax.with_sharding_constraint(g, p.sharding), grads, placed)
+
+    def numerator(trainable: PyTree, index: Array):
+        loss, metrics = objective(decoder.join_trainable(trainable, frozen), rows_of(batch, index))
+        return loss.total, (loss, dict(metrics))
+
+    def body(index: Array, carry):
+        (_, aux), grads = jax.value_and_grad(numerator, has_aux=True)(trainable, index)
+        wide = pin(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        return jax.tree.map(jnp.add, carry, (wide, *aux))
+
+    if batch.tokens_ABT.shape[0] == 1:
+        (_, (loss, metrics)), grads = jax.value_and_grad(numerator, has_aux=True)(trainable, jnp.int32(0))
+        return pin(jax.tree.map(lambda g: g.astype(jnp.float32), grads)), loss, metrics
+    scalars = jax.eval_shape(lambda: numerator(trainable, jnp.int32(0))[1])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), scalars)
+    start = (pin(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable)), *zeros)
+    return jax.lax.fori_loop(0, batch.micro_batches, body, start)
+
+
+def _update_count(opt_state: PyTree, default: Array) -> Array:
+    """The optimizer's own count of updates, which skipped steps do not raise."""
+    return getattr(opt_state, "count", default)
