@@ -77,9 +77,7 @@ def group_relative(
     return _singleton(reward_PG, advantage_PG, singleton)
 
 
-def leave_one_out(
-    reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero"
-) -> Float[Array, " B"]:
+def leave_one_out(reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero") -> Float[Array, " B"]:
     """Each reward less the mean of the other rewards of its group (RLOO, arXiv 2402.14740).
 
     Args:
@@ -235,13 +233,13 @@ def optimal_token_baseline(
     Raises:
       ValueError: B is not a multiple of `group_size`.
     """
+    groups = _grouped(reward_B, group_size).shape[0]
     xp = namespace(reward_B)
     keep_BT = mask_BT > 0
     energy_BT = xp.where(keep_BT, 1.0 - 2.0 * xp.exp(xp.where(keep_BT, logprob_BT, 0.0)) + square_sum_BT, 0.0)
     weight_BT = xp.cumsum(energy_BT, axis=1)
     return_BT = discounted_return(outcome_reward(reward_B, mask_BT), mask_BT, gamma=1.0)
-    tokens = weight_BT.shape[1]
-    weight_PGT = weight_BT.reshape(-1, group_size, tokens)
-    return_PGT = _grouped(reward_B, group_size)[..., None] * 0.0 + return_BT.reshape(-1, group_size, tokens)
+    weight_PGT = weight_BT.reshape(groups, group_size, -1)
+    return_PGT = return_BT.reshape(groups, group_size, -1)
     baseline_P1T = (return_PGT * weight_PGT).sum(axis=1, keepdims=True) / (weight_PGT.sum(axis=1, keepdims=True) + eps)
     return xp.where(keep_BT, (return_PGT - baseline_P1T).reshape(weight_BT.shape), 0.0)

@@ -64,7 +64,8 @@ def aggregate(
     """Numerator and denominator of an aggregation mode; both add over micro-batches, hosts and packings.
 
     A sequence counts by the sum of mask / length over its tokens, which is 1 however it is packed and 0 when it has no
-    loss token. `token-sum-scale` has no data-dependent denominator: its count is 0, for which `Ratio.mean` divides by 1.
+    loss token. `token-sum-scale` has no denominator that depends on data: its count is 0, and `Ratio.mean` then divides
+    by 1.
 
     Args:
       value_BT: per-token values; masked tokens are ignored whatever they hold.

@@ -1,10 +1,10 @@
 """How a sampler that is not quite the trainer's policy is corrected for: importance weights and rejection masks.
 
-The rollout engine samples with other kernels, other precision and perhaps older weights than the trainer. With
-w = exp(old_logprob - sampler_logprob), the trainer's own probability of a token over the sampler's, a weight on the loss
-repairs the mismatch. w compares the *old* policy with the sampler, never the current one: the policy ratio already holds
-current over old, and r w = current over sampler. If the sampler's log-probabilities are used as the old ones, w is 1
-everywhere and nothing is corrected twice.
+The rollout engine samples with other kernels and other precision than the trainer, so a token's probability differs
+between the two: w = exp(old_logprob - sampler_logprob), trainer over sampler. A weight made of w on the loss repairs
+that. w compares the *old* policy with the sampler, never the current one: the policy ratio r already holds current
+over old, so r w is current over sampler. If the sampler's log-probabilities are used as the old ones, w is 1 everywhere
+and nothing is corrected twice.
 """
 
 import jax

@@ -65,7 +65,7 @@ def kl_divergence(
         kl_BT = jnp.clip(kl_BT, -clamp, clamp)
     if mode.endswith("+"):
         k2_BT = 0.5 * jnp.square(d_BT)
-        kl_BT = jax.lax.stop_gradient(kl_BT - k2_BT) + k2_BT
+        kl_BT = k2_BT - jax.lax.stop_gradient(k2_BT) + jax.lax.stop_gradient(kl_BT)
     return kl_BT
 
 
@@ -123,7 +123,7 @@ class AdaptiveKL:
     def __post_init__(self):
         if not (self.target > 0 and self.horizon > 0):
             raise ValueError(
-                f"kl_target={self.target} and kl_horizon={self.horizon}: both must be above 0 for an adaptive coefficient."
+                f"kl_target={self.target} and kl_horizon={self.horizon}: an adaptive coefficient needs both above 0."
             )
 
     def update(self, coef: float, *, kl: float, samples: int) -> float:

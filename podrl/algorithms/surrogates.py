@@ -112,7 +112,7 @@ def gspo(
     """
     log_s_BT = sequence_mean(logprob_BT - old_logprob_BT, mask_BT, length_BT, segment_BT)
     if token_form:
-        log_s_BT = logprob_BT + jax.lax.stop_gradient(log_s_BT - logprob_BT)
+        log_s_BT = logprob_BT - jax.lax.stop_gradient(logprob_BT) + jax.lax.stop_gradient(log_s_BT)
     ratio_BT = jnp.exp(jnp.minimum(log_s_BT, SEQUENCE_LOG_RATIO_LIMIT))
     return _clip_ratio(ratio_BT, advantage_BT, epsilon_low, epsilon_high)
 
@@ -302,4 +302,3 @@ def _largest(
     flat = jnp.where(allowed_BT, x_BT, -jnp.inf).ravel()
     rank = jnp.zeros(flat.size, jnp.int32).at[jnp.argsort(-flat)].set(jnp.arange(flat.size, dtype=jnp.int32))
     return (rank < k).reshape(x_BT.shape) & allowed_BT
-

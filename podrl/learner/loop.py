@@ -73,7 +73,7 @@ class Schedule:
     def __post_init__(self):
         if self.max_steps < 1 or self.max_staleness < 0 or self.save_every < 0 or self.eval_every < 0:
             raise ValueError(
-                f"trainer.max_steps={self.max_steps} must be at least 1; rollout.max_staleness={self.max_staleness}, "
+                f"trainer.max_steps={self.max_steps} must be at least 1; grpo.max_staleness={self.max_staleness}, "
                 f"checkpoint.every={self.save_every} and trainer.eval_every_n_steps={self.eval_every} at least 0."
             )
 

@@ -6,6 +6,7 @@ import re
 import numpy as np
 from jaxtyping import Float, Int
 
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 GLOBAL_WINDOW = 1 << 30  # a window no sequence reaches: the layer sees everything before it
 
 
@@ -30,13 +31,17 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters beside the projections (arXiv 2106.09685): y = x W + (alpha / rank) x A B, with B = 0 at the start.
+    """Low-rank adapters beside the projections (arXiv 2106.09685): y = x W + (alpha / rank) x A B, where B starts at 0.
 
     Attributes:
       rank: inner dimension; 0 turns adapters off.
       alpha: scale numerator.
-      pattern: regular expression on projection names (q, k, v, o, gate, up, down) that get an adapter.
+      pattern: regular expression on whole projection names (q, k, v, o, gate, up, down, or with _proj behind) that get
+        an adapter.
       dropout: probability of zeroing an input feature of the adapter while training.
+
+    Raises:
+      ValueError: a pattern that matches no projection, a negative rank, a dropout outside [0, 1).
     """
 
     rank: int = 0
@@ -44,12 +49,30 @@ class LoraConfig:
     pattern: str = "q|k|v|o|gate|up|down"
     dropout: float = 0.0
 
+    def __post_init__(self):
+        if self.rank < 0 or not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"lora.rank={self.rank} must not be negative and lora.dropout={self.dropout} must lie in [0, 1)."
+            )
+        try:
+            matched = [name for name in PROJECTIONS if self._matches(name)]
+        except re.error as error:
+            raise ValueError(f"lora.pattern={self.pattern!r} is not a regular expression: {error}.") from None
+        if self.rank and not matched:
+            raise ValueError(
+                f"lora.pattern={self.pattern!r} matches no projection: it must match at least one of "
+                f"{', '.join(PROJECTIONS)} (or {', '.join(f'{name}_proj' for name in PROJECTIONS)})."
+            )
+
+    def _matches(self, name: str) -> bool:
+        return any(re.fullmatch(self.pattern, spelling) for spelling in (name, f"{name}_proj"))
+
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
     def covers(self, name: str) -> bool:
-        return self.rank > 0 and re.fullmatch(self.pattern, name) is not None
+        return self.rank > 0 and self._matches(name)
 
 
 @dataclasses.dataclass(frozen=True)

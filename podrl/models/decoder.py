@@ -58,6 +58,12 @@ _PROJECTIONS = {
 PROJECTION_NAMES = tuple(_PROJECTIONS)
 
 
+def projection_inputs(name: str) -> int:
+    """How many leading dimensions of a projection's weight are contracted with its input."""
+    einsum, letters, _ = _PROJECTIONS[name]
+    return sum(c in einsum.split(",")[0] for c in letters)
+
+
 def param_specs(config: ModelConfig) -> dict:
     """Every parameter of the model, adapters included, as a tree of `Param` in the layout of the parameters."""
     size = {
@@ -73,13 +79,12 @@ def param_specs(config: ModelConfig) -> dict:
         layers[name] = Param((config.num_layers, *shape), ("layers", *axes), std)
 
     unit = 0.0 if config.norm_plus_one else -1.0  # std -1: ones
-    for name, (einsum, letters, axes) in _PROJECTIONS.items():
+    for name, (_, letters, axes) in _PROJECTIONS.items():
         shape = tuple(size[c] for c in letters)
-        inputs = [c for c in letters if c in einsum.split(",")[0]]
-        fan_in = math.prod(size[c] for c in inputs)
+        split = projection_inputs(name)
+        fan_in = math.prod(shape[:split])
         layer(name, shape, axes, fan_in**-0.5)
         if config.lora.covers(name):
-            split = len(inputs)
             layer(f"{name}_lora_a", (*shape[:split], config.lora.rank), (*axes[:split], "rank"), fan_in**-0.5)
             layer(f"{name}_lora_b", (config.lora.rank, *shape[split:]), ("rank", *axes[split:]), 0.0)
     if config.qkv_bias:
@@ -173,7 +178,30 @@ def rotate(x_BTNH: Array, position_BT: Array, freq_H: Array) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
 
 
-def project(name: str, x: Array, layer: PyTree, config: ModelConfig) -> Array:
+# drop(name, x) -> x: what the adapter of projection `name` sees of its input.
+Drop = Callable[[str, Array], Array]
+
+
+def drop_nothing(name: str, x: Array) -> Array:
+    return x
+
+
+def adapter_dropout(config: ModelConfig, key: PRNGKeyArray, layer_index: Int[Array, ""]) -> Drop:
+    """Zeroes input features of the adapters with probability `config.lora.dropout`, the others grow to keep the mean.
+
+    Masks differ by key, layer and projection, and by nothing else.
+    """
+    layer_key = jax.random.fold_in(key, layer_index)
+    keep = 1.0 - config.lora.dropout
+
+    def drop(name: str, x: Array) -> Array:
+        mask = jax.random.bernoulli(jax.random.fold_in(layer_key, PROJECTION_NAMES.index(name)), keep, x.shape)
+        return jnp.where(mask, x / keep, 0).astype(x.dtype)
+
+    return drop
+
+
+def project(name: str, x: Array, layer: PyTree, config: ModelConfig, drop: Drop = drop_nothing) -> Array:
     """One named projection with its bias and adapter, in x's dtype."""
     einsum = _PROJECTIONS[name][0]
     y = jnp.einsum(einsum, x, layer[name].astype(x.dtype))
@@ -184,7 +212,7 @@ def project(name: str, x: Array, layer: PyTree, config: ModelConfig) -> Array:
         weight, output = rest.split("->")
         contracted = "".join(c for c in weight if c in inputs)
         kept = "".join(c for c in weight if c not in inputs)
-        low = jnp.einsum(f"{inputs},{contracted}R->BTR", x, layer[f"{name}_lora_a"].astype(x.dtype))
+        low = jnp.einsum(f"{inputs},{contracted}R->BTR", drop(name, x), layer[f"{name}_lora_a"].astype(x.dtype))
         y = y + config.lora.scale * jnp.einsum(f"BTR,R{kept}->{output}", low, layer[f"{name}_lora_b"].astype(x.dtype))
     return y
 
@@ -204,29 +232,33 @@ def block(
     config: ModelConfig,
     attend: Attend,
     mesh: Mesh | None = None,
+    drop: Drop = drop_nothing,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """One transformer layer; returns the residual stream and whatever `attend` handed back."""
 
     def norm(name: str, x: Array) -> Array:
         return rms_norm(x, layer[name], config) if name in layer else x
 
+    def proj(name: str, x: Array) -> Array:
+        return project(name, x, layer, config, drop)
+
     def keep(x: Array, *axes: str) -> Array:
         return rules.constrain(x, axes, mesh)
 
     h_BTD = norm("pre_attn_norm", x_BTD)
-    q_BTNH = norm("q_norm", project("q", h_BTD, layer, config))
-    k_BTKH = norm("k_norm", project("k", h_BTD, layer, config))
-    v_BTKH = project("v", h_BTD, layer, config)
+    q_BTNH = norm("q_norm", proj("q", h_BTD))
+    k_BTKH = norm("k_norm", proj("k", h_BTD))
+    v_BTKH = proj("v", h_BTD)
     q_BTNH = keep(rotate(q_BTNH, position_BT, info.freq_H), "batch", "time", "heads", "head_dim")
     k_BTKH = keep(rotate(k_BTKH, position_BT, info.freq_H), "batch", "time", "kv_heads", "head_dim")
     out_BTNH, state = attend(q_BTNH * jnp.asarray(config.query_scale, q_BTNH.dtype), k_BTKH, v_BTKH, info)
-    out_BTD = keep(project("o", out_BTNH, layer, config), "batch", "time", "act")
+    out_BTD = keep(proj("o", out_BTNH), "batch", "time", "act")
     x_BTD = x_BTD + norm("post_attn_norm", out_BTD)
 
     h_BTD = norm("pre_mlp_norm", x_BTD)
-    gate_BTF = _ACTIVATIONS[config.activation](project("gate", h_BTD, layer, config))
-    h_BTF = keep(gate_BTF * project("up", h_BTD, layer, config), "batch", "time", "mlp")
-    out_BTD = keep(project("down", h_BTF, layer, config), "batch", "time", "act")
+    gate_BTF = _ACTIVATIONS[config.activation](proj("gate", h_BTD))
+    h_BTF = keep(gate_BTF * proj("up", h_BTD), "batch", "time", "mlp")
+    out_BTD = keep(proj("down", h_BTF), "batch", "time", "act")
     return x_BTD + norm("post_mlp_norm", out_BTD), state
 
 
@@ -272,6 +304,7 @@ def hidden(
     dtype: jnp.dtype = jnp.float32,
     remat: str = "none",
     mesh: Mesh | None = None,
+    dropout_key: PRNGKeyArray | None = None,
 ) -> Float[Array, "B T D"]:
     """Final normalised hidden states of packed rows.
 
@@ -282,7 +315,9 @@ def hidden(
       dtype: compute dtype; parameters are cast where they are used.
       remat: 'none', 'dots' (keep matmul outputs) or 'full' (keep layer inputs only).
       mesh: where given, activations are pinned to the batch sharding.
+      dropout_key: turns on the adapters' dropout (training only); without it, or at rate 0, nothing is dropped.
     """
+    dropping = config.lora.rank > 0 and config.lora.dropout > 0
 
     def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo) -> tuple[Array, None]:
         out = attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=info.window, softcap=config.attn_softcap, mesh=mesh)
@@ -290,7 +325,10 @@ def hidden(
 
     def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo]) -> tuple[Array, None]:
         layer, info = xs
-        return block(x_BTD, layer, info, position_BT, config, attend, mesh)
+        drop = drop_nothing
+        if dropping and dropout_key is not None:
+            drop = adapter_dropout(config, dropout_key, info.index)
+        return block(x_BTD, layer, info, position_BT, config, attend, mesh, drop)
 
     if remat != "none":
         step = jax.checkpoint(step, policy=_REMAT[remat], prevent_cse=False)

@@ -21,7 +21,7 @@ _MIN_CHUNK = 128
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """Static facts of one call. `rows`, `vocab`, `model`: mesh axes that split tokens, vocabulary and model dimension."""
+    """Static facts of one call; `rows`, `vocab`, `model` are the mesh axes that split tokens, vocabulary and D."""
 
     softcap: float
     temperature: float
@@ -61,11 +61,11 @@ def token_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive: set rollout.temperature above 0 for training.")
-    B, T, D = hidden_BTD.shape
+    B, T, _ = hidden_BTD.shape
     matrix_VD = params["unembed"].T if "unembed" in params else params["embed"]
     head = _head(matrix_VD.shape, B, T, config, temperature, mesh, chunk_elements)
     next_BT = jnp.roll(tokens_BT, -1, axis=1)
-    logprob_BT, entropy_BT = _logprob(hidden_BTD, matrix_VD, next_BT, head)
+    logprob_BT, entropy_BT = _logprob(hidden_BTD, matrix_VD, next_BT, head)  # pyright: ignore[reportGeneralTypeIssues]
     continues_BT = (segment_BT == jnp.roll(segment_BT, 1, axis=1)) & (segment_BT > 0)
     continues_BT = continues_BT & (jnp.arange(T) > 0)
     keep = lambda x_BT: jnp.where(continues_BT, jnp.roll(x_BT, 1, axis=1), 0.0)  # noqa: E731
@@ -198,7 +198,8 @@ def _forward(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, *, head: _He
         sum_X, weighted_X, hit_X = jax.lax.psum((sum_X * shift_X, weighted_X * shift_X, hit_X), head.vocab)
     lse_X = top_X + jnp.log(sum_X)
     entropy_X = lse_X - weighted_X / sum_X
-    return tuple(x_X.reshape(target_BT.shape) for x_X in (hit_X - lse_X, entropy_X, lse_X))
+    shape = target_BT.shape
+    return (hit_X - lse_X).reshape(shape), entropy_X.reshape(shape), lse_X.reshape(shape)
 
 
 def _backward(

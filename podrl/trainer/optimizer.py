@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,8 @@ class OptimizerConfig:
     def __post_init__(self):
         if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
             raise ValueError(
-                f"The {self.schedule} schedule has decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps}: "
-                "decay_steps counts all updates and must be larger; it follows from trainer.max_steps."
+                f"The {self.schedule} schedule has decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps}"
+                ": decay_steps counts all updates and must be larger; it follows from trainer.max_steps."
             )
         for name in ("learning_rate", "warmup_steps", "end_fraction", "eps", "weight_decay", "max_grad_norm"):
             if not getattr(self, name) >= 0:
@@ -126,13 +126,13 @@ def _adamw(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransfo
         zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)  # noqa: E731
         return AdamState(jnp.zeros([], jnp.int32), zeros(config.mu_dtype), zeros(config.nu_dtype), master)
 
-    def update(grads: PyTree, state: AdamState, params: PyTree = None) -> tuple[PyTree, AdamState]:
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, AdamState]:
         rate = schedule(state.count)
         step = (state.count + 1).astype(f32)
         clip = f32(1.0)
         if config.max_grad_norm:
-            clip = jnp.minimum(1.0, config.max_grad_norm / jnp.maximum(global_norm(grads), 1e-30))
-        grads = jax.tree.map(lambda g: g.astype(f32) * clip, grads)
+            clip = jnp.minimum(1.0, config.max_grad_norm / jnp.maximum(global_norm(updates), 1e-30))
+        grads = jax.tree.map(lambda g: g.astype(f32) * clip, updates)
         mu = jax.tree.map(lambda m, g: config.b1 * m.astype(f32) + (1 - config.b1) * g, state.mu, grads)
         nu = jax.tree.map(lambda v, g: config.b2 * v.astype(f32) + (1 - config.b2) * g * g, state.nu, grads)
         bias_mu, bias_nu = 1 - config.b1**step, 1 - config.b2**step
@@ -148,8 +148,6 @@ def _adamw(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransfo
             # What brings the stored parameter to the rounded master; exact after the addition in float32.
             updates = jax.tree.map(lambda q, p: q.astype(p.dtype).astype(f32) - p.astype(f32), master, params)
         narrow = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
-        return updates, AdamState(
-            state.count + 1, narrow(mu, config.mu_dtype), narrow(nu, config.nu_dtype), master
-        )
+        return updates, AdamState(state.count + 1, narrow(mu, config.mu_dtype), narrow(nu, config.nu_dtype), master)
 
     return optax.GradientTransformation(init, update)

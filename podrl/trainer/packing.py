@@ -115,8 +115,8 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape) -> Placement:
         raise ValueError(f"Sequence {int(length_B.argmin())} has {length_B.min()} tokens: every one needs at least 1.")
     if length_B.max() > shape.tokens:
         raise ValueError(
-            f"Sequence {int(length_B.argmax())} has {length_B.max()} tokens but a packed row holds {shape.tokens}: raise "
-            "trainer.max_tokens_per_row, or lower rollout.max_prompt_length or rollout.max_tokens_to_generate."
+            f"Sequence {int(length_B.argmax())} has {length_B.max()} tokens but a packed row holds {shape.tokens}: "
+            "raise trainer.max_tokens_per_row, or lower rollout.max_prompt_length or rollout.max_tokens_to_generate."
         )
     order_B = np.argsort(-length_B, kind="stable")
     bin_B, start_B, segment_B = (np.zeros(len(length_B), np.int64) for _ in range(3))
@@ -181,15 +181,16 @@ def pack(
     mask_X = mask_BT[sequence_X, offset_X] != 0
     count_B = np.bincount(sequence_X, mask_X, minlength=B)
 
-    def rows(values_X: Any, dtype: Any, fill: Any = 0) -> np.ndarray:
+    def rows(values_X: Any, dtype: Any, fill: Any = 0) -> Any:
         shape = placement.shape
         out = np.full(shape.micro_batches * shape.rows * shape.tokens, fill, dtype)
         out[flat_X] = values_X
         return out.reshape(shape.micro_batches, shape.rows, shape.tokens)
 
-    def masked(values_BT: np.ndarray) -> np.ndarray:
+    def masked(values_BT: np.ndarray) -> Any:
         return rows(np.where(mask_X, values_BT[sequence_X, offset_X], 0.0), np.float32)
 
+    micro_batches: Any = np.asarray(placement.micro_batches, np.int32)
     return TrainBatch(
         tokens_ABT=rows(tokens_BT[sequence_X, offset_X], np.int32),
         segment_ABT=rows(placement.segment_B[sequence_X], np.int32),
@@ -200,13 +201,11 @@ def pack(
         ref_logprob_ABT=masked(ref_logprob_BT),
         sampler_logprob_ABT=masked(sampler_logprob_BT),
         length_ABT=rows(np.maximum(count_B, 1)[sequence_X], np.float32, fill=1),
-        micro_batches=np.asarray(placement.micro_batches, np.int32),
+        micro_batches=micro_batches,
     )
 
 
-def unpack(
-    placement: Placement, values_ABT: Shaped[np.ndarray, "A B T"], width: int
-) -> Shaped[np.ndarray, "B width"]:
+def unpack(placement: Placement, values_ABT: Shaped[np.ndarray, "A B T"], width: int) -> Shaped[np.ndarray, "B width"]:
     """Per-token results back in the sample layout, 0 beyond each sequence.
 
     Args:
@@ -258,7 +257,9 @@ def _deal(load: Sequence[int], micro_batches: int, shape: PackShape) -> Int[np.n
 def _check_rows(B: int, **arrays: np.ndarray) -> None:
     for name, array in arrays.items():
         if len(array) != B:
-            raise ValueError(f"{name} has {len(array)} rows for {B} placed sequences: pass the sequences that were placed.")
+            raise ValueError(
+                f"{name} has {len(array)} rows for {B} placed sequences: pass the sequences that were placed."
+            )
 
 
 def _ceil(a: int, b: int) -> int:

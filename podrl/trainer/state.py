@@ -1,5 +1,6 @@
 """Where the training state and its batches live on the mesh."""
 
+import math
 from typing import Any
 
 import jax
@@ -46,7 +47,8 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
         trainable,
         transform_non_params=lambda leaf: placed(leaf, whole),
     )
-    return TrainState(trainable, opt_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    return TrainState(trainable, opt_state, step)
 
 
 def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, PyTree]:
@@ -60,6 +62,11 @@ def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: 
     opt_state = jax.jit(optimizer.transform.init, out_shardings=shardings)(trainable)
     step = jax.device_put(jnp.zeros((), jnp.int32), rules.replicated(mesh))
     return TrainState(trainable, opt_state, step), frozen
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many parts the rows of a micro-batch are split."""
+    return math.prod(mesh.shape[axis] for axis in rules.DEFAULT_RULES["batch"])
 
 
 def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:

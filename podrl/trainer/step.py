@@ -90,9 +90,7 @@ def make_update(
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, rules.replicated(mesh)))
 
 
-def make_logprob_fn(
-    config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32"
-) -> LogprobFn:
+def make_logprob_fn(config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32") -> LogprobFn:
     """logprob_fn(params, batch) -> logprob_ABT, jitted: log p(token | before), nats, 0 on first tokens and padding.
 
     `params` is a whole tree: `join_trainable(state.params, frozen)` for the actor, `frozen` or a separate model for

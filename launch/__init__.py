@@ -1,0 +1,1 @@
+"""Gets `python -m podrl.launch` onto machines. Nothing here imports podrl or jax."""

@@ -1,0 +1,100 @@
+"""What every pod runs, whoever submits it: the podrl command line, its exit codes and its environment."""
+
+import itertools
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+# podrl's own: 42 infrastructure failed (restart me), 75 preempted after saving (restart me).
+RESTART_CODES = (42, 75)
+# Deaths by signal that say nothing about the program: 134 abort (jax does this when a peer vanishes), 137 killed,
+# 139 segmentation fault in the runtime, 143 terminated before podrl could save.
+SIGNAL_CODES = (134, 137, 139, 143)
+
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+def podrl_command(config: str, workdir: str, extra: Sequence[str]) -> list[str]:
+    """The command of one process.
+
+    Args:
+      config: value of podrl's --config.
+      workdir: value of --workdir; pods share no disk, so it must be a URL such as gs://bucket/run.
+      extra: further podrl flags, as given after `--`.
+
+    Raises:
+      ValueError: a workdir on a pod's own disk, or a flag given twice.
+    """
+    if "://" not in workdir:
+        raise ValueError(f"--workdir={workdir} is a path inside a pod and dies with it: use gs://BUCKET/RUN.")
+    for flag in extra:
+        if flag.split("=")[0] in ("--config", "--workdir"):
+            raise ValueError(f"{flag} stands after --: give {flag.split('=')[0]} before it, once.")
+    return ["python", "-m", "podrl.launch", f"--config={config}", f"--workdir={workdir}", *extra]
+
+
+def job_name(name: str, limit: int) -> str:
+    """`name` if Kubernetes accepts it as the start of pod and host names.
+
+    Args:
+      name: the name asked for.
+      limit: characters left once Kubernetes has appended role, slice and host.
+
+    Raises:
+      ValueError: not a DNS label of at most `limit` characters.
+    """
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > limit:
+        raise ValueError(
+            f"--name={name} must be lower-case letters, digits and '-', start with a letter, end with a letter or "
+            f"digit and have at most {limit} characters; this one has {len(name)}."
+        )
+    return name
+
+
+def environment(pairs: Sequence[str]) -> dict[str, str]:
+    """podrl's environment in a pod, with the user's NAME=VALUE pairs over it.
+
+    Raises:
+      ValueError: a pair without '=', a bad name, or a value xpk's template would break on.
+    """
+    values = dict(ENVIRONMENT)
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"--env={pair} must be NAME=VALUE.")
+        if re.search(r'["\\\n]', value):
+            raise ValueError(f"--env={pair} holds a quote, backslash or newline: put such a value into a file instead.")
+        values[name] = value
+    return values
+
+
+def show(command: Sequence[str]) -> str:
+    """The command as a shell would read it: its name and verbs, then one flag to a line."""
+    verbs = list(itertools.takewhile(lambda word: not word.startswith("-"), command))
+    return " \\\n  ".join([shlex.join(verbs), *map(shlex.quote, command[len(verbs) :])])
+
+
+def split_extra(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own arguments, and those after the first `--`, which are podrl's."""
+    argv = list(argv)
+    if "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def run(command: Sequence[str], *, stdin: str | None = None, missing: Mapping[str, str]) -> int:
+    """Runs a client program and returns its exit code.
+
+    Args:
+      command: program and arguments.
+      stdin: text for its standard input.
+      missing: program name to the sentence that says how to install it.
+    """
+    try:
+        return subprocess.run(command, input=stdin, text=True, check=False).returncode
+    except FileNotFoundError:
+        sys.stderr.write(f"{command[0]} is not on PATH: {missing[command[0]]}\n")
+        return 1

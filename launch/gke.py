@@ -1,0 +1,248 @@
+"""Writes, and on --apply submits, one JobSet with two replicated jobs: hosts that train and hosts that generate.
+
+  python -m launch.gke --config=grpo_gemma.py --trainer=v6e:4x4 --rollout=v6e:2x4*2 \
+    --image=REGISTRY/podrl:1 --workdir=gs://bucket/run [--apply] [-- --config.trainer.learning_rate=1e-6]
+
+Without --apply the manifest is printed and nothing else happens; with --apply --dry_run the kubectl command is printed
+after it. Needs pyyaml here, and in the cluster JobSet 0.8 or later (https://jobset.sigs.k8s.io) and, for the queue
+label, Kueue.
+
+What happens to a failure:
+  trainer pod   exit 42, 75 or death by signal: all jobs of the set are recreated, at most --max_restarts times, and
+                podrl resumes from its checkpoint. Any other exit code is the user's error: the set fails at once.
+  rollout pod   restarted in place by the kubelet; the set goes on. After ROLLOUT_RETRIES restarts per host the job
+                fails, and the set is recreated as above.
+  the end       the set is complete when the trainer is; rollout pods are then removed.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from launch import command, machines
+
+MISSING = {"kubectl": "https://cloud.google.com/kubernetes-engine/docs/how-to/cluster-access-for-kubectl."}
+# Host names are NAME-rollout-SLICE-HOST and must fit 63 characters, pod names add 6 more.
+NAME_LIMIT = 40
+ROLLOUT_RETRIES = 20
+COORDINATOR_PORT = 8482  # jax's own choice on TPU
+CHANNEL_PORT = 8490
+PORTS = {
+    "tpu-runtime": 8471,
+    "megascale": 8080,
+    "coordinator": COORDINATOR_PORT,
+    "channel": CHANNEL_PORT,
+}
+_JOBSET_LABELS = {
+    "PODRL_JOBSET": "jobset.sigs.k8s.io/jobset-name",
+    "PODRL_ROLE": "jobset.sigs.k8s.io/replicatedjob-name",
+    "PODRL_SLICE_INDEX": "jobset.sigs.k8s.io/job-index",
+    "PODRL_RESTART_ATTEMPT": "jobset.sigs.k8s.io/restart-attempt",
+    "PODRL_HOST_INDEX": "batch.kubernetes.io/job-completion-index",
+}
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and podrl's own after `--`."""
+    own, extra = command.split_extra(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.gke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="podrl configuration, as grpo_gemma.py")
+    parser.add_argument("--workdir", required=True, help="run directory, gs://BUCKET/RUN")
+    parser.add_argument("--image", required=True, help="container image built from launch/Dockerfile")
+    parser.add_argument("--trainer", required=True, help="MACHINE:TOPOLOGY[*SLICES], as v6e:4x4")
+    parser.add_argument("--rollout", required=True, help="MACHINE:TOPOLOGY[*SLICES], as v6e:2x4*2")
+    parser.add_argument("--name", default="podrl", help="name of the JobSet")
+    parser.add_argument("--namespace", default="default", help="namespace of the JobSet")
+    parser.add_argument("--queue", default="multislice-queue", help="Kueue LocalQueue (xpk's name); '' for none")
+    parser.add_argument("--service_account", help="Kubernetes service account allowed to read and write --workdir")
+    parser.add_argument("--spot", action="store_true", help="run on spot node pools")
+    parser.add_argument(
+        "--run_as_root", action="store_true", help="override the image's user, if TPU devices need root"
+    )
+    parser.add_argument(
+        "--max_restarts", type=int, default=50, help="recreations of the set before it counts as failed"
+    )
+    parser.add_argument("--grace_seconds", type=int, default=300, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for every container; may be repeated")
+    parser.add_argument("--apply", action="store_true", help="submit with kubectl apply")
+    parser.add_argument("--dry_run", action="store_true", help="with --apply: print the kubectl command, run nothing")
+    return parser.parse_args(own), extra
+
+
+def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
+    """The JobSet for our flags, as kubectl would read it.
+
+    Raises:
+      ValueError: a machine, name, environment or workdir that cannot run.
+    """
+    trainer = machines.parse_slices(args.trainer, "--trainer")
+    rollout = machines.parse_slices(args.rollout, "--rollout")
+    name = command.job_name(args.name, NAME_LIMIT)
+    labels = {"app.kubernetes.io/name": "podrl"}
+    if args.queue:
+        labels["kueue.x-k8s.io/queue-name"] = args.queue
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name, "namespace": args.namespace, "labels": labels},
+        "spec": {
+            # JobSet makes the headless service and gives every pod the stable name JOBSET-ROLE-SLICE-HOST.JOBSET.
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["trainer"]},
+            "failurePolicy": {
+                "maxRestarts": args.max_restarts,
+                "rules": [
+                    {
+                        "name": "trainerUserError",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                        "targetReplicatedJobs": ["trainer"],
+                    }
+                ],
+            },
+            "ttlSecondsAfterFinished": 86400,
+            "replicatedJobs": [
+                _replicated_job("trainer", trainer, args, extra, rollout),
+                _replicated_job("rollout", rollout, args, extra, rollout),
+            ],
+        },
+    }
+
+
+def _replicated_job(
+    role: str,
+    slices: machines.Slices,
+    args: argparse.Namespace,
+    extra: Sequence[str],
+    rollout: machines.Slices,
+) -> dict[str, Any]:
+    job: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "parallelism": slices.hosts,
+        "completions": slices.hosts,
+        "backoffLimit": 0 if role == "trainer" else ROLLOUT_RETRIES * slices.hosts,
+    }
+    if role == "trainer":
+        codes = sorted((*command.RESTART_CODES, *command.SIGNAL_CODES))
+        user_error = {"containerName": "podrl", "operator": "NotIn", "values": codes}
+        rule = {"action": "FailJob", "onExitCodes": user_error, "onPodConditions": []}
+        job["podFailurePolicy"] = {"rules": [rule]}
+    job["template"] = {
+        "metadata": {"labels": {"app.kubernetes.io/name": "podrl", "app.kubernetes.io/component": role}},
+        "spec": _pod(role, slices, args, extra, rollout),
+    }
+    # A slice of several hosts is a node pool, which one job must have for itself; a slice of one host is a node.
+    domain = "cloud.google.com/gke-nodepool" if slices.hosts > 1 else "kubernetes.io/hostname"
+    annotations = {"alpha.jobset.sigs.k8s.io/exclusive-topology": domain}
+    return {
+        "name": role,
+        "replicas": slices.count,
+        "template": {"metadata": {"annotations": annotations}, "spec": job},
+    }
+
+
+def _pod(
+    role: str,
+    slices: machines.Slices,
+    args: argparse.Namespace,
+    extra: Sequence[str],
+    rollout: machines.Slices,
+) -> dict[str, Any]:
+    selector = {
+        "cloud.google.com/gke-tpu-accelerator": slices.machine.accelerator,
+        "cloud.google.com/gke-tpu-topology": slices.topology,
+    }
+    tolerations = [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}]
+    if args.spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+        tolerations.append({"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"})
+    security: dict[str, Any] = {"privileged": True}
+    if args.run_as_root:
+        security["runAsUser"] = 0
+    chips = {"google.com/tpu": str(slices.machine.chips_per_host)}
+    container = {
+        "name": "podrl",
+        "image": args.image,
+        "command": command.podrl_command(args.config, args.workdir, extra),
+        "env": _environment(role, slices, args, rollout),
+        "ports": [{"name": port_name, "containerPort": port} for port_name, port in PORTS.items()],
+        "resources": {"requests": chips, "limits": chips},
+        "securityContext": security,
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        # A trainer host that fails takes its peers along, so the whole set restarts; a rollout host restarts alone.
+        "restartPolicy": "Never" if role == "trainer" else "OnFailure",
+        "hostNetwork": True,
+        "dnsPolicy": "ClusterFirstWithHostNet",
+        "terminationGracePeriodSeconds": args.grace_seconds,
+        "nodeSelector": selector,
+        "tolerations": tolerations,
+        "containers": [container],
+        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+    }
+    if args.service_account:
+        pod["serviceAccountName"] = args.service_account
+    return pod
+
+
+def _environment(
+    role: str, slices: machines.Slices, args: argparse.Namespace, rollout: machines.Slices
+) -> list[dict[str, Any]]:
+    """Role and rank as podrl/runtime/detect.py reads them; $(NAME) is filled in by the kubelet."""
+    from_labels = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
+        for name, label in _JOBSET_LABELS.items()
+    ]
+    # Trainer slices form one cluster, led by slice 0; each rollout slice is a cluster of its own, led by its host 0.
+    leader = "0" if role == "trainer" else "$(PODRL_SLICE_INDEX)"
+    values = {
+        "PODRL_PLATFORM": "jobset_split",
+        "PODRL_SLICES": str(slices.count),
+        "PODRL_HOSTS_PER_SLICE": str(slices.hosts),
+        "PODRL_ROLLOUT_SLICES": str(rollout.count),
+        "PODRL_ROLLOUT_HOSTS_PER_SLICE": str(rollout.hosts),
+        "PODRL_COORDINATOR": f"$(PODRL_JOBSET)-$(PODRL_ROLE)-{leader}-0.$(PODRL_JOBSET):{COORDINATOR_PORT}",
+        "PODRL_CHANNEL": f"$(PODRL_JOBSET)-trainer-0-0.$(PODRL_JOBSET):{CHANNEL_PORT}",
+        **command.environment(args.env),
+    }
+    return from_labels + [{"name": name, "value": value} for name, value in values.items()]
+
+
+def to_yaml(document: dict[str, Any]) -> str:
+    """The manifest as YAML, without anchors, keys in the order written here."""
+    import yaml  # here, so that `--help` works where pyyaml is not installed
+
+    class Plain(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return yaml.dump(document, Dumper=Plain, sort_keys=False, width=120)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the manifest, submits it on --apply; returns the exit code."""
+    args, extra = parse(argv)
+    try:
+        text = to_yaml(manifest(args, extra))
+    except ValueError as error:
+        sys.stderr.write(f"launch.gke: {error}\n")
+        return 1
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"launch.gke: {error}: pip install pyyaml\n")
+        return 1
+    print(text, end="", flush=True)
+    apply = ["kubectl", "apply", "-f", "-"]
+    if not args.apply:
+        return 0
+    if args.dry_run:
+        sys.stderr.write(f"would run, with the manifest above as its input: {command.show(apply)}\n")
+        return 0
+    return command.run(apply, stdin=text, missing=MISSING)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

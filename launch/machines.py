@@ -1,0 +1,144 @@
+"""The table of TPU machine shapes: what one row of a vendor's page becomes in node selectors and process counts.
+
+Sources, by column:
+  machine type, accelerator label, chips per host, shapes of GKE node pools
+    https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus
+  VM types of one generation, largest slice
+    https://cloud.google.com/tpu/docs/v4  .../v5e  .../v5p  .../v6e  .../tpu7x
+  names that xpk accepts as --tpu-type
+    xpk 1.16.0, xpk/core/system_characteristics.py (a test compares the two tables where xpk is installed)
+"""
+
+import dataclasses
+import math
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """One kind of TPU host.
+
+    Attributes:
+      name: how `--trainer` and `--rollout` call it.
+      accelerator: value of the node label cloud.google.com/gke-tpu-accelerator.
+      machine_type: Compute Engine machine type.
+      chips_per_host: chips of one VM; also the pod's google.com/tpu limit.
+      dimensions: axes of a topology (2: '4x4', 3: '2x2x4').
+      max_chips: chips in the largest slice.
+      host: topology that one host makes up, the smallest slice of this machine.
+      xpk_prefix: xpk's name of the generation, '' where xpk does not know this machine.
+    """
+
+    name: str
+    accelerator: str
+    machine_type: str
+    chips_per_host: int
+    dimensions: int
+    max_chips: int
+    host: tuple[int, ...]
+    xpk_prefix: str
+
+
+_2D_SHAPES = ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_3D_SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine("v4", "tpu-v4-podslice", "ct4p-hightpu-4t", 4, 3, 4096, (2, 2, 1), "v4"),
+        Machine("v5e-1t", "tpu-v5-lite-podslice", "ct5lp-hightpu-1t", 1, 2, 1, (1, 1), ""),
+        Machine("v5e", "tpu-v5-lite-podslice", "ct5lp-hightpu-4t", 4, 2, 256, (2, 2), "v5litepod"),
+        Machine("v5e-8t", "tpu-v5-lite-podslice", "ct5lp-hightpu-8t", 8, 2, 8, (2, 4), ""),
+        Machine("v5p", "tpu-v5p-slice", "ct5p-hightpu-4t", 4, 3, 8960, (2, 2, 1), "v5p"),
+        Machine("v6e-1t", "tpu-v6e-slice", "ct6e-standard-1t", 1, 2, 1, (1, 1), ""),
+        Machine("v6e", "tpu-v6e-slice", "ct6e-standard-4t", 4, 2, 256, (2, 2), "v6e"),
+        Machine("v6e-8t", "tpu-v6e-slice", "ct6e-standard-8t", 8, 2, 8, (2, 4), ""),
+        Machine("tpu7x", "tpu7x", "tpu7x-standard-4t", 4, 3, 9216, (2, 2, 1), "tpu7x"),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """A number of equal slices of one machine, as `v6e:2x4*2` asks for.
+
+    Attributes:
+      machine: the hosts.
+      topology: chips along each axis, as '2x4'.
+      count: slices.
+    """
+
+    machine: Machine
+    topology: str
+    count: int
+
+    @property
+    def chips(self) -> int:
+        """Chips of one slice."""
+        return math.prod(int(n) for n in self.topology.split("x"))
+
+    @property
+    def hosts(self) -> int:
+        """Hosts, pods and processes of one slice."""
+        return self.chips // self.machine.chips_per_host
+
+    @property
+    def xpk_type(self) -> str:
+        """The value of xpk's --tpu-type.
+
+        Raises:
+          ValueError: xpk has no such machine.
+        """
+        if not self.machine.xpk_prefix or (self.machine.name, self.topology) == ("v5e", "2x2"):
+            raise ValueError(
+                f"xpk 1.16 has no {self.machine.name}:{self.topology} ({self.machine.machine_type}): "
+                "use launch.gke, or a slice of at least 8 chips."
+            )
+        return f"{self.machine.xpk_prefix}-{self.topology}"
+
+
+def parse_slices(spec: str, flag: str) -> Slices:
+    """Reads `MACHINE:TOPOLOGY` or `MACHINE:TOPOLOGY*COUNT`.
+
+    Args:
+      spec: as 'v6e:4x4' or 'v6e:2x4*2'.
+      flag: the flag it came from, for messages.
+
+    Raises:
+      ValueError: a spec of another form, an unknown machine, or a topology the machine does not come in.
+    """
+    match = re.fullmatch(r"([a-z0-9-]+):([0-9]+(?:x[0-9]+)+)(?:\*([0-9]+))?", spec.strip())
+    if match is None:
+        raise ValueError(f"{flag}={spec} is not MACHINE:TOPOLOGY[*SLICES]: write for example v6e:4x4 or v6e:2x4*2.")
+    name, topology, count = match[1], match[2], int(match[3] or 1)
+    if name not in MACHINES:
+        raise ValueError(f"{flag}={spec} names machine {name!r}: known are {', '.join(MACHINES)}.")
+    if count < 1:
+        raise ValueError(f"{flag}={spec} asks for {count} slices: ask for at least 1.")
+    machine = MACHINES[name]
+    _check_topology(machine, tuple(int(n) for n in topology.split("x")), f"{flag}={spec}")
+    return Slices(machine, topology, count)
+
+
+def _check_topology(machine: Machine, shape: tuple[int, ...], what: str) -> None:
+    if len(shape) != machine.dimensions:
+        example = "x".join(map(str, machine.host))
+        raise ValueError(
+            f"{what}: a {machine.name} topology has {machine.dimensions} numbers, as {machine.name}:{example}."
+        )
+    chips = math.prod(shape)
+    if chips > machine.max_chips:
+        raise ValueError(f"{what} has {chips} chips: the largest {machine.name} slice has {machine.max_chips}.")
+    if shape == machine.host:
+        return
+    if machine.max_chips == machine.chips_per_host:
+        raise ValueError(
+            f"{what}: {machine.machine_type} comes as one host of {'x'.join(map(str, machine.host))} only."
+        )
+    if machine.dimensions == 2:
+        if shape not in _2D_SHAPES:
+            known = ", ".join("x".join(map(str, s)) for s in _2D_SHAPES)
+            raise ValueError(f"{what}: {machine.name} comes as {known}.")
+    elif shape not in _3D_SMALL and any(n % 4 for n in shape):
+        small = ", ".join("x".join(map(str, s)) for s in _3D_SMALL)
+        raise ValueError(f"{what}: {machine.name} comes as {small}, or with every number a multiple of 4.")

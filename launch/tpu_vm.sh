@@ -1,0 +1,129 @@
+#!/usr/bin/env bash
+# Runs podrl on every host of one Cloud TPU VM, from a laptop, through gcloud.
+#
+#   launch/tpu_vm.sh TPU ZONE [options] -- --config=grpo_gemma.py --workdir=gs://bucket/run [more podrl flags]
+#   launch/tpu_vm.sh TPU ZONE --status | --logs | --stacks | --kill [options]
+#
+# Without an action: copies this checkout, installs it, starts one process per host and follows the logs, every line
+# prefixed by its worker. Ctrl-C stops following, not the run. The exit status is non-zero if any worker's was.
+#
+#   --status           what runs on every worker, and the state of the TPU
+#   --logs             the last lines of every worker, then follow
+#   --stacks           every process prints the stacks of all its threads into its log (SIGUSR1)
+#   --kill             SIGTERM (podrl saves a checkpoint), SIGKILL after --grace; frees TPU chips and the lock file
+#   --dry_run          print the commands, run none
+#   --detach           do not follow the logs after starting
+#   --project=P        project of the TPU; default: gcloud's
+#   --python=PATH      interpreter on the workers that has podrl's dependencies; nothing is installed then
+#   --extra=PACKAGE    installed beside requirements.lock; default jax[tpu]; '' for none
+#   --env=NAME=VALUE   for the processes; may be repeated
+#   --max_restarts=N   restarts on exit codes 42 and 134 (a peer or the runtime failed); default 3
+#   --grace=SECONDS    for --kill; default 120
+set -euo pipefail
+
+usage() {
+  sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+}
+
+die() {
+  printf 'tpu_vm.sh: %s\n' "$*" >&2
+  exit 1
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+action=start dry_run=0 detach=0 project='' python='' extra='jax[tpu]' max_restarts=3 grace=120
+environment=() positional=() podrl=()
+while (($#)); do
+  case $1 in
+    --status | --logs | --stacks | --kill) action=${1#--} ;;
+    --dry_run) dry_run=1 ;;
+    --detach) detach=1 ;;
+    --project=*) project=${1#*=} ;;
+    --python=*) python=${1#*=} ;;
+    --extra=*) extra=${1#*=} ;;
+    --env=*) environment+=("${1#*=}") ;;
+    --max_restarts=*) max_restarts=${1#*=} ;;
+    --grace=*) grace=${1#*=} ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    --)
+      shift
+      podrl=("$@")
+      break
+      ;;
+    -*) die "unknown flag $1: podrl's own flags stand after --. See --help." ;;
+    *) positional+=("$1") ;;
+  esac
+  shift
+done
+((${#positional[@]} == 2)) || die "expected TPU and ZONE, got ${#positional[@]} names: tpu_vm.sh TPU ZONE -- --config=..."
+[[ $max_restarts =~ ^[0-9]+$ ]] || die "--max_restarts=$max_restarts must be a number"
+[[ $grace =~ ^[0-9]+$ ]] || die "--grace=$grace must be a number of seconds"
+for pair in "${environment[@]}"; do
+  [[ $pair =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || die "--env=$pair must be NAME=VALUE"
+done
+tpu=${positional[0]}
+where=("--zone=${positional[1]}")
+[[ -z $project ]] || where+=("--project=$project")
+
+run() {
+  printf '+' >&2
+  printf ' %q' "$@" >&2
+  printf '\n' >&2
+  ((dry_run)) || "$@"
+}
+
+# The worker's half, as one shell word list: `worker CODE ACTION ARGS...`.
+on_every_worker() {
+  local words
+  printf -v words '%q ' "$@"
+  run gcloud compute tpus tpu-vm ssh "$tpu" "${where[@]}" --worker=all --command="${words% }"
+}
+
+copy_code() {
+  local archive=$1 scratch
+  scratch=$(mktemp -d)
+  trap 'rm -rf "$scratch"' RETURN
+  if git -C "$root" rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+    # Tracked and new files alike, less what git ignores and what has been deleted.
+    git -C "$root" ls-files -z --cached --others --exclude-standard >"$scratch/all"
+    while IFS= read -r -d '' name; do
+      [[ ! -e $root/$name ]] || printf '%s\0' "$name"
+    done <"$scratch/all" >"$scratch/names"
+  else
+    (cd "$root" && find . \( -name .git -o -name __pycache__ -o -name runs \) -prune -o -type f -print0) >"$scratch/names"
+  fi
+  run tar -czf "$scratch/$archive" -C "$root" --null -T "$scratch/names"
+  run gcloud compute tpus tpu-vm scp "$scratch/$archive" "$tpu:$archive" "${where[@]}" --worker=all
+}
+
+start() {
+  ((${#podrl[@]})) || die "nothing to run: give podrl's flags after --, as -- --config=grpo_gemma.py"
+  local identity archive code pair
+  identity=$(date -u +%Y%m%d-%H%M%S)-$$
+  archive=podrl-$identity.tar.gz
+  code=podrl-run/code-$identity
+  local -a exports=()
+  for pair in "${environment[@]}"; do exports+=("--env=$pair"); done
+  copy_code "$archive"
+  # All hosts are ready before any host starts: a late one would find its peers waiting.
+  run gcloud compute tpus tpu-vm ssh "$tpu" "${where[@]}" --worker=all \
+    --command="mkdir -p $code && tar -xzf $archive -C $code && rm -f $archive"
+  on_every_worker bash "$code/launch/tpu_vm_worker.sh" install "--python=$python" "--extra=$extra"
+  on_every_worker bash "$code/launch/tpu_vm_worker.sh" start "--run=$identity" "--max_restarts=$max_restarts" \
+    "${exports[@]}" -- "${podrl[@]}"
+  ((detach)) || on_every_worker bash podrl-run/code/launch/tpu_vm_worker.sh follow --lines=+1
+}
+
+case $action in
+  start) start ;;
+  status)
+    run gcloud compute tpus tpu-vm describe "$tpu" "${where[@]}" '--format=value(state,health)'
+    on_every_worker bash podrl-run/code/launch/tpu_vm_worker.sh status
+    ;;
+  logs) on_every_worker bash podrl-run/code/launch/tpu_vm_worker.sh follow --lines=200 ;;
+  stacks) on_every_worker bash podrl-run/code/launch/tpu_vm_worker.sh stacks ;;
+  kill) on_every_worker bash podrl-run/code/launch/tpu_vm_worker.sh kill "--grace=$grace" ;;
+esac

@@ -1,0 +1,242 @@
+#!/usr/bin/env bash
+# The worker's half of tpu_vm.sh: installs, starts, restarts, reports and stops podrl on the host it runs on.
+#
+#   tpu_vm_worker.sh install --python=PATH --extra=PACKAGE
+#   tpu_vm_worker.sh start --run=ID --max_restarts=N [--env=NAME=VALUE]... -- PODRL_FLAGS...
+#   tpu_vm_worker.sh follow --lines=N | status | stacks | kill --grace=SECONDS
+#
+# Everything lives in ~/podrl-run: code-ID (and `code`, the one that runs), venv, logs/ID.log, and in state/ the files
+# run, pid, restarts, exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
+set -euo pipefail
+
+base=$HOME/podrl-run
+state=$base/state
+code=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+lock_file=${PODRL_TPU_LOCK_FILE:-/tmp/libtpu_lockfile}
+device_directory=${PODRL_TPU_DEVICES:-/dev}
+
+worker_number() {
+  curl --silent --fail --max-time 5 --header 'Metadata-Flavor: Google' \
+    "http://${GCE_METADATA_IP:-metadata.google.internal}/computeMetadata/v1/instance/attributes/agent-worker-number" \
+    2>/dev/null || printf '%s' "${TPU_WORKER_ID:-$(hostname)}"
+}
+
+say() {
+  printf '[w%s] %s\n' "$number" "$*"
+}
+
+die() {
+  say "$*" >&2
+  exit 1
+}
+
+read_state() { # NAME: the file's text, or nothing
+  if [[ -s $state/$1 ]]; then cat "$state/$1"; fi
+}
+
+alive() {
+  local pid
+  pid=$(read_state pid)
+  [[ -n $pid ]] && kill -0 "$pid" 2>/dev/null
+}
+
+find_python() {
+  local candidate
+  for candidate in python3.13 python3.12 python3.11 python3; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+      printf '%s' "$candidate"
+      return
+    fi
+  done
+}
+
+install() {
+  mkdir -p "$state" "$base/logs"
+  if [[ -n $python ]]; then
+    "$python" -c '' || die "--python=$python does not run on this worker"
+    printf '%s\n' "$python" >"$state/python"
+    return
+  fi
+  local lock=$code/requirements.lock stamp candidate
+  [[ -f $lock ]] || die "requirements.lock is missing from the copied checkout: nothing says what to install"
+  stamp="$(sha256sum <"$lock") $extra"
+  printf '%s\n' "$base/venv/bin/python" >"$state/python"
+  if [[ $(read_state installed) == "$stamp" ]]; then
+    say "dependencies are installed already"
+    return
+  fi
+  rm -f "$state/installed"
+  candidate=$(find_python)
+  if [[ -z $candidate ]] || ! "$candidate" -m venv --clear "$base/venv" >/dev/null 2>&1; then
+    say "no Python 3.11-3.13 with venv here: fetching one with uv"
+    python3 -m pip install --quiet --user 'uv>=0.5,<1'
+    rm -rf "$base/venv"
+    python3 -m uv venv --quiet --seed --python 3.12 "$base/venv"
+  fi
+  local -a packages=(-r "$lock")
+  [[ -z $extra ]] || packages+=("$extra")
+  "$base/venv/bin/python" -m pip install --quiet "${packages[@]}"
+  printf '%s\n' "$stamp" >"$state/installed"
+  say "installed $(wc -l <"$lock") locked packages ${extra:+and $extra}"
+}
+
+start() {
+  if alive; then
+    [[ $(read_state run) == "$identity" ]] && return
+    die "podrl runs here already, pid $(read_state pid), run $(read_state run): tpu_vm.sh TPU ZONE --kill first"
+  fi
+  # A retry of this very start after the run has ended already must not run it again.
+  [[ $(read_state run) != "$identity" ]] || return 0
+  local old interpreter
+  interpreter=$(read_state python)
+  [[ -n $interpreter ]] || die "nothing is installed: run install first"
+  ln -sfn "$code" "$base/code"
+  for old in "$base"/code-*; do
+    [[ $old == "$code" ]] || rm -rf "$old"
+  done
+  rm -f "$state/exit_code"
+  printf '%s\n' "$identity" >"$state/run"
+  printf '0\n' >"$state/restarts"
+  cd "$code"
+  setsid nohup env "${environment[@]}" bash "$code/launch/tpu_vm_worker.sh" supervise "--max_restarts=$max_restarts" -- \
+    "$interpreter" -m podrl.launch "${arguments[@]}" >"$base/logs/$identity.log" 2>&1 </dev/null &
+  printf '%s\n' "$!" >"$state/pid"
+  say "started run $identity, pid $!"
+}
+
+supervise() { # runs the command until it ends for good; its pid is that of the session
+  local restarts=0 status child='' interrupted stopping=0
+  trap 'interrupted=1; stopping=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT
+  while :; do
+    PODRL_RESTART_ATTEMPT=$restarts PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 "${arguments[@]}" &
+    child=$!
+    while :; do
+      interrupted=0 status=0
+      wait "$child" || status=$?
+      ((interrupted)) || break
+    done
+    if ((stopping || restarts >= max_restarts || (status != 42 && status != 134))); then break; fi
+    restarts=$((restarts + 1))
+    printf '%s\n' "$restarts" >"$state/restarts"
+    printf 'exit status %s: restart %s of %s\n' "$status" "$restarts" "$max_restarts"
+    sleep "${PODRL_RESTART_DELAY:-10}"
+    ((stopping)) && break
+  done
+  printf '%s\n' "$status" >"$state/exit_code"
+}
+
+follow() {
+  local pid log
+  pid=$(read_state pid)
+  [[ -n $pid ]] || die "nothing has been started here"
+  log=$base/logs/$(read_state run).log
+  tail -n "$lines" --follow=name --pid="$pid" "$log" 2>/dev/null | sed -u "s/^/[w$number] /"
+  say "exit status $(read_state exit_code)"
+  exit "$(read_state exit_code)"
+}
+
+status() {
+  local log last=''
+  log=$base/logs/$(read_state run).log
+  if [[ -f $log ]]; then last=$(tail -n 1 "$log"); fi
+  if alive; then
+    say "running, pid $(read_state pid), run $(read_state run), restarts $(read_state restarts), last line: $last"
+  elif [[ -n $(read_state exit_code) ]]; then
+    say "ended with exit status $(read_state exit_code), run $(read_state run), last line: $last"
+  elif [[ -n $(read_state pid) ]]; then
+    say "was killed, run $(read_state run), last line: $last"
+  else
+    say "nothing has been started here"
+  fi
+}
+
+session_processes() {
+  local pid
+  pid=$(read_state pid)
+  if [[ -n $pid ]]; then ps -e -o sid=,pid= | awk -v session="$pid" '$1 == session {print $2}'; fi
+}
+
+stacks() {
+  alive || die "podrl does not run here"
+  local pid caught asked=0
+  for pid in $(session_processes); do
+    # SIGUSR1 kills a process that does not handle it: ask the kernel first (signal 10 is bit 9).
+    caught=$(awk '/^SigCgt:/ {print $2}' "/proc/$pid/status" 2>/dev/null) || continue
+    if ((0x${caught:-0} & 0x200)); then
+      kill -USR1 "$pid" && asked=$((asked + 1))
+    fi
+  done
+  say "asked $asked processes for their stacks: read them with tpu_vm.sh TPU ZONE --logs"
+}
+
+device_holders() {
+  local link target
+  for link in /proc/[0-9]*/fd/*; do
+    target=$(readlink "$link" 2>/dev/null) || continue
+    case $target in
+      "$device_directory"/accel[0-9]* | "$device_directory"/vfio/[0-9]*) cut -d/ -f3 <<<"$link" ;;
+    esac
+  done | sort -un
+}
+
+stop() {
+  local pid left=$((grace * 2)) holder
+  pid=$(read_state pid)
+  if alive; then
+    kill -TERM "$pid"
+    while alive && ((left > 0)); do
+      sleep 0.5
+      left=$((left - 1))
+    done
+    if alive; then
+      say "pid $pid did not end within $grace s of SIGTERM: SIGKILL"
+      kill -KILL -- "-$pid" 2>/dev/null || true
+    else
+      say "stopped run $(read_state run), exit status $(read_state exit_code)"
+    fi
+  else
+    say "podrl does not run here"
+  fi
+  # Children that outlived their parent, and any process of this user that still holds a chip.
+  for holder in $(session_processes) $(device_holders); do
+    say "killing process $holder: $(tr '\0' ' ' <"/proc/$holder/cmdline" 2>/dev/null | cut -c1-100)"
+    kill -KILL "$holder" 2>/dev/null || true
+  done
+  rm -f "$lock_file"
+}
+
+action=${1:?install, start, supervise, follow, status, stacks or kill}
+shift
+python='' extra='' identity='' max_restarts=0 lines=200 grace=120
+environment=() arguments=()
+while (($#)); do
+  case $1 in
+    --python=*) python=${1#*=} ;;
+    --extra=*) extra=${1#*=} ;;
+    --run=*) identity=${1#*=} ;;
+    --max_restarts=*) max_restarts=${1#*=} ;;
+    --lines=*) lines=${1#*=} ;;
+    --grace=*) grace=${1#*=} ;;
+    --env=*) environment+=("${1#*=}") ;;
+    --)
+      shift
+      arguments=("$@")
+      break
+      ;;
+    *)
+      printf 'tpu_vm_worker.sh: unknown flag %s\n' "$1" >&2
+      exit 1
+      ;;
+  esac
+  shift
+done
+mkdir -p "$state" "$base/logs"
+number=$([[ $action == supervise ]] || worker_number)
+case $action in
+  install | start | supervise | follow | status | stacks) "$action" ;;
+  kill) stop ;;
+  *)
+    printf 'tpu_vm_worker.sh: unknown action %s\n' "$action" >&2
+    exit 1
+    ;;
+esac

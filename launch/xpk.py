@@ -1,0 +1,111 @@
+"""Builds and runs the xpk command that trains podrl on a GKE cluster made by xpk, with or without Pathways.
+
+  python -m launch.xpk --cluster=my-cluster --project=my-project --zone=us-east5-b --machine=v6e:4x4 \
+    --config=grpo_gemma.py --workdir=gs://bucket/run --image=REGISTRY/podrl:1 -- --config.trainer.learning_rate=1e-6
+
+Nothing runs before `--dry_run` has been tried: it prints the command. Flags are those of xpk 1.16.0
+(https://github.com/AI-Hypercomputer/xpk), installed by `pip install xpk==1.16.0`.
+
+What xpk adds, and what it lacks:
+  McJAX     one pod per host, all restarted together on exit codes 42, 75 and 127-255, at most --max_restarts times.
+  Pathways  (`create-pathways`) takes no restart codes and its manifest has no restart limit; the grace period reaches
+            the workers only. The user container gets JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET from xpk.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+from launch import command, machines
+
+MISSING = {"xpk": "pip install xpk==1.16.0 (podrl's extra [launch])."}
+# Room in a 63-character host name for xpk's '-pathways-head-0-0', the longest it appends.
+NAME_LIMIT = 40
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and podrl's own after `--`."""
+    own, extra = command.split_extra(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.xpk", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cluster", required=True, help="cluster made by xpk cluster create[-pathways]")
+    parser.add_argument("--config", required=True, help="podrl configuration, as grpo_gemma.py")
+    parser.add_argument("--workdir", required=True, help="run directory, gs://BUCKET/RUN")
+    parser.add_argument("--image", help="container image built from launch/Dockerfile (not for --headless)")
+    parser.add_argument("--machine", required=True, help="MACHINE:TOPOLOGY[*SLICES], as v6e:4x4*2")
+    parser.add_argument("--name", default="podrl", help="name of the workload")
+    parser.add_argument("--project", help="project; default: gcloud's")
+    parser.add_argument("--zone", help="zone; default: gcloud's")
+    parser.add_argument(
+        "--pathways", action="store_true", help="one controller and the Pathways proxy, not one per host"
+    )
+    parser.add_argument(
+        "--headless", action="store_true", help="with --pathways: start the proxy only, run podrl elsewhere"
+    )
+    parser.add_argument("--scratch", help="with --pathways: gs:// directory for Pathways' compilation artifacts")
+    parser.add_argument("--max_restarts", type=int, default=50, help="restarts before the job counts as failed")
+    parser.add_argument("--grace_seconds", type=int, default=300, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("--priority", default="medium", help="xpk's --priority")
+    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for the container; may be repeated")
+    parser.add_argument("--manifest", help="also write the manifest to this file (xpk's --output-manifest-file)")
+    parser.add_argument("--dry_run", action="store_true", help="print the command and run nothing")
+    return parser.parse_args(own), extra
+
+
+def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
+    """The xpk command line for our flags.
+
+    Raises:
+      ValueError: flags that contradict one another or that xpk would refuse only after minutes.
+    """
+    slices = machines.parse_slices(args.machine, "--machine")
+    _check(args)
+    podrl = command.podrl_command(args.config, args.workdir, extra)
+    words = ["xpk", "workload", "create-pathways" if args.pathways else "create"]
+    words += [f"--workload={command.job_name(args.name, NAME_LIMIT)}", f"--cluster={args.cluster}"]
+    words += [f"--{flag}={value}" for flag, value in (("project", args.project), ("zone", args.zone)) if value]
+    words += [f"--tpu-type={slices.xpk_type}", f"--num-slices={slices.count}"]
+    if args.headless:
+        words += ["--headless"]
+    else:
+        # exec: xpk runs `(COMMAND) &` and sends SIGTERM to that subshell, which without exec would not pass it on.
+        words += [f"--docker-image={args.image}", f"--command=exec {shlex.join(podrl)}"]
+        words += [f"--env={name}={value}" for name, value in command.environment(args.env).items()]
+    if args.pathways:
+        words += [f"--pathways-gcs-location={args.scratch}"]
+    else:
+        words += [f"--restart-on-exit-codes={','.join(map(str, command.RESTART_CODES))}"]
+    words += [f"--max-restarts={args.max_restarts}", f"--termination-grace-period-seconds={args.grace_seconds}"]
+    words += [f"--priority={args.priority}"]
+    if args.manifest:
+        words += [f"--output-manifest-file={args.manifest}"]
+    return words
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.headless and not args.pathways:
+        raise ValueError("--headless starts a Pathways proxy without a program: give --pathways too.")
+    if args.pathways and not (args.scratch or "").startswith("gs://"):
+        raise ValueError(f"--scratch={args.scratch}: Pathways needs a gs:// directory for its artifacts.")
+    if args.scratch and not args.pathways:
+        raise ValueError(f"--scratch={args.scratch} is read by Pathways only: give --pathways, or leave it out.")
+    if not args.headless and not args.image:
+        raise ValueError("--image is missing: build and push launch/Dockerfile and give its name.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the command, and runs it unless --dry_run; returns the exit code."""
+    args, extra = parse(argv)
+    try:
+        words = xpk_command(args, extra)
+    except ValueError as error:
+        sys.stderr.write(f"launch.xpk: {error}\n")
+        return 1
+    print(command.show(words), flush=True)
+    return 0 if args.dry_run else command.run(words, missing=MISSING)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

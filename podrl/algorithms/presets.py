@@ -1,0 +1,213 @@
+"""The named algorithms: for each, which settings of the advantage, the loss and the learner make it up."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from podrl.algorithms.estimator import AdvantageEstimator
+from podrl.algorithms.policy_loss import PolicyLoss
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Settings that make up an algorithm; what a preset does not name keeps its default.
+
+    Attributes:
+      about: what it is, one line.
+      source: paper or program it follows.
+      advantage: fields of `AdvantageEstimator`.
+      loss: fields of `PolicyLoss`. Where the mode needs `loss_agg_scale`, the run gives it: its completion limit.
+      learner: what the loop does beside: `kl_in_reward` (coefficient) and `kl_reward_mode`; `dynamic_sampling` (groups
+        without a signal are replaced); `overlong_shaping` (a penalty on the last tokens before the limit);
+        `overlong_filter` (cut-off samples leave the loss).
+    """
+
+    about: str
+    source: str
+    advantage: Mapping[str, Any]
+    loss: Mapping[str, Any]
+    learner: Mapping[str, Any]
+
+    def advantage_estimator(self, **overrides: Any) -> AdvantageEstimator:
+        """The advantage of this preset, with the user's changes on top."""
+        return AdvantageEstimator(**(dict(self.advantage) | overrides))
+
+    def policy_loss(self, **overrides: Any) -> PolicyLoss:
+        """The loss of this preset, with the user's changes on top."""
+        return PolicyLoss(**(dict(self.loss) | overrides))
+
+
+def _preset(
+    about: str,
+    source: str,
+    advantage: Mapping[str, Any] | None = None,
+    loss: Mapping[str, Any] | None = None,
+    learner: Mapping[str, Any] | None = None,
+) -> Preset:
+    # beta is 0 unless the algorithm has a KL term: the reference policy costs a forward pass.
+    frozen = (
+        MappingProxyType(dict(part)) for part in (advantage or {}, {"beta": 0.0} | dict(loss or {}), learner or {})
+    )
+    return Preset(about, source, *frozen)
+
+
+def _loss(kind: str, mode: str, **fields: Any) -> dict[str, Any]:
+    return {"policy_loss_fn": kind, "loss_agg_mode": mode} | fields
+
+
+_SEQUENCES, _TOKENS = "sequence-mean-token-mean", "token-mean"
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "grpo": _preset(
+            "Group relative policy optimisation, KL in the loss",
+            "arXiv 2402.03300",
+            loss=_loss("clip", _SEQUENCES, beta=0.04, kl_loss_mode="k3"),
+        ),
+        "dr_grpo": _preset(
+            "GRPO without its two biases: no division by the standard deviation, none by the length",
+            "arXiv 2503.20783",
+            advantage={"advantage_scale": "none"},
+            loss=_loss("clip", "sequence-mean-token-scale"),
+        ),
+        "dapo": _preset(
+            "Clip-higher, token mean, dynamic sampling, overlong shaping",
+            "arXiv 2503.14476",
+            loss=_loss("clip", _TOKENS, epsilon_high=0.28),
+            learner={"dynamic_sampling": True, "overlong_shaping": True},
+        ),
+        "gspo": _preset(
+            "One ratio per sequence",
+            "arXiv 2507.18071",
+            loss=_loss("gspo", _SEQUENCES, epsilon_low=3e-4, epsilon_high=4e-4),
+        ),
+        "gspo_token": _preset(
+            "One ratio per sequence, gradient per token",
+            "arXiv 2507.18071, section 4.3",
+            loss=_loss("gspo_token", _SEQUENCES, epsilon_low=3e-4, epsilon_high=4e-4),
+        ),
+        "cispo": _preset(
+            "Clipped importance weight, every token keeps its gradient; weight at most 5, no lower bound",
+            "arXiv 2506.13585, bound of arXiv 2510.13786",
+            loss=_loss("cispo", _TOKENS, epsilon_low=1.0, epsilon_high=4.0),
+        ),
+        "sapo": _preset(
+            "Smooth gate in place of the clip",
+            "arXiv 2511.20347",
+            loss=_loss("sapo", _SEQUENCES),
+        ),
+        "gmpo": _preset(
+            "Geometric mean of token ratios",
+            "arXiv 2507.20673",
+            loss=_loss("gmpo", _SEQUENCES, epsilon_low=0.4, epsilon_high=0.4),
+        ),
+        "clip_cov": _preset(
+            "PPO clip, tokens of large covariance cut off to keep the entropy up",
+            "arXiv 2505.22617",
+            loss=_loss("clip_cov", _TOKENS),
+        ),
+        "kl_cov": _preset(
+            "Policy gradient, tokens of the largest covariance held by a KL penalty",
+            "arXiv 2505.22617",
+            loss=_loss("kl_cov", _TOKENS, cov_fraction=2e-3),
+        ),
+        "rloo": _preset(
+            "REINFORCE with a leave-one-out baseline, KL in the reward",
+            "arXiv 2402.14740",
+            advantage={"advantage_estimator": "rloo"},
+            loss=_loss("reinforce", "sequence-mean-token-sum"),
+            learner={"kl_in_reward": 0.05, "kl_reward_mode": "k1"},
+        ),
+        "reinforce": _preset(
+            "Plain policy gradient on centred rewards",
+            "Williams 1992",
+            advantage={"advantage_scale": "none"},
+            loss=_loss("reinforce", _TOKENS),
+        ),
+        "reinforce_pp": _preset(
+            "REINFORCE++: PPO's clip and KL reward without a critic, whitened over the batch",
+            "arXiv 2501.03262",
+            advantage={"advantage_estimator": "reinforce_plus_plus"},
+            loss=_loss("clip", _TOKENS),
+            learner={"kl_in_reward": 0.01, "kl_reward_mode": "k1"},
+        ),
+        "reinforce_pp_baseline": _preset(
+            "REINFORCE++ with the group mean as baseline, k2 in the loss",
+            "arXiv 2501.03262",
+            advantage={"advantage_estimator": "reinforce_plus_plus_baseline"},
+            loss=_loss("clip", _TOKENS, beta=1e-3, kl_loss_mode="k2"),
+        ),
+        "remax": _preset(
+            "REINFORCE with the greedy completion's reward as baseline",
+            "arXiv 2310.10505",
+            advantage={"advantage_estimator": "remax"},
+            loss=_loss("reinforce", "sequence-mean-token-sum"),
+        ),
+        "opo": _preset(
+            "On-policy REINFORCE with the variance-optimal baseline",
+            "arXiv 2505.23585",
+            advantage={"advantage_estimator": "opo"},
+            loss=_loss("reinforce", _TOKENS),
+        ),
+        "gpg": _preset(
+            "Group policy gradient: no clip, no KL, no reference",
+            "arXiv 2504.02546",
+            advantage={"advantage_estimator": "gpg"},
+            loss=_loss("gpg", _TOKENS),
+        ),
+        "pass_at_k": _preset(
+            "Only the best sample of a group learns",
+            "arXiv 2503.19595",
+            advantage={"advantage_estimator": "pass_at_k"},
+            loss=_loss("clip", _SEQUENCES),
+        ),
+        "ppo": _preset(
+            "Actor and critic, GAE, KL in the reward",
+            "arXiv 1707.06347, 1909.08593",
+            advantage={"advantage_estimator": "gae", "gamma": 1.0, "gae_lambda": 0.95},
+            loss=_loss("clip", _TOKENS),
+            learner={"kl_in_reward": 0.04, "kl_reward_mode": "k3"},
+        ),
+        "verl_grpo": _preset(
+            "verl's arithmetic: adv_estimator=grpo with its KL loss (vanilla policy loss, January 2026)",
+            "verl core_algos.py",
+            advantage={"advantage_eps": 1e-6, "singleton": "raw"},
+            loss=_loss(
+                "clip",
+                _TOKENS,
+                epsilon_c=3.0,
+                beta=1e-3,
+                kl_loss_mode="low_var_kl",
+                kl_clamp_value=10.0,
+                length_eps=1e-8,
+            ),
+        ),
+        "trl_grpo": _preset(
+            "TRL's arithmetic: GRPOTrainer's defaults (loss_type='dapo', scale_rewards='group', beta=0)",
+            "TRL grpo_trainer.py",
+            advantage={"advantage_eps": 1e-4},
+            loss=_loss("clip", _TOKENS, kl_loss_mode="k3"),
+        ),
+        "tunix_grpo": _preset(
+            "Tunix's arithmetic: GRPOConfig's defaults (version 0.1.7)",
+            "Tunix algo_core.py",
+            advantage={"advantage_eps": 1e-6},
+            loss=_loss("grpo", _SEQUENCES, beta=0.04, kl_loss_mode="kl"),
+        ),
+    }
+)
+
+
+def preset(name: str) -> Preset:
+    """The preset of a name.
+
+    Raises:
+      ValueError: unknown name; the message gives the nearest ones.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"algorithm={name!r} is not known: {hint}There are {', '.join(PRESETS)}.")

@@ -1,0 +1,51 @@
+"""The critic's loss: squared error of the values, clipped around the values before the update."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from podrl.algorithms.aggregate import aggregate, token_mean
+from podrl.algorithms.segments import masked
+from podrl.types import Mask, Ratio
+
+
+def value_loss(
+    value_BT: Float[Array, "B T"],
+    old_value_BT: Float[Array, "B T"],
+    return_BT: Float[Array, "B T"],
+    mask_BT: Mask,
+    length_BT: Float[Array, "B T"],
+    *,
+    clip_range: float = 0.2,
+    mode: str = "token-mean",
+    scale: float = 1.0,
+) -> tuple[Ratio, dict[str, Ratio]]:
+    """max((v - R)^2, (clip(v, v_old - clip_range, v_old + clip_range) - R)^2) / 2, aggregated (PPO, as in TRL, verl).
+
+    Args:
+      value_BT: the critic's values, differentiated.
+      old_value_BT: its values before the update.
+      return_BT: targets.
+      mask_BT: 1 on loss tokens.
+      length_BT: number of loss tokens in this token's sequence, 1 on padding.
+      clip_range: how far a value may move in one update before its gradient stops, reward units; infinity for no clip.
+      mode: aggregation mode.
+      scale: fixed length of the scale modes, tokens.
+
+    Returns:
+      The loss and critic/{vf_loss, vf_clipfrac, value, return}, all as numerators and denominators.
+
+    Raises:
+      ValueError: unknown mode; a clip range that is not above 0.
+    """
+    if not clip_range > 0:
+        raise ValueError(f"ppo.clip_range_value={clip_range} must be above 0; use inf for no clipping.")
+    value_BT, old_value_BT, return_BT = (masked(x_BT, mask_BT) for x_BT in (value_BT, old_value_BT, return_BT))
+    near_BT = jnp.clip(value_BT, old_value_BT - clip_range, old_value_BT + clip_range)
+    free_BT, bound_BT = jnp.square(value_BT - return_BT), jnp.square(near_BT - return_BT)
+    loss = aggregate(0.5 * jnp.maximum(free_BT, bound_BT), mask_BT, length_BT, mode, scale=scale)
+    return loss, {
+        "critic/vf_loss": loss,
+        "critic/vf_clipfrac": token_mean((bound_BT > free_BT).astype(value_BT.dtype), mask_BT),
+        "critic/value": token_mean(value_BT, mask_BT),
+        "critic/return": token_mean(return_BT, mask_BT),
+    }

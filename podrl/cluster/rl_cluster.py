@@ -1,0 +1,329 @@
+"""RLCluster: the models of a job in their roles, on their meshes, with everything one does to them."""
+
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from podrl.cluster.config import ClusterConfig, Mode, Role
+from podrl.data.tokenizer import Tokenizer
+from podrl.mesh.reshard.publish import Publisher
+from podrl.models import decoder, from_pretrained
+from podrl.models.checks import check_vocab
+from podrl.models.config import LoraConfig
+from podrl.rollout.config import Sampling
+from podrl.rollout.rollout import RolloutWorker
+from podrl.trainer import packing
+from podrl.trainer.objective import TokenLoss
+from podrl.trainer.state import abstract_train_state, init_state, put_batch
+from podrl.trainer.step import make_logprob_fn, make_train_step
+from podrl.types import Policy, Prompts, PyTree, Rollouts, TrainBatch, TrainState
+
+MetricsLogger = Callable[[int, Mapping[str, float]], None]
+
+
+class RLCluster:
+    """Actor, reference and rollout of one job in one process.
+
+    The trainer's parameters are the only truth: `sync_weights` moves them to the rollout mesh by the cached transfer
+    plan. Under LoRA the frozen base crosses once, at the first sync, and the adapters at every one; the reference is
+    the base without adapters, not a second copy.
+
+    Attributes:
+      model: the actor's configuration.
+      state: trainable parameters, optimizer state and step, on the actor's mesh.
+      frozen: parameters that are not trained (empty without LoRA).
+      rollout: the decoding engine's worker.
+      tokenizer: shared by all roles.
+    """
+
+    def __init__(
+        self,
+        *,
+        actor: Any,
+        tokenizer: Tokenizer | str | os.PathLike | None = None,
+        cluster_config: ClusterConfig,
+        critic: Any = None,
+        reference: Any = None,
+        reward: Any = None,
+        perf_config: Any = None,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
+    ):
+        """Puts the models on their meshes.
+
+        Args:
+          actor: a Hugging Face directory, or what `podrl.models.from_pretrained` returns.
+          tokenizer: a Tokenizer or a directory; by default that of the actor's directory.
+          cluster_config: meshes, training and rollout configuration.
+          reference: None for the actor's initial weights (under LoRA: its base), or a directory.
+          lora: adapters to add where `actor` is a directory.
+          seed: of everything random in the cluster.
+
+        Raises:
+          ValueError: a role podrl does not have in this form, or settings that do not fit together.
+        """
+        for name, value in (("critic", critic), ("reward", reward), ("perf_config", perf_config)):
+            if value is not None:
+                raise ValueError(
+                    f"RLCluster(..., {name}=...) is not supported yet: GRPO needs no critic, rewards are functions "
+                    "(reward_fns), and stage times are in metrics.jsonl under time/."
+                )
+        self.config, self.seed = cluster_config, seed
+        self.actor_mesh = cluster_config.role_to_mesh[Role.ACTOR]
+        self.rollout_mesh = cluster_config.role_to_mesh[Role.ROLLOUT]
+        self.training_config = cluster_config.training_config
+        params = self._load_actor(actor, tokenizer, lora)
+        self.optimizer = self.training_config.optimizer()
+        self.state, self.frozen = init_state(params, self.model, self.optimizer, self.actor_mesh)
+        self._reference_source = reference
+        self._reference: PyTree | None = None
+        self._train_step: Callable | None = None
+        self.temperature = cluster_config.rollout().temperature
+        self._logprobs = make_logprob_fn(
+            self.model, self.actor_mesh, temperature=self.temperature, dtype=self.training_config.compute_dtype
+        )
+        self._build_rollout()
+        self._buffered: dict[str, list[float]] = {}
+        self._loggers: list[MetricsLogger] = []
+
+    def _load_actor(self, actor: Any, tokenizer: Any, lora: LoraConfig | None) -> PyTree:
+        dtype = jnp.dtype(self.training_config.param_dtype)
+        if isinstance(actor, str | os.PathLike):
+            tokenizer = tokenizer or actor
+            actor = from_pretrained(actor, mesh=self.actor_mesh, dtype=dtype, lora=lora)
+        self.model = actor.config
+        if tokenizer is None:
+            raise ValueError("RLCluster needs tokenizer=...: the actor is a model object, which carries none.")
+        is_path = isinstance(tokenizer, str | os.PathLike)
+        self.tokenizer = Tokenizer.load(pathlib.Path(tokenizer)) if is_path else tokenizer
+        check_vocab(self.model, self.tokenizer.vocab_size)
+        abstract = decoder.abstract_params(self.model, self.actor_mesh, dtype)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        return jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree), out_shardings=shardings)(
+            jax.device_put(actor.params, shardings)
+        )
+
+    def _build_rollout(self) -> None:
+        config = self.config.rollout()
+        engine = self.config.rollout_engine
+        worker_class = RolloutWorker if isinstance(engine, str) else engine
+        self.rollout_dtype = jnp.dtype(config.data_type or self.training_config.compute_dtype)
+        self.rollout = worker_class(
+            self.model,
+            self.rollout_mesh,
+            config,
+            pad_id=self.tokenizer.pad_id,
+            eos_ids=tuple(config.eos_tokens or self.tokenizer.eos_ids),
+            decode=self.tokenizer.decode,
+            seed=self.seed,
+        )
+        target = decoder.abstract_params(self.model, self.rollout_mesh, self.rollout_dtype)
+        trainable, frozen = decoder.split_trainable(target, self.model)
+        self._publisher = Publisher(self.state.params, trainable)
+        self._base_publisher = Publisher(self.frozen, frozen) if self.frozen else None
+        self._rollout_base: PyTree = {}
+
+    # Weights.
+
+    def sync_weights(self, version: int | None = None) -> Policy:
+        """Moves the trainer's weights to the rollout mesh; adapters only, once the base is there.
+
+        Args:
+          version: recorded with every token sampled from these weights; by default the optimizer's step.
+
+        Returns:
+          The policy on the rollout mesh, its checksums equal to the trainer's.
+        """
+        version = int(self.state.step) if version is None else version
+        if self._base_publisher is not None and not self._rollout_base:
+            self._rollout_base = self._base_publisher.publish(self.frozen, version).params
+        moved = self._publisher.publish(self.state.params, version)
+        return Policy(decoder.join_trainable(moved.params, self._rollout_base), version)
+
+    def actor_params(self) -> PyTree:
+        """The whole parameter tree of the actor, adapters joined in; no copy."""
+        return decoder.join_trainable(self.state.params, self.frozen)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes and shardings of `state`, for restoring a checkpoint."""
+        trainable = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state.params
+        )
+        return abstract_train_state(trainable, self.optimizer, self.actor_mesh)
+
+    def keep_reference(self) -> None:
+        """Fixes the reference policy; call before the first update, and before a checkpoint is restored.
+
+        Under LoRA nothing is copied. Without, the initial weights are copied once.
+        """
+        if self._reference_source is not None:
+            model = from_pretrained(
+                self._reference_source, mesh=self.actor_mesh, dtype=jnp.dtype(self.training_config.param_dtype)
+            )
+            self._reference = model.params
+        elif self.frozen:
+            self._reference = self.frozen
+        else:
+            self._reference = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
+
+    # Training.
+
+    def prepare_actor(self, loss: TokenLoss) -> None:
+        """Sets the loss that `update_actor` minimises."""
+        self._train_step = make_train_step(
+            self.model,
+            loss,
+            self.optimizer,
+            self.actor_mesh,
+            temperature=self.temperature,
+            dtype=self.training_config.compute_dtype,
+            remat=self.training_config.remat,
+        )
+
+    def put_batch(self, batch: TrainBatch) -> TrainBatch:
+        """A packed host batch on the actor's mesh."""
+        return put_batch(batch, self.actor_mesh)
+
+    def update_actor(self, batch: TrainBatch) -> dict[str, Any]:
+        """One optimizer update on a batch of the actor's mesh; metrics stay on the device."""
+        if self._train_step is None:
+            raise ValueError("RLCluster.update_actor needs a loss: call prepare_actor(loss) first; learners do.")
+        self.state, metrics = self._train_step(self.state, self.frozen, batch)
+        return metrics
+
+    def actor_logprobs(self, batch: TrainBatch) -> Any:
+        """log p of every packed token under the current actor at the sampling temperature (A, B, T), nats."""
+        return self._logprobs(self.actor_params(), batch)
+
+    def reference_logprobs(self, batch: TrainBatch) -> Any:
+        """The same under the reference policy."""
+        if self._reference is None:
+            raise ValueError("There is no reference policy: call keep_reference() before training starts.")
+        return self._logprobs(self._reference, batch)
+
+    def get_actor_per_token_logps(
+        self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]
+    ) -> Float[np.ndarray, "B T"]:
+        """Actor log-probabilities of right-padded sequences in the sample layout, nats; index 0 and padding are 0."""
+        return self._sample_logprobs(self.actor_logprobs, tokens_BT, length_B)
+
+    # Before an update the actor is the old policy.
+    get_old_per_token_logps = get_actor_per_token_logps
+
+    def get_ref_per_token_logps(
+        self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]
+    ) -> Float[np.ndarray, "B T"]:
+        """Reference log-probabilities of right-padded sequences in the sample layout, nats."""
+        return self._sample_logprobs(self.reference_logprobs, tokens_BT, length_B)
+
+    def _sample_logprobs(self, score: Callable, tokens_BT: np.ndarray, length_B: np.ndarray) -> np.ndarray:
+        shape = self.pack_shape(len(tokens_BT))
+        placement = packing.place(length_B, shape)
+        zeros_BT = np.zeros(tokens_BT.shape, np.float32)
+        batch = packing.pack(
+            placement,
+            tokens_BT=tokens_BT,
+            mask_BT=zeros_BT,
+            advantage_BT=zeros_BT,
+            old_logprob_BT=zeros_BT,
+            ref_logprob_BT=zeros_BT,
+            sampler_logprob_BT=zeros_BT,
+        )
+        values_ABT = np.asarray(jax.device_get(score(self.put_batch(batch))))
+        return packing.unpack(placement, values_ABT, tokens_BT.shape[1])
+
+    def pack_shape(self, sequences: int) -> packing.PackShape:
+        """The fixed shape of batches of at most `sequences` samples of this job's longest length."""
+        config, rollout = self.training_config, self.config.rollout()
+        longest = rollout.max_prompt_length + rollout.max_tokens_to_generate
+        return packing.PackShape.for_worst_case(
+            sequences,
+            longest,
+            max_tokens_per_row=config.max_tokens_per_row or longest,
+            rows_per_micro_batch=config.train_micro_batch_size or sequences,
+            shards=self.actor_mesh.shape["data"] * self.actor_mesh.shape["fsdp"],
+        )
+
+    # Generation.
+
+    def warm_up(self, policy: Policy) -> None:
+        """Compiles the rollout's programs before the first step."""
+        self.rollout.warm_up(policy.params)
+
+    def generate(
+        self,
+        prompts: Prompts | Sequence[str],
+        policy: Policy | None = None,
+        *,
+        apply_chat_template: bool = False,
+        mode: Mode = Mode.TRAIN,
+        group_size: int = 1,
+        step: int = 0,
+        sampling: Sampling | None = None,
+    ) -> Rollouts:
+        """Completions of prompts.
+
+        Args:
+          prompts: tokenised, or plain texts.
+          policy: what `sync_weights` returned; synchronised now when left out.
+          apply_chat_template: wrap each text as a user's turn.
+          mode: which rollout configuration gives the sampling settings.
+          group_size: samples per prompt.
+          step: part of every sample's random key.
+          sampling: overrides the configuration's sampling.
+        """
+        if not isinstance(prompts, Prompts):
+            prompts = self._tokenise(prompts, apply_chat_template)
+        if sampling is None and mode is Mode.EVAL:
+            sampling = self.config.rollout(mode).sampling()
+        policy = self.sync_weights() if policy is None else policy
+        return self.rollout.generate(policy, prompts, group_size=group_size, step=step, sampling=sampling)
+
+    def _tokenise(self, texts: Sequence[str], apply_chat_template: bool) -> Prompts:
+        if apply_chat_template:
+            texts = [self.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+        rows = [self.tokenizer.encode(text) for text in texts]
+        limit = self.config.rollout().max_prompt_length
+        longest = max(len(row) for row in rows)
+        if longest > limit:
+            raise ValueError(f"A prompt has {longest} tokens: rollout.max_prompt_length={limit} must be at least that.")
+        tokens_PT = np.full((len(rows), longest), self.tokenizer.pad_id, np.int32)
+        for p, row in enumerate(rows):
+            tokens_PT[p, : len(row)] = row
+        length_P = np.array([len(row) for row in rows], np.int32)
+        return Prompts(tokens_PT, length_P, np.arange(len(rows)), list(texts), {}, b"")
+
+    # Metrics.
+
+    def buffer_metrics(self, metrics: Mapping[str, float], mode: Mode = Mode.TRAIN) -> None:
+        """Adds values to the next step's record; several values of one name are averaged."""
+        prefix = "" if mode is Mode.TRAIN else "eval/"
+        for name, value in metrics.items():
+            self._buffered.setdefault(prefix + name, []).append(float(value))
+
+    buffer_metrics_async = buffer_metrics
+
+    def take_buffered_metrics(self) -> dict[str, float]:
+        """Means of what was buffered since the last call."""
+        taken, self._buffered = self._buffered, {}
+        return {name: float(np.mean(values)) for name, values in taken.items()}
+
+    def with_external_metrics_logger(self, logger: MetricsLogger) -> "RLCluster":
+        """Calls `logger(step, metrics)` with every record; returns the cluster."""
+        self._loggers.append(logger)
+        return self
+
+    def log_external(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hands a record to the external loggers."""
+        for logger in self._loggers:
+            logger(step, metrics)
+
+    def close(self) -> None:
+        """Frees the engine's device memory; the models go with the object."""
+        self.rollout.sleep()

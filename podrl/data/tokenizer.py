@@ -1,0 +1,246 @@
+"""Text to token ids and back, read from the tokenizer files of a Hugging Face directory."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import sentencepiece
+import tokenizers
+from etils import epath
+
+# Read where a file exists; a model's exporter copies those that do, to keep the directory loadable elsewhere.
+FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("special_tokens_map.json", "chat_template.jinja", "generation_config.json"),
+)
+# Tokens that end a turn in the chat forms of Gemma, Llama 3, Qwen and Gemma's successors.
+TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<turn|>")
+
+Message = Mapping[str, str]
+
+
+class _Backend(Protocol):
+    size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def token_id(self, token: str) -> int | None: ...
+
+
+class Tokenizer:
+    """A tokenizer with the ids and the chat template of its model.
+
+    Attributes:
+      directory: where it was read from.
+      files: the tokenizer files found there.
+      vocab_size: ids are below this; a model's embedding may have more rows.
+      pad_id: fills rows; the first end id where the model names none.
+      bos_id: starts a sequence; None where the model names none.
+      eos_ids: every id that ends a completion, the tokenizer's own first.
+    """
+
+    def __init__(self, directory: str | epath.PathLike) -> None:
+        """Reads `tokenizer.json` (preferred) or SentencePiece's `tokenizer.model`, and the JSON files beside it.
+
+        Args:
+          directory: a Hugging Face model directory, local or gs://.
+
+        Raises:
+          FileNotFoundError: no such directory, or neither tokenizer file in it.
+          ValueError: a file is not what its name says, or no end token is named anywhere.
+        """
+        self.directory = epath.Path(directory)
+        if not self.directory.is_dir():
+            raise FileNotFoundError(
+                f"Tokenizer directory {self.directory} does not exist: model.path must be a Hugging Face directory."
+            )
+        self.files = tuple(self.directory / name for name in FILES if (self.directory / name).exists())
+        self._config = _read_json(self.directory / "tokenizer_config.json")
+        self._backend = _open_backend(self.directory, self._config)
+        self.vocab_size = self._backend.size
+        model = _read_json(self.directory / "config.json")
+        generation = _read_json(self.directory / "generation_config.json")
+        self._tokens = self._special_tokens()
+        self.eos_ids = self._end_ids(generation, model)
+        self.bos_id = self._one_id("bos", generation, model)
+        pad = self._one_id("pad", generation, model)
+        self.pad_id = self.eos_ids[0] if pad is None else pad
+        self._template = self._read_template()
+
+    @classmethod
+    def load(cls, directory: str | epath.PathLike) -> "Tokenizer":
+        """Same as the constructor."""
+        return cls(directory)
+
+    def encode(self, text: str, *, bos: bool = False) -> list[int]:
+        """Token ids of `text`; special tokens written in it become their ids, none is added unless `bos` is set."""
+        ids = self._backend.encode(text)
+        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids` without special tokens."""
+        return self._backend.decode([int(i) for i in ids])
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a piece, or None when the vocabulary lacks it."""
+        return self._backend.token_id(token)
+
+    @property
+    def bos_token(self) -> str:
+        """The start token's text, '' where the model has none."""
+        return self._tokens.get("bos_token", "")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as the model's text, start token included; pass it to `encode` without `bos`.
+
+        Args:
+          messages: mappings with 'role' (system, user or assistant) and 'content'.
+          add_generation_prompt: end with the opening of the model's turn.
+
+        Raises:
+          ValueError: the tokenizer has no chat template, or its template refuses these messages.
+        """
+        if self._template is None:
+            raise ValueError(
+                f"{self.directory} has no chat template: add chat_template.jinja or set data.template=plain."
+            )
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, **self._tokens
+            )
+        except jinja2.TemplateError as error:
+            roles = [m.get("role") for m in messages]
+            raise ValueError(f"The chat template of {self.directory} refuses roles {roles}: {error}") from error
+
+    def _special_tokens(self) -> dict[str, str]:
+        """Names such as 'bos_token' to their text."""
+        named = {**_read_json(self.directory / "special_tokens_map.json"), **self._config}
+        found = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            token = named.get(name)
+            token = token.get("content") if isinstance(token, Mapping) else token
+            if isinstance(token, str):
+                found[name] = token
+        return found
+
+    def _one_id(self, name: str, *configs: Mapping[str, Any]) -> int | None:
+        token = self._tokens.get(f"{name}_token")
+        if token is not None:
+            return self._backend.token_id(token)
+        given = (config.get(f"{name}_token_id") for config in configs)
+        return next((i for i in given if isinstance(i, int)), None)
+
+    def _end_ids(self, *configs: Mapping[str, Any]) -> tuple[int, ...]:
+        own = self._backend.token_id(self._tokens.get("eos_token", ""))
+        listed = next((c["eos_token_id"] for c in configs if c.get("eos_token_id") is not None), [])
+        listed = listed if isinstance(listed, list) else [listed]
+        turns = (self._backend.token_id(token) for token in TURN_ENDS)
+        ends = tuple(dict.fromkeys(i for i in (own, *listed, *turns) if i is not None))
+        if not ends:
+            raise ValueError(
+                f"{self.directory} names no end token: set eos_token in tokenizer_config.json or eos_token_id in "
+                "generation_config.json."
+            )
+        return ends
+
+    def _read_template(self) -> jinja2.Template | None:
+        file = self.directory / "chat_template.jinja"
+        source = file.read_text() if file.exists() else self._config.get("chat_template")
+        if isinstance(source, list):
+            named = {entry["name"]: entry["template"] for entry in source}
+            source = named.get("default")
+        if source is None:
+            return None
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        try:
+            return environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"The chat template of {self.directory} does not parse: {error}") from error
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _read_json(path: epath.Path) -> dict[str, Any]:
+    """The object in a file, or {} when there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} line {error.lineno} is not JSON: {error.msg}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object.")
+    return content
+
+
+def _open_backend(directory: epath.Path, config: Mapping[str, Any]) -> _Backend:
+    fast, slow = directory / "tokenizer.json", directory / "tokenizer.model"
+    if fast.exists():
+        return _Json(fast)
+    if slow.exists():
+        return _SentencePiece(slow, config)
+    raise FileNotFoundError(f"{directory} holds neither tokenizer.json nor tokenizer.model: one of them is needed.")
+
+
+class _Json:
+    """A tokenizer.json, run by the `tokenizers` library."""
+
+    def __init__(self, path: epath.Path) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text())
+        except Exception as error:
+            # The library raises plain Exception for any malformed file.
+            raise ValueError(f"{path} is not a tokenizer file: {error}") from error
+        self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+
+class _SentencePiece:
+    """A SentencePiece model; its control pieces are recognised in text, as `tokenizers` does."""
+
+    def __init__(self, path: epath.Path, config: Mapping[str, Any]) -> None:
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
+        self.size = self._model.get_piece_size()
+        self._controls = {self._model.id_to_piece(i): i for i in range(self.size) if self._model.is_control(i)}
+        added = config.get("added_tokens_decoder", {})
+        self._skipped = set(self._controls.values()) | {int(i) for i, t in added.items() if t.get("special")}
+        self._pattern = re.compile("(" + "|".join(map(re.escape, self._controls)) + ")")
+
+    def encode(self, text: str) -> list[int]:
+        parts = self._pattern.split(text) if self._controls else [text]
+        ids = ([self._controls[p]] if p in self._controls else self._model.encode(p) for p in parts if p)
+        return [i for part in ids for i in part]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode([i for i in ids if i not in self._skipped])
+
+    def token_id(self, token: str) -> int | None:
+        found = self._model.piece_to_id(token)
+        return None if found == self._model.unk_id() and token != self._model.id_to_piece(found) else found

@@ -1,0 +1,150 @@
+"""Makes the tokenizer of the embedded model: `python -m podrl.data.train_tokenizer --out=DIR`.
+
+A unigram model over the embedded task's language: digits and punctuation alone, the words of the task whole, then
+words of everyday arithmetic as room allows; any other ASCII text is spelled by letters. The trainers of `tokenizers`
+and SentencePiece are not used: the first visits words in the random order of a hash table, so two runs differ, and both
+break the few words of so small a language into fragments, which costs a third more tokens per prompt.
+"""
+
+import collections
+import json
+import math
+import re
+import string
+
+import tokenizers
+from absl import app, flags
+from etils import epath
+from tokenizers import decoders, models, pre_tokenizers
+
+from podrl.data import problems, template
+
+VOCAB_SIZE = 384
+CORPUS_PROBLEMS = 3000
+SPACE = "▁"
+
+CONTROLS = ("<pad>", "<eos>", "<bos>", "<unk>")
+TAGS = (template.REASONING_START, template.REASONING_END, template.ANSWER_START, template.ANSWER_END)
+TURNS = ("<start_of_turn>", "<end_of_turn>")
+
+# Gemma's form: system text opens the first user turn, 'assistant' is called 'model'.
+CHAT_TEMPLATE = """{{ bos_token }}
+{%- set lead = namespace(text='') -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}
+{%- set lead.text = (message['content'] | trim) + '\\n\\n' -%}
+{%- elif message['role'] in ('user', 'assistant') -%}
+{{ '<start_of_turn>' + ('user\\n' + lead.text if message['role'] == 'user' else 'model\\n') -}}
+{{ (message['content'] | trim) + '<end_of_turn>\\n' }}
+{%- set lead.text = '' -%}
+{%- else -%}
+{{ raise_exception('unknown role ' + message['role']) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}
+"""
+
+# Words a solver of arithmetic problems meets beyond the embedded task, commonest first.
+EVERYDAY = (
+    "user model The In answer is the a of to and in he she it for his her they at each on day will if all was an one two "
+    "three half that are per from then be there after total much more than many number cost much week dollars hours "
+    "as per time first twice times people old year years only day days week weeks hour minutes less money price pay "
+    "made sold used bought takes left needs every another second third last next same number school home work make "
+    "spent earn eat sell buy get gets got give gave take would can their them so by or not you your think write "
+    "problem step final single between reasoning given through what who when where which while up out into also"
+).split()
+# Words that open a text or a turn, where no space stands before them.
+UNSPACED = ("user", "model", "The", "In")
+
+
+def train() -> tokenizers.Tokenizer:
+    """The embedded tokenizer, the same bytes on every call and machine."""
+    count = collections.Counter(_words(_corpus()))
+    for rank, word in enumerate(dict.fromkeys(EVERYDAY)):
+        word = word if word in UNSPACED else SPACE + word
+        count[word] = count[word] or len(EVERYDAY) - rank
+    letters = [SPACE, "\n", *string.digits, *string.ascii_letters, *string.punctuation]
+    room = VOCAB_SIZE - len(CONTROLS) - len(TAGS) - len(TURNS) - len(letters)
+    whole = sorted((word for word in count if len(word) > 1), key=lambda word: (-count[word], word))[:room]
+    total = sum(count.values())
+    # Words beat fragments and fragments letters, so a text is cut into nearly the fewest pieces possible.
+    vocab = [(piece, 0.0) for piece in (*CONTROLS, *TAGS, *TURNS)]
+    vocab += [(letter, -20.0) for letter in letters]
+    vocab += [(word, round(math.log(count[word] / total), 4)) for word in whole]
+    vocab += [(piece, -15.0) for piece in _fragments(whole)[: room - len(whole)]]
+    assert len(vocab) == VOCAB_SIZE, len(vocab)
+    tokenizer = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=CONTROLS.index("<unk>"), byte_fallback=False))
+    tokenizer.pre_tokenizer = _splitter()
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="never")
+    tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in CONTROLS + TURNS])
+    tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in TAGS])
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE, tokenizer.get_vocab_size()
+    return tokenizer
+
+
+def write(directory: str | epath.PathLike) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and generation_config.json, as `transformers` reads them."""
+    directory = epath.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train()
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "additional_special_tokens": list(TURNS),
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    generation = {
+        "bos_token_id": tokenizer.token_to_id("<bos>"),
+        "eos_token_id": [tokenizer.token_to_id("<eos>"), tokenizer.token_to_id("<end_of_turn>")],
+        "pad_token_id": tokenizer.token_to_id("<pad>"),
+    }
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def _corpus() -> list[str]:
+    told = [problems.problem("train", index, seed=0) for index in range(CORPUS_PROBLEMS)]
+    return [p.question for p in told]
+
+
+def _words(texts: list[str]) -> list[str]:
+    """Words as the splitter cuts them, the space before a word written into it."""
+    return [word for text in texts for word in re.findall(rf"{SPACE}?[A-Za-z]+", text.replace(" ", SPACE))]
+
+
+def _fragments(words: list[str]) -> list[str]:
+    """Parts of two to four letters, those that save most letters over the list of words first."""
+    parts = collections.Counter(
+        bare[i : i + size]
+        for bare in sorted({word.lstrip(SPACE).lower() for word in words})
+        for size in (2, 3, 4)
+        for i in range(len(bare) - size + 1)
+    )
+    return sorted((p for p in parts if p not in words), key=lambda p: (-parts[p] * (len(p) - 1), p))
+
+
+def _splitter() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("\n", "isolated"),
+            pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=True),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.Punctuation("isolated"),
+        ]
+    )
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"Unknown arguments {argv[1:]}: the only flag is --out=DIR.")
+    write(_OUT.value)
+
+
+if __name__ == "__main__":
+    _OUT = flags.DEFINE_string("out", None, "Directory to write the tokenizer files to.", required=True)
+    app.run(main)

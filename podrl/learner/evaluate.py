@@ -1,0 +1,79 @@
+"""Accuracy on held-out prompts, greedy and sampled, before, during and after training."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.rollout.config import Sampling
+from podrl.types import Policy, Prompts
+
+# Evaluation draws from keys no training step uses.
+_EVAL_STEP = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """What an evaluation does.
+
+    Attributes:
+      problems: held-out prompts used; 0 turns evaluation off.
+      samples: completions per prompt at temperature 1, for the sampled accuracies and pass@k.
+      show: samples printed to samples.jsonl per evaluation.
+    """
+
+    problems: int = 256
+    samples: int = 4
+    show: int = 4
+
+    def __post_init__(self):
+        if self.problems < 0 or self.samples < 1 or self.show < 0:
+            raise ValueError(
+                f"eval.problems={self.problems} and eval.show={self.show} must be 0 or more, "
+                f"eval.samples={self.samples} at least 1."
+            )
+
+
+# (completion, reference answer) -> named 0/1 scores: answer, partial, format.
+Scorer = Callable[[str, str], dict[str, float]]
+
+
+class AccuracyEvaluator:
+    """Greedy and temperature-1 accuracies of a policy on fixed prompts that carry an `answer` field."""
+
+    def __init__(self, cluster: RLCluster, batches: Sequence[Prompts], config: EvalConfig, scorer: Scorer):
+        self._cluster, self._batches, self._config, self._scorer = cluster, batches, config, scorer
+
+    def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """(eval/{greedy,sampled}_{answer,partial,format} and eval/sampled_pass, a few samples)."""
+        limit = self._cluster.config.rollout().max_tokens_to_generate
+        greedy, shown = self._score(policy, "greedy", Sampling(temperature=0.0, max_new=limit), 1)
+        k = self._config.samples
+        sampled, _ = self._score(policy, "sampled", Sampling(temperature=1.0, max_new=limit), k)
+        metrics = {f"eval/greedy_{name}": float(scores_PG.mean()) for name, scores_PG in greedy.items()}
+        metrics |= {f"eval/sampled_{name}": float(scores_PG.mean()) for name, scores_PG in sampled.items()}
+        if k > 1:
+            metrics["eval/sampled_pass"] = float(sampled["answer"].max(axis=1).mean())
+        return metrics, shown
+
+    def _score(
+        self, policy: Policy, name: str, sampling: Sampling, group_size: int
+    ) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+        scores: dict[str, list[float]] = {}
+        shown: list[dict[str, Any]] = []
+        for prompts in self._batches:
+            rollouts = self._cluster.rollout.generate(
+                policy, prompts, group_size=group_size, step=_EVAL_STEP, sampling=sampling
+            )
+            for b, completion in enumerate(rollouts.completions):
+                p = b // group_size
+                answer = str(prompts.fields["answer"][p])
+                values = self._scorer(completion, answer)
+                for key, value in values.items():
+                    scores.setdefault(key, []).append(value)
+                if len(shown) < self._config.show:
+                    record = {"evaluation": name, "prompt": prompts.text[p], "completion": completion}
+                    shown.append({**record, "answer": answer, **values})
+        return {key: np.asarray(values).reshape(-1, group_size) for key, values in scores.items()}, shown

@@ -1,0 +1,287 @@
+"""GRPO and its family: sample groups, score them, turn rewards into advantages, update the policy."""
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from podrl.algorithms.mismatch import pearson
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.data.pipeline import PromptStream
+from podrl.learner.grpo_config import GRPOConfig
+from podrl.learner.loop import InFlight, Schedule, train
+from podrl.learner.parts import Evaluator, Later, LearnerParts
+from podrl.learner.run import Run
+from podrl.rewards.compose import RewardConfig, Rewards
+from podrl.trainer import packing
+from podrl.trainer.objective import TokenLoss
+from podrl.types import STOP_LENGTH, Experience, Policy, TrainBatch
+
+# metric_fn(prompts, completions, rewards, **fields) -> {name: value}
+MetricFn = Callable[..., Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class CurrentAsOld:
+    """A loss whose old policy is the current one: exact when a batch of fresh samples makes a single update."""
+
+    loss: TokenLoss
+
+    def __call__(self, logprob_BT, old_logprob_BT, *rest):
+        del old_logprob_BT
+        return self.loss(logprob_BT, jax.lax.stop_gradient(logprob_BT), *rest)
+
+
+class GRPOLearner:
+    """Trains an RLCluster's actor with a GRPOConfig and reward functions."""
+
+    def __init__(
+        self,
+        rl_cluster: RLCluster,
+        algo_config: GRPOConfig,
+        reward_fns: Callable | str | Sequence[Callable | str] = (),
+        metric_fns: Sequence[MetricFn] | None = None,
+        data_shuffle_seed: int | None = None,
+        *,
+        reward_config: RewardConfig | None = None,
+    ):
+        """Checks that the settings fit together; nothing runs yet.
+
+        Args:
+          rl_cluster: the models.
+          algo_config: the algorithm.
+          reward_fns: functions `(prompts, completions, **fields) -> list[float]`, or their names.
+          metric_fns: functions `(prompts, completions, rewards, **fields) -> {name: value}`, run every step.
+          data_shuffle_seed: seed of the shuffling where `train` is given a plain list; None keeps its order.
+          reward_config: weights, deadlines and workers; `reward_fns` wins where both name functions.
+        """
+        self.cluster, self.config = rl_cluster, algo_config
+        self._metric_fns = tuple(metric_fns or ())
+        self._shuffle_seed = data_shuffle_seed
+        config = reward_config or RewardConfig()
+        fns = (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns)
+        self._reward_config = dataclasses.replace(config, fns=fns) if fns else config
+
+    def train(
+        self,
+        train_ds: PromptStream | Iterable[str | Mapping[str, Any]],
+        *,
+        prompts_per_step: int = 8,
+        evaluator: Evaluator | None = None,
+        run: Run | None = None,
+        save_every: int | None = None,
+    ) -> int:
+        """Trains until `training_config.max_steps`; returns the step reached.
+
+        Args:
+          train_ds: a stream of prompts, or a list of prompts: texts, or mappings with a `prompt` and further fields
+            that reward functions receive by name.
+          prompts_per_step: P, where `train_ds` is a list.
+          evaluator: scores the policy on held-out prompts.
+          run: files, checkpoints and signals; by default under training_config.checkpoint_root_directory, or nowhere.
+        """
+        training = self.cluster.training_config
+        limit = self.cluster.config.rollout().max_prompt_length
+        if not isinstance(train_ds, PromptStream):
+            train_ds = PromptStream.from_list(
+                list(train_ds),
+                self.cluster.tokenizer,
+                prompts_per_step=prompts_per_step,
+                max_prompt_length=limit,
+                shuffle_seed=self._shuffle_seed,
+            )
+        run = run or Run(training.checkpoint_root_directory)
+        schedule = Schedule(
+            max_steps=training.max_steps or train_ds.steps_per_epoch,
+            max_staleness=self.config.max_staleness,
+            save_every=run.checkpoint_config.every if save_every is None else save_every,
+            eval_every=training.eval_every_n_steps,
+        )
+        with run, Rewards(self._reward_config) as rewards:
+            parts = GRPOParts(self, rewards, train_ds, run, schedule, evaluator)
+            try:
+                return train(parts, schedule)
+            finally:
+                parts.close()
+
+    def metrics_of(self, experience: Experience) -> dict[str, float]:
+        """What the user's metric functions say about a batch."""
+        if not self._metric_fns:
+            return {}
+        prompts, fields = expand(experience, self.config.num_generations)
+        named: dict[str, float] = {}
+        for fn in self._metric_fns:
+            named.update(
+                fn(prompts, list(experience.rollouts.completions), experience.reward_B.tolist(), **fields)
+            )
+        return {name: float(value) for name, value in named.items()}
+
+
+class GRPOParts(LearnerParts):
+    """The loop's parts for GRPO in one process."""
+
+    def __init__(
+        self,
+        learner: GRPOLearner,
+        rewards: Rewards,
+        stream: PromptStream,
+        run: Run,
+        schedule: Schedule,
+        evaluator: Evaluator | None,
+    ):
+        super().__init__(learner.cluster, stream, run, schedule, evaluator)
+        self._learner, self._config, self._rewards = learner, learner.config, rewards
+        # One thread does everything on the rollout mesh: batches are generated in the order they were submitted.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
+        samples = stream.prompts_per_step * self._config.num_generations
+        self._mini = self.cluster.training_config.mini_batch_size or samples
+        updates = len(packing.mini_batches(np.arange(samples), self._mini)) * self._config.num_iterations
+        self._old = self._config.old_source(updates)
+        loss = self._config.policy_loss(self.cluster.config.rollout().max_tokens_to_generate)
+        self._needs_reference = loss.needs_reference()
+        for warning in loss.warnings():
+            run.console.print(f"Warning: {warning}")
+        if self._needs_reference:
+            self.cluster.keep_reference()
+        self.cluster.prepare_actor(CurrentAsOld(loss) if self._old == "current" else loss)
+        self._shape = self.cluster.pack_shape(self._mini)
+
+    # Generation: on the rollout thread.
+
+    def publish(self, step: int) -> Policy:
+        # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
+        with self.run.watchdog.stage("publish"):
+            return self._thread.submit(self.cluster.sync_weights, step).result()
+
+    def submit(self, policy: Policy, step: int) -> InFlight:
+        prompts = self.next_batch()
+
+        def produce() -> Experience:
+            rollouts = self.cluster.generate(prompts, policy, group_size=self._config.num_generations, step=step)
+            started = time.monotonic()
+            texts, fields = _expand(prompts.text, prompts.fields, self._config.num_generations)
+            reward_FB = self._rewards.score(texts, list(rollouts.completions), fields)
+            reward_B = self._rewards.combine(reward_FB)
+            return Experience(rollouts, reward_FB, reward_B, time.monotonic() - started)
+
+        return Later(self._thread.submit(produce), self.run, "rollout")
+
+    # Training: on the loop's thread.
+
+    def update(self, step: int, experience: Experience) -> Mapping[str, Any]:
+        advantage = self._config.advantage(experience.reward_B, experience.rollouts.mask_BT).astype(np.float32)
+        with self.run.watchdog.stage("update"):
+            passes = [self._pass(step, i, experience, advantage) for i in range(self._config.num_iterations)]
+            collected = [self.cluster.update_actor(batch) for batches in passes for batch in batches]
+            jax.block_until_ready(self.cluster.state.step)
+        return {name: sum(m[name] for m in collected) / len(collected) for name in collected[0]}
+
+    def _pass(
+        self, step: int, iteration: int, experience: Experience, advantage: np.ndarray
+    ) -> list[TrainBatch]:
+        """The mini-batches of one pass, in an order drawn from (seed, step, iteration), with all they need but updates.
+
+        Old and reference log-probabilities are those before the first update of the step: all passes are prepared
+        before any is trained on.
+        """
+        rollouts = experience.rollouts
+        order_B = np.arange(len(advantage))
+        if self._mini < len(order_B):
+            order_B = np.random.default_rng((self.cluster.seed, step, iteration)).permutation(order_B)
+        batches = []
+        for chosen in packing.mini_batches(order_B, self._mini):
+            sampler_BT = rollouts.logprob_BT[chosen]
+            placement = packing.place(rollouts.length_B[chosen], self._shape)
+            host = packing.pack(
+                placement,
+                tokens_BT=rollouts.tokens_BT[chosen],
+                mask_BT=rollouts.mask_BT[chosen],
+                advantage_BT=advantage[chosen],
+                old_logprob_BT=sampler_BT,
+                ref_logprob_BT=np.zeros_like(sampler_BT),
+                sampler_logprob_BT=sampler_BT,
+            )
+            batch = self.cluster.put_batch(host)
+            if self._old == "trainer":
+                batch = batch.replace(old_logprob_ABT=self.cluster.actor_logprobs(batch))
+            if self._needs_reference:
+                batch = batch.replace(ref_logprob_ABT=self.cluster.reference_logprobs(batch))
+            batches.append(batch)
+        return batches
+
+    # Reporting.
+
+    def step_metrics(self, batch: Experience) -> dict[str, float]:
+        rollouts, G = batch.rollouts, self._config.num_generations
+        sampled_B = rollouts.mask_BT.sum(axis=1)
+        reward_PG = batch.reward_B.reshape(-1, G)
+        metrics = {
+            "reward/mean": float(batch.reward_B.mean()),
+            "reward/std": float(batch.reward_B.std()),
+            "reward/groups_without_signal": float((np.ptp(reward_PG, axis=1) == 0).mean()),
+            "tokens/completion": float(sampled_B.sum()),
+            "tokens/prompt": float(rollouts.prompts.length_P.sum()),
+            "completion/length_mean": float(sampled_B.mean()),
+            "completion/length_max": float(sampled_B.max()),
+            "completion/truncated": float((rollouts.stop_B == STOP_LENGTH).mean()),
+            "time/rollout": rollouts.seconds,
+            "time/reward": batch.seconds,
+            "rollout/tokens_per_s": float(sampled_B.sum() / max(rollouts.seconds, 1e-9)),
+            "data/skipped_prompts": float(getattr(self.stream, "skipped", 0)),
+        }
+        metrics |= {
+            f"reward/{name}": float(reward_B.mean())
+            for name, reward_B in zip(self._rewards.names, batch.reward_FB, strict=True)
+        }
+        return metrics | self._learner.metrics_of(batch)
+
+    def device_metrics(self, values: dict[str, float]) -> dict[str, float]:
+        """Replaces the moments of the mismatch measure by the correlation they stand for."""
+        if "sampler/moment_x" not in values:
+            return values
+        values["sampler/pearson"] = pearson(values)
+        return {name: value for name, value in values.items() if not name.startswith("sampler/moment_")}
+
+    def samples(self, batch: Experience) -> Sequence[Mapping[str, Any]]:
+        rollouts, G = batch.rollouts, self._config.num_generations
+        order = range(0, len(rollouts.completions), G)
+        return [
+            {
+                "prompt": rollouts.prompts.text[b // G],
+                "completion": rollouts.completions[b],
+                "reward": float(batch.reward_B[b]),
+                **{name: float(r_B[b]) for name, r_B in zip(self._rewards.names, batch.reward_FB, strict=True)},
+            }
+            for b in order
+        ]
+
+    def watched(self) -> Sequence[tuple[str, str]]:
+        return (
+            ("reward/mean", "reward"),
+            ("actor/kl" if self._needs_reference else "actor/approx_kl", "kl"),
+            ("accuracy/answer", "accuracy"),
+            ("rollout/tokens_per_s", "tok/s"),
+        )
+
+    def close(self) -> None:
+        super().close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def expand(experience: Experience, group_size: int) -> tuple[list[str], dict[str, list[Any]]]:
+    """Prompts and their fields repeated for every sample, group-major."""
+    prompts = experience.rollouts.prompts
+    return _expand(prompts.text, prompts.fields, group_size)
+
+
+def _expand(
+    text: Sequence[str], fields: Mapping[str, Sequence[Any]], group_size: int
+) -> tuple[list[str], dict[str, list[Any]]]:
+    def repeat(values: Sequence[Any]) -> list[Any]:
+        return [value for value in values for _ in range(group_size)]
+
+    return repeat(text), {name: repeat(values) for name, values in fields.items()}

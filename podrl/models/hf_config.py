@@ -1,0 +1,418 @@
+"""Translates between Hugging Face's config.json and ModelConfig, refusing by name what podrl does not compute."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from podrl.config import nearest
+from podrl.models.config import GLOBAL_WINDOW, ModelConfig, RopeScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What an architecture implies beyond the fields of config.json.
+
+    Attributes:
+      model_type: the value of config.json's model_type.
+      architecture: the class name written on export.
+      gemma: embeddings scaled by sqrt(D), norms scale by 1 + w.
+      post_norms, qk_norm, qkv_bias: as in ModelConfig.
+      defaults: values of fields that config.json may leave out.
+    """
+
+    model_type: str
+    architecture: str
+    gemma: bool
+    post_norms: bool
+    qk_norm: bool
+    qkv_bias: bool
+    defaults: Mapping[str, Any]
+
+
+_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "rms_norm_eps": 1e-6}
+_LLAMA = {"hidden_act": "silu", "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+_GEMMA3 = _GEMMA | {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+}
+_GEMMA2 = _GEMMA | {
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_QWEN = _LLAMA | {"max_window_layers": 28, "use_sliding_window": False, "sliding_window": 4096}
+
+FAMILIES: Mapping[str, Family] = {
+    "gemma": Family("gemma", "GemmaForCausalLM", True, False, False, False, _GEMMA),
+    "gemma2": Family("gemma2", "Gemma2ForCausalLM", True, True, False, False, _GEMMA2),
+    "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", True, True, True, False, _GEMMA3),
+    "llama": Family("llama", "LlamaForCausalLM", False, False, False, False, _LLAMA),
+    "mistral": Family("mistral", "MistralForCausalLM", False, False, False, False, _LLAMA | {"sliding_window": 4096}),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", False, False, False, True, _QWEN),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM", False, False, True, False, _QWEN | {"head_dim": 128}),
+}
+
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "swish": "silu"}
+
+# Fields podrl computes with.
+_HANDLED = frozenset(
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "hidden_activation",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "sliding_window",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "layer_types",
+        "use_sliding_window",
+        "max_window_layers",
+    )
+)
+# Fields that say nothing about the logits: provenance, token ids (the tokenizer's business), sampling, caching.
+_IGNORABLE = frozenset(
+    (
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "_name_or_path",
+        "cache_implementation",
+        "pretraining_tp",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "torchscript",
+        "tokenizer_class",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "task_specific_params",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "max_length",
+        "min_length",
+        "num_beams",
+        "repetition_penalty",
+        "chunk_size_feed_forward",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "use_return_dict",
+        "bad_words_ids",
+        "length_penalty",
+    )
+)
+# Fields that change the mathematics when they have another value than the one podrl computes.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "attention_dropout": (0, 0.0, None),
+    "mlp_bias": (False, None),
+    "use_bidirectional_attention": (False, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "quantization_config": (None,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "rope_interleaved": (False, None),
+}
+
+
+def read_config(directory: str | pathlib.Path) -> ModelConfig:
+    """ModelConfig of a Hugging Face directory.
+
+    Raises:
+      ValueError: no config.json, an architecture podrl does not have, or a field that changes the mathematics in a way
+        podrl does not compute; the field is named.
+    """
+    path = pathlib.Path(directory) / "config.json"
+    if not path.exists():
+        raise ValueError(f"{directory} has no config.json: point model.path at a Hugging Face model directory.")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+    return config_from_hf(raw, where=str(path))
+
+
+def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+    """ModelConfig of the fields of a config.json; `where` names the file in errors. Raises as `read_config`."""
+    name, fields = _family_of(raw, where)
+    family = FAMILIES[name]
+    _refuse_unknown(fields, where)
+    known = {**family.defaults, **{k: v for k, v in fields.items() if v is not None}}
+
+    def need(key: str) -> Any:
+        if key not in known:
+            raise ValueError(f"{where} lacks {key}, which a {name} model needs.")
+        return known[key]
+
+    heads, model_dim, layers = need("num_attention_heads"), need("hidden_size"), need("num_hidden_layers")
+    head_dim = known.get("head_dim") or model_dim // heads
+    sliding = _sliding_layers(name, known, fields, layers, where)
+    theta_L, scaling_L = _rope(known, fields, sliding, where)
+    query_scale = known["query_pre_attn_scalar"] ** -0.5 if name in ("gemma2", "gemma3") else head_dim**-0.5
+    return ModelConfig(
+        family=name,
+        vocab_size=need("vocab_size"),
+        num_layers=layers,
+        model_dim=model_dim,
+        ffn_dim=need("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=known.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        activation=_activation(name, known, where),
+        norm_eps=need("rms_norm_eps"),
+        norm_plus_one=family.gemma,
+        post_norms=family.post_norms,
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        embed_scale=model_dim**0.5 if family.gemma else 1.0,
+        tie_embeddings=need("tie_word_embeddings"),
+        query_scale=query_scale,
+        attn_softcap=_softcap("attn_logit_softcapping", fields, family),
+        logit_softcap=_softcap("final_logit_softcapping", fields, family),
+        window_L=tuple(known["sliding_window"] if s else GLOBAL_WINDOW for s in sliding),
+        rope_theta_L=theta_L,
+        rope_scaling_L=scaling_L,
+        max_length=need("max_position_embeddings"),
+    )
+
+
+def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
+    model_type = raw.get("model_type")
+    if model_type == "gemma3" and isinstance(raw.get("text_config"), Mapping):
+        # The image-and-text checkpoint: podrl computes its text decoder.
+        tied = {k: raw[k] for k in ("tie_word_embeddings", "quantization_config") if k in raw}
+        return "gemma3", {**tied, **raw["text_config"]}
+    for name, family in FAMILIES.items():
+        if family.model_type == model_type:
+            return name, raw
+    types = sorted({f.model_type for f in FAMILIES.values()})
+    raise ValueError(
+        f"{where} has model_type {model_type!r}, an architecture podrl does not have: {', '.join(types)} are supported."
+    )
+
+
+def _refuse_unknown(fields: Mapping[str, Any], where: str) -> None:
+    for key, value in fields.items():
+        if key in _FIXED:
+            if value not in _FIXED[key]:
+                raise ValueError(
+                    f"{where} has {key}={value!r}, which podrl does not compute: it must be {_FIXED[key][0]!r}."
+                )
+        elif key not in _HANDLED and key not in _IGNORABLE:
+            raise ValueError(
+                f"{where} has the field {key}={value!r}, which podrl does not know: it may change the mathematics. "
+                f"If it does not, delete it from the file.{nearest(key, _HANDLED)}"
+            )
+
+
+def _activation(name: str, known: Mapping[str, Any], where: str) -> str:
+    given = known.get("hidden_activation") or known["hidden_act"]
+    if name == "gemma" and given == "gelu":
+        given = "gelu_pytorch_tanh"  # early Gemma files say gelu and mean the tanh form
+    if given not in _ACTIVATIONS:
+        raise ValueError(f"{where} has activation {given!r}: {', '.join(_ACTIVATIONS)} are supported.")
+    return _ACTIVATIONS[given]
+
+
+def _softcap(key: str, fields: Mapping[str, Any], family: Family) -> float:
+    value = fields[key] if key in fields else family.defaults.get(key)
+    return float(value or 0.0)
+
+
+def _sliding_layers(
+    name: str, known: Mapping[str, Any], fields: Mapping[str, Any], layers: int, where: str
+) -> tuple[bool, ...]:
+    """Which layers have a sliding window."""
+    if "layer_types" in known and name != "mistral":
+        kinds = known["layer_types"]
+        strange = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+        if strange or len(kinds) != layers:
+            raise ValueError(
+                f"{where} has layer_types={kinds!r}: it must name sliding_attention or full_attention for each of "
+                f"{layers} layers."
+            )
+        return tuple(k == "sliding_attention" for k in kinds)
+    if name in ("gemma2", "gemma3"):
+        period = known.get("_sliding_window_pattern") or known["sliding_window_pattern"]
+        return tuple(bool((i + 1) % period) for i in range(layers))
+    if name in ("qwen2", "qwen3"):
+        return tuple(bool(known["use_sliding_window"]) and i >= known["max_window_layers"] for i in range(layers))
+    if name == "mistral":
+        on = fields["sliding_window"] is not None if "sliding_window" in fields else True
+        return (on,) * layers
+    if fields.get("sliding_window") is not None:
+        raise ValueError(f"{where} has sliding_window={fields['sliding_window']}, which a {name} model does not use.")
+    return (False,) * layers
+
+
+def _rope(
+    known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
+) -> tuple[tuple[float, ...], tuple[RopeScaling, ...]]:
+    """Base and scaling of every layer, from either spelling: rope_theta and rope_scaling, or rope_parameters."""
+    shared = fields.get("rope_parameters") or {}
+    theta = float(known.get("rope_theta", 10_000.0))
+    local = known.get("rope_local_base_freq")
+    full = {"rope_theta": theta, **(fields.get("rope_scaling") or {})}
+    near = {"rope_theta": float(local)} if local is not None else full
+    if "full_attention" in shared or "sliding_attention" in shared:
+        full = {**full, **shared.get("full_attention", {})}
+        near = {**near, **shared.get("sliding_attention", {})}
+    elif shared:
+        full = {**full, **shared}
+        near = near if local is not None else full
+    limit = known.get("max_position_embeddings")
+    parsed = {True: _rope_kind(near, limit, where), False: _rope_kind(full, limit, where)}
+    return tuple(parsed[s][0] for s in sliding), tuple(parsed[s][1] for s in sliding)
+
+
+def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple[float, RopeScaling]:
+    allowed = {
+        "default": set(),
+        "linear": {"factor"},
+        "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    }
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in allowed:
+        raise ValueError(f"{where} has rope scaling {kind!r}: {', '.join(allowed)} are supported.")
+    given = {k: v for k, v in given.items() if v is not None and not (k == "partial_rotary_factor" and v == 1)}
+    extra = sorted(set(given) - allowed[kind] - {"rope_theta", "rope_type", "type"})
+    if extra:
+        raise ValueError(f"{where} has rope field(s) {', '.join(extra)}, which its rope scaling {kind!r} does not use.")
+    theta = float(given["rope_theta"])
+    try:
+        if kind == "linear":
+            return theta, RopeScaling("linear", factor=float(given["factor"]))
+        if kind == "llama3":
+            return theta, RopeScaling(
+                "llama3",
+                float(given["factor"]),
+                float(given["low_freq_factor"]),
+                float(given["high_freq_factor"]),
+                int(given.get("original_max_position_embeddings") or limit or 8192),
+            )
+    except KeyError as error:
+        raise ValueError(f"{where} has rope scaling {kind!r} without {error}.") from None
+    return theta, RopeScaling()
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Fields of a config.json that `transformers` and `config_from_hf` read as this model (adapters not included)."""
+    family = FAMILIES[config.family]
+    activation = {v: k for k, v in _ACTIVATIONS.items() if k != "swish"}[config.activation]
+    raw: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.model_dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_length,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": 0.0,
+        "hidden_activation" if config.post_norms else "hidden_act": activation,
+    }
+    if config.family in ("gemma2", "gemma3"):
+        raw["query_pre_attn_scalar"] = _whole(config.query_scale**-2)
+        raw["attn_logit_softcapping"] = config.attn_softcap or None
+        raw["final_logit_softcapping"] = config.logit_softcap or None
+    raw |= _window_fields(config) | _rope_fields(config)
+    back = dataclasses.replace(config_from_hf(raw), lora=config.lora)
+    same_scale = math.isclose(back.query_scale, config.query_scale, rel_tol=1e-6)
+    if not same_scale or dataclasses.replace(back, query_scale=config.query_scale) != config:
+        raise ValueError(f"This {config.family} configuration has no form in Hugging Face's config.json: {config}.")
+    return raw
+
+
+def _whole(value: float) -> float | int:
+    return round(value) if abs(value - round(value)) < 1e-6 * abs(value) else value
+
+
+def _window_fields(config: ModelConfig) -> dict[str, Any]:
+    sliding = [w != GLOBAL_WINDOW for w in config.window_L]
+    window = min(config.window_L)
+    fields: dict[str, Any] = {}
+    if config.family in ("gemma2", "gemma3", "qwen2", "qwen3"):
+        fields["layer_types"] = ["sliding_attention" if s else "full_attention" for s in sliding]
+    if config.family in ("qwen2", "qwen3"):
+        fields["use_sliding_window"] = any(sliding)
+    if config.family not in ("gemma", "llama"):
+        fields["sliding_window"] = window if any(sliding) else (4096 if config.post_norms else None)
+    return fields
+
+
+def _rope_fields(config: ModelConfig) -> dict[str, Any]:
+    """Both spellings, so that releases of transformers before and after 5 read the same model."""
+    scaling_of = {
+        w != GLOBAL_WINDOW: (theta, scaling)
+        for w, theta, scaling in zip(config.window_L, config.rope_theta_L, config.rope_scaling_L, strict=True)
+    }
+    theta, scaling = scaling_of.get(False, scaling_of.get(True, (10_000.0, RopeScaling())))
+    old = _scaling_fields(scaling)
+    fields: dict[str, Any] = {"rope_theta": theta}
+    if old:
+        fields["rope_scaling"] = old
+    if config.family == "gemma3":
+        local_theta, local_scaling = scaling_of.get(True, (10_000.0, RopeScaling()))
+        fields["rope_local_base_freq"] = local_theta
+        fields["rope_parameters"] = {
+            "full_attention": {"rope_theta": theta, **(old or {"rope_type": "default"})},
+            "sliding_attention": {
+                "rope_theta": local_theta,
+                **(_scaling_fields(local_scaling) or {"rope_type": "default"}),
+            },
+        }
+    return fields
+
+
+def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
+    if scaling.kind == "none":
+        return {}
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }

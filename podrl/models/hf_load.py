@@ -1,0 +1,193 @@
+"""Streams a Hugging Face checkpoint onto device shards, one tensor at a time."""
+
+import functools
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array
+
+from podrl.mesh import build, rules
+from podrl.models import lora
+from podrl.models.config import LoraConfig, ModelConfig
+from podrl.models.hf_config import read_config
+from podrl.models.hf_names import Entry, entries
+from podrl.models.tensor_files import StoredTensor, scan_directory
+from podrl.types import PyTree
+
+# Tensors that carry nothing podrl needs: rotary frequencies, and what a text decoder leaves of an image model.
+_NOT_WEIGHTS = re.compile(r".*rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*")
+# How checkpoints with several towers call the text decoder.
+_TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
+_LISTED = 8
+
+
+def load(
+    directory: str | pathlib.Path,
+    mesh: Mesh | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    lora_config: LoraConfig | None = None,
+    *,
+    seed: int = 0,
+) -> tuple[ModelConfig, PyTree]:
+    """Loads a checkpoint directory straight onto the shards of `mesh`.
+
+    Each process reads only the parts its devices hold, tensor by tensor: at most two are in host memory at once.
+
+    Args:
+      directory: config.json and safetensors weights of any floating dtype.
+      mesh: where the parameters go; None is the first device.
+      dtype: of the parameters on the devices.
+      lora_config: adds fresh adapters (with no effect yet), random with `seed`.
+
+    Raises:
+      ValueError: an unsupported configuration; a missing or damaged file; tensors that are missing, unknown, of the
+        wrong shape or not floating point (all of them listed).
+    """
+    directory = pathlib.Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"model.path={str(directory)!r} is not a directory: give a Hugging Face model directory.")
+    config = read_config(directory)
+    mesh = single_device_mesh() if mesh is None else mesh
+    params = load_entries(entries(config), scan_directory(directory), config, mesh, dtype, where=str(directory))
+    if lora_config is None or not lora_config.rank:
+        return config, params
+    return lora.with_adapters(config, params, lora_config, mesh, dtype, seed=seed)
+
+
+def single_device_mesh() -> Mesh:
+    """A mesh of this process's first device."""
+    return build.make_mesh("data=1", jax.local_devices()[:1])
+
+
+def load_entries(
+    wanted: Sequence[Entry],
+    stored: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: jax.typing.DTypeLike,
+    *,
+    where: str,
+) -> dict[str, Any]:
+    """The leaves of `wanted`, read from `stored`, as a parameter tree. Arguments and errors as in `load`."""
+    found = _match(wanted, stored, config, where)
+    params: dict[str, Any] = {}
+    previous: list[Array] = []
+    for entry in wanted:
+        node = params
+        for key in entry.leaf[:-1]:
+            node = node.setdefault(key, {})
+        node[entry.leaf[-1]] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype), previous)
+    return params
+
+
+def _match(
+    wanted: Sequence[Entry], stored: Mapping[str, StoredTensor], config: ModelConfig, where: str
+) -> dict[str, StoredTensor]:
+    """Tensors by the names podrl uses, complete and of the right shapes."""
+    named = {_plain_name(name): tensor for name, tensor in stored.items() if not _NOT_WEIGHTS.fullmatch(name)}
+    shapes = {name: entry.stored_shape for entry in wanted for name in entry.names()}
+    if config.tie_embeddings:
+        named.pop("lm_head.weight", None)
+    missing = [name for name in shapes if name not in named]
+    extra = [name for name in named if name not in shapes]
+    wrong = [
+        f"{name} is {named[name].shape} but must be {shape}"
+        for name, shape in shapes.items()
+        if name in named and named[name].shape != shape
+    ]
+    problems = [
+        f"{len(found)} tensors {text}: {_listing(found)}"
+        for text, found in (("are missing", missing), ("are unknown", extra), ("have the wrong shape", wrong))
+        if found
+    ]
+    if problems:
+        raise ValueError(
+            f"The weights in {where} do not fit their configuration ({config.family}, {config.num_layers} layers). "
+            + " ".join(problems)
+        )
+    for name in shapes:
+        named[name].dtype  # noqa: B018 - raises for a dtype that cannot be weights
+    return named
+
+
+def _plain_name(name: str) -> str:
+    for prefix, plain in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
+
+
+def _listing(names: Sequence[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (f", and {len(names) - _LISTED} more." if len(names) > _LISTED else ".")
+
+
+def _load_leaf(
+    entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype, previous: list[Array]
+) -> Array:
+    """Reads a leaf's tensors in turn into its (stacked) device array; `previous` holds the tensor still under way."""
+    target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
+    raw_sharding = _stored_sharding(entry, target)
+    if not entry.stacked:
+        raw = _to_devices(tensors[0], raw_sharding, previous)
+        return _place_whole(entry.shape, bool(entry.inputs), dtype, target)(raw)
+    stack = jax.jit(lambda: jnp.zeros(entry.param.shape, dtype), out_shardings=target)()
+    place = _place_layer(entry.shape, bool(entry.inputs), target)
+    for layer, tensor in enumerate(tensors):
+        stack = place(stack, _to_devices(tensor, raw_sharding, previous), np.int32(layer))
+    return stack
+
+
+def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
+    """The sharding of a tensor as stored that gives every device what it keeps, where dimensions line up."""
+    axes = list(target.spec) + [None] * (len(entry.param.shape) - len(target.spec))
+    axes = axes[1:] if entry.stacked else axes
+    if entry.inputs:
+        axes = [_merged(axes[entry.inputs :]), _merged(axes[: entry.inputs])]
+    elif len(entry.stored_shape) < len(axes):
+        axes = [_merged(axes)]
+    return NamedSharding(target.mesh, Spec(*axes))
+
+
+def _merged(axes: Sequence[Any]) -> Any:
+    """The axis of several dimensions flattened into one: that of the first, if the others are whole."""
+    return axes[0] if all(a is None for a in axes[1:]) else None
+
+
+def _to_devices(tensor: StoredTensor, sharding: NamedSharding, previous: list[Array]) -> Array:
+    """Copies a tensor's shards to this process's devices; each part is read once however many devices hold it."""
+    parts: dict[tuple, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), tensor.shape, strict=True))
+        parts.setdefault(bounds, []).append(device)
+    shards = []
+    for bounds, devices in parts.items():
+        part = tensor.read(tuple(slice(*b) for b in bounds))
+        shards += [jax.device_put(part, device) for device in devices]
+    # The copy of the tensor before this one must have left the host before the next is read.
+    jax.block_until_ready(previous)
+    previous[:] = [jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards, dtype=tensor.dtype)]
+    return previous[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _place_whole(shape: tuple[int, ...], transpose: bool, dtype: np.dtype, target: NamedSharding):
+    return jax.jit(
+        lambda raw: (raw.T if transpose else raw).reshape(shape).astype(dtype),
+        out_shardings=target,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _place_layer(shape: tuple[int, ...], transpose: bool, target: NamedSharding):
+    def place(stack: Array, raw: Array, layer: Array) -> Array:
+        value = (raw.T if transpose else raw).reshape(shape).astype(stack.dtype)
+        return stack.at[layer].set(value)
+
+    return jax.jit(place, donate_argnums=0, out_shardings=target)

@@ -1,0 +1,158 @@
+"""Writes a model as a Hugging Face directory, one tensor at a time, complete or not at all."""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array
+
+from podrl.models.config import ModelConfig
+from podrl.models.decoder import is_adapter
+from podrl.models.hf_config import config_to_hf
+from podrl.models.hf_names import Entry, entries
+from podrl.models.tensor_files import Outgoing, split_into_files, write_file, write_index
+from podrl.types import PyTree
+
+MAX_FILE_BYTES = 5_000_000_000
+_DTYPE_NAMES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float64"}
+
+
+def save(
+    directory: str | pathlib.Path,
+    config: ModelConfig,
+    params: PyTree,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    fields: Mapping[str, Any] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes config.json and weights that `transformers` and `podrl.models.load` read.
+
+    Every process that holds a part of `params` calls this; tensors are gathered one at a time and the first of these
+    processes writes. The directory appears under its name only when it is complete.
+
+    Args:
+      directory: must not exist, or be empty.
+      config, params: a model without adapters (see `podrl.models.lora.merge`) of jax or numpy arrays.
+      dtype: of the written weights.
+      fields: further fields of config.json: token ids and the like.
+      max_file_bytes: weights are split into files of at most this size.
+
+    Raises:
+      ValueError: the directory holds something, or the model has adapters.
+    """
+    if any(is_adapter(name) for name in params["layers"]):
+        raise ValueError("A model with adapters cannot be saved as plain weights: merge it, or save the adapters.")
+    name = _DTYPE_NAMES.get(np.dtype(dtype).name)
+    if name is None:
+        raise ValueError(f"Weights cannot be written as {np.dtype(dtype).name}: one of {', '.join(_DTYPE_NAMES)}.")
+    raw = config_to_hf(config) | {"torch_dtype": name} | dict(fields or {})
+    with finished_directory(directory, writes=is_writer(params)) as partial:
+        write_entries(partial, entries(config), params, np.dtype(dtype), max_file_bytes=max_file_bytes)
+        if partial is not None:
+            (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def write_entries(
+    partial: pathlib.Path | None,
+    wanted: Sequence[Entry],
+    params: PyTree,
+    dtype: np.dtype,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    single_name: str | None = None,
+) -> None:
+    """Writes the tensors of `wanted`; a process that does not write (`partial` None) only takes part in the gathers.
+
+    Args:
+      partial: the directory to write into.
+      single_name: one file of this name, whatever its size.
+    """
+    source = {name: (entry, layer) for entry in wanted for layer, name in enumerate(entry.names())}
+    outgoing = [Outgoing(name, entry.stored_shape, dtype) for name, (entry, _) in source.items()]
+    files = {single_name: outgoing} if single_name else split_into_files(outgoing, max_file_bytes)
+    for file, tensors in files.items():
+        arrays = (_stored(params, *source[t.name], dtype) for t in tensors)
+        if partial is None:
+            for _ in arrays:
+                pass
+        else:
+            write_file(partial / file, tensors, arrays)
+    if partial is not None and not single_name:
+        write_index(partial, files)
+
+
+@contextlib.contextmanager
+def finished_directory(directory: str | pathlib.Path, *, writes: bool = True) -> Iterator[pathlib.Path | None]:
+    """A scratch directory that takes the name `directory` when the block ends well, and vanishes when it does not.
+
+    Yields None in processes that do not write.
+
+    Raises:
+      ValueError: `directory` exists and is not an empty directory.
+    """
+    directory = pathlib.Path(directory).absolute()
+    if not writes:
+        yield None
+        return
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists already: give a directory that does not, or delete it first.")
+    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if directory.exists():
+            directory.rmdir()
+        partial.rename(directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def is_writer(params: PyTree) -> bool:
+    """Whether this process is the first of those that hold the parameters."""
+    leaf = jax.tree.leaves(params)[0]
+    if not isinstance(leaf, jax.Array):
+        return True
+    return min(d.process_index for d in leaf.sharding.device_set) == jax.process_index()
+
+
+def _stored(params: PyTree, entry: Entry, layer: int, dtype: np.dtype) -> np.ndarray:
+    """One tensor as it is stored, on the host."""
+    leaf = functools.reduce(lambda node, key: node[key], entry.leaf, params)
+    if tuple(leaf.shape) != entry.param.shape:
+        raise ValueError(
+            f"Parameter {'/'.join(entry.leaf)} has shape {tuple(leaf.shape)} but this configuration needs "
+            f"{entry.param.shape}: configuration and parameters are of different models."
+        )
+    if not isinstance(leaf, jax.Array):
+        value = np.asarray(leaf[layer] if entry.stacked else leaf).astype(dtype)
+        value = value.reshape(entry.stored_shape[::-1]).T if entry.inputs else value.reshape(entry.stored_shape)
+        return np.ascontiguousarray(value)
+    sharding = NamedSharding(leaf.sharding.mesh, Spec()) if isinstance(leaf.sharding, NamedSharding) else None
+    take = _taking(entry.stored_shape, entry.stacked, bool(entry.inputs), dtype, sharding)
+    gathered = take(leaf, np.int32(layer))
+    return np.asarray(gathered.addressable_data(0))
+
+
+@functools.lru_cache(maxsize=64)
+def _taking(
+    stored_shape: tuple[int, ...], stacked: bool, transpose: bool, dtype: np.dtype, sharding: NamedSharding | None
+):
+    """A jitted function from a leaf and a layer to the tensor as stored, whole on every device."""
+
+    def take(leaf: Array, layer: Array) -> Array:
+        value = (leaf[layer] if stacked else leaf).astype(dtype)
+        return value.reshape(stored_shape[::-1]).T if transpose else value.reshape(stored_shape)
+
+    return jax.jit(take, out_shardings=sharding)

@@ -1,0 +1,85 @@
+"""Low-rank adapters: creating them beside the base weights and folding them back in."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from podrl.mesh import rules
+from podrl.models.config import LoraConfig, ModelConfig
+from podrl.models.decoder import Param, is_adapter, param_specs, projection_inputs
+from podrl.types import PyTree
+
+
+def with_adapters(
+    config: ModelConfig, params: PyTree, lora: LoraConfig, mesh: Mesh, dtype: jax.typing.DTypeLike, *, seed: int = 0
+) -> tuple[ModelConfig, PyTree]:
+    """Puts fresh adapters beside the weights: A normal with variance 1 / fan-in, B zero, so that nothing changes yet.
+
+    Args:
+      config, params: a model without adapters; its arrays are shared, not copied.
+      lora: what to add.
+      mesh, dtype: where the adapters live and in which precision.
+      seed: of the random A matrices.
+
+    Raises:
+      ValueError: the model has adapters already.
+    """
+    if any(is_adapter(name) for name in params["layers"]):
+        raise ValueError("This model has adapters already: merge them first (podrl.models.lora.merge).")
+    config = dataclasses.replace(config, lora=lora)
+    specs: Mapping[str, Param] = {k: v for k, v in param_specs(config)["layers"].items() if is_adapter(k)}
+    keys = jax.random.split(jax.random.key(seed), len(specs))
+    adapters = {
+        name: _fresh(spec, key, mesh, dtype) for (name, spec), key in zip(sorted(specs.items()), keys, strict=True)
+    }
+    return config, {**params, "layers": {**params["layers"], **adapters}}
+
+
+def _fresh(spec: Param, key: Array, mesh: Mesh, dtype: Any) -> Array:
+    def make(key: Array) -> Array:
+        if spec.std == 0:
+            return jnp.zeros(spec.shape, dtype)
+        return (jax.random.normal(key, spec.shape, jnp.float32) * spec.std).astype(dtype)
+
+    # The key is host data: every process of the mesh makes the same one.
+    data = np.asarray(jax.random.key_data(key))
+    sharding = rules.sharding_for(spec.axes, spec.shape, mesh)
+    return jax.jit(lambda: make(jax.random.wrap_key_data(jnp.asarray(data))), out_shardings=sharding)()
+
+
+def without_adapters(config: ModelConfig, params: PyTree) -> tuple[ModelConfig, PyTree]:
+    """The base model, sharing its arrays."""
+    base = {k: v for k, v in params["layers"].items() if not is_adapter(k)}
+    return dataclasses.replace(config, lora=LoraConfig()), {**params, "layers": base}
+
+
+def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
+    """Folds the adapters into the weights: W + (alpha / rank) A B, computed in float32, kept in W's dtype and sharding.
+
+    Returns:
+      The dense model; leaves without an adapter are shared with `params`.
+    """
+    dense_config, dense = without_adapters(config, params)
+    layers = dict(dense["layers"])
+    for name in [n for n in layers if f"{n}_lora_a" in params["layers"]]:
+        a, b = params["layers"][f"{name}_lora_a"], params["layers"][f"{name}_lora_b"]
+        layers[name] = _merged(layers[name], a, b, config.lora.scale, projection_inputs(name))
+    return dense_config, {**dense, "layers": layers}
+
+
+def _merged(weight: Array, a: Array, b: Array, scale: float, inputs: int) -> Array:
+    def fold(weight: Array, a: Array, b: Array) -> Array:
+        a_LIR = a.reshape(a.shape[0], -1, a.shape[-1]).astype(jnp.float32)
+        b_LRO = b.reshape(*b.shape[:2], -1).astype(jnp.float32)
+        delta_LIO = jnp.einsum("LIR,LRO->LIO", a_LIR, b_LRO, precision=jax.lax.Precision.HIGHEST)
+        return (weight.astype(jnp.float32) + scale * delta_LIO.reshape(weight.shape)).astype(weight.dtype)
+
+    assert a.ndim == inputs + 2, (a.shape, inputs)
+    out = weight.sharding if isinstance(weight, jax.Array) else None
+    return jax.jit(fold, out_shardings=out)(weight, a, b)

@@ -1,0 +1,148 @@
+"""Reads and writes adapters in PEFT's directory layout."""
+
+import dataclasses
+import json
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
+from podrl.models.decoder import is_adapter
+from podrl.models.hf_load import load_entries, single_device_mesh
+from podrl.models.hf_names import entries, module_of
+from podrl.models.hf_save import finished_directory, is_writer, write_entries
+from podrl.models.tensor_files import scan_file
+from podrl.types import PyTree
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+# PEFT's fields that change what an adapter computes, with the values podrl computes.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "alora_invocation_tokens": (None,),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None,),
+    "layers_pattern": (None, [], ""),
+    "layer_replication": (None,),
+    "exclude_modules": (None, [], ""),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+}
+
+
+def save_adapters(
+    directory: str | pathlib.Path,
+    config: ModelConfig,
+    params: PyTree,
+    *,
+    base: str,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> None:
+    """Writes the adapters of a model so that `peft` loads them on top of the base model.
+
+    Args:
+      directory: must not exist, or be empty.
+      config, params: a model with adapters; other leaves are not touched.
+      base: path or name of the base model, recorded for PEFT.
+      dtype: of the written matrices.
+
+    Raises:
+      ValueError: the model has no adapters, or the directory holds something.
+    """
+    wanted = entries(config, adapters=True)
+    if not wanted:
+        raise ValueError("This model has no adapters to save: lora.rank is 0.")
+    raw = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "lora_dropout": config.lora.dropout,
+        "target_modules": [module_of(p).split(".")[-1] for p in PROJECTIONS if config.lora.covers(p)],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    with finished_directory(directory, writes=is_writer(params)) as partial:
+        write_entries(partial, wanted, params, np.dtype(dtype), single_name=WEIGHTS_NAME)
+        if partial is not None:
+            (partial / CONFIG_NAME).write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
+    """LoraConfig of a PEFT directory.
+
+    Raises:
+      ValueError: no adapter_config.json, or a field with an effect podrl does not compute (named).
+    """
+    path = pathlib.Path(directory) / CONFIG_NAME
+    if not path.exists():
+        raise ValueError(f"{directory} has no {CONFIG_NAME}: give a directory written by PEFT or podrl.export.")
+    raw = json.loads(path.read_text())
+    for key, allowed in _FIXED.items():
+        if key in raw and raw[key] not in allowed:
+            raise ValueError(f"{path} has {key}={raw[key]!r}, which podrl does not compute: it must be {allowed[0]!r}.")
+    targets = raw.get("target_modules")
+    if isinstance(targets, str):
+        covered = [p for p in PROJECTIONS if targets == "all-linear" or re.fullmatch(targets, _path_of(p))]
+    else:
+        covered = [p for p in PROJECTIONS if any(f".{_path_of(p)}".endswith(f".{t}") for t in targets or ())]
+    if not covered:
+        raise ValueError(f"{path} has target_modules={targets!r}, which match none of podrl's projections.")
+    return LoraConfig(
+        rank=int(raw["r"]),
+        alpha=float(raw["lora_alpha"]),
+        dropout=float(raw.get("lora_dropout") or 0.0),
+        pattern="|".join(covered),
+    )
+
+
+def _path_of(projection: str) -> str:
+    return f"model.layers.0.{module_of(projection)}"
+
+
+def load_adapters(
+    directory: str | pathlib.Path,
+    config: ModelConfig,
+    params: PyTree,
+    mesh: Mesh | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> tuple[ModelConfig, PyTree]:
+    """The base model `params` with the adapters of a PEFT directory beside its weights; base arrays are shared.
+
+    Raises:
+      ValueError: as `read_lora_config`; adapter tensors missing, unknown or of another shape than the base model needs.
+    """
+    directory = pathlib.Path(directory)
+    lora = read_lora_config(directory)
+    weights = directory / WEIGHTS_NAME
+    if not weights.exists():
+        raise ValueError(f"{directory} has no {WEIGHTS_NAME}: give a directory written by PEFT or podrl.export.")
+    config = dataclasses.replace(config, lora=lora)
+    base = {k: v for k, v in params["layers"].items() if not is_adapter(k)}
+    mesh = single_device_mesh() if mesh is None else mesh
+    read = load_entries(entries(config, adapters=True), scan_file(weights), config, mesh, dtype, where=str(directory))
+    return config, {**params, "layers": {**base, **read["layers"]}}

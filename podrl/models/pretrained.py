@@ -1,0 +1,123 @@
+"""The model as an object: what `from_pretrained` gives and the Python API takes."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from podrl.models import decoder, hf_load, hf_save, lora, peft_files
+from podrl.models.config import LoraConfig, ModelConfig
+from podrl.types import PyTree
+
+
+class Decoder(nnx.Module):
+    """A decoder with its weights, callable on tokens.
+
+    Attributes:
+      config: what the model is, its adapters included.
+      weights: the parameter tree of podrl/models/decoder.py, every leaf an nnx.Param.
+    """
+
+    def __init__(self, config: ModelConfig, params: PyTree, mesh: Mesh):
+        """Wraps a parameter tree; no copy."""
+        self.config = config
+        self.mesh = mesh
+        self.weights = nnx.data(jax.tree.map(nnx.Param, params))
+
+    @property
+    def params(self) -> PyTree:
+        """The plain parameter tree; shares the arrays."""
+        return jax.tree.map(lambda p: p[...], self.weights, is_leaf=lambda x: isinstance(x, nnx.Param))
+
+    def __call__(self, tokens_BT: Int[Array, "B T"], *, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "B T V"]:
+        """Logits after every token, float32: logits_BTV[b, t] scores token t + 1.
+
+        Rows are whole sequences from position 0; right padding does not change the logits before it.
+
+        Args:
+          tokens_BT: token ids in [0, V).
+          dtype: compute dtype.
+
+        Raises:
+          ValueError: `tokens_BT` is not two-dimensional.
+        """
+        tokens_BT = jnp.asarray(tokens_BT)
+        if tokens_BT.ndim != 2:
+            raise ValueError(f"Tokens have shape {tokens_BT.shape}: give [batch, time], one sequence as tokens[None, :].")
+        return _logits(self.params, tokens_BT, self.config, jnp.dtype(dtype), self.mesh)
+
+    def merged(self) -> "Decoder":
+        """The dense model that computes the same with its adapters folded into the weights."""
+        if not self.config.lora.rank:
+            return self
+        config, params = lora.merge(self.params, self.config)
+        return Decoder(config, params, self.mesh)
+
+    def save(self, directory: str | pathlib.Path, *, dtype: jax.typing.DTypeLike = jnp.float32) -> None:
+        """Writes a Hugging Face directory, adapters merged; see `podrl.models.hf_save.save`."""
+        dense = self.merged()
+        hf_save.save(directory, dense.config, dense.params, dtype=dtype)
+
+    def save_adapters(self, directory: str | pathlib.Path, *, base: str) -> None:
+        """Writes the adapters alone in PEFT's layout; see `podrl.models.peft_files.save_adapters`."""
+        peft_files.save_adapters(directory, self.config, self.params, base=base)
+
+
+@jax.jit(static_argnames=("config", "dtype", "mesh"))
+def _logits(params: PyTree, tokens_BT: Array, config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Array:
+    position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    segment_BT = jnp.ones_like(tokens_BT)
+    hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, position_BT, config, dtype=dtype)
+    return decoder.unembed(params, hidden_BTD, config)
+
+
+def from_pretrained(
+    directory: str | pathlib.Path,
+    mesh: Mesh | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    lora: LoraConfig | None = None,
+    adapters: str | pathlib.Path | None = None,
+    seed: int = 0,
+) -> Decoder:
+    """Loads a Hugging Face directory.
+
+    Args:
+      directory: config.json and safetensors weights.
+      mesh: where the parameters go, axes ("data", "fsdp", "tensor"); None is the first device.
+      dtype: of the parameters.
+      lora: adds fresh adapters, random with `seed`.
+      adapters: a PEFT directory to put on top instead.
+
+    Raises:
+      ValueError: an unsupported model or damaged files (see `podrl.models.hf_load.load`), or both kinds of adapters.
+    """
+    if lora is not None and lora.rank and adapters is not None:
+        raise ValueError(f"Both fresh adapters (rank {lora.rank}) and those of {adapters} were asked for: give one.")
+    mesh = hf_load.single_device_mesh() if mesh is None else mesh
+    config, params = hf_load.load(directory, mesh, dtype, lora, seed=seed)
+    if adapters is not None:
+        config, params = peft_files.load_adapters(adapters, config, params, mesh, dtype)
+    return Decoder(config, params, mesh)
+
+
+def check_vocab(config: ModelConfig, tokenizer_vocab_size: int) -> None:
+    """Refuses a tokenizer whose ids the model has no embedding for, or one that covers less than half of them.
+
+    Embedding tables are often padded beyond the tokenizer's ids; that is accepted.
+
+    Args:
+      tokenizer_vocab_size: largest token id plus one.
+
+    Raises:
+      ValueError: the two disagree.
+    """
+    if tokenizer_vocab_size > config.vocab_size or 2 * tokenizer_vocab_size <= config.vocab_size:
+        raise ValueError(
+            f"The tokenizer has {tokenizer_vocab_size} ids and the model {config.vocab_size} embeddings: they must belong "
+            "together. Use the tokenizer that came with the model (model.path and tokenizer.path)."
+        )
+

@@ -1,0 +1,213 @@
+"""The safetensors container: finding, slicing and streaming out named tensors without holding a file in memory."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies on disk.
+
+    Attributes:
+      name: its name in the checkpoint.
+      path: the file.
+      code: the format's dtype code, e.g. 'BF16'.
+      shape: its shape.
+      start, stop: byte range in the file.
+    """
+
+    name: str
+    path: pathlib.Path
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The numpy dtype.
+
+        Raises:
+          ValueError: the tensor is not floating point.
+        """
+        if self.code not in _DTYPES:
+            raise ValueError(
+                f"Tensor {self.name} in {self.path} has dtype {self.code}: weights must be one of "
+                f"{', '.join(_DTYPES)}. Convert the checkpoint first (quantised checkpoints are not read)."
+            )
+        return _DTYPES[self.code]
+
+    def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A copy of the tensor, or of a rectangular part of it; only the pages of that part are read."""
+        mapped = np.memmap(self.path, self.dtype, mode="r", offset=self.start, shape=self.shape or (1,))
+        part = mapped[index] if self.shape else mapped[0]
+        return np.array(part)
+
+
+def scan_file(path: pathlib.Path) -> dict[str, StoredTensor]:
+    """Reads a file's table of contents and checks it against the file's size.
+
+    Raises:
+      ValueError: the file is no safetensors file, or a tensor reaches beyond its end (named).
+    """
+    size = path.stat().st_size
+    header, data_start = _read_header(path, size)
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            code, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+            start, stop = (int(n) + data_start for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{path} describes tensor {name} by {entry!r}: the file is damaged.") from None
+        tensor = StoredTensor(name, path, code, shape, start, stop)
+        if stop > size:
+            raise ValueError(
+                f"Tensor {name} of {path} is truncated: it should end at byte {stop} but the file has {size}. "
+                "Download or copy the file again."
+            )
+        if code in _DTYPES and stop - start != math.prod(shape) * _DTYPES[code].itemsize:
+            raise ValueError(
+                f"Tensor {name} of {path} has shape {shape} in {code}, but {stop - start} bytes: the file is damaged."
+            )
+        tensors[name] = tensor
+    return tensors
+
+
+def _read_header(path: pathlib.Path, size: int) -> tuple[dict, int]:
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+            raise ValueError(
+                f"{path} ({size} bytes) is not a complete safetensors file: its header would have {length} bytes. "
+                "Download or copy the file again."
+            )
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"The header of {path} is not JSON ({error}): the file is damaged.") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"The header of {path} is not a JSON object: the file is damaged.")
+    return header, 8 + length
+
+
+def scan_directory(directory: pathlib.Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint directory: one `model.safetensors`, or the files its index names.
+
+    Raises:
+      ValueError: no weights, an unreadable index, a file that is missing, damaged, or lacks a tensor of the index.
+    """
+    index_path = directory / INDEX_NAME
+    if not index_path.exists():
+        single = directory / SINGLE_NAME
+        if not single.exists():
+            found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
+            raise ValueError(
+                f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}, but {', '.join(found[:12]) or 'nothing'}: "
+                "point model.path at a Hugging Face directory with safetensors weights."
+            )
+        return scan_file(single)
+    try:
+        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{index_path} is not a safetensors index ({error!r}).") from None
+    files = sorted(set(weight_map.values()))
+    missing = [f for f in files if not (directory / f).exists()]
+    if missing:
+        lost = sum(f in missing for f in weight_map.values())
+        raise ValueError(
+            f"{directory} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing)} "
+            f"({lost} tensors). Download or copy them again."
+        )
+    stored = {name: tensor for file in files for name, tensor in scan_file(directory / file).items()}
+    absent = [name for name in weight_map if name not in stored]
+    if absent:
+        raise ValueError(f"{index_path} lists tensors its files do not hold: {', '.join(absent[:8])}.")
+    return stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Outgoing:
+    """Name, shape and dtype of a tensor that is about to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def split_into_files(tensors: Sequence[Outgoing], max_bytes: int) -> dict[str, list[Outgoing]]:
+    """Assigns tensors, in order, to files of at most `max_bytes` (a larger tensor gets a file of its own)."""
+    groups: list[list[Outgoing]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if groups[-1] and used + tensor.nbytes > max_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(tensor)
+        used += tensor.nbytes
+    if len(groups) == 1:
+        return {SINGLE_NAME: groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": g for i, g in enumerate(groups)}
+
+
+def write_file(path: pathlib.Path, tensors: Sequence[Outgoing], arrays: Iterable[np.ndarray]) -> None:
+    """Writes a safetensors file, taking arrays one at a time, and flushes it to disk.
+
+    Args:
+      path: target file.
+      tensors: what will be written, in order.
+      arrays: as many arrays; consumed lazily, so that one is in memory at a time.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        code = _CODES[tensor.dtype]
+        end = offset + tensor.nbytes
+        header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for tensor, array in zip(tensors, arrays, strict=True):
+            assert array.shape == tensor.shape and array.dtype == tensor.dtype, (tensor, array.shape, array.dtype)
+            file.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_index(directory: pathlib.Path, files: Mapping[str, Sequence[Outgoing]]) -> None:
+    """Writes the index that ties several weight files together; nothing for a single file."""
+    if len(files) == 1:
+        return
+    total = sum(t.nbytes for tensors in files.values() for t in tensors)
+    weight_map = {t.name: file for file, tensors in files.items() for t in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

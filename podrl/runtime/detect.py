@@ -1,0 +1,401 @@
+"""Where this process stands in its cluster, read from the environment: one function per platform, one record out.
+
+`detect` is a pure function of a mapping: it imports no jax, opens no file and asks no server, so that the launcher can
+call it before jax is imported and tests can feed it recorded environments. What a TPU VM says of itself is not in its
+environment but on its metadata server; `tpu_vm_metadata` fetches it, and `detect` takes it as a second mapping.
+
+Variables read, by platform (the first that matches decides):
+  pathways      JAX_PLATFORMS names `proxy`; JAX_BACKEND_TARGET is the proxy's address.
+  jobset_split  PODRL_PLATFORM=jobset_split with PODRL_ROLE, PODRL_SLICE_INDEX, PODRL_SLICES, PODRL_HOST_INDEX,
+                PODRL_HOSTS_PER_SLICE, PODRL_COORDINATOR, PODRL_CHANNEL (written by launch/gke.py, filled in by the
+                kubelet from the pod's labels).
+  local         PODRL_PLATFORM=local with PODRL_PROCESS_INDEX, PODRL_PROCESS_COUNT, PODRL_COORDINATOR, PODRL_ROLE.
+  multislice    MEGASCALE_NUM_SLICES > 1 with MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS, and as gke.
+  gke           TPU_WORKER_ID and TPU_WORKER_HOSTNAMES (or TPU_PROCESS_ADDRESSES), injected by GKE.
+  tpu_vm        metadata attributes agent-worker-number and worker-network-endpoints.
+  single        none of these.
+
+Sources: jax/_src/clusters/cloud_tpu_cluster.py (jax 0.10.2) for the variables jax itself reads and the order of ranks;
+https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice for those GKE injects.
+"""
+
+import dataclasses
+import importlib.util
+import pathlib
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+Kind = Literal["single", "local", "tpu_vm", "gke", "multislice", "jobset_split", "pathways"]
+Topology = Literal["single", "shared", "split", "pathways"]
+
+COORDINATOR_PORT = 8482
+ROLES = ("trainer", "rollout")
+MEGASCALE = (
+    "MEGASCALE_COORDINATOR_ADDRESS",
+    "MEGASCALE_NUM_SLICES",
+    "MEGASCALE_SLICE_ID",
+    "MEGASCALE_PORT",
+)
+_METADATA_KEYS = ("agent-worker-number", "worker-network-endpoints", "accelerator-type")
+# File systems that several hosts can see at one path; every other kind is taken for host-local.
+_SHARED_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "9p", "cifs", "smb3", "afs", "glusterfs", "daos"}
+    | {"fuse.gcsfuse", "gcsfuse", "fuse.gcs", "fuse.s3fs", "fuse.juicefs", "fuse.glusterfs", "fuse.sshfs", "fuse.daos"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """This process's place among its peers.
+
+    Attributes:
+      kind: the platform.
+      topology: which of DESIGN's topologies runs here.
+      process_index: rank in this process's jax.distributed cluster, 0-based; under `split` each role's slice is a
+        cluster of its own.
+      process_count: processes in that cluster.
+      role: 'trainer' or 'rollout' where the platform decides it; None where the configuration does.
+      slice_index: which slice of its role (split) or of the job (multislice) this process belongs to.
+      slice_count: slices of that role or job.
+      coordinator: 'host:port' of process 0 of the cluster; for pathways the proxy's target; '' for one process.
+      channel: 'host:port' at which trainer process 0 listens for rollouts (split only); '' otherwise.
+      restart_attempt: how often the platform has restarted the job, 0 if it does not say.
+      unset: environment variables to remove before jax is imported, because they would join separate clusters.
+    """
+
+    kind: Kind
+    topology: Topology
+    process_index: int = 0
+    process_count: int = 1
+    role: str | None = None
+    slice_index: int = 0
+    slice_count: int = 1
+    coordinator: str = ""
+    channel: str = ""
+    restart_attempt: int = 0
+    unset: tuple[str, ...] = ()
+
+    @property
+    def distributed_arguments(self) -> dict[str, Any] | None:
+        """Keyword arguments for `jax.distributed.initialize`, or None where it must not be called.
+
+        Empty where jax's own detection is right (TPU VM, GKE, multislice); complete where it would be wrong (fakes on
+        one machine, and roles of one JobSet that must not become one cluster).
+        """
+        if self.kind == "pathways" or self.process_count == 1:
+            return None
+        if self.kind in ("tpu_vm", "gke", "multislice"):
+            return {}
+        return {
+            "coordinator_address": self.coordinator,
+            "num_processes": self.process_count,
+            "process_id": self.process_index,
+            "cluster_detection_method": "deactivate",
+        }
+
+
+def detect(
+    environment: Mapping[str, str], *, topology: str = "auto", metadata: Mapping[str, str] | None = None
+) -> Cluster:
+    """This process's place, from the environment alone.
+
+    Args:
+      environment: usually os.environ.
+      topology: the --topology flag: 'auto', 'single', 'shared', 'split' or 'pathways'.
+      metadata: instance attributes of a TPU VM, from `tpu_vm_metadata`; None or empty elsewhere.
+
+    Raises:
+      ValueError: variables that are missing, malformed or contradict one another, or a topology that this platform
+        cannot run; the message names the variable or flag to change.
+    """
+    if topology != "auto" and topology not in get_args(Topology):
+        raise ValueError(f"--topology={topology} is unknown: use auto, {', '.join(get_args(Topology))}.")
+    cluster = _platform(environment, metadata or {})
+    if topology in ("auto", cluster.topology):
+        return cluster
+    raise ValueError(f"--topology={topology} {_topology_needs(topology, cluster)} Use --topology=auto.")
+
+
+def _platform(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster:
+    declared = environment.get("PODRL_PLATFORM", "")
+    if "proxy" in environment.get("JAX_PLATFORMS", "").split(","):
+        return _pathways(environment)
+    if declared == "jobset_split":
+        return _jobset_split(environment)
+    if declared == "local":
+        return _local(environment)
+    if declared:
+        raise ValueError(f"PODRL_PLATFORM={declared} is unknown: use local or jobset_split, or unset it.")
+    if "TPU_WORKER_ID" in environment or _hostnames(environment):
+        return _gke(environment)
+    if metadata.get("agent-worker-number", ""):
+        return _tpu_vm(metadata)
+    return Cluster("single", "single")
+
+
+def _topology_needs(topology: str, cluster: Cluster) -> str:
+    here = f"but this is {cluster.kind} with {cluster.process_count} process{'es' * (cluster.process_count > 1)}."
+    needs = {
+        "single": "needs exactly 1 process",
+        "shared": "needs at least 2 processes in one jax.distributed cluster",
+        "split": "needs one cluster per role, started by launch/gke.py with --trainer and --rollout",
+        "pathways": "needs JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET=grpc://HOST:29000",
+    }
+    return f"{needs[topology]}, {here}"
+
+
+def _pathways(environment: Mapping[str, str]) -> Cluster:
+    target = environment.get("JAX_BACKEND_TARGET", "")
+    if "://" not in target:
+        raise ValueError(
+            f"JAX_PLATFORMS={environment['JAX_PLATFORMS']} but JAX_BACKEND_TARGET={target!r}: it must be the address "
+            "of the Pathways proxy, as grpc://HOST:29000."
+        )
+    return Cluster("pathways", "pathways", coordinator=target)
+
+
+def _jobset_split(environment: Mapping[str, str]) -> Cluster:
+    role = environment.get("PODRL_ROLE", "")
+    if role not in ROLES:
+        raise ValueError(f"PODRL_ROLE={role!r} must be trainer or rollout: it comes from the replicated job's name.")
+    slices = _integer(environment, "PODRL_SLICES", low=1)
+    hosts = _integer(environment, "PODRL_HOSTS_PER_SLICE", low=1)
+    slice_index = _integer(environment, "PODRL_SLICE_INDEX", below=slices, total="PODRL_SLICES")
+    host_index = _integer(environment, "PODRL_HOST_INDEX", below=hosts, total="PODRL_HOSTS_PER_SLICE")
+    names = _hostnames(environment)
+    if names and len(names) != hosts:
+        raise ValueError(
+            f"PODRL_HOSTS_PER_SLICE={hosts} but TPU_WORKER_HOSTNAMES names {len(names)} hosts: the slice that was "
+            "scheduled is not the one asked for; check the topology in --trainer and --rollout of launch/gke.py."
+        )
+    joined = role == "trainer" and slices > 1
+    return Cluster(
+        "jobset_split",
+        "split",
+        process_index=slice_index * hosts + host_index if joined else host_index,
+        process_count=slices * hosts if joined else hosts,
+        role=role,
+        slice_index=slice_index,
+        slice_count=slices,
+        coordinator=_address(environment, "PODRL_COORDINATOR"),
+        channel=_address(environment, "PODRL_CHANNEL"),
+        restart_attempt=_restart_attempt(environment),
+        # GKE gives every replica of a replicated job the MEGASCALE variables of one multislice job. Rollout slices, and
+        # a trainer of one slice, are clusters of their own.
+        unset=() if joined else MEGASCALE,
+    )
+
+
+def _local(environment: Mapping[str, str]) -> Cluster:
+    count = _integer(environment, "PODRL_PROCESS_COUNT", low=1)
+    index = _integer(environment, "PODRL_PROCESS_INDEX", below=count, total="PODRL_PROCESS_COUNT")
+    role = environment.get("PODRL_ROLE") or None
+    if role is not None and role not in ROLES:
+        raise ValueError(f"PODRL_ROLE={role!r} must be trainer or rollout, or be left unset.")
+    coordinator = _address(environment, "PODRL_COORDINATOR") if count > 1 else ""
+    topology: Topology = "shared" if count > 1 else "single"
+    return Cluster("local", topology, index, count, role=role, coordinator=coordinator)
+
+
+def _gke(environment: Mapping[str, str]) -> Cluster:
+    names = _hostnames(environment)
+    if not names:
+        raise ValueError(
+            f"TPU_WORKER_ID={environment['TPU_WORKER_ID']} but TPU_WORKER_HOSTNAMES is empty: GKE sets both for an "
+            "indexed Job with a headless service (JobSet: network.enableDNSHostnames)."
+        )
+    host = _integer(environment, "TPU_WORKER_ID", below=len(names), total="hosts in TPU_WORKER_HOSTNAMES")
+    slices = _integer(environment, "MEGASCALE_NUM_SLICES", low=1) if environment.get("MEGASCALE_NUM_SLICES") else 1
+    restarts = _restart_attempt(environment)
+    if slices == 1:
+        topology: Topology = "shared" if len(names) > 1 else "single"
+        coordinator = _with_port(names[0]) if len(names) > 1 else ""
+        return Cluster("gke", topology, host, len(names), coordinator=coordinator, restart_attempt=restarts)
+    slice_index = _integer(environment, "MEGASCALE_SLICE_ID", below=slices, total="MEGASCALE_NUM_SLICES")
+    leader = environment.get("MEGASCALE_COORDINATOR_ADDRESS", "")
+    if not leader:
+        raise ValueError(f"MEGASCALE_NUM_SLICES={slices} but MEGASCALE_COORDINATOR_ADDRESS is empty: set both or none.")
+    return Cluster(
+        "multislice",
+        "shared",
+        process_index=slice_index * len(names) + host,
+        process_count=slices * len(names),
+        slice_index=slice_index,
+        slice_count=slices,
+        coordinator=_with_port(leader),
+        restart_attempt=restarts,
+    )
+
+
+def _tpu_vm(metadata: Mapping[str, str]) -> Cluster:
+    workers = []
+    for worker in filter(None, metadata.get("worker-network-endpoints", "").split(",")):
+        parts = worker.strip().split(":")  # 'host', or 'name:id:ip' on older runtimes
+        workers.append(parts[2] if len(parts) == 3 else parts[0])
+    if not workers:
+        raise ValueError(
+            "TPU VM metadata has agent-worker-number but no worker-network-endpoints: the TPU is not READY."
+        )
+    index = _integer(metadata, "agent-worker-number", below=len(workers), total="worker-network-endpoints")
+    topology: Topology = "shared" if len(workers) > 1 else "single"
+    coordinator = _with_port(workers[0]) if len(workers) > 1 else ""
+    return Cluster("tpu_vm", topology, index, len(workers), coordinator=coordinator)
+
+
+def _hostnames(environment: Mapping[str, str]) -> list[str]:
+    text = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES") or ""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _with_port(host: str) -> str:
+    return f"{host.split(':')[0]}:{COORDINATOR_PORT}"
+
+
+def _address(environment: Mapping[str, str], name: str) -> str:
+    value = environment.get(name, "")
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"{name}={value!r} must be HOST:PORT.")
+    return value
+
+
+def _restart_attempt(environment: Mapping[str, str]) -> int:
+    return _integer(environment, "PODRL_RESTART_ATTEMPT") if environment.get("PODRL_RESTART_ATTEMPT") else 0
+
+
+def _integer(values: Mapping[str, str], name: str, *, low: int = 0, below: int | None = None, total: str = "") -> int:
+    text = values.get(name, "")
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be an integer: whoever starts the process must set it.") from None
+    if number < low:
+        raise ValueError(f"{name}={number} must be at least {low}.")
+    if below is not None and number >= below:
+        raise ValueError(f"{name}={number} must be below {below} ({total}): two launchers disagree about the cluster.")
+    return number
+
+
+def tpu_vm_metadata(
+    environment: Mapping[str, str], *, devices: pathlib.Path = pathlib.Path("/dev"), timeout_s: float = 5.0
+) -> dict[str, str]:
+    """Instance attributes of the TPU VM this process runs on; empty on any other machine.
+
+    Asks the metadata server (GCE_METADATA_IP or metadata.google.internal) only where TPU device files exist, so that a
+    laptop never waits for a name that does not resolve.
+
+    Args:
+      environment: usually os.environ. GKE's variables, when present, make the question unnecessary.
+      devices: where device files live.
+      timeout_s: seconds to wait for each attribute.
+    """
+    if _hostnames(environment) or environment.get("TPU_SKIP_MDS_QUERY") or environment.get("PODRL_PLATFORM"):
+        return {}
+    if not (any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*"))):
+        return {}
+    server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
+    found = {}
+    for key in _METADATA_KEYS:
+        request = urllib.request.Request(
+            f"http://{server}/computeMetadata/v1/instance/attributes/{key}", headers={"Metadata-Flavor": "Google"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                found[key] = response.read().decode().strip()
+        except urllib.error.HTTPError as error:
+            error.close()  # an attribute this machine does not have
+        except OSError:
+            return {}
+    return found
+
+
+def check_fresh_jax(modules: Mapping[str, Any]) -> None:
+    """Refuses to go on when a jax backend exists already: no flag or environment variable could reach it any more.
+
+    Args:
+      modules: usually sys.modules.
+
+    Raises:
+      ValueError: a backend has been created.
+    """
+    bridge = modules.get("jax._src.xla_bridge")
+    backends = sorted(getattr(bridge, "_backends", None) or ())
+    if backends:
+        raise ValueError(
+            f"jax was initialised before podrl.launch (backends {', '.join(backends)}): platform, device count and "
+            "jax.distributed can no longer be set. Import nothing that calls jax.devices() or makes an array first, "
+            "such as the configuration file or sitecustomize."
+        )
+
+
+def check_pathways(cluster: Cluster, find_spec: Callable[[str], Any] = importlib.util.find_spec) -> None:
+    """Refuses Pathways without its client library.
+
+    Raises:
+      ValueError: the proxy is asked for and `pathwaysutils` cannot be imported.
+    """
+    if cluster.kind == "pathways" and find_spec("pathwaysutils") is None:
+        raise ValueError(
+            "JAX_PLATFORMS=proxy but pathwaysutils is missing: pip install pathwaysutils in this image, or unset "
+            "JAX_PLATFORMS and JAX_BACKEND_TARGET to run without Pathways."
+        )
+
+
+def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: str = "--workdir") -> None:
+    """Refuses a checkpoint directory that only one of several hosts could read back.
+
+    Args:
+      path: the directory, a local path or a URL such as gs://bucket/run.
+      cluster: this process's place. Fakes on one machine share its file system, so `local` passes.
+      mounts: the text of /proc/mounts ('' where there is none: then only URLs are accepted).
+      flag: the flag the path came from, for the message.
+
+    Raises:
+      ValueError: several hosts and a path on no known network file system.
+    """
+    if cluster.process_count == 1 and cluster.topology != "split":
+        return
+    if cluster.kind in ("single", "local", "pathways") or "://" in path:
+        return
+    if _file_system(path, mounts) in _SHARED_FILE_SYSTEMS:
+        return
+    hosts = f"{cluster.process_count} hosts" + (" in this role alone" if cluster.topology == "split" else "")
+    raise ValueError(
+        f"checkpoint directory is host-local and this run has {hosts}: {flag}={path} names a different directory on "
+        f"each. Use {flag}=gs://BUCKET/RUN, or a directory on a mounted network file system."
+    )
+
+
+def _file_system(path: str, mounts: str) -> str:
+    wanted = pathlib.PurePosixPath(path)
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = pathlib.PurePosixPath(fields[1].replace("\\040", " "))
+        # A later line mounted over the same point hides the earlier one, hence >=.
+        if (wanted == point or point in wanted.parents) and len(point.parts) >= best:
+            best, kind = len(point.parts), fields[2]
+    return kind
+
+
+def too_few_workers(cluster: Cluster, reached: int, waited_s: float) -> str:
+    """The message for a rendezvous that some processes never came to.
+
+    Args:
+      cluster: the place of the process that waited.
+      reached: processes that came, itself included.
+      waited_s: seconds waited.
+    """
+    workers = {"local": "local processes", "jobset_split": f"{cluster.role} pods"}.get(cluster.kind, "TPU workers")
+    remedy = {
+        "local": "Read the log of the missing ranks above.",
+        "tpu_vm": "Start the program on every host: run with --worker=all, as launch/tpu_vm.sh does.",
+    }.get(cluster.kind, "See which pods are not Running: kubectl get pods -o wide.")
+    return (
+        f"Only {reached} of {cluster.process_count} {workers} reached the coordinator {cluster.coordinator} within "
+        f"{waited_s:.0f} s. {remedy}"
+    )

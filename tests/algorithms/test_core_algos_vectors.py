@@ -1,0 +1,336 @@
+"""Every number in core_algos.json, the outputs of verl's functions in float64 (its "about" says which version)."""
+
+import contextlib
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.algorithms import advantages, corrections, gae, kl
+from podrl.algorithms.aggregate import aggregate
+from podrl.algorithms.estimator import AdvantageEstimator
+from podrl.algorithms.mismatch import sequence_log_perplexity, sequence_mismatch
+from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms.segments import masked
+from podrl.algorithms.surrogates import gmpo
+from podrl.algorithms.value_loss import value_loss
+
+VECTORS = json.loads((pathlib.Path(__file__).parent / "core_algos.json").read_text())
+VERL_EPS = 1e-8
+TOLERANCE = {np.float64: 1e-9, np.float32: 1e-5}
+
+
+@pytest.fixture(params=[np.float64, np.float32], ids=["float64", "float32"])
+def dtype(request):
+    with jax.enable_x64(True) if request.param is np.float64 else contextlib.nullcontext():
+        yield request.param
+
+
+def close(actual, expected, dtype, mask_BT=None):
+    actual = np.asarray(actual)
+    assert actual.dtype == dtype
+    expected = np.asarray(expected, np.float64)
+    if mask_BT is not None:
+        actual, expected = actual[mask_BT > 0], expected[mask_BT > 0]
+    np.testing.assert_allclose(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+class Inputs:
+    """The arrays of the file; `xp` chooses host or device."""
+
+    def __init__(self, dtype, xp=np):
+        self.__dict__ |= {name: xp.asarray(np.array(value, dtype)) for name, value in VECTORS["inputs"].items()}
+        self.mask = self.response_mask
+        self.segment = (np.arange(5) < 99)[None].repeat(4, 0).astype(np.int32)
+        self.reward_B = (self.token_level_rewards * self.mask).sum(axis=1)
+        self.length = xp.broadcast_to(self.mask.sum(axis=1, keepdims=True), self.mask.shape)
+        self.length = xp.where(self.mask > 0, self.length, xp.ones_like(self.length))
+
+    @property
+    def where(self):
+        return self.mask, self.length, self.segment
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("grpo", {"advantage_estimator": "grpo"}),
+        ("dr_grpo", {"advantage_estimator": "grpo", "advantage_scale": "none"}),
+        ("rloo", {"advantage_estimator": "rloo"}),
+        ("opo", {"advantage_estimator": "opo"}),
+        ("gpg", {"advantage_estimator": "gpg"}),
+        ("grpo_passk", {"advantage_estimator": "grpo_passk"}),
+        ("reinforce_plus_plus_baseline", {"advantage_estimator": "reinforce_plus_plus_baseline"}),
+        ("reinforce_plus_plus g=.99", {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.99}),
+        ("remax", {"advantage_estimator": "remax"}),
+    ],
+)
+def test_outcome_advantages(key, settings, dtype, xp):
+    x = Inputs(dtype, xp)
+    expected = VECTORS["advantages"][key]
+    estimator = AdvantageEstimator(**settings)
+    advantage_BT = estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_size=2)
+    assert isinstance(advantage_BT, np.ndarray) == (xp is np)
+    close(advantage_BT, expected["adv"] if isinstance(expected, dict) else expected, dtype)
+
+
+def test_singleton_group(dtype):
+    # The file's groups are a, a, a, z here.
+    reward_B = Inputs(dtype).reward_B
+    expected_BT = np.array(VECTORS["advantages"]["grpo singleton group z"])
+    close(advantages.group_relative(reward_B[:3], group_size=3), expected_BT[:3, 0], dtype)
+    close(advantages.group_relative(reward_B[3:], group_size=1, singleton="raw"), expected_BT[3:, 0], dtype)
+
+
+def test_returns(dtype):
+    x = Inputs(dtype)
+    _, return_BT = advantages.reinforce_plus_plus(x.token_level_rewards, x.mask, gamma=0.99)
+    close(return_BT, VECTORS["advantages"]["reinforce_plus_plus g=.99"]["ret"], dtype, x.mask)
+    close(gae.discounted_return(x.token_level_rewards, x.mask, gamma=1.0), VECTORS["advantages"]["remax"]["ret"], dtype)
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+def test_optimal_token_baseline(dtype, xp):
+    x = Inputs(dtype, xp)
+    square_sum_BT = 0.5 * xp.exp(x.old_log_prob) + 0.1
+    advantage_BT = advantages.optimal_token_baseline(x.reward_B, x.old_log_prob, square_sum_BT, x.mask, group_size=2)
+    close(advantage_BT, VECTORS["advantages"]["otb (sum_pi_squared=0.5*exp(old)+0.1)"]["adv"], dtype)
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+@pytest.mark.parametrize(
+    ("key", "gamma", "lam", "mask"),
+    [
+        ("gae g=1.0 l=1.0", 1.0, 1.0, "response_mask"),
+        ("gae g=1.0 l=0.95", 1.0, 0.95, "response_mask"),
+        ("gae g=0.99 l=0.95", 0.99, 0.95, "response_mask"),
+        (
+            "gae tool-masked g=.99 l=.95 (rewards,values pre-multiplied by tool_mask)",
+            0.99,
+            0.95,
+            "tool_mask",
+        ),
+    ],
+)
+def test_gae(key, gamma, lam, mask, dtype, xp):
+    x = Inputs(dtype, xp)
+    mask_BT = getattr(x, mask)
+    advantage_BT, return_BT = gae.gae(x.token_level_rewards, x.values, mask_BT, gamma=gamma, lam=lam)
+    # verl leaves carried values on masked tokens; here they are 0, so only counted tokens are compared.
+    close(return_BT, VECTORS["advantages"][key]["ret"], dtype, np.asarray(mask_BT))
+    close(gae.masked_whiten(advantage_BT, mask_BT), VECTORS["advantages"][key]["adv"], dtype, np.asarray(mask_BT))
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_masked_whiten(shift, dtype):
+    x_BT, mask_BT = np.array([[1, 2, 3, 4]], dtype), np.array([[1, 1, 1, 0]], dtype)
+    expected_BT = VECTORS["masked_whiten [1,2,3,4] mask 1110"]["shift" if shift else "noshift"]
+    close(gae.masked_whiten(x_BT, mask_BT, shift_mean=shift), expected_BT, dtype, mask_BT)
+
+
+@pytest.mark.parametrize("mode", ["k1", "abs", "k2", "k3"])
+def test_kl(mode, dtype):
+    x = Inputs(dtype, jnp)
+    close(kl.kl_divergence(x.log_prob, x.ref_log_prob, mode), VECTORS["kl"][mode], dtype)
+
+
+def test_adaptive_kl():
+    value = kl.AdaptiveKL(target=6, horizon=1e4).update(0.2, kl=9, samples=256)
+    assert value == pytest.approx(VECTORS["adaptive_kl init=.2 target=6 horizon=1e4 update(9,256)"], abs=1e-12)
+
+
+@pytest.mark.parametrize("empty_row", [False, True])
+def test_aggregation(empty_row, dtype):
+    x = Inputs(dtype, jnp)
+    key = "agg_loss, row 1 fully masked" if empty_row else "agg_loss of row-major arange(20)"
+    expected = VECTORS[key]
+    value_BT = jnp.arange(20, dtype=dtype).reshape(4, 5)
+    mask_BT = x.mask.at[1].set(0) if empty_row else x.mask
+
+    def run(mode, **kwargs):
+        return aggregate(value_BT, mask_BT, x.length, mode, **kwargs).mean()
+
+    close(run("token-mean"), expected["token-mean"], dtype)
+    close(run("seq-mean-token-sum"), expected["seq-mean-token-sum"], dtype)
+    close(run("seq-mean-token-mean", eps=VERL_EPS), expected["seq-mean-token-mean"], dtype)
+    close(run("token-sum-scale", scale=5), expected["seq-mean-token-sum-norm"], dtype)
+    later = expected["seq-mean-token-sum-norm_later_upstream"]
+    close(run("sequence-mean-token-scale", scale=5), later, dtype)
+
+
+POLICY_LOSSES = {
+    "vanilla": {"policy_loss_fn": "clip", "loss_agg_mode": "token-mean", "epsilon_c": 3.0},
+    "gspo": {"policy_loss_fn": "gspo-token"},
+    "sapo": {"policy_loss_fn": "sapo"},
+    "gpg": {"policy_loss_fn": "gpg", "loss_agg_mode": "token-mean"},
+    "cispo": {"policy_loss_fn": "cispo", "loss_agg_mode": "token-mean"},
+    "kl_cov": {"policy_loss_fn": "kl_cov", "loss_agg_mode": "token-mean"},
+}
+
+
+def _advantage_BT(x):
+    estimator = AdvantageEstimator()
+    return estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_size=2)
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "tis"])
+@pytest.mark.parametrize("key", POLICY_LOSSES)
+def test_policy_loss_and_gradient(key, corrected, dtype):
+    x = Inputs(dtype, jnp)
+    settings = {"beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.28, "length_eps": VERL_EPS}
+    if corrected:
+        settings |= {"sampler_correction": "tis", "correction_high": 2.0}
+    policy_loss = PolicyLoss(**(settings | POLICY_LOSSES[key]))
+    zero_BT = jnp.zeros_like(x.mask)
+
+    def loss(logprob_BT):
+        ratio, metrics = policy_loss(
+            logprob_BT, x.old_log_prob, zero_BT, x.rollout_log_prob, _advantage_BT(x), zero_BT, *x.where
+        )
+        return ratio.mean(), metrics
+
+    (value, metrics), grad_BT = jax.value_and_grad(loss, has_aux=True)(x.log_prob)
+    group = VECTORS["policy_loss (grpo advantages, clip .2/.28, c=3, tau 1/1.05, token-mean)"]
+    expected = group[key + (" +token TIS C=2" if corrected else "")]
+    close(value, expected["loss"], dtype)
+    close(grad_BT, expected["grad"], dtype)
+    names = {"actor/pg_clipfrac": "actor/pg_clipfrac", "actor/pg_clipfrac_lower": "actor/pg_clipfrac_lower"}
+    names |= {"actor/ppo_kl": "actor/approx_kl"}
+    for name, number in expected["metrics"].items():
+        if key == "kl_cov":  # verl reports the mean absolute log ratio here
+            number_here = aggregate(jnp.abs(x.log_prob - x.old_log_prob), x.mask, x.length, "token-mean").mean()
+        else:
+            number_here = metrics[names[name]].mean()
+        close(number_here, number, dtype)
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "tis"])
+def test_gmpo_and_gradient(corrected, dtype):
+    # verl adds 1e-8 to the lengths inside the exponent but not in the mean over sequences.
+    x = Inputs(dtype, jnp)
+    weight_BT = jnp.ones_like(x.mask)
+    if corrected:
+        weight_BT = corrections.importance_weight(
+            x.old_log_prob, x.rollout_log_prob, *x.where, "tis", low=0.0, high=2.0
+        )
+    log_weight_B1 = masked(jnp.log(weight_BT), x.mask).sum(axis=1, keepdims=True) / x.mask.sum(axis=1, keepdims=True)
+
+    def loss(logprob_BT):
+        surrogate = gmpo(
+            logprob_BT, x.old_log_prob, _advantage_BT(x), *x.where, epsilon_low=0.2, epsilon_high=0.28, eps=VERL_EPS
+        )
+        loss_BT = surrogate.loss_BT * jnp.exp(log_weight_B1)
+        return aggregate(loss_BT, x.mask, x.length, "sequence-mean-token-mean").mean(), surrogate
+
+    (value, surrogate), grad_BT = jax.value_and_grad(loss, has_aux=True)(x.log_prob)
+    group = VECTORS["policy_loss (grpo advantages, clip .2/.28, c=3, tau 1/1.05, token-mean)"]
+    expected = group["geo_mean" + (" +token TIS C=2" if corrected else "")]
+    close(value, expected["loss"], dtype)
+    close(grad_BT, expected["grad"], dtype)
+
+    def mean(flag_BT):
+        return aggregate(flag_BT.astype(dtype), x.mask, x.length, "token-mean").mean()
+
+    close(mean(surrogate.clipped_BT), expected["metrics"]["actor/pg_clipfrac"], dtype)
+    close(mean(surrogate.clipped_low_BT), expected["metrics"]["actor/pg_clipfrac_lower"], dtype)
+
+    settings = {"policy_loss_fn": "gmpo", "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.28}
+    if corrected:
+        settings |= {"sampler_correction": "tis", "correction_high": 2.0}
+    zero_BT = jnp.zeros_like(x.mask)
+    composed, metrics = PolicyLoss(**settings)(
+        x.log_prob, x.old_log_prob, zero_BT, x.rollout_log_prob, _advantage_BT(x), zero_BT, *x.where
+    )
+    np.testing.assert_allclose(composed.mean(), expected["loss"], rtol=1e-5, atol=1e-7)
+    close(metrics["actor/approx_kl"].mean(), expected["metrics"]["actor/ppo_kl"], dtype)
+
+
+def test_value_loss(dtype):
+    x = Inputs(dtype, jnp)
+    _, return_BT = gae.gae(x.token_level_rewards, x.values, x.mask, gamma=0.99, lam=0.95)
+    value_BT = x.values + jnp.array([0.3, -0.3, 0.1, 0.25, 0.0], dtype)
+    loss, metrics = value_loss(value_BT, x.values, return_BT, x.mask, x.length, clip_range=0.2)
+    expected = VECTORS["value_loss vpred=V+[.3,-.3,.1,.25,0], returns=gae(.99,.95), clip .2"]
+    close(loss.mean(), expected["loss"], dtype)
+    close(metrics["critic/vf_clipfrac"].mean(), expected["clipfrac"], dtype)
+
+
+@pytest.mark.parametrize(("kind", "key"), [("tis", "token"), ("sequence_tis", "sequence")])
+def test_truncated_weights(kind, key, dtype):
+    x = Inputs(dtype, jnp)
+    weight_BT = corrections.importance_weight(x.old_log_prob, x.rollout_log_prob, *x.where, kind, low=0.0, high=2.0)
+    close(masked(weight_BT, x.mask), VECTORS["tis"][key], dtype)
+
+
+@pytest.mark.parametrize(
+    ("key", "estimator", "reduce", "low", "high"),
+    [
+        ("token_k1 0.5_2.0", "k1", "token", np.log(0.5), np.log(2.0)),
+        ("seq_sum_k1 0.5_2.0", "k1", "sum", np.log(0.5), np.log(2.0)),
+        ("seq_mean_k1 0.9_1.1", "k1", "mean", np.log(0.9), np.log(1.1)),
+        ("seq_mean_k3 0.05", "k3", "mean", -np.inf, 0.05),
+        ("seq_max_k3 0.3", "k3", "max", -np.inf, 0.3),
+    ],
+)
+def test_rejection(key, estimator, reduce, low, high, dtype):
+    x = Inputs(dtype, jnp)
+    statistic_BT = corrections.divergence_statistic(
+        x.old_log_prob, x.rollout_log_prob, *x.where, estimator=estimator, reduce=reduce
+    )
+    kept_BT = masked(((statistic_BT >= low) & (statistic_BT <= high)).astype(dtype), x.mask)
+    close(kept_BT, VECTORS["rejection"][key], dtype)
+
+
+def test_bands_are_the_rejection_masks(dtype):
+    x = Inputs(dtype, jnp)
+    pair = (x.old_log_prob, x.rollout_log_prob)
+    icepop_BT = corrections.importance_weight(*pair, *x.where, "icepop", low=0.5, high=2.0)
+    kept_BT = np.array(VECTORS["rejection"]["token_k1 0.5_2.0"])
+    close(masked(icepop_BT, x.mask), kept_BT * np.exp(np.asarray(x.old_log_prob - x.rollout_log_prob)), dtype)
+    geometric_BT = corrections.importance_weight(*pair, *x.where, "geometric_mask", low=0.9, high=1.1)
+    close(masked(geometric_BT, x.mask), VECTORS["rejection"]["seq_mean_k1 0.9_1.1"], dtype)
+
+
+def test_offpolicy_metrics(dtype):
+    x = Inputs(dtype, jnp)
+    expected = VECTORS["offpolicy_metrics"]
+    pair = (x.old_log_prob, x.rollout_log_prob)
+    found = sequence_mismatch(*pair, *x.where, eps=VERL_EPS)
+    names = {
+        "training_ppl": "trainer_ppl",
+        "training_log_ppl": "trainer_log_ppl",
+        "rollout_ppl": "sampler_ppl",
+        "rollout_log_ppl": "sampler_log_ppl",
+        "log_ppl_diff": "log_ppl_diff",
+        "log_ppl_abs_diff": "log_ppl_abs_diff",
+        "ppl_ratio": "ppl_ratio",
+        "chi2_token": "chi2_token",
+        "chi2_seq": "chi2_sequence",
+    }
+    for theirs, ours in names.items():
+        close(found[f"sampler/{ours}"].mean(), expected[theirs], dtype)
+    log_ppl_BT = [sequence_log_perplexity(logprob_BT, *x.where, eps=VERL_EPS) for logprob_BT in pair]
+    diff_B = (log_ppl_BT[0] - log_ppl_BT[1])[:, 0]
+    close(diff_B.max(), expected["log_ppl_diff_max"], dtype)
+    close(diff_B.min(), expected["log_ppl_diff_min"], dtype)
+    statistic = [
+        corrections.divergence_statistic(*pair, *x.where, estimator=estimator, reduce="token")
+        for estimator in ("k1", "k3")
+    ]
+    means = [aggregate(value_BT, x.mask, x.length, "token-mean").mean() for value_BT in statistic]
+    close(-means[0], expected["kl"], dtype)
+    close(means[1], expected["k3_kl"], dtype)
+
+
+def test_nothing_in_the_file_is_left_out():
+    assert set(VECTORS["policy_loss (grpo advantages, clip .2/.28, c=3, tau 1/1.05, token-mean)"]) == {
+        key + suffix for key in (*POLICY_LOSSES, "geo_mean") for suffix in ("", " +token TIS C=2")
+    }
+    assert len(VECTORS["advantages"]) == 15
+    assert set(VECTORS["kl"]) == {"k1", "abs", "k2", "k3"}
+    assert len(VECTORS["rejection"]) == 5
+    assert len(VECTORS["offpolicy_metrics"]) == 13
