@@ -32,7 +32,7 @@ die() {
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 action=start dry_run=0 detach=0 project='' python='' extra='jax[tpu]' max_restarts=3 grace=120
-environment=() positional=() podrl=()
+environment=() positional=() podrl=() scratch=''
 while (($#)); do
   case $1 in
     --status | --logs | --stacks | --kill) action=${1#--} ;;
@@ -75,17 +75,20 @@ run() {
   ((dry_run)) || "$@"
 }
 
-# The worker's half, as one shell word list: `worker CODE ACTION ARGS...`.
-on_every_worker() {
-  local words
-  printf -v words '%q ' "$@"
-  run gcloud compute tpus tpu-vm ssh "$tpu" "${where[@]}" --worker=all --command="${words% }"
+on_every_worker() { # COMMAND, for the workers' shell
+  run gcloud compute tpus tpu-vm ssh "$tpu" "${where[@]}" --worker=all --command="$1"
+}
+
+worker() { # CODE ARGUMENTS...: the worker's half of this script, from the copy of the checkout in CODE
+  local words script=$1/launch/tpu_vm_worker.sh
+  printf -v words ' %q' "${@:2}"
+  on_every_worker "[ -e $script ] || { echo 'tpu_vm.sh never started podrl on this TPU' >&2; exit 1; }; bash $script$words"
 }
 
 copy_code() {
-  local archive=$1 scratch
+  local archive=$1
   scratch=$(mktemp -d)
-  trap 'rm -rf "$scratch"' RETURN
+  trap 'rm -rf "$scratch"' EXIT
   if git -C "$root" rev-parse --is-inside-work-tree >/dev/null 2>&1; then
     # Tracked and new files alike, less what git ignores and what has been deleted.
     git -C "$root" ls-files -z --cached --others --exclude-standard >"$scratch/all"
@@ -109,21 +112,19 @@ start() {
   for pair in "${environment[@]}"; do exports+=("--env=$pair"); done
   copy_code "$archive"
   # All hosts are ready before any host starts: a late one would find its peers waiting.
-  run gcloud compute tpus tpu-vm ssh "$tpu" "${where[@]}" --worker=all \
-    --command="mkdir -p $code && tar -xzf $archive -C $code && rm -f $archive"
-  on_every_worker bash "$code/launch/tpu_vm_worker.sh" install "--python=$python" "--extra=$extra"
-  on_every_worker bash "$code/launch/tpu_vm_worker.sh" start "--run=$identity" "--max_restarts=$max_restarts" \
-    "${exports[@]}" -- "${podrl[@]}"
-  ((detach)) || on_every_worker bash podrl-run/code/launch/tpu_vm_worker.sh follow --lines=+1
+  on_every_worker "mkdir -p $code && tar -xzf $archive -C $code"
+  worker "$code" install "--python=$python" "--extra=$extra"
+  worker "$code" start "--run=$identity" "--max_restarts=$max_restarts" "${exports[@]}" -- "${podrl[@]}"
+  ((detach)) || worker podrl-run/code follow --lines=+1
 }
 
 case $action in
   start) start ;;
   status)
     run gcloud compute tpus tpu-vm describe "$tpu" "${where[@]}" '--format=value(state,health)'
-    on_every_worker bash podrl-run/code/launch/tpu_vm_worker.sh status
+    worker podrl-run/code status
     ;;
-  logs) on_every_worker bash podrl-run/code/launch/tpu_vm_worker.sh follow --lines=200 ;;
-  stacks) on_every_worker bash podrl-run/code/launch/tpu_vm_worker.sh stacks ;;
-  kill) on_every_worker bash podrl-run/code/launch/tpu_vm_worker.sh kill "--grace=$grace" ;;
+  logs) worker podrl-run/code follow --lines=200 ;;
+  stacks) worker podrl-run/code stacks ;;
+  kill) worker podrl-run/code kill "--grace=$grace" ;;
 esac

@@ -94,6 +94,7 @@ start() {
   for old in "$base"/code-*; do
     [[ $old == "$code" ]] || rm -rf "$old"
   done
+  rm -f "$HOME"/podrl-*.tar.gz
   rm -f "$state/exit_code"
   printf '%s\n' "$identity" >"$state/run"
   printf '0\n' >"$state/restarts"
@@ -131,8 +132,10 @@ follow() {
   [[ -n $pid ]] || die "nothing has been started here"
   log=$base/logs/$(read_state run).log
   tail -n "$lines" --follow=name --pid="$pid" "$log" 2>/dev/null | sed -u "s/^/[w$number] /"
-  say "exit status $(read_state exit_code)"
-  exit "$(read_state exit_code)"
+  local ended
+  ended=$(read_state exit_code)
+  say "exit status ${ended:-unknown: killed}"
+  exit "${ended:-137}"
 }
 
 status() {

@@ -95,7 +95,7 @@ def main() -> None:
     code = EXIT_USER
     try:
         code = _main(_parse(sys.argv))
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         if _DEBUG.present and _DEBUG.value:
             traceback.print_exc()
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

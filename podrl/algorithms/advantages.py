@@ -220,7 +220,8 @@ def optimal_token_baseline(
 ) -> Float[Array, "B T"]:
     """Each reward less a baseline per position, the group's rewards weighted by gradient energy so far (OTB, in verl).
 
-    The energy of token j is 1 - 2 p_j + sum over the vocabulary of p^2; the weight at t is its sum over j <= t.
+    The energy of token j is 1 - 2 p_j + sum over the vocabulary of p^2; the weight at t is its sum over j <= t, for the
+    samples that have a token at t.
 
     Args:
       reward_B: task rewards.
@@ -237,7 +238,7 @@ def optimal_token_baseline(
     xp = namespace(reward_B)
     keep_BT = mask_BT > 0
     energy_BT = xp.where(keep_BT, 1.0 - 2.0 * xp.exp(xp.where(keep_BT, logprob_BT, 0.0)) + square_sum_BT, 0.0)
-    weight_BT = xp.cumsum(energy_BT, axis=1)
+    weight_BT = xp.where(keep_BT, xp.cumsum(energy_BT, axis=1), 0.0)
     return_BT = discounted_return(outcome_reward(reward_B, mask_BT), mask_BT, gamma=1.0)
     weight_PGT = weight_BT.reshape(groups, group_size, -1)
     return_PGT = return_BT.reshape(groups, group_size, -1)

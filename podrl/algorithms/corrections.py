@@ -100,7 +100,7 @@ def divergence_statistic(
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
       segment_BT: sequence numbers.
-      estimator: "k1" is log w (signed); "k3" is w - 1 - log w (at least 0).
+      estimator: of KL(sampler || trainer): "k1" is -log w (signed), "k3" is w - 1 - log w (at least 0).
       reduce: "token", or over each sequence "sum", "mean" or "max".
 
     Returns:
@@ -108,14 +108,15 @@ def divergence_statistic(
     """
     log_w_BT = log_weight(old_logprob_BT, sampler_logprob_BT, mask_BT)
     assert estimator in ("k1", "k3"), estimator
+    statistic_BT = -log_w_BT
     if estimator == "k3":
         log_w_BT = jnp.clip(log_w_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        log_w_BT = jnp.expm1(log_w_BT) - log_w_BT
+        statistic_BT = jnp.expm1(log_w_BT) - log_w_BT
     if reduce == "sum":
-        return segment_sum(log_w_BT, segment_BT)
+        return segment_sum(statistic_BT, segment_BT)
     if reduce == "mean":
-        return sequence_mean(log_w_BT, mask_BT, length_BT, segment_BT)
+        return sequence_mean(statistic_BT, mask_BT, length_BT, segment_BT)
     if reduce == "max":
-        return segment_max(jnp.where(mask_BT > 0, log_w_BT, -jnp.inf), segment_BT)
+        return segment_max(jnp.where(mask_BT > 0, statistic_BT, -jnp.inf), segment_BT)
     assert reduce == "token", reduce
-    return log_w_BT
+    return statistic_BT

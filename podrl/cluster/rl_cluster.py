@@ -1,7 +1,6 @@
 """RLCluster: the models of a job in their roles, on their meshes, with everything one does to them."""
 
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +12,9 @@ from jaxtyping import Float, Int
 from podrl.cluster.config import ClusterConfig, Mode, Role
 from podrl.data.tokenizer import Tokenizer
 from podrl.mesh.reshard.publish import Publisher
-from podrl.models import decoder, from_pretrained
-from podrl.models.checks import check_vocab
+from podrl.models import decoder
 from podrl.models.config import LoraConfig
+from podrl.models.pretrained import check_vocab, from_pretrained
 from podrl.rollout.config import Sampling
 from podrl.rollout.rollout import RolloutWorker
 from podrl.trainer import packing
@@ -53,6 +52,7 @@ class RLCluster:
         reward: Any = None,
         perf_config: Any = None,
         lora: LoraConfig | None = None,
+        updates_per_step: int = 1,
         seed: int = 0,
     ):
         """Puts the models on their meshes.
@@ -63,6 +63,7 @@ class RLCluster:
           cluster_config: meshes, training and rollout configuration.
           reference: None for the actor's initial weights (under LoRA: its base), or a directory.
           lora: adapters to add where `actor` is a directory.
+          updates_per_step: optimizer updates of a step (mini-batches x passes), which learning-rate schedules span.
           seed: of everything random in the cluster.
 
         Raises:
@@ -79,14 +80,14 @@ class RLCluster:
         self.rollout_mesh = cluster_config.role_to_mesh[Role.ROLLOUT]
         self.training_config = cluster_config.training_config
         params = self._load_actor(actor, tokenizer, lora)
-        self.optimizer = self.training_config.optimizer()
+        self.optimizer = self.training_config.optimizer(updates_per_step=updates_per_step)
         self.state, self.frozen = init_state(params, self.model, self.optimizer, self.actor_mesh)
         self._reference_source = reference
         self._reference: PyTree | None = None
         self._train_step: Callable | None = None
         self.temperature = cluster_config.rollout().temperature
         self._logprobs = make_logprob_fn(
-            self.model, self.actor_mesh, temperature=self.temperature, dtype=self.training_config.compute_dtype
+            self.model, self.actor_mesh, temperature=self.temperature, dtype=self.training_config.dtype
         )
         self._build_rollout()
         self._buffered: dict[str, list[float]] = {}
@@ -101,7 +102,7 @@ class RLCluster:
         if tokenizer is None:
             raise ValueError("RLCluster needs tokenizer=...: the actor is a model object, which carries none.")
         is_path = isinstance(tokenizer, str | os.PathLike)
-        self.tokenizer = Tokenizer.load(pathlib.Path(tokenizer)) if is_path else tokenizer
+        self.tokenizer = Tokenizer(tokenizer) if is_path else tokenizer
         check_vocab(self.model, self.tokenizer.vocab_size)
         abstract = decoder.abstract_params(self.model, self.actor_mesh, dtype)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -113,7 +114,7 @@ class RLCluster:
         config = self.config.rollout()
         engine = self.config.rollout_engine
         worker_class = RolloutWorker if isinstance(engine, str) else engine
-        self.rollout_dtype = jnp.dtype(config.data_type or self.training_config.compute_dtype)
+        self.rollout_dtype = jnp.dtype(config.data_type or self.training_config.dtype)
         self.rollout = worker_class(
             self.model,
             self.rollout_mesh,
@@ -182,7 +183,7 @@ class RLCluster:
             self.optimizer,
             self.actor_mesh,
             temperature=self.temperature,
-            dtype=self.training_config.compute_dtype,
+            dtype=self.training_config.dtype,
             remat=self.training_config.remat,
         )
 
@@ -240,15 +241,9 @@ class RLCluster:
 
     def pack_shape(self, sequences: int) -> packing.PackShape:
         """The fixed shape of batches of at most `sequences` samples of this job's longest length."""
-        config, rollout = self.training_config, self.config.rollout()
+        rollout = self.config.rollout()
         longest = rollout.max_prompt_length + rollout.max_tokens_to_generate
-        return packing.PackShape.for_worst_case(
-            sequences,
-            longest,
-            max_tokens_per_row=config.max_tokens_per_row or longest,
-            rows_per_micro_batch=config.train_micro_batch_size or sequences,
-            shards=self.actor_mesh.shape["data"] * self.actor_mesh.shape["fsdp"],
-        )
+        return self.training_config.pack_shape(sequences=sequences, max_length=longest, mesh=self.actor_mesh)
 
     # Generation.
 

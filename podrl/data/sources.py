@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from etils import epath
 
 Record = Mapping[str, Any]
+_ARRAY_RECORD = ".array_record"
 
 
 class Source(Protocol):
@@ -67,12 +68,12 @@ def read(path: str, required: Sequence[str] = ()) -> Records:
     if path.startswith("tfds:"):
         return _tfds(path, required)
     suffix = _suffix(path)
+    if suffix == _ARRAY_RECORD:
+        return _array_record(path, _files(path), required)
     if suffix not in _READERS:
-        known = ", ".join(sorted(_READERS))
+        known = ", ".join((*_READERS, _ARRAY_RECORD))
         raise ValueError(f"{path} ends in {suffix!r}, which is no known format: use {known}, or tfds:NAME/SPLIT.")
     files = _files(path)
-    if suffix == ".array_record":
-        return _array_record(path, files, required)
     found: list[tuple[Record, str]] = []
     for file in files:
         before = len(found)
@@ -86,7 +87,7 @@ def read(path: str, required: Sequence[str] = ()) -> Records:
 def _suffix(path: str) -> str:
     name = path.rsplit("/", 1)[-1]
     # Sharded array records are called name.array_record-00000-of-00008.
-    return ".array_record" if ".array_record" in name else epath.Path(name).suffix.lower()
+    return _ARRAY_RECORD if _ARRAY_RECORD in name else epath.Path(name).suffix.lower()
 
 
 def _files(path: str) -> list[epath.Path]:
@@ -175,7 +176,6 @@ _READERS: dict[str, Callable[[epath.Path, Sequence[str]], Iterator[tuple[Record,
     ".jsonl": _jsonl,
     ".csv": _csv,
     ".parquet": _parquet,
-    ".array_record": _jsonl,  # never called: array records are read by index, see _array_record
 }
 
 

@@ -115,9 +115,7 @@ class GRPOLearner:
         prompts, fields = expand(experience, self.config.num_generations)
         named: dict[str, float] = {}
         for fn in self._metric_fns:
-            named.update(
-                fn(prompts, list(experience.rollouts.completions), experience.reward_B.tolist(), **fields)
-            )
+            named.update(fn(prompts, list(experience.rollouts.completions), experience.reward_B.tolist(), **fields))
         return {name: float(value) for name, value in named.items()}
 
 
@@ -180,9 +178,7 @@ class GRPOParts(LearnerParts):
             jax.block_until_ready(self.cluster.state.step)
         return {name: sum(m[name] for m in collected) / len(collected) for name in collected[0]}
 
-    def _pass(
-        self, step: int, iteration: int, experience: Experience, advantage: np.ndarray
-    ) -> list[TrainBatch]:
+    def _pass(self, step: int, iteration: int, experience: Experience, advantage: np.ndarray) -> list[TrainBatch]:
         """The mini-batches of one pass, in an order drawn from (seed, step, iteration), with all they need but updates.
 
         Old and reference log-probabilities are those before the first update of the step: all passes are prepared

@@ -1,16 +1,17 @@
 """GRPOConfig: which member of the GRPO family is trained, under Tunix's field names where it has one."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
-from podrl.algorithms import advantages
+from podrl.algorithms.aggregate import SCALED_MODES, canonical_mode
+from podrl.algorithms.estimator import AdvantageEstimator
+from podrl.algorithms.gae import outcome_reward
 from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms.presets import preset
 from podrl.config import refuses
-
-ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "reinforce_pp_baseline")
 
 
 @refuses(
@@ -26,7 +27,7 @@ class GRPOConfig:
 
     Attributes:
       algo_variant: 'grpo'.
-      advantage_estimator: 'grpo' (group-relative), 'rloo', 'opo', 'gpg' or 'reinforce_pp_baseline'.
+      advantage_estimator: 'grpo' (group-relative), 'rloo', 'opo', ...; see podrl.algorithms.estimator.
       policy_loss_fn: see PolicyLoss; 'grpo' is the clipped ratio.
       reward_manager: 'sequence-level': one reward for a completion.
       kl_clamp_value: bound on a token's KL; None for none.
@@ -42,12 +43,10 @@ class GRPOConfig:
       epsilon_low: lower side when it differs; None for epsilon.
       epsilon_c: dual clip; None for none.
       entropy_coef: weight of the entropy bonus.
-      advantage_scale: 'std' or 'none' (Dr. GRPO).
-      advantage_ddof: 1 for the sample standard deviation, 0 for the population's.
-      advantage_eps: added to the standard deviation.
+      advantage_scale, advantage_ddof, advantage_eps, singleton, gamma: see podrl.algorithms.estimator.
       loss_agg_scale: length the scale modes divide by, tokens; None is rollout.max_tokens_to_generate.
-      sampler_correction: importance weight between sampler and trainer; see podrl.algorithms.corrections.
-      correction_low, correction_high: its bounds; None for the usual ones.
+      length_eps, tau_positive, tau_negative, cov_fraction, clip_cov_low, clip_cov_high, kl_cov_coef,
+      sampler_correction, correction_low, correction_high: see podrl.algorithms.policy_loss.
       old_logprob: where the ratio's denominator comes from. 'current': the policy itself, exact when a fresh batch
         makes one update. 'trainer': a forward pass before the first update. 'sampler': what the engine reported.
         'auto': 'current' for one update on fresh samples, 'trainer' for several, 'sampler' for stale samples.
@@ -74,7 +73,16 @@ class GRPOConfig:
     advantage_scale: Literal["std", "none"] = "std"
     advantage_ddof: int = 1
     advantage_eps: float = 1e-6
+    singleton: str = "zero"
+    gamma: float = 1.0
     loss_agg_scale: float | None = None
+    length_eps: float = 0.0
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    cov_fraction: float = 2e-4
+    clip_cov_low: float = 1.0
+    clip_cov_high: float = 5.0
+    kl_cov_coef: float = 1.0
     sampler_correction: str = "none"
     correction_low: float | None = None
     correction_high: float | None = None
@@ -87,63 +95,42 @@ class GRPOConfig:
                 raise ValueError(f"grpo.{name}={getattr(self, name)!r} must be {' or '.join(map(repr, only))}.")
         if self.loss_algo not in ("grpo", "gspo-token"):
             raise ValueError(f"grpo.loss_algo={self.loss_algo!r} must be 'grpo' or 'gspo-token'.")
-        if self.advantage_estimator not in ESTIMATORS:
-            raise ValueError(
-                f"grpo.advantage_estimator={self.advantage_estimator!r} must be one of {', '.join(ESTIMATORS)}."
-            )
         if self.num_generations < 1 or self.num_iterations < 1 or self.max_staleness < 0:
             raise ValueError(
                 f"grpo.num_generations={self.num_generations} and grpo.num_iterations={self.num_iterations} must be at "
                 f"least 1, grpo.max_staleness={self.max_staleness} at least 0."
             )
-        if self.num_generations == 1 and self.advantage_estimator in ("grpo", "rloo"):
+        estimator = self.estimator()
+        if estimator.needs_critic or estimator.needs_greedy:
+            raise ValueError(
+                f"grpo.advantage_estimator={self.advantage_estimator!r} needs a critic or greedy completions, which "
+                "the GRPO learner does not run: use one of the group estimators (grpo, rloo, opo, gpg, ...)."
+            )
+        if self.num_generations == 1 and estimator.kind in ("grpo", "rloo", "opo", "gpg", "pass_at_k"):
             raise ValueError(
                 "grpo.num_generations=1 gives every sample the advantage 0, because a group of one has nothing to be "
                 "compared with: use at least 2."
             )
 
+    def estimator(self) -> AdvantageEstimator:
+        """The advantage these settings describe."""
+        return AdvantageEstimator(**_shared(self, AdvantageEstimator))
+
     def policy_loss(self, max_tokens: int) -> PolicyLoss:
         """The loss these settings describe; `max_tokens` is rollout.max_tokens_to_generate."""
-        scaled = self.loss_agg_mode in ("sequence-mean-token-scale", "token-sum-scale")
-        return PolicyLoss(
-            policy_loss_fn="gspo_token" if self.loss_algo == "gspo-token" else self.policy_loss_fn,
-            epsilon=self.epsilon,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            epsilon_c=self.epsilon_c,
-            beta=self.beta,
-            kl_loss_mode=self.kl_loss_mode,
-            kl_clamp_value=self.kl_clamp_value,
-            entropy_coef=self.entropy_coef,
-            loss_agg_mode=self.loss_agg_mode,
-            loss_agg_scale=(self.loss_agg_scale or float(max_tokens)) if scaled else None,
-            sampler_correction=self.sampler_correction,
-            correction_low=self.correction_low,
-            correction_high=self.correction_high,
-        )
+        fields = _shared(self, PolicyLoss)
+        if self.loss_algo == "gspo-token":
+            fields["policy_loss_fn"] = "gspo_token"
+        if canonical_mode(self.loss_agg_mode) in SCALED_MODES and self.loss_agg_scale is None:
+            fields["loss_agg_scale"] = float(max_tokens)
+        return PolicyLoss(**fields)
 
     def advantage(
         self, reward_B: Float[np.ndarray, " B"], mask_BT: Float[np.ndarray, "B T"]
-    ) -> Float[np.ndarray, " B"] | Float[np.ndarray, "B T"]:
-        """Advantage of every sample, or of every token where the estimator works on tokens; mask is 1 on samples."""
-        size = self.num_generations
-        match self.advantage_estimator:
-            case "rloo":
-                return advantages.leave_one_out(reward_B, group_size=size)
-            case "opo":
-                return advantages.opo(reward_B, mask_BT.sum(axis=1), group_size=size)
-            case "gpg":
-                return advantages.gpg(reward_B, group_size=size)
-            case "reinforce_pp_baseline":
-                return advantages.reinforce_plus_plus_baseline(reward_B, mask_BT, group_size=size)
-            case _:
-                return advantages.group_relative(
-                    reward_B,
-                    group_size=size,
-                    scale=self.advantage_scale,
-                    ddof=self.advantage_ddof,
-                    eps=self.advantage_eps,
-                )
+    ) -> Float[np.ndarray, "B T"]:
+        """Advantage of every sampled token; mask is 1 on samples."""
+        reward_BT = outcome_reward(reward_B, mask_BT)
+        return self.estimator()(reward_BT, np.zeros_like(reward_B), mask_BT, group_size=self.num_generations)
 
     def old_source(self, updates_per_step: int) -> str:
         """'current', 'trainer' or 'sampler', with 'auto' decided."""
@@ -152,3 +139,24 @@ class GRPOConfig:
         if self.max_staleness:
             return "sampler"
         return "current" if updates_per_step == 1 else "trainer"
+
+
+def preset_fields(name: str) -> dict[str, Any]:
+    """Fields of GRPOConfig that an algorithm's preset sets.
+
+    Raises:
+      ValueError: an unknown preset, or one that asks for what the GRPO learner does not do.
+    """
+    chosen = preset(name)
+    if chosen.learner:
+        raise ValueError(
+            f"algorithm={name!r} also needs {', '.join(sorted(chosen.learner))}, which the GRPO learner does not do "
+            "yet: choose another preset, or set the fields of config.grpo one by one."
+        )
+    return {**chosen.advantage, **chosen.loss}
+
+
+def _shared(config: GRPOConfig, cls: type) -> dict[str, Any]:
+    """The values of the fields that GRPOConfig has in common with `cls`."""
+    mine = {f.name for f in dataclasses.fields(config)}
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(cls) if f.name in mine}

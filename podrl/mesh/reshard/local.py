@@ -1,8 +1,8 @@
 """The transport for one process that sees both meshes: device-to-device copies of boxes, never a host array.
 
-Per bucket: one program on the source mesh casts and cuts every shard into boxes, one batched `device_put` sends each box
-over its link, one program on the target mesh puts the shards together. Boxes travel as they are: on CPU, packing them
-into one flat buffer per link was measured 4 to 10 times slower than the copies it saves.
+Per bucket: one program on the source mesh casts and cuts every shard into boxes, one batched `device_put` sends each
+box over its link, one program on the target mesh puts the shards together. Boxes travel as they are: on CPU, packing
+them into one flat buffer per link was measured 4 to 10 times slower than the copies it saves.
 """
 
 import math
@@ -95,7 +95,7 @@ class LocalTransport:
 
     def _join(self, indices: Sequence[int], moved: Sequence[Array], part: int | None, out: list[Any]) -> list[Array]:
         """Puts boxes together into shards of the target arrays."""
-        groups: dict[Mesh, list[tuple[int, list[Array]]]] = {}
+        groups: dict[Mesh, list[tuple[int, Sequence[Array]]]] = {}
         taken = 0
         for i in indices:
             leaf, target, wire = self._plan.leaves[i], self._targets[i], self._wires[i]
@@ -106,7 +106,9 @@ class LocalTransport:
                 out[i] = jax.make_array_from_single_device_arrays(leaf.shape, target, mine)
                 continue
             shape, place = lifted(leaf.part_box, cast(Mesh, target.mesh))
-            columns = [jax.make_array_from_single_device_arrays(shape, place, mine[m::slots]) for m in range(slots)]
+            columns: Sequence[Array] = [
+                jax.make_array_from_single_device_arrays(shape, place, mine[m::slots]) for m in range(slots)
+            ]
             groups.setdefault(cast(Mesh, target.mesh), []).append((i, columns))
         for mesh, members in groups.items():
             forms = tuple(self._form(i, self._targets[i], self._plan.leaves[i].target_slots) for i, _ in members)

@@ -243,8 +243,8 @@ class Plan:
         """
         links = self.links
         lines = [
-            f"{len(self.leaves)} leaves, {_size(self.source_bytes)} before, {_size(self.target_bytes)} after with replicas;"
-            f" {_size(self.moved_bytes)} change device over {len(links)} links",
+            f"{len(self.leaves)} leaves, {_size(self.source_bytes)} before, {_size(self.target_bytes)} after with "
+            f"replicas; {_size(self.moved_bytes)} change device over {len(links)} links",
             f"{sum(b.parts for b in self.buckets)} buckets, largest {_size(self.largest_bucket)} per device "
             f"(bound {_size(self.bucket_bytes)})",
             f"expected {self.seconds(bandwidth):.4g} s at {bandwidth / 1e9:g} GB/s per device",

@@ -1,0 +1,368 @@
+"""From records to batches of prompts: order, length limit, resumable position, and which records are held out."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import grain
+import numpy as np
+
+from podrl.data import problems, sources, template
+from podrl.data.sources import Record
+from podrl.data.tokenizer import Tokenizer
+from podrl.types import Prompts
+
+PROBLEMS = "problems"
+AUTO = "auto"
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where prompts come from.
+
+    Attributes:
+      path: 'problems' for the embedded task, or a file (see podrl.data.sources.read).
+      eval_path: a file of held-out records; '' holds out a part of `path`.
+      eval_fraction: share of the questions of `path` that is held out where `eval_path` is ''. The embedded task
+        always holds out its own tenth.
+      question_field: the record's field with the question.
+      answer_field: the record's field with the answer; of a GSM8K solution, what follows '####'.
+      system_prompt: instructions before the question; 'auto' is the reference text, and none for the embedded task.
+      template: 'chat' for the model's own turns, 'plain' for a model without a chat template.
+      seed: of the shuffling, and of the embedded task's problems.
+      shuffle: new order every epoch; False keeps the order of the file.
+      long_prompts: what happens to a prompt longer than rollout.max_prompt_length: 'skip' (counted) or 'error'.
+      size: problems of the embedded task in an epoch.
+    """
+
+    path: str = PROBLEMS
+    eval_path: str = ""
+    eval_fraction: float = 0.05
+    question_field: str = "question"
+    answer_field: str = "answer"
+    system_prompt: str = AUTO
+    template: Literal["chat", "plain"] = "chat"
+    seed: int = 42
+    shuffle: bool = True
+    long_prompts: Literal["skip", "error"] = "skip"
+    size: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("data.path is '': name a file of records, or 'problems' for the embedded task.")
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError(f"data.eval_fraction={self.eval_fraction} must be at least 0 and below 1.")
+        if self.seed < 0 or self.size < 1:
+            raise ValueError(f"data.seed={self.seed} must be 0 or more and data.size={self.size} at least 1.")
+
+
+class _Task(NamedTuple):
+    """A record made ready: the prompt as text and ids, and the fields its rewards see."""
+
+    text: str
+    tokens: Sequence[int]
+    fields: Mapping[str, Any]
+
+
+class PromptStream:
+    """An endless, exactly resumable stream of `Prompts`, the same whatever the number of processes.
+
+    Every process walks the whole stream and keeps its rows of each batch, so what is skipped, and where a batch ends,
+    never depends on how many there are.
+
+    Attributes:
+      prompts_per_step: P of the whole job.
+      steps_per_epoch: batches that use as many prompts as there are records.
+      skipped: prompts left out so far because they were too long.
+    """
+
+    def __init__(
+        self,
+        source: sources.Source,
+        render: Callable[[Any], tuple[str, Mapping[str, Any]]],
+        tokenizer: Tokenizer,
+        *,
+        prompts_per_step: int,
+        max_prompt_length: int,
+        shuffle_seed: int | None = 42,
+        long_prompts: Literal["skip", "error"] = "skip",
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ) -> None:
+        """Starts at the first prompt.
+
+        Args:
+          source: records by index.
+          render: prompt text and reward fields of a record.
+          tokenizer: of the model that answers.
+          prompts_per_step: P over all shards.
+          max_prompt_length: tokens; the width of every batch.
+          shuffle_seed: None keeps the source's order.
+          long_prompts: 'skip' or 'error'.
+          shard_index: which part of each batch this process keeps.
+          shard_count: number of parts; must divide P.
+
+        Raises:
+          ValueError: an empty source, or P that does not split into the shards.
+        """
+        if not len(source):
+            raise ValueError("There are no prompts to train on: data.path must hold at least one record.")
+        if prompts_per_step < 1 or prompts_per_step % shard_count:
+            raise ValueError(
+                f"{prompts_per_step} prompts do not split over {shard_count} rollout processes: "
+                "rollout.prompts_per_step must be a positive multiple of their number."
+            )
+        assert 0 <= shard_index < shard_count, (shard_index, shard_count)
+        self.prompts_per_step, self.skipped = prompts_per_step, 0
+        self.steps_per_epoch = max(1, len(source) // prompts_per_step)
+        self._limit, self._long = max_prompt_length, long_prompts
+        self._shard_index, self._shard_count = shard_index, shard_count
+        self._pad_id, self._records, self._emitted = tokenizer.pad_id, len(source), 0
+        self._seed = shuffle_seed
+        dataset = grain.MapDataset.source(source)
+        if shuffle_seed is not None:
+            dataset = dataset.shuffle(seed=shuffle_seed)
+        dataset = dataset.repeat().map(lambda record: _tokenise(*render(record), tokenizer))
+        # Reading ahead in threads would cost more than these few tokens; the position is exact either way.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
+        self._iterator = iter(dataset.to_iter_dataset(options))
+
+    @classmethod
+    def from_config(
+        cls,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        prompts_per_step: int,
+        max_prompt_length: int,
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ) -> "PromptStream":
+        """The training stream a configuration describes; see the constructor and `DataConfig`."""
+        train, _ = _split(config)
+        return cls(
+            train,
+            _Renderer(config, tokenizer),
+            tokenizer,
+            prompts_per_step=prompts_per_step,
+            max_prompt_length=max_prompt_length,
+            shuffle_seed=config.seed if config.shuffle else None,
+            long_prompts=config.long_prompts,
+            shard_index=shard_index,
+            shard_count=shard_count,
+        )
+
+    @classmethod
+    def from_list(
+        cls,
+        prompts: Iterable[str | Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        prompts_per_step: int,
+        max_prompt_length: int,
+        shuffle_seed: int | None = None,
+    ) -> "PromptStream":
+        """A stream over prompts given as texts, used as they are, or as mappings with 'prompt' and further fields.
+
+        Raises:
+          ValueError: a mapping without 'prompt', or an item that is neither; names its position.
+        """
+        records = [_listed(item, i) for i, item in enumerate(prompts)]
+        return cls(
+            sources.Records("the list of prompts", records),
+            lambda record: (record["prompt"], {k: v for k, v in record.items() if k != "prompt"}),
+            tokenizer,
+            prompts_per_step=prompts_per_step,
+            max_prompt_length=max_prompt_length,
+            shuffle_seed=shuffle_seed,
+            long_prompts="error",
+        )
+
+    def __iter__(self) -> "PromptStream":
+        return self
+
+    def __next__(self) -> Prompts:
+        """The next batch (this shard's P / shard_count rows of it), every row `max_prompt_length` wide.
+
+        Raises:
+          ValueError: a prompt is too long under 'error', or all of them are under 'skip'.
+        """
+        start, tasks = self._emitted, []
+        while len(tasks) < self.prompts_per_step:
+            tasks.append(self._next_task())
+        self._emitted += self.prompts_per_step
+        rows = self.prompts_per_step // self._shard_count
+        first = self._shard_index * rows
+        return _batch(tasks[first : first + rows], start + first, self._limit, self._pad_id, self.state())
+
+    def state(self) -> bytes:
+        """Where the stream stands, as JSON; the same on every shard."""
+        state = {
+            "iterator": self._iterator.get_state(),
+            "prompts": self._emitted,
+            "skipped": self.skipped,
+            "records": self._records,
+            "seed": self._seed,
+        }
+        return json.dumps(state).encode()
+
+    def restore(self, state: bytes) -> None:
+        """Continues after the batch whose `data_state` this is.
+
+        Raises:
+          ValueError: the state belongs to another number of records or another seed.
+        """
+        saved = json.loads(state)
+        for name, now, key in (("records", self._records, "data.path"), ("seed", self._seed, "data.seed")):
+            if saved[name] != now:
+                raise ValueError(
+                    f"The checkpoint's data position belongs to {name}={saved[name]}, but {key} gives {name}={now}: "
+                    "resume with the same data, or start in a new --workdir."
+                )
+        self._iterator.set_state(saved["iterator"])
+        self._emitted, self.skipped = saved["prompts"], saved["skipped"]
+
+    def _next_task(self) -> _Task:
+        for _ in range(self._records):
+            task = next(self._iterator)
+            if _fits(task, self._limit, self._long):
+                return task
+            self.skipped += 1
+            if self.skipped in (1, 10, 100) or self.skipped % 1000 == 0:
+                _log.warning("%d prompts skipped so far: longer than %d tokens.", self.skipped, self._limit)
+        raise ValueError(
+            f"None of the {self._records} prompts fits into {self._limit} tokens: raise rollout.max_prompt_length."
+        )
+
+
+def held_out_prompts(
+    config: DataConfig, tokenizer: Tokenizer, *, count: int, max_prompt_length: int, batch_size: int | None = None
+) -> list[Prompts]:
+    """The fixed evaluation set: no question of it is in the training stream of the same configuration.
+
+    Args:
+      config: see `DataConfig`.
+      tokenizer: of the model that answers.
+      count: prompts wanted; fewer where the data holds fewer.
+      max_prompt_length: tokens; longer prompts are left out, or an error, as `config.long_prompts` says.
+      batch_size: prompts in each batch (the last may hold fewer); None for one batch of all.
+
+    Returns:
+      Batches whose `index_P` counts through the whole set and whose `data_state` is empty.
+    """
+    if not count:
+        return []
+    if config.path == PROBLEMS and not config.eval_path:
+        records: Iterable[Any] = problems.distinct("held_out", count, config.seed)
+    else:
+        held = _split(config)[1]
+        records = (held[i] for i in range(len(held)))
+    render = _Renderer(config, tokenizer)
+    tasks = (_tokenise(*render(record), tokenizer) for record in records)
+    fitting = (task for task in tasks if _fits(task, max_prompt_length, config.long_prompts))
+    chosen = list(itertools.islice(fitting, count))
+    size = batch_size or max(1, len(chosen))
+    return [
+        _batch(chosen[i : i + size], i, max_prompt_length, tokenizer.pad_id, b"") for i in range(0, len(chosen), size)
+    ]
+
+
+class _Renderer:
+    """Prompt text and reward fields of a record, by the configuration's template."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        reference = "" if config.path == PROBLEMS else template.SYSTEM_PROMPT
+        self._system = reference if config.system_prompt == AUTO else config.system_prompt
+
+    def __call__(self, record: Record | problems.Problem) -> tuple[str, Mapping[str, Any]]:
+        fields = _fields(record, self._config)
+        return template.wrap(
+            self._tokenizer, fields["question"], system=self._system, form=self._config.template
+        ), fields
+
+
+def _fields(record: Record | problems.Problem, config: DataConfig) -> dict[str, Any]:
+    """question, answer and solution under these names, and every other field of the record under its own."""
+    if isinstance(record, problems.Problem):
+        return {"question": record.question, "answer": record.answer, "solution": record.reasoning}
+    question, answer = str(record[config.question_field]).strip(), str(record[config.answer_field]).strip()
+    others = {k: v for k, v in record.items() if k not in (config.question_field, config.answer_field)}
+    final = template.gsm8k_answer(answer) if "####" in answer else answer
+    return {"solution": answer, **others, "question": question, "answer": final}
+
+
+def _split(config: DataConfig) -> tuple[sources.Source, sources.Source]:
+    """(training records, held-out records)."""
+    required = (config.question_field, config.answer_field)
+    evaluation = sources.read(config.eval_path, required) if config.eval_path else None
+    if config.path == PROBLEMS:
+        train: Any = problems.Problems("train", config.size, config.seed)
+        return train, evaluation or problems.Problems("held_out", config.size, config.seed)  # pyright: ignore[reportReturnType]
+    records = sources.read(config.path, required)
+    if evaluation is not None:
+        return records, evaluation
+    held = [_held_out(str(records[i][config.question_field]), config.eval_fraction) for i in range(len(records))]
+    return _Subset(records, [i for i, h in enumerate(held) if not h]), _Subset(records, np.flatnonzero(held).tolist())
+
+
+def _held_out(question: str, fraction: float) -> bool:
+    """By the question's hash, so that a question asked twice is on one side only, whatever the order of the file."""
+    digest = hashlib.sha256(question.strip().encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
+
+
+class _Subset(Sequence[Record]):
+    """Some records of a source, in its order."""
+
+    def __init__(self, source: sources.Source, indices: Sequence[int]) -> None:
+        self._source, self._indices = source, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._source[self._indices[index]]
+
+
+def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    record = {"prompt": item} if isinstance(item, str) else item
+    if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str) or not record["prompt"]:
+        raise ValueError(f"Prompt {index} is {str(item)[:80]!r}: it must be a text, or a mapping with a text 'prompt'.")
+    return record
+
+
+def _tokenise(text: str, fields: Mapping[str, Any], tokenizer: Tokenizer) -> _Task:
+    opened = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    return _Task(text, tokenizer.encode(text, bos=not opened), fields)
+
+
+def _fits(task: _Task, limit: int, long_prompts: str) -> bool:
+    if len(task.tokens) <= limit:
+        return True
+    if long_prompts == "error":
+        raise ValueError(
+            f"The prompt {task.text[:80]!r}... has {len(task.tokens)} tokens: rollout.max_prompt_length={limit} must be "
+            "at least that, or set data.long_prompts=skip."
+        )
+    return False
+
+
+def _batch(tasks: Sequence[_Task], first_index: int, width: int, pad_id: int, state: bytes) -> Prompts:
+    tokens_PT = np.full((len(tasks), width), pad_id, np.int32)
+    for p, task in enumerate(tasks):
+        tokens_PT[p, : len(task.tokens)] = task.tokens
+    names = dict.fromkeys(name for task in tasks for name in task.fields)
+    return Prompts(
+        tokens_PT=tokens_PT,
+        length_P=np.array([len(task.tokens) for task in tasks], np.int32),
+        index_P=np.arange(first_index, first_index + len(tasks), dtype=np.int64),
+        text=[task.text for task in tasks],
+        fields={name: [task.fields.get(name) for task in tasks] for name in names},
+        data_state=state,
+    )

@@ -1,0 +1,94 @@
+"""What a job is about to do, in plain words: devices, roles, meshes, the algorithm and the batch arithmetic."""
+
+import collections
+import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import rich.console
+from jax.sharding import Mesh
+
+from podrl.learner.console import print_table
+from podrl.mesh.build import describe_mesh
+
+if TYPE_CHECKING:
+    from podrl.learner.job import RLJob
+
+
+def device_line() -> str:
+    """'8 x cpu' for the devices of this process."""
+    kinds = collections.Counter(d.device_kind for d in jax.devices())
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def role_rows(trainer_mesh: Mesh, rollout_mesh: Mesh) -> list[list[str]]:
+    """One row per role: its mesh and its devices."""
+
+    def row(role: str, mesh: Mesh, does: str) -> list[str]:
+        ids = [d.id for d in mesh.devices.flat]
+        return [role, describe_mesh(mesh), f"{len(ids)}", f"{ids[0]}-{ids[-1]}", does]
+
+    return [
+        row("trainer", trainer_mesh, "actor, reference: updates and log-probabilities"),
+        row("rollout", rollout_mesh, "rollout: batched decoding, evaluation"),
+    ]
+
+
+def print_plan(
+    console: rich.console.Console, job: "RLJob", trainer_mesh: Mesh, rollout_mesh: Mesh, workdir: pathlib.Path
+) -> None:
+    """The tables a run starts with, and all that a dry run prints after the configuration."""
+    print_table(
+        console,
+        f"Roles ({device_line()})",
+        ["role", "mesh", "devices", "ids", "does"],
+        role_rows(trainer_mesh, rollout_mesh),
+    )
+    print_table(console, "Batch arithmetic", ["what", "number", "from"], batch_rows(job))
+    loss = job.grpo.policy_loss(job.rollout.max_tokens_to_generate)
+    console.print(f"Algorithm {job.algorithm}:")
+    for line in [job.grpo.estimator().formula(), *loss.formula().splitlines()]:
+        console.print(f"  {line}", markup=False)
+    for warning in loss.warnings():
+        console.print(f"Warning: {warning}", markup=False)
+    console.print(f"Run directory: {workdir}\n")
+
+
+def batch_rows(job: "RLJob") -> list[list[str]]:
+    """How prompts become samples, mini-batches and updates."""
+    prompts, group = job.rollout.prompts_per_step, job.grpo.num_generations
+    samples, mini = job.samples_per_step, job.mini_batch_size
+    length = job.rollout.max_prompt_length + job.rollout.max_tokens_to_generate
+    steps = job.trainer.max_steps or 0
+    return [
+        ["prompts per step", f"{prompts}", "rollout.prompts_per_step"],
+        ["samples per prompt (G)", f"{group}", "grpo.num_generations"],
+        ["samples per step", f"{samples}", f"{prompts} x {group}"],
+        ["mini-batches per pass", f"{samples // mini}", f"{samples} / trainer.mini_batch_size {mini}"],
+        ["passes (mu)", f"{job.grpo.num_iterations}", "grpo.num_iterations"],
+        ["updates per step", f"{job.updates_per_step}", "mini-batches x passes"],
+        ["longest sequence", f"{length} tokens", "rollout.max_prompt_length + max_tokens_to_generate"],
+        ["steps", f"{steps}", "trainer.max_steps"],
+        ["samples in all", f"{steps * samples:,}", "steps x samples per step"],
+    ]
+
+
+def print_files(console: rich.console.Console, workdir: pathlib.Path, summary: Mapping[str, Any]) -> None:
+    """Where a finished run left everything, and how fast it was."""
+    rates = {k: v for k, v in summary["throughput"].items() if v}
+    for name, rate in rates.items():
+        console.print(f"{name.replace('_', ' ')}: {rate:,.0f}")
+    spent = {name: s for name, s in summary["seconds"].items() if name != "step" and s >= 0.05}
+    console.print("seconds by stage: " + ", ".join(f"{name} {s:.1f}" for name, s in spent.items()))
+    console.print(f"Written to {workdir}:")
+    for name, what in (
+        ("summary.json", "before/after, throughput, time split"),
+        ("metrics.jsonl", "one object per step"),
+        ("samples.jsonl", "prompts, completions, rewards"),
+        ("curve.png", "reward and accuracy"),
+        ("tensorboard/", "the same metrics as events"),
+        ("checkpoints/", f"export with: python -m podrl.export --workdir={workdir} --out=DIR"),
+    ):
+        if (workdir / name).exists():
+            console.print(f"  {name:15} {what}", markup=False)

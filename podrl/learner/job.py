@@ -1,0 +1,231 @@
+"""From a configuration mapping to a finished run: builds the parts, trains, writes the summary."""
+
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from podrl.cluster.config import ClusterConfig, Role
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.config import build
+from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
+from podrl.data.tokenizer import Tokenizer
+from podrl.learner import describe, summary
+from podrl.learner.console import make_console
+from podrl.learner.evaluate import AccuracyEvaluator, EvalConfig
+from podrl.learner.grpo import GRPOLearner
+from podrl.learner.grpo_config import GRPOConfig, preset_fields
+from podrl.learner.run import Run
+from podrl.mesh.build import make_mesh, split_devices
+from podrl.models.config import LoraConfig
+from podrl.rewards.compose import RewardConfig
+from podrl.rewards.reference import accuracies
+from podrl.rollout.config import RolloutConfig
+from podrl.runtime.checkpoint import CheckpointConfig
+from podrl.runtime.metrics import LogConfig
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
+from podrl.trainer.config import RLTrainingConfig
+
+TINY = pathlib.Path(__file__).resolve().parent.parent / "assets" / "tiny"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """Which weights a job starts from.
+
+    Attributes:
+      path: a Hugging Face directory; 'tiny' is the checkpoint shipped with podrl.
+      reference: directory of the reference policy; '' for the starting weights.
+      lora: adapters; rank 0 trains all parameters.
+    """
+
+    path: str = "tiny"
+    reference: str = ""
+    lora: LoraConfig = LoraConfig()
+
+    @property
+    def directory(self) -> pathlib.Path:
+        path = TINY if self.path == "tiny" else pathlib.Path(self.path).expanduser()
+        if not path.is_dir():
+            raise ValueError(
+                f"model.path={self.path!r} is not a directory: give a Hugging Face directory (config.json, "
+                "safetensors, tokenizer files), or 'tiny' for the checkpoint that comes with podrl."
+            )
+        return path
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleConfig:
+    """Devices of one role. mesh: 'fsdp=4', 'data=2,tensor=2', or 'auto' (trainer fsdp, rollout data)."""
+
+    mesh: str = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class RolesConfig:
+    """Which devices do what; `colocated` gives both roles all devices."""
+
+    trainer: RoleConfig = RoleConfig()
+    rollout: RoleConfig = RoleConfig()
+    colocated: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RLJob:
+    """Everything `--config` says about a GRPO-family job."""
+
+    trainer: RLTrainingConfig
+    algorithm: str = "grpo"
+    seed: int = 0
+    fake_devices: int = 0
+    model: ModelSource = ModelSource()
+    data: DataConfig = DataConfig()
+    grpo: GRPOConfig = GRPOConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    roles: RolesConfig = RolesConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.grpo.num_generations
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.grpo.num_iterations * (self.samples_per_step // self.mini_batch_size)
+
+    @property
+    def mini_batch_size(self) -> int:
+        return self.trainer.mini_batch_size or self.samples_per_step
+
+
+def parse(values: Mapping[str, Any]) -> RLJob:
+    """The job a configuration describes, its arithmetic checked; the preset fills what the config leaves out.
+
+    Raises:
+      ValueError: unknown or missing keys, or sizes that do not divide.
+    """
+    values = dict(values)
+    preset = preset_fields(values.get("algorithm", "grpo"))
+    values["grpo"] = {**preset, **values.get("grpo", {})}
+    job = build(RLJob, values)
+    if job.samples_per_step % job.mini_batch_size:
+        raise ValueError(
+            f"Batch of {job.samples_per_step} sequences does not split into mini-batches of {job.mini_batch_size}: "
+            "rollout.prompts_per_step x grpo.num_generations must be a multiple of trainer.mini_batch_size."
+        )
+    if job.trainer.max_steps is None:
+        raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
+    return job
+
+
+def meshes(job: RLJob) -> tuple[Any, Any]:
+    """(trainer mesh, rollout mesh) over this process's devices."""
+    roles = job.roles
+    trainer, rollout = split_devices(jax.devices(), roles.trainer.mesh, roles.rollout.mesh, colocated=roles.colocated)
+    return (
+        make_mesh(roles.trainer.mesh, trainer, key="roles.trainer.mesh", auto="fsdp=-1"),
+        make_mesh(roles.rollout.mesh, rollout, key="roles.rollout.mesh", auto="data=-1"),
+    )
+
+
+def dry_run(values: Mapping[str, Any], workdir: pathlib.Path) -> int:
+    """Prints the resolved configuration, the role table and the batch arithmetic."""
+    job = parse(values)
+    console = make_console()
+    console.print(json.dumps(dataclasses.asdict(job), indent=2, default=str))
+    trainer_mesh, rollout_mesh = meshes(job)
+    describe.print_plan(console, job, trainer_mesh, rollout_mesh, workdir)
+    return EXIT_DONE
+
+
+def build_cluster(job: RLJob, trainer_mesh: Any, rollout_mesh: Any) -> RLCluster:
+    """The models of a job on its meshes."""
+    config = ClusterConfig(
+        role_to_mesh={Role.ACTOR: trainer_mesh, Role.REFERENCE: trainer_mesh, Role.ROLLOUT: rollout_mesh},
+        training_config=job.trainer,
+        rollout_config=job.rollout,
+    )
+    return RLCluster(
+        actor=job.model.directory,
+        reference=job.model.reference or None,
+        tokenizer=job.model.directory,
+        cluster_config=config,
+        lora=job.model.lora,
+        updates_per_step=job.updates_per_step,
+        seed=job.seed,
+    )
+
+
+def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str) -> int:
+    """Trains the job a configuration describes; returns the process's exit code.
+
+    Args:
+      values: the configuration, as plain nested mappings.
+      workdir: the run directory; a run that is there is resumed.
+      command: how the process was started, for the message that says how to resume.
+    """
+    if values.get("algorithm") == "sft":
+        from podrl.learner import sft
+
+        return sft.run(values, workdir, command=command)
+    job = parse(values)
+    started = time.monotonic()
+    trainer_mesh, rollout_mesh = meshes(job)
+    with Run(workdir, log=job.log, checkpoint=job.checkpoint, config=dataclasses.asdict(job)) as current:
+        describe.print_plan(current.console, job, trainer_mesh, rollout_mesh, workdir)
+        with current.watchdog.stage("start-up"):
+            cluster = build_cluster(job, trainer_mesh, rollout_mesh)
+            limit = job.rollout.max_prompt_length
+            stream = PromptStream.from_config(
+                job.data, cluster.tokenizer, prompts_per_step=job.rollout.prompts_per_step, max_prompt_length=limit
+            )
+            cluster.warm_up(cluster.sync_weights(0))
+        evaluator = make_evaluator(cluster, job.data, job.eval, limit)
+        metric_fns = [answer_accuracy] if job.eval.problems else []
+        learner = GRPOLearner(cluster, job.grpo, metric_fns=metric_fns, reward_config=job.reward)
+        step = learner.train(stream, evaluator=evaluator, run=current)
+        facts = {"seed": job.seed, "devices": describe.device_line(), "wall_s": round(time.monotonic() - started, 1)}
+        return finish(current, cluster.tokenizer, step, job.trainer.max_steps or step, facts, command)
+
+
+def finish(current: Run, tokenizer: Tokenizer, step: int, max_steps: int, facts: dict[str, Any], command: str) -> int:
+    """Writes the summary, says where everything is, and picks the exit code."""
+    del tokenizer
+    assert current.workdir is not None
+    if step < max_steps:
+        current.console.print(
+            f"Stopped after step {step} of {max_steps}; saved in {current.workdir}. Resume with: {command}"
+        )
+        return EXIT_PREEMPTED
+    written = summary.write_summary(current.workdir, facts)
+    summary.print_before_after(current.console, written)
+    describe.print_files(current.console, current.workdir, written)
+    return EXIT_DONE
+
+
+def make_evaluator(
+    cluster: RLCluster, data: DataConfig, config: EvalConfig, max_prompt_length: int
+) -> AccuracyEvaluator | None:
+    """The evaluation on held-out problems, or None when it is turned off or there are none."""
+    if not config.problems:
+        return None
+    batches = held_out_prompts(data, cluster.tokenizer, count=config.problems, max_prompt_length=max_prompt_length)
+    return AccuracyEvaluator(cluster, batches, config, accuracies)
+
+
+def answer_accuracy(
+    prompts: list[str], completions: list[str], rewards: list[float], *, answer: list[str] | None = None, **_: Any
+) -> dict[str, float]:
+    """accuracy/{answer,partial,format} of the training samples, where the data has answers."""
+    del prompts, rewards
+    if not answer:
+        return {}
+    scored = [accuracies(completion, str(truth)) for completion, truth in zip(completions, answer, strict=True)]
+    return {f"accuracy/{name}": sum(s[name] for s in scored) / len(scored) for name in scored[0]}

@@ -1,0 +1,53 @@
+"""A gcloud that records how it was called and runs what it is given on N workers, each a home directory here.
+
+Reads FAKE_TPU_ROOT: `calls.jsonl` is appended there, `w0`, `w1`, ... are the workers' homes. The metadata server of
+worker N answers under http://FAKE_TPU_METADATA/wN.
+"""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+
+def main(words: list[str]) -> int:
+    root = pathlib.Path(os.environ["FAKE_TPU_ROOT"])
+    with (root / "calls.jsonl").open("a") as calls:
+        calls.write(json.dumps(words) + "\n")
+    assert words[:3] == ["compute", "tpus", "tpu-vm"], words
+    verb, rest = words[3], words[4:]
+    flags = dict(word[2:].split("=", 1) for word in rest if word.startswith("--"))
+    names = [word for word in rest if not word.startswith("--")]
+    if verb == "describe":
+        sys.stdout.write("READY\tHEALTHY\n")
+        return 0
+    assert flags["worker"] == "all" and flags["zone"], words
+    homes = sorted(path for path in root.iterdir() if path.is_dir() and path.name.startswith("w"))
+    if verb == "scp":
+        source, (_, target) = names[0], names[1].split(":")
+        for home in homes:
+            shutil.copy(source, home / target)
+        return 0
+    assert verb == "ssh", words
+
+    def run(home: pathlib.Path) -> int:
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(home),
+            "GCE_METADATA_IP": f"{os.environ['FAKE_TPU_METADATA']}/{home.name}",
+            "PODRL_TPU_LOCK_FILE": str(home / "libtpu_lockfile"),
+            "PODRL_TPU_DEVICES": str(home / "dev"),
+            "PODRL_RESTART_DELAY": "0",
+        }
+        return subprocess.run(["bash", "-c", flags["command"]], cwd=home, env=environment, check=False).returncode
+
+    with concurrent.futures.ThreadPoolExecutor(len(homes)) as pool:
+        codes = list(pool.map(run, homes))
+    return next((code for code in codes if code), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

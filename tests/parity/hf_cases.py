@@ -1,0 +1,104 @@
+"""Small random checkpoints of every family, made and evaluated by `transformers` itself."""
+
+import os
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+
+SMALL = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+}
+ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
+
+# (name, configuration class, differences from SMALL): GQA ratios, head sizes unlike dim / heads, windows shorter than the
+# sequences of the tests, tied and untied, biases, soft caps that bite, both rope bases and scalings.
+CASES = [
+    ("gemma_mha", "GemmaConfig", {"num_key_value_heads": 4}),
+    ("gemma_mqa", "GemmaConfig", {"num_key_value_heads": 1, "head_dim": 16}),
+    (
+        "gemma2_caps",
+        "Gemma2Config",
+        {"sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    ("gemma2_no_caps", "Gemma2Config", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 16}),
+    (
+        "gemma3_windows",
+        "Gemma3TextConfig",
+        {"layer_types": ALTERNATING, "sliding_window": 4, "rope_parameters": GEMMA3_ROPE, "query_pre_attn_scalar": 12},
+    ),
+    ("gemma3_pattern", "Gemma3TextConfig", {"num_hidden_layers": 7, "sliding_window": 6, "num_key_value_heads": 1}),
+    ("llama_untied", "LlamaConfig", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 500_000.0}}),
+    ("llama3_rope", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
+    ("llama_mha", "LlamaConfig", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    ("qwen2_bias", "Qwen2Config", {"tie_word_embeddings": True}),
+    ("qwen2_windows", "Qwen2Config", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ("qwen3_untied", "Qwen3Config", {"head_dim": 16, "num_key_value_heads": 1}),
+    ("qwen3_tied", "Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1_000_000.0}}),
+    ("mistral_window", "MistralConfig", {"sliding_window": 5}),
+    ("mistral_global", "MistralConfig", {"sliding_window": None, "head_dim": 16}),
+]
+# The sizes of the committed fixtures (tests/models/fixtures), one case per family.
+FIXTURE_SIZES = {"vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+FIXTURE_CASES = [
+    ("gemma", "GemmaConfig", {"num_key_value_heads": 1}),
+    ("gemma2", "Gemma2Config", dict(CASES[2][2], num_key_value_heads=1)),
+    ("gemma3", "Gemma3TextConfig", dict(CASES[4][2], num_key_value_heads=1)),
+    ("llama", "LlamaConfig", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}),
+    ("qwen2", "Qwen2Config", {"num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True}),
+    ("qwen3", "Qwen3Config", {"num_key_value_heads": 1}),
+    ("mistral", "MistralConfig", {"num_key_value_heads": 1, "sliding_window": 5}),
+]
+
+
+def make_model(config_class: str, changes: dict, *, seed: int = 0) -> "transformers.PreTrainedModel":
+    """A random model in float32 whose every parameter matters: norms, biases and matrices away from their defaults."""
+    # No end token: greedy generation must not stop early.
+    fields = SMALL | changes | {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
+    config = getattr(transformers, config_class)(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            if value.ndim == 2:
+                value.copy_(noise * (0.5 if "embed" in name else 1.0) / value.shape[1] ** 0.5)
+            elif name.endswith("bias"):
+                value.copy_(noise * 0.3)
+            else:
+                value.add_(noise * 0.2)
+    return model.eval()
+
+
+def save_model(model: "transformers.PreTrainedModel", directory: os.PathLike) -> pathlib.Path:
+    model.save_pretrained(directory)
+    return pathlib.Path(directory)
+
+
+def make_tokens(shape: tuple[int, int], vocab_size: int, *, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)
+
+
+def logits(model: "transformers.PreTrainedModel", tokens_BT: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens_BT.astype(np.int64))).logits.numpy()
