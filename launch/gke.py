@@ -128,6 +128,7 @@ def _replicated_job(
     if role == "trainer":
         codes = sorted((*command.RESTART_CODES, *command.SIGNAL_CODES))
         user_error = {"containerName": "podrl", "operator": "NotIn", "values": codes}
+        # The empty list is for JobSets whose schema wants it: github.com/kubernetes-sigs/jobset/issues/377.
         rule = {"action": "FailJob", "onExitCodes": user_error, "onPodConditions": []}
         job["podFailurePolicy"] = {"rules": [rule]}
     job["template"] = {
@@ -168,7 +169,7 @@ def _pod(
         "image": args.image,
         "command": command.podrl_command(args.config, args.workdir, extra),
         "env": _environment(role, slices, args, rollout),
-        "ports": [{"name": port_name, "containerPort": port} for port_name, port in PORTS.items()],
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in PORTS.items()],
         "resources": {"requests": chips, "limits": chips},
         "securityContext": security,
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],

@@ -7,8 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import build
@@ -20,8 +18,7 @@ from podrl.learner.evaluate import AccuracyEvaluator, EvalConfig
 from podrl.learner.grpo import GRPOLearner
 from podrl.learner.grpo_config import GRPOConfig, preset_fields
 from podrl.learner.run import Run
-from podrl.mesh.build import make_mesh, split_devices
-from podrl.models.config import LoraConfig
+from podrl.learner.setup import ModelSource, RolesConfig, meshes
 from podrl.rewards.compose import RewardConfig
 from podrl.rewards.reference import accuracies
 from podrl.rollout.config import RolloutConfig
@@ -29,49 +26,6 @@ from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.metrics import LogConfig
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
 from podrl.trainer.config import RLTrainingConfig
-
-TINY = pathlib.Path(__file__).resolve().parent.parent / "assets" / "tiny"
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelSource:
-    """Which weights a job starts from.
-
-    Attributes:
-      path: a Hugging Face directory; 'tiny' is the checkpoint shipped with podrl.
-      reference: directory of the reference policy; '' for the starting weights.
-      lora: adapters; rank 0 trains all parameters.
-    """
-
-    path: str = "tiny"
-    reference: str = ""
-    lora: LoraConfig = LoraConfig()
-
-    @property
-    def directory(self) -> pathlib.Path:
-        path = TINY if self.path == "tiny" else pathlib.Path(self.path).expanduser()
-        if not path.is_dir():
-            raise ValueError(
-                f"model.path={self.path!r} is not a directory: give a Hugging Face directory (config.json, "
-                "safetensors, tokenizer files), or 'tiny' for the checkpoint that comes with podrl."
-            )
-        return path
-
-
-@dataclasses.dataclass(frozen=True)
-class RoleConfig:
-    """Devices of one role. mesh: 'fsdp=4', 'data=2,tensor=2', or 'auto' (trainer fsdp, rollout data)."""
-
-    mesh: str = "auto"
-
-
-@dataclasses.dataclass(frozen=True)
-class RolesConfig:
-    """Which devices do what; `colocated` gives both roles all devices."""
-
-    trainer: RoleConfig = RoleConfig()
-    rollout: RoleConfig = RoleConfig()
-    colocated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,22 +79,12 @@ def parse(values: Mapping[str, Any]) -> RLJob:
     return job
 
 
-def meshes(job: RLJob) -> tuple[Any, Any]:
-    """(trainer mesh, rollout mesh) over this process's devices."""
-    roles = job.roles
-    trainer, rollout = split_devices(jax.devices(), roles.trainer.mesh, roles.rollout.mesh, colocated=roles.colocated)
-    return (
-        make_mesh(roles.trainer.mesh, trainer, key="roles.trainer.mesh", auto="fsdp=-1"),
-        make_mesh(roles.rollout.mesh, rollout, key="roles.rollout.mesh", auto="data=-1"),
-    )
-
-
 def dry_run(values: Mapping[str, Any], workdir: pathlib.Path) -> int:
     """Prints the resolved configuration, the role table and the batch arithmetic."""
     job = parse(values)
     console = make_console()
     console.print(json.dumps(dataclasses.asdict(job), indent=2, default=str))
-    trainer_mesh, rollout_mesh = meshes(job)
+    trainer_mesh, rollout_mesh = meshes(job.roles)
     describe.print_plan(console, job, trainer_mesh, rollout_mesh, workdir)
     return EXIT_DONE
 
@@ -177,7 +121,7 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str) -> in
         return sft.run(values, workdir, command=command)
     job = parse(values)
     started = time.monotonic()
-    trainer_mesh, rollout_mesh = meshes(job)
+    trainer_mesh, rollout_mesh = meshes(job.roles)
     with Run(workdir, log=job.log, checkpoint=job.checkpoint, config=dataclasses.asdict(job)) as current:
         describe.print_plan(current.console, job, trainer_mesh, rollout_mesh, workdir)
         with current.watchdog.stage("start-up"):

@@ -50,14 +50,14 @@ class MetricsLog:
     def __init__(self, workdir: str | os.PathLike, config: LogConfig, *, start: int, run_config: Mapping[str, Any]):
         self.workdir = pathlib.Path(workdir)
         self.workdir.mkdir(parents=True, exist_ok=True)
-        self._metrics = _reopen(self.workdir / "metrics.jsonl", start)
-        self._samples = _reopen(self.workdir / "samples.jsonl", start)
         self._sinks: list[MetricsLogger] = []
         self._closers: list[Callable[[], None]] = []
         if config.tensorboard:
             self._open_tensorboard(start)
         if config.wandb:
             self._open_wandb(config, run_config)
+        self._metrics = _reopen(self.workdir / "metrics.jsonl", start)
+        self._samples = _reopen(self.workdir / "samples.jsonl", start)
 
     def add_sink(self, sink: MetricsLogger) -> None:
         """Calls `sink(step, metrics)` for every record from now on."""

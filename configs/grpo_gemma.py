@@ -1,0 +1,88 @@
+"""GRPO on a Gemma model.
+
+Default: the checkpoint that comes with podrl learns word problems on a CPU machine, 8 faked devices, 4 training (fsdp=4)
+and 4 generating (data=4).
+
+    python -m podrl.launch --config=grpo_gemma.py
+    python -m podrl.launch --config=grpo_gemma.py --config.data.path=gsm8k_train.jsonl --config.model.path=DIR
+
+Variants:
+    grpo_gemma.py:lora              adapters only, the same task
+    grpo_gemma.py:gemma2_2b_v5e16   Gemma 2 2B on GSM8K with LoRA, trainer and rollout on 8 TPU v5e chips each; needs
+                                    --config.model.path=DIR and --config.data.path=FILE
+"""
+
+from ml_collections import ConfigDict
+
+VARIANTS = ("tiny", "lora", "gemma2_2b_v5e16")
+
+
+def get_config(variant: str = "tiny") -> ConfigDict:
+    """The configuration of a variant, as plain data."""
+    if variant not in VARIANTS:
+        raise ValueError(f"grpo_gemma.py has no variant {variant!r}: use one of {', '.join(VARIANTS)}.")
+    config = _tiny()
+    if variant == "lora":
+        config.model.lora = ConfigDict({"rank": 16, "alpha": 32.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
+        config.trainer.learning_rate = 2e-3
+    if variant == "gemma2_2b_v5e16":
+        _gemma2_2b(config)
+    return config
+
+
+def _tiny() -> ConfigDict:
+    config = ConfigDict()
+    config.algorithm = "grpo"
+    config.seed = 0
+    config.fake_devices = 8  # CPU only; ignored where there is an accelerator
+    config.model = ConfigDict({"path": "tiny", "reference": ""})
+    config.model.lora = ConfigDict({"rank": 0, "alpha": 16.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
+    config.roles = ConfigDict({"colocated": False, "trainer": {"mesh": "auto"}, "rollout": {"mesh": "auto"}})
+    config.data = ConfigDict({"path": "problems", "eval_path": "", "system_prompt": "auto", "seed": 42})
+    config.data.template = "chat"
+    config.data.long_prompts = "skip"
+    config.grpo = ConfigDict({"num_generations": 8, "num_iterations": 1, "beta": 0.0, "epsilon": 0.2})
+    config.grpo.loss_agg_mode = "token-mean"
+    config.grpo.max_staleness = 0
+    config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 64, "max_tokens_to_generate": 40})
+    config.rollout.temperature = 1.0
+    config.reward = ConfigDict(
+        {
+            "fns": ("exact_format", "approximate_format", "answer", "number"),
+            "weights": (),
+            "deadline_s": 30.0,
+            "workers": 1,
+        }
+    )
+    config.trainer = ConfigDict(
+        {"max_steps": 160, "eval_every_n_steps": 40, "learning_rate": 2e-4, "schedule": "constant"}
+    )
+    config.trainer.max_grad_norm = 1.0
+    config.trainer.b2 = 0.99
+    config.eval = ConfigDict({"problems": 256, "samples": 4})
+    config.checkpoint = ConfigDict({"every": 40, "keep": 2})
+    config.log = ConfigDict({"tensorboard": True, "wandb": "", "samples_every": 10, "stall_s": 900.0})
+    return config
+
+
+def _gemma2_2b(config: ConfigDict) -> None:
+    """Tunix's published recipe for GSM8K, on two v5e 2x4 slices' worth of chips."""
+    config.model.path = ""
+    config.model.lora = ConfigDict({"rank": 64, "alpha": 64.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
+    config.roles.trainer.mesh = "fsdp=4,tensor=2"
+    config.roles.rollout.mesh = "data=4,tensor=2"
+    config.data.path = ""
+    config.data.system_prompt = "auto"
+    config.grpo.num_generations = 4
+    config.grpo.beta = 0.08
+    config.grpo.loss_agg_mode = "sequence-mean-token-mean"
+    config.rollout.update({"prompts_per_step": 4, "max_prompt_length": 256, "max_tokens_to_generate": 512})
+    config.rollout.update(
+        {"temperature": 0.9, "top_p": 1.0, "top_k": 50, "data_type": "bfloat16", "kv_cache_size": 1024}
+    )
+    config.trainer = ConfigDict(
+        {"max_steps": 3738, "eval_every_n_steps": 500, "learning_rate": 3e-6, "schedule": "cosine"}
+    )
+    config.trainer.update({"warmup_fraction": 0.1, "b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "max_grad_norm": 0.1})
+    config.trainer.update({"train_micro_batch_size": 8, "dtype": "bfloat16", "remat": "full"})
+    config.checkpoint.update({"every": 500, "keep": 4})

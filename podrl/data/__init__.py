@@ -1,0 +1,1 @@
+"""Prompts and supervised examples: sources, tokenizer, templates, resumable streams."""

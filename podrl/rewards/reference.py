@@ -1,0 +1,137 @@
+"""The four reference rewards of the reasoning-and-answer template, and the accuracies an evaluation reports.
+
+Source: the GSM8K recipe that Gemma's GRPO tutorials share. Every function takes `(prompts, completions, **fields)` with
+lists of equal length and returns one float per completion; `answer` is the reference answer as text.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+
+# From a line's start to a line's end: reasoning, then an answer, then nothing but white space.
+_FORMAT = re.compile(
+    r"^\s*<reasoning>.+?</reasoning>.*?<answer>(?P<answer>.+?)</answer>\s*$", re.MULTILINE | re.DOTALL
+)
+_NUMBER = re.compile(r"<answer>.*?(?P<number>[\d.]+)", re.DOTALL)
+
+
+def answer_of(completion: str) -> str | None:
+    """The text between the answer tags of a completion in the exact format; None in any other format."""
+    match = _FORMAT.search(completion)
+    return match["answer"] if match else None
+
+
+def number_of(completion: str) -> float | None:
+    """The first number after `<answer>`, whatever the format; None when there is none."""
+    match = _NUMBER.search(completion)
+    return _number(match["number"]) if match else None
+
+
+def exact_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
+    """3 when the completion keeps the format, else 0."""
+    del prompts, fields
+    return [3.0 if answer_of(completion) is not None else 0.0 for completion in completions]
+
+
+def approximate_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
+    """For each of the four tags 0.5 when it is there exactly once, else -0.5: from -2 to 2."""
+    del prompts, fields
+    return [sum(0.5 if completion.count(tag) == 1 else -0.5 for tag in TAGS) for completion in completions]
+
+
+def answer(
+    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any
+) -> list[float]:
+    """Scores the answer of a completion in the exact format.
+
+    3 for the reference answer, 1.5 when they are equal without surrounding space, 0.5 when their ratio is within
+    0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for what is no number, 0 without the format.
+    """
+    del prompts, fields
+    return [_answer_score(answer_of(c), str(a)) for c, a in zip(completions, answer, strict=True)]
+
+
+def number(
+    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any
+) -> list[float]:
+    """1.5 when the first number after `<answer>` equals the reference answer, else 0."""
+    del prompts, fields
+    return [1.5 if _equal(number_of(c), str(a)) else 0.0 for c, a in zip(completions, answer, strict=True)]
+
+
+BUILT_IN: dict[str, Callable[..., list[float]]] = {
+    fn.__name__: fn for fn in (exact_format, approximate_format, answer, number)
+}
+
+
+def accuracies(completion: str, truth: str) -> dict[str, float]:
+    """1.0 or 0.0 for each of: 'answer' (first number after `<answer>` equals the reference answer), 'partial' (their
+    ratio is within 0.9-1.1), 'format' (the exact format)."""
+    guess, target = number_of(completion), _number(truth)
+    close = guess is not None and target is not None and _within(guess, target, 0.9, 1.1)
+    return {
+        "answer": float(_equal(guess, truth)),
+        "partial": float(close),
+        "format": float(answer_of(completion) is not None),
+    }
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that at least one of k samples drawn from n, of which `correct` are right, is right.
+
+    Unbiased estimator 1 - C(n - correct, k) / C(n, k) (arXiv 2107.03374, equation 1).
+
+    Raises:
+      ValueError: unless 1 <= k <= n and 0 <= correct <= n.
+    """
+    if not (1 <= k <= n and 0 <= correct <= n):
+        raise ValueError(f"pass@{k} of {correct} right in {n} samples: 1 <= k <= n and 0 <= correct <= n must hold.")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority_at_k(completions: Sequence[str], truth: str) -> float:
+    """1.0 when the commonest number among the completions equals the reference answer, else 0.0.
+
+    Completions without a number have no vote; of equally common numbers the one that came first wins.
+    """
+    votes: dict[float, int] = {}
+    for guess in map(number_of, completions):
+        if guess is not None:
+            votes[guess] = votes.get(guess, 0) + 1
+    return float(bool(votes) and _equal(max(votes, key=votes.__getitem__), truth))
+
+
+def _answer_score(guess: str | None, truth: str) -> float:
+    if guess is None:
+        return 0.0
+    if guess == truth:
+        return 3.0
+    if guess.strip() == truth.strip():
+        return 1.5
+    value, target = _number(guess), _number(truth)
+    if value is None or target is None:
+        return -0.5
+    if _within(value, target, 0.9, 1.1):
+        return 0.5
+    return 0.25 if _within(value, target, 0.8, 1.2) else -1.0
+
+
+def _number(text: str) -> float | None:
+    """The value of a finite decimal number, None for any other text."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _equal(value: float | None, truth: str) -> bool:
+    return value is not None and value == _number(truth)
+
+
+def _within(value: float, target: float, low: float, high: float) -> bool:
+    """Whether value / target lies in [low, high]; against 0 only 0 does."""
+    return low <= value / target <= high if target else value == 0

@@ -1,0 +1,364 @@
+"""PolicyLoss: published constants, hand-worked numbers, and what must hold for every loss in every layout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from algorithm_examples import NAMES, lay_out, packed_layout, padded_layout, sequences
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from podrl.algorithms.policy_loss import KINDS, PolicyLoss
+from podrl.types import Ratio
+
+# Every surrogate, every correction, every aggregation mode and several KL estimators, each at least once.
+SETTINGS = {
+    "clip": PolicyLoss(
+        epsilon_high=0.28, epsilon_c=3.0, sampler_correction="tis", entropy_coef=0.01, kl_loss_mode="k3+"
+    ),
+    "gspo": PolicyLoss("gspo", kl_loss_mode="k2", sampler_correction="sequence_tis"),
+    "gspo_token": PolicyLoss(
+        "gspo-token", sampler_correction="geometric_mask", correction_low=0.8, correction_high=1.2
+    ),
+    "cispo": PolicyLoss("cispo", loss_agg_mode="token-mean", sampler_correction="icepop", beta=0.0),
+    "sapo": PolicyLoss("sapo", loss_agg_mode="seq-mean-token-sum", kl_loss_mode="low_var_kl"),
+    "gmpo": PolicyLoss("gmpo", sampler_correction="tis", kl_loss_mode="abs", kl_clamp_value=0.3),
+    "clip_cov": PolicyLoss("clip_cov", cov_fraction=0.3, clip_cov_low=0.0, loss_agg_mode="token-mean", beta=0.0),
+    "kl_cov": PolicyLoss("kl_cov", cov_fraction=0.3, loss_agg_mode="token-sum-scale", loss_agg_scale=40),
+    "reinforce": PolicyLoss("gpg", loss_agg_mode="sequence-mean-token-scale", loss_agg_scale=40),
+}
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+@functools.cache
+def compiled(kind):
+    """Loss, metrics and the gradient of the undivided total, compiled once per kind."""
+
+    def total(logprob_BT, *rest):
+        loss, metrics = SETTINGS[kind](logprob_BT, *rest)
+        return loss.total, (loss, metrics)
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
+def run(kind, arguments):
+    (_, (loss, metrics)), grad_BT = compiled(kind)(*arguments)
+    return loss, metrics, grad_BT
+
+
+def numbers(loss, metrics):
+    flat = {"loss": loss} | metrics
+    return {name: (float(ratio.total), float(ratio.count)) for name, ratio in flat.items()}
+
+
+def assert_same(a, b, rtol=1e-12, atol=1e-12):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=atol, err_msg=name)
+
+
+def test_every_kind_is_covered():
+    assert {settings.kind for settings in SETTINGS.values()} == set(KINDS)
+
+
+def one_row(**arrays):
+    """A call on a single sequence of three tokens after one prompt token, as in NeMo-RL's tests."""
+    size = 3
+    given = {name: jnp.concatenate([jnp.zeros(1), jnp.asarray(value)])[None] for name, value in arrays.items()}
+    zero_BT = jnp.zeros((1, size + 1))
+    mask_BT = zero_BT.at[:, 1:].set(1.0)
+    arguments = {name: given.get(name, zero_BT) for name in NAMES}
+    arguments |= {
+        "mask": mask_BT,
+        "length": jnp.full((1, size + 1), float(size)),
+        "segment": jnp.ones((1, size + 1), int),
+    }
+    if "sampler_logprob" not in arrays:
+        arguments["sampler_logprob"] = arguments["old_logprob"]
+    return tuple(arguments[name] for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advantage", "ratio", "expected"),
+    [
+        # NeMo-RL: ratios 0.5, 1, 1.5 -> -0.5, 1, -2.4.
+        ({}, [1.0, -1.0, 2.0], [0.5, 1.0, 1.5], -1.9 / 3),
+        # NeMo-RL: dual clip at 3 bounds the last token at 12 -> -0.5, 1, 12.
+        ({"epsilon_c": 3.0}, [1.0, -1.0, -4.0], [0.5, 1.0, 5.0], 12.5 / 3),
+        ({}, [1.0, -1.0, -4.0], [0.5, 1.0, 5.0], 20.5 / 3),
+        # Clip-higher: only the upper side moves, -1.28 * 2 in place of -1.2 * 2.
+        ({"epsilon_high": 0.28}, [1.0, -1.0, 2.0], [0.5, 1.0, 1.5], (-0.5 + 1.0 - 2.56) / 3),
+        ({"epsilon_low": 0.1}, [1.0, -1.0, -2.0], [1.0, 1.0, 0.5], (-1.0 + 1.0 + 1.8) / 3),
+        # GSPO: s = (0.5 * 1 * 1.5)^(1/3) = 0.9086 stays within the clip; A sums to 2.
+        ({"policy_loss_fn": "gspo"}, [1.0, -1.0, 2.0], [0.5, 1.0, 1.5], -2.0 * 0.75 ** (1 / 3) / 3),
+        # SAPO at ratio 1: (4 / tau) / 2 A = 2 A / tau.
+        ({"policy_loss_fn": "sapo"}, [1.0, -1.0, 2.0], [1.0, 1.0, 1.0], (-2.0 + 2.0 / 1.05 - 4.0) / 3),
+        # GMPO: mean A = 1, log ratios clip to -0.2 (A < 0) and 0.2 (A > 0), free below: (0.5 * e^0.2 * e^-0.2)^(1/3).
+        ({"policy_loss_fn": "gmpo"}, [2.0, 2.0, -1.0], [0.5, 1.5, 0.5], -(0.5 ** (1 / 3))),
+    ],
+)
+def test_golden_numbers(settings, advantage, ratio, expected):
+    old = jnp.array([-1.0, -1.0, -3.0])
+    arguments = one_row(logprob=old + jnp.log(jnp.array(ratio)), old_logprob=old, advantage=advantage)
+    loss, _ = PolicyLoss(beta=0.0, **settings)(*arguments)
+    np.testing.assert_allclose(loss.mean(), expected, rtol=1e-12)
+
+
+def test_reinforce_constant_of_nemo_rl():
+    arguments = one_row(logprob=[-0.5, -1.0, -1.5], advantage=[1.0, -1.0, 2.0])
+    loss, _ = PolicyLoss("reinforce", beta=0.0)(*arguments)
+    np.testing.assert_allclose(loss.mean(), 2.5 / 3, rtol=1e-12)
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    old = jnp.array([-1.0, -1.0, -1.0])
+    arguments = one_row(logprob=old + jnp.log(jnp.array([0.5, 1.0, 1.5])), old_logprob=old, advantage=[1.0, -1.0, 2.0])
+    settings = PolicyLoss("cispo", beta=0.0)
+    grad_BT = jax.grad(lambda logprob_BT: settings(logprob_BT, *arguments[1:])[0].mean())(arguments[0])
+    np.testing.assert_allclose(grad_BT[0], [0.0, -0.8 / 3, 1.0 / 3, -2.4 / 3], rtol=1e-12)
+
+
+def test_kl_and_entropy_enter_with_their_coefficients():
+    arguments = one_row(
+        logprob=[-1.0, -1.0, -1.0],
+        old_logprob=[-1.0, -1.0, -1.0],
+        ref_logprob=[0.0, -15.0, -30.0],
+        entropy=[0.5, 1.0, 1.5],
+        advantage=[0.0, 0.0, 0.0],
+    )
+    loss, metrics = PolicyLoss(beta=0.1, kl_loss_mode="kl", entropy_coef=0.01)(*arguments)
+    np.testing.assert_allclose(metrics["actor/kl"].mean(), 42 / 3, rtol=1e-12)
+    np.testing.assert_allclose(metrics["actor/entropy"].mean(), 1.0, rtol=1e-12)
+    np.testing.assert_allclose(loss.mean(), 0.1 * 14 - 0.01, rtol=1e-12)
+    traced, _ = PolicyLoss(beta=0.0, kl_loss_mode="kl", entropy_coef=0.01)(*arguments, beta=jnp.asarray(0.1))
+    np.testing.assert_allclose(traced.mean(), loss.mean(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_masked_tokens_and_packing_do_not_matter(kind):
+    tokens = sequences(constant_advantage=False)
+    layouts = [padded_layout(tokens["owner"]), packed_layout(tokens["owner"])]
+    results = []
+    for layout in layouts:
+        for junk in (0.0, np.nan, np.inf):
+            loss, metrics, grad_BT = run(kind, lay_out(tokens, layout, junk))
+            grad_BT = np.asarray(grad_BT)
+            results.append((numbers(loss, metrics), grad_BT[layout.row, layout.column]))
+            assert np.count_nonzero(grad_BT) <= tokens["mask"].sum()
+    for found, grad in results:
+        assert_same(found, results[0][0])
+        np.testing.assert_allclose(grad, results[0][1], rtol=1e-12, atol=1e-15)
+    assert np.all(results[0][1][tokens["mask"] == 0] == 0)
+    assert np.any(results[0][1] != 0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SETTINGS if not SETTINGS[kind].batch_dependent])
+def test_any_split_into_micro_batches_adds_up(kind):
+    tokens = sequences(constant_advantage=False)
+    arguments = lay_out(tokens, padded_layout(tokens["owner"]))
+    mask_at = NAMES.index("mask")
+    whole_loss, whole_metrics, whole_grad_BT = run(kind, arguments)
+    for rows in ([[0], [1], [2], [3]], [[0, 3], [1, 2]], [[2], [0, 1, 3]]):
+        loss, grad_BT, metrics = Ratio(jnp.zeros(()), jnp.zeros(())), jnp.zeros_like(whole_grad_BT), None
+        for part in rows:
+            keep_B1 = jnp.isin(jnp.arange(4), jnp.array(part))[:, None]
+            some = tuple(x_BT * keep_B1 if at == mask_at else x_BT for at, x_BT in enumerate(arguments))
+            part_loss, part_metrics, part_grad_BT = run(kind, some)
+            loss, grad_BT = loss + part_loss, grad_BT + part_grad_BT
+            add = {name: part_metrics[name] + metrics[name] for name in metrics} if metrics else part_metrics
+            metrics = add
+        assert_same(numbers(loss, metrics), numbers(whole_loss, whole_metrics))
+        np.testing.assert_allclose(grad_BT, whole_grad_BT, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_no_advantage_no_gradient(kind):
+    tokens = sequences()
+    tokens["advantage"] = np.zeros_like(tokens["mask"])
+    layout = packed_layout(tokens["owner"])
+    quiet = PolicyLoss(kind, beta=0.0)
+    grad_BT = jax.grad(lambda x_BT, *rest: quiet(x_BT, *rest)[0].mean())(*lay_out(tokens, layout))
+    if kind == "kl_cov":  # its penalty does not ask for an advantage, and every covariance is tied at 0
+        assert np.count_nonzero(grad_BT) == 1
+    else:
+        assert np.all(np.asarray(grad_BT) == 0)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_extreme_ratios_stay_finite_in_float32(kind):
+    tokens = sequences()
+    layout = padded_layout(tokens["owner"])
+    every = np.arange(tokens["mask"].size)
+    for offset in (60.0, 1e4):
+        for current in (every % 2 == 0, every >= 0, every < 0):  # which tokens the current policy finds unlikely
+            moved = dict(tokens, logprob=tokens["logprob"] - offset * current)
+            for name in ("old_logprob", "sampler_logprob", "ref_logprob"):
+                moved[name] = tokens[name] - offset * ~current
+            with jax.enable_x64(False):
+                loss, metrics, grad_BT = run(kind, lay_out(moved, layout))
+            assert loss.total.dtype == jnp.float32
+            assert np.isfinite(list(numbers(loss, metrics).values())).all()
+            assert np.isfinite(grad_BT).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind not in ("cispo", "gspo_token")])
+def test_finite_differences(kind):
+    tokens = sequences(constant_advantage=False)
+    layout = packed_layout(tokens["owner"])
+    _, _, grad_BT = run(kind, lay_out(tokens, layout))
+    found = np.asarray(grad_BT)[layout.row, layout.column]
+    h = 1e-6
+    if SETTINGS[kind].kl_loss_mode.endswith("+"):
+        tokens["ref_logprob"] = tokens["logprob"]  # a straight-through gradient is not a derivative
+        found = np.asarray(run(kind, lay_out(tokens, layout))[2])[layout.row, layout.column]
+    for at in np.flatnonzero(tokens["mask"]):
+        sides = []
+        for step in (h, -h):
+            moved = dict(tokens, logprob=tokens["logprob"] + step * (np.arange(tokens["mask"].size) == at))
+            sides.append(float(run(kind, lay_out(moved, layout))[0].total))
+        np.testing.assert_allclose((sides[0] - sides[1]) / (2 * h), found[at], rtol=1e-6, atol=1e-8)
+
+
+def test_finite_differences_of_cispo_with_its_weight_held():
+    # Moving old with the current policy leaves the ratio, hence the weight, where it is.
+    tokens = sequences(constant_advantage=False)
+    layout = packed_layout(tokens["owner"])
+    weightless = PolicyLoss("cispo", beta=0.0, loss_agg_mode="token-mean")
+
+    def total(arguments):
+        return float(weightless(*arguments)[0].total)
+
+    grad_BT = jax.grad(lambda x_BT, *rest: weightless(x_BT, *rest)[0].total)(*lay_out(tokens, layout))
+    for at in np.flatnonzero(tokens["mask"]):
+        sides = []
+        for step in (1e-6, -1e-6):
+            move = step * (np.arange(tokens["mask"].size) == at)
+            moved = {name: tokens[name] + move for name in ("logprob", "old_logprob", "sampler_logprob")}
+            sides.append(total(lay_out(tokens | moved, layout)))
+        expected = (sides[0] - sides[1]) / 2e-6
+        np.testing.assert_allclose(expected, grad_BT[layout.row[at], layout.column[at]], rtol=1e-6, atol=1e-8)
+
+
+def test_gspo_forms_agree_with_one_advantage_per_sequence():
+    for constant in (True, False):
+        tokens = sequences(constant_advantage=constant)
+        arguments = lay_out(tokens, packed_layout(tokens["owner"]))
+        losses = [PolicyLoss(kind, beta=0.0, epsilon=0.9) for kind in ("gspo", "gspo_token")]
+        grads = [jax.grad(lambda *xs, loss=loss: loss(*xs)[0].mean())(*arguments) for loss in losses]
+        same = np.allclose(*grads, rtol=1e-10, atol=1e-15)
+        assert same == constant
+
+
+@pytest.mark.parametrize("kind", ["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"])
+def test_on_policy_gradient_is_the_policy_gradient(kind):
+    # With old = stop_gradient(current) every surrogate has the gradient -A / n per token (SAPO: 4 sigma'(0) = 1).
+    tokens = sequences()
+    layout = packed_layout(tokens["owner"])
+    arguments = lay_out(tokens, layout)
+    loss = PolicyLoss(kind, beta=0.0)
+
+    def mean(logprob_BT):
+        ratio, _ = loss(logprob_BT, jax.lax.stop_gradient(logprob_BT), *arguments[2:])
+        return ratio.mean()
+
+    grad = np.asarray(jax.grad(mean)(arguments[0]))[layout.row, layout.column]
+    expected = -tokens["mask"] * tokens["advantage"] / tokens["length"] / 3
+    np.testing.assert_allclose(grad, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("correction", ["tis", "sequence_tis", "icepop", "geometric_mask"])
+def test_two_policies_are_never_corrected_twice(correction):
+    tokens = sequences()
+    tokens["old_logprob"] = tokens["sampler_logprob"]
+    arguments = lay_out(tokens, packed_layout(tokens["owner"]))
+    plain, _ = PolicyLoss(beta=0.0)(*arguments)
+    corrected, metrics = PolicyLoss(beta=0.0, sampler_correction=correction)(*arguments)
+    assert float(plain.total) == float(corrected.total)
+    assert float(metrics["sampler/weight"].mean()) == 1.0
+
+
+def test_three_policies_are_corrected_once():
+    # Unclipped, ratio x weight is current over sampler: the loss with the sampler as the old policy.
+    tokens = sequences()
+    layout = packed_layout(tokens["owner"])
+    wide = {"beta": 0.0, "epsilon_low": 1.0, "epsilon_high": 1e6}
+    three, _ = PolicyLoss(sampler_correction="tis", correction_high=1e6, **wide)(*lay_out(tokens, layout))
+    tokens["old_logprob"] = tokens["sampler_logprob"]
+    two, _ = PolicyLoss(**wide)(*lay_out(tokens, layout))
+    np.testing.assert_allclose(three.total, two.total, rtol=1e-12)
+
+
+def test_dropped_tokens_still_count_in_the_denominator():
+    tokens = sequences()
+    tokens["sampler_logprob"] = tokens["old_logprob"] - 3.0
+    loss, metrics = PolicyLoss(beta=0.0, sampler_correction="icepop")(*lay_out(tokens, packed_layout(tokens["owner"])))
+    assert float(loss.total) == 0.0
+    assert float(loss.count) == pytest.approx(3.0)
+    assert float(metrics["sampler/kept"].mean()) == 0.0
+
+
+def test_sharding_over_devices_changes_nothing():
+    tokens = sequences()
+    arguments = lay_out(tokens, packed_layout(tokens["owner"]))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    spread = jax.device_put(arguments, NamedSharding(mesh, Spec("data")))
+    loss, metrics, grad_BT = run("gspo", arguments)
+    sharded_loss, sharded_metrics, sharded_grad_BT = run("gspo", spread)
+    assert_same(numbers(loss, metrics), numbers(sharded_loss, sharded_metrics))
+    np.testing.assert_allclose(grad_BT, sharded_grad_BT, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "hint"),
+    [
+        ({"policy_loss_fn": "ppg"}, "grpo.policy_loss_fn='ppg'", "gspo_token"),
+        ({"epsilon": 1.5}, "grpo.epsilon=1.5", "[0, 1]"),
+        ({"epsilon_low": -0.1}, "grpo.epsilon_low=-0.1", "[0, 1]"),
+        ({"epsilon_high": float("nan")}, "grpo.epsilon_high=nan", "0 or above"),
+        ({"epsilon_c": 0.5}, "grpo.epsilon_c=0.5", "above 1"),
+        ({"epsilon_c": 3.0, "policy_loss_fn": "gspo"}, "grpo.epsilon_c=3.0", "'clip' only"),
+        ({"beta": -1.0}, "grpo.beta=-1.0", "0 or above"),
+        ({"kl_loss_mode": "kl2"}, "grpo.kl_loss_mode='kl2'", "low_var_kl"),
+        ({"kl_clamp_value": 0.0}, "grpo.kl_clamp_value=0.0", "above 0"),
+        ({"loss_agg_mode": "mean"}, "grpo.loss_agg_mode='mean'", "token-mean"),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "grpo.loss_agg_mode", "token-sum-scale"),
+        ({"loss_agg_mode": "sequence-mean-token-scale"}, "grpo.loss_agg_scale=None", "length in tokens"),
+        ({"policy_loss_fn": "gmpo", "loss_agg_mode": "token-mean"}, "grpo.loss_agg_mode='token-mean'", "gmpo"),
+        ({"policy_loss_fn": "gmpo", "sampler_correction": "icepop"}, "grpo.sampler_correction='icepop'", "tis"),
+        ({"sampler_correction": "is"}, "grpo.sampler_correction='is'", "icepop"),
+        ({"sampler_correction": "icepop", "correction_low": 7.0}, "grpo.correction_low=7.0", "low < high"),
+        ({"sampler_correction": "icepop", "correction_high": 0.9}, "grpo.correction_high=0.9", "leave 1"),
+        ({"tau_negative": 0.0}, "grpo.tau_negative=0.0", "above 0"),
+        ({"cov_fraction": 0.0}, "grpo.cov_fraction=0.0", "(0, 1]"),
+        ({"clip_cov_low": 6.0}, "grpo.clip_cov_low=6.0", "clip_cov_high"),
+        ({"entropy_coef": float("inf"), "section": "ppo"}, "ppo.entropy_coef=inf", "finite"),
+    ],
+)
+def test_bad_settings_name_the_key(settings, key, hint):
+    with pytest.raises(ValueError) as error:
+        PolicyLoss(**settings)
+    assert key in str(error.value)
+    assert hint in str(error.value)
+
+
+def test_formula_has_the_numbers():
+    text = SETTINGS["clip"].formula()
+    for part in ("clip(r, 0.8, 1.28)", "3 |A|", "min(w, 2)", "0.04 KL: k3+", "0.01 entropy", "mean over sequences"):
+        assert part in text
+    assert "/ 40" in SETTINGS["kl_cov"].formula()
+    for settings in SETTINGS.values():
+        assert "{" not in settings.formula()
+
+
+def test_warnings_name_what_is_probably_not_meant():
+    assert "k3+" in PolicyLoss(kl_loss_mode="kl").warnings()[0]
+    assert PolicyLoss(kl_loss_mode="k3").warnings() == ()
+    assert PolicyLoss(kl_loss_mode="kl", beta=0.0).warnings() == ()
+    assert "micro-batch" in PolicyLoss("kl_cov", beta=0.0).warnings()[0]

@@ -1,0 +1,252 @@
+"""The JobSet of launch.gke: published schemas, the policies it promises, and the ranks its pods would find."""
+
+import copy
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from launch import gke
+from podrl.runtime import detect
+
+FLAGS = [
+    "--config=grpo_gemma.py",
+    "--workdir=gs://bucket/run",
+    "--image=registry/podrl:1",
+    "--trainer=v6e:4x4",
+    "--rollout=v6e:2x4*2",
+]
+
+
+def jobset(*flags: str) -> dict:
+    args, extra = gke.parse([*FLAGS, *flags])
+    return yaml.safe_load(gke.to_yaml(gke.manifest(args, extra)))
+
+
+def job(document: dict, role: str) -> dict:
+    return next(j for j in document["spec"]["replicatedJobs"] if j["name"] == role)
+
+
+def pod_spec(document: dict, role: str) -> dict:
+    return job(document, role)["template"]["spec"]["template"]["spec"]
+
+
+def pods(document: dict) -> list[dict[str, str]]:
+    """The environment of every pod: labels as the JobSet and Job controllers set them, $(NAME) as the kubelet fills
+    them in, and the variables GKE injects into TPU pods of a JobSet."""
+    name = document["metadata"]["name"]
+    found = []
+    for replicated in document["spec"]["replicatedJobs"]:
+        spec = replicated["template"]["spec"]
+        for index in range(replicated["replicas"]):
+            hosts = [f"{name}-{replicated['name']}-{index}-{h}.{name}" for h in range(spec["completions"])]
+            for host in range(len(hosts)):
+                labels = {
+                    "jobset.sigs.k8s.io/jobset-name": name,
+                    "jobset.sigs.k8s.io/replicatedjob-name": replicated["name"],
+                    "jobset.sigs.k8s.io/job-index": str(index),
+                    "jobset.sigs.k8s.io/restart-attempt": "2",
+                    "batch.kubernetes.io/job-completion-index": str(host),
+                }
+                environment = {
+                    "TPU_WORKER_ID": str(host),
+                    "TPU_WORKER_HOSTNAMES": ",".join(hosts),
+                    "MEGASCALE_NUM_SLICES": str(replicated["replicas"]),
+                    "MEGASCALE_SLICE_ID": str(index),
+                    "MEGASCALE_COORDINATOR_ADDRESS": f"{name}-{replicated['name']}-0-0.{name}",
+                }
+                for variable in spec["template"]["spec"]["containers"][0]["env"]:
+                    if "valueFrom" in variable:
+                        path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+                        match = re.fullmatch(r"metadata\.labels\['(.+)'\]", path)
+                        assert match, path
+                        value = labels[match[1]]
+                    else:
+                        # Only variables that stand before it in the list are expanded.
+                        value = re.sub(r"\$\((\w+)\)", lambda m, e=environment: e[m[1]], variable["value"])
+                    environment[variable["name"]] = value
+                found.append(environment)
+    return found
+
+
+def test_every_pod_finds_its_role_and_rank():
+    places = [detect.detect(environment) for environment in pods(jobset())]
+    trainers = [p for p in places if p.role == "trainer"]
+    rollouts = [p for p in places if p.role == "rollout"]
+    assert len(places) == 4 + 2 * 2
+    assert [(p.process_index, p.process_count, p.coordinator) for p in trainers] == [
+        (i, 4, "podrl-trainer-0-0.podrl:8482") for i in range(4)
+    ]
+    assert [(p.slice_index, p.process_index, p.process_count, p.coordinator) for p in rollouts] == [
+        (s, i, 2, f"podrl-rollout-{s}-0.podrl:8482") for s in range(2) for i in range(2)
+    ]
+    assert {p.channel for p in places} == {"podrl-trainer-0-0.podrl:8490"}
+    assert {p.topology for p in places} == {"split"} and {p.restart_attempt for p in places} == {2}
+    assert all("MEGASCALE_NUM_SLICES" in p.unset for p in places)
+
+
+def test_a_trainer_of_several_slices_is_one_cluster():
+    flags = [f for f in FLAGS if not f.startswith("--trainer")]
+    args, extra = gke.parse([*flags, "--trainer=v5p:2x2x2*3", "--name=big"])
+    environments = pods(gke.manifest(args, extra))
+    trainers = [c for c in map(detect.detect, environments) if c.role == "trainer"]
+    assert [c.process_index for c in trainers] == list(range(6))
+    assert {(c.process_count, c.coordinator, c.unset) for c in trainers} == {(6, "big-trainer-0-0.big:8482", ())}
+    assert {e["PODRL_ROLLOUT_SLICES"] for e in environments} == {"2"}
+    assert {e["PODRL_ROLLOUT_HOSTS_PER_SLICE"] for e in environments} == {"2"}
+
+
+def test_failures_are_sorted_by_whose_they_are():
+    document = jobset("--max_restarts=7")
+    trainer, rollout = (job(document, role)["template"]["spec"] for role in ("trainer", "rollout"))
+    (rule,) = trainer["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob" and rule["onExitCodes"]["operator"] == "NotIn"
+    codes = rule["onExitCodes"]["values"]
+    assert {42, 75} <= set(codes) and not {0, 1} & set(codes)
+    assert codes == sorted(set(codes))  # the API server refuses any other order
+    assert rule["onExitCodes"]["containerName"] == trainer["template"]["spec"]["containers"][0]["name"]
+    assert trainer["backoffLimit"] == 0 and trainer["template"]["spec"]["restartPolicy"] == "Never"
+    # In place: the kubelet restarts the container, and a podFailurePolicy is forbidden beside OnFailure.
+    assert rollout["template"]["spec"]["restartPolicy"] == "OnFailure" and "podFailurePolicy" not in rollout
+    assert rollout["backoffLimit"] == gke.ROLLOUT_RETRIES * 2
+    policy = document["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 7
+    assert policy["rules"] == [
+        {
+            "name": "trainerUserError",
+            "action": "FailJobSet",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+            "targetReplicatedJobs": ["trainer"],
+        }
+    ]
+    assert document["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["trainer"]}
+
+
+def test_pods_reach_their_machines_and_each_other():
+    document = jobset("--spot", "--service_account=trainer-sa", "--grace_seconds=60")
+    assert document["spec"]["network"]["enableDNSHostnames"] is True
+    assert document["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "multislice-queue"
+    for role, topology, hosts, replicas in (("trainer", "4x4", 4, 1), ("rollout", "2x4", 2, 2)):
+        replicated, pod = job(document, role), pod_spec(document, role)
+        spec = replicated["template"]["spec"]
+        assert (replicated["replicas"], spec["parallelism"], spec["completions"]) == (replicas, hosts, hosts)
+        assert spec["completionMode"] == "Indexed"
+        assert replicated["template"]["metadata"]["annotations"] == {
+            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+        }
+        assert pod["nodeSelector"] == {
+            "cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice",
+            "cloud.google.com/gke-tpu-topology": topology,
+            "cloud.google.com/gke-spot": "true",
+        }
+        assert pod["hostNetwork"] is True and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+        assert pod["terminationGracePeriodSeconds"] == 60 and pod["serviceAccountName"] == "trainer-sa"
+        assert {t["key"] for t in pod["tolerations"]} == {"google.com/tpu", "cloud.google.com/gke-spot"}
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"] == {"google.com/tpu": "4"} == container["resources"]["requests"]
+        assert {p["containerPort"] for p in container["ports"]} == {8471, 8080, 8482, 8490}
+
+
+def test_single_host_slices_take_a_node_each():
+    document = jobset("--rollout=v6e-8t:2x4*3")
+    annotations = job(document, "rollout")["template"]["metadata"]["annotations"]
+    assert annotations["alpha.jobset.sigs.k8s.io/exclusive-topology"] == "kubernetes.io/hostname"
+    assert pod_spec(document, "rollout")["containers"][0]["resources"]["limits"] == {"google.com/tpu": "8"}
+
+
+def test_command_and_environment_reach_the_container():
+    document = jobset("--env=A=b=c d", "--queue=", "--run_as_root", "--", "--config.trainer.steps=3", "--note=x y")
+    (container,) = pod_spec(document, "rollout")["containers"]
+    assert container["command"] == [
+        *("python", "-m", "podrl.launch", "--config=grpo_gemma.py", "--workdir=gs://bucket/run"),
+        *("--config.trainer.steps=3", "--note=x y"),
+    ]
+    assert {"name": "A", "value": "b=c d"} in container["env"]
+    assert container["securityContext"]["runAsUser"] == 0
+    assert "runAsUser" not in pod_spec(jobset(), "rollout")["containers"][0]["securityContext"]
+    assert "kueue.x-k8s.io/queue-name" not in document["metadata"]["labels"]
+
+
+def check_schema(document: dict) -> None:
+    """Reads the manifest with the published models of JobSet and Kubernetes; what they do not know they drop."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api==2.3.0")
+    read = models.JobsetV1alpha2JobSet.from_dict(document)
+    assert read.to_dict() == document
+
+
+@pytest.mark.parametrize("flags", [[], ["--spot", "--service_account=s", "--run_as_root", "--rollout=v5e-1t:1x1*4"]])
+def test_validates_against_the_published_schemas(flags):
+    check_schema(jobset(*flags))
+
+
+def test_the_schemas_refuse_what_is_wrong():
+    misspelt, mistyped, unknown = (copy.deepcopy(jobset()) for _ in range(3))
+    misspelt["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 1
+    with pytest.raises(AssertionError):
+        check_schema(misspelt)
+    pod_spec(mistyped, "trainer")["terminationGracePeriodSeconds"] = "soon"
+    with pytest.raises(ValueError):
+        check_schema(mistyped)
+    pod_spec(unknown, "trainer")["restartPolicy"] = "Sometimes"
+    with pytest.raises(ValueError):
+        check_schema(unknown)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--workdir=/data/run"], "is a path inside a pod and dies with it: use gs://"),
+        (["--name=Podrl"], "--name=Podrl must be lower-case"),
+        (["--name=" + "a" * 41], "have at most 40 characters; this one has 41"),
+        (["--env=novalue"], "--env=novalue must be NAME=VALUE"),
+        (["--trainer=v6e"], "--trainer=v6e is not MACHINE:TOPOLOGY"),
+        (["--", "--config=other.py"], "stands after --: give --config before it"),
+    ],
+)
+def test_refuses_by_name(flags, message, capsys):
+    assert gke.main([*FLAGS, *flags]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+def test_host_names_fit_in_63_characters():
+    document = jobset("--name=" + "a" * gke.NAME_LIMIT, "--rollout=v6e:16x16*100", "--trainer=v6e:16x16")
+    longest = max(len(e["TPU_WORKER_HOSTNAMES"].split(",")[-1].split(".")[0]) for e in pods(document))
+    assert longest + len("-xxxxx") <= 63
+
+
+def test_prints_without_apply_and_pipes_to_kubectl_with_it(tmp_path, monkeypatch, capfd):
+    received = tmp_path / "received.yaml"
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >{tmp_path}/arguments\ncat >{received}\nexit 3\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gke.main(FLAGS) == 0
+    printed = capfd.readouterr().out
+    assert yaml.safe_load(printed) == jobset() and not received.exists()
+    assert gke.main([*FLAGS, "--apply", "--dry_run"]) == 0
+    assert "kubectl apply" in capfd.readouterr().err and not received.exists()
+    assert gke.main([*FLAGS, "--apply"]) == 3
+    assert received.read_text() == printed
+    assert (tmp_path / "arguments").read_text() == "apply -f -\n"
+
+
+def test_missing_kubectl_is_named(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gke.main([*FLAGS, "--apply"]) == 1
+    assert "kubectl is not on PATH: https://" in capfd.readouterr().err
+
+
+def test_launch_imports_neither_podrl_nor_jax(tmp_path):
+    source = pathlib.Path(gke.__file__).parent
+    shutil.copytree(source, tmp_path / "launch", ignore=shutil.ignore_patterns("__pycache__"))
+    program = (
+        "import sys, launch.gke, launch.xpk, launch.machines, launch.command\n"
+        "sys.exit(bool({'jax', 'podrl', 'numpy', 'absl'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,179 @@
+"""launch.xpk: the command it builds, and the real xpk 1.16 reading it where that is installed."""
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from launch import xpk
+
+FLAGS = [
+    "--cluster=c",
+    "--project=p",
+    "--zone=us-east5-b",
+    "--config=grpo_gemma.py",
+    "--workdir=gs://bucket/run",
+    "--machine=v6e:4x4*2",
+]
+IMAGE = "--image=registry/podrl:1"
+PATHWAYS = ["--pathways", "--scratch=gs://bucket/pathways"]
+
+
+def build(*flags: str) -> list[str]:
+    args, extra = xpk.parse([*FLAGS, *flags])
+    return xpk.xpk_command(args, extra)
+
+
+def test_mcjax_command():
+    words = build(IMAGE, "--env=A=b c", "--max_restarts=9", "--grace_seconds=77", "--", "--config.note=it's")
+    assert words[:3] == ["xpk", "workload", "create"]
+    assert (
+        "--command=exec python -m podrl.launch --config=grpo_gemma.py --workdir=gs://bucket/run "
+        + ("'--config.note=it'\"'\"'s'")
+        in words
+    )
+    assert {
+        "--workload=podrl",
+        "--cluster=c",
+        "--project=p",
+        "--zone=us-east5-b",
+        "--tpu-type=v6e-4x4",
+        "--num-slices=2",
+        "--docker-image=registry/podrl:1",
+        "--restart-on-exit-codes=42,75",
+        "--max-restarts=9",
+        "--termination-grace-period-seconds=77",
+        "--env=A=b c",
+        "--env=PYTHONUNBUFFERED=1",
+    } <= set(words)
+
+
+def test_pathways_command_has_no_restart_codes():
+    words = build(IMAGE, *PATHWAYS)
+    assert words[:3] == ["xpk", "workload", "create-pathways"]
+    assert "--pathways-gcs-location=gs://bucket/pathways" in words
+    assert not [w for w in words if w.startswith("--restart-on-exit-codes")]
+
+
+def test_headless_pathways_runs_no_program():
+    words = build(*PATHWAYS, "--headless")
+    assert "--headless" in words
+    assert not [w for w in words if w.startswith(("--command", "--docker-image", "--env"))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--image is missing"),
+        ([IMAGE, "--headless"], "--headless starts a Pathways proxy without a program: give --pathways too"),
+        ([IMAGE, "--pathways"], "--scratch=None: Pathways needs a gs:// directory"),
+        ([IMAGE, "--scratch=gs://b"], "is read by Pathways only"),
+        ([IMAGE, "--machine=v6e-8t:2x4"], "xpk 1.16 has no v6e-8t:2x4 (ct6e-standard-8t)"),
+        ([IMAGE, '--env=A="b"'], "holds a quote"),
+        ([IMAGE, "--workdir=/tmp/run"], "is a path inside a pod"),
+    ],
+)
+def test_refuses_by_name(flags, message, capsys):
+    assert xpk.main([*FLAGS, *flags, "--dry_run"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_dry_run_prints_what_would_run_and_runs_nothing(tmp_path, monkeypatch, capfd):
+    program = tmp_path / "xpk"
+    program.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >{tmp_path}/arguments\nexit 5\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    flags = [*FLAGS, IMAGE, "--env=A=b c"]
+    assert xpk.main([*flags, "--dry_run"]) == 0
+    printed = capfd.readouterr().out
+    assert not (tmp_path / "arguments").exists()
+    assert xpk.main(flags) == 5
+    ran = (tmp_path / "arguments").read_bytes()
+    assert ran.decode().split("\0")[:-1] == build(IMAGE, "--env=A=b c")[1:]
+    # What was printed is the same command, to a shell.
+    (tmp_path / "arguments").unlink()
+    assert subprocess.run(["bash", "-c", printed], check=False).returncode == 5
+    assert (tmp_path / "arguments").read_bytes() == ran
+
+
+def real_manifest(tmp_path: pathlib.Path, *flags: str) -> dict:
+    beside = pathlib.Path(sys.executable).parent / "xpk"
+    program = str(beside) if beside.exists() else shutil.which("xpk")
+    if program is None:
+        pytest.skip("xpk is not installed (pip install xpk==1.16.0)")
+    path = tmp_path / "manifest.yaml"
+    words = build(*flags, f"--manifest={path}")
+    assert "--project=p" in words
+    # --dry-run --skip-validation: no cluster, no gcloud, no docker; --project-number spares a look-up.
+    words = [program, *words[1:], "--dry-run", "--skip-validation", "--project-number=1"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.slow
+def test_real_xpk_runs_our_command_with_our_codes(tmp_path):
+    document = real_manifest(tmp_path, IMAGE, "--env=NOTE=two words", "--max_restarts=9", "--grace_seconds=77")
+    (replicated,) = document["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert (replicated["replicas"], job["completions"], job["parallelism"]) == (2, 4, 4)
+    assert document["spec"]["failurePolicy"]["maxRestarts"] == 9
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert {42, 75, 134, 137, 143} <= set(rule["onExitCodes"]["values"]) and 1 not in rule["onExitCodes"]["values"]
+    pod = job["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 77
+    (container,) = pod["containers"]
+    assert container["image"] == "registry/podrl:1"
+    assert {"name": "NOTE", "value": "two words"} in container["env"]
+    assert container["resources"]["limits"] == {"google.com/tpu": 4}
+    shell = container["command"]
+    assert "exec python -m podrl.launch --config=grpo_gemma.py --workdir=gs://bucket/run" in shell[-1]
+    run_container(tmp_path, shell)
+
+
+def run_container(tmp_path: pathlib.Path, shell: list[str]) -> None:
+    """xpk's wrapper around our command passes SIGTERM to it and its exit code out, thanks to `exec`."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(75))\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'started').write_text(' '.join(sys.argv[1:]))\n"
+        "time.sleep(60)\n"
+    )
+    program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    container = subprocess.Popen(shell, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (tmp_path / "started").read_text().startswith("-m podrl.launch --config=grpo_gemma.py")
+    container.send_signal(signal.SIGTERM)
+    output, _ = container.communicate(timeout=40)
+    assert container.returncode == 75, output
+    assert "EXIT_CODE=75" in output
+
+
+@pytest.mark.slow
+def test_real_xpk_accepts_pathways(tmp_path):
+    document = real_manifest(tmp_path, IMAGE, *PATHWAYS)
+    head, worker = document["spec"]["replicatedJobs"]
+    (user,) = head["template"]["spec"]["template"]["spec"]["containers"]
+    environment = {v["name"]: v.get("value") for v in user["env"]}
+    assert environment["JAX_PLATFORMS"] == "proxy" and environment["PYTHONUNBUFFERED"] == "1"
+    assert environment["JAX_BACKEND_TARGET"] == "grpc://$(PATHWAYS_HEAD):29000"
+    assert "exec python -m podrl.launch" in user["command"][-1]
+    assert (worker["replicas"], worker["template"]["spec"]["completions"]) == (2, 4)
+
+
+@pytest.mark.slow
+def test_real_xpk_accepts_headless_pathways(tmp_path):
+    document = real_manifest(tmp_path, *PATHWAYS, "--headless")
+    head = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert [c["name"] for c in head["containers"]] == ["pathways-proxy", "pathways-rm"]

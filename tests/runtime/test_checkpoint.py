@@ -1,0 +1,118 @@
+"""Checkpoints come back bit for bit, a damaged one is passed over, a full disk does not stop training."""
+
+import resource
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from podrl.mesh.build import make_mesh
+from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints
+
+
+def _state(value: float):
+    mesh = make_mesh("fsdp=4", jax.devices()[:4])
+    sharded, whole = NamedSharding(mesh, Spec("fsdp")), NamedSharding(mesh, Spec())
+    weight = jax.random.normal(jax.random.key(0), (64, 32)) * value
+    return {"w": jax.device_put(weight, sharded), "step": jax.device_put(jnp.int32(value), whole)}
+
+
+def _abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def _equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def _saved(path, steps, keep=3):
+    checkpoints = Checkpoints(path, keep=keep)
+    for step in steps:
+        assert checkpoints.save(step, _state(step), {"data_state": f"s{step}"}, {"tokens": np.arange(step)})
+    assert checkpoints.wait()
+    return checkpoints
+
+
+def test_round_trip_keeps_bits_shardings_and_host_values(tmp_path):
+    checkpoints = _saved(tmp_path, [2])
+    restored = checkpoints.restore_latest(_abstract(_state(0)))
+    checkpoints.close()
+    assert restored is not None and restored.step == 2
+    assert _equal(restored.state, _state(2))
+    assert restored.state["w"].sharding == _state(2)["w"].sharding
+    assert restored.host == {"data_state": "s2"}
+    np.testing.assert_array_equal(restored.arrays["tokens"], np.arange(2))
+
+
+def test_no_checkpoint_is_none_and_a_missing_step_is_named(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore_latest(_abstract(_state(0))) is None
+    with pytest.raises(ValueError, match="no checkpoint of step 9"):
+        checkpoints.restore(9, _abstract(_state(0)))
+    checkpoints.close()
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    checkpoints = _saved(tmp_path, [1, 2, 3, 4], keep=2)
+    assert checkpoints.steps() == [3, 4]
+    checkpoints.close()
+
+
+def _damage(directory):
+    for file in sorted((directory / "state").rglob("*")):
+        if file.is_file() and "/d/" in str(file):
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [_damage, lambda d: shutil.rmtree(d / "state")])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(tmp_path, damage, caplog):
+    _saved(tmp_path / "c", [1, 2]).close()
+    damage(tmp_path / "c" / "2")
+    checkpoints = Checkpoints(tmp_path / "c", keep=3)
+    restored = checkpoints.restore_latest(_abstract(_state(0)))
+    assert restored is not None and restored.step == 1 and _equal(restored.state, _state(1))
+    assert "2 cannot be read" in caplog.text
+    assert (tmp_path / "damaged_checkpoint_2").is_dir()
+    assert checkpoints.save(2, _state(2), {}, {}) and checkpoints.wait()
+    assert checkpoints.steps() == [1, 2]
+    checkpoints.close()
+
+
+def test_nothing_readable_is_an_error_that_lists_what_was_tried(tmp_path):
+    _saved(tmp_path, [1]).close()
+    _damage(tmp_path / "1")
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(ValueError, match=r"None of the checkpoints.*step 1"):
+        checkpoints.restore_latest(_abstract(_state(0)))
+    checkpoints.close()
+
+
+def test_a_save_that_cannot_be_written_leaves_the_last_good_one(tmp_path, caplog):
+    checkpoints = _saved(tmp_path, [1])
+    large = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32))}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit fails instead of killing
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, before[1]))
+    try:
+        checkpoints.save(2, large, {}, {})
+        checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert checkpoints.failures >= 1
+    assert "could not be written" in caplog.text and "Training goes on" in caplog.text
+    restored = checkpoints.restore_latest(_abstract(_state(0)))
+    assert restored is not None and restored.step == 1 and _equal(restored.state, _state(1))
+    assert checkpoints.save(3, _state(3), {}, {}) and checkpoints.wait()
+    assert 3 in checkpoints.steps()
+    checkpoints.close()
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match=r"checkpoint\.keep=0"):
+        CheckpointConfig(keep=0)
