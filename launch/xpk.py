@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from launch import command, machines
 
 MISSING = {"xpk": "pip install xpk==1.16.0 (podrl's extra [launch])."}
-# Room in a 63-character host name for xpk's '-pathways-head-0-0', the longest it appends.
+# Room in a 63-character pod name for what xpk appends ('-slice-job-99-99-abcde'); for Pathways Google's own limit,
+# https://cloud.google.com/ai-hypercomputer/docs/workloads/pathways-on-cloud/pathways-interactive-mode
 NAME_LIMIT = 40
+PATHWAYS_NAME_LIMIT = 22
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -64,7 +66,8 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     _check(args)
     podrl = command.podrl_command(args.config, args.workdir, extra)
     words = ["xpk", "workload", "create-pathways" if args.pathways else "create"]
-    words += [f"--workload={command.job_name(args.name, NAME_LIMIT)}", f"--cluster={args.cluster}"]
+    name = command.job_name(args.name, PATHWAYS_NAME_LIMIT if args.pathways else NAME_LIMIT)
+    words += [f"--workload={name}", f"--cluster={args.cluster}"]
     words += [f"--{flag}={value}" for flag, value in (("project", args.project), ("zone", args.zone)) if value]
     words += [f"--tpu-type={slices.xpk_type}", f"--num-slices={slices.count}"]
     if args.headless:

@@ -9,6 +9,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from ml_collections import config_dict
+
 T = TypeVar("T")
 
 
@@ -84,6 +86,42 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "config") -> T:
     except ValueError as error:
         error.add_note(f"while reading {prefix}")
         raise
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """Default values of a dataclass as nested plain mappings; fields without a default are left out.
+
+    A field whose default is None becomes an empty reference of its type, so that command-line overrides are converted.
+    """
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if dataclasses.is_dataclass(hints[field.name]):
+                values[field.name] = defaults(hints[field.name])
+            continue
+        value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # pyright: ignore[reportCallIssue]
+        if dataclasses.is_dataclass(value):
+            values[field.name] = defaults(type(value)) | {
+                k: v
+                for k, v in dataclasses.asdict(value).items()
+                if v is not None  # pyright: ignore[reportArgumentType]
+            }
+        elif value is None:
+            simple = [t for t in typing.get_args(hints[field.name]) if t in (int, float, str, bool)]
+            values[field.name] = config_dict.placeholder(simple[0]) if simple else None
+        else:
+            values[field.name] = value
+    return values
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over` on top, group by group."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
 
 
 def _convert(value: Any, hint: Any, path: str) -> Any:

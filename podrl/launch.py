@@ -6,25 +6,24 @@ A config is looked up as given, then in configs/. Exit codes: 0 done, 1 user err
 75 preempted after saving (the same command resumes).
 """
 
+import importlib.util
 import logging
 import os
 import pathlib
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
-from absl import app, flags
-from ml_collections import config_flags
+from absl import flags
+from ml_collections import ConfigDict, config_flags
 
 from podrl.config import nearest
 from podrl.runtime import environment
-from podrl.runtime.watchdog import EXIT_USER
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Configuration file, as given or in configs/; file.py:variant."
-)
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Where the run writes; an existing run there is resumed. Default: runs/<config>."
+    "workdir", None, "Where the run writes; an existing run there is resumed. Default: runs/<name of the config>."
 )
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print configuration, roles and batch arithmetic; start nothing.")
 _DEBUG = flags.DEFINE_bool("debug", False, "Print the whole traceback of user errors too.")
@@ -50,43 +49,84 @@ def find_config(name: str, cwd: pathlib.Path | None = None) -> str:
     raise ValueError(f"--config={name}: no such file, neither here nor in configs/.{nearest(path, known)}")
 
 
-def resolve_arguments(argv: Sequence[str]) -> list[str]:
-    """The command line with --config made a path that exists."""
-    resolved, argv = [], list(argv)
-    while argv:
-        arg = argv.pop(0)
-        if arg in ("--config", "-config") and argv:
-            arg = f"--config={argv.pop(0)}"
-        key, equals, value = arg.partition("=")
-        if key in ("--config", "-config") and equals:
-            arg = f"--config={find_config(value)}"
-        resolved.append(arg)
-    if not any(a.startswith("--config=") for a in resolved) and not {"--help", "--helpfull", "-h"} & set(resolved):
+def load_config(path: str) -> ConfigDict:
+    """Runs get_config of a configuration file named 'file.py' or 'file.py:variant'."""
+    file, colon, variant = path.partition(":")
+    spec = importlib.util.spec_from_file_location("podrl_config_file", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"--config={file} defines no get_config(): a configuration is a file with that function.")
+    return module.get_config(variant) if colon else module.get_config()
+
+
+def take_config(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """(value of --config, the other arguments).
+
+    Raises:
+      ValueError: --config is missing.
+    """
+    rest, config = [], None
+    waiting = False
+    for arg in argv:
+        if waiting or arg.startswith("--config="):
+            config, waiting = arg.removeprefix("--config="), False
+        elif arg == "--config":
+            waiting = True
+        else:
+            rest.append(arg)
+    if config is None:
         raise ValueError("--config is missing: name a configuration, for example --config=grpo_gemma.py.")
-    return resolved
+    return config, rest
 
 
-def _parse(argv: Sequence[str]) -> list[str]:
-    try:
-        return app.parse_flags_with_usage(resolve_arguments(argv))
-    except (AttributeError, KeyError, TypeError) as error:
-        # ml_collections' errors for an override that names no key, or has the wrong type.
-        raise ValueError(f"A --config override is wrong: {str(error).strip(chr(34))}") from error
+def _early(argv: Sequence[str], key: str, default: Any) -> Any:
+    """The value an override gives to a key that is needed before all overrides can be read."""
+    given = [arg.partition("=")[2] for arg in argv if arg.startswith(f"--config.{key}=")]
+    return type(default)(given[-1]) if given else default
 
 
-def _main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise ValueError(f"Arguments {list(argv[1:])} are not flags: every option starts with --, lists are quoted.")
-    config = _CONFIG.value
-    environment.prepare(os.environ, fake_devices=config.get("fake_devices", 0))
+def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
+    """Refuses overrides of keys that do not exist, naming the nearest one of the same group."""
+    for arg in argv:
+        if not arg.startswith("--config."):
+            continue
+        path = arg.removeprefix("--config.").partition("=")[0]
+        group: Any = config
+        for i, key in enumerate(path.split(".")):
+            if not isinstance(group, ConfigDict) or key not in group:
+                known = list(group) if isinstance(group, ConfigDict) else []
+                where = ".".join(["config", *path.split(".")[:i]])
+                raise ValueError(f"{where} has no key {key!r}.{nearest(key, known)}")
+            group = group.get_ref(key).get() if group.get(key) is None else group[key]
+
+
+def _run(argv: Sequence[str]) -> int:
+    if {"--help", "--helpfull", "-h"} & set(argv):
+        print(__doc__, flags.FLAGS.main_module_help(), sep="\n")
+        return EXIT_DONE
+    name, rest = take_config(argv)
+    path = find_config(name)
+    config = load_config(path)
+    environment.prepare(os.environ, fake_devices=_early(rest, "fake_devices", config.get("fake_devices", 0)))
     from podrl.learner import job  # after the environment is prepared: this imports jax
 
-    name = pathlib.Path(flags.FLAGS["config"].config_filename.partition(":")[0]).stem
-    workdir = pathlib.Path(_WORKDIR.value or pathlib.Path("runs") / name)
-    values = config.to_dict()
+    config.algorithm = _early(rest, "algorithm", config.get("algorithm", "grpo"))
+    complete = ConfigDict(job.complete(config.to_dict()))
+    _check_overrides(rest, complete)
+    config_flags.DEFINE_config_dict("config", complete)
+    try:
+        extra = flags.FLAGS(rest)[1:]
+    except (flags.Error, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(error).strip(chr(34))} (see python -m podrl.launch --help)") from error
+    if extra:
+        raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")
+    workdir = pathlib.Path(_WORKDIR.value or pathlib.Path("runs") / pathlib.Path(path.partition(":")[0]).stem)
+    values = complete.to_dict()
     if _DRY_RUN.value:
         return job.dry_run(values, workdir)
-    return job.run(values, workdir, command=" ".join(["python -m podrl.launch", *sys.argv[1:]]))
+    return job.run(values, workdir, command=" ".join(["python -m podrl.launch", *argv[1:]]))
 
 
 def main() -> None:
@@ -94,9 +134,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     code = EXIT_USER
     try:
-        code = _main(_parse(sys.argv))
+        code = _run(sys.argv)
     except (ValueError, FileNotFoundError) as error:
-        if _DEBUG.present and _DEBUG.value:
+        if "--debug" in sys.argv:
             traceback.print_exc()
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         print(f"podrl: error: {error}{notes}", file=sys.stderr)

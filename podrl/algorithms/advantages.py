@@ -28,6 +28,15 @@ def _grouped(reward_B: Any, group_size: int) -> Any:
     return reward_B.reshape(-1, group_size)
 
 
+def _centred(reward_PG: Any, baseline_PG: Any) -> Any:
+    """Rewards less their baseline, exactly 0 in a group of equal rewards.
+
+    The mean of equal numbers can be off by a rounding, and a division by a tiny standard deviation makes that a signal.
+    """
+    some_P1 = reward_PG.max(axis=1, keepdims=True) > reward_PG.min(axis=1, keepdims=True)
+    return namespace(reward_PG).where(some_P1, reward_PG - baseline_PG, 0.0)
+
+
 def _singleton(reward_PG: Any, advantage_PG: Any, singleton: str) -> Any:
     if singleton not in ("zero", "raw"):
         raise ValueError(f"grpo.singleton={singleton!r}: use 'zero' (teach nothing) or 'raw' (keep the reward).")
@@ -62,10 +71,7 @@ def group_relative(
       ValueError: B is not a multiple of `group_size`; unknown `scale` or `singleton`.
     """
     reward_PG = _grouped(reward_B, group_size)
-    advantage_PG = reward_PG - reward_PG.mean(axis=1, keepdims=True)
-    # A mean of equal numbers can be off by a rounding; divided by eps that would be a gradient out of nothing.
-    equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
-    advantage_PG = namespace(reward_PG).where(equal_P1, 0.0, advantage_PG)
+    advantage_PG = _centred(reward_PG, reward_PG.mean(axis=1, keepdims=True))
     if scale not in ("std", "none"):
         raise ValueError(f"grpo.advantage_scale={scale!r}: use 'std' or 'none'.")
     if scale == "std":
@@ -91,7 +97,7 @@ def leave_one_out(reward_B: Float[Array, " B"], *, group_size: int, singleton: s
     reward_PG = _grouped(reward_B, group_size)
     others = max(group_size - 1, 1)
     baseline_PG = (reward_PG.sum(axis=1, keepdims=True) - reward_PG) / others
-    return _singleton(reward_PG, reward_PG - baseline_PG, singleton)
+    return _singleton(reward_PG, _centred(reward_PG, baseline_PG), singleton)
 
 
 def opo(
@@ -112,7 +118,7 @@ def opo(
     length_PG = _grouped(length_B, group_size).astype(reward_PG.dtype)
     total_P1 = length_PG.sum(axis=1, keepdims=True)
     baseline_P1 = (length_PG * reward_PG).sum(axis=1, keepdims=True) / (total_P1 + (total_P1 == 0))
-    return _singleton(reward_PG, reward_PG - baseline_P1, singleton)
+    return _singleton(reward_PG, _centred(reward_PG, baseline_P1), singleton)
 
 
 def gpg(reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero") -> Float[Array, " B"]:
@@ -132,7 +138,7 @@ def gpg(reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero
     xp = namespace(reward_PG)
     equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
     useful = xp.maximum((~equal_P1).sum() * group_size, 1).astype(reward_PG.dtype)
-    advantage_PG = xp.where(equal_P1, 0.0, reward_PG - reward_PG.mean(axis=1, keepdims=True))
+    advantage_PG = _centred(reward_PG, reward_PG.mean(axis=1, keepdims=True))
     return _singleton(reward_PG, advantage_PG * (reward_PG.size / useful), singleton)
 
 

@@ -95,7 +95,7 @@ def masked_whiten(
     """Scales the counted tokens of the whole batch to variance 1 and, unless told otherwise, mean 0.
 
     (x - mean) / sqrt(variance + eps), the variance with Bessel's correction, both sums divided by count + eps: the
-    arithmetic of TRL and verl. Fewer than two tokens have variance 0.
+    arithmetic of TRL and verl. Equal values become exactly 0 (before a mean is added back).
 
     Args:
       x_BT: values; masked tokens are ignored whatever they hold.
@@ -114,6 +114,9 @@ def masked_whiten(
     square = xp.where(keep_BT, (x_BT - mean) ** 2, 0.0).sum() / (count + eps)
     variance = square * count / xp.maximum(count - 1.0, 1.0)
     white_BT = (x_BT - mean) / xp.sqrt(variance + eps)
+    # The mean of equal numbers can be off by a rounding, which division by a small root would blow up.
+    spread = xp.where(keep_BT, x_BT, -xp.inf).max() > xp.where(keep_BT, x_BT, xp.inf).min()
+    white_BT = xp.where(spread, white_BT, 0.0)
     if not shift_mean:
         white_BT = white_BT + mean
     return xp.where(keep_BT, white_BT, 0.0)

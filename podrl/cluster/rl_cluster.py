@@ -125,9 +125,9 @@ class RLCluster:
             seed=self.seed,
         )
         target = decoder.abstract_params(self.model, self.rollout_mesh, self.rollout_dtype)
-        trainable, frozen = decoder.split_trainable(target, self.model)
-        self._publisher = Publisher(self.state.params, trainable)
-        self._base_publisher = Publisher(self.frozen, frozen) if self.frozen else None
+        trainable, frozen = decoder.split_trainable(jax.tree.map(lambda leaf: leaf.sharding, target), self.model)
+        self._publisher = Publisher(self.state.params, trainable, target_dtype=self.rollout_dtype)
+        self._base_publisher = Publisher(self.frozen, frozen, target_dtype=self.rollout_dtype) if self.frozen else None
         self._rollout_base: PyTree = {}
 
     # Weights.

@@ -3,22 +3,19 @@
 import dataclasses
 import hashlib
 import itertools
-import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import grain
 import numpy as np
 
 from podrl.data import problems, sources, template
 from podrl.data.sources import Record
+from podrl.data.stream import Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
 from podrl.types import Prompts
 
 PROBLEMS = "problems"
 AUTO = "auto"
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +75,6 @@ class PromptStream:
     Attributes:
       prompts_per_step: P of the whole job.
       steps_per_epoch: batches that use as many prompts as there are records.
-      skipped: prompts left out so far because they were too long.
     """
 
     def __init__(
@@ -110,27 +106,20 @@ class PromptStream:
         Raises:
           ValueError: an empty source, or P that does not split into the shards.
         """
-        if not len(source):
-            raise ValueError("There are no prompts to train on: data.path must hold at least one record.")
         if prompts_per_step < 1 or prompts_per_step % shard_count:
             raise ValueError(
                 f"{prompts_per_step} prompts do not split over {shard_count} rollout processes: "
                 "rollout.prompts_per_step must be a positive multiple of their number."
             )
         assert 0 <= shard_index < shard_count, (shard_index, shard_count)
-        self.prompts_per_step, self.skipped = prompts_per_step, 0
+        limit = Limit(max_prompt_length, "rollout.max_prompt_length", long_prompts)
+        self._stream: Stream[_Task] = Stream(
+            source, lambda index, record: _tokenise(*render(record), tokenizer, limit), shuffle_seed, limit
+        )
+        self.prompts_per_step = prompts_per_step
         self.steps_per_epoch = max(1, len(source) // prompts_per_step)
-        self._limit, self._long = max_prompt_length, long_prompts
+        self._width, self._pad_id = max_prompt_length, tokenizer.pad_id
         self._shard_index, self._shard_count = shard_index, shard_count
-        self._pad_id, self._records, self._emitted = tokenizer.pad_id, len(source), 0
-        self._seed = shuffle_seed
-        dataset = grain.MapDataset.source(source)
-        if shuffle_seed is not None:
-            dataset = dataset.shuffle(seed=shuffle_seed)
-        dataset = dataset.repeat().map(lambda record: _tokenise(*render(record), tokenizer))
-        # Reading ahead in threads would cost more than these few tokens; the position is exact either way.
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
-        self._iterator = iter(dataset.to_iter_dataset(options))
 
     @classmethod
     def from_config(
@@ -144,10 +133,10 @@ class PromptStream:
         shard_count: int = 1,
     ) -> "PromptStream":
         """The training stream a configuration describes; see the constructor and `DataConfig`."""
-        train, _ = _split(config)
+        train, _ = split(config)
         return cls(
             train,
-            _Renderer(config, tokenizer),
+            Renderer(config, tokenizer),
             tokenizer,
             prompts_per_step=prompts_per_step,
             max_prompt_length=max_prompt_length,
@@ -192,24 +181,20 @@ class PromptStream:
         Raises:
           ValueError: a prompt is too long under 'error', or all of them are under 'skip'.
         """
-        start, tasks = self._emitted, []
-        while len(tasks) < self.prompts_per_step:
-            tasks.append(self._next_task())
-        self._emitted += self.prompts_per_step
+        start = self._stream.emitted
+        tasks = self._stream.take(self.prompts_per_step)
         rows = self.prompts_per_step // self._shard_count
         first = self._shard_index * rows
-        return _batch(tasks[first : first + rows], start + first, self._limit, self._pad_id, self.state())
+        return _batch(tasks[first : first + rows], start + first, self._width, self._pad_id, self.state())
+
+    @property
+    def skipped(self) -> int:
+        """Prompts left out so far because they were too long."""
+        return self._stream.skipped
 
     def state(self) -> bytes:
         """Where the stream stands, as JSON; the same on every shard."""
-        state = {
-            "iterator": self._iterator.get_state(),
-            "prompts": self._emitted,
-            "skipped": self.skipped,
-            "records": self._records,
-            "seed": self._seed,
-        }
-        return json.dumps(state).encode()
+        return self._stream.state()
 
     def restore(self, state: bytes) -> None:
         """Continues after the batch whose `data_state` this is.
@@ -217,27 +202,7 @@ class PromptStream:
         Raises:
           ValueError: the state belongs to another number of records or another seed.
         """
-        saved = json.loads(state)
-        for name, now, key in (("records", self._records, "data.path"), ("seed", self._seed, "data.seed")):
-            if saved[name] != now:
-                raise ValueError(
-                    f"The checkpoint's data position belongs to {name}={saved[name]}, but {key} gives {name}={now}: "
-                    "resume with the same data, or start in a new --workdir."
-                )
-        self._iterator.set_state(saved["iterator"])
-        self._emitted, self.skipped = saved["prompts"], saved["skipped"]
-
-    def _next_task(self) -> _Task:
-        for _ in range(self._records):
-            task = next(self._iterator)
-            if _fits(task, self._limit, self._long):
-                return task
-            self.skipped += 1
-            if self.skipped in (1, 10, 100) or self.skipped % 1000 == 0:
-                _log.warning("%d prompts skipped so far: longer than %d tokens.", self.skipped, self._limit)
-        raise ValueError(
-            f"None of the {self._records} prompts fits into {self._limit} tokens: raise rollout.max_prompt_length."
-        )
+        self._stream.restore(state)
 
 
 def held_out_prompts(
@@ -260,11 +225,12 @@ def held_out_prompts(
     if config.path == PROBLEMS and not config.eval_path:
         records: Iterable[Any] = problems.distinct("held_out", count, config.seed)
     else:
-        held = _split(config)[1]
+        held = split(config)[1]
         records = (held[i] for i in range(len(held)))
-    render = _Renderer(config, tokenizer)
-    tasks = (_tokenise(*render(record), tokenizer) for record in records)
-    fitting = (task for task in tasks if _fits(task, max_prompt_length, config.long_prompts))
+    render = Renderer(config, tokenizer)
+    limit = Limit(max_prompt_length, "rollout.max_prompt_length", config.long_prompts)
+    tasks = (_tokenise(*render(record), tokenizer, limit) for record in records)
+    fitting = (task for task in tasks if not isinstance(task, TooLong))
     chosen = list(itertools.islice(fitting, count))
     size = batch_size or max(1, len(chosen))
     return [
@@ -272,7 +238,7 @@ def held_out_prompts(
     ]
 
 
-class _Renderer:
+class Renderer:
     """Prompt text and reward fields of a record, by the configuration's template."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
@@ -281,13 +247,13 @@ class _Renderer:
         self._system = reference if config.system_prompt == AUTO else config.system_prompt
 
     def __call__(self, record: Record | problems.Problem) -> tuple[str, Mapping[str, Any]]:
-        fields = _fields(record, self._config)
+        fields = task_fields(record, self._config)
         return template.wrap(
             self._tokenizer, fields["question"], system=self._system, form=self._config.template
         ), fields
 
 
-def _fields(record: Record | problems.Problem, config: DataConfig) -> dict[str, Any]:
+def task_fields(record: Record | problems.Problem, config: DataConfig) -> dict[str, Any]:
     """question, answer and solution under these names, and every other field of the record under its own."""
     if isinstance(record, problems.Problem):
         return {"question": record.question, "answer": record.answer, "solution": record.reasoning}
@@ -297,7 +263,7 @@ def _fields(record: Record | problems.Problem, config: DataConfig) -> dict[str, 
     return {"solution": answer, **others, "question": question, "answer": final}
 
 
-def _split(config: DataConfig) -> tuple[sources.Source, sources.Source]:
+def split(config: DataConfig) -> tuple[sources.Source, sources.Source]:
     """(training records, held-out records)."""
     required = (config.question_field, config.answer_field)
     evaluation = sources.read(config.eval_path, required) if config.eval_path else None
@@ -337,20 +303,10 @@ def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
     return record
 
 
-def _tokenise(text: str, fields: Mapping[str, Any], tokenizer: Tokenizer) -> _Task:
+def _tokenise(text: str, fields: Mapping[str, Any], tokenizer: Tokenizer, limit: Limit) -> "_Task | TooLong":
     opened = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    return _Task(text, tokenizer.encode(text, bos=not opened), fields)
-
-
-def _fits(task: _Task, limit: int, long_prompts: str) -> bool:
-    if len(task.tokens) <= limit:
-        return True
-    if long_prompts == "error":
-        raise ValueError(
-            f"The prompt {task.text[:80]!r}... has {len(task.tokens)} tokens: rollout.max_prompt_length={limit} must be "
-            "at least that, or set data.long_prompts=skip."
-        )
-    return False
+    tokens = tokenizer.encode(text, bos=not opened)
+    return _Task(text, tokens, fields) if len(tokens) <= limit.tokens else limit.exceeded(text, len(tokens))
 
 
 def _batch(tasks: Sequence[_Task], first_index: int, width: int, pad_id: int, state: bytes) -> Prompts:

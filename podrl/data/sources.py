@@ -183,6 +183,7 @@ def _array_record(path: str, files: Sequence[epath.Path], required: Sequence[str
     """Array records whose every record is a JSON object."""
     import grain
 
+    stored: Any
     try:
         stored = grain.sources.ArrayRecordDataSource([str(file) for file in files])
     except RuntimeError as error:

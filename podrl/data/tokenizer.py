@@ -32,6 +32,8 @@ class _Backend(Protocol):
 
     def token_id(self, token: str) -> int | None: ...
 
+    def token_text(self, token: int) -> str: ...
+
 
 class Tokenizer:
     """A tokenizer with the ids and the chat template of its model.
@@ -91,10 +93,20 @@ class Tokenizer:
         """The id of a piece, or None when the vocabulary lacks it."""
         return self._backend.token_id(token)
 
+    def token_text(self, token: int) -> str:
+        """The piece with this id, special or not."""
+        return self._backend.token_text(token)
+
     @property
     def bos_token(self) -> str:
         """The start token's text, '' where the model has none."""
         return self._tokens.get("bos_token", "")
+
+    @property
+    def turn_end_id(self) -> int:
+        """What the model writes at the end of its turn: the chat form's mark, else the first end id."""
+        marks = (self._backend.token_id(token) for token in TURN_ENDS)
+        return next((i for i in marks if i is not None), self.eos_ids[0])
 
     @property
     def has_chat_template(self) -> bool:
@@ -218,6 +230,9 @@ class _Json:
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
+    def token_text(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token) or ""
+
 
 class _SentencePiece:
     """A SentencePiece model; its control pieces are recognised in text, as `tokenizers` does."""
@@ -244,3 +259,6 @@ class _SentencePiece:
     def token_id(self, token: str) -> int | None:
         found = self._model.piece_to_id(token)
         return None if found == self._model.unk_id() and token != self._model.id_to_piece(found) else found
+
+    def token_text(self, token: int) -> str:
+        return self._model.id_to_piece(token)

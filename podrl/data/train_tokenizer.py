@@ -45,24 +45,24 @@ CHAT_TEMPLATE = """{{ bos_token }}
 """
 
 # Words a solver of arithmetic problems meets beyond the embedded task, commonest first.
-EVERYDAY = (
-    "user model The In answer is the a of to and in he she it for his her they at each on day will if all was an one two "
-    "three half that are per from then be there after total much more than many number cost much week dollars hours "
-    "as per time first twice times people old year years only day days week weeks hour minutes less money price pay "
-    "made sold used bought takes left needs every another second third last next same number school home work make "
-    "spent earn eat sell buy get gets got give gave take would can their them so by or not you your think write "
-    "problem step final single between reasoning given through what who when where which while up out into also"
-).split()
+_EVERYDAY = """
+user model The In answer is the a of to and in he she it for his her they at each on day will if all was an one two
+three half that are per from then be there after total much more than many number cost week dollars hours
+as time first twice times people old year years only days weeks hour minutes less money price pay
+made sold used bought takes left needs every another second third last next same school home work make
+spent earn eat sell buy get gets got give gave take would can their them so by or not you your think write
+problem step final single between reasoning given through what who when where which while up out into also
+"""
 # Words that open a text or a turn, where no space stands before them.
-UNSPACED = ("user", "model", "The", "In")
+_UNSPACED = ("user", "model", "The", "In")
 
 
 def train() -> tokenizers.Tokenizer:
     """The embedded tokenizer, the same bytes on every call and machine."""
-    count = collections.Counter(_words(_corpus()))
-    for rank, word in enumerate(dict.fromkeys(EVERYDAY)):
-        word = word if word in UNSPACED else SPACE + word
-        count[word] = count[word] or len(EVERYDAY) - rank
+    count, everyday = collections.Counter(_words(_corpus())), _EVERYDAY.split()
+    for rank, word in enumerate(everyday):
+        word = word if word in _UNSPACED else SPACE + word
+        count[word] = count[word] or len(everyday) - rank
     letters = [SPACE, "\n", *string.digits, *string.ascii_letters, *string.punctuation]
     room = VOCAB_SIZE - len(CONTROLS) - len(TAGS) - len(TURNS) - len(letters)
     whole = sorted((word for word in count if len(word) > 1), key=lambda word: (-count[word], word))[:room]
@@ -84,8 +84,8 @@ def train() -> tokenizers.Tokenizer:
 
 def write(directory: str | epath.PathLike) -> None:
     """Writes tokenizer.json, tokenizer_config.json and generation_config.json, as `transformers` reads them."""
-    directory = epath.Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    path = epath.Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
     tokenizer = train()
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -102,14 +102,13 @@ def write(directory: str | epath.PathLike) -> None:
         "eos_token_id": [tokenizer.token_to_id("<eos>"), tokenizer.token_to_id("<end_of_turn>")],
         "pad_token_id": tokenizer.token_to_id("<pad>"),
     }
-    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n")
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    (path / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n")
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (path / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def _corpus() -> list[str]:
-    told = [problems.problem("train", index, seed=0) for index in range(CORPUS_PROBLEMS)]
-    return [p.question for p in told]
+    return [problems.problem("train", index, seed=0).question for index in range(CORPUS_PROBLEMS)]
 
 
 def _words(texts: list[str]) -> list[str]:

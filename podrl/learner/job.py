@@ -9,7 +9,7 @@ from typing import Any
 
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.config import build
+from podrl.config import build, defaults, merge
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
 from podrl.data.tokenizer import Tokenizer
 from podrl.learner import describe, summary
@@ -59,15 +59,22 @@ class RLJob:
         return self.trainer.mini_batch_size or self.samples_per_step
 
 
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with every key there is: defaults, then the algorithm's preset, then `values`."""
+    if values.get("algorithm") == "sft":
+        from podrl.learner import sft
+
+        return merge(defaults(sft.SFTJob), values)
+    preset = preset_fields(values.get("algorithm", "grpo"))
+    return merge(merge(defaults(RLJob), {"grpo": preset}), values)
+
+
 def parse(values: Mapping[str, Any]) -> RLJob:
-    """The job a configuration describes, its arithmetic checked; the preset fills what the config leaves out.
+    """The job a configuration describes, its arithmetic checked.
 
     Raises:
       ValueError: unknown or missing keys, or sizes that do not divide.
     """
-    values = dict(values)
-    preset = preset_fields(values.get("algorithm", "grpo"))
-    values["grpo"] = {**preset, **values.get("grpo", {})}
     job = build(RLJob, values)
     if job.samples_per_step % job.mini_batch_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Several reward functions as one: how each is named and reached, what they add up to, and what is said of a bad one."""
+"""Several reward functions as one: how each is reached, what they add up to, and what is said of one that fails."""
 
 import dataclasses
 import difflib
@@ -126,7 +126,7 @@ class Rewards:
         local = [function.name for function in self._functions if function.spec is None]
         if local:
             _log.warning(
-                "Reward function %s has no file and name to be found by (a lambda, a closure, or typed at a prompt): it "
+                "Reward function %s cannot be found by file and name (a lambda, a closure, or typed at a prompt): it "
                 "runs in a thread of this process, where a deadline can end the wait but not the function.",
                 ", ".join(local),
             )
@@ -210,8 +210,8 @@ class Rewards:
             which = f"It did not return within {alone:.1f} s for {batch.show(index)} alone."
         else:
             which = (
-                f"One by one, {index} of the {len(batch.completions)} samples were scored in as long: it is slow rather "
-                f"than stuck, and was last given {batch.show(min(index, len(batch.completions) - 1))}."
+                f"One by one, {index} of the {len(batch.completions)} samples were scored in as long: it is slow, not "
+                f"stuck, and was last given {batch.show(min(index, len(batch.completions) - 1))}."
             )
         return RewardError(
             f"Reward function {function.name} did not return within {limit} s for {len(batch.completions)} samples. "
@@ -265,7 +265,7 @@ def _resolve(fn: str | Callable[..., Any]) -> _Function:
         if not callable(fn):
             raise ValueError(f"reward.fns holds {fn!r} ({type(fn).__name__}): give names or Python functions.")
         spec = _spec_of(fn)
-        name = getattr(fn, "__name__", type(fn).__name__)
+        name = getattr(fn, "__name__", type(fn).__name__).strip("<>")
         return _Function(name, spec, None if spec else fn)
     if fn in reference.BUILT_IN:
         return _Function(fn, {"module": reference.__name__, "name": fn}, None)

@@ -12,9 +12,7 @@ from typing import Any
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 # From a line's start to a line's end: reasoning, then an answer, then nothing but white space.
-_FORMAT = re.compile(
-    r"^\s*<reasoning>.+?</reasoning>.*?<answer>(?P<answer>.+?)</answer>\s*$", re.MULTILINE | re.DOTALL
-)
+_FORMAT = re.compile(r"^\s*<reasoning>.+?</reasoning>.*?<answer>(?P<answer>.+?)</answer>\s*$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"<answer>.*?(?P<number>[\d.]+)", re.DOTALL)
 
 
@@ -42,9 +40,7 @@ def approximate_format(prompts: Sequence[str], completions: Sequence[str], **fie
     return [sum(0.5 if completion.count(tag) == 1 else -0.5 for tag in TAGS) for completion in completions]
 
 
-def answer(
-    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any
-) -> list[float]:
+def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any) -> list[float]:
     """Scores the answer of a completion in the exact format.
 
     3 for the reference answer, 1.5 when they are equal without surrounding space, 0.5 when their ratio is within
@@ -54,9 +50,7 @@ def answer(
     return [_answer_score(answer_of(c), str(a)) for c, a in zip(completions, answer, strict=True)]
 
 
-def number(
-    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any
-) -> list[float]:
+def number(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any) -> list[float]:
     """1.5 when the first number after `<answer>` equals the reference answer, else 0."""
     del prompts, fields
     return [1.5 if _equal(number_of(c), str(a)) else 0.0 for c, a in zip(completions, answer, strict=True)]

@@ -61,7 +61,9 @@ def load(spec: Mapping[str, str]) -> Callable[..., Any]:
     found: Any = module
     for part in spec["name"].split("."):
         if not hasattr(found, part):
-            own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+            own = [
+                n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
+            ]
             close = difflib.get_close_matches(part, own, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"It has: {', '.join(own) or 'no functions'}."
             raise LoadError(f"{spec.get('file') or spec['module']} has no function {spec['name']!r}. {hint}")

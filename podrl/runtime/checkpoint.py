@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -194,6 +195,30 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._manager.close()
+
+
+def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[int, PyTree]:
+    """(step, saved state as nested mappings of host arrays), on any machine, whatever mesh it was saved from.
+
+    Args:
+      directory: of the checkpoints.
+      step: None for the newest.
+
+    Raises:
+      ValueError: no such checkpoint; those that exist are listed.
+    """
+    root = pathlib.Path(directory).absolute()
+    steps = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
+    chosen = steps[-1] if steps and step is None else step
+    if chosen not in steps:
+        raise ValueError(f"{root} has no checkpoint{'' if step is None else f' of step {step}'}: it has {steps or 'none'}.")
+    path = root / str(chosen) / "state"
+    reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    tree = reader.metadata(path).item_metadata.tree
+    wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted))  # pyright: ignore[reportCallIssue]
+    reader.close()
+    return chosen, state
 
 
 def _first_line(error: BaseException) -> str:

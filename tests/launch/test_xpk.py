@@ -76,6 +76,7 @@ def test_headless_pathways_runs_no_program():
         ([IMAGE, "--scratch=gs://b"], "is read by Pathways only"),
         ([IMAGE, "--machine=v6e-8t:2x4"], "xpk 1.16 has no v6e-8t:2x4 (ct6e-standard-8t)"),
         ([IMAGE, '--env=A="b"'], "holds a quote"),
+        ([IMAGE, *PATHWAYS, "--name=" + "a" * 23], "have at most 22 characters; this one has 23"),
         ([IMAGE, "--workdir=/tmp/run"], "is a path inside a pod"),
     ],
 )

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl.mesh.build import make_mesh
-from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints
+from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints, read_state
 
 
 def _state(value: float):
@@ -47,6 +47,15 @@ def test_round_trip_keeps_bits_shardings_and_host_values(tmp_path):
     assert restored.state["w"].sharding == _state(2)["w"].sharding
     assert restored.host == {"data_state": "s2"}
     np.testing.assert_array_equal(restored.arrays["tokens"], np.arange(2))
+
+
+def test_the_state_can_be_read_without_its_mesh(tmp_path):
+    _saved(tmp_path, [1, 2]).close()
+    step, state = read_state(tmp_path)
+    assert step == 2 and isinstance(state["w"], np.ndarray) and _equal(state, _state(2))
+    assert read_state(tmp_path, 1)[0] == 1
+    with pytest.raises(ValueError, match=r"no checkpoint of step 7: it has \[1, 2\]"):
+        read_state(tmp_path, 7)
 
 
 def test_no_checkpoint_is_none_and_a_missing_step_is_named(tmp_path):

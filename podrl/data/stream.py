@@ -1,0 +1,129 @@
+"""The order in which records are drawn, what is left out, and the position a run resumes from."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar
+
+import grain
+
+from podrl.data.sources import Source
+
+Item = TypeVar("Item")
+_log = logging.getLogger(__name__)
+
+
+class TooLong:
+    """Stands in for an item that is left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """The most tokens an item may have, the key that sets it, and what happens to a longer one."""
+
+    tokens: int
+    key: str
+    beyond: Literal["skip", "error"]
+
+    def exceeded(self, text: str, tokens: int) -> TooLong:
+        """Stands in for an item of so many tokens.
+
+        Raises:
+          ValueError: longer items are errors.
+        """
+        if self.beyond == "error":
+            raise ValueError(
+                f"{text[:80]!r}... has {tokens} tokens: {self.key}={self.tokens} must be at least that, or set "
+                "data.long_prompts=skip."
+            )
+        return TooLong()
+
+
+class Stream(Generic[Item]):
+    """An endless, exactly resumable walk through a source, reshuffled every time round.
+
+    Attributes:
+      emitted: items given out so far.
+      skipped: items left out so far.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        prepare: Callable[[int, Any], Item | TooLong],
+        shuffle_seed: int | None,
+        limit: Limit,
+    ) -> None:
+        """Starts at the first record.
+
+        Args:
+          source: records by index.
+          prepare: makes an item of (position in the walk, record); must depend on nothing else.
+          shuffle_seed: None keeps the source's order.
+          limit: for messages about items that were left out.
+
+        Raises:
+          ValueError: an empty source.
+        """
+        if not len(source):
+            raise ValueError("There are no records to train on: data.path must hold at least one.")
+        self.emitted = self.skipped = 0
+        self._records, self._seed, self._limit = len(source), shuffle_seed, limit
+        dataset = grain.MapDataset.source(source)
+        if shuffle_seed is not None:
+            dataset = dataset.shuffle(seed=shuffle_seed)
+        dataset = dataset.repeat().map_with_index(prepare)
+        # Reading ahead in threads would cost more than these few tokens; the position is exact either way.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
+        self._iterator = iter(dataset.to_iter_dataset(options))
+
+    def take(self, count: int) -> list[Item]:
+        """The next `count` items.
+
+        Raises:
+          ValueError: every record is too long.
+        """
+        items = [self._next() for _ in range(count)]
+        self.emitted += count
+        return items
+
+    def state(self) -> bytes:
+        """Where the stream stands, as JSON."""
+        state = {
+            "iterator": self._iterator.get_state(),
+            "emitted": self.emitted,
+            "skipped": self.skipped,
+            "records": self._records,
+            "seed": self._seed,
+        }
+        return json.dumps(state).encode()
+
+    def restore(self, state: bytes) -> None:
+        """Continues where `state` was taken.
+
+        Raises:
+          ValueError: the state belongs to another number of records or another seed.
+        """
+        saved = json.loads(state)
+        for name, now, key in (("records", self._records, "data.path"), ("seed", self._seed, "data.seed")):
+            if saved[name] != now:
+                raise ValueError(
+                    f"The checkpoint's data position belongs to {name}={saved[name]}, but {key} gives {name}={now}: "
+                    "resume with the same data, or start in a new --workdir."
+                )
+        self._iterator.set_state(saved["iterator"])
+        self.emitted, self.skipped = saved["emitted"], saved["skipped"]
+
+    def _next(self) -> Item:
+        for _ in range(self._records):
+            item = next(self._iterator)
+            if not isinstance(item, TooLong):
+                return item
+            self.skipped += 1
+            if self.skipped in (1, 10, 100) or self.skipped % 1000 == 0:
+                _log.warning("%d skipped so far: longer than %d tokens.", self.skipped, self._limit.tokens)
+        raise ValueError(
+            f"All of {self._records} records in a row are longer than {self._limit.tokens} tokens: raise "
+            f"{self._limit.key}."
+        )

@@ -1,0 +1,88 @@
+"""Checksums of sharded leaves that do not depend on the layout, and what two of them say about each other.
+
+The checksum of a leaf is the sum over its elements of bits x weight(position) modulo 2^32, where a position's weight is
+the product of one odd hash per dimension: any single flipped bit changes it, and so, but for chance, do exchanged
+values. A device sums its own shard; no values cross devices. Every replica is summed, so that a bad copy is found.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, UInt32
+
+from podrl.mesh.reshard.plan import Layout
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+# l counts leaves, W devices of the mesh.
+Sums = UInt32[Array, "W l"]
+
+
+def checksum_program(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype], shardings: Sequence[NamedSharding], mesh: Mesh
+) -> Callable[[Sequence[Array]], Sums]:
+    """A program that sums every leaf on every device of `mesh`; leaves are cast to `dtypes` first.
+
+    Returns:
+      leaves -> one row per device in mesh order, one column per leaf, the same on all devices.
+    """
+    specs = [s.spec for s in shardings]
+    layouts = [Layout.of(s, len(shape)) for s, shape in zip(shardings, shapes, strict=True)]
+
+    def local(shards: Sequence[Array]) -> Array:
+        index = [jax.lax.axis_index(name) for name in mesh.axis_names]
+        sums = [
+            _sum_shard(shard.astype(dtype), layout, index)
+            for shard, dtype, layout in zip(shards, dtypes, layouts, strict=True)
+        ]
+        return jnp.stack(sums)[None] if sums else jnp.zeros((1, 0), jnp.uint32)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=Spec(mesh.axis_names), check_vma=False)
+    return jax.jit(mapped, out_shardings=NamedSharding(mesh, Spec()))
+
+
+def fold(sums_Wl: UInt32[np.ndarray, "W l"], layouts: Sequence[Layout]) -> tuple[list[int], list[int]]:
+    """(checksum of every leaf, leaves whose replicas differ from each other)."""
+    totals: list[int] = []
+    torn: list[int] = []
+    for i, layout in enumerate(layouts):
+        by_block: dict[tuple[int, ...], int] = {}
+        for block, value in zip(map(tuple, layout.blocks().tolist()), sums_Wl[:, i].tolist(), strict=True):
+            if by_block.setdefault(block, value) != value and i not in torn:
+                torn.append(i)
+        totals.append(sum(by_block.values()) % 2**32)
+    return totals, torn
+
+
+def _sum_shard(shard: Array, layout: Layout, index: Sequence[Array]) -> UInt32[Array, ""]:
+    weighted = _bits(shard)
+    for d, axes in enumerate(layout.dims):
+        block: Any = 0
+        for axis in axes:
+            block = block * layout.mesh_shape[axis] + index[axis]
+        size = shard.shape[d]
+        position = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(block * size).astype(jnp.uint32)
+        weight = _hash(position + jnp.uint32(0x9E3779B9 * (d + 1) % 2**32)) | jnp.uint32(1)
+        weighted = weighted * jnp.expand_dims(weight, [k for k in range(weighted.ndim) if k != d])
+    return jnp.sum(weighted, dtype=jnp.uint32)
+
+
+def _bits(x: Array) -> Array:
+    """The bit pattern of every element as uint32; a 64-bit element gives the sum of its halves, one weighted."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if x.dtype.itemsize == 8:
+        halves = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        return halves[..., 0] + halves[..., 1] * jnp.uint32(0x85EBCA6B)
+    return jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)
+
+
+def _hash(x: Array) -> Array:
+    """The 32-bit finaliser of MurmurHash3 (public domain, Austin Appleby)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -1,0 +1,84 @@
+"""One call that brings a tree to other shardings inside one process, by the transport that fits."""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Sharding
+from jaxtyping import Array
+
+from podrl.mesh.reshard.local import LocalTransport
+from podrl.mesh.reshard.plan import Plan, make_plan
+from podrl.mesh.reshard.relayout import RelayoutTransport
+from podrl.types import PyTree
+
+# Staging small enough to stay in a CPU's caches is fastest there; accelerators want transfers long enough to pay off.
+_BUCKET_BYTES = {"cpu": 4 << 20}
+_DEFAULT_BUCKET_BYTES = 64 << 20
+
+
+class Transport(Protocol):
+    """Carries out one plan."""
+
+    def move(self, leaves: Sequence[Array], *, donate: bool = False) -> list[Array]:
+        """The leaves at their target, in the order of the plan."""
+        ...
+
+
+def default_bucket_bytes(sharding: Sharding) -> int:
+    """Bytes a device may stage at once, by its platform."""
+    platform = next(iter(sharding.device_set)).platform
+    return _BUCKET_BYTES.get(platform, _DEFAULT_BUCKET_BYTES)
+
+
+def transport_for(plan: Plan, sources: Sequence[Any], targets: Sequence[Any]) -> Transport:
+    """The transport for meshes that this process sees whole."""
+    kind = RelayoutTransport if RelayoutTransport.fits(plan) else LocalTransport
+    return kind(plan, sources, targets)
+
+
+def reshard(
+    tree: PyTree,
+    shardings: PyTree,
+    *,
+    dtype: Any = None,
+    donate: bool = False,
+    on_ready: Callable[[float], None] | None = None,
+) -> PyTree:
+    """The tree on other shardings; plan and programs are kept, so that the second call compiles nothing.
+
+    Args:
+      tree: arrays placed by NamedSharding.
+      shardings: one target sharding per leaf.
+      dtype: what floating-point leaves become; None keeps theirs.
+      donate: the sources are given up, each deleted once it has been read.
+      on_ready: called from another thread with the seconds it took, once every leaf is there.
+
+    Returns:
+      A tree of the same structure, possibly still being written.
+
+    Raises:
+      ValueError: trees of different structure, or a leaf that does not divide by its shards.
+    """
+    began = time.perf_counter()
+    leaves, treedef = jax.tree.flatten(tree)
+    targets = jax.tree.leaves(shardings)
+    bucket_bytes = default_bucket_bytes(targets[0]) if targets else _DEFAULT_BUCKET_BYTES
+    plan = make_plan(tree, shardings, dtype=dtype, bucket_bytes=bucket_bytes)
+    if plan not in _transports:
+        _transports[plan] = transport_for(plan, [leaf.sharding for leaf in leaves], targets)
+    moved = _transports[plan].move(leaves, donate=donate)
+    if on_ready is not None:
+        threading.Thread(target=_report, args=(moved, began, on_ready), daemon=True).start()
+    return jax.tree.unflatten(treedef, moved)
+
+
+_transports: "weakref.WeakKeyDictionary[Plan, Transport]" = weakref.WeakKeyDictionary()
+
+
+def _report(moved: Sequence[Array], began: float, on_ready: Callable[[float], None]) -> None:
+    jax.block_until_ready(moved)
+    on_ready(time.perf_counter() - began)

@@ -1,0 +1,61 @@
+"""The transport between two meshes over the same devices: a jitted identity that casts and changes the layout."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from podrl.mesh.reshard.plan import Plan
+
+IN_FLIGHT = 2
+
+
+class RelayoutTransport:
+    """Carries out a plan whose source and target meshes hold the same devices in the same order."""
+
+    def __init__(self, plan: Plan, sources: Sequence[Any], targets: Sequence[Any]):
+        """Args are those of `LocalTransport`."""
+        self._plan = plan
+        self._targets = targets
+        self._stays = [
+            not leaf.casts and source.is_equivalent_to(target, len(leaf.shape))
+            for leaf, source, target in zip(plan.leaves, sources, targets, strict=True)
+        ]
+        self._programs = [self._program(bucket.leaves) for bucket in plan.buckets]
+
+    @staticmethod
+    def fits(plan: Plan) -> bool:
+        """Whether every leaf stays on its devices, in their order."""
+        return all(leaf.source.device_ids == leaf.target.device_ids for leaf in plan.leaves)
+
+    def move(self, leaves: Sequence[Array], *, donate: bool = False) -> list[Array]:
+        """The leaves on their target shardings, in the target dtypes; none shares memory with its source.
+
+        Args:
+          leaves: arrays placed as the plan says.
+          donate: the sources are given up: leaves that need no change are handed on, the others deleted once read.
+        """
+        out: list[Any] = [None] * len(leaves)
+        flying: deque[list[Array]] = deque()
+        for bucket, program in zip(self._plan.buckets, self._programs, strict=True):
+            if len(flying) == IN_FLIGHT:
+                jax.block_until_ready(flying.popleft())
+            done = program([leaves[i] for i in bucket.leaves])
+            for i, array in zip(bucket.leaves, done, strict=True):
+                out[i] = leaves[i] if donate and self._stays[i] else array
+                if donate and not self._stays[i]:
+                    leaves[i].delete()
+            flying.append(list(done))
+        return out
+
+    def _program(self, indices: Sequence[int]) -> Callable[[Sequence[Array]], Sequence[Array]]:
+        dtypes = [self._plan.leaves[i].target_dtype for i in indices]
+
+        def relayout(arrays: Sequence[Array]) -> list[Array]:
+            # Without the copy jit would forward an unchanged leaf, and its owner may donate that buffer later.
+            return [jnp.copy(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+
+        return jax.jit(relayout, out_shardings=[self._targets[i] for i in indices])

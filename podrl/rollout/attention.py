@@ -1,0 +1,226 @@
+"""Attention of the decode engine: queries go to the key segments that hold tokens, so cost follows content.
+
+Every read of a segment gives a partial result (maximum, normaliser, weighted values) for the queries it served; a lane's
+result combines its own partials in a fixed order, so it does not depend on lanes, pool places or neighbours, bit for bit.
+"""
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from podrl.models.attention import NEG_INF
+from podrl.rollout.visits import Visits
+
+SHARED_BLOCK = 4  # shared visits computed together
+OWN_BLOCK = 16  # own visits computed together
+
+
+@flax.struct.dataclass
+class Partial:
+    """Softmax over some of the keys: values weighted by exp(score - maximum), and the sum of those weights."""
+
+    top: Float[Array, "*q"]
+    mass: Float[Array, "*q"]
+    value: Float[Array, "*q H"]
+
+    def scaled(self, top: Array) -> tuple[Array, Array]:
+        """(mass, value) relative to another maximum."""
+        factor = jnp.exp(self.top - top)
+        return self.mass * factor, self.value * factor[..., None]
+
+    def merge(self, other: "Partial") -> "Partial":
+        """Softmax over both sets of keys."""
+        top = jnp.maximum(self.top, other.top)
+        (mass, value), (mass2, value2) = self.scaled(top), other.scaled(top)
+        return Partial(top, mass + mass2, value + value2)
+
+    def result(self, dtype: jnp.dtype) -> Array:
+        """The weighted mean; 0 where no key was seen."""
+        return (self.value / jnp.maximum(self.mass, 1e-30)[..., None]).astype(dtype)
+
+
+def partial_attention(
+    q_BKQH: Float[Array, "B K Q H"],
+    k_BKCH: Float[Array, "B K C H"],
+    v_BKCH: Float[Array, "B K C H"],
+    seen_BQC: Bool[Array, "B Q C"],
+    softcap: float,
+) -> Partial:
+    """Scores in float32, weights in the values' dtype, sums in float32. An unseen key weighs exactly 0."""
+    score_BKQC = jnp.einsum("BKQH,BKCH->BKQC", q_BKQH, k_BKCH, preferred_element_type=jnp.float32)
+    if softcap:
+        score_BKQC = jnp.tanh(score_BKQC / softcap) * softcap
+    seen_B1QC = seen_BQC[:, None]
+    score_BKQC = jnp.where(seen_B1QC, score_BKQC, NEG_INF)
+    top_BKQ = jnp.max(score_BKQC, axis=-1)
+    weight_BKQC = jnp.where(seen_B1QC, jnp.exp(score_BKQC - top_BKQ[..., None]), 0.0)
+    value_BKQH = jnp.einsum(
+        "BKQC,BKCH->BKQH", weight_BKQC.astype(v_BKCH.dtype), v_BKCH, preferred_element_type=jnp.float32
+    )
+    return Partial(top_BKQ, jnp.sum(weight_BKQC, axis=-1), value_BKQH)
+
+
+def decode_attention(
+    q_RNH: Float[Array, "R N H"],
+    layer: Int[Array, ""] | int,
+    key_LMKCH: Float[Array, "L M K C H"],
+    value_LMKCH: Float[Array, "L M K C H"],
+    recent: Partial,
+    visits: Visits,
+    position_R: Int[Array, " R"],
+    *,
+    window: Int[Array, ""],
+    softcap: float,
+) -> Float[Array, "R N H"]:
+    """One token per lane over the lane's prompt segments, own segments and the keys of this dispatch.
+
+    Args:
+      q_RNH: scaled, rotated queries; head n reads key/value head n // (N / K).
+      layer: which layer of the pools to read.
+      recent: partial result over the keys of this dispatch, (R, K, N/K).
+      visits: see `Visits`.
+      position_R: position of the query.
+      window: tokens back that are seen, itself included.
+    """
+    R, N, H = q_RNH.shape
+    _, _, K, C, _ = key_LMKCH.shape
+    q_RKGH = q_RNH.reshape(R, K, N // K, H)
+    place_C = jnp.arange(C)
+
+    def read(segment_B: Array, q_BKQH: Array, lane_BQ: Array, start_B: Array, count_B: Array) -> Partial:
+        k_BKCH = key_LMKCH.at[layer, segment_B].get(mode="promise_in_bounds")
+        v_BKCH = value_LMKCH.at[layer, segment_B].get(mode="promise_in_bounds")
+        back_BQC = position_R[lane_BQ][..., None] - (start_B[:, None] + place_C)[:, None]
+        seen_BQC = (place_C < count_B[:, None])[:, None] & (back_BQC < window)
+        return partial_attention(q_BKQH, k_BKCH, v_BKCH, seen_BQC, softcap)
+
+    def own(cut: Callable[[Array], Array]) -> Partial:
+        lane_B = cut(visits.own_lane_O)
+        q_BKGH, lane_BG = q_RKGH[lane_B], jnp.broadcast_to(lane_B[:, None], (OWN_BLOCK, N // K))
+        return read(cut(visits.own_segment_O), q_BKGH, lane_BG, cut(visits.own_start_O), cut(visits.own_count_O))
+
+    def shared(cut: Callable[[Array], Array]) -> Partial:
+        lane_BW = cut(visits.shared_lane_UW)
+        B, W = lane_BW.shape
+        q_BKQH = q_RKGH[lane_BW].transpose(0, 2, 1, 3, 4).reshape(B, K, W * (N // K), H)
+        lane_BQ = jnp.repeat(lane_BW, N // K, axis=1)
+        part = read(
+            cut(visits.shared_segment_U), q_BKQH, lane_BQ, cut(visits.shared_start_U), cut(visits.shared_count_U)
+        )
+        return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, K, W, N // K, *x.shape[3:]), 2, 1), part)
+
+    W = visits.shared_lane_UW.shape[1]
+    from_shared = _blocks(shared, visits.total_2[0], SHARED_BLOCK, visits.shared_lane_UW.shape[0], (W, K, N // K), H)
+    from_shared = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), from_shared)
+    from_own = _blocks(own, visits.total_2[1], OWN_BLOCK, visits.own_lane_O.shape[0], (K, N // K), H)
+    result = _gather(recent, from_shared, visits.shared_first_R, visits.shared_number_R, visits.longest_2[0], W)
+    result = _gather(result, from_own, visits.own_first_R, visits.own_number_R, visits.longest_2[1], 1)
+    return result.result(q_RNH.dtype).reshape(R, N, H)
+
+
+def recent_attention(
+    q_RNH: Float[Array, "R N H"],
+    k_RKCH: Float[Array, "R K C H"],
+    v_RKCH: Float[Array, "R K C H"],
+    step: Int[Array, ""],
+    *,
+    window: Int[Array, ""],
+    softcap: float,
+) -> Partial:
+    """Partial result over the tokens fed in this dispatch, of which place `step` is the query's own."""
+    R, N, H = q_RNH.shape
+    K, C = k_RKCH.shape[1:3]
+    back_C = step - jnp.arange(C)
+    seen_RQC = jnp.broadcast_to((back_C >= 0) & (back_C < window), (R, N // K, C))
+    return partial_attention(q_RNH.reshape(R, K, N // K, H), k_RKCH, v_RKCH, seen_RQC, softcap)
+
+
+def prefill_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    layer: Int[Array, ""] | int,
+    key_LMKCH: Float[Array, "L M K C H"],
+    value_LMKCH: Float[Array, "L M K C H"],
+    prior_segment_BJ: Int[Array, "B J"],
+    prior_start_BJ: Int[Array, "B J"],
+    prior_count_BJ: Int[Array, "B J"],
+    longest: Int[Array, ""],
+    position_BT: Int[Array, "B T"],
+    *,
+    window: Int[Array, ""],
+    softcap: float,
+) -> Float[Array, "B T N H"]:
+    """A chunk of each row over the row's earlier segments and, causally, over itself.
+
+    Args:
+      prior_segment_BJ, prior_start_BJ, prior_count_BJ: the row's segments before the chunk; count 0 is no segment.
+      longest: most prior segments of any row.
+      position_BT: positions, contiguous in a row.
+    """
+    B, T, N, H = q_BTNH.shape
+    K, C = key_LMKCH.shape[2:4]
+    q_BKQH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * (N // K), H)
+    position_BQ = jnp.repeat(position_BT, N // K, axis=1)
+    place_T, place_C = jnp.arange(T), jnp.arange(C)
+    back_QT = jnp.repeat(place_T, N // K)[:, None] - place_T
+    seen_BQT = jnp.broadcast_to((back_QT >= 0) & (back_QT < window), (B, *back_QT.shape))
+    own = partial_attention(q_BKQH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), seen_BQT, softcap)
+
+    def earlier(j: Array, so_far: Partial) -> Partial:
+        segment_B, start_B, count_B = prior_segment_BJ[:, j], prior_start_BJ[:, j], prior_count_BJ[:, j]
+        back_BQC = position_BQ[..., None] - (start_B[:, None] + place_C)[:, None]
+        seen_BQC = (place_C < count_B[:, None])[:, None] & (back_BQC < window)
+        k_BKCH, v_BKCH = key_LMKCH[layer, segment_B], value_LMKCH[layer, segment_B]
+        return so_far.merge(partial_attention(q_BKQH, k_BKCH, v_BKCH, seen_BQC, softcap))
+
+    out_BKQH = jax.lax.fori_loop(0, longest, earlier, own).result(q_BTNH.dtype)
+    return out_BKQH.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+
+
+def _blocks(
+    compute: Callable[[Callable[[Array], Array]], Partial],
+    total: Int[Array, ""],
+    block: int,
+    size: int,
+    shape: tuple[int, ...],
+    head_dim: int,
+) -> Partial:
+    """Partials of `size` visits, computed block by block as far as `total`; the rest is left at 0."""
+
+    def body(i: Array, parts: Partial) -> Partial:
+        done = compute(lambda x: jax.lax.dynamic_slice_in_dim(x, i * block, block))
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * block, 0), parts, done)
+
+    empty = Partial(
+        jnp.zeros((size, *shape)), jnp.zeros((size, *shape)), jnp.zeros((size, *shape, head_dim), jnp.float32)
+    )
+    return jax.lax.fori_loop(0, (total + block - 1) // block, body, empty)
+
+
+def _gather(
+    result: Partial,
+    parts: Partial,
+    first_R: Int[Array, " R"],
+    number_R: Int[Array, " R"],
+    longest: Int[Array, ""],
+    stride: int,
+) -> Partial:
+    """Merges each lane's visits into its result, in order. Lanes with fewer than `longest` are left unchanged."""
+
+    def body(j: Array, result: Partial) -> Partial:
+        mine_R = j < number_R
+        index_R = jnp.where(mine_R, first_R + j * stride, 0)
+        part = jax.tree.map(lambda x: x.at[index_R].get(mode="promise_in_bounds"), parts)
+        keep = mine_R[:, None, None]
+        part = Partial(
+            jnp.where(keep, part.top, NEG_INF),
+            jnp.where(keep, part.mass, 0.0),
+            jnp.where(keep[..., None], part.value, 0.0),
+        )
+        return result.merge(part)
+
+    return jax.lax.fori_loop(0, longest, body, result)

@@ -1,0 +1,519 @@
+"""Device work of the decode engine: JetStream's verbs, each compiled once, over pools that live on the rollout mesh."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Bool, Float, Int
+
+from podrl.mesh import rules
+from podrl.models import decoder
+from podrl.models.config import ModelConfig
+from podrl.rollout import attention
+from podrl.rollout.sampling import LaneSampling, draw
+from podrl.rollout.visits import Visits, VisitShape
+from podrl.types import PyTree
+
+BATCH = ("data", "fsdp")
+UNROLLED_LAYERS = 12  # up to so many layers the program holds each one: no copy of a layer's weights per step
+KEEP, SEAT, FREE = 0, 1, 2  # what `bulk_insert` does with a lane
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineShape:
+    """Fixed sizes of the compiled programs; per data-parallel shard unless said otherwise.
+
+    Attributes:
+      lanes: R.
+      segments: M, the unread last one included.
+      segment_tokens: C.
+      steps: decode steps per dispatch.
+      max_segments: J, segments one sample and its prompt may hold together.
+      members: W.
+      stop_ids: E.
+      buckets: prefill chunk lengths, ascending multiples of C.
+      prefill_tokens: rows of a prefill call times its bucket, about.
+    """
+
+    lanes: int
+    segments: int
+    segment_tokens: int
+    steps: int
+    max_segments: int
+    members: int
+    stop_ids: int
+    buckets: tuple[int, ...]
+    prefill_tokens: int
+
+    def prefill_rows(self, bucket: int) -> int:
+        """Rows of the prefill program of a bucket."""
+        return max(1, self.prefill_tokens // bucket)
+
+    def visits(self) -> VisitShape:
+        """Room for every lane and segment at once."""
+        shared = self.segments + -(-self.lanes * self.max_segments // self.members)
+        up = lambda n, block: -(-n // block) * block  # noqa: E731
+        return VisitShape(
+            self.lanes, up(shared, attention.SHARED_BLOCK), up(self.segments, attention.OWN_BLOCK), self.members
+        )
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """Pools and lanes on the rollout mesh. Lanes and segments are sharded over data and fsdp, K over tensor.
+
+    Attributes:
+      key_LMKCH, value_LMKCH: segment pools.
+      token_R: the token each lane feeds next.
+      position_R: its position.
+      left_R: tokens the lane may still sample.
+      live_R: whether the lane samples.
+      sampling: settings of the lane's sample.
+      stop_RE: ids that end it; -1 is none.
+    """
+
+    key_LMKCH: Float[Array, "L M K C H"]
+    value_LMKCH: Float[Array, "L M K C H"]
+    token_R: Int[Array, " R"]
+    position_R: Int[Array, " R"]
+    left_R: Int[Array, " R"]
+    live_R: Bool[Array, " R"]
+    sampling: LaneSampling
+    stop_RE: Int[Array, "R E"]
+
+
+@flax.struct.dataclass
+class Emitted:
+    """What a dispatch produced: `steps` columns per lane, of which the first `count` hold tokens."""
+
+    tokens_RT: Int[Array, "R T"]
+    logprob_RT: Float[Array, "R T"]
+    raw_logprob_RT: Float[Array, "R T"]
+    count_R: Int[Array, " R"]
+    live_R: Bool[Array, " R"]
+    steps_X: Int[Array, " X"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seats:
+    """Host arrays for `bulk_insert`, over all lanes of the mesh: what to do with each lane and what to seat there."""
+
+    action_R: np.ndarray
+    token_R: np.ndarray
+    position_R: np.ndarray
+    left_R: np.ndarray
+    top_k_R: np.ndarray
+    key_R2: np.ndarray
+    stop_RE: np.ndarray
+    temperature_R: np.ndarray
+    top_p_R: np.ndarray
+    min_p_R: np.ndarray
+
+    @classmethod
+    def empty(cls, lanes: int, stop_ids: int) -> "Seats":
+        """No lane changes."""
+        whole = lambda: np.zeros(lanes, np.int32)  # noqa: E731
+        real = lambda: np.zeros(lanes, np.float32)  # noqa: E731
+        return cls(
+            action_R=whole(),
+            token_R=whole(),
+            position_R=whole(),
+            left_R=whole(),
+            top_k_R=whole(),
+            key_R2=np.zeros((lanes, 2), np.uint32),
+            stop_RE=np.full((lanes, stop_ids), -1, np.int32),
+            temperature_R=real(),
+            top_p_R=real(),
+            min_p_R=real(),
+        )
+
+    def packed(self) -> np.ndarray:
+        """All fields side by side as int32, one row per lane."""
+        columns = [
+            *(x[:, None] for x in (self.action_R, self.token_R, self.position_R, self.left_R, self.top_k_R)),
+            self.key_R2.view(np.int32),
+            *(x[:, None].view(np.int32) for x in (self.temperature_R, self.top_p_R, self.min_p_R)),
+            self.stop_RE,
+        ]
+        return np.concatenate(columns, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A run of given tokens to prefill for one sequence.
+
+    Attributes:
+      shard: whose pool.
+      tokens: the tokens, at most the largest bucket.
+      start: position of the first one.
+      prior: (segment, start, count) of what the sequence holds already.
+      targets: segments that take the new keys and values, C tokens each.
+    """
+
+    shard: int
+    tokens: np.ndarray
+    start: int
+    prior: Sequence[tuple[int, int, int]]
+    targets: Sequence[int]
+
+
+class Engine:
+    """Compiled programs of one model on one mesh; weights and state are arguments, nothing is kept.
+
+    Attributes:
+      shards: data-parallel shards of the mesh.
+      shape: sizes per shard.
+    """
+
+    def __init__(self, model: ModelConfig, mesh: Mesh, shape: EngineShape, dtype: jnp.dtype):
+        self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
+        self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.visit_shape = shape.visits()
+        self.unrolled = model.num_layers <= UNROLLED_LAYERS
+        self._rows = NamedSharding(mesh, self._batch_spec())
+        self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())
+        self.generate = self._program(self._generate, flat_args=1, out=self._emitted_specs())
+        self.bulk_insert = self._program(self._insert, flat_args=1, weights=False)
+        self.write_segments = self._program(self._write_segments, flat_args=1, blocks=2, weights=False)
+        self.read_segments = jax.jit(self._mapped(self._read_segments, self._read_specs()))
+        self.prefills = {
+            bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
+        }
+        self.prepare = jax.jit(self._prepare)
+
+    # Where things live.
+
+    def _batch_spec(self) -> Spec:
+        return rules.spec_for(("batch",), (self.shards,), self.mesh)
+
+    def _pool_shape(self) -> tuple[int, ...]:
+        m, s = self.model, self.shape
+        return (m.num_layers, self.shards * s.segments, m.num_kv_heads, s.segment_tokens, m.head_dim)
+
+    def _pool_spec(self) -> Spec:
+        return rules.spec_for(("layers", "batch", "kv_heads", "time", "head_dim"), self._pool_shape(), self.mesh)
+
+    def _state_specs(self) -> DecodeState:
+        pool, row = self._pool_spec(), self._batch_spec()
+        return DecodeState(pool, pool, row, row, row, row, LaneSampling(row, row, row, row, row), row)
+
+    def _emitted_specs(self) -> Emitted:
+        row = self._batch_spec()
+        return Emitted(row, row, row, row, row, row)
+
+    def _manual(self, spec: Spec) -> Spec:
+        """The part of a spec that names axes this engine handles itself; XLA handles tensor."""
+        kept = [
+            tuple(a for a in ((e,) if isinstance(e, str) else e or ()) if a != "tensor") or None for e in tuple(spec)
+        ]
+        return Spec(*(e[0] if e and len(e) == 1 else e for e in kept))
+
+    def _mapped(self, local: Callable, specs: tuple) -> Callable:
+        """`local` run on each data-parallel shard: (in specs, out specs)."""
+        is_spec = lambda x: isinstance(x, Spec)  # noqa: E731
+        tensor = self.mesh.shape["tensor"] > 1
+        inside, outside = jax.tree.map(self._manual, specs, is_leaf=is_spec) if tensor else specs
+        names = set(BATCH) if tensor else set(self.mesh.axis_names)
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=inside, out_specs=outside, axis_names=names, check_vma=False
+        )
+
+    def _program(
+        self, local: Callable, *, flat_args: int, blocks: int = 0, weights: bool = True, out: PyTree = None
+    ) -> Callable:
+        """jit of `local(params?, state, *flat, *blocks) -> (state, out?)`; the state is donated."""
+        row, state = self._batch_spec(), self._state_specs()
+        block = Spec(None, *self._pool_spec()[1:])
+        inside = (*([self._param_specs()] if weights else []), state, *[row] * flat_args, *[block] * blocks)
+        mapped = self._mapped(local, (inside, state if out is None else (state, out)))
+        shardings = jax.tree.map(lambda s: NamedSharding(self.mesh, s), out, is_leaf=lambda x: isinstance(x, Spec))
+        return jax.jit(
+            mapped,
+            donate_argnums=(1,) if weights else (0,),
+            out_shardings=self._shardings if out is None else (self._shardings, shardings),
+        )
+
+    def _param_specs(self) -> PyTree:
+        """Specs of what `prepare` returns."""
+
+        def spec(param: decoder.Param, split: bool) -> Spec:
+            cut = 1 if split else 0
+            return rules.spec_for(param.axes[cut:], param.shape[cut:], self.mesh)
+
+        specs = decoder.param_specs(self.model)
+        layers = {name: spec(param, self.unrolled) for name, param in specs["layers"].items()}
+        tree = {name: spec(param, False) for name, param in specs.items() if name != "layers"}
+        return {**tree, "layers": [layers] * self.model.num_layers if self.unrolled else layers}
+
+    def put_rows(self, rows: np.ndarray) -> Array:
+        """A host array onto the mesh, its first axis over the data-parallel shards."""
+        return jax.device_put(rows, self._rows)
+
+    # Verbs: the parts that run on each shard.
+
+    def _prepare(self, params: PyTree) -> PyTree:
+        """Weights in the form the programs take: one tree per layer where layers are unrolled, else as they are."""
+        if not self.unrolled:
+            return params
+        layers = [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(self.model.num_layers)]
+        return {**params, "layers": layers}
+
+    def init_state(self) -> DecodeState:
+        """Empty pools and lanes, made in place."""
+        s = self.shape
+        R = self.shards * s.lanes
+
+        def make() -> DecodeState:
+            pool = jnp.zeros(self._pool_shape(), self.dtype)
+            whole = jnp.zeros(R, jnp.int32)
+            real = jnp.zeros(R, jnp.float32)
+            sampling = LaneSampling(real, real, real, whole, jnp.zeros((R, 2), jnp.uint32))
+            stop_RE = jnp.full((R, s.stop_ids), -1, jnp.int32)
+            return DecodeState(pool, pool, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE)
+
+        return jax.jit(make, out_shardings=self._shardings)()
+
+    def _insert(self, state: DecodeState, packed_RI: Int[Array, "R I"]) -> DecodeState:
+        action_R = packed_RI[:, 0]
+        seat_R = action_R == SEAT
+        real = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)  # noqa: E731
+        new = LaneSampling(
+            temperature_R=real(packed_RI[:, 7]),
+            top_p_R=real(packed_RI[:, 8]),
+            min_p_R=real(packed_RI[:, 9]),
+            top_k_R=packed_RI[:, 4],
+            key_R2=jax.lax.bitcast_convert_type(packed_RI[:, 5:7], jnp.uint32),
+        )
+        pick = lambda x, y: jnp.where(seat_R.reshape(-1, *[1] * (x.ndim - 1)), x, y)  # noqa: E731
+        return state.replace(
+            token_R=pick(packed_RI[:, 1], state.token_R),
+            position_R=pick(packed_RI[:, 2], state.position_R),
+            left_R=pick(packed_RI[:, 3], state.left_R),
+            live_R=jnp.where(seat_R, packed_RI[:, 3] > 0, state.live_R & (action_R != FREE)),
+            sampling=jax.tree.map(pick, new, state.sampling),
+            stop_RE=pick(packed_RI[:, 10:], state.stop_RE),
+        )
+
+    def _gathered(self, tree: PyTree, specs: PyTree) -> PyTree:
+        """Weights made whole along fsdp, where they are cut over it."""
+
+        def whole(x: Array, spec: Spec) -> Array:
+            for dim, entry in enumerate(spec):
+                if entry == "fsdp" or (isinstance(entry, tuple) and "fsdp" in entry):
+                    x = jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
+            return x
+
+        return jax.tree.map(whole, tree, specs)
+
+    def _layers(self, params: PyTree, x: Array, carry: PyTree, layer_fn: Callable) -> tuple[Array, PyTree]:
+        """Runs `layer_fn(x, carry, layer, info, index) -> (x, carry)` over the layers."""
+        infos, specs = decoder.layer_infos(self.model), self._param_specs()["layers"]
+        if self.unrolled:
+            for i, layer in enumerate(params["layers"]):
+                info = jax.tree.map(lambda a: a[i], infos)  # noqa: B023
+                x, carry = layer_fn(x, carry, self._gathered(layer, specs[i]), info, i)
+            return x, carry
+        sliced = jax.tree.map(lambda s: Spec(*s[1:]), specs, is_leaf=lambda s: isinstance(s, Spec))
+
+        def body(state: tuple, xs: tuple) -> tuple:
+            layer, info = xs
+            return layer_fn(*state, self._gathered(layer, sliced), info, info.index), None
+
+        (x, carry), _ = jax.lax.scan(body, (x, carry), (params["layers"], infos))
+        return x, carry
+
+    def _ends(self, params: PyTree) -> PyTree:
+        """Embedding, final norm and output matrix, whole along fsdp."""
+        specs = self._param_specs()
+        return {name: self._gathered(params[name], specs[name]) for name in params if name != "layers"}
+
+    def _generate(
+        self, params: PyTree, state: DecodeState, flat_XI: Int[Array, "1 I"]
+    ) -> tuple[DecodeState, Emitted]:
+        """Up to `steps` tokens for every live lane; stops early when no lane of the shard is live."""
+        model, shape = self.model, self.shape
+        visits = self.visit_shape.split(flat_XI[0])
+        R, N = shape.lanes, shape.steps
+        ends = self._ends(params)
+        recent = jnp.zeros((model.num_layers, R, model.num_kv_heads, N, model.head_dim), self.dtype)
+        outputs = Emitted(
+            jnp.zeros((N, R), jnp.int32),
+            jnp.zeros((N, R), jnp.float32),
+            jnp.zeros((N, R), jnp.float32),
+            jnp.zeros(R, jnp.int32),
+            state.live_R,
+            jnp.zeros(1, jnp.int32),
+        )
+        pools = (state.key_LMKCH, state.value_LMKCH)
+
+        def step(carry: tuple) -> tuple:
+            n, (token_R, position_R, left_R, live_R), recents, out, _ = carry
+            hidden_R1D, recents = self._decode_step(
+                params, ends, pools, visits, n, (token_R, position_R), recents
+            )
+            logits_RV = decoder.unembed(ends, hidden_R1D, model)[:, 0]
+            new_R, logprob_R, raw_R = draw(logits_RV, state.sampling, position_R + 1, live_R)
+            out = out.replace(
+                tokens_RT=out.tokens_RT.at[n].set(new_R),
+                logprob_RT=out.logprob_RT.at[n].set(logprob_R),
+                raw_logprob_RT=out.raw_logprob_RT.at[n].set(raw_R),
+                count_R=out.count_R + live_R,
+            )
+            left_R = left_R - live_R
+            ended_R = jnp.any(new_R[:, None] == state.stop_RE, axis=1) | (left_R <= 0)
+            lanes = (jnp.where(live_R, new_R, token_R), position_R + live_R, left_R, live_R & ~ended_R)
+            return n + 1, lanes, recents, out, self._any(lanes[3])
+
+        lanes = (state.token_R, state.position_R, state.left_R, state.live_R)
+        carry = (jnp.int32(0), lanes, (recent, recent), outputs, self._any(state.live_R))
+        n, lanes, recents, out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
+        key, value = (self._flush(pool, new, visits, state.live_R) for pool, new in zip(pools, recents, strict=True))
+        token_R, position_R, left_R, live_R = lanes
+        out = out.replace(
+            tokens_RT=out.tokens_RT.T,
+            logprob_RT=out.logprob_RT.T,
+            raw_logprob_RT=out.raw_logprob_RT.T,
+            live_R=live_R,
+            steps_X=n[None],
+        )
+        state = state.replace(
+            key_LMKCH=key, value_LMKCH=value, token_R=token_R, position_R=position_R, left_R=left_R, live_R=live_R
+        )
+        return state, out
+
+    def _any(self, live_R: Array) -> Array:
+        """Whether the loop goes on: shards that exchange weights must agree."""
+        alive = jnp.any(live_R)
+        return jax.lax.pmax(alive.astype(jnp.int32), "fsdp") > 0 if self.mesh.shape["fsdp"] > 1 else alive
+
+    def _decode_step(
+        self,
+        params: PyTree,
+        ends: PyTree,
+        pools: tuple[Array, Array],
+        visits: Visits,
+        n: Array,
+        lanes: tuple[Array, Array],
+        recents: tuple[Array, Array],
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """Final hidden states of one token per lane, and the dispatch's keys and values with this step's added."""
+        model = self.model
+        token_R, position_R = lanes
+
+        def layer_fn(x: Array, recents: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int) -> tuple:
+            def attend(q_R1NH: Array, k_R1KH: Array, v_R1KH: Array, info: decoder.LayerInfo) -> tuple:
+                new = [
+                    jax.lax.dynamic_update_slice(r, kv[None, :, 0, :, None], (index, 0, 0, n, 0))
+                    for r, kv in zip(recents, (k_R1KH, v_R1KH), strict=True)
+                ]
+                limits = {"window": info.window, "softcap": model.attn_softcap}
+                recent = attention.recent_attention(q_R1NH[:, 0], new[0][index], new[1][index], n, **limits)
+                out = attention.decode_attention(q_R1NH[:, 0], index, *pools, recent, visits, position_R, **limits)
+                return out[:, None], tuple(new)
+
+            return decoder.block(x, layer, info, position_R[:, None], model, attend)
+
+        x_R1D = decoder.embed(ends, token_R[:, None], model, self.dtype)
+        x_R1D, recents = self._layers(params, x_R1D, recents, layer_fn)
+        return decoder.rms_norm(x_R1D, ends["final_norm"], model), recents
+
+    def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, visits: Visits, live_R: Array) -> Array:
+        """Writes the dispatch's keys or values to the lanes' segments; lanes that were not live write nowhere."""
+        segment_R = jnp.where(live_R, visits.write_segment_R, self.shape.segments - 1)
+
+        def write(r: Array, pool: Array) -> Array:
+            block = jax.lax.dynamic_slice_in_dim(recent_LRKNH, r, 1, axis=1)
+            return jax.lax.dynamic_update_slice(pool, block, (0, segment_R[r], 0, visits.write_offset_R[r], 0))
+
+        return jax.lax.fori_loop(0, self.shape.lanes, write, pool_LMKCH)
+
+    # Prefill.
+
+    def pack_chunks(self, bucket: int, chunks: Sequence[Chunk]) -> np.ndarray:
+        """The flat argument of `prefills[bucket]`: int32, one row per prefill row of the mesh.
+
+        Columns: tokens (bucket), start, then J segments, J starts, J counts of what came before, then the targets.
+        """
+        s = self.shape
+        rows, J, C = s.prefill_rows(bucket), s.max_segments, s.segment_tokens
+        flat = np.zeros((self.shards, rows, bucket + 1 + 3 * J + bucket // C), np.int32)
+        flat[:, :, bucket + 1 + 3 * J :] = s.segments - 1
+        used = [0] * self.shards
+        for chunk in chunks:
+            row = flat[chunk.shard, used[chunk.shard]]
+            used[chunk.shard] += 1
+            row[: len(chunk.tokens)] = chunk.tokens
+            row[bucket] = chunk.start
+            for j, (segment, start, count) in enumerate(chunk.prior):
+                row[bucket + 1 + j], row[bucket + 1 + J + j], row[bucket + 1 + 2 * J + j] = segment, start, count
+            targets = list(chunk.targets)
+            row[bucket + 1 + 3 * J : bucket + 1 + 3 * J + len(targets)] = targets
+        return flat.reshape(self.shards * rows, -1)
+
+    def _prefill(self, bucket: int, params: PyTree, state: DecodeState, flat_BI: Int[Array, "B I"]) -> DecodeState:
+        """Keys and values of given tokens; what they would predict is not computed."""
+        model, s = self.model, self.shape
+        J, C, B = s.max_segments, s.segment_tokens, s.prefill_rows(bucket)
+        tokens_BT, start_B, rest = flat_BI[:, :bucket], flat_BI[:, bucket], flat_BI[:, bucket + 1 :]
+        prior = (rest[:, :J], rest[:, J : 2 * J], rest[:, 2 * J : 3 * J])
+        targets_BJ = rest[:, 3 * J :]
+        longest = jnp.max(jnp.sum(prior[2] > 0, axis=1))
+        position_BT = start_B[:, None] + jnp.arange(bucket)
+        ends = self._ends(params)
+        shape = (model.num_layers, B, model.num_kv_heads, bucket, model.head_dim)
+        fresh = (jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+        pools = (state.key_LMKCH, state.value_LMKCH)
+
+        def layer_fn(x: Array, fresh: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int) -> tuple:
+            def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: decoder.LayerInfo) -> tuple:
+                new = tuple(
+                    jax.lax.dynamic_update_slice(f, kv.swapaxes(1, 2)[None], (index, 0, 0, 0, 0))
+                    for f, kv in zip(fresh, (k_BTKH, v_BTKH), strict=True)
+                )
+                out = attention.prefill_attention(
+                    q_BTNH, k_BTKH, v_BTKH, index, *pools, *prior, longest, position_BT,
+                    window=info.window, softcap=model.attn_softcap,
+                )  # fmt: skip
+                return out, new
+
+            return decoder.block(x, layer, info, position_BT, model, attend)
+
+        x_BTD = decoder.embed(ends, tokens_BT, model, self.dtype)
+        _, fresh = self._layers(params, x_BTD, fresh, layer_fn)
+
+        def write(i: Array, pool: Array, new_LBKTH: Array) -> Array:
+            b, j = i // (bucket // C), i % (bucket // C)
+            block = jax.lax.dynamic_slice(new_LBKTH, (0, b, 0, j * C, 0), (shape[0], 1, shape[2], C, shape[4]))
+            return jax.lax.dynamic_update_slice(pool, block, (0, targets_BJ[b, j], 0, 0, 0))
+
+        count = B * (bucket // C)
+        key, value = (
+            jax.lax.fori_loop(0, count, lambda i, p, new=new: write(i, p, new), pool)
+            for pool, new in zip(pools, fresh, strict=True)
+        )
+        return state.replace(key_LMKCH=key, value_LMKCH=value)
+
+    # Spilling.
+
+    def _read_specs(self) -> tuple:
+        block = Spec(None, *self._pool_spec()[1:])
+        return (self._state_specs(), self._batch_spec()), (block, block)
+
+    def _read_segments(self, state: DecodeState, segment_M: Int[Array, " J"]) -> tuple[Array, Array]:
+        """Copies of J segments of each shard: the unread one for shards that spill nothing."""
+        return state.key_LMKCH[:, segment_M], state.value_LMKCH[:, segment_M]
+
+    def _write_segments(
+        self, state: DecodeState, segment_M: Int[Array, " J"], key_LMKCH: Array, value_LMKCH: Array
+    ) -> DecodeState:
+        """The reverse of `read_segments`."""
+        return state.replace(
+            key_LMKCH=state.key_LMKCH.at[:, segment_M].set(key_LMKCH),
+            value_LMKCH=state.value_LMKCH.at[:, segment_M].set(value_LMKCH),
+        )

@@ -1,0 +1,174 @@
+"""Advantage estimators on numbers worked by hand, and what must hold for all of them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from podrl.algorithms import advantages
+from podrl.algorithms.estimator import KINDS, AdvantageEstimator
+from podrl.algorithms.gae import discounted_return, gae, masked_whiten, outcome_reward
+
+REWARD_B = np.array([1.0, 0.0, 0.5, 0.5, 3.0, 1.0, 1.0, 1.0])  # two prompts, four samples each
+MASK_BT = np.tril(np.ones((8, 8)))  # row b has b + 1 sampled tokens
+OUTCOME = [kind for kind in KINDS if kind not in ("gae", "remax")]
+
+
+def estimate(kind, reward_B, mask_BT=MASK_BT, group_size=4, **fields):
+    estimator = AdvantageEstimator(advantage_estimator=kind, **fields)
+    reward_BT = outcome_reward(reward_B, mask_BT)
+    return estimator(reward_BT, np.zeros_like(reward_B), mask_BT, group_size=group_size)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # Group 1: mean 0.5, squares 0.25, 0.25, 0, 0. Group 2: mean 1.5, squares 2.25, 0.25 x 3.
+        ({"scale": "none"}, [0.5, -0.5, 0, 0, 1.5, -0.5, -0.5, -0.5]),
+        ({"ddof": 1, "eps": 1e-9}, [0.5 * 6**0.5, -0.5 * 6**0.5, 0, 0, 1.5, -0.5, -0.5, -0.5]),
+        ({"ddof": 0, "eps": 1e-9}, [2**0.5, -(2**0.5), 0, 0, 3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)]),
+        ({"ddof": 1, "eps": 1.0}, [0.5 / (1 + 6**-0.5), -0.5 / (1 + 6**-0.5), 0, 0, 0.75, -0.25, -0.25, -0.25]),
+    ],
+)
+def test_group_relative_by_hand(fields, expected):
+    np.testing.assert_allclose(advantages.group_relative(REWARD_B, group_size=4, **fields), expected, atol=1e-8)
+
+
+def test_the_others_by_hand():
+    loo = advantages.leave_one_out(REWARD_B, group_size=4)
+    np.testing.assert_allclose(loo, [2 / 3, -2 / 3, 0, 0, 2, -2 / 3, -2 / 3, -2 / 3])
+    length_B = np.array([1, 1, 1, 1, 3, 1, 1, 1])
+    opo = advantages.opo(REWARD_B, length_B, group_size=4)  # second group: (9 + 3) / 6 = 2
+    np.testing.assert_allclose(opo, [0.5, -0.5, 0, 0, 1, -1, -1, -1])
+    reward_B = np.array([1.0, 0.0, 2.0, 2.0])  # the second group teaches nothing: factor 4 / 2
+    np.testing.assert_allclose(advantages.gpg(reward_B, group_size=2), [1.0, -1.0, 0, 0])
+    best = advantages.pass_at_k(np.array([1.0, 0.0, 3.0, 7.0]), group_size=4, scale="none")
+    np.testing.assert_allclose(best, [0, 0, 0, 4.0])
+    np.testing.assert_allclose(advantages.pass_at_k(np.array([5.0, 1.0, 5.0]), group_size=3), [0, 0, 0])
+    np.testing.assert_allclose(advantages.remax(np.array([1.0, 0.25]), np.array([0.5, 0.5])), [0.5, -0.25])
+
+
+def test_reinforce_plus_plus_weighs_tokens_not_samples():
+    mask_BT = np.array([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+    advantage_BT = estimate("reinforce_plus_plus", np.array([1.0, 5.0]), mask_BT, group_size=1)
+    # Four tokens 1, 1, 1, 5: mean 2, sample variance 4.
+    np.testing.assert_allclose(advantage_BT, [[-0.5, -0.5, -0.5], [1.5, 0, 0]], atol=1e-7)
+
+
+def test_discount_counts_sampled_tokens_only():
+    mask_BT = np.array([[1.0, 0.0, 1.0, 1.0, 0.0]])
+    reward_BT = outcome_reward(np.array([8.0]), mask_BT)
+    np.testing.assert_array_equal(reward_BT, [[0, 0, 0, 8, 0]])
+    np.testing.assert_array_equal(discounted_return(reward_BT, mask_BT, gamma=0.5), [[2, 0, 4, 8, 0]])
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+@pytest.mark.parametrize("kind", OUTCOME)
+def test_equal_rewards_teach_nothing(kind, xp):
+    # 0.1 has no exact mean in binary: without care the rounding is divided by the small eps.
+    reward_B = xp.asarray(np.full(8, 0.1, np.float32))
+    advantage_BT = estimate(kind, reward_B, xp.asarray(MASK_BT.astype(np.float32)))
+    assert np.all(np.asarray(advantage_BT) == 0.0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OUTCOME if kind != "pass_at_k"])
+def test_singleton_groups(kind):
+    if kind == "reinforce_plus_plus":
+        return  # knows no groups
+    zero_BT = estimate(kind, REWARD_B, group_size=1)
+    assert np.all(zero_BT == 0.0)
+    raw_BT = estimate(kind, REWARD_B, group_size=1, singleton="raw")
+    assert np.any(raw_BT != 0.0)
+    if kind in ("grpo", "rloo", "opo"):
+        np.testing.assert_allclose(raw_BT[:, 0], REWARD_B, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kind", OUTCOME)
+def test_permuting_members_permutes_advantages(kind):
+    order = np.array([2, 0, 3, 1, 7, 5, 4, 6])
+    straight_BT = estimate(kind, REWARD_B)
+    permuted_BT = estimate(kind, REWARD_B[order], MASK_BT[order])
+    np.testing.assert_allclose(permuted_BT, straight_BT[order], atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", OUTCOME)
+def test_masked_rewards_and_padding_do_not_matter(kind):
+    estimator = AdvantageEstimator(advantage_estimator=kind)
+    reward_BT = outcome_reward(REWARD_B, MASK_BT)
+    plain_BT = estimator(reward_BT, REWARD_B * 0, MASK_BT, group_size=4)
+    wide_BT = np.pad(np.where(MASK_BT > 0, reward_BT, np.nan), ((0, 0), (2, 3)), constant_values=np.nan)
+    padded_BT = estimator(wide_BT, REWARD_B * 0, np.pad(MASK_BT, ((0, 0), (2, 3))), group_size=4)
+    np.testing.assert_allclose(padded_BT[:, 2:-3], plain_BT, atol=1e-12)
+    assert np.all(padded_BT[:, :2] == 0) and np.all(padded_BT[:, -3:] == 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-100, 100), min_size=8, max_size=8), st.floats(-50, 50))
+def test_group_relative_is_centred_and_shift_invariant(rewards, shift):
+    reward_B = np.array(rewards)
+    advantage_B = advantages.group_relative(reward_B, group_size=4, eps=1e-3)
+    np.testing.assert_allclose(advantage_B.reshape(2, 4).sum(axis=1), 0.0, atol=1e-8)
+    shifted_B = advantages.group_relative(reward_B + shift, group_size=4, eps=1e-3)
+    np.testing.assert_allclose(advantage_B, shifted_B, atol=1e-6)
+
+
+def test_half_a_point_stays_half_a_point():
+    advantage_B = advantages.group_relative(np.array([0.5, 0.0], np.float32), group_size=2, scale="none")
+    np.testing.assert_array_equal(advantage_B, np.array([0.25, -0.25], np.float32))
+    whole = advantages.group_relative(np.array([1, 0, 0, 0]), group_size=4, scale="none")
+    np.testing.assert_array_equal(whole, np.array([0.75, -0.25, -0.25, -0.25], np.float32))
+    assert whole.dtype == np.float32
+
+
+def test_gae_by_hand_over_tool_tokens():
+    # Two sampled tokens with a tool token between: gamma 1, lambda 0.5.
+    # delta_2 = 1 - 0.6 = 0.4; delta_0 = 0 + 0.6 - 0.2 = 0.4; A_0 = 0.4 + 0.5 * 0.4 = 0.6.
+    mask_BT = np.array([[1.0, 0.0, 1.0, 0.0]])
+    reward_BT = np.array([[0.0, np.nan, 1.0, np.nan]])
+    value_BT = np.array([[0.2, np.nan, 0.6, np.nan]])
+    advantage_BT, return_BT = gae(reward_BT, value_BT, mask_BT, gamma=1.0, lam=0.5)
+    np.testing.assert_allclose(advantage_BT, [[0.6, 0, 0.4, 0]], rtol=1e-12)
+    np.testing.assert_allclose(return_BT, [[0.8, 0, 1.0, 0]], rtol=1e-12)
+
+
+def test_gae_with_lambda_one_is_return_less_value():
+    rng = np.random.default_rng(0)
+    reward_BT, value_BT = rng.normal(size=(2, 8, 8))
+    advantage_BT, return_BT = gae(reward_BT, value_BT, MASK_BT, gamma=0.9, lam=1.0)
+    expected_BT = discounted_return(reward_BT, MASK_BT, gamma=0.9)
+    np.testing.assert_allclose(return_BT, expected_BT, atol=1e-12)
+    np.testing.assert_allclose(advantage_BT, (expected_BT - value_BT) * (MASK_BT > 0), atol=1e-12)
+
+
+def test_whitening():
+    x_BT = np.array([[1.0, 2.0, np.nan], [6.0, np.inf, -1.0]])
+    mask_BT = np.array([[1, 1, 0], [1, 0, 1]])
+    white_BT = masked_whiten(x_BT, mask_BT)
+    counted = white_BT[mask_BT > 0]
+    np.testing.assert_allclose([counted.mean(), counted.std(ddof=1)], [0.0, 1.0], atol=1e-7)
+    assert np.all(white_BT[mask_BT == 0] == 0)
+    kept_BT = masked_whiten(x_BT, mask_BT, shift_mean=False)
+    np.testing.assert_allclose(kept_BT[mask_BT > 0], counted + 2.0, atol=1e-7)
+    assert masked_whiten(np.array([[5.0]]), np.array([[1]])) == 0.0
+    assert np.all(masked_whiten(np.zeros((1, 2)), np.zeros((1, 2))) == 0.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: advantages.group_relative(REWARD_B[:5], group_size=2), "Batch of 5 samples .* groups of 2"),
+        (lambda: advantages.leave_one_out(REWARD_B, group_size=0), "groups of 0"),
+        (lambda: advantages.pass_at_k(REWARD_B, group_size=1), "grpo.num_generations=1"),
+        (lambda: advantages.group_relative(REWARD_B, group_size=4, scale="var"), "advantage_scale='var'"),
+        (lambda: advantages.group_relative(REWARD_B, group_size=4, ddof=2), "advantage_ddof=2"),
+        (lambda: advantages.group_relative(REWARD_B, group_size=1, singleton="no"), "singleton='no'"),
+        (lambda: AdvantageEstimator("grpo2"), "grpo.advantage_estimator='grpo2' .* rloo"),
+        (lambda: AdvantageEstimator(gamma=1.5, section="ppo"), "ppo.gamma=1.5"),
+        (lambda: AdvantageEstimator(gae_lambda=-1.0), "gae_lambda=-1.0"),
+        (lambda: AdvantageEstimator(advantage_eps=0.0), "advantage_eps=0.0"),
+    ],
+)
+def test_errors_name_the_key(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

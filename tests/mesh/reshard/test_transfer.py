@@ -1,0 +1,229 @@
+"""Any tree between any two layouts arrives bit for bit, without host arrays and without compiling twice."""
+
+import logging
+import math
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from podrl.mesh.build import AXES, make_mesh
+from podrl.mesh.reshard.local import LocalTransport
+from podrl.mesh.reshard.move import reshard
+from podrl.mesh.reshard.plan import make_plan
+from podrl.mesh.reshard.relayout import RelayoutTransport
+
+
+def bits(array):
+    return np.atleast_1d(np.asarray(array)).view(np.uint8)
+
+
+def some_values(shape, dtype, seed):
+    """Any bit pattern but NaNs, whose payload a cast need not keep."""
+    rng = np.random.default_rng(seed)
+    if dtype == np.bool_:
+        return rng.integers(0, 2, shape).astype(np.bool_)
+    if np.issubdtype(dtype, np.integer):
+        return rng.integers(-(2**31), 2**31, shape).astype(dtype)
+    return (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, shape)).astype(dtype)
+
+
+@st.composite
+def meshes(draw):
+    """A mesh over a run of the eight devices."""
+    sizes = draw(
+        st.sampled_from([(1, 1, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4), (3, 1, 1), (1, 3, 2), (2, 2, 2), (1, 8, 1)])
+    )
+    count = math.prod(sizes)
+    first = draw(st.integers(0, 8 - count))
+    grid = np.array(jax.devices()[first : first + count], dtype=object)
+    return Mesh(grid.reshape(sizes), AXES)
+
+
+@st.composite
+def specs(draw, rank):
+    """A partition spec that uses every mesh axis at most once."""
+    axes = list(draw(st.permutations(AXES)))
+    entries = []
+    for _ in range(rank):
+        taken = [axes.pop() for _ in range(draw(st.integers(0, min(2, len(axes)))))]
+        entries.append(tuple(taken) if len(taken) > 1 else taken[0] if taken else None)
+    return Spec(*entries)
+
+
+def divisor(mesh, entry):
+    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    return math.prod(mesh.shape[name] for name in names)
+
+
+@st.composite
+def transfers(draw):
+    """(numpy leaves, source shardings, target shardings, target dtype, bucket bytes)."""
+    source, target = draw(meshes()), draw(meshes())
+    leaves, before, after = [], [], []
+    for i in range(draw(st.integers(0, 3))):
+        rank = draw(st.integers(0, 3))
+        first, second = draw(specs(rank)), draw(specs(rank))
+        shape = tuple(
+            math.lcm(divisor(source, first[d]), divisor(target, second[d])) * draw(st.integers(1, 3))
+            for d in range(rank)
+        )
+        dtype = draw(st.sampled_from([np.float32, jnp.bfloat16, np.int32, np.bool_]))
+        leaves.append(some_values(shape, np.dtype(dtype), i))
+        before.append(NamedSharding(source, first))
+        after.append(NamedSharding(target, second))
+    return (
+        leaves,
+        before,
+        after,
+        draw(st.sampled_from([None, np.float32, jnp.bfloat16])),
+        draw(st.sampled_from([64, 1 << 20])),
+    )
+
+
+def expected(leaf, dtype):
+    if dtype is None or not jax.dtypes.issubdtype(leaf.dtype, np.floating):
+        return leaf
+    return leaf.astype(dtype)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(transfers())
+def test_any_layout_to_any_layout(case):
+    leaves, before, after, dtype, bucket_bytes = case
+    placed = [jax.device_put(x, s) for x, s in zip(leaves, before, strict=True)]
+    plan = make_plan(placed, after, dtype=dtype, bucket_bytes=bucket_bytes)
+    moved = LocalTransport(plan, before, after).move(placed)
+    for leaf, array, sharding in zip(leaves, moved, after, strict=True):
+        want = expected(leaf, dtype)
+        assert array.sharding == sharding
+        assert array.dtype == want.dtype
+        for shard in array.addressable_shards:
+            assert (bits(shard.data) == bits(want[shard.index])).all()
+    for leaf, array in zip(leaves, placed, strict=True):
+        assert (bits(array) == bits(leaf)).all()
+
+
+TRAINER, ROLLOUT = "fsdp=2,tensor=2", "tensor=4"
+
+
+def a_tree(mesh):
+    """A small model: stacked layers, a norm, a scalar, and a tied embedding that appears once."""
+    specs = {
+        "embed": Spec("tensor", "fsdp"),
+        "layers": {"q": Spec(None, "fsdp", "tensor"), "norm": Spec()},
+        "scale": Spec(),
+    }
+    shapes = {"embed": (16, 8), "layers": {"q": (3, 8, 4), "norm": (3, 8)}, "scale": ()}
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, Spec))
+    values = jax.tree.map(
+        lambda s: some_values(s, np.dtype(np.float32), len(s)), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    return values, shardings
+
+
+def trainer_and_rollout():
+    devices = jax.devices()
+    return make_mesh(TRAINER, devices[:4]), make_mesh(ROLLOUT, devices[4:])
+
+
+def test_nothing_compiles_and_no_host_array_is_made_after_the_first_call(monkeypatch, caplog):
+    trainer, rollout = trainer_and_rollout()
+    values, before = a_tree(trainer)
+    _, after = a_tree(rollout)
+    tree = jax.device_put(values, before)
+    array_type, reads = type(tree["scale"]), []
+    for bucket_bytes in (64, 1 << 20):  # in parts, and whole
+        plan = make_plan(tree, after, dtype=jnp.bfloat16, bucket_bytes=bucket_bytes)
+        transport = LocalTransport(plan, jax.tree.leaves(before), jax.tree.leaves(after))
+        jax.block_until_ready(transport.move(jax.tree.leaves(tree)))
+        monkeypatch.setattr(array_type, "__array__", lambda self, *a, **k: reads.append(self.shape))
+        monkeypatch.setattr(array_type, "_value", property(lambda self: reads.append(self.shape)))
+        with (
+            jax.log_compiles(True),
+            caplog.at_level(logging.WARNING),
+            jax.transfer_guard_host_to_device("disallow_explicit"),
+            jax.transfer_guard_device_to_host("disallow_explicit"),
+        ):
+            moved = jax.block_until_ready(transport.move(jax.tree.leaves(tree)))
+        monkeypatch.undo()
+        assert not reads
+        assert not [r.message for r in caplog.records if "ompil" in r.message]
+        assert (bits(moved[0]) == bits(values["embed"].astype(jnp.bfloat16))).all()
+
+
+def test_compile_log_does_log(caplog):
+    """Guards the test above: a compilation is visible in this log."""
+    with jax.log_compiles(True), caplog.at_level(logging.WARNING):
+        jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
+    assert any("ompil" in r.message for r in caplog.records)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_sources_survive_unless_given_up(donate):
+    trainer, rollout = trainer_and_rollout()
+    values, before = a_tree(trainer)
+    _, after = a_tree(rollout)
+    tree = jax.device_put(values, before)
+    moved = reshard(tree, after, donate=donate)
+    assert all(x.is_deleted() == donate for x in jax.tree.leaves(tree))
+    assert all(map(lambda x, y: (bits(x) == bits(y)).all(), jax.tree.leaves(moved), jax.tree.leaves(values)))
+
+
+@pytest.mark.parametrize("target", ["fsdp=2,tensor=2", "tensor=4"])
+def test_colocated_result_shares_no_memory_with_its_source(target):
+    devices = jax.devices()[:4]
+    values, before = a_tree(make_mesh(TRAINER, devices))
+    _, after = a_tree(make_mesh(target, devices))
+    tree = jax.device_put(values, before)
+    plan = make_plan(tree, after)
+    assert RelayoutTransport.fits(plan)
+    assert plan.moved_bytes == 0 or target == "tensor=4"
+    moved = reshard(tree, after)
+    jax.tree.map(lambda x: x.delete(), tree)
+    assert all(map(lambda x, y: (bits(x) == bits(y)).all(), jax.tree.leaves(moved), jax.tree.leaves(values)))
+
+
+def test_colocated_donation_hands_unchanged_leaves_on():
+    mesh = make_mesh(TRAINER, jax.devices()[:4])
+    values, before = a_tree(mesh)
+    tree = jax.device_put(values, before)
+    moved = reshard(tree, before, donate=True)
+    assert moved["embed"] is tree["embed"]
+
+
+def test_overlapping_meshes_share_no_memory():
+    source = make_mesh("auto", jax.devices()[:2])
+    target = make_mesh("auto", jax.devices()[1:4], auto="data=-1")
+    x = jax.device_put(np.arange(12, dtype=np.float32), NamedSharding(source, Spec()))
+    moved = reshard(x, NamedSharding(target, Spec()))
+    x.delete()
+    assert np.array_equal(moved, np.arange(12))
+
+
+def test_empty_tree_and_single_device():
+    assert reshard({}, {}) == {}
+    rollout = make_mesh(ROLLOUT, jax.devices()[4:])
+    x = jnp.arange(8, dtype=jnp.float32)
+    assert np.array_equal(reshard([x], [NamedSharding(rollout, Spec("tensor"))])[0], np.arange(8))
+
+
+def test_ready_callback():
+    trainer, rollout = trainer_and_rollout()
+    values, before = a_tree(trainer)
+    _, after = a_tree(rollout)
+    done, seconds = threading.Event(), []
+
+    def ready(took):
+        seconds.append(took)
+        done.set()
+
+    reshard(jax.device_put(values, before), after, on_ready=ready)
+    assert done.wait(30)
+    assert 0 < seconds[0] < 30

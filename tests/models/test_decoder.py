@@ -1,0 +1,156 @@
+"""The decoder against committed logits of transformers, and its properties."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.mesh import build
+from podrl.models import decoder, from_pretrained
+from podrl.models.config import LoraConfig, ModelConfig, RopeScaling, gemma2_config
+
+FIXTURES = sorted((pathlib.Path(__file__).parent / "fixtures").iterdir())
+CONFIG = gemma2_config(
+    vocab_size=32, num_layers=2, model_dim=16, ffn_dim=24, num_heads=4, num_kv_heads=2, head_dim=8, window=3
+)
+
+
+def run(params, tokens_BT, segment_BT, position_BT, config=CONFIG, **kwargs):
+    hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, position_BT, config, **kwargs)
+    return np.asarray(decoder.unembed(params, hidden_BTD, config))
+
+
+def plain(tokens_BT):
+    return np.ones_like(tokens_BT), np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return decoder.init_params(CONFIG, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def tokens_BT():
+    return np.random.default_rng(0).integers(1, 32, (2, 8)).astype(np.int32)
+
+
+@pytest.mark.parametrize("directory", FIXTURES, ids=lambda d: d.name)
+def test_logits_are_those_of_transformers(directory):
+    expected = np.load(directory / "expected.npz")
+    model = from_pretrained(directory)
+    assert model.config.family == directory.name
+    np.testing.assert_allclose(
+        np.asarray(model(expected["tokens_BT"])), expected["logits_BTV"], atol=1e-4, rtol=0
+    )
+
+
+def test_there_is_a_fixture_of_every_family():
+    assert [d.name for d in FIXTURES] == ["gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3"]
+
+
+def test_a_sharded_model_computes_what_one_device_computes():
+    directory = next(d for d in FIXTURES if d.name == "gemma2")
+    tokens_BT = np.load(directory / "expected.npz")["tokens_BT"]
+    one = from_pretrained(directory)
+    eight = from_pretrained(directory, build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices()))
+    assert len(eight.params["layers"]["q"].sharding.device_set) == 8
+    assert not eight.params["layers"]["gate"].sharding.is_fully_replicated
+    np.testing.assert_allclose(np.asarray(one(tokens_BT)), np.asarray(eight(tokens_BT)), atol=2e-5, rtol=0)
+
+
+def test_right_padding_changes_nothing(params, tokens_BT):
+    segment_BT, position_BT = plain(tokens_BT)
+    padded_BT = np.pad(tokens_BT, ((0, 0), (0, 3)), constant_values=7)
+    got = run(params, padded_BT, np.pad(segment_BT, ((0, 0), (0, 3))), np.pad(position_BT, ((0, 0), (0, 3))))
+    np.testing.assert_allclose(got[:, :8], run(params, tokens_BT, segment_BT, position_BT), atol=1e-5, rtol=0)
+    assert np.isfinite(got).all()
+
+
+def test_packed_sequences_do_not_see_each_other(params, tokens_BT):
+    segment_BT, position_BT = plain(tokens_BT)
+    want = run(params, tokens_BT, segment_BT, position_BT)
+    packed = run(
+        params,
+        tokens_BT.reshape(1, 16),
+        np.repeat([1, 2], 8)[None],
+        np.tile(np.arange(8), 2)[None],
+    )
+    np.testing.assert_allclose(packed.reshape(want.shape), want, atol=1e-5, rtol=0)
+
+
+def test_later_tokens_do_not_change_earlier_logits(params, tokens_BT):
+    segment_BT, position_BT = plain(tokens_BT)
+    changed_BT = tokens_BT.copy()
+    changed_BT[:, 5] = (changed_BT[:, 5] + 1) % 32
+    before, after = (run(params, t, segment_BT, position_BT) for t in (tokens_BT, changed_BT))
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert (before[:, 5] != after[:, 5]).any()
+
+
+def test_window_bounds_what_a_one_layer_model_sees():
+    config = dataclasses.replace(
+        CONFIG,
+        num_layers=1,
+        window_L=CONFIG.window_L[:1],
+        rope_theta_L=CONFIG.rope_theta_L[:1],
+        rope_scaling_L=CONFIG.rope_scaling_L[:1],
+    )
+    params = decoder.init_params(config, jax.random.key(1))
+    tokens_BT = np.arange(1, 9)[None]
+    segment_BT, position_BT = plain(tokens_BT)
+    changed_BT = tokens_BT.copy()
+    changed_BT[0, 2] = 30
+    before, after = (run(params, t, segment_BT, position_BT, config) for t in (tokens_BT, changed_BT))
+    moved_T = (before != after).any(-1)[0]
+    assert moved_T.tolist() == [False, False, True, True, True, False, False, False]  # window 3: itself and two behind
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_rematerialisation_changes_no_gradient(params, tokens_BT, remat):
+    segment_BT, position_BT = plain(tokens_BT)
+
+    def loss(params, remat):
+        return jnp.mean(decoder.hidden(params, tokens_BT, segment_BT, position_BT, CONFIG, remat=remat) ** 2)
+
+    want = jax.jit(jax.grad(lambda p: loss(p, "none")))(params)
+    got = jax.jit(jax.grad(lambda p: loss(p, remat)))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-4), got, want)
+
+
+def test_params_follow_their_declaration():
+    config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, pattern="q|down"))
+    mesh = build.make_mesh("fsdp=2,tensor=4", jax.devices())
+    abstract = decoder.abstract_params(config, mesh, jnp.bfloat16)
+    real = decoder.init_params(config, jax.random.key(0), jnp.bfloat16)
+    jax.tree.map(lambda a, r: (a.shape, a.dtype) == (r.shape, r.dtype) or pytest.fail(f"{a} {r}"), abstract, real)
+    assert sorted(k for k in real["layers"] if decoder.is_adapter(k)) == [
+        "down_lora_a", "down_lora_b", "q_lora_a", "q_lora_b",
+    ]  # fmt: skip
+    trainable, frozen = decoder.split_trainable(real, config)
+    assert len(jax.tree.leaves(trainable)) == 4
+    joined = decoder.join_trainable(trainable, frozen)
+    assert jax.tree.structure(joined) == jax.tree.structure(real)
+    assert joined["layers"]["q"] is real["layers"]["q"]
+
+
+def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
+    theta = 10_000.0
+    scaling = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
+    config = dataclasses.replace(CONFIG, rope_theta_L=(theta,) * 2, rope_scaling_L=(RopeScaling(), scaling), head_dim=8)
+    plain_H, scaled_H = config.inverse_frequencies()
+    np.testing.assert_allclose(plain_H, [1, 0.1, 0.01, 0.001], rtol=1e-6)
+    # Wavelengths 6.3, 63, 628, 6283 tokens: below 64 / 4 = 16 kept; above 64 divided by 8; between: a blend, where
+    # 64 / 62.83 = 1.01859 turns, so (1.01859 - 1) / 3 = 0.0061972 of the original frequency is kept.
+    np.testing.assert_allclose(scaled_H[[0, 2, 3]], [1, 0.01 / 8, 0.001 / 8], rtol=1e-6)
+    np.testing.assert_allclose(scaled_H[1], 0.1 * (0.0061972 + (1 - 0.0061972) / 8), rtol=1e-4)
+
+
+def test_configuration_errors_name_the_numbers():
+    fields = {f.name: getattr(CONFIG, f.name) for f in dataclasses.fields(ModelConfig)}
+    with pytest.raises(ValueError, match="4 query heads do not split over 3"):
+        ModelConfig(**(fields | {"num_kv_heads": 3}))
+    with pytest.raises(ValueError, match="window_L has 2 entries for 3 layers"):
+        ModelConfig(**(fields | {"num_layers": 3}))

@@ -1,0 +1,70 @@
+"""The command line: where a config is found, and what a user reads when something is misspelt."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from podrl.launch import find_config, take_config
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def test_a_config_is_looked_up_as_given_then_in_configs(tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.py").write_text("")
+    assert find_config("mine.py:small", tmp_path) == f"{tmp_path}/configs/mine.py:small"
+    (tmp_path / "mine.py").write_text("")
+    assert find_config("mine.py", tmp_path) == f"{tmp_path}/mine.py"
+    assert find_config("grpo_gemma.py", tmp_path) == str(ROOT / "configs" / "grpo_gemma.py")
+
+
+def test_a_misspelt_config_names_the_nearest(tmp_path):
+    with pytest.raises(ValueError, match=r"grpo_gema\.py: no such file.*'grpo_gemma\.py'"):
+        find_config("grpo_gema.py", tmp_path)
+
+
+def test_both_spellings_of_the_flag_are_taken_out():
+    assert take_config(["x", "--config=a.py", "--dry_run"]) == ("a.py", ["x", "--dry_run"])
+    assert take_config(["x", "--config", "a.py:v", "--config.seed=1"]) == ("a.py:v", ["x", "--config.seed=1"])
+    with pytest.raises(ValueError, match="--config is missing"):
+        take_config(["x"])
+
+
+def _launch(tmp_path, *args):
+    return subprocess.run(
+        [sys.executable, "-m", "podrl.launch", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=tmp_path,
+    )
+
+
+def test_a_dry_run_prints_roles_and_arithmetic_and_writes_nothing(tmp_path):
+    done = _launch(tmp_path, "--config=grpo_gemma.py", "--dry_run", "--config.grpo.num_generations=4")
+    assert done.returncode == 0, done.stderr
+    for text in ("trainer", "fsdp=4", "rollout", "data=4", "16 x 4", "advantage:", "token-mean"):
+        assert text in done.stdout, text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--config=grpo_gema.py"], "Did you mean 'grpo_gemma.py'"),
+        (["--config=grpo_gemma.py:big"], "no variant 'big'"),
+        (["--config=grpo_gemma.py", "--config.grpo.num_generatons=4"], "Did you mean 'num_generations'"),
+        (["--config=grpo_gemma.py", "--config.roles.trainer.mesh=fsdp=3"], "roles.trainer.mesh"),
+        (["--config=grpo_gemma.py", "--config.trainer.mini_batch_size=7"], "mini-batches of 7"),
+        (["--config=grpo_gemma.py", "--config.model.path=/nowhere"], "model.path='/nowhere'"),
+        (["--config=grpo_gemma.py", "--config.algorithm=grop"], "grop"),
+    ],
+)
+def test_user_errors_fit_one_screen_and_exit_1(tmp_path, args, message):
+    done = _launch(tmp_path, *args, "--dry_run")
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 15
