@@ -5,8 +5,8 @@
 #   tpu_vm_worker.sh start --run=ID --max_restarts=N [--env=NAME=VALUE]... -- PODRL_FLAGS...
 #   tpu_vm_worker.sh follow --lines=N | status | stacks | kill --grace=SECONDS
 #
-# Everything lives in ~/podrl-run: code-ID (and `code`, the one that runs), venv, logs/ID.log, and in state/ the files
-# run, pid, restarts, exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
+# Everything lives in ~/podrl-run: code-ID (and `code`, the one that runs), venv, work (the working directory, kept from
+# run to run so that relative --workdir paths resume), logs/ID.log, and in state/ the files run, pid, restarts, exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
 set -euo pipefail
 
 base=$HOME/podrl-run
@@ -98,8 +98,10 @@ start() {
   rm -f "$state/exit_code"
   printf '%s\n' "$identity" >"$state/run"
   printf '0\n' >"$state/restarts"
-  cd "$code"
-  setsid nohup env "${environment[@]}" bash "$code/launch/tpu_vm_worker.sh" supervise "--max_restarts=$max_restarts" -- \
+  mkdir -p "$base/work"
+  ln -sfn "$base/code/configs" "$base/work/configs"
+  cd "$base/work"
+  setsid nohup env "PYTHONPATH=$code" "${environment[@]}" bash "$code/launch/tpu_vm_worker.sh" supervise "--max_restarts=$max_restarts" -- \
     "$interpreter" -m podrl.launch "${arguments[@]}" >"$base/logs/$identity.log" 2>&1 </dev/null &
   printf '%s\n' "$!" >"$state/pid"
   say "started run $identity, pid $!"

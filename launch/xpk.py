@@ -3,7 +3,7 @@
   python -m launch.xpk --cluster=my-cluster --project=my-project --zone=us-east5-b --machine=v6e:4x4 \
     --config=grpo_gemma.py --workdir=gs://bucket/run --image=REGISTRY/podrl:1 -- --config.trainer.learning_rate=1e-6
 
-Nothing runs before `--dry_run` has been tried: it prints the command. Flags are those of xpk 1.16.0
+`--dry_run` prints the command and runs nothing. Flags are those of xpk 1.16.0
 (https://github.com/AI-Hypercomputer/xpk), installed by `pip install xpk==1.16.0`.
 
 What xpk adds, and what it lacks:
@@ -33,8 +33,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="python -m launch.xpk", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cluster", required=True, help="cluster made by xpk cluster create[-pathways]")
-    parser.add_argument("--config", required=True, help="podrl configuration, as grpo_gemma.py")
-    parser.add_argument("--workdir", required=True, help="run directory, gs://BUCKET/RUN")
+    parser.add_argument("--config", help="podrl configuration, as grpo_gemma.py (not for --headless)")
+    parser.add_argument("--workdir", help="run directory, gs://BUCKET/RUN (not for --headless)")
     parser.add_argument("--image", help="container image built from launch/Dockerfile (not for --headless)")
     parser.add_argument("--machine", required=True, help="MACHINE:TOPOLOGY[*SLICES], as v6e:4x4*2")
     parser.add_argument("--name", default="podrl", help="name of the workload")
@@ -64,7 +64,6 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     """
     slices = machines.parse_slices(args.machine, "--machine")
     _check(args)
-    podrl = command.podrl_command(args.config, args.workdir, extra)
     words = ["xpk", "workload", "create-pathways" if args.pathways else "create"]
     name = command.job_name(args.name, PATHWAYS_NAME_LIMIT if args.pathways else NAME_LIMIT)
     words += [f"--workload={name}", f"--cluster={args.cluster}"]
@@ -73,6 +72,7 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     if args.headless:
         words += ["--headless"]
     else:
+        podrl = command.podrl_command(args.config, args.workdir, extra)
         # exec: xpk runs `(COMMAND) &` and sends SIGTERM to that subshell, which without exec would not pass it on.
         words += [f"--docker-image={args.image}", f"--command=exec {shlex.join(podrl)}"]
         words += [f"--env={name}={value}" for name, value in command.environment(args.env).items()]
@@ -94,8 +94,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--scratch={args.scratch}: Pathways needs a gs:// directory for its artifacts.")
     if args.scratch and not args.pathways:
         raise ValueError(f"--scratch={args.scratch} is read by Pathways only: give --pathways, or leave it out.")
-    if not args.headless and not args.image:
-        raise ValueError("--image is missing: build and push launch/Dockerfile and give its name.")
+    for flag in ("image", "config", "workdir"):
+        if not args.headless and not getattr(args, flag):
+            raise ValueError(f"--{flag} is missing: only --headless goes without. See --help.")
+        if args.headless and getattr(args, flag):
+            raise ValueError(f"--{flag} is given, but --headless starts no program to use it: leave it out.")
 
 
 def main(argv: Sequence[str]) -> int:

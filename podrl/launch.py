@@ -115,7 +115,7 @@ def _run(argv: Sequence[str]) -> int:
     config.algorithm = _early(rest, "algorithm", config.get("algorithm", "grpo"))
     complete = ConfigDict(job.complete(config.to_dict()))
     _check_overrides(rest, complete)
-    config_flags.DEFINE_config_dict("config", complete)
+    holder = config_flags.DEFINE_config_dict("config", complete, sys_argv=rest)
     try:
         extra = flags.FLAGS(rest)[1:]
     except (flags.Error, AttributeError, KeyError, TypeError) as error:
@@ -123,7 +123,7 @@ def _run(argv: Sequence[str]) -> int:
     if extra:
         raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")
     workdir = pathlib.Path(_WORKDIR.value or pathlib.Path("runs") / pathlib.Path(path.partition(":")[0]).stem)
-    values = complete.to_dict()
+    values = holder.value.to_dict()
     if _DRY_RUN.value:
         return job.dry_run(values, workdir)
     return job.run(values, workdir, command=" ".join(["python -m podrl.launch", *argv[1:]]))

@@ -1,5 +1,6 @@
 """RLCluster: the models of a job in their roles, on their meshes, with everything one does to them."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,6 @@ from podrl.models import decoder
 from podrl.models.config import LoraConfig
 from podrl.models.pretrained import check_vocab, from_pretrained
 from podrl.rollout.config import Sampling
-from podrl.rollout.rollout import RolloutWorker
 from podrl.trainer import packing
 from podrl.trainer.objective import TokenLoss
 from podrl.trainer.state import abstract_train_state, init_state, put_batch
@@ -37,7 +37,6 @@ class RLCluster:
       model: the actor's configuration.
       state: trainable parameters, optimizer state and step, on the actor's mesh.
       frozen: parameters that are not trained (empty without LoRA).
-      rollout: the decoding engine's worker.
       tokenizer: shared by all roles.
     """
 
@@ -112,10 +111,21 @@ class RLCluster:
 
     def _build_rollout(self) -> None:
         config = self.config.rollout()
-        engine = self.config.rollout_engine
-        worker_class = RolloutWorker if isinstance(engine, str) else engine
         self.rollout_dtype = jnp.dtype(config.data_type or self.training_config.dtype)
-        self.rollout = worker_class(
+        target = decoder.abstract_params(self.model, self.rollout_mesh, self.rollout_dtype)
+        trainable, frozen = decoder.split_trainable(jax.tree.map(lambda leaf: leaf.sharding, target), self.model)
+        self._publisher = Publisher(self.state.params, trainable, target_dtype=self.rollout_dtype)
+        self._base_publisher = Publisher(self.frozen, frozen, target_dtype=self.rollout_dtype) if self.frozen else None
+        self._rollout_base: PyTree = {}
+
+    @functools.cached_property
+    def rollout(self) -> Any:
+        """The decoding engine's worker, built when it is first used."""
+        from podrl.rollout.rollout import RolloutWorker
+
+        config, engine = self.config.rollout(), self.config.rollout_engine
+        worker_class = RolloutWorker if isinstance(engine, str) else engine
+        return worker_class(
             self.model,
             self.rollout_mesh,
             config,
@@ -124,11 +134,6 @@ class RLCluster:
             decode=self.tokenizer.decode,
             seed=self.seed,
         )
-        target = decoder.abstract_params(self.model, self.rollout_mesh, self.rollout_dtype)
-        trainable, frozen = decoder.split_trainable(jax.tree.map(lambda leaf: leaf.sharding, target), self.model)
-        self._publisher = Publisher(self.state.params, trainable, target_dtype=self.rollout_dtype)
-        self._base_publisher = Publisher(self.frozen, frozen, target_dtype=self.rollout_dtype) if self.frozen else None
-        self._rollout_base: PyTree = {}
 
     # Weights.
 
@@ -241,9 +246,13 @@ class RLCluster:
 
     def pack_shape(self, sequences: int) -> packing.PackShape:
         """The fixed shape of batches of at most `sequences` samples of this job's longest length."""
+        return self.training_config.pack_shape(sequences=sequences, max_length=self.longest, mesh=self.actor_mesh)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence the rollout can make."""
         rollout = self.config.rollout()
-        longest = rollout.max_prompt_length + rollout.max_tokens_to_generate
-        return self.training_config.pack_shape(sequences=sequences, max_length=longest, mesh=self.actor_mesh)
+        return rollout.max_prompt_length + rollout.max_tokens_to_generate
 
     # Generation.
 
@@ -321,4 +330,5 @@ class RLCluster:
 
     def close(self) -> None:
         """Frees the engine's device memory; the models go with the object."""
-        self.rollout.sleep()
+        if "rollout" in self.__dict__:
+            self.rollout.sleep()

@@ -35,16 +35,17 @@ def role_rows(trainer_mesh: Mesh, rollout_mesh: Mesh) -> list[list[str]]:
     ]
 
 
+def print_roles(console: rich.console.Console, trainer_mesh: Mesh, rollout_mesh: Mesh) -> None:
+    """Which devices do what."""
+    header = ["role", "mesh", "devices", "ids", "does"]
+    print_table(console, f"Roles ({device_line()})", header, role_rows(trainer_mesh, rollout_mesh))
+
+
 def print_plan(
     console: rich.console.Console, job: "RLJob", trainer_mesh: Mesh, rollout_mesh: Mesh, workdir: pathlib.Path
 ) -> None:
     """The tables a run starts with, and all that a dry run prints after the configuration."""
-    print_table(
-        console,
-        f"Roles ({device_line()})",
-        ["role", "mesh", "devices", "ids", "does"],
-        role_rows(trainer_mesh, rollout_mesh),
-    )
+    print_roles(console, trainer_mesh, rollout_mesh)
     print_table(console, "Batch arithmetic", ["what", "number", "from"], batch_rows(job))
     loss = job.grpo.policy_loss(job.rollout.max_tokens_to_generate)
     console.print(f"Algorithm {job.algorithm}:")

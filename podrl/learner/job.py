@@ -11,7 +11,6 @@ from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import build, defaults, merge
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
-from podrl.data.tokenizer import Tokenizer
 from podrl.learner import describe, summary
 from podrl.learner.console import make_console
 from podrl.learner.evaluate import AccuracyEvaluator, EvalConfig
@@ -143,12 +142,11 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str) -> in
         learner = GRPOLearner(cluster, job.grpo, metric_fns=metric_fns, reward_config=job.reward)
         step = learner.train(stream, evaluator=evaluator, run=current)
         facts = {"seed": job.seed, "devices": describe.device_line(), "wall_s": round(time.monotonic() - started, 1)}
-        return finish(current, cluster.tokenizer, step, job.trainer.max_steps or step, facts, command)
+        return finish(current, step, job.trainer.max_steps or step, facts, command)
 
 
-def finish(current: Run, tokenizer: Tokenizer, step: int, max_steps: int, facts: dict[str, Any], command: str) -> int:
+def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any], command: str) -> int:
     """Writes the summary, says where everything is, and picks the exit code."""
-    del tokenizer
     assert current.workdir is not None
     if step < max_steps:
         current.console.print(

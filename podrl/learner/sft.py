@@ -1,26 +1,32 @@
 """Supervised fine-tuning on the same trainer, loop and checkpoints; makes the embedded checkpoint."""
 
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import build
 from podrl.data.pipeline import DataConfig
-from podrl.data.sft import SFTConfig, SFTStream
+from podrl.data.sft import SFTBatch, SFTConfig, SFTStream
+from podrl.data.tokenizer import Tokenizer
 from podrl.learner import describe, job
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.loop import InFlight, Schedule, train
-from podrl.learner.parts import LearnerParts, Ready
+from podrl.learner.parts import Evaluator, LearnerParts, Ready
 from podrl.learner.run import Run
 from podrl.learner.setup import ModelSource, RolesConfig, meshes
+from podrl.models import decoder
 from podrl.models.config import gemma2_config
-from podrl.models.pretrained import Decoder, init_decoder
+from podrl.models.pretrained import Decoder
 from podrl.rollout.config import RolloutConfig
 from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.metrics import LogConfig
@@ -28,6 +34,8 @@ from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.objective import CrossEntropy
 from podrl.types import Policy
+
+SCRATCH = "scratch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +54,13 @@ class ScratchModel:
 
 @dataclasses.dataclass(frozen=True)
 class SFTJob:
-    """Everything `--config` says about a supervised job. `scratch` is used where model.path is 'scratch'."""
+    """Everything `--config` says about a supervised job.
+
+    Attributes:
+      tokenizer: directory of the tokenizer; '' is that of the model ('tiny' with model.path='scratch').
+      scratch: the model trained where model.path is 'scratch'.
+      Others as in podrl.learner.job.RLJob.
+    """
 
     trainer: RLTrainingConfig
     algorithm: str = "sft"
@@ -62,4 +76,114 @@ class SFTJob:
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    export: str = ""
+
+
+class SFTParts(LearnerParts):
+    """The loop's parts for supervised fine-tuning: a batch is data, weights move only to be evaluated."""
+
+    def __init__(
+        self,
+        cluster: RLCluster,
+        stream: SFTStream,
+        run: Run,
+        schedule: Schedule,
+        evaluator: Evaluator | None,
+        config: SFTConfig,
+    ):
+        super().__init__(cluster, stream, run, schedule, evaluator)
+        cluster.prepare_actor(CrossEntropy())
+        self._shape = cluster.training_config.pack_shape(
+            sequences=config.batch_size, max_length=config.max_length, mesh=cluster.actor_mesh
+        )
+
+    def publish(self, step: int) -> Policy:
+        return Policy({}, step)
+
+    def submit(self, policy: Policy, step: int) -> InFlight:
+        return Ready(self.next_batch())
+
+    def update(self, step: int, experience: Any) -> Mapping[str, Any]:
+        batch: SFTBatch = experience
+        with self.run.watchdog.stage("update"):
+            zeros_BT = np.zeros(batch.tokens_BT.shape, np.float32)
+            packed = packing.pack(
+                packing.place(batch.length_B, self._shape),
+                tokens_BT=batch.tokens_BT,
+                mask_BT=batch.mask_BT,
+                advantage_BT=zeros_BT,
+                old_logprob_BT=zeros_BT,
+                ref_logprob_BT=zeros_BT,
+                sampler_logprob_BT=zeros_BT,
+            )
+            metrics = self.cluster.update_actor(self.cluster.put_batch(packed))
+            jax.block_until_ready(self.cluster.state.step)
+        return metrics
+
+    def evaluate(self, policy: Policy, step: int) -> None:
+        if self._evaluator is not None:
+            super().evaluate(self.cluster.sync_weights(step), step)
+
+    def step_metrics(self, batch: SFTBatch) -> dict[str, float]:
+        return {"tokens/learned": float(batch.mask_BT.sum()), "tokens/all": float(batch.length_B.sum())}
+
+    def samples(self, batch: SFTBatch) -> Sequence[Mapping[str, Any]]:
+        return [{"text": text} for text in batch.text]
+
+    def watched(self) -> Sequence[tuple[str, str]]:
+        return (("sft/loss", "loss"), ("actor/grad_norm", "grad norm"), ("actor/lr", "lr"))
+
+
+def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int) -> Decoder:
+    """A Gemma 2 decoder with random parameters, made in place on the mesh."""
+    model = gemma2_config(vocab_size=vocab_size, **dataclasses.asdict(config))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, decoder.abstract_params(model, mesh, jnp.dtype("float32")))
+    make = jax.jit(functools.partial(decoder.init_params, model), out_shardings=shardings)
+    return Decoder(model, make(jax.random.key(seed)), mesh)
+
+
+def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str) -> int:
+    """Trains the supervised job a configuration describes; returns the exit code. Arguments as in job.run."""
+    settings = build(SFTJob, values)
+    if settings.trainer.max_steps is None:
+        raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
+    started = time.monotonic()
+    trainer_mesh, rollout_mesh = meshes(settings.roles)
+    with Run(workdir, log=settings.log, checkpoint=settings.checkpoint, config=dataclasses.asdict(settings)) as current:
+        console = current.console
+        describe.print_roles(console, trainer_mesh, rollout_mesh)
+        with current.watchdog.stage("start-up"):
+            cluster = _cluster(settings, trainer_mesh, rollout_mesh)
+            stream = SFTStream(settings.data, settings.sft, cluster.tokenizer)
+        evaluator = job.make_evaluator(cluster, settings.data, settings.eval, settings.rollout.max_prompt_length)
+        schedule = Schedule(
+            max_steps=settings.trainer.max_steps,
+            save_every=settings.checkpoint.every,
+            eval_every=settings.trainer.eval_every_n_steps,
+        )
+        parts = SFTParts(cluster, stream, current, schedule, evaluator, settings.sft)
+        try:
+            step = train(parts, schedule)
+        finally:
+            parts.close()
+        facts = {
+            "seed": settings.seed,
+            "devices": describe.device_line(),
+            "wall_s": round(time.monotonic() - started, 1),
+        }
+        return job.finish(current, step, settings.trainer.max_steps, facts, command)
+
+
+def _cluster(settings: SFTJob, trainer_mesh: Mesh, rollout_mesh: Mesh) -> RLCluster:
+    roles = {Role.ACTOR: trainer_mesh, Role.ROLLOUT: rollout_mesh}
+    config = ClusterConfig(role_to_mesh=roles, training_config=settings.trainer, rollout_config=settings.rollout)
+    scratch = settings.model.path == SCRATCH
+    directory = settings.tokenizer or ModelSource("tiny" if scratch else settings.model.path).directory
+    tokenizer = Tokenizer(directory)
+    actor: Any
+    if scratch:
+        actor = scratch_model(settings.scratch, tokenizer.vocab_size, trainer_mesh, settings.seed)
+    else:
+        actor = settings.model.directory
+    return RLCluster(
+        actor=actor, tokenizer=tokenizer, cluster_config=config, lora=settings.model.lora, seed=settings.seed
+    )

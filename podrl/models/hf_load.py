@@ -137,7 +137,7 @@ def _load_leaf(
     if not entry.stacked:
         raw = _to_devices(tensors[0], raw_sharding, previous)
         return _place_whole(entry.shape, bool(entry.inputs), dtype, target)(raw)
-    stack = jax.jit(lambda: jnp.zeros(entry.param.shape, dtype), out_shardings=target)()
+    stack = _zeros(entry.param.shape, dtype, target)()
     place = _place_layer(entry.shape, bool(entry.inputs), target)
     for layer, tensor in enumerate(tensors):
         stack = place(stack, _to_devices(tensor, raw_sharding, previous), np.int32(layer))
@@ -174,6 +174,11 @@ def _to_devices(tensor: StoredTensor, sharding: NamedSharding, previous: list[Ar
     jax.block_until_ready(previous)
     previous[:] = [jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards, dtype=tensor.dtype)]
     return previous[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, target: NamedSharding):
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=target)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,13 +1,14 @@
 """Low-rank adapters: creating them beside the base weights and folding them back in."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from podrl.mesh import rules
@@ -42,15 +43,20 @@ def with_adapters(
 
 
 def _fresh(spec: Param, key: Array, mesh: Mesh, dtype: Any) -> Array:
-    def make(key: Array) -> Array:
-        if spec.std == 0:
-            return jnp.zeros(spec.shape, dtype)
-        return (jax.random.normal(key, spec.shape, jnp.float32) * spec.std).astype(dtype)
+    # The key goes in as host data: every process of the mesh passes the same.
+    make = _maker(spec.shape, spec.std, np.dtype(dtype), rules.sharding_for(spec.axes, spec.shape, mesh))
+    return make(np.asarray(jax.random.key_data(key)))
 
-    # The key is host data: every process of the mesh makes the same one.
-    data = np.asarray(jax.random.key_data(key))
-    sharding = rules.sharding_for(spec.axes, spec.shape, mesh)
-    return jax.jit(lambda: make(jax.random.wrap_key_data(jnp.asarray(data))), out_shardings=sharding)()
+
+@functools.lru_cache(maxsize=64)
+def _maker(shape: tuple[int, ...], std: float, dtype: np.dtype, sharding: NamedSharding):
+    def make(key_data: Array) -> Array:
+        if std == 0:
+            return jnp.zeros(shape, dtype)
+        key = jax.random.wrap_key_data(key_data)
+        return (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
+
+    return jax.jit(make, out_shardings=sharding)
 
 
 def without_adapters(config: ModelConfig, params: PyTree) -> tuple[ModelConfig, PyTree]:

@@ -125,6 +125,23 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     np.testing.assert_allclose(grad_BT[0], [0.0, -0.8 / 3, 1.0 / 3, -2.4 / 3], rtol=1e-12)
 
 
+def test_clip_cov_cuts_the_largest_in_the_band():
+    # Advantages 2, -1, -1 and logprobs -1, -2, -3 have means 0 and -2: covariances 2, 0, 1.
+    arguments = one_row(logprob=[-1.0, -2.0, -3.0], old_logprob=[-1.0, -2.0, -3.0], advantage=[2.0, -1.0, -1.0])
+
+    def grad(low, high, fraction=0.1, arguments=arguments):
+        loss = PolicyLoss("clip_cov", beta=0.0, clip_cov_low=low, clip_cov_high=high, cov_fraction=fraction)
+        return np.asarray(jax.grad(lambda *xs: loss(*xs)[0].mean())(*arguments))[0, 1:] * 3
+
+    np.testing.assert_allclose(grad(0.5, 3.0), [0.0, 1.0, 1.0], atol=1e-12)
+    np.testing.assert_allclose(grad(0.5, 1.5), [-2.0, 1.0, 0.0], atol=1e-12)
+    np.testing.assert_allclose(grad(0.5, 3.0, fraction=0.7), [0.0, 1.0, 0.0], atol=1e-12)
+    np.testing.assert_allclose(grad(2.5, 3.0), [-2.0, 1.0, 1.0], atol=1e-12)
+    # A token that the clip already holds is not chosen again: the next in line is.
+    moved = one_row(logprob=[-1.0, -2.0, -3.0], old_logprob=[-2.0, -2.0, -3.0], advantage=[2.0, -1.0, -1.0])
+    np.testing.assert_allclose(grad(0.5, 3.0, arguments=moved), [0.0, 1.0, 0.0], atol=1e-12)
+
+
 def test_kl_and_entropy_enter_with_their_coefficients():
     arguments = one_row(
         logprob=[-1.0, -1.0, -1.0],

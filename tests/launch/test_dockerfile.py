@@ -20,8 +20,9 @@ def test_every_base_is_pinned_to_a_patch_release():
 
 
 def test_the_last_user_is_not_root():
-    assert instructions("USER")[-1] not in ("root", "0")
-    assert LINES.index(f"USER {instructions('USER')[-1]}") > max(
+    assert instructions("USER") == ["${RUN_AS}"] and "RUN_AS=podrl" in instructions("ARG")
+    assert any("--uid 1000 podrl" in line for line in instructions("RUN"))
+    assert LINES.index("USER ${RUN_AS}") > max(
         index for index, line in enumerate(LINES) if line.startswith(("FROM", "RUN", "COPY"))
     )
 

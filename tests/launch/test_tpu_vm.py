@@ -25,6 +25,8 @@ devices = pathlib.Path(os.environ["PODRL_TPU_DEVICES"])
 cluster = detect.detect(os.environ, metadata=detect.tpu_vm_metadata(os.environ, devices=devices))
 attempt = int(os.environ["PODRL_RESTART_ATTEMPT"])
 print(json.dumps([cluster.kind, cluster.process_index, cluster.process_count, cluster.coordinator]))
+with open("starts", "a") as starts:  # in the working directory, which outlives the copied code
+    starts.write("x")
 print("arguments", json.dumps(sys.argv[1:]), "NOTE=" + os.environ.get("NOTE", ""), "attempt", attempt)
 if "--wait" in sys.argv:
     faulthandler.register(signal.SIGUSR1)
@@ -54,16 +56,13 @@ class Metadata(http.server.BaseHTTPRequestHandler):
 class Pod:
     """N fake workers, a checkout with the real launch/ and detection, and the gcloud that reaches them."""
 
-    def __init__(self, root: pathlib.Path, workers: int):
-        self.root, self.checkout = root, root / "checkout"
+    def __init__(self, root: pathlib.Path, workers: int, checkout: pathlib.Path | None = None):
+        self.root, self.checkout = root, checkout or root / "checkout"
         for index in range(workers):
             (root / f"w{index}" / "dev").mkdir(parents=True)
             (root / f"w{index}" / "dev" / "accel0").touch()
-        shutil.copytree(REPOSITORY / "launch", self.checkout / "launch", ignore=shutil.ignore_patterns("__pycache__"))
-        (self.checkout / "podrl" / "runtime").mkdir(parents=True)
-        shutil.copy(REPOSITORY / "podrl" / "runtime" / "detect.py", self.checkout / "podrl" / "runtime")
-        (self.checkout / "podrl" / "launch.py").write_text(PROGRAM)
-        (self.checkout / "requirements.lock").touch()
+        if checkout is None:
+            self._make_checkout()
         program = root / "bin" / "gcloud"
         program.parent.mkdir()
         text = (pathlib.Path(__file__).parent / "fake_gcloud.py").read_text()
@@ -72,6 +71,13 @@ class Pod:
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
         self.server.workers = workers
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def _make_checkout(self) -> None:
+        shutil.copytree(REPOSITORY / "launch", self.checkout / "launch", ignore=shutil.ignore_patterns("__pycache__"))
+        (self.checkout / "podrl" / "runtime").mkdir(parents=True)
+        shutil.copy(REPOSITORY / "podrl" / "runtime" / "detect.py", self.checkout / "podrl" / "runtime")
+        (self.checkout / "podrl" / "launch.py").write_text(PROGRAM)
+        (self.checkout / "requirements.lock").touch()
 
     def __call__(self, *words: str, ok: bool = True) -> subprocess.CompletedProcess:
         environment = {
@@ -105,8 +111,8 @@ class Pod:
 def pod(tmp_path):
     made: list[Pod] = []
 
-    def make(workers: int) -> Pod:
-        made.append(Pod(tmp_path, workers))
+    def make(workers: int, checkout: pathlib.Path | None = None) -> Pod:
+        made.append(Pod(tmp_path, workers, checkout))
         return made[-1]
 
     yield make
@@ -151,6 +157,9 @@ def test_restarts_on_infrastructure_failure_only(pod):
     for code in (1, 75):
         done = run("t", "z", python, "--", f"--exit={code}", ok=False)
         assert done.returncode == code and done.stdout.count("attempt") == 1
+    home = run.root / "w0" / "podrl-run"
+    assert (home / "work" / "starts").read_text() == "x" * (3 + 2 + 1 + 1)
+    assert len(list(home.glob("code-*"))) == 1 and len(list((home / "logs").iterdir())) == 4
 
 
 def test_status_stacks_and_kill(pod):
@@ -187,6 +196,15 @@ def test_installs_from_the_lock_file_once(pod):
     assert "installed already" in run("t", "z", "--extra=", "--", "--config=c.py").stdout
     (run.checkout / "requirements.lock").unlink()
     assert "requirements.lock is missing" in run("t", "z", "--extra=", "--", "--config=c.py", ok=False).stderr
+
+
+@pytest.mark.e2e
+def test_podrl_itself_plans_the_default_job_on_a_worker(pod):
+    run = pod(1, checkout=REPOSITORY)
+    done = run(
+        "t", "z", f"--python={sys.executable}", "--env=JAX_PLATFORMS=cpu", "--", "--config=grpo_gemma.py", "--dry_run"
+    )
+    assert "exit status 0" in done.stdout and "trainer" in done.stdout and "rollout" in done.stdout
 
 
 @pytest.mark.parametrize(

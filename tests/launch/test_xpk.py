@@ -17,11 +17,9 @@ FLAGS = [
     "--cluster=c",
     "--project=p",
     "--zone=us-east5-b",
-    "--config=grpo_gemma.py",
-    "--workdir=gs://bucket/run",
     "--machine=v6e:4x4*2",
 ]
-IMAGE = "--image=registry/podrl:1"
+IMAGE = ("--image=registry/podrl:1", "--config=grpo_gemma.py", "--workdir=gs://bucket/run")
 PATHWAYS = ["--pathways", "--scratch=gs://bucket/pathways"]
 
 
@@ -31,7 +29,7 @@ def build(*flags: str) -> list[str]:
 
 
 def test_mcjax_command():
-    words = build(IMAGE, "--env=A=b c", "--max_restarts=9", "--grace_seconds=77", "--", "--config.note=it's")
+    words = build(*IMAGE, "--env=A=b c", "--max_restarts=9", "--grace_seconds=77", "--", "--config.note=it's")
     assert words[:3] == ["xpk", "workload", "create"]
     assert (
         "--command=exec python -m podrl.launch --config=grpo_gemma.py --workdir=gs://bucket/run "
@@ -55,7 +53,7 @@ def test_mcjax_command():
 
 
 def test_pathways_command_has_no_restart_codes():
-    words = build(IMAGE, *PATHWAYS)
+    words = build(*IMAGE, *PATHWAYS)
     assert words[:3] == ["xpk", "workload", "create-pathways"]
     assert "--pathways-gcs-location=gs://bucket/pathways" in words
     assert not [w for w in words if w.startswith("--restart-on-exit-codes")]
@@ -70,14 +68,16 @@ def test_headless_pathways_runs_no_program():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--image is missing"),
-        ([IMAGE, "--headless"], "--headless starts a Pathways proxy without a program: give --pathways too"),
-        ([IMAGE, "--pathways"], "--scratch=None: Pathways needs a gs:// directory"),
-        ([IMAGE, "--scratch=gs://b"], "is read by Pathways only"),
-        ([IMAGE, "--machine=v6e-8t:2x4"], "xpk 1.16 has no v6e-8t:2x4 (ct6e-standard-8t)"),
-        ([IMAGE, '--env=A="b"'], "holds a quote"),
-        ([IMAGE, *PATHWAYS, "--name=" + "a" * 23], "have at most 22 characters; this one has 23"),
-        ([IMAGE, "--workdir=/tmp/run"], "is a path inside a pod"),
+        ([], "--image is missing: only --headless"),
+        (IMAGE[:1], "--config is missing"),
+        ([*PATHWAYS, "--headless", IMAGE[2]], "--workdir is given, but --headless starts no program"),
+        ([*IMAGE, "--headless"], "--headless starts a Pathways proxy without a program: give --pathways too"),
+        ([*IMAGE, "--pathways"], "--scratch=None: Pathways needs a gs:// directory"),
+        ([*IMAGE, "--scratch=gs://b"], "is read by Pathways only"),
+        ([*IMAGE, "--machine=v6e-8t:2x4"], "xpk 1.16 has no v6e-8t:2x4 (ct6e-standard-8t)"),
+        ([*IMAGE, '--env=A="b"'], "holds a quote"),
+        ([*IMAGE, *PATHWAYS, "--name=" + "a" * 23], "have at most 22 characters; this one has 23"),
+        ([*IMAGE, "--workdir=/tmp/run"], "is a path inside a pod"),
     ],
 )
 def test_refuses_by_name(flags, message, capsys):
@@ -90,13 +90,13 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(tmp_path, monkeypatch, c
     program.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >{tmp_path}/arguments\nexit 5\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    flags = [*FLAGS, IMAGE, "--env=A=b c"]
+    flags = [*FLAGS, *IMAGE, "--env=A=b c"]
     assert xpk.main([*flags, "--dry_run"]) == 0
     printed = capfd.readouterr().out
     assert not (tmp_path / "arguments").exists()
     assert xpk.main(flags) == 5
     ran = (tmp_path / "arguments").read_bytes()
-    assert ran.decode().split("\0")[:-1] == build(IMAGE, "--env=A=b c")[1:]
+    assert ran.decode().split("\0")[:-1] == build(*IMAGE, "--env=A=b c")[1:]
     # What was printed is the same command, to a shell.
     (tmp_path / "arguments").unlink()
     assert subprocess.run(["bash", "-c", printed], check=False).returncode == 5
@@ -120,7 +120,7 @@ def real_manifest(tmp_path: pathlib.Path, *flags: str) -> dict:
 
 @pytest.mark.slow
 def test_real_xpk_runs_our_command_with_our_codes(tmp_path):
-    document = real_manifest(tmp_path, IMAGE, "--env=NOTE=two words", "--max_restarts=9", "--grace_seconds=77")
+    document = real_manifest(tmp_path, *IMAGE, "--env=NOTE=two words", "--max_restarts=9", "--grace_seconds=77")
     (replicated,) = document["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert (replicated["replicas"], job["completions"], job["parallelism"]) == (2, 4, 4)
@@ -163,7 +163,7 @@ def run_container(tmp_path: pathlib.Path, shell: list[str]) -> None:
 
 @pytest.mark.slow
 def test_real_xpk_accepts_pathways(tmp_path):
-    document = real_manifest(tmp_path, IMAGE, *PATHWAYS)
+    document = real_manifest(tmp_path, *IMAGE, *PATHWAYS)
     head, worker = document["spec"]["replicatedJobs"]
     (user,) = head["template"]["spec"]["template"]["spec"]["containers"]
     environment = {v["name"]: v.get("value") for v in user["env"]}

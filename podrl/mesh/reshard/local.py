@@ -120,7 +120,8 @@ class LocalTransport:
             ((i, columns),) = members
             if part == 0:
                 out[i] = blank_program(mesh, forms[0], self._plan.leaves[i].shape)()
-            out[i] = write_program(mesh, forms[0])(out[i], self._start(mesh, i, part), columns)
+            out[i], token = write_program(mesh, forms[0])(out[i], self._start(mesh, i, part), columns)
+            return [token]
         return [out[i] for i in indices]
 
     def _form(self, i: int, place: NamedSharding, slots: tuple[int, ...]) -> Boxes:

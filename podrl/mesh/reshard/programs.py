@@ -97,16 +97,19 @@ def join_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Sequence[Col
 
 
 @functools.lru_cache(maxsize=1024)
-def write_program(mesh: Mesh, form: Boxes) -> Callable[[Array, Int[Array, ""], Columns], Array]:
-    """(leaf, start, parts of its slots) -> the leaf with those parts written; the leaf is donated."""
+def write_program(mesh: Mesh, form: Boxes) -> Callable[[Array, Int[Array, ""], Columns], tuple[Array, Array]]:
+    """(leaf, start, parts of its slots) -> the leaf with those parts written, and a token; the leaf is donated.
 
-    def write(shard: Array, start: Int[Array, ""], pieces: Columns) -> Array:
+    The token is ready when the leaf is, and can still be waited for after the leaf has been donated to the next part.
+    """
+
+    def write(shard: Array, start: Int[Array, ""], pieces: Columns) -> tuple[Array, Array]:
         for piece, corner in zip(pieces, form.corners(), strict=True):
             shard = jax.lax.dynamic_update_slice(shard, piece, _shifted(corner, form, start))
-        return shard
+        return shard, start + 1
 
     specs_in = (form.spec, Spec(), [_every_device(form.box, mesh)] * math.prod(form.slots))
-    return _on_all_devices(write, mesh, specs_in, form.spec, donate=(0,))
+    return _on_all_devices(write, mesh, specs_in, (form.spec, Spec()), donate=(0,))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,7 +120,8 @@ def blank_program(mesh: Mesh, form: Boxes, shape: tuple[int, ...]) -> Callable[[
 
 def _on_all_devices(body: Any, mesh: Mesh, specs_in: Any, specs_out: Any, donate: tuple[int, ...] = ()) -> Any:
     mapped = jax.shard_map(body, mesh=mesh, in_specs=specs_in, out_specs=specs_out, check_vma=False)
-    return jax.jit(mapped, donate_argnums=donate)
+    places = jax.tree.map(lambda s: NamedSharding(mesh, s), specs_out, is_leaf=lambda x: isinstance(x, Spec))
+    return jax.jit(mapped, out_shardings=places, donate_argnums=donate)
 
 
 def _every_device(shape: tuple[int, ...], mesh: Mesh) -> Spec:

@@ -1,0 +1,41 @@
+"""Makes the checkpoint that comes with podrl: a Gemma 2 of half a million parameters that half knows word problems.
+
+First it learns to solve them in the reference form; then, for the last steps, most targets leave the form, as a base
+model's text would, so that reinforcement learning has something to find. From a fixed seed:
+
+    python -m podrl.launch --config=sft_tiny.py --workdir=runs/sft_tiny
+    python -m podrl.export --workdir=runs/sft_tiny --out=podrl/assets/tiny --dtype=bfloat16
+
+The tokenizer in podrl/assets/tiny comes from `python -m podrl.data.train_tokenizer --out=podrl/assets/tiny`.
+"""
+
+from ml_collections import ConfigDict
+
+FULL_STEPS, MIXED_STEPS = 1500, 220
+
+
+def get_config() -> ConfigDict:
+    """The configuration, as plain data."""
+    config = ConfigDict()
+    config.algorithm = "sft"
+    config.seed = 0
+    config.fake_devices = 1  # one device is the fastest form on a CPU
+    config.model = ConfigDict({"path": "scratch"})
+    config.roles = ConfigDict({"colocated": True})
+    config.data = ConfigDict({"path": "problems", "seed": 1})
+    config.sft = ConfigDict({"batch_size": 64, "max_length": 96, "tagged_share": 0.25, "full_steps": FULL_STEPS})
+    config.rollout = ConfigDict({"max_prompt_length": 64, "max_tokens_to_generate": 40})
+    config.trainer = ConfigDict({"max_steps": FULL_STEPS + MIXED_STEPS, "eval_every_n_steps": 500})
+    config.trainer.update({"learning_rate": 3e-3, "schedule": "cosine", "warmup_fraction": 0.06, "end_fraction": 0.1})
+    config.trainer.update(
+        {
+            "b2": 0.98,
+            "weight_decay": 0.01,
+            "max_grad_norm": 1.0,
+            "max_tokens_per_row": 128,
+            "max_seq_token_per_tpu": 2048,
+        }
+    )
+    config.eval = ConfigDict({"problems": 256, "samples": 4})
+    config.checkpoint = ConfigDict({"every": 500})
+    return config

@@ -1,0 +1,124 @@
+"""Files of records: every format gives the same records, and a bad file is named with line and reason."""
+
+import importlib.util
+import json
+
+import pytest
+from array_record.python import array_record_module
+
+from podrl.data import sources
+
+ROWS = [{"question": "Two, and \"two\"?", "answer": "x\n#### 4"}, {"question": "é?", "answer": "#### 1,200"}]
+REQUIRED = ("question", "answer")
+
+
+def write_jsonl(path, rows=ROWS):
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+
+
+def everything(records):
+    return [dict(records[i]) for i in range(len(records))]
+
+
+def test_jsonl(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl")
+    records = sources.read(str(tmp_path / "a.jsonl"), REQUIRED)
+    assert everything(records) == ROWS
+    assert records.place(1) == f"{tmp_path}/a.jsonl line 2"
+
+
+def test_csv_as_kaggle_writes_gsm8k(tmp_path):
+    # Quoted fields with commas, doubled quotes, line breaks, a byte-order mark, Windows line ends.
+    text = 'question,answer\r\n"Two, and ""two""?","x\n#### 4"\r\né?,"#### 1,200"\r\n'
+    (tmp_path / "main_train.csv").write_bytes(text.encode("utf-8-sig"))
+    records = sources.read(str(tmp_path / "main_train.csv"), REQUIRED)
+    assert everything(records) == ROWS
+    assert records.place(1).endswith("main_train.csv line 4")
+
+
+def test_array_record(tmp_path):
+    path = str(tmp_path / "a.array_record")
+    writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
+    for row in ROWS:
+        writer.write(json.dumps(row).encode())
+    writer.close()
+    records = sources.read(path, REQUIRED)
+    assert everything(records) == ROWS
+    with pytest.raises(ValueError, match=r"a\.array_record record 0 lacks 'label' \(it has question, answer\)"):
+        sources.read(path, ("label",))[0]
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert everything(sources.read(str(path), REQUIRED)) == ROWS
+    with pytest.raises(ValueError, match="no column 'label' among question, answer"):
+        sources.read(str(path), ("label",))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"a\.parquet is not a Parquet file"):
+        sources.read(str(path))
+
+
+def test_parquet_without_its_library_names_the_extra(tmp_path):
+    if importlib.util.find_spec("pyarrow") is not None:
+        pytest.skip("pyarrow is installed")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ImportError, match=r"podrl\[parquet\]"):
+        sources.read(str(tmp_path / "a.parquet"))
+
+
+def test_several_files_in_the_order_of_their_names(tmp_path):
+    write_jsonl(tmp_path / "p-1.jsonl", ROWS[1:])
+    write_jsonl(tmp_path / "p-0.jsonl", ROWS[:1])
+    assert everything(sources.read(str(tmp_path / "p-*.jsonl"), REQUIRED)) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", r"a\.jsonl is empty"),
+        ("a.jsonl", "\n \n", r"a\.jsonl is empty"),
+        ("a.jsonl", '{"question": "q", "answer": "1"}\n{"question": \n', r"a\.jsonl line 2 is not JSON \(.*\): '\{\"q"),
+        ("a.jsonl", "[1]\n", r"a\.jsonl line 1 holds list '\[1\]'"),
+        ("a.jsonl", '\n{"question": "q"}\n', r"a\.jsonl line 2 lacks 'answer' \(it has question\)"),
+        ("a.jsonl", '{"question": " ", "answer": "1"}', r"line 1: 'question' is ' ' but must be text"),
+        ("a.jsonl", '{"question": ["q"], "answer": "1"}', r"line 1: 'question' is \['q'\] but must be text"),
+        ("a.csv", "", r"a\.csv is empty"),
+        ("a.csv", "question,answer\n", r"a\.csv is empty"),
+        ("a.csv", "question,reply\nq,1\n", r"a\.csv line 1: no column 'answer' among question, reply"),
+        ("a.csv", "question,answer\nq,1\nq\n", r"a\.csv line 3 has 1 values for the 2 columns question, answer"),
+        ("a.csv", 'question,answer\n"q,1\n', r"a\.csv line 2 is not CSV"),
+        ("a.csv", "question,answer\nq,\n", r"a\.csv line 2: 'answer' is '' but must be text"),
+        ("a.txt", "q", r"a\.txt ends in '\.txt', which is no known format: use \.jsonl"),
+    ],
+)
+def test_bad_files_are_named_with_line_and_reason(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        sources.read(str(tmp_path / name), REQUIRED)
+
+
+def test_bad_bytes_are_named_with_their_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"question": "q", "answer": "1"}\n{"question": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl line 2 is not UTF-8"):
+        sources.read(str(tmp_path / "a.jsonl"), REQUIRED)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl does not exist: data\.path"):
+        sources.read(str(tmp_path / "no.jsonl"))
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        sources.read(str(tmp_path / "no-*.jsonl"))
+    (tmp_path / "d.jsonl").mkdir()
+    with pytest.raises(FileNotFoundError, match="is a directory"):
+        sources.read(str(tmp_path / "d.jsonl"))
+
+
+def test_tfds_names():
+    with pytest.raises(ValueError, match="tfds:gsm8k/train"):
+        sources.read("tfds:gsm8k")
+    if importlib.util.find_spec("tensorflow_datasets") is None:
+        with pytest.raises(ImportError, match="pip install tensorflow-datasets"):
+            sources.read("tfds:gsm8k/train")

@@ -1,0 +1,189 @@
+"""Tokenizers from files: the embedded one, SentencePiece models, special ids, chat templates, and broken directories."""
+
+import io
+import json
+import pathlib
+import shutil
+
+import pytest
+import sentencepiece
+
+import podrl
+from podrl.data import problems, template, train_tokenizer
+from podrl.data.tokenizer import Tokenizer
+
+TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Tokenizer.load(TINY)
+
+
+def pieces(tokenizer, text):
+    return [tokenizer.token_text(i) for i in tokenizer.encode(text)]
+
+
+def test_ids_are_gemmas(tiny):
+    assert (tiny.pad_id, tiny.bos_id, tiny.eos_ids) == (0, 2, (1, tiny.token_id("<end_of_turn>")))
+    assert tiny.token_id("<unk>") == 3 and tiny.vocab_size == 384
+    assert tiny.turn_end_id == tiny.token_id("<end_of_turn>")
+
+
+def test_each_digit_and_each_tag_is_one_piece(tiny):
+    text = "<reasoning>25+17=42.</reasoning><answer>42</answer>"
+    expected = ["<reasoning>", *"25+17=42.", "</reasoning>", "<answer>", "4", "2", "</answer>"]
+    assert pieces(tiny, text) == expected
+
+
+def test_problem_text_survives_the_round_trip_and_fits(tiny):
+    for index in range(300):
+        p = problems.problem("held_out" if index % 3 == 0 else "train", index)
+        completion = template.completion(p.reasoning, p.answer)
+        assert tiny.decode(tiny.encode(p.question)) == p.question
+        assert tiny.decode(tiny.encode(completion)) == completion
+        assert len(tiny.encode(template.wrap(tiny, p.question))) <= 52
+        assert len(tiny.encode(completion)) < 40
+
+
+def test_any_ascii_text_survives_the_round_trip(tiny):
+    text = "A cat's 3 hats\ncost $4.50 (each)?  Yes & no; x_1 = {y} ~ [z] \\ ^ ` | @ # % * ! \" <a>"
+    assert tiny.decode(tiny.encode(text)) == text
+
+
+def test_special_pieces_are_not_decoded_but_tags_are(tiny):
+    ids = [tiny.bos_id, *tiny.encode("<answer>7</answer><end_of_turn>"), tiny.eos_ids[0], tiny.pad_id]
+    assert tiny.decode(ids) == "<answer>7</answer>"
+
+
+def test_encode_adds_the_start_only_when_asked(tiny):
+    assert tiny.encode("7", bos=True) == [tiny.bos_id, *tiny.encode("7")]
+
+
+def test_chat_template(tiny):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hi "},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "user", "content": "Go"},
+    ]
+    assert tiny.apply_chat_template(messages) == (
+        "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nYes<end_of_turn>\n"
+        "<start_of_turn>user\nGo<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert tiny.apply_chat_template(messages[:2], add_generation_prompt=False).endswith("Hi<end_of_turn>\n")
+    with pytest.raises(ValueError, match="unknown role tool"):
+        tiny.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+def test_training_gives_the_committed_files(tmp_path):
+    train_tokenizer.write(tmp_path / "a")
+    train_tokenizer.write(tmp_path / "b")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        written = (tmp_path / "a" / name).read_bytes()
+        assert written == (tmp_path / "b" / name).read_bytes()
+        # Compared as content: the library's layout of the file may change with its version.
+        mine, theirs = json.loads(written), json.loads((TINY / name).read_text())
+        assert mine.get("model", mine) == theirs.get("model", theirs), name
+        assert mine.get("added_tokens") == theirs.get("added_tokens"), name
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist: model\.path"):
+        Tokenizer(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        Tokenizer(tmp_path)
+
+
+def test_broken_files_are_named(tmp_path):
+    shutil.copytree(TINY, tmp_path / "t")
+    (tmp_path / "t" / "tokenizer_config.json").write_text('{\n"bos_token": }')
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json line 2 is not JSON"):
+        Tokenizer(tmp_path / "t")
+    (tmp_path / "t" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "t" / "generation_config.json").unlink()
+    (tmp_path / "t" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer file"):
+        Tokenizer(tmp_path / "t")
+
+
+def test_ids_come_from_the_model_files_where_the_tokenizer_names_none(tmp_path):
+    shutil.copytree(TINY, tmp_path / "t")
+    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "a", "template": "x"}]}))
+    (tmp_path / "t" / "generation_config.json").write_text(json.dumps({"eos_token_id": 20}))
+    (tmp_path / "t" / "config.json").write_text(json.dumps({"bos_token_id": 30, "eos_token_id": 21}))
+    tokenizer = Tokenizer(tmp_path / "t")
+    assert tokenizer.eos_ids == (20, 9) and tokenizer.bos_id == 30 and tokenizer.pad_id == 20
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ValueError, match=r"no chat template.*data\.template=plain"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_chat_template_file_wins_and_may_not_touch_python(tmp_path):
+    shutil.copytree(TINY, tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}|{{ bos_token }}")
+    assert Tokenizer(tmp_path / "t").apply_chat_template([{"role": "user", "content": "x"}]) == "x|<bos>"
+    (tmp_path / "t" / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(ValueError, match="refuses roles"):
+        Tokenizer(tmp_path / "t").apply_chat_template([{"role": "user", "content": "x"}])
+
+
+@pytest.fixture(scope="module")
+def piece_model(tmp_path_factory):
+    """A directory with a SentencePiece model made like Gemma's: specials first, turn marks as user symbols."""
+    directory = tmp_path_factory.mktemp("sp")
+    stored = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([problems.problem("train", i).question for i in range(200)]),
+        model_writer=stored,
+        vocab_size=120,
+        hard_vocab_limit=False,
+        add_dummy_prefix=False,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"},
+        user_defined_symbols=["<start_of_turn>", "<end_of_turn>", "\n"],
+        minloglevel=2,
+        num_threads=1,
+    )
+    (directory / "tokenizer.model").write_bytes(stored.getvalue())
+    config = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "pad_token": "<pad>"}
+    added = {"added_tokens_decoder": {"4": {"special": True}, "5": {"special": True}}}
+    chat = {"chat_template": train_tokenizer.CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | added | chat))
+    return directory
+
+
+def test_sentencepiece_model(piece_model):
+    tokenizer = Tokenizer(piece_model)
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_ids) == (0, 2, (1, 5))
+    question = problems.problem("train", 3).question
+    prompt = template.wrap(tokenizer, question)
+    ids = tokenizer.encode(prompt)
+    assert ids[:2] == [2, 4] and ids.count(2) == 1
+    assert tokenizer.decode(ids) == f"user\n{question}\nmodel\n"
+    assert tokenizer.token_id("no such piece") is None
+    assert tokenizer.token_id("<unk>") == 3
+
+
+def test_broken_sentencepiece_model(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"not a model")
+    with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parity
+def test_transformers_reads_the_embedded_tokenizer(tiny):
+    transformers = pytest.importorskip("transformers")
+    other = transformers.AutoTokenizer.from_pretrained(TINY)
+    assert (other.pad_token_id, other.bos_token_id, other.eos_token_id) == (0, 2, 1)
+    for index in range(20):
+        p = problems.problem("train", index)
+        prompt = template.wrap(tiny, p.question, system="Be brief." if index % 2 else "")
+        messages = [{"role": "system", "content": "Be brief."}] if index % 2 else []
+        messages += [{"role": "user", "content": p.question}]
+        assert other.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == prompt
+        assert other.encode(prompt, add_special_tokens=False) == tiny.encode(prompt)
+        ids = tiny.encode(template.completion(p.reasoning, p.answer) + "<end_of_turn>")
+        assert other.decode(ids, skip_special_tokens=True) == tiny.decode(ids)

@@ -1,0 +1,173 @@
+"""config.json in and out: every family, both rope spellings, and what is refused."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from podrl.models.config import GLOBAL_WINDOW, RopeScaling
+from podrl.models.hf_config import config_from_hf, config_to_hf, read_config
+from podrl.models.sizes import SIZES, config_of, parameter_count
+
+FIXTURES = sorted((pathlib.Path(__file__).parent / "fixtures").iterdir())
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize("directory", FIXTURES, ids=lambda d: d.name)
+def test_fixtures_survive_a_round_trip(directory):
+    config = read_config(directory)
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_published_sizes_survive_a_round_trip(name):
+    config = config_of(name)
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_gemma2_27b_scales_queries_by_model_size_over_heads():
+    config = config_of("gemma2-27b")
+    assert config.query_scale == pytest.approx((4608 / 32) ** -0.5) and config.head_dim == 128
+    assert config.window_L[:2] == (4096, GLOBAL_WINDOW)
+
+
+def test_both_rope_spellings_mean_the_same():
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    old = config_from_hf(LLAMA | {"rope_theta": 500_000.0, "rope_scaling": scaling})
+    new = config_from_hf(LLAMA | {"rope_parameters": scaling | {"rope_theta": 500_000.0}})
+    assert old == new
+    assert old.rope_theta_L == (500_000.0,) * 2
+    assert old.rope_scaling_L[0] == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    assert config_from_hf(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}}).rope_scaling_L[0].factor == 2.0
+
+
+def test_gemma3_has_two_rope_bases_in_either_spelling():
+    base = {
+        "model_type": "gemma3_text",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 7,
+        "sliding_window": 512,
+    }
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = config_from_hf(base | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaling})
+    new = config_from_hf(
+        base
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e6, **scaling},
+                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            }
+        }
+    )
+    assert old == new
+    assert old.window_L == (512,) * 5 + (GLOBAL_WINDOW, 512)
+    assert old.rope_theta_L == (1e4,) * 5 + (1e6, 1e4)
+    assert [s.kind for s in old.rope_scaling_L] == ["none"] * 5 + ["linear", "none"]
+    assert old.head_dim == 256 and old.num_heads == 8 and old.vocab_size == 262_208  # what the family implies
+
+
+def test_the_text_part_of_an_image_model_is_read():
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
+    raw = {"model_type": "gemma3", "text_config": text, "vision_config": {"whatever": 1}, "boi_token_index": 5}
+    assert config_from_hf(raw) == config_from_hf(text)
+
+
+def test_early_gemma_files_mean_the_tanh_form():
+    gemma = LLAMA | {"model_type": "gemma", "hidden_act": "gelu", "head_dim": 8}
+    assert config_from_hf(gemma).activation == "gelu_tanh"
+    assert config_from_hf(LLAMA | {"hidden_act": "gelu"}).activation == "gelu"
+
+
+def test_qwen_windows_begin_at_max_window_layers():
+    qwen = LLAMA | {"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 1}
+    assert config_from_hf(qwen).window_L == (GLOBAL_WINDOW,) * 3
+    assert config_from_hf(qwen | {"use_sliding_window": True}).window_L == (GLOBAL_WINDOW, 7, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba'.*gemma2, gemma3_text, llama, mistral"),
+        ({"model_type": None}, "model_type None"),
+        ({"residual_multiplier": 0.2}, "field residual_multiplier=0.2, which podrl does not know"),
+        ({"attention_bias": True}, "attention_bias=True, which podrl does not compute: it must be False"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"hidden_act": "relu"}, "activation 'relu': gelu_pytorch_tanh, gelu, silu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn': default, linear, llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, r"rope field\(s\) beta_fast"),
+        ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' without 'factor'"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"layer_types": ["full_attention"]}, "each of 2 layers"),
+        ({"sliding_window": 12}, "sliding_window=12, which a llama model does not use"),
+        ({"num_key_value_heads": 3}, "4 query heads do not split over 3"),
+    ],
+)
+def test_what_podrl_does_not_compute_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(LLAMA | change)
+
+
+def test_fields_without_effect_are_accepted():
+    assert config_from_hf(LLAMA | {"torch_dtype": "bfloat16", "use_cache": True, "eos_token_id": [1, 2]}) == (
+        config_from_hf(LLAMA)
+    )
+
+
+def test_a_configuration_without_a_form_is_refused():
+    config = config_from_hf(LLAMA)
+    with pytest.raises(ValueError, match="has no form in Hugging Face's"):
+        config_to_hf(dataclasses.replace(config, logit_softcap=30.0))
+
+
+def test_a_directory_without_a_readable_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA)[:-3])
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [  # as published: 2.61, 9.24, 27.2, 8.03, 70.6, 405.9, 8.19
+        ("gemma2-2b", 2.614),
+        ("gemma2-9b", 9.242),
+        ("gemma2-27b", 27.227),
+        ("llama3-8b", 8.030),
+        ("llama3-70b", 70.554),
+        ("llama3-405b", 405.853),
+        ("qwen3-8b", 8.191),
+    ],
+)
+def test_published_sizes_have_their_published_number_of_parameters(name, billions):
+    assert parameter_count(config_of(name)) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_an_unknown_size_gets_the_nearest_name():
+    with pytest.raises(ValueError, match="Did you mean 'gemma2-27b'"):
+        config_of("gemma2-27")
