@@ -1,7 +1,7 @@
 """GRPO on a Gemma model.
 
-Default: the checkpoint that comes with podrl learns word problems on a CPU machine, 8 faked devices, 4 training (fsdp=4)
-and 4 generating (data=4).
+Default: the checkpoint that comes with podrl learns word problems on a CPU machine with 8 faked devices, 4 of them
+training (fsdp=4) and 4 generating (data=4).
 
     python -m podrl.launch --config=grpo_gemma.py
     python -m podrl.launch --config=grpo_gemma.py --config.data.path=gsm8k_train.jsonl --config.model.path=DIR
@@ -68,10 +68,11 @@ def _tiny() -> ConfigDict:
 def _gemma2_2b(config: ConfigDict) -> None:
     """Tunix's published recipe for GSM8K, on two v5e 2x4 slices' worth of chips."""
     config.model.path = ""
+    config.fake_devices = 16  # for --dry_run on a laptop
     config.model.lora = ConfigDict({"rank": 64, "alpha": 64.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
     config.roles.trainer.mesh = "fsdp=4,tensor=2"
     config.roles.rollout.mesh = "data=4,tensor=2"
-    config.data.path = ""
+    config.data.path = "gsm8k_train.jsonl"
     config.data.system_prompt = "auto"
     config.grpo.num_generations = 4
     config.grpo.beta = 0.08

@@ -19,7 +19,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from podrl.config import nearest
-from podrl.runtime import environment
+from podrl.runtime import detect, environment
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 
 _WORKDIR = flags.DEFINE_string(
@@ -81,9 +81,9 @@ def take_config(argv: Sequence[str]) -> tuple[str, list[str]]:
     return config, rest
 
 
-def _early(argv: Sequence[str], key: str, default: Any) -> Any:
-    """The value an override gives to a key that is needed before all overrides can be read."""
-    given = [arg.partition("=")[2] for arg in argv if arg.startswith(f"--config.{key}=")]
+def _early(argv: Sequence[str], key: str, default: Any, prefix: str = "--config.") -> Any:
+    """The value the command line gives to a key that is needed before all flags can be read."""
+    given = [arg.partition("=")[2] for arg in argv if arg.startswith(f"{prefix}{key}=")]
     return type(default)(given[-1]) if given else default
 
 
@@ -102,6 +102,25 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
             group = group.get_ref(key).get() if group.get(key) is None else group[key]
 
 
+def _check_cluster(argv: Sequence[str]) -> None:
+    """Refuses what this version cannot run on: several processes, Pathways, remote run directories."""
+    cluster = detect.detect(os.environ, metadata=detect.tpu_vm_metadata(os.environ))
+    detect.check_pathways(cluster)
+    if cluster.process_count > 1 or cluster.topology in ("split", "pathways"):
+        raise ValueError(
+            f"This environment is a {cluster.kind} cluster of {cluster.process_count} processes (topology "
+            f"{cluster.topology}): training over several processes is not supported yet. Run on one host, and unset "
+            "the cluster's variables if they are left over."
+        )
+    for name in cluster.unset:
+        os.environ.pop(name, None)
+    workdir = _early(argv, "workdir", "", prefix="--")
+    if "://" in workdir:
+        raise ValueError(
+            f"--workdir={workdir} is remote storage, which runs cannot be written to yet: use a local directory."
+        )
+
+
 def _run(argv: Sequence[str]) -> int:
     if {"--help", "--helpfull", "-h"} & set(argv):
         print(__doc__, flags.FLAGS.main_module_help(), sep="\n")
@@ -109,6 +128,7 @@ def _run(argv: Sequence[str]) -> int:
     name, rest = take_config(argv)
     path = find_config(name)
     config = load_config(path)
+    _check_cluster(rest)
     environment.prepare(os.environ, fake_devices=_early(rest, "fake_devices", config.get("fake_devices", 0)))
     from podrl.learner import job  # after the environment is prepared: this imports jax
 

@@ -1,5 +1,6 @@
 """The command line: where a config is found, and what a user reads when something is misspelt."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from podrl.launch import find_config, take_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+_ENV = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
 
 
 def test_a_config_is_looked_up_as_given_then_in_configs(tmp_path):
@@ -51,13 +53,20 @@ def test_a_dry_run_prints_roles_and_arithmetic_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_pod_recipe_can_be_read_on_a_laptop(tmp_path):
+    done = _launch(tmp_path, "--config=grpo_gemma.py:gemma2_2b_v5e16", "--dry_run")
+    assert done.returncode == 0, done.stderr
+    for text in ("fsdp=4,tensor=2", "data=4,tensor=2", "3738", "0.08 KL", "model.path is empty"):
+        assert text in done.stdout, text
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--config=grpo_gema.py"], "Did you mean 'grpo_gemma.py'"),
         (["--config=grpo_gemma.py:big"], "no variant 'big'"),
         (["--config=grpo_gemma.py", "--config.grpo.num_generatons=4"], "Did you mean 'num_generations'"),
-        (["--config=grpo_gemma.py", "--config.roles.trainer.mesh=fsdp=3"], "roles.trainer.mesh"),
+        (["--config=grpo_gemma.py", "--config.roles.trainer.mesh=fsdp=16"], "roles.trainer.mesh"),
         (["--config=grpo_gemma.py", "--config.trainer.mini_batch_size=7"], "mini-batches of 7"),
         (["--config=grpo_gemma.py", "--config.model.path=/nowhere"], "model.path='/nowhere'"),
         (["--config=grpo_gemma.py", "--config.algorithm=grop"], "grop"),

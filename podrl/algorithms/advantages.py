@@ -116,8 +116,8 @@ def opo(
     """
     reward_PG = _grouped(reward_B, group_size)
     length_PG = _grouped(length_B, group_size).astype(reward_PG.dtype)
-    total_P1 = length_PG.sum(axis=1, keepdims=True)
-    baseline_P1 = (length_PG * reward_PG).sum(axis=1, keepdims=True) / (total_P1 + (total_P1 == 0))
+    total_P1 = namespace(reward_PG).maximum(length_PG.sum(axis=1, keepdims=True), 1.0)
+    baseline_P1 = (length_PG * reward_PG).sum(axis=1, keepdims=True) / total_P1
     return _singleton(reward_PG, _centred(reward_PG, baseline_P1), singleton)
 
 
@@ -212,7 +212,7 @@ def reinforce_plus_plus_baseline(
       ValueError: B is not a multiple of `group_size`; unknown `singleton`.
     """
     centred_B = group_relative(reward_B, group_size=group_size, scale="none", singleton=singleton)
-    return masked_whiten(centred_B[:, None] * (mask_BT > 0), mask_BT)
+    return masked_whiten(centred_B[:, None] * mask_BT.astype(centred_B.dtype), mask_BT)
 
 
 def optimal_token_baseline(
@@ -242,7 +242,7 @@ def optimal_token_baseline(
     """
     groups = _grouped(reward_B, group_size).shape[0]
     xp = namespace(reward_B)
-    keep_BT = mask_BT > 0
+    keep_BT = mask_BT.astype(bool)
     energy_BT = xp.where(keep_BT, 1.0 - 2.0 * xp.exp(xp.where(keep_BT, logprob_BT, 0.0)) + square_sum_BT, 0.0)
     weight_BT = xp.where(keep_BT, xp.cumsum(energy_BT, axis=1), 0.0)
     return_BT = discounted_return(outcome_reward(reward_B, mask_BT), mask_BT, gamma=1.0)

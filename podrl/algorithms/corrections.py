@@ -64,7 +64,7 @@ def importance_weight(
         return jnp.ones_like(log_w_BT)
     if kind == "geometric_mask":
         mean_BT = sequence_mean(log_w_BT, mask_BT, length_BT, segment_BT)
-        return jnp.where(mask_BT > 0, within(mean_BT, low, high).astype(log_w_BT.dtype), 1.0)
+        return jnp.where(mask_BT.astype(bool), within(mean_BT, low, high).astype(log_w_BT.dtype), 1.0)
     if kind == "sequence_tis":
         log_w_BT = segment_sum(log_w_BT, segment_BT)
     weight_BT = jnp.exp(jnp.clip(log_w_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
@@ -73,7 +73,7 @@ def importance_weight(
     else:
         assert kind in ("tis", "sequence_tis"), kind
         weight_BT = jnp.minimum(weight_BT, high)
-    return jnp.where(mask_BT > 0, weight_BT, 1.0)
+    return jnp.where(mask_BT.astype(bool), weight_BT, 1.0)
 
 
 def within(log_x_BT: Float[Array, "B T"], low: float, high: float):
@@ -117,6 +117,6 @@ def divergence_statistic(
     if reduce == "mean":
         return sequence_mean(statistic_BT, mask_BT, length_BT, segment_BT)
     if reduce == "max":
-        return segment_max(jnp.where(mask_BT > 0, statistic_BT, -jnp.inf), segment_BT)
+        return segment_max(jnp.where(mask_BT.astype(bool), statistic_BT, -jnp.inf), segment_BT)
     assert reduce == "token", reduce
     return statistic_BT

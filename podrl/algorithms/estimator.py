@@ -104,7 +104,7 @@ class AdvantageEstimator:
         """
         assert not self.needs_critic, "gae needs a critic's values"
         xp = namespace(reward_BT)
-        keep_BT = mask_BT > 0
+        keep_BT = mask_BT.astype(bool)
         if self.kind == "reinforce_plus_plus":
             return advantages.reinforce_plus_plus(reward_BT, mask_BT, gamma=self.gamma)[0]
         reward_B = xp.where(keep_BT, reward_BT, 0.0).sum(axis=1)

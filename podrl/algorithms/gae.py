@@ -43,7 +43,7 @@ def gae(
       Advantages (not whitened) and returns, 0 where mask is 0.
     """
     xp = namespace(reward_BT)
-    keep_BT = mask_BT > 0
+    keep_BT = mask_BT.astype(bool)
     reward_BT = xp.where(keep_BT, reward_BT, 0.0)
     value_BT = xp.where(keep_BT, value_BT, 0.0)
 
@@ -84,7 +84,7 @@ def outcome_reward(reward_B: Float[Array, " B"], mask_BT: Mask) -> Float[Array, 
     A sequence without a sampled token has nowhere to put its reward and loses it.
     """
     xp = namespace(reward_B)
-    sampled_BT = (mask_BT > 0).astype(xp.int32)
+    sampled_BT = mask_BT.astype(bool).astype(xp.int32)
     last_BT = (sampled_BT > 0) & (xp.cumsum(sampled_BT, axis=1) == sampled_BT.sum(axis=1, keepdims=True))
     return xp.where(last_BT, reward_B[:, None], 0.0)
 
@@ -107,7 +107,7 @@ def masked_whiten(
       Whitened values, 0 where mask is 0.
     """
     xp = namespace(x_BT)
-    keep_BT = mask_BT > 0
+    keep_BT = mask_BT.astype(bool)
     x_BT = xp.where(keep_BT, x_BT, 0.0)
     count = keep_BT.sum().astype(x_BT.dtype)
     mean = x_BT.sum() / (count + eps)

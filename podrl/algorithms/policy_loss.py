@@ -265,7 +265,7 @@ class PolicyLoss:
         raw = (logprob_BT, old_logprob_BT, ref_logprob_BT, sampler_logprob_BT, advantage_BT, entropy_BT)
         logprob_BT, old_BT, ref_BT, sampler_BT, advantage_BT, entropy_BT = (masked(x_BT, mask_BT) for x_BT in raw)
         old_BT = jax.lax.stop_gradient(old_BT)
-        length_BT = jnp.where(mask_BT > 0, length_BT, jnp.ones((), length_BT.dtype))
+        length_BT = jnp.where(mask_BT.astype(bool), length_BT, jnp.ones((), length_BT.dtype))
         where = (mask_BT, length_BT, segment_BT)
         surrogate = self._surrogate(logprob_BT, old_BT, advantage_BT, *where)
         low, high = self.correction_bounds

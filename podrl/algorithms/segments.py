@@ -21,7 +21,7 @@ def masked(x_BT: Float[Array, "B T"], mask_BT: Mask) -> Float[Array, "B T"]:
       x_BT: values.
       mask_BT: 1 (or True) on tokens that count, 0 elsewhere.
     """
-    return jnp.where(mask_BT > 0, x_BT, jnp.zeros((), x_BT.dtype))
+    return jnp.where(mask_BT.astype(bool), x_BT, jnp.zeros((), x_BT.dtype))
 
 
 def segment_sum(x_BT: Float[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:

@@ -250,7 +250,7 @@ def clip_cov(
     surrogate = clip(logprob_BT, old_logprob_BT, advantage_BT, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     covariance_BT = token_covariance(logprob_BT, advantage_BT, mask_BT)
     open_BT = (covariance_BT > covariance_low) & (covariance_BT < covariance_high) & ~surrogate.clipped_BT
-    cut_BT = _largest(covariance_BT, open_BT & (mask_BT > 0), mask_BT, fraction)
+    cut_BT = _largest(covariance_BT, open_BT & mask_BT.astype(bool), mask_BT, fraction)
     loss_BT = jnp.where(cut_BT, 0.0, surrogate.loss_BT)
     return surrogate._replace(loss_BT=loss_BT, clipped_BT=cut_BT)
 
@@ -276,7 +276,7 @@ def kl_cov(
     """
     ratio_BT = token_ratio(logprob_BT, old_logprob_BT)
     covariance_BT = token_covariance(logprob_BT, advantage_BT, mask_BT)
-    held_BT = _largest(covariance_BT, mask_BT > 0, mask_BT, fraction)
+    held_BT = _largest(covariance_BT, mask_BT.astype(bool), mask_BT, fraction)
     penalty_BT = coef * jnp.abs(logprob_BT - old_logprob_BT)
     loss_BT = -advantage_BT * ratio_BT + jnp.where(held_BT, penalty_BT, 0.0)
     return Surrogate(loss_BT, held_BT, jnp.zeros(ratio_BT.shape, bool), ratio_BT)
@@ -286,7 +286,7 @@ def token_covariance(
     logprob_BT: Float[Array, "B T"], advantage_BT: Float[Array, "B T"], mask_BT: Mask
 ) -> Float[Array, "B T"]:
     """(A - mean A) (logprob - mean logprob), means over the loss tokens of this call, no gradient."""
-    count = jnp.maximum((mask_BT > 0).sum(), 1)
+    count = jnp.maximum(mask_BT.astype(logprob_BT.dtype).sum(), 1.0)
 
     def centred(x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
         return x_BT - masked(x_BT, mask_BT).sum() / count
@@ -298,7 +298,7 @@ def _largest(
     x_BT: Float[Array, "B T"], allowed_BT: Bool[Array, "B T"], mask_BT: Mask, fraction: float
 ) -> Bool[Array, "B T"]:
     """Marks the max(1, floor(fraction x loss tokens)) largest allowed entries; ties go to the earlier token."""
-    k = jnp.maximum(jnp.floor((mask_BT > 0).sum() * fraction), 1)
+    k = jnp.maximum(jnp.floor(mask_BT.astype(x_BT.dtype).sum() * fraction), 1.0)
     flat = jnp.where(allowed_BT, x_BT, -jnp.inf).ravel()
     rank = jnp.zeros(flat.size, jnp.int32).at[jnp.argsort(-flat)].set(jnp.arange(flat.size, dtype=jnp.int32))
-    return (rank < k).reshape(x_BT.shape) & allowed_BT
+    return (rank.astype(x_BT.dtype) < k).reshape(x_BT.shape) & allowed_BT

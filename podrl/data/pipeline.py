@@ -271,8 +271,11 @@ def split(config: DataConfig) -> tuple[sources.Source, sources.Source]:
         train: Any = problems.Problems("train", config.size, config.seed)
         return train, evaluation or problems.Problems("held_out", config.size, config.seed)  # pyright: ignore[reportReturnType]
     records = sources.read(config.path, required)
-    if evaluation is not None:
-        return records, evaluation
+    return (records, evaluation) if evaluation is not None else by_question(records, config)
+
+
+def by_question(records: sources.Source, config: DataConfig) -> tuple[sources.Source, sources.Source]:
+    """(training records, held-out records) of one file; `config.eval_fraction` of its questions are held out."""
     held = [_held_out(str(records[i][config.question_field]), config.eval_fraction) for i in range(len(records))]
     return _Subset(records, [i for i, h in enumerate(held) if not h]), _Subset(records, np.flatnonzero(held).tolist())
 

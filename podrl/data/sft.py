@@ -100,7 +100,8 @@ class SFTStream:
         Args:
           data: where records come from. 'problems' is the embedded task. A file holds, in each record, 'messages' (a
             chat; every assistant turn is learned), or 'prompt' and 'completion' (used as they are), or the fields
-            data.question_field and data.answer_field, written in the reference form.
+            data.question_field and data.answer_field, written in the reference form; of such a file, the questions
+            that an evaluation uses are left out.
           config: lengths, batch size and style.
           tokenizer: of the model that learns.
           shard_index: which part of each batch this process keeps.
@@ -119,6 +120,8 @@ class SFTStream:
         source: Any = problems.Problems("train", data.size, data.seed)
         if data.path != PROBLEMS:
             source = _with_form(sources.read(data.path), data)
+            if not data.eval_path and all(_solved(source[i], data) for i in range(len(source))):
+                source, _ = pipeline.by_question(source, data)
         writer = _Writer(data, config, tokenizer, limit)
         self._stream: Stream[_Example] = Stream(source, writer, data.seed if data.shuffle else None, limit)
         self.steps_per_epoch = max(1, len(source) // config.batch_size)
@@ -210,16 +213,19 @@ def _with_form(records: sources.Records, data: DataConfig) -> sources.Records:
         record = records[i]
         chat = record.get("messages")
         pair = all(isinstance(record.get(name), str) for name in ("prompt", "completion"))
-        solved = all(str(record.get(name) or "").strip() for name in (data.question_field, data.answer_field))
         if isinstance(chat, list) and any(_is_assistant(turn) for turn in chat) and all(map(_is_turn, chat)):
             continue
-        if chat is not None or not (pair or solved):
+        if chat is not None or not (pair or _solved(record, data)):
             raise ValueError(
                 f"{records.place(i)} has {', '.join(record) or 'no fields'}: an example needs 'messages' (a list of "
                 "{'role', 'content'} with an assistant's turn), or the texts 'prompt' and 'completion', or "
                 f"{data.question_field!r} and {data.answer_field!r}."
             )
     return records
+
+
+def _solved(record: sources.Record, data: DataConfig) -> bool:
+    return all(str(record.get(name) or "").strip() for name in (data.question_field, data.answer_field))
 
 
 def _is_turn(turn: Any) -> bool:

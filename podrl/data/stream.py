@@ -116,7 +116,8 @@ class Stream(Generic[Item]):
         self.emitted, self.skipped = saved["emitted"], saved["skipped"]
 
     def _next(self) -> Item:
-        for _ in range(self._records):
+        # A record that fits may be the first of one epoch and the last of the next.
+        for _ in range(2 * self._records):
             item = next(self._iterator)
             if not isinstance(item, TooLong):
                 return item
@@ -124,6 +125,5 @@ class Stream(Generic[Item]):
             if self.skipped in (1, 10, 100) or self.skipped % 1000 == 0:
                 _log.warning("%d skipped so far: longer than %d tokens.", self.skipped, self._limit.tokens)
         raise ValueError(
-            f"All of {self._records} records in a row are longer than {self._limit.tokens} tokens: raise "
-            f"{self._limit.key}."
+            f"All of {self._records} records are longer than {self._limit.tokens} tokens: raise {self._limit.key}."
         )

@@ -89,6 +89,10 @@ def dry_run(values: Mapping[str, Any], workdir: pathlib.Path) -> int:
     """Prints the resolved configuration, the role table and the batch arithmetic."""
     job = parse(values)
     console = make_console()
+    if job.model.path:
+        _ = job.model.directory  # refuses a directory that does not exist
+    else:
+        console.print("model.path is empty: the run itself needs --config.model.path=DIR.")
     console.print(json.dumps(dataclasses.asdict(job), indent=2, default=str))
     trainer_mesh, rollout_mesh = meshes(job.roles)
     describe.print_plan(console, job, trainer_mesh, rollout_mesh, workdir)

@@ -1,11 +1,23 @@
-"""Self-attention over packed rows: causal within a segment, with windows and soft caps."""
+"""Self-attention over packed rows: causal within a segment, windows and soft caps, in three interchangeable forms."""
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Float, Int
 
+from podrl.mesh import rules
+
 NEG_INF = -1e30
+# Rows up to this length are one block: scores of a row fit where they are used at once.
+BLOCK = 512
+_LANES = 128
+
+Form = Literal["auto", "dense", "blockwise", "splash"]
 
 
 def attention(
@@ -17,6 +29,10 @@ def attention(
     window: Int[Array, ""],
     softcap: float,
     mesh: Mesh | None = None,
+    windows: Sequence[int] = (),
+    form: Form = "auto",
+    block: int = BLOCK,
+    interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q k)) v where token t sees s iff s <= t, t - s < window and both share a non-zero segment.
 
@@ -25,9 +41,49 @@ def attention(
       segment_BT: 0 is padding; its outputs are finite and meaningless.
       window: how many tokens back are seen, itself included; traced, so it may differ per layer.
       softcap: c in c * tanh(score / c); 0 is off.
+      mesh: where given, rows and heads are computed where `podrl.mesh.rules` puts them.
+      windows: every value `window` can take; the TPU kernel is compiled once for each that is shorter than T.
+      form: 'dense' holds all T x T scores of a row, forward and backward; 'blockwise' holds `block` x `block` of them
+        and skips blocks in which nothing is seen; 'splash' is the TPU kernel. 'auto' is splash on TPU where it applies
+        (T a multiple of 128, head dimension of 64, `windows` given) and blockwise elsewhere.
+      block: tokens of a block.
+      interpret: run the TPU kernel on CPU, slowly.
 
     Scores and softmax are float32; the output has q's dtype.
     """
+    if form == "auto":
+        form = "splash" if _on_tpu(mesh) and _splash_applies(q_BTNH.shape, windows) else "blockwise"
+    if form == "dense":
+        return dense(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=window, softcap=softcap)
+    if form == "splash":
+        run = functools.partial(_splash, softcap=softcap, windows=tuple(sorted(set(windows))), interpret=interpret)
+    else:
+        run = functools.partial(_blockwise, softcap=softcap, block=block)
+    if mesh is None or mesh.size == 1:
+        return run(q_BTNH, k_BTKH, v_BTKH, segment_BT, window)
+    tensor = mesh.shape["tensor"]
+    N, K = q_BTNH.shape[2], k_BTKH.shape[2]
+    if N % tensor == 0 and tensor % K == 0:  # fewer key/value heads than shards: each shard gets a copy of its one
+        k_BTKH, v_BTKH = (jnp.repeat(x, tensor // K, axis=2) for x in (k_BTKH, v_BTKH))
+    split = "heads" if N % tensor == 0 and k_BTKH.shape[2] % tensor == 0 else "act"
+    q_spec = rules.spec_for(("batch", "time", split, "head_dim"), q_BTNH.shape, mesh)
+    k_spec = rules.spec_for(("batch", "time", split, "head_dim"), k_BTKH.shape, mesh)
+    segment_spec = rules.spec_for(("batch", "time"), segment_BT.shape, mesh)
+    specs = (q_spec, k_spec, k_spec, segment_spec, Spec())
+    shard = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=q_spec, check_vma=False)
+    return shard(q_BTNH, k_BTKH, v_BTKH, segment_BT, window)
+
+
+def dense(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    segment_BT: Int[Array, "B T"],
+    *,
+    window: Int[Array, ""],
+    softcap: float,
+) -> Float[Array, "B T N H"]:
+    """The definition, term by term: what the other forms are compared with."""
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
@@ -35,13 +91,214 @@ def attention(
     if softcap:
         score_BKGTS = jnp.tanh(score_BKGTS / softcap) * softcap
     t_T = jnp.arange(T)
-    back_TS = t_T[:, None] - t_T[None, :]
-    seen_BTS = (
-        (segment_BT[:, :, None] == segment_BT[:, None, :])
-        & (segment_BT[:, :, None] > 0)
-        & (back_TS >= 0)
-        & (back_TS < window)
-    )
+    seen_BTS = _seen(segment_BT, segment_BT, t_T[:, None] - t_T[None, :], window)
     score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, NEG_INF)
     weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BTKH.dtype)
     return jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BTKH).reshape(B, T, N, H)
+
+
+def _seen(segment_BT: Array, segment_BS: Array, back_TS: Array, window: Array) -> Array:
+    same_BTS = (segment_BT[:, :, None] == segment_BS[:, None, :]) & (segment_BT[:, :, None] > 0)
+    return same_BTS & ((back_TS >= 0) & (back_TS < window))
+
+
+# --- blockwise ---
+
+
+def _blockwise(
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segment_BT: Array, window: Array, *, softcap: float, block: int
+) -> Array:
+    """Online softmax over key blocks (arXiv 2205.14135); the backward pass makes the scores again, block by block."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    size = min(block, T)
+    pad = -T % size
+
+    def heads_first(x_BTNH: Array, *heads: int) -> Array:
+        x_BTNH = jnp.pad(x_BTNH, ((0, 0), (0, pad), (0, 0), (0, 0))) if pad else x_BTNH
+        return jnp.moveaxis(x_BTNH.reshape(B, T + pad, *heads, H), 1, -2)
+
+    segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad))) if pad else segment_BT
+    out_BKGTH = _flash(
+        heads_first(q_BTNH, K, N // K),
+        heads_first(k_BTKH, K),
+        heads_first(v_BTKH, K),
+        segment_BT,
+        jnp.asarray(window, jnp.int32),
+        softcap,
+        size,
+    )
+    return jnp.moveaxis(out_BKGTH, -2, 1).reshape(B, T + pad, N, H)[:, :T]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _flash(q_BKGTH, k_BKSH, v_BKSH, segment_BT, window, softcap: float, size: int) -> Array:
+    return _flash_fwd(q_BKGTH, k_BKSH, v_BKSH, segment_BT, window, softcap, size)[0]
+
+
+def _key_blocks(index: Array, window: Array, size: int) -> tuple[Array, Array]:
+    """[first, last) key blocks in which a query of block `index` sees anything."""
+    return jnp.maximum(index * size - jnp.minimum(window, index * size + 1) + 1, 0) // size, index + 1
+
+
+def _cut(x: Array, index: Array, size: int, axis: int = -2) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=axis)
+
+
+def _scores(q_BKGtH, k_BKsH, segment_BT, window, i, j, softcap: float, size: int) -> tuple[Array, Array]:
+    """(capped scores, which of them count) of query block i against key block j, float32."""
+    score = jnp.einsum("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH, preferred_element_type=jnp.float32)
+    if softcap:
+        score = jnp.tanh(score * (1.0 / softcap)) * softcap
+    t_T = jnp.arange(size)
+    back = (i - j) * size + t_T[:, None] - t_T[None, :]
+    seen = _seen(_cut(segment_BT, i, size, 1), _cut(segment_BT, j, size, 1), back, window)
+    return score, seen[:, None, None]
+
+
+def _flash_fwd(q_BKGTH, k_BKSH, v_BKSH, segment_BT, window, softcap: float, size: int):
+    def attend(i: Array) -> tuple[Array, Array]:
+        q = _cut(q_BKGTH, i, size)
+
+        def add(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            top, total, out = carry
+            score, seen = _scores(q, _cut(k_BKSH, j, size), segment_BT, window, i, j, softcap, size)
+            score = jnp.where(seen, score, NEG_INF)
+            new_top = jnp.maximum(top, jnp.max(score, axis=-1, keepdims=True))
+            weight = jnp.exp(score - new_top)
+            shrink = jnp.exp(top - new_top)
+            total = total * shrink + jnp.sum(weight, axis=-1, keepdims=True)
+            v = _cut(v_BKSH, j, size)
+            part = jnp.einsum("BKGts,BKsH->BKGtH", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            return new_top, total, out * shrink + part
+
+        column = jnp.full((*q.shape[:-1], 1), NEG_INF, jnp.float32)
+        carry = (column, jnp.zeros_like(column), jnp.zeros(q.shape, jnp.float32))
+        top, total, out = _loop(*_key_blocks(i, window, size), add, carry, single=q.shape == q_BKGTH.shape)
+        return (out / total).astype(q.dtype), top + jnp.log(total)
+
+    out_BKGTH, lse_BKGT1 = _over_blocks(attend, q_BKGTH.shape[-2] // size)
+    return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, segment_BT, window, out_BKGTH, lse_BKGT1)
+
+
+def _flash_bwd(softcap: float, size: int, saved, dout_BKGTH):
+    q_BKGTH, k_BKSH, v_BKSH, segment_BT, window, out_BKGTH, lse_BKGT1 = saved
+    f32 = jnp.float32
+    delta_BKGT1 = jnp.sum(dout_BKGTH.astype(f32) * out_BKGTH.astype(f32), axis=-1, keepdims=True)
+    single = q_BKGTH.shape[-2] == size
+
+    def add(j, carry, i, q, dout, lse, delta):
+        dq, dk_BKSH, dv_BKSH = carry
+        k, v = _cut(k_BKSH, j, size), _cut(v_BKSH, j, size)
+        score, seen = _scores(q, k, segment_BT, window, i, j, softcap, size)
+        weight = jnp.where(seen, jnp.exp(score - lse), 0.0)
+        dweight = jnp.einsum("BKGtH,BKsH->BKGts", dout, v, preferred_element_type=f32)
+        dscore = weight * (dweight - delta)
+        if softcap:
+            dscore = dscore * (1.0 - jnp.square(score * (1.0 / softcap)))
+        dscore, weight = dscore.astype(q.dtype), weight.astype(q.dtype)
+        dq = dq + jnp.einsum("BKGts,BKsH->BKGtH", dscore, k, preferred_element_type=f32)
+        dk = jnp.einsum("BKGts,BKGtH->BKsH", dscore, q, preferred_element_type=f32)
+        dv = jnp.einsum("BKGts,BKGtH->BKsH", weight, dout, preferred_element_type=f32)
+        if single:
+            return dq, dk, dv
+        put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, _cut(x, j, size) + y, j * size, axis=-2)  # noqa: E731
+        return dq, put(dk_BKSH, dk), put(dv_BKSH, dv)
+
+    def through(carry, i):
+        q, dout, lse, delta = (_cut(x, i, size) for x in (q_BKGTH, dout_BKGTH, lse_BKGT1, delta_BKGT1))
+        step = functools.partial(add, i=i, q=q, dout=dout, lse=lse, delta=delta)
+        start = (jnp.zeros(q.shape, f32), *carry)
+        dq, dk, dv = _loop(*_key_blocks(i, window, size), step, start, single=single)
+        return (dk, dv), dq.astype(q.dtype)
+
+    zeros = (jnp.zeros(k_BKSH.shape, f32), jnp.zeros(v_BKSH.shape, f32))
+    if single:
+        (dk_BKSH, dv_BKSH), dq_BKGTH = through(zeros, jnp.int32(0))
+    else:
+        (dk_BKSH, dv_BKSH), parts = jax.lax.scan(through, zeros, jnp.arange(q_BKGTH.shape[-2] // size))
+        dq_BKGTH = _join(parts)
+    return dq_BKGTH, dk_BKSH.astype(k_BKSH.dtype), dv_BKSH.astype(v_BKSH.dtype), None, None
+
+
+_flash.defvjp(_flash_fwd, _flash_bwd)
+
+
+def _loop(first: Array, last: Array, body, carry, *, single: bool):
+    return body(jnp.int32(0), carry) if single else jax.lax.fori_loop(first, last, body, carry)
+
+
+def _over_blocks(attend, count: int) -> tuple[Array, Array]:
+    if count == 1:
+        return attend(jnp.int32(0))
+    return tuple(_join(x) for x in jax.lax.map(attend, jnp.arange(count)))  # pyright: ignore[reportReturnType]
+
+
+def _join(blocks: Array) -> Array:
+    """Blocks stacked in front become one time axis again, second to last."""
+    blocks = jnp.moveaxis(blocks, 0, -3)
+    return blocks.reshape(*blocks.shape[:-3], -1, blocks.shape[-1])
+
+
+# --- splash ---
+
+
+def _on_tpu(mesh: Mesh | None) -> bool:
+    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
+    return device.platform == "tpu"
+
+
+def _splash_applies(shape: tuple[int, ...], windows: Sequence[int]) -> bool:
+    _, T, _, H = shape
+    return T % _LANES == 0 and H % 64 == 0 and len(windows) > 0
+
+
+def _splash(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    segment_BT: Array,
+    window: Array,
+    *,
+    softcap: float,
+    windows: tuple[int, ...],
+    interpret: bool,
+) -> Array:
+    """The Pallas TPU kernel; windows are compiled in, one branch for each that is shorter than the row."""
+    T = q_BTNH.shape[1]
+    short = [w for w in windows if w < T]
+    run = [functools.partial(_splash_one, window=w, softcap=softcap, interpret=interpret) for w in (*short, T)]
+    arguments = (q_BTNH, k_BTKH, v_BTKH, segment_BT)
+    if len(run) == 1 or len(set(windows)) == 1:
+        return run[0](*arguments)
+    return jax.lax.switch(jnp.searchsorted(jnp.asarray(short), window), run, *arguments)
+
+
+def _splash_one(q_BTNH, k_BTKH, v_BTKH, segment_BT, *, window: int, softcap: float, interpret: bool) -> Array:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    T, N = q_BTNH.shape[1:3]
+    mask = masks.CausalMask((T, T)) if window >= T else masks.LocalMask((T, T), (window - 1, 0), 0)
+    size = next(size for size in (512, 256, _LANES) if T % size == 0)
+    sizes = kernel.BlockSizes(
+        block_q=size,
+        block_kv=size,
+        block_kv_compute=size,
+        block_q_dkv=size,
+        block_kv_dkv=size,
+        block_kv_dkv_compute=size,
+        block_q_dq=size,
+        block_kv_dq=size,
+    )
+    run = kernel.make_splash_mha(
+        masks.MultiHeadMask([mask] * N),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap or None,
+        interpret=interpret,
+    )
+    q_BNTH, k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+    out_BNTH = jax.vmap(run)(q_BNTH, k_BKTH, v_BKTH, kernel.SegmentIds(segment_BT, segment_BT))
+    return jnp.swapaxes(out_BNTH, 1, 2)

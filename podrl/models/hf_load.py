@@ -78,12 +78,12 @@ def load_entries(
     """The leaves of `wanted`, read from `stored`, as a parameter tree. Arguments and errors as in `load`."""
     found = _match(wanted, stored, config, where)
     params: dict[str, Any] = {}
-    previous: list[Array] = []
+    under_way: list[Array] = []
     for entry in wanted:
         node = params
         for key in entry.leaf[:-1]:
             node = node.setdefault(key, {})
-        node[entry.leaf[-1]] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype), previous)
+        node[entry.leaf[-1]] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype), under_way)
     return params
 
 
@@ -129,18 +129,20 @@ def _listing(names: Sequence[str]) -> str:
 
 
 def _load_leaf(
-    entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype, previous: list[Array]
+    entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype, under_way: list[Array]
 ) -> Array:
-    """Reads a leaf's tensors in turn into its (stacked) device array; `previous` holds the tensor still under way."""
+    """Reads a leaf's tensors in turn into its (stacked) device array; `under_way` is what the last of them went into."""
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
     if not entry.stacked:
-        raw = _to_devices(tensors[0], raw_sharding, previous)
-        return _place_whole(entry.shape, bool(entry.inputs), dtype, target)(raw)
+        place = _place_whole(entry.shape, bool(entry.inputs), dtype, target)
+        under_way[:] = [place(_to_devices(tensors[0], raw_sharding, under_way))]
+        return under_way[0]
     stack = _zeros(entry.param.shape, dtype, target)()
     place = _place_layer(entry.shape, bool(entry.inputs), target)
     for layer, tensor in enumerate(tensors):
-        stack = place(stack, _to_devices(tensor, raw_sharding, previous), np.int32(layer))
+        stack = place(stack, _to_devices(tensor, raw_sharding, under_way), np.int32(layer))
+        under_way[:] = [stack]
     return stack
 
 
@@ -160,20 +162,20 @@ def _merged(axes: Sequence[Any]) -> Any:
     return axes[0] if all(a is None for a in axes[1:]) else None
 
 
-def _to_devices(tensor: StoredTensor, sharding: NamedSharding, previous: list[Array]) -> Array:
+def _to_devices(tensor: StoredTensor, sharding: NamedSharding, under_way: list[Array]) -> Array:
     """Copies a tensor's shards to this process's devices; each part is read once however many devices hold it."""
     parts: dict[tuple, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), tensor.shape, strict=True))
         parts.setdefault(bounds, []).append(device)
     shards = []
+    dtype = np.dtype(np.float32) if tensor.dtype == np.float64 else tensor.dtype  # devices have no float64
     for bounds, devices in parts.items():
-        part = tensor.read(tuple(slice(*b) for b in bounds))
+        part = tensor.read(tuple(slice(*b) for b in bounds)).astype(dtype, copy=False)
         shards += [jax.device_put(part, device) for device in devices]
-    # The copy of the tensor before this one must have left the host before the next is read.
-    jax.block_until_ready(previous)
-    previous[:] = [jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards, dtype=tensor.dtype)]
-    return previous[0]
+    # The tensor before this one must have left the host before the next is read; waiting here lets the two overlap.
+    jax.block_until_ready(under_way)
+    return jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=64)

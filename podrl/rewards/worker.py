@@ -81,7 +81,7 @@ def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fie
       'sample' where a single value is.
     """
     try:
-        result = fn(prompts, completions, **_accepted(fn, fields))
+        result = _apply(fn, prompts, completions, fields)
         if isinstance(result, str | Mapping) or not hasattr(result, "__iter__"):
             return {"bad": f"returned {_short(result)} ({type(result).__name__}), not a list of numbers"}
         values = list(result)
@@ -160,15 +160,20 @@ def _run_file(path: str) -> Any:
     return module
 
 
-def _accepted(fn: Callable[..., Any], fields: Mapping[str, list]) -> Mapping[str, list]:
-    """The fields a function takes: all with `**fields`, else those it names."""
+def _apply(fn: Callable[..., Any], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> Any:
+    """Calls by keyword where the function names `completions`, else by position; leaves out fields it does not take."""
+    arguments = {**fields, "prompts": prompts, "completions": completions}
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):
-        return fields
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return fields
-    return {name: values for name, values in fields.items() if name in parameters}
+        return fn(prompts, completions, **fields)
+    kinds = {p.kind for p in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
+    named = parameters.get("completions")
+    if named is not None and named.kind is not inspect.Parameter.POSITIONAL_ONLY:
+        return fn(**arguments)
+    return fn(prompts, completions, **{k: v for k, v in arguments.items() if k not in ("prompts", "completions")})
 
 
 def _explain(error: BaseException) -> str:

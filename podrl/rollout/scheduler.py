@@ -33,7 +33,7 @@ class Segment:
     count: int
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Store:
     """Keys and values of a prompt or of a sample's own tokens; `spilled` while they are on the host."""
 
@@ -51,7 +51,7 @@ class PromptRow:
     filled: bool = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Sample:
     """One sample as the scheduler sees it.
 
@@ -61,6 +61,7 @@ class Sample:
       position: position of the token it feeds next.
       grown: tokens sampled so far, at most.
       sealed: the last segment takes no more tokens (it was cut or filled by given tokens).
+      spilled_at: the plan that took its lane away; what it sampled last is known only after that plan's dispatch.
     """
 
     id: int
@@ -77,6 +78,7 @@ class Sample:
     grown: int = 0
     sealed: bool = True
     seated: int = -1
+    spilled_at: int = -1
 
 
 @dataclasses.dataclass
@@ -144,8 +146,10 @@ class Scheduler:
         self.shape = shape
         self.samples: dict[int, Sample] = {}
         self._shards = [_Shard(i, shape) for i in range(shape.shards)]
-        self._pieces: list[list[Sample]] = []
+        self._pieces: list[list[Sample]] = []  # not yet on a shard, the one to seat first last
+        self._sorted = True
         self._seat_count = 0
+        self._plans = 0
         self._lengths: dict[int, list[int]] = {}  # by prompt: lengths of finished samples
 
     # What the caller reports.
@@ -166,9 +170,10 @@ class Scheduler:
         self.samples.update((s.id, s) for s in made)
         size = -(-len(made) // pieces)
         self._pieces.extend(made[i : i + size] for i in range(0, len(made), size))
+        self._sorted = False
 
-    def finish(self, handle: int, *, grown: int, live: bool) -> None:
-        """A sample has ended. `live`: the device may not know (a stop string)."""
+    def finish(self, handle: int, *, grown: int, live: bool) -> list[Store]:
+        """A sample has ended with `grown` new tokens; `live`: the device may not know. Returns stores given up."""
         sample = self.samples.pop(handle)
         self._lengths.setdefault(sample.prompt, []).append(grown)
         self._vacate(sample, live)
@@ -176,12 +181,17 @@ class Scheduler:
             self._shards[sample.shard].assigned.remove(sample)
         sample.status = Status.DONE
         shard = self._shards[sample.shard]
-        self._release(shard, sample.store)
+        dropped = [sample.store]
         row = shard.prompts[sample.prompt]
         row.users -= 1
         if row.users == 0:
-            self._release(shard, row.store)
+            dropped.append(row.store)
             del shard.prompts[sample.prompt]
+        for store in dropped:
+            if not store.spilled:
+                shard.give([s.index for s in store.segments])
+            store.segments = []
+        return dropped
 
     def pause(self, handle: int, *, position: int) -> None:
         """A sample stops for its caller; of its tokens those before `position` have been fed and count."""
@@ -240,6 +250,10 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next dispatch: room for what runs, then restored and new samples in the lanes left."""
         plan = Plan()
+        self._plans += 1
+        if not self._sorted:
+            self._pieces.sort(key=lambda piece: (self._expected(piece[0]), -piece[0].id))
+            self._sorted = True
         for shard in self._shards:
             self._grow(shard, plan)
         while self._admit_one(plan):
@@ -296,7 +310,7 @@ class Scheduler:
             return False
         youngest = max(shard.running.values(), key=lambda s: s.seated)
         self._vacate(youngest, live=True)
-        youngest.status, youngest.sealed = Status.WAITING, youngest.sealed
+        youngest.status, youngest.spilled_at = Status.WAITING, self._plans
         shard.assigned.insert(0, youngest)
         if youngest.store.segments:
             self._spill(shard, youngest.store, plan)
@@ -323,12 +337,10 @@ class Scheduler:
         for shard in sorted(self._shards, key=lambda s: (-len(s.free_lanes), s.index)):
             if not shard.free_lanes:
                 continue
-            if not shard.assigned and self._pieces:
-                best = max(range(len(self._pieces)), key=lambda i: (self._expected(self._pieces[i][0]), -i))
-                if not self._fits(shard, self._pieces[best][0]):
-                    continue
-                self._assign(shard, self._pieces.pop(best))
-            if shard.assigned and self._fits(shard, shard.assigned[0]):
+            if not shard.assigned and self._pieces and self._fits(shard, self._pieces[-1][0]):
+                self._assign(shard, self._pieces.pop())
+            ready = shard.assigned and shard.assigned[0].spilled_at < self._plans
+            if ready and self._fits(shard, shard.assigned[0]):
                 self._seat(shard, shard.assigned.pop(0), plan)
                 return True
         return False
@@ -406,11 +418,6 @@ class Scheduler:
         if live:
             shard.vacated.append(sample.lane)
         sample.lane = -1
-
-    def _release(self, shard: _Shard, store: Store) -> None:
-        if not store.spilled:
-            shard.give([s.index for s in store.segments])
-        store.segments = []
 
     # The device's list.
 

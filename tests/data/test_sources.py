@@ -8,7 +8,7 @@ from array_record.python import array_record_module
 
 from podrl.data import sources
 
-ROWS = [{"question": "Two, and \"two\"?", "answer": "x\n#### 4"}, {"question": "é?", "answer": "#### 1,200"}]
+ROWS = [{"question": 'Two, and "two"?', "answer": "x\n#### 4"}, {"question": "é?", "answer": "#### 1,200"}]
 REQUIRED = ("question", "answer")
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers from files: the embedded one, SentencePiece models, special ids, chat templates, and broken directories."""
+"""Tokenizers from files: the embedded one, SentencePiece models, special ids, chat templates, broken directories."""
 
 import io
 import json
@@ -109,7 +109,9 @@ def test_broken_files_are_named(tmp_path):
 
 def test_ids_come_from_the_model_files_where_the_tokenizer_names_none(tmp_path):
     shutil.copytree(TINY, tmp_path / "t")
-    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "a", "template": "x"}]}))
+    (tmp_path / "t" / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": "a", "template": "x"}]})
+    )
     (tmp_path / "t" / "generation_config.json").write_text(json.dumps({"eos_token_id": 20}))
     (tmp_path / "t" / "config.json").write_text(json.dumps({"bos_token_id": 30, "eos_token_id": 21}))
     tokenizer = Tokenizer(tmp_path / "t")
@@ -142,7 +144,12 @@ def piece_model(tmp_path_factory):
         split_digits=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
-        **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"},
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        eos_piece="<eos>",
+        bos_piece="<bos>",
         user_defined_symbols=["<start_of_turn>", "<end_of_turn>", "\n"],
         minloglevel=2,
         num_threads=1,

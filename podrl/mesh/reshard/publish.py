@@ -10,8 +10,11 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from podrl.mesh.reshard.checksum import checksum_program, fold
+from podrl.mesh.reshard.collective import CollectiveTransport
 from podrl.mesh.reshard.move import default_bucket_bytes, transport_for
 from podrl.mesh.reshard.plan import Plan, make_plan
+from podrl.mesh.reshard.receipt import ReceiptChannel
+from podrl.mesh.reshard.relayout import RelayoutTransport
 from podrl.types import Policy, PyTree
 
 _VERSIONS_KEPT = 8
@@ -25,14 +28,21 @@ class Publisher:
     """Moves weights from the trainer mesh to the rollout mesh, one version after another.
 
     The plan and the programs are made once; from the second version on nothing compiles, and the only host reads are
-    the checksums, 4 bytes per leaf and device.
+    the checksums, 4 bytes per leaf and device. Where the two meshes belong to different processes of one cluster, every
+    process of both makes a Publisher and calls `publish` in the same order; the checksums travel with the weights.
 
     Attributes:
       plan: the transfer plan; `plan.explain(bandwidth)` puts it in words.
     """
 
     def __init__(
-        self, source: PyTree, target_shardings: PyTree, *, target_dtype: Any = None, bucket_bytes: int | None = None
+        self,
+        source: PyTree,
+        target_shardings: PyTree,
+        *,
+        target_dtype: Any = None,
+        bucket_bytes: int | None = None,
+        transport: str = "auto",
     ):
         """Plans the transfer.
 
@@ -41,6 +51,8 @@ class Publisher:
           target_shardings: one NamedSharding per leaf, all on one mesh; it may share devices with the source mesh.
           target_dtype: what floating-point leaves are cast to before they move; None keeps theirs.
           bucket_bytes: bound on the bytes a device stages at once; by default 4 MiB on CPU, 64 MiB elsewhere.
+
+          transport: 'auto', or 'collective' to go the way of several processes inside one (disjoint meshes only).
 
         Raises:
           ValueError: trees of different structure, several meshes on one side, or a leaf that does not divide.
@@ -51,32 +63,54 @@ class Publisher:
         if bucket_bytes is None and self._targets:
             bucket_bytes = default_bucket_bytes(self._targets[0])
         self.plan: Plan = make_plan(source, target_shardings, dtype=target_dtype, bucket_bytes=bucket_bytes or 1)
-        self._transport = transport_for(self.plan, self._sources, self._targets)
         self._source_sums = self._sums(self._sources, "source")
         self._target_sums = self._sums(self._targets, "target")
         self._published: OrderedDict[int, list[int]] = OrderedDict()
+        self._transport: Any
+        self._receipts: ReceiptChannel | None = None
+        everywhere = all(s.is_fully_addressable for s in [*self._sources, *self._targets])
+        if leaves and (transport == "collective" or not (everywhere or RelayoutTransport.fits(self.plan))):
+            self._transport = CollectiveTransport(self.plan, self._sources, self._targets)
+            self._receipts = ReceiptChannel(len(leaves), self._sources[0].mesh, self._targets[0].mesh)
+        else:
+            self._transport = transport_for(self.plan, self._sources, self._targets)
 
-    def publish(self, params: PyTree, version: int, *, donate: bool = False) -> Policy:
+    def publish(self, params: PyTree | None, version: int, *, donate: bool = False) -> Policy:
         """The parameters on the rollout mesh, in the rollout dtype, compared with what was sent.
 
         Args:
-          params: the trainer's parameters, placed as planned. They survive unless donated.
-          version: the training step that made them.
+          params: the trainer's parameters, placed as planned. They survive unless donated. None on a process outside
+            the trainer mesh.
+          version: the training step that made them, the same on every process.
           donate: the parameters are given up: each leaf is deleted as soon as it has been read.
+
+        Returns:
+          The policy; on a process outside the rollout mesh one without weights (an empty tree).
 
         Raises:
           ValueError: the parameters are not those the plan was made for.
-          WeightMismatchError: a leaf arrived changed.
+          WeightMismatchError: a leaf arrived changed, or another version than the one asked for.
         """
-        leaves = self._check(params, [leaf.source_dtype for leaf in self.plan.leaves], self._sources, "Parameters")
-        sums_Wl = self._source_sums(leaves)
+        leaves, sums_Wl = None, None
+        if params is not None:
+            leaves = self._check(params, [leaf.source_dtype for leaf in self.plan.leaves], self._sources, "Parameters")
+            sums_Wl = self._source_sums(leaves)
         moved = self._transport.move(leaves, donate=donate)
+        if self._receipts is not None:
+            sums_Wl, sent_version = self._receipts.send(sums_Wl, version)
+            if (sent := int(_read(sent_version))) != version:
+                raise WeightMismatchError(
+                    f"Version {version} was expected, version {sent} was sent: all processes must publish the same "
+                    "versions in the same order."
+                )
         totals, torn = fold(_read(sums_Wl), [leaf.source for leaf in self.plan.leaves])
         if torn:
             raise WeightMismatchError(
                 f"Version {version} cannot be published: replicas of {self._names(torn)} differ on the trainer mesh; "
                 "the last update was not the same on all devices. Resume from the last checkpoint."
             )
+        if moved is None:
+            return Policy(params={}, version=version)
         self._published[version] = totals
         while len(self._published) > _VERSIONS_KEPT:
             self._published.popitem(last=False)

@@ -24,7 +24,7 @@ class RelayoutTransport:
             not leaf.casts and source.is_equivalent_to(target, len(leaf.shape))
             for leaf, source, target in zip(plan.leaves, sources, targets, strict=True)
         ]
-        self._programs = [self._program(bucket.leaves) for bucket in plan.buckets]
+        self._programs: dict[tuple[int, ...], Callable[[Sequence[Array]], Sequence[Array]]] = {}
 
     @staticmethod
     def fits(plan: Plan) -> bool:
@@ -39,23 +39,29 @@ class RelayoutTransport:
           donate: the sources are given up: leaves that need no change are handed on, the others deleted once read.
         """
         out: list[Any] = [None] * len(leaves)
-        flying: deque[list[Array]] = deque()
-        for bucket, program in zip(self._plan.buckets, self._programs, strict=True):
+        flying: deque[Sequence[Array]] = deque()
+        for bucket in self._plan.buckets:
+            handed_on = [i for i in bucket.leaves if donate and self._stays[i]]
+            for i in handed_on:
+                out[i] = leaves[i]
+            changed = tuple(i for i in bucket.leaves if i not in handed_on)
             if len(flying) == IN_FLIGHT:
                 jax.block_until_ready(flying.popleft())
-            done = program([leaves[i] for i in bucket.leaves])
-            for i, array in zip(bucket.leaves, done, strict=True):
-                out[i] = leaves[i] if donate and self._stays[i] else array
-                if donate and not self._stays[i]:
+            done = self._program(changed)([leaves[i] for i in changed]) if changed else []
+            flying.append(done)
+            for i, array in zip(changed, done, strict=True):
+                out[i] = array
+                if donate:
                     leaves[i].delete()
-            flying.append(list(done))
         return out
 
-    def _program(self, indices: Sequence[int]) -> Callable[[Sequence[Array]], Sequence[Array]]:
+    def _program(self, indices: tuple[int, ...]) -> Callable[[Sequence[Array]], Sequence[Array]]:
         dtypes = [self._plan.leaves[i].target_dtype for i in indices]
 
         def relayout(arrays: Sequence[Array]) -> list[Array]:
             # Without the copy jit would forward an unchanged leaf, and its owner may donate that buffer later.
             return [jnp.copy(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
-        return jax.jit(relayout, out_shardings=[self._targets[i] for i in indices])
+        if indices not in self._programs:
+            self._programs[indices] = jax.jit(relayout, out_shardings=[self._targets[i] for i in indices])
+        return self._programs[indices]

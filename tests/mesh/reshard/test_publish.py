@@ -30,10 +30,10 @@ def parts(colocated=False):
     return values, params, targets
 
 
-@pytest.mark.parametrize("colocated", [False, True])
-def test_publish(colocated):
+@pytest.mark.parametrize(("colocated", "transport"), [(False, "auto"), (True, "auto"), (False, "collective")])
+def test_publish(colocated, transport):
     values, params, targets = parts(colocated)
-    publisher = Publisher(params, targets, target_dtype=jnp.bfloat16)
+    publisher = Publisher(params, targets, target_dtype=jnp.bfloat16, transport=transport)
     for version in (1, 2):
         policy = publisher.publish(params, version)
         assert policy.version == version

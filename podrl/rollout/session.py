@@ -1,0 +1,374 @@
+"""Runs samples to their end: carries out the scheduler's plans on the engine and turns its output into records."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from podrl.rollout import engine as engine_lib
+from podrl.rollout.config import Sampling
+from podrl.rollout.engine import Chunk, DecodeState, Emitted, Engine, Seats
+from podrl.rollout.scheduler import Plan, PoolShape, Sample, Scheduler, Store
+from podrl.rollout.stops import StopFinder
+from podrl.types import STOP_EOS, STOP_LENGTH, STOP_STRING, PyTree
+
+
+@dataclasses.dataclass(eq=False)
+class Track:
+    """What is known of one sample; the lists run over its completion.
+
+    Attributes:
+      handle: its number in the session, in order of submission.
+      prompt: the prompt's tokens.
+      sampling: its settings, `max_new` filled in.
+      stop_ids: every id that ends it.
+      key: its random key, uint32 (2,).
+      pauses: a stop string pauses it instead of ending it.
+      tokens, logprobs, raw_logprobs, versions: sampled and given tokens; a given token has version -1 and zeros.
+      stop: why it ended; None while it has not.
+      text: the completion without end tokens, cut after a stop string; set when it ends or pauses.
+      epoch: counts pauses, so that results of a dispatch that overran one are told apart.
+    """
+
+    handle: int
+    prompt: np.ndarray
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    key: np.ndarray
+    pauses: bool
+    finder: StopFinder | None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    raw_logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    sampled: int = 0
+    stop: int | None = None
+    paused: bool = False
+    text: str = ""
+    epoch: int = 0
+
+
+@dataclasses.dataclass
+class Stats:
+    """Counters of a session.
+
+    Attributes:
+      tokens: sampled tokens kept.
+      dispatches: calls of `generate`.
+      decode_steps: steps of the busiest shard, summed over dispatches.
+      lane_steps: lane places of all steps of all shards, live or not.
+      prefill_tokens: prompt and given tokens computed, padding excluded.
+      spills: stores moved to the host.
+    """
+
+    tokens: int = 0
+    dispatches: int = 0
+    decode_steps: int = 0
+    lane_steps: int = 0
+    prefill_tokens: int = 0
+    spills: int = 0
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A dispatch whose results have not been read: who was in which lane, at which epoch."""
+
+    emitted: Emitted
+    lanes: list[tuple[Track, int, int]]
+    version: int
+
+
+class Session:
+    """Samples in progress on one engine. Not thread-safe; one session at a time owns the state.
+
+    Attributes:
+      state: pools and lanes, to be handed to the next session.
+      stats: counters so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        state: DecodeState,
+        params: PyTree,
+        version: int,
+        *,
+        decode: Callable[[list[int]], str],
+        eos_ids: Sequence[int],
+        cache_tokens: int,
+    ):
+        """Args as of RolloutWorker; `params` prepared by the engine, `cache_tokens` the most a sample may hold."""
+        s = engine.shape
+        self.engine, self.state, self.stats = engine, state, Stats()
+        self._params, self._version = params, version
+        self._decode, self._eos_ids, self._cache_tokens = decode, tuple(eos_ids), cache_tokens
+        self._scheduler = Scheduler(
+            PoolShape(engine.shards, s.lanes, s.segments - 1, s.segment_tokens, s.steps, s.members)
+        )
+        self._tracks: dict[int, Track] = {}
+        self._prompts: dict[int, np.ndarray] = {}
+        self._spilled: dict[tuple[str, int, int], tuple[Any, Any, int]] = {}
+        self._flights: list[_Flight] = []
+        self._count = 0
+
+    def add(
+        self,
+        prompt: np.ndarray,
+        keys_G2: np.ndarray,
+        sampling: Sampling,
+        *,
+        expected: float | None = None,
+        pieces: int = 1,
+        pauses: bool = False,
+    ) -> list[Track]:
+        """Submits samples of one prompt, already checked against the engine's limits.
+
+        Args:
+          prompt: tokens, at least 1.
+          keys_G2: a random key per sample.
+          sampling: `max_new` must be set.
+          expected: guess of the new tokens, where there is one.
+          pieces: see `Scheduler.add`.
+          pauses: stop strings pause the samples.
+        """
+        assert sampling.max_new is not None and sampling.max_new > 0, sampling
+        stop_ids = (*self._eos_ids, *sampling.stop_ids)
+        tracks = []
+        for key in keys_G2:
+            finder = StopFinder(sampling.stop_strings, self._decode) if sampling.stop_strings else None
+            tracks.append(Track(self._count, prompt, sampling, stop_ids, key, pauses, finder))
+            self._count += 1
+        self._tracks.update((t.handle, t) for t in tracks)
+        handle = tracks[0].handle
+        self._prompts[handle] = prompt
+        self._scheduler.add(handle, len(prompt), [(t.handle, sampling.max_new, expected) for t in tracks], pieces)
+        return tracks
+
+    def refresh(self, params: PyTree, version: int) -> None:
+        """New weights (prepared by the engine) from the next dispatch on; caches are kept."""
+        self._params, self._version = params, version
+
+    @property
+    def open(self) -> int:
+        """Samples not ended, paused ones included."""
+        return len(self._tracks)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do: false also when every open sample is paused."""
+        return bool(self._flights) or self._scheduler.busy
+
+    def step(self) -> list[Track]:
+        """Launches a dispatch if there is one, reads the one before; returns samples that ended or paused."""
+        plan = self._scheduler.plan()
+        self._carry_out(plan)
+        if plan.running:
+            self._launch(plan)
+            if len(self._flights) < 2:
+                return []
+        return self._read(self._flights.pop(0)) if self._flights else []
+
+    def extend(self, track: Track, tokens: Sequence[int]) -> None:
+        """Appends given tokens to a paused sample and lets it go on; ends it when no room is left.
+
+        Raises:
+          ValueError: the sample is not paused, or no tokens are given and it has nothing to go on from.
+        """
+        if not track.paused:
+            raise ValueError(f"Sample {track.handle} is not paused: only a sample that paused can be extended.")
+        room = self._cache_tokens - len(track.prompt) - len(track.tokens) - len(tokens)
+        left = min(track.sampling.max_new - track.sampled, room)  # pyright: ignore[reportOperatorIssue]
+        if left <= 0:
+            self.end(track, STOP_LENGTH)
+            return
+        if tokens:
+            self._feed(track, [track.tokens[-1], *tokens[:-1]])
+        track.tokens.extend(int(t) for t in tokens)
+        track.logprobs.extend([0.0] * len(tokens))
+        track.raw_logprobs.extend([0.0] * len(tokens))
+        track.versions.extend([-1] * len(tokens))
+        if track.finder:
+            track.finder.restart(len(track.tokens))
+        track.paused = False
+        self._scheduler.resume(track.handle, left=left)
+
+    def end(self, track: Track, stop: int = STOP_STRING) -> None:
+        """Ends a paused sample."""
+        track.paused, track.stop = False, stop
+        self._close(track, live=False)
+
+    # Device work of a plan.
+
+    def _carry_out(self, plan: Plan) -> None:
+        for store, shard, segments in plan.spills:
+            self._spill(store, shard, segments)
+        for store, shard, segments in plan.restores:
+            self._restore(store, shard, segments)
+        self._prefill(
+            [self._prompt_chunks(shard, self._prompts[prompt], segments) for prompt, shard, segments in plan.prefills]
+        )
+        if plan.seats or plan.frees:
+            self.state = self.engine.bulk_insert(self.state, self.engine.put_rows(self._seats(plan).packed()))
+
+    def _launch(self, plan: Plan) -> None:
+        engine = self.engine
+        flat_XI = self._scheduler.visits(engine.visit_shape, engine.shape.segments - 1)
+        self.state, emitted = engine.generate(self._params, self.state, engine.put_rows(flat_XI))
+        for leaf in jax.tree.leaves(emitted):
+            leaf.copy_to_host_async()
+        lanes = [
+            (self._tracks[sample.id], shard * engine.shape.lanes + lane, self._tracks[sample.id].epoch)
+            for sample, shard, lane in plan.running
+        ]
+        self._flights.append(_Flight(emitted, lanes, self._version))
+        self._scheduler.advance()
+        self.stats.dispatches += 1
+
+    def _seats(self, plan: Plan) -> Seats:
+        R, E = self.engine.shape.lanes, self.engine.shape.stop_ids
+        seats = Seats.empty(self.engine.shards * R, E)
+        for shard, lane in plan.frees:
+            seats.action_R[shard * R + lane] = engine_lib.FREE
+        for sample in plan.seats:
+            track, r = self._tracks[sample.id], sample.shard * R + sample.lane
+            sampling = track.sampling
+            seats.action_R[r] = engine_lib.SEAT
+            seats.token_R[r] = track.tokens[-1] if track.tokens else track.prompt[-1]
+            seats.position_R[r] = len(track.prompt) + len(track.tokens) - 1
+            assert seats.position_R[r] == sample.position, (track.handle, seats.position_R[r], sample)
+            seats.left_R[r] = self._left(track)
+            seats.top_k_R[r] = sampling.top_k or 0
+            seats.key_R2[r] = track.key
+            seats.stop_RE[r, : len(track.stop_ids)] = track.stop_ids
+            seats.temperature_R[r] = sampling.temperature
+            seats.top_p_R[r], seats.min_p_R[r] = sampling.top_p, sampling.min_p
+        return seats
+
+    def _left(self, track: Track) -> int:
+        room = self._cache_tokens - len(track.prompt) - len(track.tokens)
+        return min(track.sampling.max_new - track.sampled, room)  # pyright: ignore[reportOperatorIssue]
+
+    def _prompt_chunks(self, shard: int, prompt: np.ndarray, segments: list[int]) -> list[Chunk]:
+        """All tokens but the last, which each sample feeds itself."""
+        C = self.engine.shape.segment_tokens
+        held = [(segment, j * C, C) for j, segment in enumerate(segments)]
+        return self._chunks(shard, prompt[:-1], 0, [], [h[0] for h in held])
+
+    def _chunks(
+        self, shard: int, tokens: Sequence[int], start: int, prior: list[tuple[int, int, int]], segments: list[int]
+    ) -> list[Chunk]:
+        """Cuts given tokens into chunks of at most the largest bucket; each sees those before it."""
+        C, largest = self.engine.shape.segment_tokens, self.engine.shape.buckets[-1]
+        chunks = []
+        for at in range(0, len(tokens), largest):
+            part = np.asarray(tokens[at : at + largest], np.int32)
+            done = [(segment, start + j * C, C) for j, segment in enumerate(segments[: at // C])]
+            targets = segments[at // C : at // C + -(-len(part) // C)]
+            chunks.append(Chunk(shard, part, start + at, [*prior, *done], targets))
+        return chunks
+
+    def _prefill(self, sequences: list[list[Chunk]]) -> None:
+        """Runs chunks of sequences, each sequence's in order, as full calls as possible."""
+        engine = self.engine
+        for wave in range(max((len(chunks) for chunks in sequences), default=0)):
+            queues: dict[int, dict[int, list[Chunk]]] = {}
+            for chunks in sequences:
+                if wave < len(chunks):
+                    bucket = next(b for b in engine.shape.buckets if b >= len(chunks[wave].tokens))
+                    queues.setdefault(bucket, {}).setdefault(chunks[wave].shard, []).append(chunks[wave])
+            for bucket, by_shard in sorted(queues.items()):
+                rows = engine.shape.prefill_rows(bucket)
+                for at in range(0, max(len(q) for q in by_shard.values()), rows):
+                    batch = [chunk for queue in by_shard.values() for chunk in queue[at : at + rows]]
+                    flat = engine.put_rows(engine.pack_chunks(bucket, batch))
+                    self.state = engine.prefills[bucket](self._params, self.state, flat)
+                    self.stats.prefill_tokens += sum(len(chunk.tokens) for chunk in batch)
+
+    def _feed(self, track: Track, tokens: list[int]) -> None:
+        room = self._scheduler.extend(track.handle, len(tokens))
+        while room is None:
+            # The pool is full: let running samples end first. Their reports wait for the next step.
+            raise NotImplementedError
+        shard, prior, new, restores = room
+        for store, where, segments in restores:
+            self._restore(store, where, segments)
+        start = len(track.prompt) + len(track.tokens) - 1
+        self._prefill([self._chunks(shard, tokens, start, prior, new)])
+
+    def _segment_rows(self, shard: int, segments: list[int]) -> np.ndarray:
+        s = self.engine.shape
+        rows = np.full((self.engine.shards, s.max_segments), s.segments - 1, np.int32)
+        rows[shard, : len(segments)] = segments
+        return rows.reshape(-1)
+
+    def _spill(self, store: Store, shard: int, segments: list[int]) -> None:
+        rows = self.engine.put_rows(self._segment_rows(shard, segments))
+        key, value = self.engine.read_segments(self.state, rows)
+        J = self.engine.shape.max_segments
+        cut = slice(shard * J, shard * J + len(segments))
+        self._spilled[store.key] = (np.asarray(key[:, cut]), np.asarray(value[:, cut]), len(segments))
+        self.stats.spills += 1
+
+    def _restore(self, store: Store, shard: int, segments: list[int]) -> None:
+        raise NotImplementedError
+
+    # Results.
+
+    def _read(self, flight: _Flight) -> list[Track]:
+        out = jax.device_get(flight.emitted)
+        steps_X = out.steps_X
+        self.stats.decode_steps += int(steps_X.max())
+        self.stats.lane_steps += int(steps_X.sum()) * self.engine.shape.lanes
+        events = []
+        for track, r, epoch in flight.lanes:
+            if track.epoch != epoch or track.stop is not None or track.paused:
+                continue
+            count = int(out.count_R[r])
+            track.tokens.extend(out.tokens_RT[r, :count].tolist())
+            track.logprobs.extend(out.logprob_RT[r, :count].tolist())
+            track.raw_logprobs.extend(out.raw_logprob_RT[r, :count].tolist())
+            track.versions.extend([flight.version] * count)
+            track.sampled += count
+            self.stats.tokens += count
+            if self._settle(track, bool(out.live_R[r])):
+                events.append(track)
+        return events
+
+    def _settle(self, track: Track, live: bool) -> bool:
+        """Ends or pauses a sample whose new tokens are in; whether it did."""
+        found = track.finder.find(track.tokens) if track.finder else None
+        if found is not None:
+            self._cut(track, found)
+            if track.pauses:
+                track.paused, track.epoch = True, track.epoch + 1
+                track.text = self._text(track)
+                self._scheduler.pause(track.handle, position=len(track.prompt) + len(track.tokens) - 1)
+            else:
+                track.stop = STOP_STRING
+                self._close(track, live=True)
+            return True
+        if live:
+            return False
+        track.stop = STOP_EOS if track.tokens and track.tokens[-1] in track.stop_ids else STOP_LENGTH
+        self._close(track, live=False)
+        return True
+
+    def _cut(self, track: Track, length: int) -> None:
+        dropped = len(track.tokens) - length
+        for values in (track.tokens, track.logprobs, track.raw_logprobs, track.versions):
+            del values[length:]
+        track.sampled -= dropped
+        self.stats.tokens -= dropped
+
+    def _close(self, track: Track, live: bool) -> None:
+        track.text = self._text(track)
+        for store in self._scheduler.finish(track.handle, grown=track.sampled, live=live):
+            self._spilled.pop(store.key, None)
+        del self._tracks[track.handle]
+
+    def _text(self, track: Track) -> str:
+        ended = track.stop == STOP_EOS
+        text = self._decode(track.tokens[:-1] if ended else track.tokens)
+        return track.finder.cut(text) if track.finder and (track.stop == STOP_STRING or track.paused) else text

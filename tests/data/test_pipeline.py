@@ -1,0 +1,224 @@
+"""Streams of prompts: shape, order, exact resume, sharding, what is left out, and what is held out."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+import podrl
+from podrl.config import build
+from podrl.data import problems, sources
+from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
+from podrl.data.tokenizer import Tokenizer
+
+TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
+GSM8K = pathlib.Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k_train.jsonl"
+LIMIT = 52
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(TINY)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Ten records, of which the questions of records 3 and 7 are long."""
+    rows = [
+        {"question": f"{'Why? ' * (60 if i in (3, 7) else 1)}{i}", "answer": f"#### {i}", "id": i} for i in range(10)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def stream(tokenizer, rows=4, **config):
+    return PromptStream.from_config(
+        DataConfig(**config), tokenizer, prompts_per_step=rows, max_prompt_length=config.pop("limit", LIMIT)
+    )
+
+
+def same(a, b):
+    return (
+        np.array_equal(a.tokens_PT, b.tokens_PT)
+        and np.array_equal(a.length_P, b.length_P)
+        and np.array_equal(a.index_P, b.index_P)
+        and (list(a.text), dict(a.fields), a.data_state) == (list(b.text), dict(b.fields), b.data_state)
+    )
+
+
+def test_a_batch_of_the_embedded_task(tokenizer):
+    batch = next(stream(tokenizer))
+    assert batch.tokens_PT.shape == (4, LIMIT) and batch.index_P.tolist() == [0, 1, 2, 3]
+    for p in range(4):
+        length = batch.length_P[p]
+        assert tokenizer.encode(batch.text[p]) == batch.tokens_PT[p, :length].tolist()
+        assert (batch.tokens_PT[p, length:] == tokenizer.pad_id).all()
+        assert batch.fields["question"][p] in batch.text[p]
+        assert batch.fields["solution"][p].endswith(f"={batch.fields['answer'][p]}.")
+    assert set(batch.fields) == {"question", "answer", "solution"}
+
+
+def test_resume_is_exact(tokenizer, file):
+    for config in ({}, {"path": file, "system_prompt": "", "eval_fraction": 0.0}):
+        whole = stream(tokenizer, rows=3, **config)
+        batches = [next(whole) for _ in range(9)]  # more than two epochs of the file
+        resumed = stream(tokenizer, rows=3, **config)
+        resumed.restore(batches[3].data_state)
+        assert all(same(next(resumed), batch) for batch in batches[4:])
+        assert resumed.skipped == whole.skipped
+        assert json.loads(batches[3].data_state) is not None
+
+
+def test_resume_with_other_data_is_refused(tokenizer):
+    state = stream(tokenizer).state()
+    with pytest.raises(ValueError, match=r"records=1000000, but data\.path gives records=5: "):
+        stream(tokenizer, size=5).restore(state)
+    with pytest.raises(ValueError, match=r"seed=42, but data\.seed gives seed=1"):
+        stream(tokenizer, seed=1).restore(state)
+
+
+def test_shards_together_are_the_whole_batch(tokenizer, file):
+    def make(index, count):
+        return PromptStream.from_config(
+            DataConfig(path=file, system_prompt="", eval_fraction=0.0),
+            tokenizer,
+            prompts_per_step=4,
+            max_prompt_length=LIMIT,
+            shard_index=index,
+            shard_count=count,
+        )
+
+    whole, parts = make(0, 1), [make(0, 2), make(1, 2)]
+    for _ in range(5):
+        batch, pieces = next(whole), [next(part) for part in parts]
+        assert np.array_equal(np.concatenate([p.tokens_PT for p in pieces]), batch.tokens_PT)
+        assert np.concatenate([p.index_P for p in pieces]).tolist() == batch.index_P.tolist()
+        assert [q for p in pieces for q in p.fields["question"]] == batch.fields["question"]
+        assert {p.data_state for p in pieces} == {batch.data_state}
+    with pytest.raises(ValueError, match=r"4 prompts do not split over 3 .*rollout\.prompts_per_step"):
+        make(0, 3)
+
+
+def test_every_epoch_holds_every_record_once_in_a_new_order(tokenizer):
+    s = stream(tokenizer, rows=20, size=20)
+    first, second = next(s), next(s)
+    assert sorted(first.text) == sorted(second.text) and list(first.text) != list(second.text)
+    assert s.steps_per_epoch == 1
+    ordered = next(stream(tokenizer, rows=3, size=20, shuffle=False))
+    assert list(ordered.fields["question"]) == [problems.problem("train", i, 42).question for i in range(3)]
+
+
+def test_long_prompts_are_skipped_and_counted(tokenizer, file):
+    s = stream(tokenizer, rows=8, path=file, system_prompt="", eval_fraction=0.0, shuffle=False)
+    batch = next(s)
+    assert batch.fields["id"] == [0, 1, 2, 4, 5, 6, 8, 9] and s.skipped == 2
+    assert batch.index_P.tolist() == list(range(8))
+    next(s)
+    assert s.skipped == 4
+
+
+def test_long_prompts_can_be_errors(tokenizer, file):
+    s = stream(tokenizer, rows=8, path=file, system_prompt="", eval_fraction=0.0, long_prompts="error")
+    with pytest.raises(ValueError, match=r"has \d+ tokens: rollout\.max_prompt_length=52 .*data\.long_prompts=skip"):
+        next(s)
+
+
+def test_nothing_but_long_prompts_is_an_error(tokenizer):
+    s = PromptStream.from_config(DataConfig(size=7), tokenizer, prompts_per_step=2, max_prompt_length=10)
+    with pytest.raises(
+        ValueError, match=r"All of 7 records are longer than 10 tokens: raise rollout\.max_prompt_length"
+    ):
+        next(s)
+
+
+def test_held_out_problems_are_fixed_distinct_and_not_in_training(tokenizer):
+    config = DataConfig(seed=5)
+    batches = held_out_prompts(config, tokenizer, count=50, max_prompt_length=LIMIT, batch_size=20)
+    assert [len(b.text) for b in batches] == [20, 20, 10]
+    assert np.concatenate([b.index_P for b in batches]).tolist() == list(range(50))
+    again = held_out_prompts(config, tokenizer, count=50, max_prompt_length=LIMIT, batch_size=20)
+    assert all(same(a, b) for a, b in zip(batches, again, strict=True))
+    solutions = [s.rstrip(".").replace(". ", ";") for b in batches for s in b.fields["solution"]]
+    assert len(set(solutions)) == 50 and all(map(problems.held_out, solutions))
+    assert held_out_prompts(config, tokenizer, count=0, max_prompt_length=LIMIT) == []
+
+
+def test_a_file_is_split_by_question(tokenizer, tmp_path):
+    rows = [{"question": f"{i % 30}?", "answer": "1"} for i in range(60)]  # every question twice
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(path=str(path), eval_fraction=0.3, system_prompt="")
+    (held,) = held_out_prompts(config, tokenizer, count=100, max_prompt_length=LIMIT)
+    s = PromptStream.from_config(config, tokenizer, prompts_per_step=1, max_prompt_length=LIMIT)
+    trained = {next(s).fields["question"][0] for _ in range(s.steps_per_epoch)}
+    evaluated = set(held.fields["question"])
+    assert evaluated and trained and not trained & evaluated and len(trained | evaluated) == 30
+
+
+def test_a_file_of_its_own_for_evaluation(tokenizer, file, tmp_path):
+    (tmp_path / "e.csv").write_text("question,answer\nHow many?,4\n")
+    config = DataConfig(path=file, eval_path=str(tmp_path / "e.csv"), system_prompt="")
+    (held,) = held_out_prompts(config, tokenizer, count=5, max_prompt_length=LIMIT)
+    assert held.fields["question"] == ["How many?"] and held.fields["answer"] == ["4"]
+    assert (
+        PromptStream.from_config(config, tokenizer, prompts_per_step=10, max_prompt_length=LIMIT).steps_per_epoch == 1
+    )
+
+
+def test_records_keep_their_other_fields_and_gsm8k_its_solution(tokenizer, file):
+    config = DataConfig(path=file, shuffle=False, eval_fraction=0.0)
+    batch = next(PromptStream.from_config(config, tokenizer, prompts_per_step=2, max_prompt_length=120))
+    assert batch.fields["id"] == [0, 1]
+    assert batch.fields["answer"] == ["0", "1"] and batch.fields["solution"] == ["#### 0", "#### 1"]
+    assert "<reasoning>" in batch.text[0]  # the reference instructions, for a real model
+
+
+def test_a_list_of_prompts(tokenizer):
+    prompts = [{"prompt": "2+2=", "answer": "4"}, "<bos>3+3="]
+    s = PromptStream.from_list(prompts, tokenizer, prompts_per_step=2, max_prompt_length=8)
+    batch = next(s)
+    assert batch.text == ["2+2=", "<bos>3+3="] and batch.fields == {"answer": ["4", None]}
+    assert batch.tokens_PT[:, 0].tolist() == [tokenizer.bos_id] * 2 and batch.length_P.tolist() == [5, 5]
+    assert next(s).index_P.tolist() == [2, 3]
+    for bad in ({"question": "?"}, 7, ""):
+        with pytest.raises(ValueError, match="Prompt 1 is"):
+            PromptStream.from_list(["a", bad], tokenizer, prompts_per_step=1, max_prompt_length=8)
+
+
+def test_an_empty_source_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match="no records to train on"):
+        PromptStream.from_list([], tokenizer, prompts_per_step=1, max_prompt_length=8)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"path": ""}, r"data\.path is ''"),
+        ({"eval_fraction": 1.0}, r"data\.eval_fraction=1\.0"),
+        ({"long_prompts": "drop"}, r"long_prompts"),
+        ({"quesiton_field": "q"}, r"Did you mean 'question_field'\?"),
+    ],
+)
+def test_bad_configurations(values, message):
+    with pytest.raises(ValueError, match=message):
+        build(DataConfig, values, "config.data")
+
+
+def test_a_bad_line_is_named_through_the_pipeline(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "1"}\nnonsense\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl line 2 is not JSON"):
+        stream(tokenizer, path=str(tmp_path / "a.jsonl"))
+
+
+def test_the_real_gsm8k(tokenizer):
+    if not GSM8K.exists():
+        pytest.skip("GSM8K is not at hand")
+    config = DataConfig(path=str(GSM8K))
+    s = PromptStream.from_config(config, tokenizer, prompts_per_step=16, max_prompt_length=256)
+    batch = next(s)
+    assert batch.tokens_PT.shape == (16, 256) and all(float(a) is not None for a in batch.fields["answer"])
+    (held,) = held_out_prompts(config, tokenizer, count=200, max_prompt_length=256)
+    assert len(held.text) == 200
+    assert len(sources.read(str(GSM8K))) > 7000

@@ -1,0 +1,128 @@
+"""All forms of attention agree, values and gradients: windows, soft caps, segments, grouped heads, meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from podrl.mesh.build import make_mesh
+from podrl.models.attention import attention, dense
+from podrl.models.config import GLOBAL_WINDOW
+
+
+def _inputs(B=2, T=37, N=4, K=2, H=8, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    q_BTNH, k_BTKH, v_BTKH = (
+        jax.random.normal(key, (B, T, heads, H)) for key, heads in zip(keys[:3], (N, K, K), strict=True)
+    )
+    # Two segments and padding in row 0, one segment in the others.
+    segment_BT = np.ones((B, T), np.int32)
+    segment_BT[0] = np.where(np.arange(T) < T // 3, 1, np.where(np.arange(T) < T - 4, 2, 0))
+    return q_BTNH * H**-0.5, k_BTKH, v_BTKH, jnp.asarray(segment_BT)
+
+
+def _value_and_grads(run, q_BTNH, k_BTKH, v_BTKH, segment_BT):
+    weight_BTNH = jax.random.normal(jax.random.key(9), q_BTNH.shape) * (segment_BT > 0)[:, :, None, None]
+
+    def total(q_BTNH, k_BTKH, v_BTKH):
+        out_BTNH = run(q_BTNH, k_BTKH, v_BTKH)
+        return jnp.sum(out_BTNH * weight_BTNH), out_BTNH
+
+    grads, out_BTNH = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q_BTNH, k_BTKH, v_BTKH)
+    return np.asarray(out_BTNH)[np.asarray(segment_BT) > 0], grads
+
+
+def _compare(run, reference, inputs, atol):
+    segment_BT = inputs[3]
+    out, grads = _value_and_grads(run, *inputs[:3], segment_BT)
+    expected, expected_grads = _value_and_grads(reference, *inputs[:3], segment_BT)
+    np.testing.assert_allclose(out, expected, atol=atol)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert float(jnp.abs(expected_grad).max()) > 0.01
+        np.testing.assert_allclose(grad, expected_grad, atol=atol)
+
+
+@pytest.mark.parametrize("block", [64, 16, 10])
+@pytest.mark.parametrize("window", [GLOBAL_WINDOW, 5, 23])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_blockwise_equals_dense(block, window, softcap):
+    inputs = _inputs()
+    kwargs = dict(window=jnp.int32(window), softcap=softcap)
+    _compare(
+        lambda q, k, v: attention(q, k, v, inputs[3], form="blockwise", block=block, **kwargs),
+        lambda q, k, v: dense(q, k, v, inputs[3], **kwargs),
+        inputs,
+        atol=5e-6,
+    )
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4"])
+def test_mesh_does_not_change_attention(heads, spec):
+    mesh: Mesh = make_mesh(spec, jax.devices()[:8])
+    inputs = _inputs(B=4, N=heads[0], K=heads[1])
+    kwargs = dict(window=jnp.int32(9), softcap=5.0)
+    _compare(
+        lambda q, k, v: attention(q, k, v, inputs[3], mesh=mesh, block=16, **kwargs),
+        lambda q, k, v: dense(q, k, v, inputs[3], **kwargs),
+        inputs,
+        atol=5e-6,
+    )
+
+
+@pytest.mark.parametrize("window", [GLOBAL_WINDOW, 40])
+def test_splash_equals_dense(window):
+    """The TPU kernel in Pallas' interpreter; the window is picked at run time from the compiled ones."""
+    inputs = _inputs(B=1, T=256, N=2, K=1, H=64)
+    segment_BT = inputs[3]
+    kwargs = dict(window=jnp.int32(window), softcap=5.0)
+    _compare(
+        lambda q, k, v: attention(
+            q, k, v, segment_BT, form="splash", windows=(GLOBAL_WINDOW, 40), interpret=True, **kwargs
+        ),
+        lambda q, k, v: dense(q, k, v, segment_BT, **kwargs),
+        inputs,
+        atol=2e-5,
+    )
+
+
+def test_blockwise_in_bfloat16_stays_close_to_float32():
+    inputs = _inputs(T=64, H=16)
+    exact = dense(*inputs, window=jnp.int32(GLOBAL_WINDOW), softcap=0.0)
+    narrow = attention(
+        *(x.astype(jnp.bfloat16) for x in inputs[:3]),
+        inputs[3],
+        window=jnp.int32(GLOBAL_WINDOW),
+        softcap=0.0,
+        block=16,
+    )
+    assert narrow.dtype == jnp.bfloat16
+    real = np.asarray(inputs[3]) > 0
+    np.testing.assert_allclose(np.asarray(narrow, np.float32)[real], np.asarray(exact)[real], atol=0.05)
+
+
+def test_blockwise_memory_grows_linearly():
+    """Twice the row length must not need four times the temporaries, forward and backward."""
+
+    def temporaries(T):
+        inputs = _inputs(B=1, T=T, N=2, K=1, H=16)
+
+        def loss(q, k, v):
+            return attention(q, k, v, inputs[3], window=jnp.int32(GLOBAL_WINDOW), softcap=0.0, block=64).sum()
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*inputs[:3]).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2048) < 2.5 * temporaries(1024)
+
+
+def test_a_token_sees_only_its_segment_window_and_past():
+    q_BTNH, k_BTKH, v_BTKH, segment_BT = _inputs()
+    run = jax.jit(lambda v: attention(q_BTNH, k_BTKH, v, segment_BT, window=jnp.int32(3), softcap=0.0, block=8))
+    jacobian = jax.jacrev(lambda v: run(v)[0].sum((1, 2)))(v_BTKH)[:, 0].sum((2, 3))
+    t, s = np.indices(jacobian.shape)
+    segment_T = np.asarray(segment_BT)[0]
+    seen = (s <= t) & (t - s < 3) & (segment_T[t] == segment_T[s]) & (segment_T[t] > 0)
+    real = segment_T > 0
+    np.testing.assert_array_equal(np.abs(jacobian)[real] > 1e-12, seen[real])

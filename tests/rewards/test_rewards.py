@@ -1,0 +1,302 @@
+"""Reward functions in their workers: how they are found, what they may return, and what is said when they fail."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import podrl
+from podrl.rewards import reference
+from podrl.rewards.compose import RewardConfig, RewardError, Rewards
+
+FILE = pathlib.Path(__file__).parent / "graders.py"
+
+
+def named(*names, **config):
+    return RewardConfig(fns=tuple(f"{FILE}:{name}" for name in names), **{"deadline_s": 20.0, "workers": 1, **config})
+
+
+def score(config, *completions, **fields):
+    with Rewards(config) as rewards:
+        return rewards.score([f"prompt {i}" for i in range(len(completions))], completions, fields)
+
+
+def failure(config, *completions, **fields):
+    with pytest.raises(RewardError) as caught:
+        score(config, *completions, **fields)
+    return str(caught.value)
+
+
+def gone(pid):
+    """Whether a process has ended, waiting up to 5 s; a zombie of another parent counts as ended."""
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        try:
+            if pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def children():
+    """Processes whose parent is this one and that run the worker."""
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            command = (stat.parent / "cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == os.getpid() and "podrl.rewards.worker" in command:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_the_reference_rewards_are_the_default():
+    good = "<reasoning>2+2=4.</reasoning><answer>4</answer>"
+    with Rewards(RewardConfig(workers=2)) as rewards:
+        reward_FB = rewards.score(["?"] * 3, [good, "4", "<answer>4"], {"answer": ["4"] * 3, "question": ["?"] * 3})
+        assert rewards.names == ("exact_format", "approximate_format", "answer", "number")
+        assert reward_FB.tolist() == [[3, 0, 0], [2, -2, -1], [3, 0, 0], [1.5, 0, 1.5]]
+        assert rewards.combine(reward_FB).tolist() == [9.5, -2, 0.5]
+
+
+def test_weights_and_a_half_stays_a_half():
+    config = named("length", "Grader.half", weights=(2.0, -1.0))
+    with Rewards(config) as rewards:
+        reward_FB = rewards.score(["", ""], ["abc", ""], {})
+        assert rewards.names == ("length", "half")
+        assert reward_FB.tolist() == [[0.3, 0.0], [0.5, 0.5]]
+        assert rewards.combine(reward_FB) == pytest.approx([0.1, -0.5])
+
+
+def test_every_way_to_name_a_function():
+    def local(prompts, completions, **fields):
+        return [7.0] * len(completions)
+
+    fns = ("number", "podrl.rewards.reference:number", reference.exact_format, local, f"{FILE}:strict_signature")
+    with Rewards(RewardConfig(fns=fns, workers=1)) as rewards:
+        reward_FB = rewards.score(["?"], ["4"], {"answer": ["4"], "question": ["?"]})
+        assert rewards.names == ("number", "number_2", "exact_format", "local", "strict_signature")
+        assert reward_FB[:, 0].tolist() == [0, 0, 0, 7, 1]
+
+
+def test_only_what_no_worker_can_find_runs_here_and_that_is_said(caplog):
+    with Rewards(RewardConfig(fns=(lambda prompts, completions, **f: [float(os.getpid())],), workers=1)) as rewards:
+        assert rewards.score([""], [""], {})[0, 0] == os.getpid()
+        assert rewards.names == ("lambda",)
+    assert "lambda cannot be found by file and name" in caplog.text
+    caplog.clear()
+    with Rewards(RewardConfig(fns=(process_of_module_function,), workers=1)) as rewards:
+        assert rewards.score([""], [""], {})[0, 0] not in (0, os.getpid())
+    assert not caplog.text
+
+
+def process_of_module_function(prompts, completions, **fields):
+    return [float(os.getpid())]
+
+
+def test_workers_never_import_jax_and_know_what_they_are():
+    reward_FB = score(named("imports"), "a", "b", "c")
+    assert reward_FB[0, :2].tolist() == [0.0, 1.0] and reward_FB[0, 2] != os.getpid()
+
+
+def test_what_a_function_prints_does_not_reach_the_pipe(capfd):
+    assert score(named("chatty"), "a").tolist() == [[1.0]]
+    out, err = capfd.readouterr()
+    assert out == "" and "to standard output" in err
+
+
+def test_fields_of_numpy_reach_the_worker_and_others_are_refused():
+    assert score(named("strict_signature"), "4", answer=np.array(["4"])).tolist() == [[1.0]]
+    assert "fields answer cannot be sent" in failure(named("length"), "4", answer=[object()])
+
+
+def test_arguments_by_name_or_by_position():
+    assert score(named("other_names"), "ab").tolist() == [[2.0]]
+    assert score(named("completions_only"), "abc", answer=["4"]).tolist() == [[3.0]]
+
+
+def test_no_completions():
+    assert score(named("length", "chatty")).shape == (2, 0)
+
+
+def test_lengths_must_match():
+    with Rewards(named("length")) as rewards, pytest.raises(ValueError, match="answer has 1 values for 2 completions"):
+        rewards.score(["", ""], ["", ""], {"answer": ["4"]})
+
+
+def test_a_function_that_raises_is_named_with_the_sample():
+    text = failure(named("raises"), "abc", "de", "", "f")
+    assert "raises failed for sample 2 of 4 (prompt 'prompt 2', completion '')" in text
+    assert "ZeroDivisionError" in text and "graders.py" in text and "10.0 / len(c)" in text
+
+
+def test_a_value_that_is_not_finite_is_named_with_the_sample():
+    for value in ("nan", "inf"):
+        text = failure(named("not_finite"), "1", value)
+        assert f"not_finite returned {value}, not a finite number, for sample 1 of 2 (prompt 'prompt 1'" in text
+
+
+def test_a_value_that_is_no_number():
+    text = failure(named("not_numbers"), "a", "b", "c")
+    assert "not_numbers returned '0.5' (str), not a number, for sample 1 of 3" in text
+
+
+def test_a_wrong_number_of_values_names_the_sample_that_lacks_one():
+    text = failure(named("too_few"), "a", "drop", "b")
+    assert "too_few failed for sample 1 of 3" in text and "returned 2 values for 3 completions: [1.0, 1.0]" in text
+
+
+def test_no_list_at_all():
+    assert "returned None (NoneType), not a list of numbers" in failure(named("nothing"), "a")
+
+
+@pytest.mark.parametrize("name", ["sleeps", "holds_the_interpreter"])
+def test_a_hang_is_ended_and_named_and_the_pool_goes_on(name):
+    stuck = "sleep" if name == "sleeps" else "a" * 60
+    with Rewards(named(name, deadline_s=0.6)) as rewards:
+        before = children()
+        with pytest.raises(RewardError) as caught:
+            rewards.score(["p", "q", "r"], ["x", stuck, "y"], {})
+        text = str(caught.value)
+        assert f"{name} did not return within 0.6 s for 3 samples" in text
+        assert "sample 1 of 3 (prompt 'q'" in text and "reward.deadline_s=0.6" in text
+        assert all(gone(pid) for pid in before)
+        assert rewards.score(["p"], ["x"], {}).tolist() == [[0.0]]
+    assert not children()
+
+
+def test_a_slow_function_is_not_called_stuck():
+    text = failure(named("slow", deadline_s=0.35), *["x"] * 12)
+    assert "slow rather" not in text and "it is slow, not stuck" in text and "reward.deadline_s" in text
+
+
+def test_a_hang_in_this_process_is_named():
+    def stuck(prompts, completions, **fields):
+        while "stop" in completions:
+            time.sleep(0.01)
+            if time.monotonic() > end:
+                break
+        return [0.0] * len(completions)
+
+    end = time.monotonic() + 2
+    text = failure(RewardConfig(fns=(stuck,), deadline_s=0.3), "x", "stop")
+    assert "stuck did not return within 0.3 s" in text and "sample 1 of 2" in text
+
+
+def test_a_process_that_dies_is_named_and_replaced():
+    with Rewards(named("exits")) as rewards:
+        with pytest.raises(RewardError, match=r"exits failed for sample 1 of 2 .*exit code 3"):
+            rewards.score(["p", "q"], ["x", "exit"], {})
+        assert rewards.score(["p"], ["x"], {}).tolist() == [[0.0]]
+    assert "SystemExit: 4" in failure(named("leaves_quietly"), "x")
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        ("exact_fromat", r"did you mean 'exact_format'\?"),
+        ("reward", r"no built-in reward, nor 'file\.py:function'"),
+        ("nowhere.py:f", r"the file .*nowhere\.py does not exist"),
+        (f"{FILE}:lenght", r"graders\.py has no function 'lenght'\. Did you mean 'length'\?"),
+        (f"{FILE}:not_callable", r"'not_callable' is int 3, not a function"),
+        ("no.such.module:f", r"No module named 'no'"),
+        (3, r"reward\.fns holds 3 \(int\)"),
+    ],
+)
+def test_functions_that_are_not_there(fn, message):
+    with pytest.raises(ValueError, match=message):
+        Rewards(RewardConfig(fns=(fn,), workers=1))
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"fns": ()}, r"reward\.fns is empty"),
+        ({"weights": (1.0,)}, r"reward\.weights has 1 values for 4 functions"),
+        ({"weights": (1.0, 1.0, 1.0, float("nan"))}, r"must be finite"),
+        ({"deadline_s": 0.0}, r"reward\.deadline_s=0\.0"),
+        ({"workers": 0}, r"reward\.workers=0"),
+    ],
+)
+def test_bad_configurations(values, message):
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**values)
+
+
+def test_a_file_that_does_not_run_is_named_with_its_line(tmp_path):
+    (tmp_path / "mine.py").write_text("import math\nx = 1 / 0\n\ndef f(prompts, completions): return []\n")
+    with pytest.raises(ValueError, match=r"(?s)function f cannot be loaded.*mine\.py.*line 2.*ZeroDivisionError"):
+        Rewards(RewardConfig(fns=(f"{tmp_path}/mine.py:f",), workers=1))
+
+
+def test_close_leaves_no_process_of_any_kind():
+    with Rewards(named("starts_a_child", workers=2)) as rewards:
+        child = int(rewards.score([""], [""], {})[0, 0])
+        assert len(children()) == 1  # one function needs no second worker
+        assert pathlib.Path(f"/proc/{child}").exists()
+    assert not children() and gone(child)
+    rewards.close()  # a second time does nothing
+
+
+SCRIPT = """
+import os, sys, time
+from podrl.rewards.compose import RewardConfig, Rewards
+
+def stuck(prompts, completions, **fields):
+    import re
+    if completions[0] == "pid":
+        return [float(os.getpid())]
+    return [float(bool(re.fullmatch("(a|aa)+b", c))) for c in completions]
+
+if __name__ == "__main__":
+    rewards = Rewards(RewardConfig(fns=(stuck,), workers=1))
+    print(int(rewards.score([""], ["pid"], {})[0, 0]), os.getpid(), flush=True)
+    rewards.score([""], ["a" * 60], {})
+"""
+
+
+def test_a_worker_ends_with_a_parent_that_is_killed_while_its_function_hangs(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = dict(os.environ, PYTHONPATH=str(pathlib.Path(podrl.__file__).parents[1]))
+    with subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, env=environment, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        worker, pid = map(int, parent.stdout.readline().split())
+        assert pid == parent.pid and worker != pid  # a function of the script itself runs in a worker
+        time.sleep(0.2)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    assert gone(worker)
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.replace('if __name__ == "__main__":', "if True:"))
+    environment = dict(os.environ, PYTHONPATH=str(pathlib.Path(podrl.__file__).parents[1]))
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, env=environment, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "under `if __name__ == '__main__':`" in done.stderr
+
+
+def test_speed_of_a_step():
+    """128 completions, four functions: a call costs milliseconds, not a process start (loose: machines are shared)."""
+    with Rewards(RewardConfig(workers=2)) as rewards:
+        fields = {"answer": ["4"] * 128, "question": ["How many eggs has Tom? " * 8] * 128}
+        completions = [json.dumps({"text": "<reasoning>2+2=4.</reasoning><answer>4</answer>" * 3})] * 128
+        rewards.score(fields["question"], completions, fields)
+        started = time.monotonic()
+        for _ in range(5):
+            rewards.score(fields["question"], completions, fields)
+        assert (time.monotonic() - started) / 5 < 0.25
