@@ -142,7 +142,8 @@ def _run(argv: Sequence[str]) -> int:
         raise ValueError(f"{str(error).strip(chr(34))} (see python -m podrl.launch --help)") from error
     if extra:
         raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")
-    workdir = pathlib.Path(_WORKDIR.value or pathlib.Path("runs") / pathlib.Path(path.partition(":")[0]).stem)
+    file, _, variant = path.partition(":")
+    workdir = pathlib.Path(_WORKDIR.value or f"runs/{pathlib.Path(file).stem}{'_' if variant else ''}{variant}")
     values = holder.value.to_dict()
     if _DRY_RUN.value:
         return job.dry_run(values, workdir)

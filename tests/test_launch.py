@@ -42,6 +42,7 @@ def _launch(tmp_path, *args):
         timeout=300,
         check=False,
         cwd=tmp_path,
+        env=_ENV,
     )
 
 

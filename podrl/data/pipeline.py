@@ -238,6 +238,13 @@ def held_out_prompts(
     ]
 
 
+def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192) -> int:
+    """Tokens of the longest of the first `look` training prompts, rounded up to a multiple of 64."""
+    train, render = split(config)[0], Renderer(config, tokenizer)
+    lengths = (len(tokenizer.encode(render(train[i])[0])) for i in range(min(look, len(train))))
+    return -(-max(lengths, default=1) // 64) * 64
+
+
 class Renderer:
     """Prompt text and reward fields of a record, by the configuration's template."""
 

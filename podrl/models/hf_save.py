@@ -34,6 +34,7 @@ def save(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     fields: Mapping[str, Any] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes config.json and weights that `transformers` and `podrl.models.load` read.
@@ -46,6 +47,7 @@ def save(
       config, params: a model without adapters (see `podrl.models.lora.merge`) of jax or numpy arrays.
       dtype: of the written weights.
       fields: further fields of config.json: token ids and the like.
+      extra_files: further files, by name: the tokenizer's.
       max_file_bytes: weights are split into files of at most this size.
 
     Raises:
@@ -60,6 +62,8 @@ def save(
     with finished_directory(directory, writes=is_writer(params)) as partial:
         write_entries(partial, entries(config), params, np.dtype(dtype), max_file_bytes=max_file_bytes)
         if partial is not None:
+            for file, content in (extra_files or {}).items():
+                (partial / file).write_bytes(content)
             (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
 

@@ -32,7 +32,9 @@ class Decoder(nnx.Module):
         """The plain parameter tree; shares the arrays."""
         return jax.tree.map(lambda p: p[...], self.weights, is_leaf=lambda x: isinstance(x, nnx.Param))
 
-    def __call__(self, tokens_BT: Int[Array, "B T"], *, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "B T V"]:
+    def __call__(
+        self, tokens_BT: Int[Array, "B T"], *, dtype: jax.typing.DTypeLike = jnp.float32
+    ) -> Float[Array, "B T V"]:
         """Logits after every token, float32: logits_BTV[b, t] scores token t + 1.
 
         Rows are whole sequences from position 0; right padding does not change the logits before it.
@@ -46,7 +48,9 @@ class Decoder(nnx.Module):
         """
         tokens_BT = jnp.asarray(tokens_BT)
         if tokens_BT.ndim != 2:
-            raise ValueError(f"Tokens have shape {tokens_BT.shape}: give [batch, time], one sequence as tokens[None, :].")
+            raise ValueError(
+                f"Tokens have shape {tokens_BT.shape}: give [batch, time], one sequence as tokens[None, :]."
+            )
         return _logits(self.params, tokens_BT, self.config, jnp.dtype(dtype), self.mesh)
 
     def merged(self) -> "Decoder":
@@ -120,4 +124,3 @@ def check_vocab(config: ModelConfig, tokenizer_vocab_size: int) -> None:
             f"The tokenizer has {tokenizer_vocab_size} ids and the model {config.vocab_size} embeddings: they must belong "
             "together. Use the tokenizer that came with the model (model.path and tokenizer.path)."
         )
-

@@ -34,6 +34,7 @@ class EngineShape:
       segments: M, the unread last one included.
       segment_tokens: C.
       steps: decode steps per dispatch.
+      prompt_segments: most segments of a prompt.
       max_segments: J, segments one sample and its prompt may hold together.
       members: W.
       stop_ids: E.
@@ -45,6 +46,7 @@ class EngineShape:
     segments: int
     segment_tokens: int
     steps: int
+    prompt_segments: int
     max_segments: int
     members: int
     stop_ids: int
@@ -57,7 +59,7 @@ class EngineShape:
 
     def visits(self) -> VisitShape:
         """Room for every lane and segment at once."""
-        shared = self.segments + -(-self.lanes * self.max_segments // self.members)
+        shared = self.segments + -(-self.lanes * self.prompt_segments // self.members)
         up = lambda n, block: -(-n // block) * block  # noqa: E731
         return VisitShape(
             self.lanes, up(shared, attention.SHARED_BLOCK), up(self.segments, attention.OWN_BLOCK), self.members
@@ -180,8 +182,8 @@ class Engine:
         self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())
         self.generate = self._program(self._generate, flat_args=1, out=self._emitted_specs())
         self.bulk_insert = self._program(self._insert, flat_args=1, weights=False)
-        self.write_segments = self._program(self._write_segments, flat_args=1, blocks=2, weights=False)
-        self.read_segments = jax.jit(self._mapped(self._read_segments, self._read_specs()))
+        self._write = self._program(self._write_segments, flat_args=1, blocks=2, weights=False)
+        self._read = jax.jit(self._mapped(self._read_segments, self._read_specs()))
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
@@ -229,7 +231,7 @@ class Engine:
     ) -> Callable:
         """jit of `local(params?, state, *flat, *blocks) -> (state, out?)`; the state is donated."""
         row, state = self._batch_spec(), self._state_specs()
-        block = Spec(None, *self._pool_spec()[1:])
+        block = self._pool_spec()
         inside = (*([self._param_specs()] if weights else []), state, *[row] * flat_args, *[block] * blocks)
         mapped = self._mapped(local, (inside, state if out is None else (state, out)))
         shardings = jax.tree.map(lambda s: NamedSharding(self.mesh, s), out, is_leaf=lambda x: isinstance(x, Spec))
@@ -502,17 +504,43 @@ class Engine:
     # Spilling.
 
     def _read_specs(self) -> tuple:
-        block = Spec(None, *self._pool_spec()[1:])
+        block = self._pool_spec()
         return (self._state_specs(), self._batch_spec()), (block, block)
 
+    def _segment_rows(self, shard: int, segments: Sequence[int]) -> Array:
+        """J segments of each shard: the unread one but for those asked for."""
+        rows_XJ = np.full((self.shards, self.shape.max_segments), self.shape.segments - 1, np.int32)
+        rows_XJ[shard, : len(segments)] = segments
+        return self.put_rows(rows_XJ.reshape(-1))
+
+    def read_store(self, state: DecodeState, shard: int, segments: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Host copies of keys and values of at most J segments, (L, len(segments), K, C, H) each."""
+        at = shard * self.shape.max_segments
+        copies = jax.device_get(self._read(state, self._segment_rows(shard, segments)))
+        key, value = (copy[:, at : at + len(segments)].copy() for copy in copies)
+        return key, value
+
+    def write_store(
+        self, state: DecodeState, shard: int, segments: Sequence[int], copies: tuple[np.ndarray, np.ndarray]
+    ) -> DecodeState:
+        """The reverse of `read_store`, into other segments."""
+        L, M, K, C, H = self._pool_shape()
+        at = shard * self.shape.max_segments
+        blocks = []
+        for copy in copies:
+            block = np.zeros((L, self.shards * self.shape.max_segments, K, C, H), copy.dtype)
+            block[:, at : at + len(segments)] = copy
+            blocks.append(jax.device_put(block, self._shardings.key_LMKCH))
+        return self._write(state, self._segment_rows(shard, segments), *blocks)
+
     def _read_segments(self, state: DecodeState, segment_M: Int[Array, " J"]) -> tuple[Array, Array]:
-        """Copies of J segments of each shard: the unread one for shards that spill nothing."""
+        """Copies of J segments of each shard."""
         return state.key_LMKCH[:, segment_M], state.value_LMKCH[:, segment_M]
 
     def _write_segments(
         self, state: DecodeState, segment_M: Int[Array, " J"], key_LMKCH: Array, value_LMKCH: Array
     ) -> DecodeState:
-        """The reverse of `read_segments`."""
+        """Overwrites J segments of each shard."""
         return state.replace(
             key_LMKCH=state.key_LMKCH.at[:, segment_M].set(key_LMKCH),
             value_LMKCH=state.value_LMKCH.at[:, segment_M].set(value_LMKCH),

@@ -8,7 +8,7 @@ takes every lane to be live until told otherwise, which costs idle steps, never 
 import dataclasses
 import enum
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -100,6 +100,18 @@ class Plan:
     frees: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     seats: list[Sample] = dataclasses.field(default_factory=list)
     running: list[tuple[Sample, int, int]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Segments for given tokens of a sample: what to spill and restore first, what it holds already
+    as (segment, start, count), and the new segments."""
+
+    spills: list[tuple[Store, int, list[int]]]
+    restores: list[tuple[Store, int, list[int]]]
+    shard: int
+    prior: list[tuple[int, int, int]]
+    targets: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,27 +226,26 @@ class Scheduler:
         sample.status, sample.left = Status.WAITING, left
         self._shards[sample.shard].assigned.insert(0, sample)
 
-    def extend(self, handle: int, tokens: int) -> tuple[int, list[tuple[int, int, int]], list[int], list[tuple]] | None:
-        """Room for `tokens` given tokens of a paused sample.
-
-        Returns:
-          (shard, segments so far, new segments, stores to restore first) with segments as (index, start, count); None
-          while the pool has no room.
-        """
+    def extend(self, handle: int, tokens: int) -> "Room | None":
+        """Room for `tokens` given tokens of a paused sample; None while running samples hold the segments it needs."""
         sample = self.samples[handle]
         shard, C = self._shards[sample.shard], self.shape.segment_tokens
         row = shard.prompts[sample.prompt]
         count = -(-tokens // C)
-        back = [s for s in (row.store, sample.store) if s.spilled]
-        if len(shard.free_segments) < count + sum(len(s.segments) for s in back):
-            return None
-        restores = [(store, shard.index, self._restore(shard, store)) for store in back]
+        needed = [row.store, sample.store]
+        plan = Plan()
+        while len(shard.free_segments) < count + sum(self._missing(s) for s in needed):
+            idle = [s for s in self._idle_stores(shard) if s not in needed]
+            if not idle:
+                return None
+            self._spill(shard, idle[0], plan)
+        restores = [(store, shard.index, self._restore(shard, store)) for store in needed if store.spilled]
         prior = [(s.index, s.start, s.count) for s in (*row.store.segments, *sample.store.segments)]
         new = shard.take(count)
         for j, index in enumerate(new):
             sample.store.segments.append(Segment(index, sample.position + j * C, min(C, tokens - j * C)))
         sample.position += tokens
-        return shard.index, prior, new, restores
+        return Room(plan.spills, restores, shard.index, prior, new)
 
     @property
     def busy(self) -> bool:
@@ -299,12 +310,9 @@ class Scheduler:
 
     def _spill_one(self, shard: _Shard, plan: Plan) -> bool:
         """Moves the store needed last to the host: paused samples, idle prompts, then the youngest sample."""
-        paused = [s for s in self._on(shard) if s.status is not Status.RUNNING]
-        victims = [s.store for s in paused if s.store.segments and not s.store.spilled]
-        used = {s.prompt for s in shard.running.values()}
-        victims += [r.store for p, r in shard.prompts.items() if p not in used and r.filled and not r.store.spilled]
-        if victims:
-            self._spill(shard, victims[0], plan)
+        idle = self._idle_stores(shard)
+        if idle:
+            self._spill(shard, idle[0], plan)
             return True
         if not shard.running:
             return False
@@ -316,8 +324,12 @@ class Scheduler:
             self._spill(shard, youngest.store, plan)
         return True
 
-    def _on(self, shard: _Shard) -> Iterator[Sample]:
-        return (s for s in self.samples.values() if s.shard == shard.index)
+    def _idle_stores(self, shard: _Shard) -> list[Store]:
+        """Stores on the device that no running sample reads: of paused or waiting samples, then of prompts."""
+        used = {s.prompt for s in shard.running.values()}
+        stores = [s.store for s in self.samples.values() if s.shard == shard.index and s.status is not Status.RUNNING]
+        stores += [row.store for prompt, row in shard.prompts.items() if prompt not in used]
+        return [store for store in stores if store.segments and not store.spilled]
 
     def _spill(self, shard: _Shard, store: Store, plan: Plan) -> None:
         held = [s.index for s in store.segments]

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from podrl.rollout import engine as engine_lib
 from podrl.rollout.config import Sampling
 from podrl.rollout.engine import Chunk, DecodeState, Emitted, Engine, Seats
-from podrl.rollout.scheduler import Plan, PoolShape, Sample, Scheduler, Store
+from podrl.rollout.scheduler import Plan, PoolShape, Scheduler, Store
 from podrl.rollout.stops import StopFinder
 from podrl.types import STOP_EOS, STOP_LENGTH, STOP_STRING, PyTree
 
@@ -109,8 +108,9 @@ class Session:
         )
         self._tracks: dict[int, Track] = {}
         self._prompts: dict[int, np.ndarray] = {}
-        self._spilled: dict[tuple[str, int, int], tuple[Any, Any, int]] = {}
+        self._spilled: dict[tuple[str, int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._flights: list[_Flight] = []
+        self._given: list[tuple[Track, list[int], int]] = []  # extended samples, their tokens, what they may sample
         self._count = 0
 
     def add(
@@ -158,10 +158,11 @@ class Session:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do: false also when every open sample is paused."""
-        return bool(self._flights) or self._scheduler.busy
+        return bool(self._flights or self._given) or self._scheduler.busy
 
     def step(self) -> list[Track]:
         """Launches a dispatch if there is one, reads the one before; returns samples that ended or paused."""
+        self._resume_extended()
         plan = self._scheduler.plan()
         self._carry_out(plan)
         if plan.running:
@@ -174,7 +175,7 @@ class Session:
         """Appends given tokens to a paused sample and lets it go on; ends it when no room is left.
 
         Raises:
-          ValueError: the sample is not paused, or no tokens are given and it has nothing to go on from.
+          ValueError: the sample is not paused.
         """
         if not track.paused:
             raise ValueError(f"Sample {track.handle} is not paused: only a sample that paused can be extended.")
@@ -183,16 +184,25 @@ class Session:
         if left <= 0:
             self.end(track, STOP_LENGTH)
             return
-        if tokens:
-            self._feed(track, [track.tokens[-1], *tokens[:-1]])
-        track.tokens.extend(int(t) for t in tokens)
-        track.logprobs.extend([0.0] * len(tokens))
-        track.raw_logprobs.extend([0.0] * len(tokens))
-        track.versions.extend([-1] * len(tokens))
-        if track.finder:
-            track.finder.restart(len(track.tokens))
         track.paused = False
-        self._scheduler.resume(track.handle, left=left)
+        self._given.append((track, [int(t) for t in tokens], left))
+
+    def _resume_extended(self) -> None:
+        """Samples whose given tokens found room wait for a lane again."""
+        waiting = []
+        for track, tokens, left in self._given:
+            # The last token is fed when the sample is seated, like the last token of a prompt.
+            if not self._feed(track, [track.tokens[-1], *tokens[:-1]] if tokens else []):
+                waiting.append((track, tokens, left))
+                continue
+            track.tokens.extend(tokens)
+            track.logprobs.extend([0.0] * len(tokens))
+            track.raw_logprobs.extend([0.0] * len(tokens))
+            track.versions.extend([-1] * len(tokens))
+            if track.finder:
+                track.finder.restart(len(track.tokens))
+            self._scheduler.resume(track.handle, left=left)
+        self._given = waiting
 
     def end(self, track: Track, stop: int = STOP_STRING) -> None:
         """Ends a paused sample."""
@@ -286,33 +296,25 @@ class Session:
                     self.state = engine.prefills[bucket](self._params, self.state, flat)
                     self.stats.prefill_tokens += sum(len(chunk.tokens) for chunk in batch)
 
-    def _feed(self, track: Track, tokens: list[int]) -> None:
-        room = self._scheduler.extend(track.handle, len(tokens))
-        while room is None:
-            # The pool is full: let running samples end first. Their reports wait for the next step.
-            raise NotImplementedError
-        shard, prior, new, restores = room
-        for store, where, segments in restores:
-            self._restore(store, where, segments)
+    def _feed(self, track: Track, tokens: list[int]) -> bool:
+        """Prefills a paused sample's new tokens; False while the pool has no room."""
+        room = self._scheduler.extend(track.handle, len(tokens)) if tokens else None
+        if room is None:
+            return not tokens
+        for store, shard, segments in room.spills:
+            self._spill(store, shard, segments)
+        for store, shard, segments in room.restores:
+            self._restore(store, shard, segments)
         start = len(track.prompt) + len(track.tokens) - 1
-        self._prefill([self._chunks(shard, tokens, start, prior, new)])
-
-    def _segment_rows(self, shard: int, segments: list[int]) -> np.ndarray:
-        s = self.engine.shape
-        rows = np.full((self.engine.shards, s.max_segments), s.segments - 1, np.int32)
-        rows[shard, : len(segments)] = segments
-        return rows.reshape(-1)
+        self._prefill([self._chunks(room.shard, tokens, start, room.prior, room.targets)])
+        return True
 
     def _spill(self, store: Store, shard: int, segments: list[int]) -> None:
-        rows = self.engine.put_rows(self._segment_rows(shard, segments))
-        key, value = self.engine.read_segments(self.state, rows)
-        J = self.engine.shape.max_segments
-        cut = slice(shard * J, shard * J + len(segments))
-        self._spilled[store.key] = (np.asarray(key[:, cut]), np.asarray(value[:, cut]), len(segments))
+        self._spilled[store.key] = self.engine.read_store(self.state, shard, segments)
         self.stats.spills += 1
 
     def _restore(self, store: Store, shard: int, segments: list[int]) -> None:
-        raise NotImplementedError
+        self.state = self.engine.write_store(self.state, shard, segments, self._spilled.pop(store.key))
 
     # Results.
 

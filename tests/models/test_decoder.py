@@ -42,9 +42,7 @@ def test_logits_are_those_of_transformers(directory):
     expected = np.load(directory / "expected.npz")
     model = from_pretrained(directory)
     assert model.config.family == directory.name
-    np.testing.assert_allclose(
-        np.asarray(model(expected["tokens_BT"])), expected["logits_BTV"], atol=1e-4, rtol=0
-    )
+    np.testing.assert_allclose(np.asarray(model(expected["tokens_BT"])), expected["logits_BTV"], atol=1e-4, rtol=0)
 
 
 def test_there_is_a_fixture_of_every_family():

@@ -93,9 +93,7 @@ def test_numpy_and_unsharded_parameters_are_saved_alike(tmp_path):
 
 
 # Streaming: neither loading nor saving ever holds more than two tensors on the host.
-BIG = gemma2_config(
-    vocab_size=512, num_layers=12, model_dim=256, ffn_dim=512, num_heads=4, num_kv_heads=2, head_dim=64
-)
+BIG = gemma2_config(vocab_size=512, num_layers=12, model_dim=256, ffn_dim=512, num_heads=4, num_kv_heads=2, head_dim=64)
 LARGEST = 512 * 256 * 4  # bytes of an embedding or MLP matrix in float32
 SLACK = 300_000  # what Python and jax allocate beside tensors
 

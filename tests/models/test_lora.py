@@ -135,7 +135,9 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     from_pretrained(FIXTURE.parent / "llama", lora=LORA).save_adapters(tmp_path / "adapter", base="x")
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 3}))
-    with pytest.raises(ValueError, match=r"have the wrong shape: base_model\.model\.model\.layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(
+        ValueError, match=r"have the wrong shape: base_model\.model\.model\.layers\.0\.self_attn\.q_proj"
+    ):
         from_pretrained(FIXTURE, adapters=tmp_path / "adapter")
 
 

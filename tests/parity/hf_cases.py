@@ -39,9 +39,18 @@ CASES = [
     (
         "gemma2_caps",
         "Gemma2Config",
-        {"sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        {
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
     ),
-    ("gemma2_no_caps", "Gemma2Config", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 16}),
+    (
+        "gemma2_no_caps",
+        "Gemma2Config",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 16},
+    ),
     (
         "gemma3_windows",
         "Gemma3TextConfig",

@@ -25,7 +25,9 @@ def main() -> None:
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         tokens_BT = hf_cases.make_tokens((2, 12), config["vocab_size"])
-        np.savez_compressed(directory / "expected.npz", tokens_BT=tokens_BT, logits_BTV=hf_cases.logits(wide, tokens_BT))
+        np.savez_compressed(
+            directory / "expected.npz", tokens_BT=tokens_BT, logits_BTV=hf_cases.logits(wide, tokens_BT)
+        )
 
 
 if __name__ == "__main__":

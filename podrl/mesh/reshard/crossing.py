@@ -85,18 +85,25 @@ class Crossing:
 
 
 def make_crossing(ports: Ports, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> Crossing:
-    """Tiles of a leaf: its own cuts on the side the ports are laid out like, then cut further by the unused axes."""
+    """Tiles of a leaf: its own cuts on the side the ports are laid out like, then cut further by the unused axes.
+
+    Dimensions that the other side cuts go first: the way there is then an exchange among few devices, where XLA would
+    otherwise gather the whole leaf on each.
+    """
     spec = {"source": source.spec, "target": target.spec, "row": Spec()}[ports.like]
     entries: list[tuple[str, ...]] = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     entries += [()] * (len(shape) - len(entries))
     sizes = ports.source.shape
     tile = [n // math.prod(sizes[a] for a in axes) for n, axes in zip(shape, entries, strict=True)]
+    other = {"source": target.spec, "target": source.spec, "row": source.spec}[ports.like]
+    cut_there = [d < len(other) and bool(other[d]) for d in range(len(shape))]
+    order = sorted(range(len(shape)), key=lambda d: not cut_there[d])
     used = {axis for axes in entries for axis in axes}
     for axis, size in sizes.items():
         if axis == GROUP or axis in used or size == 1:
             continue
-        for d, extent in enumerate(tile):
-            if extent % size == 0:
+        for d in order:
+            if tile[d] % size == 0:
                 entries[d] += (axis,)
                 tile[d] //= size
                 break

@@ -1,5 +1,7 @@
 """What travels beside the weights between processes: their checksums and version, for the receiver to compare."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +40,8 @@ class ReceiptChannel:
         sent = None
         if sums_Wl is not None:
             # Not device_put: over several processes it would compare the value on all of them, receivers included.
-            here = [jax.device_put(np.int32(version), d) for d in self._source.mesh.local_devices]
+            mesh = cast(Mesh, self._source.mesh)
+            here = [jax.device_put(np.int32(version), d) for d in mesh.local_devices]
             sent = [sums_Wl, jax.make_array_from_single_device_arrays((), self._source, here)]
         received = self._transport.move(sent) or sent
         assert received is not None, "a process of neither mesh has no part in publishing"

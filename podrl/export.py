@@ -1,0 +1,164 @@
+"""The command that writes a run's model as a Hugging Face directory.
+
+    python -m podrl.export --workdir=RUN --out=DIR [--step=N] [--adapter] [--dtype=bfloat16]
+
+DIR loads in `transformers` (with --adapter: in `peft`, on top of the base model). Adapters are merged unless --adapter.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from absl import app, flags, logging
+
+from podrl.data.tokenizer import Tokenizer
+from podrl.learner.setup import ModelSource
+from podrl.learner.sft import SCRATCH
+from podrl.models import decoder, hf_load, hf_save, lora, peft_files
+from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
+from podrl.models.hf_config import read_config
+from podrl.types import PyTree
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run to export, as given to podrl.launch.")
+_OUT = flags.DEFINE_string("out", None, "Directory to write; must not exist, or be empty.")
+_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; default: the newest.")
+_ADAPTER = flags.DEFINE_bool("adapter", False, "Write the LoRA adapters alone, in PEFT's layout.")
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32", "float16"], "Of the written weights.")
+
+
+def export_params(
+    config: ModelConfig,
+    params: PyTree,
+    tokenizer_dir: str | pathlib.Path,
+    out: str | pathlib.Path,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> None:
+    """Writes weights (adapters merged), config.json and the tokenizer's files to `out`, complete or not at all.
+
+    Args:
+      config, params: the model, with or without adapters.
+      tokenizer_dir: where the tokenizer's files are copied from; its token ids go into config.json.
+      out: must not exist, or be empty.
+      dtype: of the written weights.
+
+    Raises:
+      ValueError: `out` holds something already.
+    """
+    tokenizer = Tokenizer(tokenizer_dir)
+    if config.lora.rank:
+        config, params = lora.merge(params, config)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
+    texts = {path.name: path.read_bytes() for path in tokenizer.files if path.name != "config.json"}
+    hf_save.save(out, config, params, dtype=dtype, fields=ids, extra_files=texts)
+
+
+def restore_params(workdir: pathlib.Path, step: int | None, abstract: PyTree) -> tuple[int, PyTree]:
+    """The trained parameters of a run's checkpoint, without its optimizer state.
+
+    Args:
+      workdir: the run; it may still be training.
+      step: which checkpoint; None is the newest.
+      abstract: shapes, dtypes and shardings of the trained parameters.
+
+    Returns:
+      (step, parameters).
+
+    Raises:
+      ValueError: no such checkpoint; those that exist are listed.
+    """
+    directory = (workdir / "checkpoints").absolute()
+    steps = sorted(int(p.name) for p in directory.glob("*") if p.name.isdigit())
+    if not steps or (step is not None and step not in steps):
+        wanted = "any step" if step is None else f"step {step}"
+        raise ValueError(f"{directory} has no checkpoint of {wanted}: it has {steps or 'none'}.")
+    step = steps[-1] if step is None else step
+    item = {"params": abstract}
+    with ocp.PyTreeCheckpointer() as reader:
+        restored = reader.restore(
+            directory / str(step) / "state",
+            args=ocp.args.PyTreeRestore(
+                item=item,  # pyright: ignore[reportCallIssue]
+                restore_args=ocp.checkpoint_utils.construct_restore_args(item),  # pyright: ignore[reportCallIssue]
+                partial_restore=True,  # pyright: ignore[reportCallIssue]
+            ),
+        )
+    return step, restored["params"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunModel:
+    """What a run trained, from its config.json.
+
+    Attributes:
+      config: the model, adapters included.
+      base: directory of the weights it started from; None for a model trained from scratch.
+      tokenizer: directory of its tokenizer.
+      dtype: of the trained parameters.
+    """
+
+    config: ModelConfig
+    base: pathlib.Path | None
+    tokenizer: pathlib.Path
+    dtype: str
+
+
+def read_run(workdir: pathlib.Path) -> RunModel:
+    """Reads which model a run directory holds.
+
+    Raises:
+      ValueError: not a run directory.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise ValueError(f"--workdir={workdir} has no config.json: give the directory a run of podrl.launch wrote to.")
+    raw = json.loads(path.read_text())
+    adapters = LoraConfig(**raw["model"]["lora"])
+    dtype = raw["trainer"]["param_dtype"]
+    if raw["model"]["path"] == SCRATCH:
+        tokenizer = pathlib.Path(raw["tokenizer"] or ModelSource("tiny").directory)
+        config = gemma2_config(vocab_size=Tokenizer(tokenizer).vocab_size, **raw["scratch"])
+        return RunModel(dataclasses.replace(config, lora=adapters), None, tokenizer, dtype)
+    base = ModelSource(raw["model"]["path"]).directory
+    tokenizer = pathlib.Path(raw.get("tokenizer") or base)
+    return RunModel(dataclasses.replace(read_config(base), lora=adapters), base, tokenizer, dtype)
+
+
+def load_run(workdir: pathlib.Path, step: int | None = None) -> tuple[RunModel, int, PyTree]:
+    """(what it is, step, whole parameter tree) of a run's checkpoint, on this process's first device."""
+    run = read_run(workdir)
+    mesh = hf_load.single_device_mesh()
+    trainable, _ = decoder.split_trainable(decoder.abstract_params(run.config, mesh, jnp.dtype(run.dtype)), run.config)
+    step, params = restore_params(workdir, step, trainable)
+    if run.config.lora.rank:
+        if run.base is None:
+            raise ValueError(f"{workdir} trained adapters on random weights: there is no base model to put them on.")
+        _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype))
+        params = decoder.join_trainable(params, base)
+    return run, step, params
+
+
+def main(argv: Sequence[str]) -> None:
+    """Exports as the flags say; user errors end with one line and exit code 1."""
+    del argv
+    workdir, out = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUT.value)
+    try:
+        run, step, params = load_run(workdir, _STEP.value)
+        dtype = jnp.dtype(_DTYPE.value)
+        if _ADAPTER.value:
+            peft_files.save_adapters(out, run.config, params, base=str(run.base), dtype=dtype)
+        else:
+            export_params(run.config, params, run.tokenizer, out, dtype=dtype)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"podrl.export: {error}")
+    logging.info("Step %d of %s was written to %s.", step, workdir, out)
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["workdir", "out"])
+    app.run(main)
