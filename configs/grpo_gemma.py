@@ -44,7 +44,8 @@ def _tiny() -> ConfigDict:
     config.grpo = ConfigDict({"num_generations": 8, "num_iterations": 1, "beta": 0.0, "epsilon": 0.2})
     config.grpo.loss_agg_mode = "token-mean"
     config.grpo.max_staleness = 0
-    config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 64, "max_tokens_to_generate": 40})
+    # max_prompt_length 0 is the longest prompt of the data.
+    config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 0, "max_tokens_to_generate": 40})
     config.rollout.temperature = 1.0
     config.reward = ConfigDict(
         {

@@ -10,7 +10,8 @@ from typing import Any
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import build, defaults, merge
-from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
+from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts, longest_prompt
+from podrl.data.tokenizer import Tokenizer
 from podrl.learner import describe, summary
 from podrl.learner.console import make_console
 from podrl.learner.evaluate import AccuracyEvaluator, EvalConfig
@@ -85,14 +86,23 @@ def parse(values: Mapping[str, Any]) -> RLJob:
     return job
 
 
+def with_prompt_length(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces rollout.max_prompt_length=0 by the longest prompt of the data, and checks that the model exists."""
+    if not values["model"]["path"]:
+        return dict(values)
+    directory = build(ModelSource, values["model"], "config.model").directory
+    if values["rollout"]["max_prompt_length"]:
+        return dict(values)
+    data = build(DataConfig, values["data"], "config.data")
+    return merge(values, {"rollout": {"max_prompt_length": longest_prompt(data, Tokenizer(directory))}})
+
+
 def dry_run(values: Mapping[str, Any], workdir: pathlib.Path) -> int:
     """Prints the resolved configuration, the role table and the batch arithmetic."""
-    job = parse(values)
     console = make_console()
-    if job.model.path:
-        _ = job.model.directory  # refuses a directory that does not exist
-    else:
+    if not values["model"]["path"]:
         console.print("model.path is empty: the run itself needs --config.model.path=DIR.")
+    job = parse(with_prompt_length(values))
     console.print(json.dumps(dataclasses.asdict(job), indent=2, default=str))
     trainer_mesh, rollout_mesh = meshes(job.roles)
     describe.print_plan(console, job, trainer_mesh, rollout_mesh, workdir)
@@ -129,7 +139,7 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str) -> in
         from podrl.learner import sft
 
         return sft.run(values, workdir, command=command)
-    job = parse(values)
+    job = parse(with_prompt_length(values))
     started = time.monotonic()
     trainer_mesh, rollout_mesh = meshes(job.roles)
     with Run(workdir, log=job.log, checkpoint=job.checkpoint, config=dataclasses.asdict(job)) as current:
