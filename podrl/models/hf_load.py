@@ -131,7 +131,7 @@ def _listing(names: Sequence[str]) -> str:
 def _load_leaf(
     entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype, under_way: list[Array]
 ) -> Array:
-    """Reads a leaf's tensors in turn into its (stacked) device array; `under_way` is what the last of them went into."""
+    """Reads a leaf's tensors in turn into its (stacked) device array; `under_way`: where the last tensor went."""
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
     if not entry.stacked:

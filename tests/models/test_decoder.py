@@ -32,8 +32,8 @@ def params():
     return decoder.init_params(CONFIG, jax.random.key(0))
 
 
-@pytest.fixture(scope="module")
-def tokens_BT():
+@pytest.fixture(scope="module", name="tokens_BT")
+def _tokens():
     return np.random.default_rng(0).integers(1, 32, (2, 8)).astype(np.int32)
 
 

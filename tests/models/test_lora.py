@@ -17,8 +17,8 @@ FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "gemma2"
 LORA = LoraConfig(rank=2, alpha=6.0)
 
 
-@pytest.fixture(scope="module")
-def tokens_BT():
+@pytest.fixture(scope="module", name="tokens_BT")
+def _tokens():
     return np.load(FIXTURE / "expected.npz")["tokens_BT"]
 
 

@@ -31,8 +31,8 @@ GEMMA3_ROPE = {
 }
 ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
 
-# (name, configuration class, differences from SMALL): GQA ratios, head sizes unlike dim / heads, windows shorter than the
-# sequences of the tests, tied and untied, biases, soft caps that bite, both rope bases and scalings.
+# (name, configuration class, differences from SMALL): GQA ratios, head sizes unlike dim / heads, windows shorter than
+# the sequences of the tests, tied and untied, biases, soft caps that bite, both rope bases and scalings.
 CASES = [
     ("gemma_mha", "GemmaConfig", {"num_key_value_heads": 4}),
     ("gemma_mqa", "GemmaConfig", {"num_key_value_heads": 1, "head_dim": 16}),
