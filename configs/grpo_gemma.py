@@ -41,9 +41,7 @@ def _tiny() -> ConfigDict:
     config.data = ConfigDict({"path": "problems", "eval_path": "", "system_prompt": "auto", "seed": 42})
     config.data.template = "chat"
     config.data.long_prompts = "skip"
-    config.grpo = ConfigDict({"num_generations": 8, "num_iterations": 1, "beta": 0.0, "epsilon": 0.2})
-    config.grpo.loss_agg_mode = "token-mean"
-    config.grpo.max_staleness = 0
+    config.grpo = ConfigDict({"num_generations": 8, "num_iterations": 1, "max_staleness": 0})
     # max_prompt_length 0 is the longest prompt of the data.
     config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 0, "max_tokens_to_generate": 40})
     config.rollout.temperature = 1.0
@@ -56,9 +54,10 @@ def _tiny() -> ConfigDict:
         }
     )
     config.trainer = ConfigDict(
-        {"max_steps": 160, "eval_every_n_steps": 40, "learning_rate": 2e-4, "schedule": "constant"}
+        {"max_steps": 120, "eval_every_n_steps": 40, "learning_rate": 2e-4, "schedule": "constant"}
     )
     config.trainer.max_grad_norm = 1.0
+    config.trainer.max_seq_token_per_tpu = 2048
     config.trainer.b2 = 0.99
     config.eval = ConfigDict({"problems": 256, "samples": 4})
     config.checkpoint = ConfigDict({"every": 40, "keep": 2})

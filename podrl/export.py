@@ -5,6 +5,7 @@
 DIR loads in `transformers` (with --adapter: in `peft`, on top of the base model). Adapters are merged unless --adapter.
 """
 
+import argparse
 import dataclasses
 import json
 import pathlib
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from absl import app, flags, logging
 
 from podrl.data.tokenizer import Tokenizer
 from podrl.learner.setup import ModelSource
@@ -23,12 +23,6 @@ from podrl.models import decoder, hf_load, hf_save, lora, peft_files
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
 from podrl.models.hf_config import read_config
 from podrl.types import PyTree
-
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run to export, as given to podrl.launch.")
-_OUT = flags.DEFINE_string("out", None, "Directory to write; must not exist, or be empty.")
-_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; default: the newest.")
-_ADAPTER = flags.DEFINE_bool("adapter", False, "Write the LoRA adapters alone, in PEFT's layout.")
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32", "float16"], "Of the written weights.")
 
 
 def export_params(
@@ -143,22 +137,37 @@ def load_run(workdir: pathlib.Path, step: int | None = None) -> tuple[RunModel, 
     return run, step, params
 
 
-def main(argv: Sequence[str]) -> None:
-    """Exports as the flags say; user errors end with one line and exit code 1."""
-    del argv
-    workdir, out = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUT.value)
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; see the module's docstring."""
+    parser = argparse.ArgumentParser("python -m podrl.export", description="Writes a run's model as a directory.")
+    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="the run, as given to podrl.launch")
+    parser.add_argument(
+        "--out", required=True, type=pathlib.Path, help="directory to write; must not exist, or be empty"
+    )
+    parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
+    parser.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's layout")
+    parser.add_argument("--dtype", default="bfloat16", choices=hf_save.DTYPES, help="of the written weights")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> str:
+    """Exports as the command line says; returns what was written in one line.
+
+    Raises:
+      SystemExit: a user error, in one line.
+    """
+    args = parse(argv)
     try:
-        run, step, params = load_run(workdir, _STEP.value)
-        dtype = jnp.dtype(_DTYPE.value)
-        if _ADAPTER.value:
-            peft_files.save_adapters(out, run.config, params, base=str(run.base), dtype=dtype)
+        run, step, params = load_run(args.workdir, args.step)
+        dtype = jnp.dtype(args.dtype)
+        if args.adapter:
+            peft_files.save_adapters(args.out, run.config, params, base=str(run.base), dtype=dtype)
         else:
-            export_params(run.config, params, run.tokenizer, out, dtype=dtype)
+            export_params(run.config, params, run.tokenizer, args.out, dtype=dtype)
     except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"podrl.export: {error}")
-    logging.info("Step %d of %s was written to %s.", step, workdir, out)
+        raise SystemExit(f"podrl.export: {error}") from None
+    return f"Step {step} of {args.workdir} was written to {args.out} ({args.dtype})."
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["workdir", "out"])
-    app.run(main)
+    sys.stdout.write(main() + "\n")

@@ -75,5 +75,5 @@ class AccuracyEvaluator:
                     scores.setdefault(key, []).append(value)
                 if len(shown) < self._config.show:
                     record = {"evaluation": name, "prompt": prompts.text[p], "completion": completion}
-                    shown.append({**record, "answer": answer, **values})
+                    shown.append({**record, "truth": answer, **values})
         return {key: np.asarray(values).reshape(-1, group_size) for key, values in scores.items()}, shown

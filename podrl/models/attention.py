@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Float, Int
@@ -13,6 +14,8 @@ from jaxtyping import Array, Float, Int
 from podrl.mesh import rules
 
 NEG_INF = -1e30
+# Under this name rematerialisation policies may keep what the backward pass of attention needs beside q, k and v.
+ATTENTION_NAME = "attention"
 # Rows up to this length are one block: scores of a row fit where they are used at once.
 BLOCK = 512
 _LANES = 128
@@ -103,6 +106,8 @@ def _seen(segment_BT: Array, segment_BS: Array, back_TS: Array, window: Array) -
 
 
 # --- blockwise ---
+# Scores are laid out keys first, [B, K, s, G, t], and queries and outputs time last, [B, K, H, G, T]: then no matrix
+# product of the forward or backward pass has to transpose a block of scores, only slices of q, k, v and the output.
 
 
 def _blockwise(
@@ -113,27 +118,18 @@ def _blockwise(
     K = k_BTKH.shape[2]
     size = min(block, T)
     pad = -T % size
-
-    def heads_first(x_BTNH: Array, *heads: int) -> Array:
-        x_BTNH = jnp.pad(x_BTNH, ((0, 0), (0, pad), (0, 0), (0, 0))) if pad else x_BTNH
-        return jnp.moveaxis(x_BTNH.reshape(B, T + pad, *heads, H), 1, -2)
-
-    segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad))) if pad else segment_BT
-    out_BKGTH = _flash(
-        heads_first(q_BTNH, K, N // K),
-        heads_first(k_BTKH, K),
-        heads_first(v_BTKH, K),
-        segment_BT,
-        jnp.asarray(window, jnp.int32),
-        softcap,
-        size,
-    )
-    return jnp.moveaxis(out_BKGTH, -2, 1).reshape(B, T + pad, N, H)[:, :T]
+    if pad:
+        q_BTNH, k_BTKH, v_BTKH = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q_BTNH, k_BTKH, v_BTKH))
+        segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad)))
+    q_BKHGT = q_BTNH.reshape(B, T + pad, K, N // K, H).transpose(0, 2, 4, 3, 1)
+    k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
+    out_BKHGT = _flash(q_BKHGT, k_BKSH, v_BKSH, segment_BT, jnp.asarray(window, jnp.int32), softcap, size)
+    return out_BKHGT.transpose(0, 4, 1, 3, 2).reshape(B, T + pad, N, H)[:, :T]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _flash(q_BKGTH, k_BKSH, v_BKSH, segment_BT, window, softcap: float, size: int) -> Array:
-    return _flash_fwd(q_BKGTH, k_BKSH, v_BKSH, segment_BT, window, softcap, size)[0]
+def _flash(q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, softcap: float, size: int) -> Array:
+    return _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, softcap, size)[0]
 
 
 def _key_blocks(index: Array, window: Array, size: int) -> tuple[Array, Array]:
@@ -141,72 +137,80 @@ def _key_blocks(index: Array, window: Array, size: int) -> tuple[Array, Array]:
     return jnp.maximum(index * size - jnp.minimum(window, index * size + 1) + 1, 0) // size, index + 1
 
 
-def _cut(x: Array, index: Array, size: int, axis: int = -2) -> Array:
+def _cut(x: Array, index: Array, size: int, axis: int) -> Array:
+    if x.shape[axis] == size:
+        return x
     return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=axis)
 
 
-def _scores(q_BKGtH, k_BKsH, segment_BT, window, i, j, softcap: float, size: int) -> tuple[Array, Array]:
+def _scores(q_BKHGt, k_BKsH, segment_BT, window, i, j, softcap: float, size: int) -> tuple[Array, Array]:
     """(capped scores, which of them count) of query block i against key block j, float32."""
-    score = jnp.einsum("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH, preferred_element_type=jnp.float32)
+    score = jnp.einsum("BKsH,BKHGt->BKsGt", k_BKsH, q_BKHGt, preferred_element_type=jnp.float32)
     if softcap:
         score = jnp.tanh(score * (1.0 / softcap)) * softcap
     t_T = jnp.arange(size)
-    back = (i - j) * size + t_T[:, None] - t_T[None, :]
-    seen = _seen(_cut(segment_BT, i, size, 1), _cut(segment_BT, j, size, 1), back, window)
-    return score, seen[:, None, None]
+    back_Tt = (i - j) * size + t_T[None, :] - t_T[:, None]
+    key_Bs, query_Bt = _cut(segment_BT, j, size, 1), _cut(segment_BT, i, size, 1)
+    same_Bst = (key_Bs[:, :, None] == query_Bt[:, None, :]) & (query_Bt[:, None, :] > 0)
+    return score, (same_Bst & (back_Tt >= 0) & (back_Tt < window))[:, None, :, None]
 
 
-def _flash_fwd(q_BKGTH, k_BKSH, v_BKSH, segment_BT, window, softcap: float, size: int):
+def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, softcap: float, size: int):
     def attend(i: Array) -> tuple[Array, Array]:
-        q = _cut(q_BKGTH, i, size)
+        q = _cut(q_BKHGT, i, size, -1)
 
         def add(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, out = carry
-            score, seen = _scores(q, _cut(k_BKSH, j, size), segment_BT, window, i, j, softcap, size)
+            score, seen = _scores(q, _cut(k_BKSH, j, size, -2), segment_BT, window, i, j, softcap, size)
             score = jnp.where(seen, score, NEG_INF)
-            new_top = jnp.maximum(top, jnp.max(score, axis=-1, keepdims=True))
+            new_top = jnp.maximum(top, jnp.max(score, axis=2, keepdims=True))
             weight = jnp.exp(score - new_top)
             shrink = jnp.exp(top - new_top)
-            total = total * shrink + jnp.sum(weight, axis=-1, keepdims=True)
-            v = _cut(v_BKSH, j, size)
-            part = jnp.einsum("BKGts,BKsH->BKGtH", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            total = total * shrink + jnp.sum(weight, axis=2, keepdims=True)
+            v = _cut(v_BKSH, j, size, -2)
+            part = jnp.einsum("BKsH,BKsGt->BKHGt", v, weight.astype(v.dtype), preferred_element_type=jnp.float32)
             return new_top, total, out * shrink + part
 
-        column = jnp.full((*q.shape[:-1], 1), NEG_INF, jnp.float32)
-        carry = (column, jnp.zeros_like(column), jnp.zeros(q.shape, jnp.float32))
-        top, total, out = _loop(*_key_blocks(i, window, size), add, carry, single=q.shape == q_BKGTH.shape)
+        B, K, _, G, t = q.shape
+        row = jnp.full((B, K, 1, G, t), NEG_INF, jnp.float32)
+        carry = (row, jnp.zeros_like(row), jnp.zeros(q.shape, jnp.float32))
+        top, total, out = _loop(*_key_blocks(i, window, size), add, carry, single=t == q_BKHGT.shape[-1])
         return (out / total).astype(q.dtype), top + jnp.log(total)
 
-    out_BKGTH, lse_BKGT1 = _over_blocks(attend, q_BKGTH.shape[-2] // size)
-    return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, segment_BT, window, out_BKGTH, lse_BKGT1)
+    parts = _over_blocks(attend, q_BKHGT.shape[-1] // size)
+    out_BKHGT, lse_BK1GT = (checkpoint_name(x, ATTENTION_NAME) for x in parts)
+    return out_BKHGT, (q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, out_BKHGT, lse_BK1GT)
 
 
-def _flash_bwd(softcap: float, size: int, saved, dout_BKGTH):
-    q_BKGTH, k_BKSH, v_BKSH, segment_BT, window, out_BKGTH, lse_BKGT1 = saved
+def _flash_bwd(softcap: float, size: int, saved, dout_BKHGT):
+    q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, out_BKHGT, lse_BK1GT = saved
     f32 = jnp.float32
-    delta_BKGT1 = jnp.sum(dout_BKGTH.astype(f32) * out_BKGTH.astype(f32), axis=-1, keepdims=True)
-    single = q_BKGTH.shape[-2] == size
+    delta_BK1GT = jnp.sum(dout_BKHGT.astype(f32) * out_BKHGT.astype(f32), axis=2, keepdims=True)
+    single = q_BKHGT.shape[-1] == size
 
     def add(j, carry, i, q, dout, lse, delta):
         dq, dk_BKSH, dv_BKSH = carry
-        k, v = _cut(k_BKSH, j, size), _cut(v_BKSH, j, size)
+        k, v = _cut(k_BKSH, j, size, -2), _cut(v_BKSH, j, size, -2)
         score, seen = _scores(q, k, segment_BT, window, i, j, softcap, size)
         weight = jnp.where(seen, jnp.exp(score - lse), 0.0)
-        dweight = jnp.einsum("BKGtH,BKsH->BKGts", dout, v, preferred_element_type=f32)
+        dweight = jnp.einsum("BKsH,BKHGt->BKsGt", v, dout, preferred_element_type=f32)
         dscore = weight * (dweight - delta)
         if softcap:
             dscore = dscore * (1.0 - jnp.square(score * (1.0 / softcap)))
         dscore, weight = dscore.astype(q.dtype), weight.astype(q.dtype)
-        dq = dq + jnp.einsum("BKGts,BKsH->BKGtH", dscore, k, preferred_element_type=f32)
-        dk = jnp.einsum("BKGts,BKGtH->BKsH", dscore, q, preferred_element_type=f32)
-        dv = jnp.einsum("BKGts,BKGtH->BKsH", weight, dout, preferred_element_type=f32)
+        dq = dq + jnp.einsum("BKsH,BKsGt->BKHGt", k, dscore, preferred_element_type=f32)
+        dk = jnp.einsum("BKsGt,BKHGt->BKsH", dscore, q, preferred_element_type=f32)
+        dv = jnp.einsum("BKsGt,BKHGt->BKsH", weight, dout, preferred_element_type=f32)
         if single:
             return dq, dk, dv
-        put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, _cut(x, j, size) + y, j * size, axis=-2)  # noqa: E731
+
+        def put(x: Array, y: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(x, _cut(x, j, size, -2) + y, j * size, axis=-2)
+
         return dq, put(dk_BKSH, dk), put(dv_BKSH, dv)
 
     def through(carry, i):
-        q, dout, lse, delta = (_cut(x, i, size) for x in (q_BKGTH, dout_BKGTH, lse_BKGT1, delta_BKGT1))
+        q, dout, lse, delta = (_cut(x, i, size, -1) for x in (q_BKHGT, dout_BKHGT, lse_BK1GT, delta_BK1GT))
         step = functools.partial(add, i=i, q=q, dout=dout, lse=lse, delta=delta)
         start = (jnp.zeros(q.shape, f32), *carry)
         dq, dk, dv = _loop(*_key_blocks(i, window, size), step, start, single=single)
@@ -214,11 +218,11 @@ def _flash_bwd(softcap: float, size: int, saved, dout_BKGTH):
 
     zeros = (jnp.zeros(k_BKSH.shape, f32), jnp.zeros(v_BKSH.shape, f32))
     if single:
-        (dk_BKSH, dv_BKSH), dq_BKGTH = through(zeros, jnp.int32(0))
+        (dk_BKSH, dv_BKSH), dq_BKHGT = through(zeros, jnp.int32(0))
     else:
-        (dk_BKSH, dv_BKSH), parts = jax.lax.scan(through, zeros, jnp.arange(q_BKGTH.shape[-2] // size))
-        dq_BKGTH = _join(parts)
-    return dq_BKGTH, dk_BKSH.astype(k_BKSH.dtype), dv_BKSH.astype(v_BKSH.dtype), None, None
+        (dk_BKSH, dv_BKSH), parts = jax.lax.scan(through, zeros, jnp.arange(q_BKHGT.shape[-1] // size))
+        dq_BKHGT = _join(parts)
+    return dq_BKHGT, dk_BKSH.astype(k_BKSH.dtype), dv_BKSH.astype(v_BKSH.dtype), None, None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
@@ -231,13 +235,14 @@ def _loop(first: Array, last: Array, body, carry, *, single: bool):
 def _over_blocks(attend, count: int) -> tuple[Array, Array]:
     if count == 1:
         return attend(jnp.int32(0))
-    return tuple(_join(x) for x in jax.lax.map(attend, jnp.arange(count)))  # pyright: ignore[reportReturnType]
+    out, lse = jax.lax.map(attend, jnp.arange(count))
+    return _join(out), _join(lse)
 
 
 def _join(blocks: Array) -> Array:
-    """Blocks stacked in front become one time axis again, second to last."""
-    blocks = jnp.moveaxis(blocks, 0, -3)
-    return blocks.reshape(*blocks.shape[:-3], -1, blocks.shape[-1])
+    """Blocks stacked in front become one time axis again, the last."""
+    blocks = jnp.moveaxis(blocks, 0, -2)
+    return blocks.reshape(*blocks.shape[:-2], -1)
 
 
 # --- splash ---
@@ -297,6 +302,7 @@ def _splash_one(q_BTNH, k_BTKH, v_BTKH, segment_BT, *, window: int, softcap: flo
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=softcap or None,
+        residual_checkpoint_name=ATTENTION_NAME,
         interpret=interpret,
     )
     q_BNTH, k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+QUANT_GROUP = 64  # inputs that share a scale in integer weights
 GLOBAL_WINDOW = 1 << 30  # a window no sequence reaches: the layer sees everything before it
 
 
@@ -39,17 +40,26 @@ class LoraConfig:
       pattern: regular expression on whole projection names (q, k, v, o, gate, up, down, or with _proj behind) that get
         an adapter.
       dropout: probability of zeroing an input feature of the adapter while training.
+      base_dtype: 'int8' or 'int4' stores the frozen projections as integers with a scale per group of 64 inputs (QLoRA,
+        arXiv 2305.14314, with uniform levels); '' stores them like everything else.
 
     Raises:
-      ValueError: a pattern that matches no projection, a negative rank, a dropout outside [0, 1).
+      ValueError: a pattern that matches no projection, a negative rank, a dropout outside [0, 1), an unknown or idle
+        base_dtype.
     """
 
     rank: int = 0
     alpha: float = 16.0
     pattern: str = "q|k|v|o|gate|up|down"
     dropout: float = 0.0
+    base_dtype: str = ""
 
     def __post_init__(self):
+        if self.base_dtype not in ("", "int8", "int4") or (self.base_dtype and not self.rank):
+            raise ValueError(
+                f"lora.base_dtype={self.base_dtype!r} with lora.rank={self.rank}: it must be '', 'int8' or 'int4', and "
+                "integer weights need adapters (a rank above 0), as they are not trained themselves."
+            )
         if self.rank < 0 or not 0 <= self.dropout < 1:
             raise ValueError(
                 f"lora.rank={self.rank} must not be negative and lora.dropout={self.dropout} must lie in [0, 1)."

@@ -12,18 +12,28 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from podrl.mesh import rules
-from podrl.models.attention import attention
-from podrl.models.config import ModelConfig
+from podrl.models.attention import ATTENTION_NAME, attention
+from podrl.models.config import QUANT_GROUP, ModelConfig
 from podrl.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """Shape, logical axes and initial scale of one parameter. `std` is that of a normal; 0 means zeros."""
+    """Shape, logical axes and initial scale of one parameter.
+
+    Attributes:
+      shape, axes: size and logical axis of each dimension.
+      std: of the normal it is drawn from; 0 is zeros, -1 ones.
+      dtype: where it differs from that of the model: 'int8', 'int4', 'float32'.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     std: float
+    dtype: str = ""
+
+    def dtype_in(self, model_dtype: jax.typing.DTypeLike) -> jnp.dtype:
+        return jnp.dtype(self.dtype or model_dtype)
 
 
 @flax.struct.dataclass
@@ -75,15 +85,18 @@ def param_specs(config: ModelConfig) -> dict:
     }
     layers: dict[str, Param] = {}
 
-    def layer(name: str, shape: tuple[int, ...], axes: tuple[str, ...], std: float):
-        layers[name] = Param((config.num_layers, *shape), ("layers", *axes), std)
+    def layer(name: str, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: str = ""):
+        layers[name] = Param((config.num_layers, *shape), ("layers", *axes), std, dtype)
 
     unit = 0.0 if config.norm_plus_one else -1.0  # std -1: ones
     for name, (_, letters, axes) in _PROJECTIONS.items():
         shape = tuple(size[c] for c in letters)
         split = projection_inputs(name)
         fan_in = math.prod(shape[:split])
-        layer(name, shape, axes, fan_in**-0.5)
+        layer(name, shape, axes, fan_in**-0.5, config.lora.base_dtype)
+        if config.lora.base_dtype:
+            groups = max(1, shape[split - 1] // QUANT_GROUP) if shape[split - 1] % QUANT_GROUP == 0 else 1
+            layer(f"{name}_scale", (*shape[: split - 1], groups, *shape[split:]), axes, -1.0, "float32")
         if config.lora.covers(name):
             layer(f"{name}_lora_a", (*shape[:split], config.lora.rank), (*axes[:split], "rank"), fan_in**-0.5)
             layer(f"{name}_lora_b", (config.lora.rank, *shape[split:]), ("rank", *axes[split:]), 0.0)
@@ -114,14 +127,19 @@ def is_param(leaf: Any) -> bool:
 def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree:
     """Shapes, dtype and shardings of the parameters on `mesh`, without any array."""
     return jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, dtype, sharding=rules.sharding_for(p.axes, p.shape, mesh)),
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype_in(dtype), sharding=rules.sharding_for(p.axes, p.shape, mesh)),
         param_specs(config),
         is_leaf=is_param,
     )
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> PyTree:
-    """Random parameters; jit with out_shardings from `abstract_params` to create them in place."""
+    """Random parameters; jit with out_shardings from `abstract_params` to create them in place.
+
+    Integer weights are not random: quantise those of a dense model (podrl/models/quantize.py).
+    """
+    if config.lora.base_dtype:
+        raise ValueError(f"lora.base_dtype={config.lora.base_dtype!r} needs trained weights: load a model instead.")
     specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_param)
     keys = jax.random.split(key, len(specs))
 
@@ -201,10 +219,24 @@ def adapter_dropout(config: ModelConfig, key: PRNGKeyArray, layer_index: Int[Arr
     return drop
 
 
+def dense_weight(name: str, layer: PyTree, dtype: jax.typing.DTypeLike) -> Array:
+    """The weight of a projection in one layer, out of integers and scales where it is stored so."""
+    weight = layer[name].astype(dtype)
+    if f"{name}_scale" not in layer:
+        return weight
+    axis = projection_inputs(name) - 1
+    scale = layer[f"{name}_scale"].astype(dtype)
+    return weight * jnp.repeat(scale, weight.shape[axis] // scale.shape[axis], axis)
+
+
 def project(name: str, x: Array, layer: PyTree, config: ModelConfig, drop: Drop = drop_nothing) -> Array:
     """One named projection with its bias and adapter, in x's dtype."""
     einsum = _PROJECTIONS[name][0]
-    y = jnp.einsum(einsum, x, layer[name].astype(x.dtype))
+    split = projection_inputs(name)
+    weight = dense_weight(name, layer, x.dtype)
+    # As matrices: the gradient of the weight then needs no transposed copy of its operands (a third of a step on CPU).
+    y_XY = x.reshape(math.prod(x.shape[:2]), -1) @ weight.reshape(math.prod(weight.shape[:split]), -1)
+    y = y_XY.reshape(*x.shape[:2], *weight.shape[split:])
     if f"{name}_bias" in layer:
         y = y + layer[f"{name}_bias"].astype(x.dtype)
     if f"{name}_lora_a" in layer:
@@ -290,7 +322,10 @@ def unembed(params: PyTree, hidden_BTD: Float[Array, "B T D"], config: ModelConf
 
 _REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME),
+    ),
 }
 
 
@@ -313,14 +348,23 @@ def hidden(
       segment_BT: attention is causal within equal, non-zero segments; 0 is padding.
       position_BT: position inside the segment.
       dtype: compute dtype; parameters are cast where they are used.
-      remat: 'none', 'dots' (keep matmul outputs) or 'full' (keep layer inputs only).
+      remat: 'none', 'dots' (keep outputs of projections and attention) or 'full' (keep layer inputs only).
       mesh: where given, activations are pinned to the batch sharding.
       dropout_key: turns on the adapters' dropout (training only); without it, or at rate 0, nothing is dropped.
     """
     dropping = config.lora.rank > 0 and config.lora.dropout > 0
 
     def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo) -> tuple[Array, None]:
-        out = attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=info.window, softcap=config.attn_softcap, mesh=mesh)
+        out = attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            segment_BT,
+            window=info.window,
+            softcap=config.attn_softcap,
+            mesh=mesh,
+            windows=config.window_L,
+        )
         return out, None
 
     def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo]) -> tuple[Array, None]:

@@ -1,5 +1,6 @@
 """Streams a Hugging Face checkpoint onto device shards, one tensor at a time."""
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -15,9 +16,10 @@ from jaxtyping import Array
 
 from podrl.mesh import build, rules
 from podrl.models import lora
-from podrl.models.config import LoraConfig, ModelConfig
+from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.hf_names import Entry, entries
+from podrl.models.quantize import quantized_leaves
 from podrl.models.tensor_files import StoredTensor, scan_directory
 from podrl.types import PyTree
 
@@ -55,7 +57,9 @@ def load(
         raise ValueError(f"model.path={str(directory)!r} is not a directory: give a Hugging Face model directory.")
     config = read_config(directory)
     mesh = single_device_mesh() if mesh is None else mesh
-    params = load_entries(entries(config), scan_directory(directory), config, mesh, dtype, where=str(directory))
+    stored = scan_directory(directory)
+    adapted = dataclasses.replace(config, lora=lora_config or LoraConfig())
+    params = load_entries(entries(config), stored, adapted, mesh, dtype, where=str(directory))
     if lora_config is None or not lora_config.rank:
         return config, params
     return lora.with_adapters(config, params, lora_config, mesh, dtype, seed=seed)
@@ -75,7 +79,10 @@ def load_entries(
     *,
     where: str,
 ) -> dict[str, Any]:
-    """The leaves of `wanted`, read from `stored`, as a parameter tree. Arguments and errors as in `load`."""
+    """The leaves of `wanted`, read from `stored`, as a parameter tree; projections as `config.lora.base_dtype` says.
+
+    Arguments and errors as in `load`.
+    """
     found = _match(wanted, stored, config, where)
     params: dict[str, Any] = {}
     under_way: list[Array] = []
@@ -83,7 +90,11 @@ def load_entries(
         node = params
         for key in entry.leaf[:-1]:
             node = node.setdefault(key, {})
-        node[entry.leaf[-1]] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype), under_way)
+        name = entry.leaf[-1]
+        node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype), under_way)
+        if config.lora.base_dtype and name in PROJECTIONS:
+            under_way.clear()
+            node |= quantized_leaves(name, node[name], config, mesh)
     return params
 
 

@@ -24,7 +24,7 @@ from podrl.models.tensor_files import Outgoing, split_into_files, write_file, wr
 from podrl.types import PyTree
 
 MAX_FILE_BYTES = 5_000_000_000
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def save(
@@ -56,8 +56,8 @@ def save(
     if any(is_adapter(name) for name in params["layers"]):
         raise ValueError("A model with adapters cannot be saved as plain weights: merge it, or save the adapters.")
     name = np.dtype(dtype).name
-    if name not in _DTYPES:
-        raise ValueError(f"Weights cannot be written as {name}: one of {', '.join(_DTYPES)}.")
+    if name not in DTYPES:
+        raise ValueError(f"Weights cannot be written as {name}: one of {', '.join(DTYPES)}.")
     raw = config_to_hf(config) | {"torch_dtype": name} | dict(fields or {})
     with finished_directory(directory, writes=is_writer(params)) as partial:
         write_entries(partial, entries(config), params, np.dtype(dtype), max_file_bytes=max_file_bytes)

@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from podrl.mesh import rules
-from podrl.models.config import LoraConfig, ModelConfig
+from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.decoder import Param, is_adapter, param_specs, projection_inputs
+from podrl.models.quantize import dequantized
 from podrl.types import PyTree
 
 
@@ -23,7 +24,8 @@ def with_adapters(
     """Puts fresh adapters beside the weights: A normal with variance 1 / fan-in, B zero, so that nothing changes yet.
 
     Args:
-      config, params: a model without adapters; its arrays are shared, not copied.
+      config, params: a model without adapters; its arrays are shared, not copied. With `lora.base_dtype`, the
+        projections are integers and scales already.
       lora: what to add.
       mesh, dtype: where the adapters live and in which precision.
       seed: of the random A matrices.
@@ -59,24 +61,23 @@ def _maker(shape: tuple[int, ...], std: float, dtype: np.dtype, sharding: NamedS
     return jax.jit(make, out_shardings=sharding)
 
 
-def without_adapters(config: ModelConfig, params: PyTree) -> tuple[ModelConfig, PyTree]:
-    """The base model, sharing its arrays."""
-    base = {k: v for k, v in params["layers"].items() if not is_adapter(k)}
-    return dataclasses.replace(config, lora=LoraConfig()), {**params, "layers": base}
-
-
 def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
     """Folds the adapters into the weights: W + (alpha / rank) A B, computed in float32, kept in W's dtype and sharding.
+
+    Integer weights become dense, in the dtype of the embeddings.
 
     Returns:
       The dense model; leaves without an adapter are shared with `params`.
     """
-    dense_config, dense = without_adapters(config, params)
-    layers = dict(dense["layers"])
-    for name in [n for n in layers if f"{n}_lora_a" in params["layers"]]:
-        a, b = params["layers"][f"{name}_lora_a"], params["layers"][f"{name}_lora_b"]
-        layers[name] = _merged(layers[name], a, b, config.lora.scale, projection_inputs(name))
-    return dense_config, {**dense, "layers": layers}
+    given = params["layers"]
+    layers = {k: v for k, v in given.items() if not is_adapter(k) and not k.endswith("_scale")}
+    for name in PROJECTIONS:
+        if f"{name}_scale" in given:
+            layers[name] = dequantized(name, given, params["embed"].dtype)
+        if f"{name}_lora_a" in given:
+            a, b = given[f"{name}_lora_a"], given[f"{name}_lora_b"]
+            layers[name] = _merged(layers[name], a, b, config.lora.scale, projection_inputs(name))
+    return dataclasses.replace(config, lora=LoraConfig()), {**params, "layers": layers}
 
 
 def _merged(weight: Array, a: Array, b: Array, scale: float, inputs: int) -> Array:

@@ -1,7 +1,8 @@
 """Attention of the decode engine: queries go to the key segments that hold tokens, so cost follows content.
 
-Every read of a segment gives a partial result (maximum, normaliser, weighted values) for the queries it served; a lane's
-result combines its own partials in a fixed order, so it does not depend on lanes, pool places or neighbours, bit for bit.
+Every read of a segment gives a partial result (maximum, normaliser, weighted values) for the queries it served; a
+lane's result combines its own partials in a fixed order, so it does not depend, bit for bit, on which lane it has, on
+places in the pool or on neighbours.
 """
 
 from collections.abc import Callable

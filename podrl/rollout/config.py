@@ -124,7 +124,14 @@ class RolloutConfig:
     prompts_per_step: int = 8
 
     def __post_init__(self):
-        for name in ("prompts_per_step", "lanes", "steps_per_dispatch", "segment_tokens", "prefill_tokens", "members_per_visit"):
+        for name in (
+            "prompts_per_step",
+            "lanes",
+            "steps_per_dispatch",
+            "segment_tokens",
+            "prefill_tokens",
+            "members_per_visit",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be at least 1.")
         if self.segment_tokens % self.steps_per_dispatch:

@@ -3,166 +3,26 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from podrl.mesh import rules
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.rollout import attention
 from podrl.rollout.sampling import LaneSampling, draw
-from podrl.rollout.visits import Visits, VisitShape
+from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, EngineShape
+from podrl.rollout.visits import Visits
 from podrl.types import PyTree
 
 BATCH = ("data", "fsdp")
 UNROLLED_LAYERS = 12  # up to so many layers the program holds each one: no copy of a layer's weights per step
-KEEP, SEAT, FREE = 0, 1, 2  # what `bulk_insert` does with a lane
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineShape:
-    """Fixed sizes of the compiled programs; per data-parallel shard unless said otherwise.
-
-    Attributes:
-      lanes: R.
-      segments: M, the unread last one included.
-      segment_tokens: C.
-      steps: decode steps per dispatch.
-      prompt_segments: most segments of a prompt.
-      max_segments: J, segments one sample and its prompt may hold together.
-      members: W.
-      stop_ids: E.
-      buckets: prefill chunk lengths, ascending multiples of C.
-      prefill_tokens: rows of a prefill call times its bucket, about.
-    """
-
-    lanes: int
-    segments: int
-    segment_tokens: int
-    steps: int
-    prompt_segments: int
-    max_segments: int
-    members: int
-    stop_ids: int
-    buckets: tuple[int, ...]
-    prefill_tokens: int
-
-    def prefill_rows(self, bucket: int) -> int:
-        """Rows of the prefill program of a bucket."""
-        return max(1, self.prefill_tokens // bucket)
-
-    def visits(self) -> VisitShape:
-        """Room for every lane and segment at once."""
-        shared = self.segments + -(-self.lanes * self.prompt_segments // self.members)
-        up = lambda n, block: -(-n // block) * block  # noqa: E731
-        return VisitShape(
-            self.lanes, up(shared, attention.SHARED_BLOCK), up(self.segments, attention.OWN_BLOCK), self.members
-        )
-
-
-@flax.struct.dataclass
-class DecodeState:
-    """Pools and lanes on the rollout mesh. Lanes and segments are sharded over data and fsdp, K over tensor.
-
-    Attributes:
-      key_LMKCH, value_LMKCH: segment pools.
-      token_R: the token each lane feeds next.
-      position_R: its position.
-      left_R: tokens the lane may still sample.
-      live_R: whether the lane samples.
-      sampling: settings of the lane's sample.
-      stop_RE: ids that end it; -1 is none.
-    """
-
-    key_LMKCH: Float[Array, "L M K C H"]
-    value_LMKCH: Float[Array, "L M K C H"]
-    token_R: Int[Array, " R"]
-    position_R: Int[Array, " R"]
-    left_R: Int[Array, " R"]
-    live_R: Bool[Array, " R"]
-    sampling: LaneSampling
-    stop_RE: Int[Array, "R E"]
-
-
-@flax.struct.dataclass
-class Emitted:
-    """What a dispatch produced: `steps` columns per lane, of which the first `count` hold tokens."""
-
-    tokens_RT: Int[Array, "R T"]
-    logprob_RT: Float[Array, "R T"]
-    raw_logprob_RT: Float[Array, "R T"]
-    count_R: Int[Array, " R"]
-    live_R: Bool[Array, " R"]
-    steps_X: Int[Array, " X"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Seats:
-    """Host arrays for `bulk_insert`, over all lanes of the mesh: what to do with each lane and what to seat there."""
-
-    action_R: np.ndarray
-    token_R: np.ndarray
-    position_R: np.ndarray
-    left_R: np.ndarray
-    top_k_R: np.ndarray
-    key_R2: np.ndarray
-    stop_RE: np.ndarray
-    temperature_R: np.ndarray
-    top_p_R: np.ndarray
-    min_p_R: np.ndarray
-
-    @classmethod
-    def empty(cls, lanes: int, stop_ids: int) -> "Seats":
-        """No lane changes."""
-        whole = lambda: np.zeros(lanes, np.int32)  # noqa: E731
-        real = lambda: np.zeros(lanes, np.float32)  # noqa: E731
-        return cls(
-            action_R=whole(),
-            token_R=whole(),
-            position_R=whole(),
-            left_R=whole(),
-            top_k_R=whole(),
-            key_R2=np.zeros((lanes, 2), np.uint32),
-            stop_RE=np.full((lanes, stop_ids), -1, np.int32),
-            temperature_R=real(),
-            top_p_R=real(),
-            min_p_R=real(),
-        )
-
-    def packed(self) -> np.ndarray:
-        """All fields side by side as int32, one row per lane."""
-        columns = [
-            *(x[:, None] for x in (self.action_R, self.token_R, self.position_R, self.left_R, self.top_k_R)),
-            self.key_R2.view(np.int32),
-            *(x[:, None].view(np.int32) for x in (self.temperature_R, self.top_p_R, self.min_p_R)),
-            self.stop_RE,
-        ]
-        return np.concatenate(columns, axis=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A run of given tokens to prefill for one sequence.
-
-    Attributes:
-      shard: whose pool.
-      tokens: the tokens, at most the largest bucket.
-      start: position of the first one.
-      prior: (segment, start, count) of what the sequence holds already.
-      targets: segments that take the new keys and values, C tokens each.
-    """
-
-    shard: int
-    tokens: np.ndarray
-    start: int
-    prior: Sequence[tuple[int, int, int]]
-    targets: Sequence[int]
 
 
 class Engine:
@@ -202,11 +62,12 @@ class Engine:
         return rules.spec_for(("layers", "batch", "kv_heads", "time", "head_dim"), self._pool_shape(), self.mesh)
 
     def _state_specs(self) -> DecodeState:
-        pool, row = self._pool_spec(), self._batch_spec()
+        pool: Any = self._pool_spec()
+        row: Any = self._batch_spec()
         return DecodeState(pool, pool, row, row, row, row, LaneSampling(row, row, row, row, row), row)
 
     def _emitted_specs(self) -> Emitted:
-        row = self._batch_spec()
+        row: Any = self._batch_spec()
         return Emitted(row, row, row, row, row, row)
 
     def _manual(self, spec: Spec) -> Spec:
@@ -263,7 +124,7 @@ class Engine:
         """Weights in the form the programs take: one tree per layer where layers are unrolled, else as they are."""
         if not self.unrolled:
             return params
-        layers = [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(self.model.num_layers)]
+        layers = [{name: x[i] for name, x in params["layers"].items()} for i in range(self.model.num_layers)]
         return {**params, "layers": layers}
 
     def init_state(self) -> DecodeState:
@@ -293,7 +154,8 @@ class Engine:
             key_R2=jax.lax.bitcast_convert_type(packed_RI[:, 5:7], jnp.uint32),
         )
         pick = lambda x, y: jnp.where(seat_R.reshape(-1, *[1] * (x.ndim - 1)), x, y)  # noqa: E731
-        return state.replace(
+        return dataclasses.replace(
+            state,
             token_R=pick(packed_RI[:, 1], state.token_R),
             position_R=pick(packed_RI[:, 2], state.position_R),
             left_R=pick(packed_RI[:, 3], state.left_R),
@@ -335,9 +197,7 @@ class Engine:
         specs = self._param_specs()
         return {name: self._gathered(params[name], specs[name]) for name in params if name != "layers"}
 
-    def _generate(
-        self, params: PyTree, state: DecodeState, flat_XI: Int[Array, "1 I"]
-    ) -> tuple[DecodeState, Emitted]:
+    def _generate(self, params: PyTree, state: DecodeState, flat_XI: Int[Array, "1 I"]) -> tuple[DecodeState, Emitted]:
         """Up to `steps` tokens for every live lane; stops early when no lane of the shard is live."""
         model, shape = self.model, self.shape
         visits = self.visit_shape.split(flat_XI[0])
@@ -356,12 +216,11 @@ class Engine:
 
         def step(carry: tuple) -> tuple:
             n, (token_R, position_R, left_R, live_R), recents, out, _ = carry
-            hidden_R1D, recents = self._decode_step(
-                params, ends, pools, visits, n, (token_R, position_R), recents
-            )
+            hidden_R1D, recents = self._decode_step(params, ends, pools, visits, n, (token_R, position_R), recents)
             logits_RV = decoder.unembed(ends, hidden_R1D, model)[:, 0]
             new_R, logprob_R, raw_R = draw(logits_RV, state.sampling, position_R + 1, live_R)
-            out = out.replace(
+            out = dataclasses.replace(
+                out,
                 tokens_RT=out.tokens_RT.at[n].set(new_R),
                 logprob_RT=out.logprob_RT.at[n].set(logprob_R),
                 raw_logprob_RT=out.raw_logprob_RT.at[n].set(raw_R),
@@ -377,15 +236,22 @@ class Engine:
         n, lanes, recents, out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
         key, value = (self._flush(pool, new, visits, state.live_R) for pool, new in zip(pools, recents, strict=True))
         token_R, position_R, left_R, live_R = lanes
-        out = out.replace(
+        out = dataclasses.replace(
+            out,
             tokens_RT=out.tokens_RT.T,
             logprob_RT=out.logprob_RT.T,
             raw_logprob_RT=out.raw_logprob_RT.T,
             live_R=live_R,
             steps_X=n[None],
         )
-        state = state.replace(
-            key_LMKCH=key, value_LMKCH=value, token_R=token_R, position_R=position_R, left_R=left_R, live_R=live_R
+        state = dataclasses.replace(
+            state,
+            key_LMKCH=key,
+            value_LMKCH=value,
+            token_R=token_R,
+            position_R=position_R,
+            left_R=left_R,
+            live_R=live_R,
         )
         return state, out
 
@@ -499,7 +365,7 @@ class Engine:
             jax.lax.fori_loop(0, count, lambda i, p, new=new: write(i, p, new), pool)
             for pool, new in zip(pools, fresh, strict=True)
         )
-        return state.replace(key_LMKCH=key, value_LMKCH=value)
+        return dataclasses.replace(state, key_LMKCH=key, value_LMKCH=value)
 
     # Spilling.
 
@@ -523,13 +389,13 @@ class Engine:
     def write_store(
         self, state: DecodeState, shard: int, segments: Sequence[int], copies: tuple[np.ndarray, np.ndarray]
     ) -> DecodeState:
-        """The reverse of `read_store`, into other segments."""
-        L, M, K, C, H = self._pool_shape()
+        """The reverse of `read_store`, into other segments; copies that are longer are cut."""
+        L, _, K, C, H = self._pool_shape()
         at = shard * self.shape.max_segments
         blocks = []
         for copy in copies:
             block = np.zeros((L, self.shards * self.shape.max_segments, K, C, H), copy.dtype)
-            block[:, at : at + len(segments)] = copy
+            block[:, at : at + len(segments)] = copy[:, : len(segments)]
             blocks.append(jax.device_put(block, self._shardings.key_LMKCH))
         return self._write(state, self._segment_rows(shard, segments), *blocks)
 
@@ -541,7 +407,8 @@ class Engine:
         self, state: DecodeState, segment_M: Int[Array, " J"], key_LMKCH: Array, value_LMKCH: Array
     ) -> DecodeState:
         """Overwrites J segments of each shard."""
-        return state.replace(
+        return dataclasses.replace(
+            state,
             key_LMKCH=state.key_LMKCH.at[:, segment_M].set(key_LMKCH),
             value_LMKCH=state.value_LMKCH.at[:, segment_M].set(value_LMKCH),
         )

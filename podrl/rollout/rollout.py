@@ -11,9 +11,10 @@ from jax.sharding import Mesh
 
 from podrl.models.config import ModelConfig
 from podrl.rollout.config import RolloutConfig, Sampling
-from podrl.rollout.engine import DecodeState, Engine, EngineShape, Seats
+from podrl.rollout.engine import Engine
 from podrl.rollout.keys import sample_keys
 from podrl.rollout.session import Session, Track
+from podrl.rollout.state import DecodeState, EngineShape, Seats
 from podrl.types import STOP_LENGTH, Policy, Prompts, PyTree, Rollouts
 
 STOP_IDS = 8  # ids that may end a sample, the tokenizer's included

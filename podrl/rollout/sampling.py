@@ -88,8 +88,7 @@ def _pick(weight_RI: Float[Array, "R I"], uniform_R: Float[Array, " R"]) -> tupl
     past_RI = upto_RI <= (uniform_R * total_R)[:, None]
     index_R = jnp.sum(past_RI, axis=-1, dtype=jnp.int32)
     # Rounding may push the target onto the total: the last index with weight is meant then.
-    I = weight_RI.shape[-1]
-    last_R = I - 1 - jnp.argmax(weight_RI[:, ::-1] > 0, axis=-1).astype(jnp.int32)
+    last_R = weight_RI.shape[-1] - 1 - jnp.argmax(weight_RI[:, ::-1] > 0, axis=-1).astype(jnp.int32)
     return jnp.minimum(index_R, last_R), total_R
 
 

@@ -16,7 +16,7 @@ from podrl.rollout.visits import VisitShape
 
 
 class Status(enum.Enum):
-    """Where a sample is. SPILLED: its keys and values are on the host. PAUSED: waiting for the caller, lane given up."""
+    """Where a sample is: waiting for a lane, in one, paused by its caller (without a lane), or ended."""
 
     WAITING = 0
     RUNNING = 1
@@ -150,8 +150,8 @@ class _Shard:
 class Scheduler:
     """Seats samples, grows them, spills and restores them.
 
-    A caller adds samples, then repeats: `plan()`, carry it out, `advance()`, and as results arrive `finish`, `pause` and
-    `resume`.
+    A caller adds samples, then repeats: `plan()`, carry it out, `advance()`, and as results arrive `finish`, `pause`
+    and `resume`.
     """
 
     def __init__(self, shape: PoolShape):
@@ -246,6 +246,12 @@ class Scheduler:
             sample.store.segments.append(Segment(index, sample.position + j * C, min(C, tokens - j * C)))
         sample.position += tokens
         return Room(plan.spills, restores, shard.index, prior, new)
+
+    def held(self, handle: int) -> int:
+        """Segments a sample and its prompt hold."""
+        sample = self.samples[handle]
+        row = self._shards[sample.shard].prompts[sample.prompt]
+        return len(sample.store.segments) + len(row.store.segments)
 
     @property
     def busy(self) -> bool:
@@ -351,11 +357,23 @@ class Scheduler:
                 continue
             if not shard.assigned and self._pieces and self._fits(shard, self._pieces[-1][0]):
                 self._assign(shard, self._pieces.pop())
-            ready = shard.assigned and shard.assigned[0].spilled_at < self._plans
-            if ready and self._fits(shard, shard.assigned[0]):
+            ready = bool(shard.assigned) and shard.assigned[0].spilled_at < self._plans
+            if ready and self._make_room(shard, shard.assigned[0], plan):
                 self._seat(shard, shard.assigned.pop(0), plan)
                 return True
         return False
+
+    def _make_room(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
+        """Whether the sample fits, if need be (on a shard where nothing runs) after spilling what nobody reads."""
+        needed = [sample.store]
+        if sample.prompt in shard.prompts:
+            needed.append(shard.prompts[sample.prompt].store)
+        while not self._fits(shard, sample):
+            idle = [s for s in self._idle_stores(shard) if s not in needed]
+            if shard.running or not idle:
+                return False
+            self._spill(shard, idle[0], plan)
+        return True
 
     def _assign(self, shard: _Shard, piece: list[Sample]) -> None:
         for sample in piece:

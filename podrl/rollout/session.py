@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from podrl.rollout import engine as engine_lib
 from podrl.rollout.config import Sampling
-from podrl.rollout.engine import Chunk, DecodeState, Emitted, Engine, Seats
+from podrl.rollout.engine import Engine
 from podrl.rollout.scheduler import Plan, PoolShape, Scheduler, Store
+from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, Seats
 from podrl.rollout.stops import StopFinder
 from podrl.types import STOP_EOS, STOP_LENGTH, STOP_STRING, PyTree
 
@@ -26,6 +26,7 @@ class Track:
       key: its random key, uint32 (2,).
       pauses: a stop string pauses it instead of ending it.
       tokens, logprobs, raw_logprobs, versions: sampled and given tokens; a given token has version -1 and zeros.
+      sampled, limit: tokens sampled so far, and at most.
       stop: why it ended; None while it has not.
       text: the completion without end tokens, cut after a stop string; set when it ends or pauses.
       epoch: counts pauses, so that results of a dispatch that overran one are told apart.
@@ -43,6 +44,7 @@ class Track:
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     sampled: int = 0
+    limit: int = 0
     stop: int | None = None
     paused: bool = False
     text: str = ""
@@ -138,12 +140,13 @@ class Session:
         tracks = []
         for key in keys_G2:
             finder = StopFinder(sampling.stop_strings, self._decode) if sampling.stop_strings else None
-            tracks.append(Track(self._count, prompt, sampling, stop_ids, key, pauses, finder))
+            limit = min(sampling.max_new, self._cache_tokens - len(prompt))
+            tracks.append(Track(self._count, prompt, sampling, stop_ids, key, pauses, finder, limit=limit))
             self._count += 1
         self._tracks.update((t.handle, t) for t in tracks)
         handle = tracks[0].handle
         self._prompts[handle] = prompt
-        self._scheduler.add(handle, len(prompt), [(t.handle, sampling.max_new, expected) for t in tracks], pieces)
+        self._scheduler.add(handle, len(prompt), [(t.handle, t.limit, expected) for t in tracks], pieces)
         return tracks
 
     def refresh(self, params: PyTree, version: int) -> None:
@@ -180,7 +183,12 @@ class Session:
         if not track.paused:
             raise ValueError(f"Sample {track.handle} is not paused: only a sample that paused can be extended.")
         room = self._cache_tokens - len(track.prompt) - len(track.tokens) - len(tokens)
-        left = min(track.sampling.max_new - track.sampled, room)  # pyright: ignore[reportOperatorIssue]
+        # Each pause may leave two segments that are not full.
+        shape = self.engine.shape
+        segments = min(shape.max_segments, shape.segments - 1) - self._scheduler.held(track.handle)
+        room = min(room, (segments - -(-len(tokens) // shape.segment_tokens)) * shape.segment_tokens)
+        assert track.sampling.max_new is not None
+        left = min(track.sampling.max_new - track.sampled, room)
         if left <= 0:
             self.end(track, STOP_LENGTH)
             return
@@ -201,6 +209,7 @@ class Session:
             track.versions.extend([-1] * len(tokens))
             if track.finder:
                 track.finder.restart(len(track.tokens))
+            track.limit = track.sampled + left
             self._scheduler.resume(track.handle, left=left)
         self._given = waiting
 
@@ -240,25 +249,21 @@ class Session:
         R, E = self.engine.shape.lanes, self.engine.shape.stop_ids
         seats = Seats.empty(self.engine.shards * R, E)
         for shard, lane in plan.frees:
-            seats.action_R[shard * R + lane] = engine_lib.FREE
+            seats.action_R[shard * R + lane] = FREE
         for sample in plan.seats:
             track, r = self._tracks[sample.id], sample.shard * R + sample.lane
             sampling = track.sampling
-            seats.action_R[r] = engine_lib.SEAT
+            seats.action_R[r] = SEAT
             seats.token_R[r] = track.tokens[-1] if track.tokens else track.prompt[-1]
             seats.position_R[r] = len(track.prompt) + len(track.tokens) - 1
             assert seats.position_R[r] == sample.position, (track.handle, seats.position_R[r], sample)
-            seats.left_R[r] = self._left(track)
+            seats.left_R[r] = track.limit - track.sampled
             seats.top_k_R[r] = sampling.top_k or 0
             seats.key_R2[r] = track.key
             seats.stop_RE[r, : len(track.stop_ids)] = track.stop_ids
             seats.temperature_R[r] = sampling.temperature
             seats.top_p_R[r], seats.min_p_R[r] = sampling.top_p, sampling.min_p
         return seats
-
-    def _left(self, track: Track) -> int:
-        room = self._cache_tokens - len(track.prompt) - len(track.tokens)
-        return min(track.sampling.max_new - track.sampled, room)  # pyright: ignore[reportOperatorIssue]
 
     def _prompt_chunks(self, shard: int, prompt: np.ndarray, segments: list[int]) -> list[Chunk]:
         """All tokens but the last, which each sample feeds itself."""
@@ -267,7 +272,12 @@ class Session:
         return self._chunks(shard, prompt[:-1], 0, [], [h[0] for h in held])
 
     def _chunks(
-        self, shard: int, tokens: Sequence[int], start: int, prior: list[tuple[int, int, int]], segments: list[int]
+        self,
+        shard: int,
+        tokens: Sequence[int] | np.ndarray,
+        start: int,
+        prior: list[tuple[int, int, int]],
+        segments: list[int],
     ) -> list[Chunk]:
         """Cuts given tokens into chunks of at most the largest bucket; each sees those before it."""
         C, largest = self.engine.shape.segment_tokens, self.engine.shape.buckets[-1]

@@ -11,9 +11,7 @@ import math
 from typing import Any
 
 import flax.struct
-from jaxtyping import Int
-
-from podrl.types import Array
+from jaxtyping import Array, Int
 
 
 @flax.struct.dataclass
@@ -63,7 +61,7 @@ class VisitShape:
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Shape of each field of Visits, in order."""
         size = {"U": (self.shared,), "O": (self.own,), "R": (self.lanes,), "2": (2,), "UW": (self.shared, self.members)}
-        return {f.name: size[f.name.rsplit("_", 1)[1]] for f in dataclasses.fields(Visits)}
+        return {f.name: size[f.name.rsplit("_", 1)[1]] for f in dataclasses.fields(Visits)}  # pyright: ignore[reportArgumentType]
 
     @property
     def size(self) -> int:

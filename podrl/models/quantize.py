@@ -1,0 +1,63 @@
+"""Integer storage of frozen projection weights (QLoRA): int8 or int4 values with a scale per group of inputs."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from podrl.mesh import rules
+from podrl.models.config import ModelConfig
+from podrl.models.decoder import dense_weight, param_specs, projection_inputs
+
+_LARGEST = {"int8": 127, "int4": 7}
+
+
+def quantize(weight: Array, *, axis: int, groups: int, dtype: str) -> tuple[Array, Array]:
+    """Rounds to the nearest integer multiple of a scale: the largest magnitude of a group over 127 (int8) or 7 (int4).
+
+    Args:
+      weight: any shape, any floating dtype.
+      axis: the dimension cut into groups; every other index has scales of its own.
+      groups: how many; must divide the dimension.
+      dtype: 'int8' or 'int4'.
+
+    Returns:
+      (integers of the weight's shape, float32 scales with `groups` entries along `axis`).
+    """
+    shape = weight.shape
+    assert shape[axis] % groups == 0, (shape, axis, groups)
+    split = weight.astype(jnp.float32).reshape(*shape[:axis], groups, -1, *shape[axis + 1 :])
+    scale = jnp.max(jnp.abs(split), axis=axis + 1, keepdims=True) / _LARGEST[dtype]
+    values = jnp.round(split / jnp.where(scale == 0, 1.0, scale)).reshape(shape)
+    return values.astype(jnp.dtype(dtype)), jnp.squeeze(scale, axis + 1)
+
+
+def quantized_leaves(name: str, weight: Array, config: ModelConfig, mesh: Mesh) -> Mapping[str, Array]:
+    """The leaves that replace projection `name` (stacked over layers) in a model with `config.lora.base_dtype`.
+
+    The weight is given up: its memory is reused.
+    """
+    specs = param_specs(config)["layers"]
+    axis = projection_inputs(name)  # the last input dimension, behind the layers
+    groups = specs[f"{name}_scale"].shape[axis]
+    names = (name, f"{name}_scale")
+    shardings = tuple(rules.sharding_for(specs[n].axes, specs[n].shape, mesh) for n in names)
+
+    def convert(weight: Array) -> tuple[Array, Array]:
+        return quantize(weight, axis=axis, groups=groups, dtype=config.lora.base_dtype)
+
+    leaves = jax.jit(convert, out_shardings=shardings)(weight)
+    weight.delete()
+    return dict(zip(names, leaves, strict=True))
+
+
+def dequantized(name: str, layers: Mapping[str, Array], dtype: jax.typing.DTypeLike) -> Array:
+    """The dense weight of projection `name`, stacked over layers, in the sharding of its integers."""
+
+    def convert(parts: Mapping[str, Array]) -> Array:
+        return jax.vmap(lambda layer: dense_weight(name, layer, dtype))(parts)
+
+    parts = {n: layers[n] for n in (name, f"{name}_scale")}
+    return jax.jit(convert, out_shardings=layers[name].sharding)(parts)

@@ -1,0 +1,99 @@
+"""Integer base weights under adapters (QLoRA)."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.mesh import build
+from podrl.models import LoraConfig, decoder, from_pretrained
+from podrl.models.config import gemma2_config
+from podrl.models.quantize import quantize
+
+FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "gemma2"
+
+
+def test_rounding_by_hand():
+    weight = jnp.array([[1.0, -2.0, 0.25, 7.0, 0.0, 0.0]]).T  # groups (1, -2, .25) and (7, 0, 0)
+    values, scale = quantize(weight, axis=0, groups=2, dtype="int4")
+    np.testing.assert_allclose(scale[:, 0], [2 / 7, 1.0], rtol=1e-6)
+    assert values[:, 0].astype(jnp.int32).tolist() == [4, -7, 1, 7, 0, 0]  # 3.5 rounds to even, .875 to 1
+    zeros, scale = quantize(jnp.zeros((4, 1)), axis=0, groups=1, dtype="int8")
+    assert not zeros.any() and not scale.any()
+
+
+@pytest.mark.parametrize(("dtype", "levels"), [("int8", 127), ("int4", 7)])
+def test_error_is_at_most_half_a_level(dtype, levels):
+    weight = np.asarray(jax.random.normal(jax.random.key(0), (3, 128, 5)))
+    values, scale = quantize(jnp.asarray(weight), axis=1, groups=2, dtype=dtype)
+    assert values.dtype == jnp.dtype(dtype) and scale.shape == (3, 2, 5)
+    error = np.abs(np.asarray(values.astype(jnp.float32)) * np.repeat(scale, 64, 1) - weight).reshape(3, 2, 64, 5)
+    largest = np.abs(weight).reshape(3, 2, 64, 5).max(2, keepdims=True)
+    assert (error <= largest / levels / 2 * 1.001).all() and error.max() > 0
+
+
+def test_groups_are_of_64_inputs_where_they_divide():
+    config = gemma2_config(
+        vocab_size=8, num_layers=1, model_dim=192, ffn_dim=100, num_heads=2, num_kv_heads=1, head_dim=128
+    )
+    config = dataclasses.replace(config, lora=LoraConfig(rank=2, base_dtype="int8"))
+    specs = decoder.param_specs(config)["layers"]
+    assert {n: specs[f"{n}_scale"].shape for n in ("q", "o", "gate", "down")} == {
+        "q": (1, 3, 2, 128),
+        "o": (1, 2, 2, 192),
+        "gate": (1, 3, 100),
+        "down": (1, 1, 192),
+    }
+
+
+@pytest.mark.parametrize("layout", ["data=1", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize(("dtype", "worst"), [("int8", 0.05), ("int4", 0.9)])
+def test_a_loaded_model_is_close_and_its_adapters_alone_learn(layout, dtype, worst):
+    mesh = build.make_mesh(layout, jax.devices()[: 1 if layout == "data=1" else 4])
+    tokens_BT = np.load(FIXTURE / "expected.npz")["tokens_BT"]
+    exact = from_pretrained(FIXTURE, mesh)
+    model = from_pretrained(FIXTURE, mesh, lora=LoraConfig(rank=2, base_dtype=dtype))
+    abstract = decoder.abstract_params(model.config, mesh, jnp.float32)
+    jax.tree.map(
+        lambda a, r: (a.shape, a.dtype) == (r.shape, r.dtype) or pytest.fail(f"{a} {r}"), abstract, model.params
+    )
+    assert model.params["layers"]["gate"].dtype == jnp.dtype(dtype) and model.params["embed"].dtype == jnp.float32
+    difference = np.abs(np.asarray(model(tokens_BT)) - np.asarray(exact(tokens_BT))).max()
+    assert 0 < difference < worst
+    trainable, frozen = decoder.split_trainable(model.params, model.config)
+    segment_BT, position_BT = np.ones_like(tokens_BT), np.broadcast_to(np.arange(12), tokens_BT.shape)
+
+    @jax.jit
+    def gradient(trainable):
+        def loss(trainable):
+            params = decoder.join_trainable(trainable, frozen)
+            return (decoder.hidden(params, tokens_BT, segment_BT, position_BT, model.config) ** 2).sum()
+
+        return jax.grad(loss)(trainable)
+
+    found = gradient(trainable)["layers"]
+    assert len(found) == 14 and all(np.abs(found[n]).max() > 0 for n in found if n.endswith("_b"))
+
+
+def test_merging_gives_the_dense_model_of_the_rounded_weights(tmp_path):
+    tokens_BT = np.load(FIXTURE / "expected.npz")["tokens_BT"]
+    model = from_pretrained(FIXTURE, lora=LoraConfig(rank=2, base_dtype="int4", pattern="q"))
+    merged = model.merged()
+    assert {leaf.dtype for leaf in jax.tree.leaves(merged.params)} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(np.asarray(merged(tokens_BT)), np.asarray(model(tokens_BT)), atol=1e-5, rtol=0)
+    model.save(tmp_path / "out")
+    again = from_pretrained(tmp_path / "out")
+    np.testing.assert_array_equal(np.asarray(again(tokens_BT)), np.asarray(merged(tokens_BT)))
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match=r"lora\.base_dtype='int3' with lora\.rank=4"):
+        LoraConfig(rank=4, base_dtype="int3")
+    with pytest.raises(ValueError, match="need adapters"):
+        LoraConfig(rank=0, base_dtype="int8")
+    config = dataclasses.replace(from_pretrained(FIXTURE).config, lora=LoraConfig(rank=1, base_dtype="int8"))
+    with pytest.raises(ValueError, match="needs trained weights"):
+        decoder.init_params(config, jax.random.key(0))

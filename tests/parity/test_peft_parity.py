@@ -1,0 +1,75 @@
+"""Adapters and exports against peft and transformers."""
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+import hf_cases  # noqa: E402 - needs them
+
+from podrl import export  # noqa: E402
+from podrl.learner.setup import TINY  # noqa: E402
+from podrl.mesh import build  # noqa: E402
+from podrl.models import Decoder, LoraConfig, from_pretrained  # noqa: E402
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+BY_NAME = {name: (config_class, changes) for name, config_class, changes in hf_cases.CASES}
+LORA = LoraConfig(rank=3, alpha=12.0)
+NEW = 32
+
+
+def with_effect(model: Decoder) -> Decoder:
+    layers = dict(model.params["layers"])
+    for i, name in enumerate(sorted(n for n in layers if n.endswith("_lora_b"))):
+        layers[name] = jax.random.normal(jax.random.key(i), layers[name].shape) * 0.2
+    return Decoder(model.config, {**model.params, "layers": layers}, model.mesh)
+
+
+@pytest.mark.parametrize("name", ["gemma2_caps", "qwen2_bias", "llama_untied"])
+@pytest.mark.parametrize("pattern", ["q|k|v|o|gate|up|down", "q|down"])
+def test_peft_loads_what_podrl_writes(tmp_path, name, pattern):
+    theirs = hf_cases.make_model(*BY_NAME[name])
+    directory = hf_cases.save_model(theirs, tmp_path / "base")
+    mesh = build.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
+    lora = LoraConfig(rank=3, alpha=12.0, pattern=pattern)
+    ours = with_effect(from_pretrained(directory, mesh, lora=lora))
+    ours.save_adapters(tmp_path / "adapter", base=str(directory))
+    tokens_BT = hf_cases.make_tokens((2, 20), ours.config.vocab_size)
+    before_BTV = hf_cases.logits(theirs, tokens_BT)
+    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    want_BTV = hf_cases.logits(adapted, tokens_BT)
+    assert np.abs(want_BTV - before_BTV).max() > 0.05
+    np.testing.assert_allclose(np.asarray(ours(tokens_BT)), want_BTV, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(np.asarray(ours.merged()(tokens_BT)), want_BTV, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "o_proj", "up_proj"], "all-linear", r".*\.(v_proj|down_proj)"])
+def test_podrl_loads_what_peft_writes(tmp_path, targets):
+    theirs = hf_cases.make_model(*BY_NAME["qwen3_untied"])
+    directory = hf_cases.save_model(theirs, tmp_path / "base")
+    config = peft.LoraConfig(r=4, lora_alpha=10, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(theirs, config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    ours = from_pretrained(directory, adapters=tmp_path / "adapter")
+    assert ours.config.lora.rank == 4 and ours.config.lora.alpha == 10.0
+    tokens_BT = hf_cases.make_tokens((2, 20), ours.config.vocab_size)
+    np.testing.assert_allclose(np.asarray(ours(tokens_BT)), hf_cases.logits(adapted, tokens_BT), atol=1e-4, rtol=0)
+
+
+def test_an_exported_model_writes_the_same_text_in_transformers(tmp_path):
+    model = with_effect(from_pretrained(TINY, lora=LORA))
+    export.export_params(model.config, model.params, TINY, tmp_path / "out", dtype="float32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    messages = [{"role": "user", "content": "Ann has 25 coins. She finds 17 more. How many has she now?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    want = theirs.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0].tolist()
+    ids = prompt["input_ids"][0].tolist()
+    row_T = np.zeros(len(ids) + NEW, np.int32)
+    row_T[: len(ids)] = ids
+    for t in range(len(ids), len(want)):
+        row_T[t] = np.argmax(np.asarray(model(row_T[None]))[0, t - 1])
+    assert row_T[: len(want)].tolist() == want and len(want) > len(ids)

@@ -1,0 +1,245 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from podrl.config import build
+from podrl.rollout.config import RolloutConfig, Sampling
+from podrl.rollout.rollout import engine_shape, pieces_per_prompt
+from podrl.types import STOP_EOS, STOP_LENGTH, STOP_STRING, Policy
+
+
+def check_samples(tiny, rollouts, sampling: Sampling, eos=(1, 2, 3, 4, 5)) -> None:
+    """Every sampled token against the full forward pass, and the record against itself."""
+    reference_BTV = tiny.logprobs(rollouts.tokens_BT, rollouts.length_B)
+    B, T = rollouts.tokens_BT.shape
+    chosen_BT = np.take_along_axis(reference_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
+    sampled = rollouts.mask_BT > 0
+    np.testing.assert_allclose(rollouts.raw_logprob_BT[sampled], chosen_BT[sampled], atol=1e-4)
+    if sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0 and sampling.temperature > 0:
+        scaled_BTV = reference_BTV / sampling.temperature
+        scaled_BTV = scaled_BTV - np.log(np.exp(scaled_BTV).sum(axis=-1, keepdims=True))
+        chosen_BT = np.take_along_axis(scaled_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
+        np.testing.assert_allclose(rollouts.logprob_BT[sampled], chosen_BT[sampled], atol=1e-4)
+    if sampling.temperature == 0:
+        best_BT = reference_BTV.max(axis=-1)
+        np.testing.assert_allclose(rollouts.raw_logprob_BT[sampled], best_BT[sampled], atol=1e-4)
+        assert not rollouts.logprob_BT.any()
+    prompt_B = np.repeat(rollouts.prompts.length_P, B // len(rollouts.prompts.length_P))
+    place_T = np.arange(T)
+    np.testing.assert_array_equal(sampled, (place_T >= prompt_B[:, None]) & (place_T < rollouts.length_B[:, None]))
+    np.testing.assert_array_equal(rollouts.version_BT >= 0, sampled)
+    for b in range(B):
+        new = rollouts.tokens_BT[b, prompt_B[b] : rollouts.length_B[b]]
+        ends = np.isin(new, [*eos, *sampling.stop_ids])
+        assert not ends[:-1].any()
+        if rollouts.stop_B[b] == STOP_EOS:
+            assert ends[-1]
+        elif rollouts.stop_B[b] == STOP_LENGTH:
+            assert len(new) == sampling.max_new
+        assert not rollouts.tokens_BT[b, rollouts.length_B[b] :].any()
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7),
+    group_size=st.integers(1, 7),
+    max_new=st.integers(1, 44),
+    temperature=st.sampled_from([0.0, 0.7, 1.0, 1.4]),
+    top_k=st.sampled_from([None, 40]),
+    stop_ids=st.sampled_from([(), (17, 250)]),
+    step=st.integers(0, 5),
+)
+def test_engine_equals_full_forward(
+    tiny, tight, policy, prompts_of, lengths, group_size, max_new, temperature, top_k, stop_ids, step
+):
+    sampling = Sampling(temperature=temperature, top_k=top_k, max_new=max_new, stop_ids=stop_ids)
+    rollouts = tight.generate(policy, prompts_of(lengths), group_size=group_size, step=step, sampling=sampling)
+    check_samples(tiny, rollouts, sampling)
+    assert tight.stats.compiles == 0
+    assert tight.stats.tokens == rollouts.mask_BT.sum()
+
+
+def test_spills_change_nothing(tiny, tight, policy, prompts_of, tight_config):
+    """Long samples over a pool that cannot hold them: the same bits as with a pool that can."""
+    prompts, sampling = prompts_of([20, 18, 3, 11]), Sampling(max_new=44)
+    spilled = tight.generate(policy, prompts, group_size=4, step=1, sampling=sampling)
+    assert tight.stats.spills > 0
+    check_samples(tiny, spilled, sampling)
+    roomy = tiny.worker(dataclasses.replace(tight_config, pool_tokens=8 * 8 * 12))
+    whole = roomy.generate(policy, prompts, group_size=4, step=1, sampling=sampling)
+    assert roomy.stats.spills == 0
+    for name in ("tokens_BT", "logprob_BT", "raw_logprob_BT", "stop_B"):
+        np.testing.assert_array_equal(getattr(spilled, name), getattr(whole, name))
+
+
+def test_any_order_gives_the_same_bits(tight, policy, prompts_of):
+    lengths = np.array([4, 20, 9, 17, 1, 12])
+    whole = tight.generate(policy, prompts_of(lengths), group_size=3, step=2)
+    assert len({tuple(row) for row in whole.tokens_BT}) == 18
+    for seed in range(2):
+        order = np.random.default_rng(seed).permutation(6)[: 6 - seed]
+        part = tight.generate(policy, prompts_of(lengths[order], index=order), group_size=3, step=2)
+        rows = (order[:, None] * 3 + np.arange(3)).reshape(-1)
+        T = min(whole.tokens_BT.shape[1], part.tokens_BT.shape[1])
+        for name in ("tokens_BT", "logprob_BT", "raw_logprob_BT"):
+            np.testing.assert_array_equal(getattr(part, name)[:, :T], getattr(whole, name)[rows, :T])
+    other = tight.generate(policy, prompts_of(lengths), group_size=3, step=3)
+    assert (other.tokens_BT != whole.tokens_BT).any(axis=1).all()
+
+
+def test_prompt_is_prefilled_once_per_group(tight, policy, prompts_of):
+    tight.generate(policy, prompts_of([20, 13, 5, 2]), group_size=4, step=0)
+    assert tight.stats.prefill_tokens == 19 + 12 + 4 + 1
+
+
+@pytest.mark.parametrize(("mesh", "devices"), [("fsdp=2,tensor=2", 4)])
+def test_sharded_engine_equals_full_forward(tiny, tiny_on, tight_config, prompts_of, mesh, devices):
+    sharded = tiny_on(mesh, devices)
+    worker = sharded.worker(tight_config)
+    sampling = Sampling(max_new=30)
+    rollouts = worker.generate(
+        Policy(sharded.params, 0), prompts_of([20, 7, 13]), group_size=3, step=0, sampling=sampling
+    )
+    check_samples(tiny, rollouts, sampling)
+
+
+def test_stop_string_truncates_exactly(tight, policy, prompts_of):
+    sampling = Sampling(max_new=40, stop_strings=("abb", "cac"))
+    free = tight.generate(policy, prompts_of([5, 9]), group_size=6, step=4, sampling=Sampling(max_new=40))
+    cut = tight.generate(policy, prompts_of([5, 9]), group_size=6, step=4, sampling=sampling)
+    stopped = 0
+    for b, (text, whole) in enumerate(zip(cut.completions, free.completions, strict=True)):
+        at = [whole.find(s) + 3 for s in sampling.stop_strings if s in whole]
+        if not at:
+            assert text == whole
+            continue
+        stopped += 1
+        assert cut.stop_B[b] == STOP_STRING
+        assert text == whole[: min(at)]
+        n = cut.length_B[b] - cut.prompts.length_P[b // 6]
+        assert n == -(-min(at) // 2)  # two letters a token: the last one holds the end of the stop string
+        np.testing.assert_array_equal(cut.tokens_BT[b, : cut.length_B[b]], free.tokens_BT[b, : cut.length_B[b]])
+    assert stopped >= 3
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_extended_samples_equal_full_forward(tiny, tight, policy, prompts_of, data):
+    """Samples pause at a stop string, get random tokens, go on; sampled tokens agree with the full forward pass."""
+    prompts = prompts_of(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
+    sampling = Sampling(max_new=30, stop_strings=("aba", "bcb", "ca"))
+    session = tight.session(policy)
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    tracks, ended, given_tokens = [], [], 0
+    for p, length in enumerate(prompts.length_P):
+        keys = rng.integers(0, 1 << 32, (3, 2), dtype=np.uint32)
+        tracks += session.add(prompts.tokens_PT[p, :length], keys, sampling, pauses=True)
+    while session.busy or session.open:
+        for track in session.step():
+            if track.stop is not None:
+                ended.append(track)
+                continue
+            assert track.text.endswith(sampling.stop_strings)
+            if rng.random() < 0.15:
+                session.end(track)
+                ended.append(track)
+            else:
+                extra = rng.integers(6, 300, rng.integers(0, 14)).tolist()
+                given_tokens += len(extra)
+                session.extend(track, extra)
+                if track.stop is not None:
+                    ended.append(track)
+    tight.close(session)
+    assert len(ended) == len(tracks)
+    assert session._scheduler.free_counts() == (8, 24)
+    assert not session._spilled
+    for track in ended:
+        row = np.concatenate([track.prompt, track.tokens]).astype(np.int32)[None]
+        assert row.shape[1] <= 64
+        reference_TV = tiny.logprobs(row, np.array([row.shape[1]]))[0]
+        n, sampled = len(track.prompt), np.asarray(track.versions) >= 0
+        chosen = reference_TV[np.arange(n, row.shape[1]), row[0, n:]]
+        np.testing.assert_allclose(np.asarray(track.raw_logprobs)[sampled], chosen[sampled], atol=1e-4)
+        np.testing.assert_allclose(np.asarray(track.logprobs)[sampled], chosen[sampled], atol=1e-4)
+        assert sampled.sum() == track.sampled
+
+
+def test_weights_change_in_flight(tiny, tight, policy, prompts_of):
+    """Tokens before the refresh carry the old version, tokens after it the new one; nothing is compiled."""
+    prompts, sampling, new = prompts_of([6] * 8), Sampling(max_new=40), Policy(tiny.make_params(1), 8)
+    old = tight.generate(policy, prompts, group_size=2, step=0, sampling=sampling)
+    stream = tight.stream(policy, prompts, group_size=2, step=0, sampling=sampling)
+    finished = [next(stream)]
+    tight.refresh(new)
+    finished += list(stream)
+    versions = [f.versions for f in finished]
+    assert {v for row in versions for v in row} == {7, 8}
+    assert all(row == sorted(row) for row in versions)
+    for f in finished:
+        n = f.versions.count(7)
+        b = f.prompt * 2 + f.sample
+        np.testing.assert_array_equal(f.tokens[:n], old.tokens_BT[b, 6 : 6 + n])
+    assert tight.stats.compiles == 0
+
+
+def test_sleep_and_wake(tight, policy, prompts_of):
+    before = tight.generate(policy, prompts_of([5, 6]), group_size=2, step=0)
+    tight.sleep()
+    tight.wake()
+    after = tight.generate(policy, prompts_of([5, 6]), group_size=2, step=0)
+    np.testing.assert_array_equal(before.tokens_BT, after.tokens_BT)
+    stream = tight.stream(policy, prompts_of([5, 6]), group_size=2, step=0)
+    next(stream)
+    stream.close()  # abandoned halfway: the next call starts clean
+    again = tight.generate(policy, prompts_of([5, 6]), group_size=2, step=0)
+    np.testing.assert_array_equal(before.tokens_BT, again.tokens_BT)
+
+
+def test_edges(tiny, tight, policy, prompts_of):
+    nothing = tight.generate(policy, prompts_of([3, 4]), group_size=2, step=0, sampling=Sampling(max_new=0))
+    assert nothing.completions == [""] * 4
+    np.testing.assert_array_equal(nothing.length_B, [3, 3, 4, 4])
+    assert (nothing.stop_B == STOP_LENGTH).all()
+    one = Sampling(max_new=1)
+    check_samples(tiny, tight.generate(policy, prompts_of([20] * 5), group_size=4, step=0, sampling=one), one)
+    longest = Sampling(max_new=44, temperature=0.0)
+    check_samples(tiny, tight.generate(policy, prompts_of([20]), group_size=1, step=0, sampling=longest), longest)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sampling", "message"),
+    [
+        ([4, 0], Sampling(), "Prompt 1 is empty"),
+        ([4, 21], Sampling(), "Prompt 1 has 21 tokens: rollout.max_prompt_length=20"),
+        ([20], Sampling(max_new=45), "rollout.kv_cache_size=64"),
+        ([20], Sampling(stop_ids=(9, 10, 11, 12)), "9 ids end a sample"),
+    ],
+)
+def test_impossible_requests_are_refused(tight, policy, prompts_of, lengths, sampling, message):
+    with pytest.raises(ValueError, match=message):
+        tight.generate(policy, prompts_of(lengths), group_size=2, step=0, sampling=sampling)
+    tight.generate(policy, prompts_of([3]), group_size=1, step=0)  # the worker is still usable
+
+
+def test_configuration_is_checked():
+    with pytest.raises(ValueError, match="kv_cache_size"):
+        RolloutConfig(max_prompt_length=1000, max_tokens_to_generate=100)
+    with pytest.raises(ValueError, match="steps_per_dispatch=7"):
+        RolloutConfig(steps_per_dispatch=7)
+    with pytest.raises(ValueError, match="own engine"):
+        build(RolloutConfig, {"rollout_vllm_hbm_utilization": 0.5}, "rollout")
+    with pytest.raises(ValueError, match="tensor=4"):
+        build(RolloutConfig, {"tensor_parallel_size": 4}, "rollout")
+    with pytest.raises(ValueError, match="pool_tokens=128 is 2 segments of 64 tokens, fewer than the 18"):
+        engine_shape(RolloutConfig(pool_tokens=128), 1)
+
+
+def test_pieces_fill_the_shards():
+    assert pieces_per_prompt(16, 8, 4) == 1
+    assert pieces_per_prompt(1, 8, 4) == 4
+    assert pieces_per_prompt(2, 8, 4) == 2
+    assert pieces_per_prompt(1, 3, 4) == 3
+    assert pieces_per_prompt(17, 8, 4) == 1

@@ -1,0 +1,94 @@
+"""The export command on run directories as the loop leaves them."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl import export
+from podrl.data.tokenizer import Tokenizer
+from podrl.learner.setup import TINY, ModelSource
+from podrl.models import LoraConfig, decoder, from_pretrained
+from podrl.runtime.checkpoint import Checkpoints
+from podrl.trainer.config import RLTrainingConfig
+from podrl.types import TrainState
+
+TOKENS_BT = np.random.default_rng(0).integers(0, 384, (2, 16)).astype(np.int32)
+
+
+def make_run(workdir, variant: str, steps=(3,)):
+    """A run directory with checkpoints at `steps`, and the model of each."""
+    source = ModelSource(lora=LoraConfig(rank=16 if variant == "lora" else 0))
+    settings = {"model": source, "trainer": RLTrainingConfig(eval_every_n_steps=0, max_steps=9)}
+    workdir.mkdir()
+    (workdir / "config.json").write_text(json.dumps({k: dataclasses.asdict(v) for k, v in settings.items()}))
+    models = {}
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=len(steps))
+    for step in steps:
+        model = from_pretrained(TINY, lora=source.lora)
+        changed = jax.tree.map(lambda x, step=step: x + 0.02 * step, model.params)
+        trainable, frozen = decoder.split_trainable(changed, model.config)
+        trainable, frozen = (
+            (trainable, decoder.split_trainable(model.params, model.config)[1]) if frozen else (changed, {})
+        )
+        state = TrainState(trainable, {"mu": jax.tree.map(jnp.zeros_like, trainable)}, jnp.int32(step))
+        checkpoints.save(step, state, {"step": step}, {})
+        models[step] = type(model)(model.config, decoder.join_trainable(trainable, frozen), model.mesh)
+    checkpoints.close()
+    return models
+
+
+@pytest.mark.parametrize("variant", ["tiny", "lora"])
+def test_the_exported_model_is_the_checkpoint(tmp_path, variant):
+    models = make_run(tmp_path / "run", variant, steps=(3, 5))
+    line = export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}", "--dtype=float32"])
+    assert line.startswith("Step 5 of")
+    again = from_pretrained(tmp_path / "out")
+    assert again.config == dataclasses.replace(models[5].config, lora=LoraConfig())
+    np.testing.assert_allclose(
+        np.asarray(again(TOKENS_BT)), np.asarray(models[5].merged()(TOKENS_BT)), atol=2e-5, rtol=0
+    )
+    before = from_pretrained(TINY)
+    assert np.abs(np.asarray(again(TOKENS_BT)) - np.asarray(before(TOKENS_BT))).max() > 1e-2
+    export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out3'}", "--dtype=float32", "--step=3"])
+    third = from_pretrained(tmp_path / "out3")
+    np.testing.assert_allclose(
+        np.asarray(third(TOKENS_BT)), np.asarray(models[3].merged()(TOKENS_BT)), atol=2e-5, rtol=0
+    )
+
+
+def test_the_export_carries_its_tokenizer(tmp_path):
+    make_run(tmp_path / "run", "tiny")
+    export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
+    ours, theirs = Tokenizer(TINY), Tokenizer(tmp_path / "out")
+    assert (ours.eos_ids, ours.bos_id, ours.pad_id) == (theirs.eos_ids, theirs.bos_id, theirs.pad_id)
+    assert ours.encode("25+17=42.") == theirs.encode("25+17=42.") and theirs.has_chat_template
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == list(ours.eos_ids) and config["torch_dtype"] == "bfloat16"
+
+
+def test_adapters_alone_are_exported_for_peft(tmp_path):
+    models = make_run(tmp_path / "run", "lora")
+    export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}", "--adapter", "--dtype=float32"])
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    again = from_pretrained(TINY, adapters=tmp_path / "out")
+    np.testing.assert_allclose(np.asarray(again(TOKENS_BT)), np.asarray(models[3](TOKENS_BT)), atol=2e-5, rtol=0)
+
+
+def test_user_errors_are_one_line(tmp_path):
+    make_run(tmp_path / "run", "tiny")
+    for arguments, message in [
+        (["--workdir=/nowhere", f"--out={tmp_path / 'a'}"], "--workdir=/nowhere has no config.json"),
+        (
+            [f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'a'}", "--step=4"],
+            r"no checkpoint of step 4: it has \[3\]",
+        ),
+        ([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'run'}"], "run exists already"),
+        ([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'a'}", "--adapter"], "no adapters to save"),
+    ]:
+        with pytest.raises(SystemExit, match=message):
+            export.main(arguments)
+    assert not (tmp_path / "a").exists()
