@@ -105,7 +105,9 @@ class RLCluster:
         check_vocab(self.model, self.tokenizer.vocab_size)
         abstract = decoder.abstract_params(self.model, self.actor_mesh, dtype)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        return jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree), out_shardings=shardings)(
+        # Integer base weights (lora.base_dtype) and their scales keep their dtype.
+        dtypes = jax.tree.map(lambda leaf: leaf.dtype, abstract)
+        return jax.jit(lambda tree: jax.tree.map(lambda x, t: x.astype(t), tree, dtypes), out_shardings=shardings)(
             jax.device_put(actor.params, shardings)
         )
 

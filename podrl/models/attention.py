@@ -94,15 +94,24 @@ def dense(
     if softcap:
         score_BKGTS = jnp.tanh(score_BKGTS / softcap) * softcap
     t_T = jnp.arange(T)
-    seen_BTS = _seen(segment_BT, segment_BT, t_T[:, None] - t_T[None, :], window)
+    back_TS = t_T[:, None] - t_T[None, :]
+    same_BTS = (segment_BT[:, :, None] == segment_BT[:, None, :]) & (segment_BT[:, :, None] > 0)
+    seen_BTS = same_BTS & (back_TS >= 0) & (back_TS < window)
     score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, NEG_INF)
     weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BTKH.dtype)
     return jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BTKH).reshape(B, T, N, H)
 
 
-def _seen(segment_BT: Array, segment_BS: Array, back_TS: Array, window: Array) -> Array:
-    same_BTS = (segment_BT[:, :, None] == segment_BS[:, None, :]) & (segment_BT[:, :, None] > 0)
-    return same_BTS & ((back_TS >= 0) & (back_TS < window))
+def einsum_f32(equation: str, a: Array, b: Array) -> Array:
+    """Einsum accumulated and returned in float32; on CPU, which lacks some of these products, of widened operands."""
+
+    def narrow(a: Array, b: Array) -> Array:
+        return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+
+    if a.dtype == jnp.float32 and b.dtype == jnp.float32:
+        return narrow(a, b)
+    widened = lambda a, b: narrow(a.astype(jnp.float32), b.astype(jnp.float32))  # noqa: E731
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=narrow)
 
 
 # --- blockwise ---
@@ -145,7 +154,7 @@ def _cut(x: Array, index: Array, size: int, axis: int) -> Array:
 
 def _scores(q_BKHGt, k_BKsH, segment_BT, window, i, j, softcap: float, size: int) -> tuple[Array, Array]:
     """(capped scores, which of them count) of query block i against key block j, float32."""
-    score = jnp.einsum("BKsH,BKHGt->BKsGt", k_BKsH, q_BKHGt, preferred_element_type=jnp.float32)
+    score = einsum_f32("BKsH,BKHGt->BKsGt", k_BKsH, q_BKHGt)
     if softcap:
         score = jnp.tanh(score * (1.0 / softcap)) * softcap
     t_T = jnp.arange(size)
@@ -168,7 +177,7 @@ def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, softcap: float, size
             shrink = jnp.exp(top - new_top)
             total = total * shrink + jnp.sum(weight, axis=2, keepdims=True)
             v = _cut(v_BKSH, j, size, -2)
-            part = jnp.einsum("BKsH,BKsGt->BKHGt", v, weight.astype(v.dtype), preferred_element_type=jnp.float32)
+            part = einsum_f32("BKsH,BKsGt->BKHGt", v, weight.astype(v.dtype))
             return new_top, total, out * shrink + part
 
         B, K, _, G, t = q.shape
@@ -193,14 +202,14 @@ def _flash_bwd(softcap: float, size: int, saved, dout_BKHGT):
         k, v = _cut(k_BKSH, j, size, -2), _cut(v_BKSH, j, size, -2)
         score, seen = _scores(q, k, segment_BT, window, i, j, softcap, size)
         weight = jnp.where(seen, jnp.exp(score - lse), 0.0)
-        dweight = jnp.einsum("BKsH,BKHGt->BKsGt", v, dout, preferred_element_type=f32)
+        dweight = einsum_f32("BKsH,BKHGt->BKsGt", v, dout)
         dscore = weight * (dweight - delta)
         if softcap:
             dscore = dscore * (1.0 - jnp.square(score * (1.0 / softcap)))
         dscore, weight = dscore.astype(q.dtype), weight.astype(q.dtype)
-        dq = dq + jnp.einsum("BKsH,BKsGt->BKHGt", k, dscore, preferred_element_type=f32)
-        dk = jnp.einsum("BKsGt,BKHGt->BKsH", dscore, q, preferred_element_type=f32)
-        dv = jnp.einsum("BKsGt,BKHGt->BKsH", weight, dout, preferred_element_type=f32)
+        dq = dq + einsum_f32("BKsH,BKsGt->BKHGt", k, dscore)
+        dk = einsum_f32("BKsGt,BKHGt->BKsH", dscore, q)
+        dv = einsum_f32("BKsGt,BKHGt->BKsH", weight, dout)
         if single:
             return dq, dk, dv
 

@@ -1,6 +1,7 @@
 """RolloutWorker: prompts and a policy in, finished samples out."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -33,6 +34,8 @@ class RolloutStats:
       dispatches: device calls of `generate`.
       spills: caches moved to the host because the pool ran dry.
       compiles: programs compiled during the call; 0 after `warm_up`.
+      host_seconds: time in which the device had nothing queued: from reading the results of the last dispatch in
+        flight to the next launch. Where the host keeps up it is next to nothing.
     """
 
     tokens: int = 0
@@ -43,6 +46,7 @@ class RolloutStats:
     dispatches: int = 0
     spills: int = 0
     compiles: int = 0
+    host_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +179,19 @@ class RolloutWorker:
         """New weights for a generation in progress, from its next dispatch on; versions are recorded per token."""
         self._refreshed = policy
 
+    def memory(self, params: PyTree) -> int:
+        """Peak bytes of one device in the compiled `generate`: weights, pools and temporaries."""
+        engine = self._get_engine(params)
+        abstract = functools.partial(
+            jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        )
+        state = self._take_state()
+        idle = engine.put_rows(np.zeros((engine.shards, engine.visit_shape.size), np.int32))
+        compiled = engine.generate.lower(abstract(engine.prepare(params)), abstract(state), abstract(idle)).compile()
+        self._state = state
+        m = compiled.memory_analysis()
+        return m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+
     # Generation.
 
     def generate(
@@ -284,6 +301,7 @@ class RolloutWorker:
             dispatches=s.dispatches,
             spills=s.spills,
             compiles=compiles,
+            host_seconds=s.host_seconds,
         )
 
     def _collect(

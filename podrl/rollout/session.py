@@ -1,6 +1,7 @@
 """Runs samples to their end: carries out the scheduler's plans on the engine and turns its output into records."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -62,6 +63,7 @@ class Stats:
       lane_steps: lane places of all steps of all shards, live or not.
       prefill_tokens: prompt and given tokens computed, padding excluded.
       spills: stores moved to the host.
+      host_seconds: time without a dispatch in flight, from the last read to the next launch.
     """
 
     tokens: int = 0
@@ -70,6 +72,7 @@ class Stats:
     lane_steps: int = 0
     prefill_tokens: int = 0
     spills: int = 0
+    host_seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -114,6 +117,7 @@ class Session:
         self._flights: list[_Flight] = []
         self._given: list[tuple[Track, list[int], int]] = []  # extended samples, their tokens, what they may sample
         self._count = 0
+        self._idle_since = time.perf_counter()
 
     def add(
         self,
@@ -234,6 +238,8 @@ class Session:
     def _launch(self, plan: Plan) -> None:
         engine = self.engine
         flat_XI = self._scheduler.visits(engine.visit_shape, engine.shape.segments - 1)
+        if not self._flights:
+            self.stats.host_seconds += time.perf_counter() - self._idle_since
         self.state, emitted = engine.generate(self._params, self.state, engine.put_rows(flat_XI))
         for leaf in jax.tree.leaves(emitted):
             leaf.copy_to_host_async()
@@ -330,6 +336,7 @@ class Session:
 
     def _read(self, flight: _Flight) -> list[Track]:
         out = jax.device_get(flight.emitted)
+        self._idle_since = time.perf_counter()
         steps_X = out.steps_X
         self.stats.decode_steps += int(steps_X.max())
         self.stats.lane_steps += int(steps_X.sum()) * self.engine.shape.lanes

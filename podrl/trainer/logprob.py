@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Float, Int
 
 from podrl.mesh import rules
+from podrl.models.attention import einsum_f32
 from podrl.models.config import ModelConfig
 from podrl.types import PyTree
 
@@ -177,7 +178,7 @@ def _forward(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, *, head: _He
     def step(carry, index):
         top_X, sum_X, weighted_X, hit_X = carry
         weight_CD, _, new_C, offset_X = _chunk_of(matrix_VD, index, target_X, hidden_XD.dtype, head)
-        logits_XC = _cap(jnp.einsum("XD,CD->XC", hidden_XD, weight_CD, preferred_element_type=jnp.float32), head)
+        logits_XC = _cap(einsum_f32("XD,CD->XC", hidden_XD, weight_CD), head)
         is_target_XC = (jnp.arange(head.chunk) == offset_X[:, None]) & new_C
         hit_X = hit_X + jnp.sum(jnp.where(is_target_XC, logits_XC, 0.0), axis=1)
         masked_XC = logits_XC if chunks * head.chunk == V else jnp.where(new_C, logits_XC, -jnp.inf)
@@ -221,7 +222,7 @@ def _backward(
     def step(carry, index):
         dhidden_XD, dmatrix_VD = carry
         weight_CD, start, new_C, offset_X = _chunk_of(matrix_VD, index, target_X, hidden_XD.dtype, head)
-        raw_XC = jnp.einsum("XD,CD->XC", hidden_XD, weight_CD, preferred_element_type=jnp.float32)
+        raw_XC = einsum_f32("XD,CD->XC", hidden_XD, weight_CD)
         logits_XC = _cap(raw_XC, head)
         centred_XC = logits_XC - lse_X[:, None]
         is_target_XC = jnp.arange(head.chunk) == offset_X[:, None]
@@ -232,8 +233,8 @@ def _backward(
             unit_XC = logits_XC * (head.temperature / head.softcap)
             dlogits_XC = dlogits_XC * (1.0 - unit_XC * unit_XC)
         draw_XC = jnp.where(new_C, dlogits_XC * (1.0 / head.temperature), 0.0).astype(hidden_XD.dtype)
-        dhidden_XD = dhidden_XD + jnp.einsum("XC,CD->XD", draw_XC, weight_CD, preferred_element_type=jnp.float32)
-        dweight_CD = jnp.einsum("XC,XD->CD", draw_XC, hidden_XD, preferred_element_type=jnp.float32)
+        dhidden_XD = dhidden_XD + einsum_f32("XC,CD->XD", draw_XC, weight_CD)
+        dweight_CD = einsum_f32("XC,XD->CD", draw_XC, hidden_XD)
         if head.model:
             dweight_CD = jax.lax.psum_scatter(dweight_CD, head.model, scatter_dimension=1, tiled=True)
         old_CD = jax.lax.dynamic_slice_in_dim(dmatrix_VD, start, head.chunk)

@@ -73,7 +73,7 @@ def _sum_shard(shard: Array, layout: Layout, index: Sequence[Array]) -> UInt32[A
 
 def _bits(x: Array) -> Array:
     """The bit pattern of every element as uint32; a 64-bit element gives the sum of its halves, one weighted."""
-    if x.dtype == jnp.bool_:
+    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # narrower than a byte: the value itself
         return x.astype(jnp.uint32)
     if x.dtype.itemsize == 8:
         halves = jax.lax.bitcast_convert_type(x, jnp.uint32)

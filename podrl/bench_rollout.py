@@ -1,0 +1,167 @@
+"""Measures batched generation with a random model: `python -m podrl.bench rollout`."""
+
+import argparse
+import dataclasses
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+END_ID = 1
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="podrl.bench rollout", description=__doc__)
+    sizes = {"layers": 3, "dim": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 384}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--window", type=int, default=4096, help="attention window of every other layer")
+    parser.add_argument("--lora_rank", type=int, default=0)
+    parser.add_argument("--mesh", default="data=4", help="rollout mesh; faked CPU devices are made for it")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--prompt_len", type=_range, default=(16, 62), metavar="LOW:HIGH")
+    parser.add_argument("--max_new", type=int, default=256)
+    parser.add_argument(
+        "--forced_len", type=int, default=0, help="most tokens of a sample, where lower than max_new (same lengths)"
+    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--top_k", type=int, default=None)
+    engine = ("lanes", "steps_per_dispatch", "segment_tokens", "pool_tokens", "prefill_tokens", "members_per_visit")
+    for name in engine:
+        parser.add_argument(f"--{name}", type=int, default=None, help=f"rollout.{name}")
+    parser.add_argument("--repeats", type=int, default=3, help="timed generations after one untimed; the median counts")
+    parser.add_argument("--devices", type=int, default=8, help="faked CPU devices where there is no accelerator")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", default="", help="directory to write a profiler trace of one more generation to")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def run(argv: Sequence[str]) -> dict[str, Any]:
+    """Generates the same batch several times with a random Gemma-2-style model.
+
+    Returns:
+      tokens (sampled per generation), seconds (median of a generation), tok_s, decode_steps (of the busiest shard),
+      lane_utilisation, prefill_tokens, dispatches, compiles (programs built after warm-up), warm_up_seconds,
+      device_share (of the time, spent inside decode and prefill programs or waiting for them), peak_bytes (of one
+      device in the compiled `generate`), and the sizes used.
+    """
+    args = _parser().parse_args(argv)
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        flag = f"--xla_force_host_platform_device_count={args.devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    return _measure(args)
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    import jax
+
+    from podrl.mesh.build import make_mesh, parse_mesh
+    from podrl.models import decoder
+    from podrl.rollout.rollout import RolloutWorker
+    from podrl.types import Policy
+
+    sizes = parse_mesh(args.mesh, key="--mesh")
+    mesh = make_mesh(args.mesh, jax.devices() if -1 in sizes else jax.devices()[: math.prod(sizes)], key="--mesh")
+    model = _model(args)
+    abstract = decoder.abstract_params(model, mesh, jax.numpy.dtype(args.dtype))
+    make = jax.jit(
+        lambda key: decoder.init_params(model, key, jax.numpy.dtype(args.dtype)),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
+    )
+    policy = Policy(make(jax.random.key(args.seed)), 0)
+    worker = RolloutWorker(
+        model, mesh, _config(args), pad_id=0, eos_ids=(END_ID,), decode=lambda ids: "", seed=args.seed
+    )
+    started = time.perf_counter()
+    worker.warm_up(policy.params, lambda line: print(line, file=sys.stderr))
+    warm_up = time.perf_counter() - started
+    prompts = _prompts(args)
+
+    def generate() -> Any:
+        worker.generate(policy, prompts, group_size=args.group, step=0, sampling=_sampling(args))
+        return worker.stats
+
+    generate()
+    runs = [generate() for _ in range(args.repeats)]
+    stats = sorted(runs, key=lambda s: s.seconds)[len(runs) // 2]
+    if args.trace:
+        with jax.profiler.trace(args.trace):
+            generate()
+    memory = worker.memory(policy.params)
+    seconds = statistics.median(s.seconds for s in runs)
+    return {
+        "tokens": stats.tokens,
+        "seconds": seconds,
+        "tok_s": stats.tokens / seconds,
+        "decode_steps": stats.decode_steps,
+        "lane_utilisation": stats.lane_utilisation,
+        "prefill_tokens": stats.prefill_tokens,
+        "dispatches": stats.dispatches,
+        "spills": stats.spills,
+        "host_share": stats.host_seconds / stats.seconds,
+        "compiles": sum(s.compiles for s in runs),
+        "peak_bytes": memory,
+        "warm_up_seconds": warm_up,
+        "mesh": args.mesh,
+        "lanes": worker.config.lanes,
+    }
+
+
+def _model(args: argparse.Namespace) -> Any:
+    from podrl.models.config import LoraConfig, gemma2_config
+
+    model = gemma2_config(
+        vocab_size=args.vocab,
+        num_layers=args.layers,
+        model_dim=args.dim,
+        ffn_dim=args.ffn,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        window=args.window,
+    )
+    return dataclasses.replace(model, lora=LoraConfig(rank=args.lora_rank)) if args.lora_rank else model
+
+
+def _config(args: argparse.Namespace) -> Any:
+    from podrl.rollout.config import RolloutConfig
+
+    names = ("lanes", "steps_per_dispatch", "segment_tokens", "pool_tokens", "prefill_tokens", "members_per_visit")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    limit = args.prompt_len[1] + args.max_new
+    return RolloutConfig(
+        max_tokens_to_generate=args.max_new, max_prompt_length=args.prompt_len[1], kv_cache_size=limit, **given
+    )
+
+
+def _sampling(args: argparse.Namespace) -> Any:
+    from podrl.rollout.config import Sampling
+
+    limit = min(args.max_new, args.forced_len or args.max_new)
+    return Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_new=limit)
+
+
+def _prompts(args: argparse.Namespace) -> Any:
+    """Random prompts, lengths uniform, without the end token."""
+    from podrl.types import Prompts
+
+    rng = np.random.default_rng(args.seed)
+    P, (low, high) = args.prompts, args.prompt_len
+    tokens_PT = rng.integers(END_ID + 1, args.vocab, (P, high)).astype(np.int32)
+    length_P = rng.integers(low, high + 1, P)
+    tokens_PT[np.arange(high) >= length_P[:, None]] = 0
+    return Prompts(tokens_PT, length_P, np.arange(P), [""] * P, {}, b"")
