@@ -95,6 +95,7 @@ def defaults(cls: type) -> dict[str, Any]:
     """
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
+    value: Any
     for field in dataclasses.fields(cls):
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             if dataclasses.is_dataclass(hints[field.name]):

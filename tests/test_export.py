@@ -16,12 +16,17 @@ from podrl.runtime.checkpoint import Checkpoints
 from podrl.trainer.config import RLTrainingConfig
 from podrl.types import TrainState
 
+LORAS = {
+    "tiny": LoraConfig(),
+    "lora": LoraConfig(rank=16),
+    "int8": LoraConfig(rank=4, pattern="q|v", base_dtype="int8"),
+}
 TOKENS_BT = np.random.default_rng(0).integers(0, 384, (2, 16)).astype(np.int32)
 
 
 def make_run(workdir, variant: str, steps=(3,)):
     """A run directory with checkpoints at `steps`, and the model of each."""
-    source = ModelSource(lora=LoraConfig(rank=16 if variant == "lora" else 0))
+    source = ModelSource(lora=LORAS[variant])
     settings = {"model": source, "trainer": RLTrainingConfig(eval_every_n_steps=0, max_steps=9)}
     workdir.mkdir()
     (workdir / "config.json").write_text(json.dumps({k: dataclasses.asdict(v) for k, v in settings.items()}))
@@ -41,7 +46,7 @@ def make_run(workdir, variant: str, steps=(3,)):
     return models
 
 
-@pytest.mark.parametrize("variant", ["tiny", "lora"])
+@pytest.mark.parametrize("variant", ["tiny", "lora", "int8"])
 def test_the_exported_model_is_the_checkpoint(tmp_path, variant):
     models = make_run(tmp_path / "run", variant, steps=(3, 5))
     line = export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}", "--dtype=float32"])

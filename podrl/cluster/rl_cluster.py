@@ -96,7 +96,7 @@ class RLCluster:
         dtype = jnp.dtype(self.training_config.param_dtype)
         if isinstance(actor, str | os.PathLike):
             tokenizer = tokenizer or actor
-            actor = from_pretrained(actor, mesh=self.actor_mesh, dtype=dtype, lora=lora)
+            actor = from_pretrained(os.fspath(actor), mesh=self.actor_mesh, dtype=dtype, lora=lora)
         self.model = actor.config
         if tokenizer is None:
             raise ValueError("RLCluster needs tokenizer=...: the actor is a model object, which carries none.")

@@ -201,11 +201,11 @@ class GRPOParts(LearnerParts):
                 ref_logprob_BT=np.zeros_like(sampler_BT),
                 sampler_logprob_BT=sampler_BT,
             )
-            batch = self.cluster.put_batch(host)
+            batch: Any = self.cluster.put_batch(host)
             if self._old == "trainer":
-                batch = batch.replace(old_logprob_ABT=self.cluster.actor_logprobs(batch))
+                batch = dataclasses.replace(batch, old_logprob_ABT=self.cluster.actor_logprobs(batch))
             if self._needs_reference:
-                batch = batch.replace(ref_logprob_ABT=self.cluster.reference_logprobs(batch))
+                batch = dataclasses.replace(batch, ref_logprob_ABT=self.cluster.reference_logprobs(batch))
             batches.append(batch)
         return batches
 

@@ -1,7 +1,7 @@
 """GRPOConfig: which member of the GRPO family is trained, under Tunix's field names where it has one."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Float
@@ -129,8 +129,9 @@ class GRPOConfig:
         self, reward_B: Float[np.ndarray, " B"], mask_BT: Float[np.ndarray, "B T"]
     ) -> Float[np.ndarray, "B T"]:
         """Advantage of every sampled token; mask is 1 on samples."""
-        reward_BT = outcome_reward(reward_B, mask_BT)
-        return self.estimator()(reward_BT, np.zeros_like(reward_B), mask_BT, group_size=self.num_generations)
+        estimator: Any = self.estimator()  # its functions take numpy as well as jax arrays, and answer in kind
+        reward_BT = outcome_reward(cast(Any, reward_B), cast(Any, mask_BT))
+        return estimator(reward_BT, np.zeros_like(reward_B), mask_BT, group_size=self.num_generations)
 
     def old_source(self, updates_per_step: int) -> str:
         """'current', 'trainer' or 'sampler', with 'auto' decided."""

@@ -89,7 +89,8 @@ class LearnerParts:
     # The parts of podrl.learner.loop.Parts.
 
     def restore(self) -> tuple[int, list[InFlight]]:
-        step, in_flight = 0, []
+        step = 0
+        in_flight: list[InFlight] = []
         restored = None
         if self.run.checkpoints is not None:
             with self.run.watchdog.stage("restoring"):
@@ -101,7 +102,7 @@ class LearnerParts:
             if self._data_state:
                 self.stream.restore(self._data_state)
             self.restore_controllers(restored.host["controllers"])
-            in_flight = [Ready(e) for e in pending.load(restored.host["pending"], restored.arrays)]
+            in_flight += [Ready(e) for e in pending.load(restored.host["pending"], restored.arrays)]
             self.run.console.print(f"Resumed after step {step} from {self.run.workdir}.")
         self.run.open_metrics(step + 1 if step else 0)
         self._start, self._last = step, time.monotonic()
@@ -114,9 +115,9 @@ class LearnerParts:
     def stopping(self) -> bool:
         return self.run.stopping()
 
-    def record(self, step: int, batch: Any, metrics: Mapping[str, Any]) -> None:
+    def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
         self._flush()
-        host = self.step_metrics(batch)
+        host = self.step_metrics(experience)
         now = time.monotonic()
         host["time/step"], self._last = now - self._last, now
         for stage, seconds in self.run.watchdog.take_spent().items():
@@ -124,7 +125,7 @@ class LearnerParts:
         self._late = (step, host, metrics)
         log = self.run.log_config
         if self.run.metrics is not None and log.samples_every and (step % log.samples_every == 0 or step == 1):
-            self.run.metrics.write_samples(step, list(self.samples(batch))[: log.samples])
+            self.run.metrics.write_samples(step, list(self.samples(experience))[: log.samples])
         if step == self.schedule.max_steps:
             self._flush()
 

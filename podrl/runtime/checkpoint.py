@@ -211,10 +211,11 @@ def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[i
     steps = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
     chosen = steps[-1] if steps and step is None else step
     if chosen not in steps:
-        raise ValueError(f"{root} has no checkpoint{'' if step is None else f' of step {step}'}: it has {steps or 'none'}.")
+        wanted = "" if step is None else f" of step {step}"
+        raise ValueError(f"{root} has no checkpoint{wanted}: it has {steps or 'none'}.")
     path = root / str(chosen) / "state"
     reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-    tree = reader.metadata(path).item_metadata.tree
+    tree = reader.metadata(path).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
     wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted))  # pyright: ignore[reportCallIssue]
     reader.close()

@@ -59,16 +59,16 @@ def fold(sums_Wl: UInt32[np.ndarray, "W l"], layouts: Sequence[Layout]) -> tuple
 
 
 def _sum_shard(shard: Array, layout: Layout, index: Sequence[Array]) -> UInt32[Array, ""]:
-    weighted = _bits(shard)
-    for d, axes in enumerate(layout.dims):
+    total = _bits(shard)
+    for d in reversed(range(shard.ndim)):
         block: Any = 0
-        for axis in axes:
+        for axis in layout.dims[d]:
             block = block * layout.mesh_shape[axis] + index[axis]
         size = shard.shape[d]
         position = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(block * size).astype(jnp.uint32)
         weight = _hash(position + jnp.uint32(0x9E3779B9 * (d + 1) % 2**32)) | jnp.uint32(1)
-        weighted = weighted * jnp.expand_dims(weight, [k for k in range(weighted.ndim) if k != d])
-    return jnp.sum(weighted, dtype=jnp.uint32)
+        total = jnp.sum(total * weight, axis=-1, dtype=jnp.uint32)  # one dimension at a time: a multiply per element
+    return total
 
 
 def _bits(x: Array) -> Array:

@@ -1,0 +1,98 @@
+"""A run that is killed at any moment and started again by the same command ends as one that never was."""
+
+import contextlib
+import os
+import pathlib
+import signal
+from collections.abc import Callable
+
+import pytest
+from processes import Job, gone, job, run, same_end, trained_steps
+
+pytestmark = pytest.mark.e2e
+EVALUATING = ("--config.trainer.eval_every_n_steps=2",)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    run(workdir, *EVALUATING)
+    assert trained_steps(workdir) == [1, 2, 3, 4, 5, 6]
+    return workdir
+
+
+def killed(workdir: pathlib.Path, wait: Callable[[Job], None], *args: str) -> None:
+    """Starts (or resumes) the run and kills it once `wait` returns; its reward workers must not outlive it."""
+    with job(workdir, *args) as started:
+        wait(started)
+        workers = started.children()
+        started.kill()
+    assert gone(workers) == []
+
+
+def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:
+    """Waits for an unfinished checkpoint of a step beyond `after`; the process is stopped before it can finish it."""
+
+    def unfinished(started: Job) -> list[pathlib.Path]:
+        root = started.workdir / "checkpoints"
+        names = [name for name in os.listdir(root) if not name.isdigit()] if root.is_dir() else []
+        return [root / name for name in names if name.partition(".")[0].isdigit() and int(name.partition(".")[0]) > after]
+
+    def caught(started: Job) -> bool:
+        if not unfinished(started):
+            return False
+        started.signal(signal.SIGSTOP)
+        os.waitpid(started.process.pid, os.WUNTRACED)
+        if unfinished(started):
+            return True
+        started.signal(signal.SIGCONT)
+        return False
+
+    return lambda started: started.wait_for("a checkpoint being written", lambda: caught(started), every_s=0.0)
+
+
+def test_killed_after_a_step_between_two_checkpoints(uninterrupted, tmp_path):
+    workdir = tmp_path / "run"
+    killed(workdir, lambda started: started.wait_for_step(3), *EVALUATING)
+    resumed = run(workdir, *EVALUATING)
+    assert "Resumed after step" in resumed.stdout
+    same_end(workdir, uninterrupted)
+
+
+def test_killed_before_the_first_checkpoint_then_during_one_then_before_the_last_evaluation(uninterrupted, tmp_path):
+    workdir = tmp_path / "run"
+    killed(workdir, lambda started: started.wait_for_step(1), *EVALUATING)
+    killed(workdir, while_writing_a_checkpoint(after=2), *EVALUATING)
+    left = [name for name in os.listdir(workdir / "checkpoints") if not name.isdigit()]
+    assert left, "the kill came too late: no unfinished checkpoint is left"
+
+    def last_step_saved(started: Job) -> None:
+        started.wait_for("the checkpoint of step 6", (workdir / "checkpoints" / "6").exists, every_s=0.0)
+
+    killed(workdir, last_step_saved, *EVALUATING)
+    assert not (workdir / "summary.json").exists()
+    run(workdir, *EVALUATING)
+    same_end(workdir, uninterrupted)
+    assert (workdir / "summary.json").exists()
+    with contextlib.suppress(FileNotFoundError):
+        assert [name for name in os.listdir(workdir / "checkpoints") if not name.isdigit()] == []
+
+
+STALE_LORA = (
+    *("--config.grpo.max_staleness=1", "--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3"),
+    "--config.eval.problems=0",
+)
+SEVERAL_UPDATES = (
+    *("--config.grpo.num_iterations=2", "--config.trainer.mini_batch_size=8", "--config.trainer.schedule=cosine"),
+    "--config.eval.problems=0",
+)
+
+
+@pytest.mark.parametrize("variant", [STALE_LORA, SEVERAL_UPDATES], ids=["stale-lora", "mu2-mini-batches"])
+def test_variants_of_the_loop_resume_too(variant, tmp_path):
+    whole, workdir = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
+    run(whole, *variant)
+    killed(workdir, lambda started: started.wait_for_step(3), *variant)
+    run(workdir, *variant)
+    same_end(workdir, whole)
+    assert trained_steps(workdir) == [1, 2, 3, 4, 5, 6]

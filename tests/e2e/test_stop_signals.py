@@ -1,0 +1,49 @@
+"""A run that is asked to stop saves, says how to go on, leaves no process behind, and goes on as if never stopped."""
+
+import pathlib
+import signal
+
+import pytest
+from processes import gone, job, run, same_end, trained_steps
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    run(workdir)
+    return workdir
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "ctrl-c"])
+def test_a_signal_saves_exits_75_and_the_same_command_resumes(number, uninterrupted, tmp_path):
+    workdir = tmp_path / "run"
+    with job(workdir) as stopped:
+        stopped.wait_for_step(2)  # saved at 2 and 4: the signal's own checkpoint is likely to be another
+        workers = stopped.children()
+        stopped.signal(number)
+        stopped.finish(75)
+    assert workers and gone(workers) == []
+    assert f"{signal.Signals(number).name}: stopping" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    done = trained_steps(workdir)
+    assert done == list(range(1, len(done) + 1)) and 2 <= len(done) < 6
+    assert f"Stopped after step {len(done)} of 6" in stopped.stdout
+    assert max(int(p.name) for p in (workdir / "checkpoints").iterdir()) == len(done)
+    assert "Resume with: python -m podrl.launch --config=grpo_gemma.py" in stopped.stdout
+    assert f"--workdir={workdir}" in stopped.stdout
+    resumed = run(workdir)
+    assert f"Resumed after step {len(done)} " in resumed.stdout
+    same_end(workdir, uninterrupted)
+
+
+def test_a_signal_before_the_first_step_stops_without_training(tmp_path):
+    workdir = tmp_path / "run"
+    with job(workdir) as stopped:
+        stopped.wait_for("the run directory", (workdir / "config.json").exists)
+        stopped.wait_for("the table of roles", lambda: "Run directory" in stopped.stdout)
+        stopped.signal(signal.SIGTERM)
+        stopped.finish(75)
+    assert "Stopped after step 0 of 6" in stopped.stdout and "Resume with:" in stopped.stdout
+    assert trained_steps(workdir) == []

@@ -1,0 +1,85 @@
+"""A tiny Gemma 2 model, samples of varied lengths, and their packed batches, for every test of the trainer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from podrl.mesh.build import make_mesh
+from podrl.models import decoder
+from podrl.models.config import ModelConfig, gemma2_config
+from podrl.trainer import packing
+from podrl.trainer import state as state_lib
+from podrl.trainer.optimizer import Optimizer, OptimizerConfig, make_optimizer
+from podrl.trainer.step import make_train_step
+
+B, T, PROMPT, V = 8, 20, 3, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    """Everything a training step needs, on one mesh."""
+
+    config: ModelConfig
+    mesh: jax.sharding.Mesh
+    optimizer: Optimizer
+
+    def params(self):
+        """Random parameters; adapters are random too, so that they have an effect."""
+        abstract = decoder.abstract_params(self.config, self.mesh, jnp.dtype("float32"))
+        placed = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        init = jax.jit(lambda key: decoder.init_params(self.config, key), out_shardings=placed)
+        params = init(jax.random.key(0))
+        for name in params["layers"]:
+            if name.endswith("_lora_b"):
+                params["layers"][name] = params["layers"][name] + 0.02
+        return params
+
+    def state(self):
+        return state_lib.init_state(self.params(), self.config, self.optimizer, self.mesh)
+
+    def samples(self, seed=0, lengths=None):
+        """(lengths, arrays for `pack`) of B sequences with prompts of PROMPT tokens."""
+        rng = np.random.default_rng(seed)
+        length_B = np.asarray(lengths) if lengths is not None else rng.integers(PROMPT + 1, T + 1, B)
+        place_T = np.arange(T)
+        return length_B, {
+            "tokens_BT": rng.integers(0, V, (B, T)),
+            "mask_BT": (place_T >= PROMPT) & (place_T < length_B[:, None]),
+            "advantage_BT": rng.normal(size=B).astype(np.float32),
+            "old_logprob_BT": -rng.uniform(2, 5, (B, T)).astype(np.float32),
+            "ref_logprob_BT": -rng.uniform(2, 5, (B, T)).astype(np.float32),
+            "sampler_logprob_BT": -rng.uniform(2, 5, (B, T)).astype(np.float32),
+        }
+
+    def batch(self, *, row=40, rows=4, seed=0, lengths=None, **changed):
+        length_B, samples = self.samples(seed, lengths)
+        shards = state_lib.batch_shards(self.mesh)
+        shape = packing.PackShape.for_worst_case(B, T, max_tokens_per_row=row, rows_per_micro_batch=rows, shards=shards)
+        packed = packing.pack(packing.place(length_B, shape), **(samples | changed))
+        return state_lib.put_batch(packed, self.mesh)
+
+    def step(self, loss, **kwargs):
+        return make_train_step(self.config, loss, self.optimizer, self.mesh, **kwargs)
+
+
+@pytest.fixture
+def tiny():
+    """tiny(mesh='fsdp=1', lora=0, **optimizer fields) -> Tiny."""
+
+    def build(spec="fsdp=1", *, lora=0, **optimizer):
+        config = gemma2_config(
+            vocab_size=V, num_layers=2, model_dim=16, ffn_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, window=6
+        )
+        if lora:
+            config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=lora))
+        sizes = [int(part.split("=")[1]) for part in spec.split(",")]
+        mesh = make_mesh(spec, jax.devices()[: int(np.prod(sizes))])
+        # Plain gradient descent by default: a parameter change is then the gradient itself.
+        chosen = make_optimizer(OptimizerConfig(**optimizer)) if optimizer else Optimizer(optax.sgd(1.0))
+        return Tiny(config, mesh, chosen)
+
+    return build

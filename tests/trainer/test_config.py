@@ -1,0 +1,82 @@
+"""RLTrainingConfig: Tunix's names and defaults, what is refused, and how it sizes batches."""
+
+import json
+import pathlib
+
+import jax
+import optax
+import pytest
+
+from podrl.mesh.build import make_mesh
+from podrl.trainer.config import RLTrainingConfig
+
+VECTORS = pathlib.Path(__file__).resolve().parents[2].parent / "shared" / "vectors" / "config_fields.json"
+
+
+def _config(**fields):
+    return RLTrainingConfig(eval_every_n_steps=10, **fields)
+
+
+def test_names_and_defaults_are_those_of_tunix():
+    if not VECTORS.exists():
+        pytest.skip("the field table is not beside the repository")
+    fields = json.loads(VECTORS.read_text())["RLTrainingConfig"]["fields"]
+    refused = RLTrainingConfig.__refused__
+    config = _config()
+    for name, field in fields.items():
+        if name in refused:
+            with pytest.raises(ValueError, match=rf"RLTrainingConfig has no field {name}: \w+"):
+                _config(**{name: None})
+        elif field["default"] is not None:
+            assert repr(getattr(config, name)) == field["default"], name
+        else:
+            assert hasattr(config, name), name
+
+
+def test_unknown_fields_are_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match="no field mini_batchsize. Did you mean 'mini_batch_size'"):
+        _config(mini_batchsize=3)
+
+
+def test_optimizer_spans_all_updates():
+    optimizer = _config(max_steps=10, schedule="linear", warmup_fraction=0.5, learning_rate=1.0).optimizer(
+        updates_per_step=4
+    )
+    rates = [float(optimizer.schedule(i)) for i in (0, 19, 20, 30, 40)]
+    assert rates == pytest.approx([0.05, 1.0, 1.0, 0.5, 0.0])
+    with pytest.raises(ValueError, match=r"trainer.schedule='cosine'.*set trainer.max_steps"):
+        _config(schedule="cosine").optimizer()
+
+
+def test_an_optax_transformation_is_taken_as_it_is():
+    transform = optax.sgd(0.1)
+    assert _config(actor_optimizer=transform).optimizer().transform is transform
+    assert _config(critic_optimizer=transform).critic().transform is transform
+
+
+def test_pack_shape_follows_the_keys():
+    mesh = make_mesh("fsdp=4", jax.devices()[:4])
+
+    def shape(**fields):
+        return _config(**fields).pack_shape(sequences=128, max_length=100, mesh=mesh)
+
+    rows = shape(max_tokens_per_row=200, max_seq_token_per_tpu=400)
+    assert (rows.tokens, rows.rows, rows.shards) == (200, 8, 4)
+    assert rows.micro_batches * rows.rows >= 64
+    assert shape(max_tokens_per_row=200, train_micro_batch_size=16).rows == 8
+    assert shape(max_tokens_per_row=200, mini_batch_size=128, gradient_accumulation_steps=4).rows == 16
+    default = shape()
+    assert default.tokens >= 100 and default.rows % 4 == 0
+    with pytest.raises(ValueError, match=r"max_seq_token_per_tpu=64 cannot hold a packed row of 200"):
+        shape(max_tokens_per_row=200, max_seq_token_per_tpu=64)
+    with pytest.raises(ValueError, match=r"up to 100 tokens do not fit into rows of 64"):
+        shape(max_tokens_per_row=64)
+
+
+def test_errors_name_values_and_keys():
+    with pytest.raises(ValueError, match=r"mini_batch_size=8 is not trainer.train_micro_batch_size=3 x"):
+        _config(mini_batch_size=8, train_micro_batch_size=3, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="trainer.max_steps=0 must be at least 1"):
+        _config(max_steps=0)
+    with pytest.raises(ValueError, match=r"trainer.warmup_fraction=1.5 must lie in \[0, 1\)"):
+        _config(warmup_fraction=1.5)

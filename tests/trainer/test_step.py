@@ -1,0 +1,205 @@
+"""The training step: the same update however sequences are packed, split and sharded, and only what should change does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.models import decoder
+from podrl.trainer import state as state_lib
+from podrl.trainer.objective import CrossEntropy
+from podrl.trainer.optimizer import Optimizer
+from podrl.trainer.step import make_logprob_fn
+
+B = 8  # sequences of every batch
+MODES = ("token-mean", "sequence-mean-token-mean")
+
+
+def _update(case, loss, **batch):
+    """(parameters before minus after, metrics): with SGD at rate 1, the gradient."""
+    before = jax.tree.map(np.asarray, case.state()[0].params)
+    state, frozen = case.state()
+    state, metrics = case.step(loss)(state, frozen, case.batch(**batch))
+    change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
+    return change, {name: float(value) for name, value in metrics.items()}
+
+
+def _assert_same(got, expected, atol=2e-6):
+    (change, metrics), (expected_change, expected_metrics) = got, expected
+    assert max(float(np.abs(x).max()) for x in jax.tree.leaves(expected_change)) > 1e-2
+    for x, y in zip(jax.tree.leaves(change), jax.tree.leaves(expected_change), strict=True):
+        np.testing.assert_allclose(x, y, atol=atol)
+    assert metrics.keys() == expected_metrics.keys()
+    for name in metrics:
+        assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_packing_and_micro_batches_do_not_change_the_update(tiny, mode):
+    loss = PolicyLoss(loss_agg_mode=mode)
+    padded = _update(tiny(), loss, row=20, rows=8)  # a row holds one sequence, one micro-batch
+    _assert_same(_update(tiny(), loss, row=60, rows=1), padded)
+    _assert_same(_update(tiny(), loss, row=40, rows=2), padded)
+
+
+@pytest.mark.parametrize("spec", ["fsdp=4", "data=2,fsdp=2,tensor=2"])
+def test_mesh_does_not_change_the_update(tiny, spec):
+    loss = PolicyLoss()
+    _assert_same(_update(tiny(spec), loss), _update(tiny(), loss, row=20, rows=8))
+
+
+def test_gradient_equals_the_naive_one(tiny):
+    """Against the loss written out on padded rows with all logits, differentiated by jax."""
+    case = tiny()
+    length_B, samples = case.samples()
+    change, metrics = _update(case, CrossEntropy())
+    tokens_BT, mask_BT = jnp.asarray(samples["tokens_BT"]), jnp.asarray(samples["mask_BT"])
+    place_BT = jnp.tile(jnp.arange(tokens_BT.shape[1]), (B, 1))
+    segment_BT = (place_BT < length_B[:, None]).astype(jnp.int32)
+
+    def naive(params):
+        hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, place_BT, case.config)
+        logp_BTV = jax.nn.log_softmax(decoder.unembed(params, hidden_BTD, case.config))
+        picked_BT = jnp.take_along_axis(logp_BTV[:, :-1], tokens_BT[:, 1:, None], axis=-1)[..., 0]
+        return -jnp.sum(picked_BT * mask_BT[:, 1:]) / jnp.sum(mask_BT)
+
+    loss, grads = jax.jit(jax.value_and_grad(naive))(case.params())
+    assert metrics["sft/loss"] == pytest.approx(float(loss), rel=1e-5)
+    for x, y in zip(jax.tree.leaves(change), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+def test_mini_batch_metrics_of_the_first_update_are_on_policy(tiny):
+    """Scored by the same weights, the ratio is 1, nothing is clipped, and the KL is 0."""
+    case = tiny()
+    state, frozen = case.state()
+    batch = case.batch()
+    logprob_ABT = make_logprob_fn(case.config, case.mesh)(decoder.join_trainable(state.params, frozen), batch)
+    batch = batch.replace(old_logprob_ABT=logprob_ABT, ref_logprob_ABT=logprob_ABT, sampler_logprob_ABT=logprob_ABT)
+    _, metrics = case.step(PolicyLoss(beta=0.1))(state, frozen, batch)
+    assert float(metrics["actor/ratio"]) == pytest.approx(1.0, abs=1e-6)
+    for name in ("actor/pg_clipfrac", "actor/approx_kl", "actor/kl", "actor/nonfinite"):
+        assert float(metrics[name]) == pytest.approx(0.0, abs=1e-6), name
+    assert float(metrics["actor/entropy"]) > 1.0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprob_fn_scores_every_token_of_filled_micro_batches(tiny, temperature):
+    case = tiny("fsdp=2")
+    batch = case.batch(rows=2)
+    params = case.params()
+    logprob_ABT = np.asarray(make_logprob_fn(case.config, case.mesh, temperature=temperature)(params, batch))
+    continues_ABT = (np.asarray(batch.segment_ABT) > 0) & (np.asarray(batch.position_ABT) > 0)
+    assert (logprob_ABT[continues_ABT] < 0).all()
+    assert (logprob_ABT[~continues_ABT] == 0).all()
+
+
+@pytest.mark.parametrize("spec", ["fsdp=1", "fsdp=2,tensor=2"])
+def test_lora_trains_adapters_only(tiny, spec):
+    case = tiny(spec, lora=2, learning_rate=1e-2)
+    state, frozen = case.state()
+    base = jax.tree.map(np.asarray, frozen)
+    before = jax.tree.map(np.asarray, state.params)
+    assert all(name.endswith(("_lora_a", "_lora_b")) for name in state.params["layers"])
+    state, metrics = case.step(PolicyLoss())(state, frozen, case.batch())
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.params), strict=True):
+        assert np.abs(old - np.asarray(new)).max() > 1e-4
+    jax.tree.map(np.testing.assert_array_equal, base, jax.tree.map(np.asarray, frozen))
+    assert len(jax.tree.leaves(state.opt_state.mu)) == len(jax.tree.leaves(state.params))
+    assert float(metrics["actor/grad_norm"]) > 0
+
+
+def test_state_is_donated_and_nothing_is_compiled_twice(tiny):
+    case = tiny("fsdp=2", learning_rate=1e-3)
+    state, frozen = case.state()
+    step = case.step(PolicyLoss())
+    filled = []
+    for seed, lengths in enumerate((None, [20] * B, [4] * B, [20] * 4 + [4] * 4)):
+        batch = case.batch(rows=2, seed=seed, lengths=lengths)
+        filled.append(int(batch.micro_batches))
+        old = jax.tree.leaves((state.params, state.opt_state))
+        state, _ = step(state, frozen, batch)
+        assert all(x.is_deleted() for x in old)
+    assert step._cache_size() == 1
+    assert len(set(filled)) > 1
+    assert int(state.step) == 4
+
+
+def test_masked_nan_has_no_influence(tiny):
+    """NaN where mask is 0, put into the device batch behind the packer's back."""
+    case = tiny()
+    loss = PolicyLoss(beta=0.1)
+    clean = _update(case, loss)
+    state, frozen = case.state()
+    before = jax.tree.map(np.asarray, state.params)
+    batch = case.batch()
+    poison = {
+        name: jnp.where(batch.mask_ABT > 0, getattr(batch, name), jnp.nan)
+        for name in ("advantage_ABT", "old_logprob_ABT", "ref_logprob_ABT", "sampler_logprob_ABT")
+    }
+    state, metrics = case.step(loss)(state, frozen, batch.replace(**poison))
+    change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
+    _assert_same((change, {k: float(v) for k, v in metrics.items()}), clean, atol=0)
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(tiny):
+    case = tiny(learning_rate=1e-2)
+    state, frozen = case.state()
+    step = case.step(PolicyLoss())
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    batch = case.batch()
+    broken = batch.replace(advantage_ABT=jnp.where(batch.mask_ABT > 0, jnp.nan, 0.0))
+    state, metrics = step(state, frozen, broken)
+    assert float(metrics["actor/nonfinite"]) == 1.0
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, (state.params, state.opt_state)))
+    assert int(state.step) == 1
+    state, metrics = step(state, frozen, batch)
+    assert float(metrics["actor/nonfinite"]) == 0.0
+    assert int(state.opt_state.count) == 1
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_rematerialisation_does_not_change_the_update(tiny, remat):
+    case = tiny()
+    expected = _update(case, CrossEntropy())
+    before = jax.tree.map(np.asarray, case.state()[0].params)
+    state, frozen = case.state()
+    state, metrics = case.step(CrossEntropy(), remat=remat)(state, frozen, case.batch())
+    change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
+    _assert_same((change, {k: float(v) for k, v in metrics.items()}), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_supervised_training_lowers_the_loss(tiny, dtype):
+    case = tiny("fsdp=2", learning_rate=3e-2)
+    state, frozen = case.state()
+    step, batch = case.step(CrossEntropy(), dtype=dtype), case.batch()
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, frozen, batch)
+        losses.append(float(metrics["sft/loss"]))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_any_optax_transformation_trains(tiny):
+    case = tiny()
+    transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    case = type(case)(case.config, case.mesh, Optimizer(transform))
+    abstract, _ = state_lib.abstract_state(case.config, case.optimizer, case.mesh)
+    state, frozen = case.state()
+    jax.tree.map(lambda a, x: (a.shape, a.dtype) == (x.shape, x.dtype) or pytest.fail(f"{a} {x}"), abstract, state)
+    _, metrics = case.step(CrossEntropy())(state, frozen, case.batch())
+    assert "actor/lr" not in metrics and float(metrics["actor/grad_norm"]) > 0
+
+
+def test_abstract_state_is_the_state(tiny):
+    case = tiny("fsdp=2,tensor=2", lora=2, learning_rate=1e-3)
+    abstract, abstract_frozen = state_lib.abstract_state(case.config, case.optimizer, case.mesh)
+    real = case.state()
+    described = jax.tree.map(lambda x: (x.shape, x.dtype), (abstract, abstract_frozen))
+    assert described == jax.tree.map(lambda x: (x.shape, x.dtype), real)
+    for a, x in zip(jax.tree.leaves((abstract, abstract_frozen)), jax.tree.leaves(real), strict=True):
+        assert a.sharding.is_equivalent_to(x.sharding, x.ndim)
+    assert abstract.opt_state.mu["layers"]["q_lora_a"].sharding == abstract.params["layers"]["q_lora_a"].sharding
