@@ -102,11 +102,9 @@ def defaults(cls: type) -> dict[str, Any]:
                 values[field.name] = defaults(hints[field.name])
             continue
         value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # pyright: ignore[reportCallIssue]
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             values[field.name] = defaults(type(value)) | {
-                k: v
-                for k, v in dataclasses.asdict(value).items()
-                if v is not None  # pyright: ignore[reportArgumentType]
+                k: v for k, v in dataclasses.asdict(value).items() if v is not None
             }
         elif value is None:
             simple = [t for t in typing.get_args(hints[field.name]) if t in (int, float, str, bool)]
