@@ -132,7 +132,7 @@ def load_run(workdir: pathlib.Path, step: int | None = None) -> tuple[RunModel, 
     if run.config.lora.rank:
         if run.base is None:
             raise ValueError(f"{workdir} trained adapters on random weights: there is no base model to put them on.")
-        # The base as it was trained on (rounded, under lora.base_dtype); its fresh adapters give way to the trained ones.
+        # The base the adapters saw (rounded, under lora.base_dtype); fresh adapters give way to the trained ones.
         _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype), run.config.lora)
         params = decoder.join_trainable(params, base)
     return run, step, params

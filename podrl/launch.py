@@ -84,7 +84,10 @@ def take_config(argv: Sequence[str]) -> tuple[str, list[str]]:
 def _early(argv: Sequence[str], key: str, default: Any, prefix: str = "--config.") -> Any:
     """The value the command line gives to a key that is needed before all flags can be read."""
     given = [arg.partition("=")[2] for arg in argv if arg.startswith(f"{prefix}{key}=")]
-    return type(default)(given[-1]) if given else default
+    try:
+        return type(default)(given[-1]) if given else default
+    except ValueError:
+        raise ValueError(f"{prefix}{key}={given[-1]} must be {type(default).__name__}, such as {default!r}.") from None
 
 
 def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
@@ -156,13 +159,15 @@ def main() -> None:
     code = EXIT_USER
     try:
         code = _run(sys.argv)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, ImportError) as error:
+        if isinstance(error, ImportError) and error.name is not None:  # a bug; ours name the extra to install
+            traceback.print_exc()
         if "--debug" in sys.argv:
             traceback.print_exc()
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         print(f"podrl: error: {error}{notes}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("podrl: interrupted before there was anything to save.", file=sys.stderr)
+        print("podrl: interrupted; the same command resumes from the newest checkpoint, if any.", file=sys.stderr)
         code = 130
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_USER

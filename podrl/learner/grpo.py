@@ -16,7 +16,7 @@ from podrl.learner.grpo_config import GRPOConfig
 from podrl.learner.loop import InFlight, Schedule, train
 from podrl.learner.parts import Evaluator, Later, LearnerParts
 from podrl.learner.run import Run
-from podrl.rewards.compose import RewardConfig, Rewards
+from podrl.rewards.compose import RewardConfig, RewardError, Rewards
 from podrl.trainer import packing
 from podrl.trainer.objective import TokenLoss
 from podrl.types import STOP_LENGTH, Experience, Policy, TrainBatch
@@ -105,6 +105,9 @@ class GRPOLearner:
             parts = GRPOParts(self, rewards, train_ds, run, schedule, evaluator)
             try:
                 return train(parts, schedule)
+            except RewardError:
+                parts.rescue()
+                raise
             finally:
                 parts.close()
 
@@ -147,6 +150,7 @@ class GRPOParts(LearnerParts):
             self.cluster.keep_reference()
         self.cluster.prepare_actor(CurrentAsOld(loss) if self._old == "current" else loss)
         self._shape = self.cluster.pack_shape(self._mini)
+        self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
 
     # Generation: on the rollout thread.
 
@@ -208,6 +212,21 @@ class GRPOParts(LearnerParts):
                 batch = dataclasses.replace(batch, ref_logprob_ABT=self.cluster.reference_logprobs(batch))
             batches.append(batch)
         return batches
+
+    def record(self, step: int, batch: Experience, metrics: Mapping[str, Any]) -> None:
+        super().record(step, batch, metrics)
+        self._trained = (step, batch.rollouts.prompts.data_state)
+
+    def rescue(self) -> None:
+        """Saves the steps done before a batch failed to be scored; a resumed run draws that batch again."""
+        if self._trained is None or self.run.checkpoints is None:
+            return
+        step, self._data_state = self._trained
+        self.run.checkpoints.wait()
+        if self.run.saved_step() < step:
+            self.save(step, [])
+            self.run.checkpoints.wait()
+        self.run.console.print(f"Saved after step {self.run.saved_step()} in {self.run.workdir}.")
 
     # Reporting.
 

@@ -160,8 +160,17 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str) -> in
 
 
 def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any], command: str) -> int:
-    """Writes the summary, says where everything is, and picks the exit code."""
+    """Writes the summary, says where everything is, and picks the exit code.
+
+    Raises:
+      ValueError: the last step could not be saved.
+    """
     assert current.workdir is not None
+    if (saved := current.saved_step()) < step:
+        raise ValueError(
+            f"Step {step} was reached but could not be saved (see above); the newest complete checkpoint is of step "
+            f"{saved}. Make space in {current.workdir}, then the same command goes on from there: {command}"
+        )
     if step < max_steps:
         current.console.print(
             f"Stopped after step {step} of {max_steps}; saved in {current.workdir}. Resume with: {command}"

@@ -46,7 +46,7 @@ class Parts(Protocol):
         ...
 
     def evaluate(self, policy: Policy, step: int) -> None:
-        """Scores the policy on held-out prompts."""
+        """Scores the policy on held-out prompts, unless an earlier life of this run did it after this step."""
         ...
 
     def stopping(self) -> bool:
@@ -90,8 +90,8 @@ def train(parts: Parts, schedule: Schedule) -> int:
     in_flight = collections.deque(restored)
     submitted, saved = step + len(restored), step
     policy = parts.publish(step)
-    if step == 0:
-        parts.evaluate(policy, 0)
+    if step == 0 or schedule.evaluates(step):  # a run killed between saving and evaluating still owes it
+        parts.evaluate(policy, step)
     while step < schedule.max_steps and not parts.stopping():
         while submitted < min(step + 1 + schedule.max_staleness, schedule.max_steps):
             in_flight.append(parts.submit(policy, submitted))

@@ -12,6 +12,8 @@ from podrl.learner import pending
 from podrl.learner.console import Progress
 from podrl.learner.loop import InFlight, Schedule
 from podrl.learner.run import Run
+from podrl.learner.summary import eval_records
+from podrl.runtime.metrics import read_metrics
 from podrl.types import Experience, Policy
 
 
@@ -60,6 +62,7 @@ class LearnerParts:
     def __init__(self, cluster: RLCluster, stream: Stream, run: Run, schedule: Schedule, evaluator: Evaluator | None):
         self.cluster, self.stream, self.run, self.schedule = cluster, stream, run, schedule
         self._evaluator = evaluator
+        self._evaluated: set[int] = set()  # steps whose evaluation is in metrics.jsonl
         self._data_state = b""
         self._late: tuple[int, dict[str, float], Mapping[str, Any]] | None = None
         self._progress: Progress | None = None
@@ -105,6 +108,8 @@ class LearnerParts:
             in_flight += [Ready(e) for e in pending.load(restored.host["pending"], restored.arrays)]
             self.run.console.print(f"Resumed after step {step} from {self.run.workdir}.")
         self.run.open_metrics(step + 1 if step else 0)
+        if self.run.workdir is not None:
+            self._evaluated = {r["step"] for r in eval_records(read_metrics(self.run.workdir))}
         self._start, self._last = step, time.monotonic()
         return step, in_flight
 
@@ -142,7 +147,9 @@ class LearnerParts:
                 self.run.checkpoints.wait()
 
     def evaluate(self, policy: Policy, step: int) -> None:
-        if self._evaluator is None:
+        # Asked to stop, a run leaves its evaluation to the one that resumes it; the last step is worth the wait.
+        postponed = self.stopping() and step < self.schedule.max_steps
+        if self._evaluator is None or step in self._evaluated or postponed:
             return
         self._flush()
         with self.run.watchdog.stage("evaluation"):

@@ -21,7 +21,7 @@ _FREE_KEYS = ("log.", "checkpoint.", "eval.", "reward.workers", "reward.deadline
 
 
 class Run:
-    """Owns the run directory for the length of a `with` block and turns SIGTERM and Ctrl-C into a request to stop.
+    """Owns the run directory for the length of a `with` block (which may be nested) and turns SIGTERM and Ctrl-C into a request to stop.
 
     Attributes:
       workdir: where everything is written; None keeps the run in memory (no files, no resume).
@@ -49,18 +49,25 @@ class Run:
         self.metrics: MetricsLog | None = None
         self._stop = threading.Event()
         self._handlers: dict[int, Any] = {}
+        self._entered = 0
         if self.workdir is not None:
-            self.workdir.mkdir(parents=True, exist_ok=True)
+            self._make_workdir()
             self._check_config()
             self.checkpoints = Checkpoints(self.workdir / "checkpoints", keep=self.checkpoint_config.keep)
 
     def __enter__(self) -> "Run":
+        self._entered += 1
+        if self._entered > 1:
+            return self
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._entered -= 1
+        if self._entered:
+            return
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if self.checkpoints is not None:
@@ -81,10 +88,24 @@ class Run:
     def stopping(self) -> bool:
         return self._stop.is_set()
 
+    def saved_step(self) -> int:
+        """The newest step with a complete checkpoint; 0 when there is none."""
+        return max(self.checkpoints.steps(), default=0) if self.checkpoints is not None else 0
+
     def open_metrics(self, start: int) -> None:
         """Opens the sinks; records at or after step `start` of an earlier life of this run are dropped."""
         if self.workdir is not None:
             self.metrics = MetricsLog(self.workdir, self.log_config, start=start, run_config=self.config)
+
+    def _make_workdir(self) -> None:
+        assert self.workdir is not None
+        try:
+            self.workdir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--workdir={self.workdir} cannot be a run directory ({error.strerror}): name a directory that can be "
+                "written, or one that does not exist yet."
+            ) from error
 
     def _check_config(self) -> None:
         """Writes config.json, or compares with the one that is there.
@@ -94,9 +115,15 @@ class Run:
         """
         assert self.workdir is not None
         path = self.workdir / "config.json"
-        mine = json.loads(json.dumps(self.config, default=str))
+        mine = json.loads(json.dumps(self.config, default=_name))
         if path.exists():
-            theirs = json.loads(path.read_text())
+            try:
+                theirs = json.loads(path.read_text())
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} is not JSON ({error}), so it cannot be told whether the run in this directory is the same: "
+                    "restore the file, remove it if you are sure, or give another --workdir."
+                ) from error
             differences = [
                 f"{key} was {theirs_value!r}, now {mine_value!r}"
                 for key, theirs_value, mine_value in _differences(theirs, mine)
@@ -110,6 +137,12 @@ class Run:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(mine, indent=2, sort_keys=True) + "\n")
         temporary.replace(path)
+
+
+def _name(value: Any) -> str:
+    """A value JSON cannot hold; functions by name, which is the same in every process."""
+    name = getattr(value, "__qualname__", None)
+    return str(value) if name is None else f"{getattr(value, '__module__', '')}.{name}"
 
 
 def _differences(a: Any, b: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:

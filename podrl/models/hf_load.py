@@ -85,15 +85,13 @@ def load_entries(
     """
     found = _match(wanted, stored, config, where)
     params: dict[str, Any] = {}
-    under_way: list[Array] = []
     for entry in wanted:
         node = params
         for key in entry.leaf[:-1]:
             node = node.setdefault(key, {})
         name = entry.leaf[-1]
-        node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype), under_way)
+        node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype))
         if config.lora.base_dtype and name in PROJECTIONS:
-            under_way.clear()
             node |= quantized_leaves(name, node[name], config, mesh)
     return params
 
@@ -139,21 +137,17 @@ def _listing(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f", and {len(names) - _LISTED} more." if len(names) > _LISTED else ".")
 
 
-def _load_leaf(
-    entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype, under_way: list[Array]
-) -> Array:
-    """Reads a leaf's tensors in turn into its (stacked) device array; `under_way`: where the last tensor went."""
+def _load_leaf(entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype) -> Array:
+    """Reads a leaf's tensors in turn into its (stacked) device array; waits for each before it reads the next."""
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
     if not entry.stacked:
         place = _place_whole(entry.shape, bool(entry.inputs), dtype, target)
-        under_way[:] = [place(_to_devices(tensors[0], raw_sharding, under_way))]
-        return under_way[0]
+        return jax.block_until_ready(place(_to_devices(tensors[0], raw_sharding)))
     stack = _zeros(entry.param.shape, dtype, target)()
     place = _place_layer(entry.shape, bool(entry.inputs), target)
     for layer, tensor in enumerate(tensors):
-        stack = place(stack, _to_devices(tensor, raw_sharding, under_way), np.int32(layer))
-        under_way[:] = [stack]
+        stack = jax.block_until_ready(place(stack, _to_devices(tensor, raw_sharding), np.int32(layer)))
     return stack
 
 
@@ -173,7 +167,7 @@ def _merged(axes: Sequence[Any]) -> Any:
     return axes[0] if all(a is None for a in axes[1:]) else None
 
 
-def _to_devices(tensor: StoredTensor, sharding: NamedSharding, under_way: list[Array]) -> Array:
+def _to_devices(tensor: StoredTensor, sharding: NamedSharding) -> Array:
     """Copies a tensor's shards to this process's devices; each part is read once however many devices hold it."""
     parts: dict[tuple, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
@@ -183,9 +177,8 @@ def _to_devices(tensor: StoredTensor, sharding: NamedSharding, under_way: list[A
     dtype = np.dtype(np.float32) if tensor.dtype == np.float64 else tensor.dtype  # devices have no float64
     for bounds, devices in parts.items():
         part = tensor.read(tuple(slice(*b) for b in bounds)).astype(dtype, copy=False)
-        shards += [jax.device_put(part, device) for device in devices]
-    # The tensor before this one must have left the host before the next is read; waiting here lets the two overlap.
-    jax.block_until_ready(under_way)
+        # Copied, never aliased: an alias would live until some thread of the runtime lets go of it.
+        shards += [jax.device_put(part, device, may_alias=False) for device in devices]
     return jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards, dtype=dtype)
 
 

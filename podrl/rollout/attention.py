@@ -71,11 +71,12 @@ def decode_attention(
     value_LMKCH: Float[Array, "L M K C H"],
     recent: Partial,
     visits: Visits,
+    scratch: tuple[Partial, Partial],
     position_R: Int[Array, " R"],
     *,
     window: Int[Array, ""],
     softcap: float,
-) -> Float[Array, "R N H"]:
+) -> tuple[Float[Array, "R N H"], tuple[Partial, Partial]]:
     """One token per lane over the lane's prompt segments, own segments and the keys of this dispatch.
 
     Args:
@@ -83,6 +84,8 @@ def decode_attention(
       layer: which layer of the pools to read.
       recent: partial result over the keys of this dispatch, (R, K, N/K).
       visits: see `Visits`.
+      scratch: room for the partials of shared and own visits, from `make_scratch`; overwritten and handed back, so
+        that no step pays for clearing what it does not use.
       position_R: position of the query.
       window: tokens back that are seen, itself included.
     """
@@ -114,12 +117,22 @@ def decode_attention(
         return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, K, W, N // K, *x.shape[3:]), 2, 1), part)
 
     W = visits.shared_lane_UW.shape[1]
-    from_shared = _blocks(shared, visits.total_2[0], SHARED_BLOCK, visits.shared_lane_UW.shape[0], (W, K, N // K), H)
-    from_shared = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), from_shared)
-    from_own = _blocks(own, visits.total_2[1], OWN_BLOCK, visits.own_lane_O.shape[0], (K, N // K), H)
-    result = _gather(recent, from_shared, visits.shared_first_R, visits.shared_number_R, visits.longest_2[0], W)
+    from_shared = _blocks(shared, visits.total_2[0], SHARED_BLOCK, scratch[0])
+    from_own = _blocks(own, visits.total_2[1], OWN_BLOCK, scratch[1])
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), from_shared)
+    result = _gather(recent, flat, visits.shared_first_R, visits.shared_number_R, visits.longest_2[0], W)
     result = _gather(result, from_own, visits.own_first_R, visits.own_number_R, visits.longest_2[1], 1)
-    return result.result(q_RNH.dtype).reshape(R, N, H)
+    return result.result(q_RNH.dtype).reshape(R, N, H), (from_shared, from_own)
+
+
+def make_scratch(visits: Visits, kv_heads: int, heads: int, head_dim: int) -> tuple[Partial, Partial]:
+    """Room for the partials of every shared visit (U, W, K, N/K) and every own one (O, K, N/K)."""
+
+    def room(*rows: int) -> Partial:
+        shape = (*rows, kv_heads, heads // kv_heads)
+        return Partial(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+
+    return room(*visits.shared_lane_UW.shape), room(*visits.own_lane_O.shape)
 
 
 def recent_attention(
@@ -186,20 +199,15 @@ def _blocks(
     compute: Callable[[Callable[[Array], Array]], Partial],
     total: Int[Array, ""],
     block: int,
-    size: int,
-    shape: tuple[int, ...],
-    head_dim: int,
+    scratch: Partial,
 ) -> Partial:
-    """Partials of `size` visits, computed block by block as far as `total`; the rest is left at 0."""
+    """Partials of `total` visits, computed block by block into `scratch`; what lies behind them is stale."""
 
     def body(i: Array, parts: Partial) -> Partial:
         done = compute(lambda x: jax.lax.dynamic_slice_in_dim(x, i * block, block))
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * block, 0), parts, done)
 
-    empty = Partial(
-        jnp.zeros((size, *shape)), jnp.zeros((size, *shape)), jnp.zeros((size, *shape, head_dim), jnp.float32)
-    )
-    return jax.lax.fori_loop(0, (total + block - 1) // block, body, empty)
+    return jax.lax.fori_loop(0, (total + block - 1) // block, body, scratch)
 
 
 def _gather(

@@ -97,7 +97,7 @@ class RolloutConfig:
       pool_tokens: tokens of key/value cache per data-parallel shard; None holds every lane's longest request, less
         makes the scheduler spill samples to the host when it runs dry.
       prefill_tokens: tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
-      members_per_visit: samples of one prompt that read a prompt segment together.
+      members_per_visit: samples of one prompt that read a prompt segment together; about the group size.
 
     Raises:
       ValueError: sizes that do not fit together.
@@ -120,7 +120,7 @@ class RolloutConfig:
     segment_tokens: int = 64
     pool_tokens: int | None = None
     prefill_tokens: int = 256
-    members_per_visit: int = 8
+    members_per_visit: int = 16
     prompts_per_step: int = 8
 
     def __post_init__(self):

@@ -215,8 +215,8 @@ class Engine:
         pools = (state.key_LMKCH, state.value_LMKCH)
 
         def step(carry: tuple) -> tuple:
-            n, (token_R, position_R, left_R, live_R), recents, out, _ = carry
-            hidden_R1D, recents = self._decode_step(params, ends, pools, visits, n, (token_R, position_R), recents)
+            n, (token_R, position_R, left_R, live_R), memory, out, _ = carry
+            hidden_R1D, memory = self._decode_step(params, ends, pools, visits, n, (token_R, position_R), memory)
             logits_RV = decoder.unembed(ends, hidden_R1D, model)[:, 0]
             new_R, logprob_R, raw_R = draw(logits_RV, state.sampling, position_R + 1, live_R)
             out = dataclasses.replace(
@@ -229,11 +229,12 @@ class Engine:
             left_R = left_R - live_R
             ended_R = jnp.any(new_R[:, None] == state.stop_RE, axis=1) | (left_R <= 0)
             lanes = (jnp.where(live_R, new_R, token_R), position_R + live_R, left_R, live_R & ~ended_R)
-            return n + 1, lanes, recents, out, self._any(lanes[3])
+            return n + 1, lanes, memory, out, self._any(lanes[3])
 
         lanes = (state.token_R, state.position_R, state.left_R, state.live_R)
-        carry = (jnp.int32(0), lanes, (recent, recent), outputs, self._any(state.live_R))
-        n, lanes, recents, out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
+        scratch = attention.make_scratch(visits, model.num_kv_heads, model.num_heads, model.head_dim)
+        carry = (jnp.int32(0), lanes, ((recent, recent), scratch), outputs, self._any(state.live_R))
+        n, lanes, (recents, _), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
         key, value = (self._flush(pool, new, visits, state.live_R) for pool, new in zip(pools, recents, strict=True))
         token_R, position_R, left_R, live_R = lanes
         out = dataclasses.replace(
@@ -268,13 +269,15 @@ class Engine:
         visits: Visits,
         n: Array,
         lanes: tuple[Array, Array],
-        recents: tuple[Array, Array],
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """Final hidden states of one token per lane, and the dispatch's keys and values with this step's added."""
+        memory: tuple,
+    ) -> tuple[Array, tuple]:
+        """Final hidden states of one token per lane, and `memory` after it: (keys and values of the dispatch, scratch)."""
         model = self.model
         token_R, position_R = lanes
 
-        def layer_fn(x: Array, recents: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int) -> tuple:
+        def layer_fn(x: Array, memory: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int) -> tuple:
+            recents, scratch = memory
+
             def attend(q_R1NH: Array, k_R1KH: Array, v_R1KH: Array, info: decoder.LayerInfo) -> tuple:
                 new = [
                     jax.lax.dynamic_update_slice(r, kv[None, :, 0, :, None], (index, 0, 0, n, 0))
@@ -282,14 +285,16 @@ class Engine:
                 ]
                 limits = {"window": info.window, "softcap": model.attn_softcap}
                 recent = attention.recent_attention(q_R1NH[:, 0], new[0][index], new[1][index], n, **limits)
-                out = attention.decode_attention(q_R1NH[:, 0], index, *pools, recent, visits, position_R, **limits)
-                return out[:, None], tuple(new)
+                out, used = attention.decode_attention(
+                    q_R1NH[:, 0], index, *pools, recent, visits, scratch, position_R, **limits
+                )
+                return out[:, None], (tuple(new), used)
 
             return decoder.block(x, layer, info, position_R[:, None], model, attend)
 
         x_R1D = decoder.embed(ends, token_R[:, None], model, self.dtype)
-        x_R1D, recents = self._layers(params, x_R1D, recents, layer_fn)
-        return decoder.rms_norm(x_R1D, ends["final_norm"], model), recents
+        x_R1D, memory = self._layers(params, x_R1D, memory, layer_fn)
+        return decoder.rms_norm(x_R1D, ends["final_norm"], model), memory
 
     def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, visits: Visits, live_R: Array) -> Array:
         """Writes the dispatch's keys or values to the lanes' segments; lanes that were not live write nowhere."""

@@ -47,8 +47,8 @@ class EngineShape:
         return max(1, self.prefill_tokens // bucket)
 
     def visits(self) -> VisitShape:
-        """Room for every lane and segment at once."""
-        shared = self.segments + -(-self.lanes * self.prompt_segments // self.members)
+        """Room for every lane and segment at once; a shared visit serves at least one lane."""
+        shared = self.lanes * self.prompt_segments
         up = lambda n, block: -(-n // block) * block  # noqa: E731
         return VisitShape(
             self.lanes, up(shared, attention.SHARED_BLOCK), up(self.segments, attention.OWN_BLOCK), self.members

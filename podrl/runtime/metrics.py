@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+log = logging.getLogger("podrl.metrics")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,7 @@ class MetricsLog:
     """Appends one object per step to metrics.jsonl and feeds every other sink.
 
     A resumed run passes `start`: lines of steps at or after it are dropped first, so each step is written once.
+    A disk that is full stops nothing: lines wait in memory until there is space.
     """
 
     def __init__(self, workdir: str | os.PathLike, config: LogConfig, *, start: int, run_config: Mapping[str, Any]):
@@ -67,16 +72,14 @@ class MetricsLog:
         """Writes one record; not-a-number values are written as null, so every line is valid JSON."""
         values = {name: float(value) for name, value in metrics.items()}
         clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._metrics.write(json.dumps({"step": step, **clean}) + "\n")
-        self._metrics.flush()
+        self._metrics.append(json.dumps({"step": step, **clean}) + "\n")
         for sink in self._sinks:
             sink(step, values)
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends prompts, completions and rewards to samples.jsonl."""
         for sample in samples:
-            self._samples.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
-        self._samples.flush()
+            self._samples.append(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
         self._metrics.close()
@@ -85,16 +88,9 @@ class MetricsLog:
             close()
 
     def _open_tensorboard(self, start: int) -> None:
-        import tensorboardX  # imported late: half a second that --dry_run need not pay
-
-        writer = tensorboardX.SummaryWriter(str(self.workdir / "tensorboard"), purge_step=start or None)
-
-        def sink(step: int, metrics: Mapping[str, float]) -> None:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
-
-        self._sinks.append(sink)
-        self._closers.append(writer.close)
+        events = _TensorBoard(self.workdir / "tensorboard", start)
+        self._sinks.append(events.write)
+        self._closers.append(events.close)
 
     def _open_wandb(self, config: LogConfig, run_config: Mapping[str, Any]) -> None:
         try:
@@ -131,7 +127,64 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     return [record for line in path.read_text().splitlines() if (record := _parse(line)) is not None]
 
 
-def _reopen(path: pathlib.Path, start: int):
+class _Lines:
+    """A file that text is appended to; what cannot be written waits for the next try."""
+
+    def __init__(self, path: pathlib.Path):
+        self._path, self._waiting, self._failing = path, b"", False
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def append(self, text: str) -> None:
+        self._waiting += text.encode()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                log.error("%s cannot be written (%s): its lines wait in memory.", self._path, error.strerror)
+            self._failing = True
+
+    def close(self) -> None:
+        self.append("")
+        if self._waiting:
+            log.error("%s lacks its last %d bytes.", self._path, len(self._waiting))
+        os.close(self._file)
+
+
+class _TensorBoard:
+    """An event file, written at once: no thread that a full disk could end, no event that a killed process had queued."""
+
+    def __init__(self, directory: pathlib.Path, start: int):
+        from tensorboardX import event_file_writer  # imported late: half a second that --dry_run need not pay
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self._event, self._summary, self._directory, self._failing = event_pb2.Event, summary_pb2.Summary, directory, False
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = event_file_writer.EventsWriter(str(directory / "events"))
+        if start:  # hides the events of later steps in the files of earlier lives
+            restarted = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.write_event(self._event(wall_time=time.time(), step=start, session_log=restarted))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        try:
+            self._writer.write_event(event)
+            self._writer.flush()
+        except OSError as error:
+            if not self._failing:
+                log.error("TensorBoard events in %s are incomplete: %s.", self._directory, error.strerror)
+            self._failing = True
+
+    def close(self) -> None:
+        try:
+            self._writer.close()
+        except OSError as error:
+            log.error("TensorBoard events in %s are incomplete: %s.", self._directory, error.strerror)
+
+
+def _reopen(path: pathlib.Path, start: int) -> _Lines:
     """Opens for appending after dropping records at or after step `start` and a half-written last line."""
     if path.exists():
         lines = path.read_text().splitlines()
@@ -140,7 +193,7 @@ def _reopen(path: pathlib.Path, start: int):
             temporary = path.with_suffix(".tmp")
             temporary.write_text("".join(line + "\n" for line in kept))
             temporary.replace(path)
-    return path.open("a", encoding="utf-8")
+    return _Lines(path)
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -11,9 +11,11 @@ from podrl.trainer.optimizer import Moment, Optimizer, OptimizerConfig, make_opt
 from podrl.trainer.packing import PackShape
 from podrl.trainer.state import batch_shards
 
-# Tokens of one micro-batch on one device where no key says otherwise.
-DEFAULT_DEVICE_TOKENS = 4096
-_ROW_MULTIPLE = 128
+# Where no key says otherwise, tokens of one micro-batch on one device, and what row lengths are multiples of. On CPU
+# small micro-batches stay in the caches and leave fewer empty rows; accelerators must fill their matrix units.
+_DEVICE_TOKENS = {"cpu": 1024, "accelerator": 4096}
+_ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}
+_SHORT = 256
 
 
 @refuses(
@@ -50,10 +52,12 @@ class RLTrainingConfig:
       mini_batch_size: sequences per update; None is all of the step's. Must divide them.
       train_micro_batch_size: sequences of the longest kind that a micro-batch must hold.
 
-      max_tokens_per_row: length of a packed row; None is the longest sequence, rounded up to a multiple of 128.
+      max_tokens_per_row: length of a packed row; None is the longest sequence, rounded up to a multiple of 32 (CPU) or
+        128, or 1.7 times that where sequences are short (up to 256 tokens), so that two of most share a row.
       param_dtype: how trainable parameters are stored. bfloat16 keeps a float32 master copy in the optimizer.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 whatever it is.
-      remat: what the backward pass recomputes: 'none', 'dots' (all but matmuls) or 'full' (whole layers).
+      remat: what the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
+        fastest on CPU too) or 'full' (whole layers).
       learning_rate, schedule, end_fraction, b1, b2, eps, weight_decay, max_grad_norm, mu_dtype, nu_dtype: see
         OptimizerConfig.
       warmup_fraction: share of all updates over which the learning rate rises.
@@ -76,7 +80,7 @@ class RLTrainingConfig:
     max_tokens_per_row: int | None = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["none", "dots", "full"] = "none"
+    remat: Literal["none", "dots", "full"] = "dots"
     learning_rate: float = 1e-6
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_fraction: float = 0.0
@@ -140,7 +144,9 @@ class RLTrainingConfig:
         Raises:
           ValueError: rows that cannot hold the longest sequence, or a device limit that cannot hold a row.
         """
-        tokens = self.max_tokens_per_row or -(-max_length // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        kind = "cpu" if mesh.devices.flat[0].platform == "cpu" else "accelerator"
+        wanted = max_length if max_length > _SHORT else int(1.7 * max_length)
+        tokens = self.max_tokens_per_row or -(-wanted // _ROW_MULTIPLE[kind]) * _ROW_MULTIPLE[kind]
         shards = batch_shards(mesh)
         limit = self.max_seq_token_per_tpu
         if limit is not None and limit < tokens:
@@ -148,7 +154,7 @@ class RLTrainingConfig:
                 f"trainer.max_seq_token_per_tpu={limit} cannot hold a packed row of {tokens} tokens: raise it, or "
                 "lower trainer.max_tokens_per_row."
             )
-        per_device = max(1, (limit or DEFAULT_DEVICE_TOKENS) // tokens)
+        per_device = max(1, (limit or _DEVICE_TOKENS[kind]) // tokens)
         micro = self.train_micro_batch_size
         if micro is None and self.gradient_accumulation_steps is not None:
             micro = -(-sequences // self.gradient_accumulation_steps)

@@ -34,7 +34,7 @@ def test_names_and_defaults_are_those_of_tunix():
 
 
 def test_unknown_fields_are_refused_with_the_nearest_name():
-    with pytest.raises(ValueError, match="no field mini_batchsize. Did you mean 'mini_batch_size'"):
+    with pytest.raises(ValueError, match=r"no field mini_batchsize\. Did you mean 'mini_batch_size'"):
         _config(mini_batchsize=3)
 
 
@@ -76,7 +76,7 @@ def test_pack_shape_follows_the_keys():
 def test_errors_name_values_and_keys():
     with pytest.raises(ValueError, match=r"mini_batch_size=8 is not trainer.train_micro_batch_size=3 x"):
         _config(mini_batch_size=8, train_micro_batch_size=3, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match="trainer.max_steps=0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"trainer\.max_steps=0 must be at least 1"):
         _config(max_steps=0)
     with pytest.raises(ValueError, match=r"trainer.warmup_fraction=1.5 must lie in \[0, 1\)"):
         _config(warmup_fraction=1.5)

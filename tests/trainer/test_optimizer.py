@@ -65,7 +65,7 @@ def test_bfloat16_parameters_keep_a_master_copy():
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), state.master, expected)
     jax.tree.map(lambda x, m: np.testing.assert_array_equal(x, m.astype(jnp.bfloat16)), params, state.master)
-    assert any(float(jnp.abs(x - y).max()) > 0 for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(narrow)))
+    assert any(float(jnp.abs(x - y).max()) > 0 for x, y in zip(*map(jax.tree.leaves, (params, narrow)), strict=True))
 
 
 def test_moment_dtypes_and_strict_promotion():

@@ -1,4 +1,4 @@
-"""The training step: the same update however sequences are packed, split and sharded, and only what should change does."""
+"""The training step: one update however sequences are packed, split and sharded; only what should change does."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,69 @@
+"""A reward function that fails ends the run with its name, the sample and no traceback; a repaired one goes on."""
+
+import json
+
+import pytest
+from processes import gone, job, run, trained_steps
+
+from podrl.runtime.checkpoint import read_state
+
+pytestmark = pytest.mark.e2e
+# Good for two steps (32 samples), then bad in the way the file beside it says.
+REWARD = """
+import os, pathlib, time
+
+HERE = pathlib.Path(__file__).parent
+CALLS = []
+
+
+def fickle(prompts, completions, **fields):
+    CALLS.append(len(completions))
+    way = (HERE / "way").read_text()
+    print("reward functions may print")
+    if sum(CALLS) <= 32 or way == "good":
+        return [float(len(text)) for text in completions]
+    if way == "raises":
+        raise RuntimeError("no such unit")
+    if way == "nan":
+        return [float("nan") if i == 5 else 1.0 for i in range(len(completions))]
+    if way == "length":
+        return [1.0] * (len(completions) - 1)
+    if way == "exits":
+
+        os._exit(3)
+    while True:
+        time.sleep(1)
+"""
+EXPECTED = {
+    "raises": ["RuntimeError: no such unit", "sample 0 of 16", "completion "],
+    "nan": ["nan", "not a finite number", "sample 5 of 16", "prompt "],
+    "length": ["returned 15 values for 16 completions", "sample 0 of 16"],
+    "exits": ["exit code 3", "sample 0 of 16"],
+    "hangs": ["did not return within 2.0 s for 16 samples", "sample 0 of 16", "reward.deadline_s=2.0"],
+}
+
+
+@pytest.mark.parametrize("way", list(EXPECTED))
+def test_a_reward_function_that_fails(way, tmp_path):
+    (tmp_path / "fickle.py").write_text(REWARD)
+    (tmp_path / "way").write_text(way)
+    args = ["--config.reward.fns=('fickle.py:fickle',)", "--config.eval.problems=0", "--config.reward.deadline_s=2.0"]
+    with job(tmp_path / "run", *args) as failed:
+        failed.wait_for_step(1)
+        workers = failed.children()
+        failed.finish(1)
+    assert gone(workers) == []
+    assert "Traceback (most recent call last)" not in failed.stderr or way == "raises"
+    message = failed.stderr[failed.stderr.index("podrl: error: ") :]
+    assert len(message.splitlines()) <= 24
+    for text in ["Reward function fickle", *EXPECTED[way]]:
+        assert text in message, failed.stderr
+    # Nothing is lost: the two good steps are recorded and saved, and the batch that failed is tried again.
+    assert trained_steps(tmp_path / "run") == [1, 2]
+    assert read_state(tmp_path / "run" / "checkpoints")[0] == 2
+    if way == "nan":
+        (tmp_path / "way").write_text("good")
+        run(tmp_path / "run", *args)
+        assert trained_steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+        samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+        assert all(sample["reward"] == sample["fickle"] == len(sample["completion"]) for sample in samples)

@@ -1,0 +1,79 @@
+"""The Python API as a user's own script: prompts and a reward of their own, files where they ask, resumable."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from processes import environment, trained_steps
+
+from podrl.runtime.checkpoint import read_state
+
+pytestmark = pytest.mark.e2e
+SCRIPT = '''
+import sys
+
+import jax
+
+import podrl
+from podrl.learner.setup import TINY
+
+
+def even(prompts, completions, target, **fields):
+    """1 for a completion of about as many words as the prompt asks for."""
+    return [1.0 / (1 + abs(len(text.split()) - words)) for text, words in zip(completions, target, strict=True)]
+
+
+def train(root, steps):
+    trainer, rollout = podrl.make_mesh("fsdp=4", jax.devices()[:4]), podrl.make_mesh("data=4", jax.devices()[4:])
+    roles = {podrl.Role.ACTOR: trainer, podrl.Role.REFERENCE: trainer, podrl.Role.ROLLOUT: rollout}
+    training = podrl.RLTrainingConfig(
+        eval_every_n_steps=0, max_steps=steps, learning_rate=1e-4, checkpoint_root_directory=root
+    )
+    config = podrl.ClusterConfig(
+        role_to_mesh=roles,
+        training_config=training,
+        rollout_config=podrl.RolloutConfig(max_prompt_length=64, max_tokens_to_generate=16, lanes=16),
+    )
+    cluster = podrl.RLCluster(actor=TINY, cluster_config=config)
+    prompts = [{"prompt": f"Say {n} words.", "target": n} for n in range(2, 10)]
+    learner = podrl.GRPOLearner(cluster, podrl.GRPOConfig(num_generations=4), reward_fns=even)
+    print("reached", learner.train(prompts, prompts_per_step=4))
+'''
+GUARDED = SCRIPT + '\n\nif __name__ == "__main__":\n    train(sys.argv[1], int(sys.argv[2]))\n'
+UNGUARDED = SCRIPT + "\n\ntrain(sys.argv[1], int(sys.argv[2]))\n"
+
+
+def run_script(tmp_path: pathlib.Path, text: str, *args: str) -> subprocess.CompletedProcess:
+    (tmp_path / "script.py").write_text(text)
+    return subprocess.run(
+        [sys.executable, "script.py", *args],
+        cwd=tmp_path,
+        env=environment(XLA_FLAGS="--xla_force_host_platform_device_count=8"),
+        capture_output=True,
+        text=True,
+        timeout=420,
+        check=False,
+    )
+
+
+def test_a_script_trains_writes_and_goes_on_where_it_stopped(tmp_path):
+    done = run_script(tmp_path, GUARDED, "out", "3")
+    assert done.returncode == 0, done.stderr
+    assert "step 3/3" in done.stdout and "reached 3" in done.stdout
+    assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert trained_steps(tmp_path / "out") == [1, 2, 3]
+    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert samples and all(sample["prompt"].startswith("Say ") and 0 < sample["even"] <= 1 for sample in samples)
+    further = run_script(tmp_path, GUARDED, "out", "4")
+    assert further.returncode == 0, further.stderr
+    assert "Resumed after step 3" in further.stdout and "reached 4" in further.stdout
+    assert trained_steps(tmp_path / "out") == [1, 2, 3, 4]
+    assert read_state(tmp_path / "out" / "checkpoints")[0] == 4
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+    done = run_script(tmp_path, UNGUARDED, "out", "3")
+    assert done.returncode == 1
+    assert "if __name__ == '__main__'" in done.stderr

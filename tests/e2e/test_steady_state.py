@@ -1,0 +1,97 @@
+"""After the first step nothing is compiled, and weights reach the rollout mesh without becoming host arrays."""
+
+import jax
+import numpy as np
+import pytest
+
+import podrl
+from podrl.learner.run import Run
+from podrl.learner.setup import TINY
+from podrl.models.config import LoraConfig
+
+pytestmark = pytest.mark.e2e
+COMPILES: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: COMPILES.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
+)
+
+
+def make_cluster(lora: LoraConfig | None = None, **training) -> podrl.RLCluster:
+    trainer = podrl.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
+    rollout = podrl.make_mesh("data=2,tensor=2", jax.devices()[4:])
+    roles = {podrl.Role.ACTOR: trainer, podrl.Role.REFERENCE: trainer, podrl.Role.ROLLOUT: rollout}
+    return podrl.RLCluster(
+        actor=TINY,
+        lora=lora,
+        cluster_config=podrl.ClusterConfig(
+            role_to_mesh=roles,
+            training_config=podrl.RLTrainingConfig(eval_every_n_steps=0, max_steps=5, learning_rate=1e-3, **training),
+            rollout_config=podrl.RolloutConfig(max_prompt_length=64, max_tokens_to_generate=16, lanes=8),
+        ),
+    )
+
+
+def lengths(prompts, completions, **fields) -> list[float]:
+    """A reward that needs no answer."""
+    return [float(len(text)) for text in completions]
+
+
+# Four prompts a step: short ones first, then long ones, then both.
+SHORT = [f"Tom has {n} apples." for n in range(4)]
+LONG = [f"Ana buys {n} books and {n + 1} pens. " + "Then she loses 2 pens. " * 3 for n in range(4)]
+PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
+
+
+@pytest.mark.parametrize(
+    ("lora", "training", "algorithm"),
+    [
+        (None, {}, {"beta": 0.04}),
+        (None, {"mini_batch_size": 8}, {"beta": 0.0, "num_iterations": 2}),
+        (LoraConfig(rank=4), {}, {"beta": 0.04, "max_staleness": 1}),
+    ],
+    ids=["plain", "mu2-mini-batches", "stale-lora"],
+)
+def test_nothing_compiles_after_the_first_step(lora, training, algorithm):
+    cluster = make_cluster(lora, **training)
+    seen: list[tuple[int, float]] = []
+
+    def note(prompts, completions, rewards, **fields) -> dict[str, float]:
+        seen.append((len(COMPILES), float(np.mean([len(prompt) for prompt in prompts]))))
+        return {}
+
+    config = podrl.GRPOConfig(num_generations=4, **algorithm)
+    learner = podrl.GRPOLearner(cluster, config, reward_fns=lengths, metric_fns=[note])
+    assert learner.train(PROMPTS, prompts_per_step=4, run=Run(None)) == 5
+    counts, means = zip(*seen, strict=True)
+    assert counts[0] > 0, "the listener hears nothing"
+    assert len(set(means)) > 1, "prompts of several lengths are the point"
+    assert counts == (counts[0],) * 5
+    cluster.close()
+
+
+def test_publishing_makes_no_host_array_and_compiles_nothing(monkeypatch):
+    cluster = make_cluster()
+    jax.block_until_ready(cluster.sync_weights(0).params)
+    leaves = jax.tree.leaves(cluster.state.params)
+    array_type, reads, compiled = type(leaves[0]), [], len(COMPILES)
+    to_host = array_type.__array__
+
+    def spy(self, *args, **kwargs):
+        reads.append((self.dtype, self.size))
+        return to_host(self, *args, **kwargs)
+
+    monkeypatch.setattr(array_type, "__array__", spy)
+    with (
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+    ):
+        policy = jax.block_until_ready(cluster.sync_weights(1))
+    monkeypatch.undo()
+    # The checksums, 4 bytes per leaf and device of both meshes, are all the host sees.
+    assert reads and all(dtype == np.uint32 for dtype, _ in reads)
+    assert sum(size for _, size in reads) <= len(leaves) * 8
+    assert len(COMPILES) == compiled
+    assert policy.version == 1
+    for sent, arrived in zip(leaves, jax.tree.leaves(policy.params), strict=True):
+        assert (np.asarray(sent.astype(arrived.dtype)) == np.asarray(arrived)).all()
+    cluster.close()
