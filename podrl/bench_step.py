@@ -45,10 +45,11 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       seconds (median of an update, log-probabilities of the reference excluded), cpu_seconds (processor time of it,
-      which means more than seconds where other programs run), logprob_seconds (scoring the same batch once), tokens_per_second (real tokens), completion_tokens_per_second, padding_share (of computed tokens),
-      mfu (model FLOP, real tokens, forward and backward, over `matmul_flops`), matmul_flops (this machine's rate,
-      FLOP/s over the mesh), peak_bytes (of one device in the compiled update), compiles (programs built after the first
-      update), and the shapes used.
+      which means more than seconds where other programs run), logprob_seconds (scoring the same batch once),
+      tokens_per_second (real tokens), completion_tokens_per_second, padding_share (of computed tokens), mfu (model
+      FLOP, real tokens, forward and backward, over `matmul_flops`), matmul_flops (this machine's rate, FLOP/s over the
+      mesh), peak_bytes (of one device in the compiled update), compiles (programs built after the first update), and
+      the shapes used.
     """
     args = _parser().parse_args(argv)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +132,7 @@ def _blockwise(
         segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad)))
     q_BKHGT = q_BTNH.reshape(B, T + pad, K, N // K, H).transpose(0, 2, 4, 3, 1)
     k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
-    out_BKHGT = _flash(q_BKHGT, k_BKSH, v_BKSH, segment_BT, jnp.asarray(window, jnp.int32), softcap, size)
+    out_BKHGT: Any = _flash(q_BKHGT, k_BKSH, v_BKSH, segment_BT, jnp.asarray(window, jnp.int32), softcap, size)
     return out_BKHGT.transpose(0, 4, 1, 3, 2).reshape(B, T + pad, N, H)[:, :T]
 
 
@@ -315,5 +315,5 @@ def _splash_one(q_BTNH, k_BTKH, v_BTKH, segment_BT, *, window: int, softcap: flo
         interpret=interpret,
     )
     q_BNTH, k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-    out_BNTH = jax.vmap(run)(q_BNTH, k_BKTH, v_BKTH, kernel.SegmentIds(segment_BT, segment_BT))
+    out_BNTH: Any = jax.vmap(run)(q_BNTH, k_BKTH, v_BKTH, kernel.SegmentIds(segment_BT, segment_BT))
     return jnp.swapaxes(out_BNTH, 1, 2)

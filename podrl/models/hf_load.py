@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ def load(
 ) -> tuple[ModelConfig, PyTree]:
     """Loads a checkpoint directory straight onto the shards of `mesh`.
 
-    Each process reads only the parts its devices hold, tensor by tensor: at most two are in host memory at once.
+    Each process reads only the parts its devices hold, tensor by tensor: never more than the largest in host memory.
 
     Args:
       directory: config.json and safetensors weights of any floating dtype.
@@ -85,12 +86,13 @@ def load_entries(
     """
     found = _match(wanted, stored, config, where)
     params: dict[str, Any] = {}
+    staging = _Staging(max(found[name].stop - found[name].start for entry in wanted for name in entry.names()))
     for entry in wanted:
         node = params
         for key in entry.leaf[:-1]:
             node = node.setdefault(key, {})
         name = entry.leaf[-1]
-        node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype))
+        node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype), staging)
         if config.lora.base_dtype and name in PROJECTIONS:
             node |= quantized_leaves(name, node[name], config, mesh)
     return params
@@ -137,18 +139,41 @@ def _listing(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f", and {len(names) - _LISTED} more." if len(names) > _LISTED else ".")
 
 
-def _load_leaf(entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype) -> Array:
-    """Reads a leaf's tensors in turn into its (stacked) device array; waits for each before it reads the next."""
+def _load_leaf(
+    entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype, staging: "_Staging"
+) -> Array:
+    """Reads a leaf's tensors in turn into its (stacked) device array, waiting for each: the next takes its host memory."""
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
     if not entry.stacked:
         place = _place_whole(entry.shape, bool(entry.inputs), dtype, target)
-        return jax.block_until_ready(place(_to_devices(tensors[0], raw_sharding)))
+        return jax.block_until_ready(place(_to_devices(tensors[0], raw_sharding, staging)))
     stack = _zeros(entry.param.shape, dtype, target)()
     place = _place_layer(entry.shape, bool(entry.inputs), target)
     for layer, tensor in enumerate(tensors):
-        stack = jax.block_until_ready(place(stack, _to_devices(tensor, raw_sharding), np.int32(layer)))
+        stack = jax.block_until_ready(place(stack, _to_devices(tensor, raw_sharding, staging), np.int32(layer)))
     return stack
+
+
+class _Staging:
+    """Host memory for one tensor, used again for every tensor.
+
+    A buffer of its own for each would not do: the runtime lets go of them late, and several pile up.
+    """
+
+    def __init__(self, nbytes: int):
+        self._memory = np.empty(nbytes, np.uint8)
+        self._used = 0
+
+    def clear(self) -> None:
+        """Gives up what was taken; nothing may read it any more."""
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An uninitialised array in the memory."""
+        start, self._used = self._used, self._used + math.prod(shape) * dtype.itemsize
+        assert self._used <= self._memory.nbytes, (shape, dtype, self._used, self._memory.nbytes)
+        return self._memory[start : self._used].view(dtype).reshape(shape)
 
 
 def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
@@ -167,18 +192,19 @@ def _merged(axes: Sequence[Any]) -> Any:
     return axes[0] if all(a is None for a in axes[1:]) else None
 
 
-def _to_devices(tensor: StoredTensor, sharding: NamedSharding) -> Array:
+def _to_devices(tensor: StoredTensor, sharding: NamedSharding, staging: "_Staging") -> Array:
     """Copies a tensor's shards to this process's devices; each part is read once however many devices hold it."""
     parts: dict[tuple, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), tensor.shape, strict=True))
         parts.setdefault(bounds, []).append(device)
     shards = []
+    staging.clear()
     dtype = np.dtype(np.float32) if tensor.dtype == np.float64 else tensor.dtype  # devices have no float64
     for bounds, devices in parts.items():
-        part = tensor.read(tuple(slice(*b) for b in bounds)).astype(dtype, copy=False)
-        # Copied, never aliased: an alias would live until some thread of the runtime lets go of it.
-        shards += [jax.device_put(part, device, may_alias=False) for device in devices]
+        part = staging.take(tuple(stop - start for start, stop in bounds), dtype)
+        tensor.read_into(part, tuple(slice(*b) for b in bounds))
+        shards += [jax.device_put(part, device) for device in devices]
     return jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards, dtype=dtype)
 
 
@@ -190,7 +216,8 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, target: NamedSharding):
 @functools.lru_cache(maxsize=64)
 def _place_whole(shape: tuple[int, ...], transpose: bool, dtype: np.dtype, target: NamedSharding):
     return jax.jit(
-        lambda raw: (raw.T if transpose else raw).reshape(shape).astype(dtype),
+        # The copy keeps jax from handing the input back, which may alias the host's staging memory.
+        lambda raw: jnp.copy(raw.T if transpose else raw).reshape(shape).astype(dtype),
         out_shardings=target,
     )
 

@@ -59,9 +59,14 @@ class StoredTensor:
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
         """A copy of the tensor, or of a rectangular part of it; only the pages of that part are read."""
-        mapped = np.memmap(self.path, self.dtype, mode="r", offset=self.start, shape=self.shape or (1,))
-        part = mapped[index] if self.shape else mapped[0]
-        return np.array(part)
+        return np.array(self._mapped()[index])
+
+    def read_into(self, out: np.ndarray, index: tuple[slice, ...] = ()) -> None:
+        """Copies the tensor, or a part of it, into an array of its shape, with a cast where the dtype differs."""
+        np.copyto(out, self._mapped()[index], casting="same_kind")
+
+    def _mapped(self) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.start, shape=self.shape)
 
 
 def scan_file(path: pathlib.Path) -> dict[str, StoredTensor]:

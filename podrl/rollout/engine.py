@@ -271,7 +271,7 @@ class Engine:
         lanes: tuple[Array, Array],
         memory: tuple,
     ) -> tuple[Array, tuple]:
-        """Final hidden states of one token per lane, and `memory` after it: (keys and values of the dispatch, scratch)."""
+        """Final hidden states of one token per lane, and `memory`: (keys and values of the dispatch, scratch)."""
         model = self.model
         token_R, position_R = lanes
 

@@ -91,7 +91,7 @@ def test_a_stop_saves_what_is_not_saved_yet():
 def test_a_finished_run_trains_nothing():
     trace = Trace(start=3)
     assert train(trace, Schedule(max_steps=3)) == 3
-    assert trace.events == ["publish 3"]
+    assert trace.events == ["publish 3", "evaluate 3 v3"]  # which the parts skip where metrics.jsonl has it
 
 
 def test_settings_are_checked():

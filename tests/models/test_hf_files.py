@@ -92,7 +92,7 @@ def test_numpy_and_unsharded_parameters_are_saved_alike(tmp_path):
     trees_equal(load(tmp_path / "plain")[1], params)
 
 
-# Streaming: neither loading nor saving ever holds more than two tensors on the host.
+# Streaming: loading holds one tensor on the host, saving at most two.
 BIG = gemma2_config(vocab_size=512, num_layers=12, model_dim=256, ffn_dim=512, num_heads=4, num_kv_heads=2, head_dim=64)
 LARGEST = 512 * 256 * 4  # bytes of an embedding or MLP matrix in float32
 SLACK = 300_000  # what Python and jax allocate beside tensors
@@ -117,12 +117,12 @@ def peak_bytes(action) -> int:
 
 
 @pytest.mark.parametrize(("layout", "devices"), [("data=1", 1), ("fsdp=2,tensor=2", 4), ("data=8", 8)])
-def test_loading_holds_two_tensors_at_most(big, layout, devices):
+def test_loading_holds_one_tensor_at_a_time(big, layout, devices):
     directory, params = big
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 30 * LARGEST
     mesh = build.make_mesh(layout, jax.devices()[:devices])
     peak = peak_bytes(lambda: load(directory, mesh))
-    assert LARGEST < peak < 2 * LARGEST + SLACK
+    assert LARGEST < peak < LARGEST + SLACK
 
 
 def test_saving_holds_two_tensors_at_most(big, tmp_path):

@@ -86,4 +86,7 @@ def tiny():
         chosen = make_optimizer(OptimizerConfig(**optimizer)) if optimizer else Optimizer(optax.sgd(1.0))
         return Tiny(config, mesh, chosen)
 
-    return build
+    # Compiling takes most of the time of these tests; quick compilation halves it.
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield build
+    jax.config.update("jax_disable_most_optimizations", False)
