@@ -54,8 +54,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _generate(args)
     except ValueError as error:
-        sys.stderr.write(f"podrl.generate: error: {error}\n")
+        _say(f"podrl.generate: error: {error}")
         return 1
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -88,12 +92,12 @@ def _generate(args: argparse.Namespace) -> int:
     worker = RolloutWorker(
         model, mesh, config, pad_id=tokenizer.pad_id, eos_ids=tokenizer.eos_ids, decode=tokenizer.decode, seed=args.seed
     )
-    worker.warm_up(params, lambda line: print(line, file=sys.stderr))
+    worker.warm_up(params, _say)
     stream = worker.stream(Policy(params, 0), prompts, group_size=args.n, step=0, sampling=sampling)
     with open(args.out, "w", encoding="utf-8") as out:
         _write(stream, records, args.n, out)
     stats = worker.stats
-    sys.stderr.write(f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / stats.seconds:.0f} tokens/s)\n")
+    _say(f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / stats.seconds:.0f} tokens/s)")
     return 0
 
 

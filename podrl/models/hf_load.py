@@ -142,7 +142,7 @@ def _listing(names: Sequence[str]) -> str:
 def _load_leaf(
     entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype, staging: "_Staging"
 ) -> Array:
-    """Reads a leaf's tensors in turn into its (stacked) device array, waiting for each: the next takes its host memory."""
+    """Reads a leaf's tensors in turn into its (stacked) device array; waits for each, as the next takes its memory."""
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
     if not entry.stacked:

@@ -1,6 +1,7 @@
 """The decoder against committed logits of transformers, and its properties."""
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -18,9 +19,18 @@ CONFIG = gemma2_config(
 )
 
 
-def run(params, tokens_BT, segment_BT, position_BT, config=CONFIG, **kwargs):
-    hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, position_BT, config, **kwargs)
-    return np.asarray(decoder.unembed(params, hidden_BTD, config))
+@functools.partial(jax.jit, static_argnums=4)
+def _run(params, tokens_BT, segment_BT, position_BT, config):
+    hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, position_BT, config)
+    return decoder.unembed(params, hidden_BTD, config)
+
+
+def run(params, tokens_BT, segment_BT, position_BT, config=CONFIG):
+    return np.asarray(_run(params, tokens_BT, segment_BT, position_BT, config))
+
+
+def random_params(config, seed=0, dtype=jnp.float32):
+    return jax.jit(lambda key: decoder.init_params(config, key, dtype))(jax.random.key(seed))
 
 
 def plain(tokens_BT):
@@ -29,7 +39,7 @@ def plain(tokens_BT):
 
 @pytest.fixture(scope="module")
 def params():
-    return decoder.init_params(CONFIG, jax.random.key(0))
+    return random_params(CONFIG)
 
 
 @pytest.fixture(scope="module", name="tokens_BT")
@@ -96,7 +106,7 @@ def test_window_bounds_what_a_one_layer_model_sees():
         rope_theta_L=CONFIG.rope_theta_L[:1],
         rope_scaling_L=CONFIG.rope_scaling_L[:1],
     )
-    params = decoder.init_params(config, jax.random.key(1))
+    params = random_params(config, 1)
     tokens_BT = np.arange(1, 9)[None]
     segment_BT, position_BT = plain(tokens_BT)
     changed_BT = tokens_BT.copy()
@@ -122,7 +132,7 @@ def test_params_follow_their_declaration():
     config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, pattern="q|down"))
     mesh = build.make_mesh("fsdp=2,tensor=4", jax.devices())
     abstract = decoder.abstract_params(config, mesh, jnp.bfloat16)
-    real = decoder.init_params(config, jax.random.key(0), jnp.bfloat16)
+    real = random_params(config, 0, jnp.bfloat16)
     jax.tree.map(lambda a, r: (a.shape, a.dtype) == (r.shape, r.dtype) or pytest.fail(f"{a} {r}"), abstract, real)
     assert sorted(k for k in real["layers"] if decoder.is_adapter(k)) == [
         "down_lora_a", "down_lora_b", "q_lora_a", "q_lora_b",
