@@ -29,8 +29,16 @@ def run(params, tokens_BT, segment_BT, position_BT, config=CONFIG):
     return np.asarray(_run(params, tokens_BT, segment_BT, position_BT, config))
 
 
-def random_params(config, seed=0, dtype=jnp.float32):
-    return jax.jit(lambda key: decoder.init_params(config, key, dtype))(jax.random.key(seed))
+def random_params(config, seed=0):
+    """As init_params, drawn by numpy: nothing to compile."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec):
+        return jnp.asarray(
+            rng.normal(size=spec.shape) * spec.std if spec.std > 0 else np.zeros(spec.shape), jnp.float32
+        )
+
+    return jax.tree.map(draw, decoder.param_specs(config), is_leaf=decoder.is_param)
 
 
 def plain(tokens_BT):
@@ -132,7 +140,7 @@ def test_params_follow_their_declaration():
     config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, pattern="q|down"))
     mesh = build.make_mesh("fsdp=2,tensor=4", jax.devices())
     abstract = decoder.abstract_params(config, mesh, jnp.bfloat16)
-    real = random_params(config, 0, jnp.bfloat16)
+    real = jax.eval_shape(lambda key: decoder.init_params(config, key, jnp.bfloat16), jax.random.key(0))
     jax.tree.map(lambda a, r: (a.shape, a.dtype) == (r.shape, r.dtype) or pytest.fail(f"{a} {r}"), abstract, real)
     assert sorted(k for k in real["layers"] if decoder.is_adapter(k)) == [
         "down_lora_a", "down_lora_b", "q_lora_a", "q_lora_b",
@@ -142,6 +150,15 @@ def test_params_follow_their_declaration():
     joined = decoder.join_trainable(trainable, frozen)
     assert jax.tree.structure(joined) == jax.tree.structure(real)
     assert joined["layers"]["q"] is real["layers"]["q"]
+
+
+def test_initial_parameters_have_the_declared_spread():
+    config = dataclasses.replace(CONFIG, norm_plus_one=False)
+    params = decoder.init_params(config, jax.random.key(0))
+    assert (np.asarray(params["final_norm"]) == 1).all()
+    assert np.std(np.asarray(params["layers"]["gate"])) == pytest.approx(16**-0.5, rel=0.1)
+    assert np.std(np.asarray(params["layers"]["o"])) == pytest.approx((4 * 8) ** -0.5, rel=0.1)
+    assert (np.asarray(params["layers"]["gate"]) != np.asarray(params["layers"]["up"])).any()
 
 
 def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
