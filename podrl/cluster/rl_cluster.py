@@ -98,6 +98,11 @@ class RLCluster:
             tokenizer = tokenizer or actor
             actor = from_pretrained(os.fspath(actor), mesh=self.actor_mesh, dtype=dtype, lora=lora)
         self.model = actor.config
+        if self.model.lora.dropout:
+            raise ValueError(
+                f"model.lora.dropout={self.model.lora.dropout}: the training step does not drop adapter inputs yet; "
+                "set it to 0."
+            )
         if tokenizer is None:
             raise ValueError("RLCluster needs tokenizer=...: the actor is a model object, which carries none.")
         is_path = isinstance(tokenizer, str | os.PathLike)
