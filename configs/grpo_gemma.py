@@ -57,7 +57,6 @@ def _tiny() -> ConfigDict:
         {"max_steps": 120, "eval_every_n_steps": 40, "learning_rate": 2e-4, "schedule": "constant"}
     )
     config.trainer.max_grad_norm = 1.0
-    config.trainer.max_seq_token_per_tpu = 2048
     config.trainer.b2 = 0.99
     config.eval = ConfigDict({"problems": 256, "samples": 4})
     config.checkpoint = ConfigDict({"every": 40, "keep": 2})

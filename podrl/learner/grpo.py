@@ -213,9 +213,9 @@ class GRPOParts(LearnerParts):
             batches.append(batch)
         return batches
 
-    def record(self, step: int, batch: Experience, metrics: Mapping[str, Any]) -> None:
-        super().record(step, batch, metrics)
-        self._trained = (step, batch.rollouts.prompts.data_state)
+    def record(self, step: int, experience: Experience, metrics: Mapping[str, Any]) -> None:
+        super().record(step, experience, metrics)
+        self._trained = (step, experience.rollouts.prompts.data_state)
 
     def rescue(self) -> None:
         """Saves the steps done before a batch failed to be scored; a resumed run draws that batch again."""

@@ -21,7 +21,7 @@ _FREE_KEYS = ("log.", "checkpoint.", "eval.", "reward.workers", "reward.deadline
 
 
 class Run:
-    """Owns the run directory for the length of a `with` block (which may be nested) and turns SIGTERM and Ctrl-C into a request to stop.
+    """Owns the run directory for the length of a `with` block, which may be nested; turns signals into a wish to stop.
 
     Attributes:
       workdir: where everything is written; None keeps the run in memory (no files, no resume).
@@ -121,8 +121,8 @@ class Run:
                 theirs = json.loads(path.read_text())
             except ValueError as error:
                 raise ValueError(
-                    f"{path} is not JSON ({error}), so it cannot be told whether the run in this directory is the same: "
-                    "restore the file, remove it if you are sure, or give another --workdir."
+                    f"{path} is not JSON ({error}), so it cannot be told whether the run in this directory is the "
+                    "same: restore the file, remove it if you are sure, or give another --workdir."
                 ) from error
             differences = [
                 f"{key} was {theirs_value!r}, now {mine_value!r}"

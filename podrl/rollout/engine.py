@@ -259,7 +259,10 @@ class Engine:
     def _any(self, live_R: Array) -> Array:
         """Whether the loop goes on: shards that exchange weights must agree."""
         alive = jnp.any(live_R)
-        return jax.lax.pmax(alive.astype(jnp.int32), "fsdp") > 0 if self.mesh.shape["fsdp"] > 1 else alive
+        # Shards that gather weights from each other (fsdp), or whose collectives XLA places (tensor), run equal steps.
+        axes = BATCH if self.mesh.shape["tensor"] > 1 else ("fsdp",)
+        axes = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        return jax.lax.pmax(alive.astype(jnp.int32), axes) > 0 if axes else alive
 
     def _decode_step(
         self,

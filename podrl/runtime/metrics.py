@@ -153,13 +153,22 @@ class _Lines:
 
 
 class _TensorBoard:
-    """An event file, written at once: no thread that a full disk could end, no event that a killed process had queued."""
+    """An event file, written at once: no thread that a full disk could end, no event lost with a killed process."""
 
     def __init__(self, directory: pathlib.Path, start: int):
         from tensorboardX import event_file_writer  # imported late: half a second that --dry_run need not pay
-        from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.proto import event_pb2 as event_module
+        from tensorboardX.proto import summary_pb2 as summary_module
 
-        self._event, self._summary, self._directory, self._failing = event_pb2.Event, summary_pb2.Summary, directory, False
+        event_pb2: Any = event_module  # generated code without types
+        summary_pb2: Any = summary_module
+
+        self._event, self._summary, self._directory, self._failing = (
+            event_pb2.Event,
+            summary_pb2.Summary,
+            directory,
+            False,
+        )
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = event_file_writer.EventsWriter(str(directory / "events"))
         if start:  # hides the events of later steps in the files of earlier lives

@@ -13,7 +13,7 @@ from podrl.trainer.state import batch_shards
 
 # Where no key says otherwise, tokens of one micro-batch on one device, and what row lengths are multiples of. On CPU
 # small micro-batches stay in the caches and leave fewer empty rows; accelerators must fill their matrix units.
-_DEVICE_TOKENS = {"cpu": 1024, "accelerator": 4096}
+_DEVICE_TOKENS = {"cpu": 384, "accelerator": 4096}
 _ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}
 _SHORT = 256
 
@@ -53,7 +53,7 @@ class RLTrainingConfig:
       train_micro_batch_size: sequences of the longest kind that a micro-batch must hold.
 
       max_tokens_per_row: length of a packed row; None is the longest sequence, rounded up to a multiple of 32 (CPU) or
-        128, or 1.7 times that where sequences are short (up to 256 tokens), so that two of most share a row.
+        128, or 1.65 times that where sequences are short (up to 256 tokens), so that two of most share a row.
       param_dtype: how trainable parameters are stored. bfloat16 keeps a float32 master copy in the optimizer.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 whatever it is.
       remat: what the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
@@ -145,7 +145,7 @@ class RLTrainingConfig:
           ValueError: rows that cannot hold the longest sequence, or a device limit that cannot hold a row.
         """
         kind = "cpu" if mesh.devices.flat[0].platform == "cpu" else "accelerator"
-        wanted = max_length if max_length > _SHORT else int(1.7 * max_length)
+        wanted = max_length if max_length > _SHORT else int(1.65 * max_length)
         tokens = self.max_tokens_per_row or -(-wanted // _ROW_MULTIPLE[kind]) * _ROW_MULTIPLE[kind]
         shards = batch_shards(mesh)
         limit = self.max_seq_token_per_tpu

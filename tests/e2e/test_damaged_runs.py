@@ -37,8 +37,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage, whole, tmp_pa
     if damage == "deleted":
         shutil.rmtree(workdir / "checkpoints" / "6" / "state")
     else:
-        for file in data_files(workdir / "checkpoints" / "6")[:1] if damage == "truncated" else data_files(
-            workdir / "checkpoints" / "6"
+        for file in (
+            data_files(workdir / "checkpoints" / "6")[:1]
+            if damage == "truncated"
+            else data_files(workdir / "checkpoints" / "6")
         ):
             os.truncate(file, file.stat().st_size // 2 if damage == "truncated" else 0)
     resumed = run(workdir, *PLAIN)

@@ -36,7 +36,9 @@ def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:
     def unfinished(started: Job) -> list[pathlib.Path]:
         root = started.workdir / "checkpoints"
         names = [name for name in os.listdir(root) if not name.isdigit()] if root.is_dir() else []
-        return [root / name for name in names if name.partition(".")[0].isdigit() and int(name.partition(".")[0]) > after]
+        return [
+            root / name for name in names if name.partition(".")[0].isdigit() and int(name.partition(".")[0]) > after
+        ]
 
     def caught(started: Job) -> bool:
         if not unfinished(started):

@@ -42,7 +42,7 @@ def train(root, steps):
     print("reached", learner.train(prompts, prompts_per_step=4))
 '''
 GUARDED = SCRIPT + '\n\nif __name__ == "__main__":\n    train(sys.argv[1], int(sys.argv[2]))\n'
-UNGUARDED = SCRIPT + "\n\ntrain(sys.argv[1], int(sys.argv[2]))\n"
+UNGUARDED = SCRIPT + '\n\ntrain("out", 3)\n'
 
 
 def run_script(tmp_path: pathlib.Path, text: str, *args: str) -> subprocess.CompletedProcess:
@@ -74,6 +74,6 @@ def test_a_script_trains_writes_and_goes_on_where_it_stopped(tmp_path):
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
-    done = run_script(tmp_path, UNGUARDED, "out", "3")
+    done = run_script(tmp_path, UNGUARDED)
     assert done.returncode == 1
     assert "if __name__ == '__main__'" in done.stderr

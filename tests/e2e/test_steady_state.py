@@ -16,7 +16,7 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
-def make_cluster(lora: LoraConfig | None = None, **training) -> podrl.RLCluster:
+def make_cluster(lora: LoraConfig | None = None, top_k: int | None = None, **training) -> podrl.RLCluster:
     trainer = podrl.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     rollout = podrl.make_mesh("data=2,tensor=2", jax.devices()[4:])
     roles = {podrl.Role.ACTOR: trainer, podrl.Role.REFERENCE: trainer, podrl.Role.ROLLOUT: rollout}
@@ -26,7 +26,7 @@ def make_cluster(lora: LoraConfig | None = None, **training) -> podrl.RLCluster:
         cluster_config=podrl.ClusterConfig(
             role_to_mesh=roles,
             training_config=podrl.RLTrainingConfig(eval_every_n_steps=0, max_steps=5, learning_rate=1e-3, **training),
-            rollout_config=podrl.RolloutConfig(max_prompt_length=64, max_tokens_to_generate=16, lanes=8),
+            rollout_config=podrl.RolloutConfig(max_prompt_length=64, max_tokens_to_generate=16, lanes=8, top_k=top_k),
         ),
     )
 
@@ -43,16 +43,16 @@ PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
 
 
 @pytest.mark.parametrize(
-    ("lora", "training", "algorithm"),
+    ("lora", "settings", "algorithm"),
     [
         (None, {}, {"beta": 0.04}),
         (None, {"mini_batch_size": 8}, {"beta": 0.0, "num_iterations": 2}),
-        (LoraConfig(rank=4), {}, {"beta": 0.04, "max_staleness": 1}),
+        (LoraConfig(rank=4), {"top_k": 20}, {"beta": 0.04, "max_staleness": 1}),
     ],
     ids=["plain", "mu2-mini-batches", "stale-lora"],
 )
-def test_nothing_compiles_after_the_first_step(lora, training, algorithm):
-    cluster = make_cluster(lora, **training)
+def test_nothing_compiles_after_the_first_step(lora, settings, algorithm):
+    cluster = make_cluster(lora, **settings)
     seen: list[tuple[int, float]] = []
 
     def note(prompts, completions, rewards, **fields) -> dict[str, float]:
