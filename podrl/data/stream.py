@@ -12,6 +12,8 @@ from podrl.data.sources import Source
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
+# So many items in a row that are too long are an error, so that a large source of them does not look like a hang.
+_MOST_IN_A_ROW = 10_000
 
 
 class TooLong:
@@ -117,13 +119,13 @@ class Stream(Generic[Item]):
 
     def _next(self) -> Item:
         # A record that fits may be the first of one epoch and the last of the next.
-        for _ in range(2 * self._records):
+        tried = min(2 * self._records, _MOST_IN_A_ROW)
+        for _ in range(tried):
             item = next(self._iterator)
             if not isinstance(item, TooLong):
                 return item
             self.skipped += 1
-            if self.skipped in (1, 10, 100) or self.skipped % 1000 == 0:
+            if str(self.skipped).rstrip("0") == "1":  # 1, 10, 100, ...
                 _log.warning("%d skipped so far: longer than %d tokens.", self.skipped, self._limit.tokens)
-        raise ValueError(
-            f"All of {self._records} records are longer than {self._limit.tokens} tokens: raise {self._limit.key}."
-        )
+        which = f"All of {self._records} records" if tried == 2 * self._records else f"{tried} records in a row"
+        raise ValueError(f"{which} are longer than {self._limit.tokens} tokens: raise {self._limit.key}.")

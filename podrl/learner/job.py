@@ -19,7 +19,7 @@ from podrl.learner.grpo import GRPOLearner
 from podrl.learner.grpo_config import GRPOConfig, preset_fields
 from podrl.learner.run import Run
 from podrl.learner.setup import ModelSource, RolesConfig, meshes
-from podrl.rewards.compose import RewardConfig
+from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rewards.reference import accuracies
 from podrl.rollout.config import RolloutConfig
 from podrl.runtime.checkpoint import CheckpointConfig
@@ -142,6 +142,7 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str) -> in
     job = parse(with_prompt_length(values))
     started = time.monotonic()
     trainer_mesh, rollout_mesh = meshes(job.roles)
+    Rewards(job.reward).close()  # a misspelt reward function is told before models are loaded and compiled
     with Run(workdir, log=job.log, checkpoint=job.checkpoint, config=dataclasses.asdict(job)) as current:
         describe.print_plan(current.console, job, trainer_mesh, rollout_mesh, workdir)
         with current.watchdog.stage("start-up"):

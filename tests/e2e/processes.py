@@ -41,7 +41,7 @@ class Job:
     """One `python -m podrl.launch` process; its output goes to files beside the run directory."""
 
     def __init__(
-        self, workdir: pathlib.Path, *args: str, base: Sequence[str] = SMALL, limit: Callable[[], None] | None = None
+        self, workdir: pathlib.Path, *args: str, base: Sequence[str] = SMALL, logs: pathlib.Path | None = None
     ):
         """Starts it.
 
@@ -49,16 +49,15 @@ class Job:
           workdir: passed as --workdir.
           args: further flags.
           base: the flags before them.
-          limit: called in the child before it becomes python.
+          logs: where its output goes, and its working directory; by default beside the run directory.
         """
         self.workdir = workdir
-        workdir.parent.mkdir(parents=True, exist_ok=True)
-        self._out, self._err = workdir.parent / "stdout.txt", workdir.parent / "stderr.txt"
+        logs = logs or workdir.parent
+        logs.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = logs / "stdout.txt", logs / "stderr.txt"
         command = [sys.executable, "-m", "podrl.launch", *base, f"--workdir={workdir}", *args]
         with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=err, env=environment(), cwd=workdir.parent, preexec_fn=limit
-            )
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment(), cwd=logs)
 
     @property
     def stdout(self) -> str:

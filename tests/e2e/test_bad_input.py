@@ -40,7 +40,7 @@ def write_jsonl(path: pathlib.Path, records) -> pathlib.Path:
         (["seed=3"], ["seed=3"]),
         (["--config.roles.trainer.mesh=fsdp=3", "--config.roles.rollout.mesh=data=4"], ["fsdp=3", "data=4", "8"]),
         (["--config.roles.trainer.mesh=fsdp=4,model=2"], ["roles.trainer.mesh", "'model'", "tensor"]),
-        (["--config.roles.rollout.mesh=data=-1,tensor=3"], ["roles.rollout.mesh", "tensor=3"]),
+        (["--config.roles.rollout.mesh=data=3,tensor=3"], ["roles.rollout.mesh", "needs 9,"]),
         (["--config.trainer.mini_batch_size=7"], ["16 sequences", "mini-batches of 7", "trainer.mini_batch_size"]),
         (["--config.rollout.prompts_per_step=0"], ["prompts_per_step"]),
         (["--config.grpo.num_generations=1"], ["num_generations=1"]),
@@ -123,12 +123,12 @@ def test_a_workdir_that_is_no_directory(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_workdir_of_another_configuration_says_what_differs_and_is_left_alone(tmp_path):
+def test_a_workdir_of_another_configuration_says_what_differs_and_is_left_alone(model, tmp_path):
     workdir = tmp_path / "run"
-    with_errors = run(workdir, "--config.model.path=" + str(tmp_path), code=1)  # no model: the run ends early
-    refused(with_errors, "config.json")
+    os.truncate(model / "model.safetensors", 5000)  # so that the first run ends early
+    refused(run(workdir, f"--config.model.path={model}", code=1), "truncated")
     before = (workdir / "config.json").read_text()
-    done = run(workdir, "--config.model.path=" + str(tmp_path), "--config.grpo.beta=0.5", "--config.seed=3", code=1)
+    done = run(workdir, f"--config.model.path={model}", "--config.grpo.beta=0.5", "--config.seed=3", code=1)
     refused(done, str(workdir), "grpo.beta was 0.04, now 0.5", "seed was 0, now 3", "--workdir")
     assert (workdir / "config.json").read_text() == before
     (workdir / "config.json").write_text("{")

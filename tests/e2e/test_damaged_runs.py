@@ -81,7 +81,7 @@ def small_disk(tmp_path) -> Iterator[pathlib.Path]:
 def test_a_full_disk_does_not_stop_training_and_keeps_the_last_good_checkpoint(small_disk, whole, tmp_path):
     workdir = small_disk / "run"
     filler = small_disk / "filler"
-    with job(workdir, *PLAIN, "--config.trainer.max_steps=6") as full:
+    with job(workdir, *PLAIN, "--config.log.tensorboard=True", logs=tmp_path) as full:
         full.wait_for("the checkpoint of step 2", (workdir / "checkpoints" / "2").exists)
         with contextlib.suppress(OSError), filler.open("wb") as out:
             while True:
@@ -90,12 +90,13 @@ def test_a_full_disk_does_not_stop_training_and_keeps_the_last_good_checkpoint(s
         code = full.end()
     assert trained_steps_from_output(full.stdout) == 6, full.stderr
     assert "could not be written" in full.stderr and "newest complete checkpoint is step" in full.stderr
-    assert code != 0, "a run whose last step is not saved must not say that all is well"
+    assert code == 1, "a run whose last step is not saved must not say that all is well"
+    assert "podrl: error: Step 6 was reached but could not be saved" in full.stderr
     assert "Traceback" not in full.stderr, full.stderr
     kept, _ = read_state(workdir / "checkpoints")
     assert 2 <= kept < 6
     filler.unlink()
-    resumed = run(workdir, *PLAIN)
+    resumed = run(workdir, *PLAIN, logs=tmp_path)
     assert f"Resumed after step {kept}" in resumed.stdout
     same_end(workdir, whole)
 
