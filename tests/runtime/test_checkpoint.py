@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as Spec
 from podrl.mesh.build import make_mesh
 from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints, read_state
 
-
 # When one read of a damaged checkpoint fails, Orbax closes its event loop while tensorstore still completes the others;
 # their callbacks then find the loop closed. The error that matters has been raised by then.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
