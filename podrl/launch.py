@@ -148,6 +148,8 @@ def _run(argv: Sequence[str]) -> int:
     file, _, variant = path.partition(":")
     workdir = pathlib.Path(_WORKDIR.value or f"runs/{pathlib.Path(file).stem}{'_' if variant else ''}{variant}")
     values = holder.value.to_dict()
+    if not _DEBUG.value:  # Orbax logs tracebacks of failures that podrl.runtime.checkpoint reports in one line
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
     if _DRY_RUN.value:
         return job.dry_run(values, workdir)
     return job.run(values, workdir, command=" ".join(["python -m podrl.launch", *argv[1:]]))

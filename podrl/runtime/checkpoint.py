@@ -92,6 +92,12 @@ class Checkpoints:
           False when this save could not start or the previous one turned out to have failed.
         """
         healthy = self.wait()
+        # Looked at first: when the disk fills under Orbax its threads print a screen of tracebacks each.
+        size = sum(leaf.nbytes for leaf in [*jax.tree.leaves(state), *arrays.values()])
+        free = shutil.disk_usage(self.directory).free
+        if size > free:
+            self._failed(OSError(f"it needs about {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free"))
+            return False
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
             host=ocp.args.JsonSave(json.loads(json.dumps(dict(host)))),  # pyright: ignore[reportCallIssue]
