@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import pathlib
 import time
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.metrics import LogConfig
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
 from podrl.trainer.config import RLTrainingConfig
+
+_log = logging.getLogger("podrl.job")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +193,14 @@ def make_evaluator(
     if not config.problems:
         return None
     batches = held_out_prompts(data, cluster.tokenizer, count=config.problems, max_prompt_length=max_prompt_length)
+    if not batches:
+        _log.warning(
+            "There is no evaluation: data.path=%s holds out no question that fits. Give data.eval_path, raise "
+            "data.eval_fraction=%s, or set eval.problems=0.",
+            data.path,
+            data.eval_fraction,
+        )
+        return None
     return AccuracyEvaluator(cluster, batches, config, accuracies)
 
 

@@ -111,6 +111,19 @@ def test_a_prompt_longer_than_the_limit_is_an_error_where_asked_for(tmp_path):
     refused(done, "How many?", "rollout.max_prompt_length=64", "data.long_prompts=skip")
 
 
+def test_a_few_records_some_of_them_too_long_train_without_them_and_without_an_evaluation(tmp_path):
+    """Six questions: none is held out, one is longer than the limit, which is counted."""
+    long = {"question": "Tom counts his apples. " * 30 + "How many?", "answer": "3"}
+    data = write_jsonl(tmp_path / "data.jsonl", [*QUESTIONS[:3], long, *QUESTIONS[3:5]])
+    args = [f"--config.data.path={data}", "--config.data.system_prompt=", "--config.rollout.max_prompt_length=64"]
+    args += ["--config.data.eval_fraction=0.0", "--config.eval.samples=2", "--config.trainer.max_steps=3"]
+    done = run(tmp_path / "run", *args)
+    assert "no evaluation" in done.stderr and "data.eval_fraction" in done.stderr and "Traceback" not in done.stderr
+    assert "skipped" in done.stderr and "longer than 64 tokens" in done.stderr
+    skipped = [record["data/skipped_prompts"] for record in done.records()]
+    assert len(skipped) == 3 and skipped == sorted(skipped) and skipped[-1] >= 2, "12 prompts are two rounds of 6"
+
+
 def test_prompts_that_are_all_too_long(tmp_path):
     """Of the embedded task as well, whose records have no end worth waiting for."""
     done = run(tmp_path / "run", "--config.rollout.max_prompt_length=4", "--config.eval.problems=0", code=1)
