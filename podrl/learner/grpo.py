@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from podrl.algorithms.mismatch import pearson
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pipeline import PromptStream
+from podrl.learner.generation import Generator, repeated
 from podrl.learner.grpo_config import GRPOConfig
 from podrl.learner.loop import InFlight, Schedule, train
 from podrl.learner.parts import Evaluator, Later, LearnerParts
@@ -115,7 +115,8 @@ class GRPOLearner:
         """What the user's metric functions say about a batch."""
         if not self._metric_fns:
             return {}
-        prompts, fields = expand(experience, self.config.num_generations)
+        asked = experience.rollouts.prompts
+        prompts, fields = repeated(asked.text, asked.fields, self.config.num_generations)
         named: dict[str, float] = {}
         for fn in self._metric_fns:
             named.update(fn(prompts, list(experience.rollouts.completions), experience.reward_B.tolist(), **fields))
@@ -136,6 +137,7 @@ class GRPOParts(LearnerParts):
     ):
         super().__init__(learner.cluster, stream, run, schedule, evaluator)
         self._learner, self._config, self._rewards = learner, learner.config, rewards
+        self._generate = Generator(self.cluster, rewards, self._config.num_generations)
         # One thread does everything on the rollout mesh: batches are generated in the order they were submitted.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
         samples = stream.prompts_per_step * self._config.num_generations
@@ -162,15 +164,7 @@ class GRPOParts(LearnerParts):
     def submit(self, policy: Policy, step: int) -> InFlight:
         prompts = self.next_batch()
 
-        def produce() -> Experience:
-            rollouts = self.cluster.generate(prompts, policy, group_size=self._config.num_generations, step=step)
-            started = time.monotonic()
-            texts, fields = _expand(prompts.text, prompts.fields, self._config.num_generations)
-            reward_FB = self._rewards.score(texts, list(rollouts.completions), fields)
-            reward_B = self._rewards.combine(reward_FB)
-            return Experience(rollouts, reward_FB, reward_B, time.monotonic() - started)
-
-        return Later(self._thread.submit(produce), self.run, "rollout")
+        return Later(self._thread.submit(self._generate, prompts, policy, step), self.run, "rollout")
 
     # Training: on the loop's thread.
 
@@ -285,18 +279,3 @@ class GRPOParts(LearnerParts):
     def close(self) -> None:
         super().close()
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-def expand(experience: Experience, group_size: int) -> tuple[list[str], dict[str, list[Any]]]:
-    """Prompts and their fields repeated for every sample, group-major."""
-    prompts = experience.rollouts.prompts
-    return _expand(prompts.text, prompts.fields, group_size)
-
-
-def _expand(
-    text: Sequence[str], fields: Mapping[str, Sequence[Any]], group_size: int
-) -> tuple[list[str], dict[str, list[Any]]]:
-    def repeat(values: Sequence[Any]) -> list[Any]:
-        return [value for value in values for _ in range(group_size)]
-
-    return repeat(text), {name: repeat(values) for name, values in fields.items()}
