@@ -1,0 +1,114 @@
+"""Messages between processes: what arrives is what was sent, or it is refused."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from podrl.runtime.channel import Channel, ChannelError, interface_towards
+from podrl.runtime.message import Message, MessageError, decode, encode
+
+
+@pytest.fixture
+def pair():
+    a, b = Channel("a", secret="s3cret"), Channel("b", secret="s3cret")
+    yield a, b
+    a.close()
+    b.close()
+
+
+def test_messages_carry_json_and_arrays():
+    arrays = {"x": np.arange(6, dtype=np.int32).reshape(2, 3), "empty": np.zeros((0, 4), np.float32)}
+    message = decode(encode(Message({"a": [1, "two", None]}, arrays)))
+    assert message.value == {"a": [1, "two", None]}
+    for name, array in arrays.items():
+        assert message.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(message.arrays[name], array)
+
+
+def test_a_cut_or_changed_message_is_refused():
+    frames = encode(Message({"a": 1}, {"x": np.arange(4.0)}))
+    with pytest.raises(MessageError, match="checksum"):
+        decode([*frames[:-1], frames[-1][:-8]])
+    with pytest.raises(MessageError, match="checksum"):
+        decode(frames[:-1])
+    with pytest.raises(MessageError, match="cut"):
+        decode(frames[:1])
+    with pytest.raises(MessageError, match="only numbers"):
+        decode(encode(Message(None, {"x": np.array(["text"])})))
+
+
+def test_another_version_is_refused(monkeypatch):
+    monkeypatch.setattr("podrl.runtime.message.VERSION", 2)
+    frames = encode(Message())
+    monkeypatch.undo()
+    with pytest.raises(MessageError, match=r"version 2 .* speaks 1"):
+        decode(frames)
+
+
+def test_a_read_waits_for_what_is_offered(pair):
+    a, b = pair
+    threading.Timer(0.2, lambda: a.put("late", Message(7))).start()
+    assert b.get(a.address, "late", deadline_s=10).value == 7
+    assert b.get(a.address, "late", deadline_s=10).value == 7  # still there
+    a.drop("late")
+    with pytest.raises(ChannelError, match=r"within 0\.3 s from trainer 0: late"):
+        b.get(a.address, "late", deadline_s=0.3, who="trainer 0")
+
+
+def test_calls_answer_and_errors_come_back(pair):
+    a, b = pair
+    a.serve("double", lambda m: Message(None, {"y": 2 * m.arrays["x"]}))
+    a.serve("fail", lambda m: 1 / 0)
+    answer = b.call(a.address, "double", Message(None, {"x": np.arange(3)}), deadline_s=10)
+    np.testing.assert_array_equal(answer.arrays["y"], [0, 2, 4])
+    with pytest.raises(ChannelError, match="ZeroDivisionError"):
+        b.call(a.address, "fail", Message(), deadline_s=10)
+
+
+def test_a_stranger_gets_no_answer(pair):
+    a, _ = pair
+    a.put("x", Message(1))
+    stranger = Channel("c", secret="another")
+    with pytest.raises(ChannelError, match="No answer"):
+        stranger.get(a.address, "x", deadline_s=1.0)
+    stranger.close()
+
+
+def test_an_endpoint_that_comes_back_is_found_and_a_lost_one_is_noticed(pair):
+    _, b = pair
+    first = Channel("first", secret="s3cret")
+    first.put("x", Message(1))
+    assert b.get(first.address, "x", deadline_s=10).value == 1
+    lost = threading.Event()
+    b.watch(first.address, lost.set)
+    port = int(first.address.rpartition(":")[2])
+    pending = b.request(first.address, "get", "y", Message())
+    first.close()
+    assert lost.wait(20)
+    second = Channel("second", secret="s3cret", port=port)
+    second.put("y", Message(2))
+    assert pending.wait(20, "second: y").value == 2
+    second.close()
+
+
+def test_closing_delivers_what_was_offered_before(pair):
+    a, b = pair
+    waiting = b.request(a.address, "get", "last words", Message())
+    time.sleep(0.3)
+    a.put("last words", Message("bye"))
+    a.close()
+    assert waiting.wait(10, "a").value == "bye"
+
+
+def test_a_secret_is_required_and_a_taken_port_is_named(pair):
+    a, _ = pair
+    with pytest.raises(ValueError, match="PODRL_SECRET"):
+        Channel("x", secret="")
+    with pytest.raises(ValueError, match="cannot listen on"):
+        Channel("x", secret="s", port=int(a.address.rpartition(":")[2]))
+
+
+def test_the_interface_towards_this_host_is_local():
+    assert interface_towards("127.0.0.1") == "127.0.0.1"
