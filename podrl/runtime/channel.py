@@ -154,15 +154,16 @@ class Channel:
     def _loop(self) -> None:
         resend = time.monotonic() + RESEND_S
         while not self._closed.is_set():
-            for ready, _ in self._poller.poll(250):
+            readies = self._poller.poll(250)
+            while not self._jobs.empty():  # before requests: what this process did first is seen first
+                self._jobs.get()()
+            for ready, _ in readies:
                 if ready is self._server:
                     self._receive_request()
                 elif ready == self._wake_in.fileno():
                     self._drain()
                 else:
                     next(link for link in self._peers.values() if ready in link.sockets).receive(ready)
-            while not self._jobs.empty():
-                self._jobs.get()()
             for link in self._peers.values():
                 link.check()
             if time.monotonic() > resend:
