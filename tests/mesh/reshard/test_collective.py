@@ -1,17 +1,14 @@
 """The collective transport: any two disjoint meshes, two real processes, and the compiler of a real TPU."""
 
 import math
-import os
 import re
-import socket
-import subprocess
-import sys
 import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import workers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
@@ -113,30 +110,11 @@ WORKER = """
 
 @pytest.mark.e2e
 def test_two_processes(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
-    flags = "--xla_force_host_platform_device_count=4"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(script), address, str(rank)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=300)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(outputs)
-    assert all("arrived 2" in output for output in outputs), "\n".join(outputs)
+    address = f"127.0.0.1:{workers.free_port()}"
+    said = workers.run(script, [[address, str(rank)] for rank in (0, 1)], devices=4)
+    assert all("arrived 2" in text for text in said), said
 
 
 @pytest.mark.slow
