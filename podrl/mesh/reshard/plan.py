@@ -257,7 +257,14 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(source: PyTree, target: PyTree, *, dtype: Any = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Plan:
+def make_plan(
+    source: PyTree,
+    target: PyTree,
+    *,
+    dtype: Any = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    paths: Sequence[str] | None = None,
+) -> Plan:
     """The plan that brings `source` to the shardings of `target`; the same question is answered from a cache.
 
     Args:
@@ -265,6 +272,7 @@ def make_plan(source: PyTree, target: PyTree, *, dtype: Any = None, bucket_bytes
       target: a tree of the same structure whose leaves are shardings or `Layout`s.
       dtype: what floating-point leaves are cast to before they move; None keeps theirs. Other leaves are never cast.
       bucket_bytes: bound on the bytes a device stages at once.
+      paths: names of the leaves in messages; by default their places in `source`.
 
     Raises:
       ValueError: trees of different structure, or a leaf whose size does not divide by its shards.
@@ -281,13 +289,15 @@ def make_plan(source: PyTree, target: PyTree, *, dtype: Any = None, bucket_bytes
         tuple(targets),
         None if dtype is None else np.dtype(dtype),
         bucket_bytes,
+        None if paths is None else tuple(paths),
     )
     if key in _cache:
         _cache.move_to_end(key)
         return _cache[key]
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(source)[0]]
+    if paths is None:
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(source)[0]]
     plans = tuple(
-        _plan_leaf(paths[i], leaf, targets[i], _target_dtype(leaf.dtype, dtype), i, bucket_bytes)
+        _plan_leaf(paths[i], leaf, targets[i], target_dtype_of(leaf.dtype, dtype), i, bucket_bytes)
         for i, leaf in enumerate(leaves)
     )
     plan = Plan(treedef, plans, _buckets(plans, bucket_bytes), bucket_bytes)
@@ -300,7 +310,7 @@ def make_plan(source: PyTree, target: PyTree, *, dtype: Any = None, bucket_bytes
 _cache: OrderedDict[Any, Plan] = OrderedDict()
 
 
-def _target_dtype(dtype: Any, wanted: Any) -> np.dtype:
+def target_dtype_of(dtype: Any, wanted: Any) -> np.dtype:
     dtype = np.dtype(dtype)
     return np.dtype(wanted) if wanted is not None and jax.dtypes.issubdtype(dtype, np.floating) else dtype
 
@@ -320,7 +330,7 @@ def _block_table(mesh_shape: tuple[int, ...], dims: tuple[tuple[int, ...], ...])
     return out_Wi
 
 
-def _ravel(index: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+def row_major(index: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     """Row-major number of multi-indices held in the last axis; zeros for no dimensions."""
     out = np.zeros(index.shape[:-1], np.int64)
     for d, size in enumerate(sizes):
@@ -376,10 +386,10 @@ def _wire(
     slot_Mi = np.indices(target_slots).reshape(rank, math.prod(target_slots)).T
     box_WMi = target.blocks()[:, None, :] * np.array(target_slots, np.int64) + slot_Mi
     per_source_i = np.array(source_slots, np.int64)
-    slot_WM = _ravel(box_WMi % per_source_i, source_slots)
-    block_WM = _ravel(box_WMi // per_source_i, source.cuts)
+    slot_WM = row_major(box_WMi % per_source_i, source_slots)
+    block_WM = row_major(box_WMi // per_source_i, source.cuts)
 
-    block_W = _ravel(source.blocks(), source.cuts)
+    block_W = row_major(source.blocks(), source.cuts)
     holders_bU = np.argsort(block_W, kind="stable").reshape(math.prod(source.cuts), -1)
     replicas = holders_bU.shape[1]
     if replicas == 1:
