@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,20 @@ from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.rollout import attention
 from podrl.rollout.sampling import LaneSampling, draw
-from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, EngineShape
+from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, EngineShape, Seats
 from podrl.rollout.visits import Visits
 from podrl.types import PyTree
 
 BATCH = ("data", "fsdp")
 UNROLLED_LAYERS = 12  # up to so many layers the program holds each one: no copy of a layer's weights per step
+
+
+class Program(NamedTuple):
+    """A jitted function of the engine and the shapes and shardings of its arguments."""
+
+    name: str
+    jitted: Any
+    args: tuple[PyTree, ...]
 
 
 class Engine:
@@ -127,20 +135,62 @@ class Engine:
         layers = [{name: x[i] for name, x in params["layers"].items()} for i in range(self.model.num_layers)]
         return {**params, "layers": layers}
 
-    def init_state(self) -> DecodeState:
-        """Empty pools and lanes, made in place."""
+    def _empty_state(self) -> DecodeState:
         s = self.shape
         R = self.shards * s.lanes
+        pool = jnp.zeros(self._pool_shape(), self.dtype)
+        whole = jnp.zeros(R, jnp.int32)
+        real = jnp.zeros(R, jnp.float32)
+        sampling = LaneSampling(real, real, real, whole, jnp.zeros((R, 2), jnp.uint32))
+        stop_RE = jnp.full((R, s.stop_ids), -1, jnp.int32)
+        return DecodeState(pool, pool, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE)
 
-        def make() -> DecodeState:
-            pool = jnp.zeros(self._pool_shape(), self.dtype)
-            whole = jnp.zeros(R, jnp.int32)
-            real = jnp.zeros(R, jnp.float32)
-            sampling = LaneSampling(real, real, real, whole, jnp.zeros((R, 2), jnp.uint32))
-            stop_RE = jnp.full((R, s.stop_ids), -1, jnp.int32)
-            return DecodeState(pool, pool, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE)
+    def init_state(self) -> DecodeState:
+        """Empty pools and lanes, made in place."""
+        return jax.jit(self._empty_state, out_shardings=self._shardings)()
 
-        return jax.jit(make, out_shardings=self._shardings)()
+    def programs(self, params: PyTree) -> list[Program]:
+        """Every program of the engine with what it is called with, as shapes and shardings: nothing is allocated.
+
+        Args:
+          params: the model's parameters, or their shapes and shardings (`decoder.abstract_params`).
+
+        Returns:
+          In the order in which a run first needs them; `program.jitted.lower(*program.args).compile()` builds one.
+        """
+        s, J = self.shape, self.shape.max_segments
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        prepared = jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
+            jax.eval_shape(self._prepare, given),
+            self._param_specs(),
+        )
+        state = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(self._empty_state),
+            self._shardings,
+        )
+        seats = Seats.empty(self.shards * s.lanes, s.stop_ids).packed()
+
+        def rows(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
+
+        L, _, K, C, H = self._pool_shape()
+        moved = jax.ShapeDtypeStruct(
+            (L, self.shards * J, K, C, H), self.dtype, sharding=NamedSharding(self.mesh, self._pool_spec())
+        )
+        prefills = [
+            Program(f"prefill_{bucket}", self.prefills[bucket], (prepared, state, rows(*self._chunk_shape(bucket))))
+            for bucket in s.buckets
+        ]
+        return [
+            Program("prepare", self.prepare, (given,)),
+            *prefills,
+            Program("insert", self.bulk_insert, (state, rows(*seats.shape))),
+            Program("generate", self.generate, (prepared, state, rows(self.shards, self.visit_shape.size))),
+            Program("spill", self._read, (state, rows(self.shards * J))),
+            Program("restore", self._write, (state, rows(self.shards * J), moved, moved)),
+        ]
 
     def _insert(self, state: DecodeState, packed_RI: Int[Array, "R I"]) -> DecodeState:
         action_R = packed_RI[:, 0]
@@ -316,9 +366,9 @@ class Engine:
 
         Columns: tokens (bucket), start, then J segments, J starts, J counts of what came before, then the targets.
         """
-        s = self.shape
-        rows, J, C = s.prefill_rows(bucket), s.max_segments, s.segment_tokens
-        flat = np.zeros((self.shards, rows, bucket + 1 + 3 * J + bucket // C), np.int32)
+        s, J = self.shape, self.shape.max_segments
+        rows, width = self._chunk_shape(bucket)
+        flat = np.zeros((self.shards, rows // self.shards, width), np.int32)
         flat[:, :, bucket + 1 + 3 * J :] = s.segments - 1
         used = [0] * self.shards
         for chunk in chunks:
@@ -330,7 +380,12 @@ class Engine:
                 row[bucket + 1 + j], row[bucket + 1 + J + j], row[bucket + 1 + 2 * J + j] = segment, start, count
             targets = list(chunk.targets)
             row[bucket + 1 + 3 * J : bucket + 1 + 3 * J + len(targets)] = targets
-        return flat.reshape(self.shards * rows, -1)
+        return flat.reshape(rows, width)
+
+    def _chunk_shape(self, bucket: int) -> tuple[int, int]:
+        s = self.shape
+        width = bucket + 1 + 3 * s.max_segments + bucket // s.segment_tokens
+        return self.shards * s.prefill_rows(bucket), width
 
     def _prefill(self, bucket: int, params: PyTree, state: DecodeState, flat_BI: Int[Array, "B I"]) -> DecodeState:
         """Keys and values of given tokens; what they would predict is not computed."""

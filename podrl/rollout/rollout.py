@@ -1,7 +1,6 @@
 """RolloutWorker: prompts and a policy in, finished samples out."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -181,14 +180,8 @@ class RolloutWorker:
 
     def memory(self, params: PyTree) -> int:
         """Peak bytes of one device in the compiled `generate`: weights, pools and temporaries."""
-        engine = self._get_engine(params)
-        abstract = functools.partial(
-            jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        )
-        state = self._take_state()
-        idle = engine.put_rows(np.zeros((engine.shards, engine.visit_shape.size), np.int32))
-        compiled = engine.generate.lower(abstract(engine.prepare(params)), abstract(state), abstract(idle)).compile()
-        self._state = state
+        generate = next(p for p in self._get_engine(params).programs(params) if p.name == "generate")
+        compiled = generate.jitted.lower(*generate.args).compile()
         m = compiled.memory_analysis()
         return m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
 
