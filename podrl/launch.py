@@ -19,13 +19,27 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from podrl.config import nearest
-from podrl.runtime import detect, environment
-from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
+from podrl.runtime import detect, environment, joining, local_pod, roles
+from podrl.runtime.channel import ChannelError
+from podrl.runtime.pod import Pod
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where the run writes; an existing run there is resumed. Default: runs/<name of the config>."
 )
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print configuration, roles and batch arithmetic; start nothing.")
+_TOPOLOGY = flags.DEFINE_enum(
+    "topology",
+    "auto",
+    ["auto", "single", "shared", "split", "pathways"],
+    "How processes share the work; auto reads it from the platform.",
+)
+_LOCAL = flags.DEFINE_integer(
+    "local_processes", 0, "Run as a pod of so many processes on this machine, each with --fake_devices CPU devices."
+)
+_FAKE = flags.DEFINE_integer(
+    "fake_devices", None, "CPU devices each process fakes, instead of config.fake_devices shared out among them."
+)
 _DEBUG = flags.DEFINE_bool("debug", False, "Print the whole traceback of user errors too.")
 
 
@@ -105,15 +119,15 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
             group = group.get_ref(key).get() if group.get(key) is None else group[key]
 
 
-def _check_cluster(argv: Sequence[str]) -> None:
-    """Refuses what this version cannot run on: several processes, Pathways, remote run directories."""
-    cluster = detect.detect(os.environ, metadata=detect.tpu_vm_metadata(os.environ))
+def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
+    """This process's place; refuses what this version cannot run on: split, Pathways, remote run directories."""
+    topology = _early(argv, "topology", "auto", prefix="--")
+    cluster = detect.detect(os.environ, topology=topology, metadata=detect.tpu_vm_metadata(os.environ))
     detect.check_pathways(cluster)
-    if cluster.process_count > 1 or cluster.topology in ("split", "pathways"):
+    if cluster.topology in ("split", "pathways"):
         raise ValueError(
-            f"This environment is a {cluster.kind} cluster of {cluster.process_count} processes (topology "
-            f"{cluster.topology}): training over several processes is not supported yet. Run on one host, and unset "
-            "the cluster's variables if they are left over."
+            f"This environment is a {cluster.kind} cluster (topology {cluster.topology}): training in that topology is "
+            "not supported yet. Run in one jax.distributed cluster (--topology=shared) or on one host."
         )
     for name in cluster.unset:
         os.environ.pop(name, None)
@@ -122,17 +136,51 @@ def _check_cluster(argv: Sequence[str]) -> None:
         raise ValueError(
             f"--workdir={workdir} is remote storage, which runs cannot be written to yet: use a local directory."
         )
+    mounts = pathlib.Path("/proc/mounts")
+    text = mounts.read_text() if mounts.exists() else ""
+    detect.check_shared_directory(str(pathlib.Path(workdir or "runs").absolute()), cluster, text)
+    return cluster
 
 
-def _run(argv: Sequence[str]) -> int:
+def _hosts(argv: Sequence[str], config: ConfigDict, processes: int) -> roles.Hosts:
+    """Who does what among several processes, from the configuration and its overrides."""
+    given = config.to_dict().get("roles", {})
+
+    def hosts(role: str) -> str:
+        return _early(argv, f"roles.{role}.hosts", given.get(role, {}).get("hosts", ""))
+
+    return roles.assign(hosts(roles.TRAINER), hosts(roles.ROLLOUT), processes)
+
+
+def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: int) -> int:
+    """Runs this very command in several processes of this machine."""
+    hosts = _hosts(argv, config, processes)
+    devices = _early(argv, "fake_devices", config.get("fake_devices", 0))
+    share = _early(argv, "fake_devices", max(devices // processes, 1), prefix="--")
+    own = ("--local_processes", "--fake_devices")
+    passed = [arg for arg in argv[1:] if arg.partition("=")[0] not in own]
+    command = [sys.executable, "-m", "podrl.launch", f"--config={path}", f"--fake_devices={share}", *passed]
+    split = _early(argv, "topology", "auto", prefix="--") == "split"
+    return local_pod.LocalPod(command, hosts, replace_rollouts=split, environment=os.environ).run()
+
+
+def _run(argv: Sequence[str], joined: list[Pod]) -> int:
+    """Everything but the exit; `joined` receives the job's processes where there are several."""
     if {"--help", "--helpfull", "-h"} & set(argv):
         print(__doc__, flags.FLAGS.main_module_help(), sep="\n")
         return EXIT_DONE
     name, rest = take_config(argv)
     path = find_config(name)
     config = load_config(path)
-    _check_cluster(rest)
-    environment.prepare(os.environ, fake_devices=_early(rest, "fake_devices", config.get("fake_devices", 0)))
+    processes = _early(rest, "local_processes", 0, prefix="--")
+    if processes > 1 and "PODRL_PLATFORM" not in os.environ and "--dry_run" not in rest:
+        return _start_pod(rest, path, config, processes)
+    cluster = _find_cluster(rest)
+    devices = _early(rest, "fake_devices", config.get("fake_devices", 0))
+    environment.prepare(os.environ, fake_devices=_early(rest, "fake_devices", devices, prefix="--"))
+    if cluster.process_count > 1:
+        seat = joining.take_seat(cluster, _hosts(rest, config, cluster.process_count), os.environ)
+        joined.append(joining.join(cluster, seat))
     from podrl.learner import job  # after the environment is prepared: this imports jax
 
     config.algorithm = _early(rest, "algorithm", config.get("algorithm", "grpo"))
@@ -152,29 +200,38 @@ def _run(argv: Sequence[str]) -> int:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
     if _DRY_RUN.value:
         return job.dry_run(values, workdir)
-    return job.run(values, workdir, command=" ".join(["python -m podrl.launch", *argv[1:]]))
+    command = " ".join(["python -m podrl.launch", *argv[1:]])
+    return job.run(values, workdir, command=command, pod=joined[0] if joined else None)
 
 
 def main() -> None:
     """Runs the command and leaves hard with its exit code, so that no background thread can hold the process."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    code = EXIT_USER
+    code, said = EXIT_USER, ""
+    joined: list[Pod] = []
     try:
-        code = _run(sys.argv)
+        code = _run(sys.argv, joined)
+    except ChannelError as error:
+        code, said = EXIT_INFRASTRUCTURE, str(error)
+        print(f"podrl: error: {error}", file=sys.stderr)
     except (ValueError, OSError, ImportError) as error:
         if isinstance(error, ImportError) and error.name is not None:  # a bug; ours name the extra to install
             traceback.print_exc()
         if "--debug" in sys.argv:
             traceback.print_exc()
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(f"podrl: error: {error}{notes}", file=sys.stderr)
+        said = f"{error}{notes}"
+        print(f"podrl: error: {said}", file=sys.stderr)
     except KeyboardInterrupt:
         print("podrl: interrupted; the same command resumes from the newest checkpoint, if any.", file=sys.stderr)
-        code = 130
+        code, said = 130, "interrupted"
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_USER
-    except BaseException:  # noqa: BLE001 - the last frame: print once and leave
+    except BaseException as error:  # noqa: BLE001 - the last frame: print once and leave
         traceback.print_exc()
+        said = f"{type(error).__name__}: {error}"
+    for pod in joined:
+        pod.leave(code) if code in (EXIT_DONE, EXIT_PREEMPTED) else pod.fail(code, said)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

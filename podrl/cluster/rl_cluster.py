@@ -1,25 +1,30 @@
 """RLCluster: the models of a job in their roles, on their meshes, with everything one does to them."""
 
+import dataclasses
 import functools
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Float, Int
 
 from podrl.cluster.config import ClusterConfig, Mode, Role
 from podrl.data.tokenizer import Tokenizer
+from podrl.mesh.build import local_mesh
 from podrl.mesh.reshard.publish import Publisher
 from podrl.models import decoder
 from podrl.models.config import LoraConfig
+from podrl.models.hf_config import read_config
 from podrl.models.pretrained import check_vocab, from_pretrained
 from podrl.rollout.config import Sampling
 from podrl.trainer import packing
 from podrl.trainer.objective import TokenLoss
-from podrl.trainer.state import abstract_train_state, init_state, put_batch
+from podrl.trainer.state import abstract_state, abstract_train_state, init_state, put_batch
 from podrl.trainer.step import make_logprob_fn, make_train_step
 from podrl.types import Policy, Prompts, PyTree, Rollouts, TrainBatch, TrainState
 
@@ -27,7 +32,7 @@ MetricsLogger = Callable[[int, Mapping[str, float]], None]
 
 
 class RLCluster:
-    """Actor, reference and rollout of one job in one process.
+    """Actor, reference and rollout of one job, as far as they lie on this process's devices.
 
     The trainer's parameters are the only truth: `sync_weights` moves them to the rollout mesh by the cached transfer
     plan. Under LoRA the frozen base crosses once, at the first sync, and the adapters at every one; the reference is
@@ -37,6 +42,8 @@ class RLCluster:
       model: the actor's configuration.
       state: trainable parameters, optimizer state and step, on the actor's mesh.
       frozen: parameters that are not trained (empty without LoRA).
+      trains, generates: whether devices of the actor's and of the rollout's mesh belong to this process. Where it does
+        not train, `state` and `frozen` are shapes only.
       tokenizer: shared by all roles.
     """
 
@@ -78,9 +85,21 @@ class RLCluster:
         self.actor_mesh = cluster_config.role_to_mesh[Role.ACTOR]
         self.rollout_mesh = cluster_config.role_to_mesh[Role.ROLLOUT]
         self.training_config = cluster_config.training_config
-        params = self._load_actor(actor, tokenizer, lora)
+        here = jax.process_index()
+        self.trains, self.generates = (
+            any(d.process_index == here for d in mesh.devices.flat) for mesh in (self.actor_mesh, self.rollout_mesh)
+        )
+        self._local_rollout_mesh = self.rollout_mesh
+        if self.generates:
+            self._local_rollout_mesh = local_mesh(self.rollout_mesh, here, key="roles.rollout.mesh")
+        actor = self._read_actor(actor, tokenizer, lora)
         self.optimizer = self.training_config.optimizer(updates_per_step=updates_per_step)
-        self.state, self.frozen = init_state(params, self.model, self.optimizer, self.actor_mesh)
+        if self.trains:
+            params = self._place_actor(actor)
+            self.state, self.frozen = init_state(params, self.model, self.optimizer, self.actor_mesh)
+        else:
+            dtype = self.training_config.param_dtype
+            self.state, self.frozen = abstract_state(self.model, self.optimizer, self.actor_mesh, dtype)
         self._reference_source = reference
         self._reference: PyTree | None = None
         self._train_step: Callable | None = None
@@ -92,12 +111,17 @@ class RLCluster:
         self._buffered: dict[str, list[float]] = {}
         self._loggers: list[MetricsLogger] = []
 
-    def _load_actor(self, actor: Any, tokenizer: Any, lora: LoraConfig | None) -> PyTree:
-        dtype = jnp.dtype(self.training_config.param_dtype)
+    def _read_actor(self, actor: Any, tokenizer: Any, lora: LoraConfig | None) -> Any:
+        """Sets model and tokenizer; returns the loaded actor, or its directory where no device of it is here."""
         if isinstance(actor, str | os.PathLike):
             tokenizer = tokenizer or actor
-            actor = from_pretrained(os.fspath(actor), mesh=self.actor_mesh, dtype=dtype, lora=lora)
-        self.model = actor.config
+            if self.trains:
+                dtype = jnp.dtype(self.training_config.param_dtype)
+                actor = from_pretrained(os.fspath(actor), mesh=self.actor_mesh, dtype=dtype, lora=lora)
+        if isinstance(actor, str | os.PathLike):
+            self.model = dataclasses.replace(read_config(pathlib.Path(actor)), lora=lora or LoraConfig())
+        else:
+            self.model = actor.config
         if self.model.lora.dropout:
             raise ValueError(
                 f"model.lora.dropout={self.model.lora.dropout}: the training step does not drop adapter inputs yet; "
@@ -108,6 +132,10 @@ class RLCluster:
         is_path = isinstance(tokenizer, str | os.PathLike)
         self.tokenizer = Tokenizer(tokenizer) if is_path else tokenizer
         check_vocab(self.model, self.tokenizer.vocab_size)
+        return actor
+
+    def _place_actor(self, actor: Any) -> PyTree:
+        dtype = jnp.dtype(self.training_config.param_dtype)
         abstract = decoder.abstract_params(self.model, self.actor_mesh, dtype)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         # Integer base weights (lora.base_dtype) and their scales keep their dtype.
@@ -131,10 +159,13 @@ class RLCluster:
         from podrl.rollout.rollout import RolloutWorker
 
         config, engine = self.config.rollout(), self.config.rollout_engine
+        if self._local_rollout_mesh is not self.rollout_mesh:  # as many lanes per device, whatever the hosts
+            share = self.rollout_mesh.shape["data"] // self._local_rollout_mesh.shape["data"]
+            config = dataclasses.replace(config, lanes=max(config.lanes // share, 1))
         worker_class = RolloutWorker if isinstance(engine, str) else engine
         return worker_class(
             self.model,
-            self.rollout_mesh,
+            self._local_rollout_mesh,
             config,
             pad_id=self.tokenizer.pad_id,
             eos_ids=tuple(config.eos_tokens or self.tokenizer.eos_ids),
@@ -155,9 +186,25 @@ class RLCluster:
         """
         version = int(self.state.step) if version is None else version
         if self._base_publisher is not None and not self._rollout_base:
-            self._rollout_base = self._base_publisher.publish(self.frozen, version).params
-        moved = self._publisher.publish(self.state.params, version)
-        return Policy(decoder.join_trainable(moved.params, self._rollout_base), version)
+            self._rollout_base = self._base_publisher.publish(self.frozen if self.trains else None, version).params
+        moved = self._publisher.publish(self.state.params if self.trains else None, version)
+        if not self.generates:
+            return moved
+        return Policy(self._local(decoder.join_trainable(moved.params, self._rollout_base)), version)
+
+    def _local(self, params: PyTree) -> PyTree:
+        """Weights of the rollout mesh as arrays of this process's part of it; nothing is copied."""
+        mesh = self._local_rollout_mesh
+        if mesh is self.rollout_mesh:
+            return params
+
+        def view(x: jax.Array) -> jax.Array:
+            sharding = NamedSharding(mesh, x.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
+            return jax.make_array_from_single_device_arrays(
+                x.shape, sharding, [s.data for s in x.addressable_shards], dtype=x.dtype
+            )
+
+        return jax.tree.map(view, params)
 
     def actor_params(self) -> PyTree:
         """The whole parameter tree of the actor, adapters joined in; no copy."""

@@ -46,6 +46,11 @@ class AccuracyEvaluator:
     def __init__(self, cluster: RLCluster, batches: Sequence[Prompts], config: EvalConfig, scorer: Scorer):
         self._cluster, self._batches, self._config, self._scorer = cluster, batches, config, scorer
 
+    @property
+    def problems(self) -> int:
+        """Prompts it scores."""
+        return sum(len(prompts.length_P) for prompts in self._batches)
+
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """(eval/{greedy,sampled}_{answer,partial,format} and eval/sampled_pass, a few samples)."""
         limit = self._cluster.config.rollout().max_tokens_to_generate

@@ -1,6 +1,7 @@
 """GRPO and its family: sample groups, score them, turn rewards into advantages, update the policy."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,11 +16,15 @@ from podrl.learner.generation import Generator, repeated
 from podrl.learner.grpo_config import GRPOConfig
 from podrl.learner.loop import InFlight, Schedule, train
 from podrl.learner.parts import Evaluator, Later, LearnerParts
+from podrl.learner.rollout_side import RolloutParts
 from podrl.learner.run import Run
-from podrl.rewards.compose import RewardConfig, RewardError, Rewards
+from podrl.learner.trainer_side import TrainerSide
+from podrl.rewards.compose import NamedRewards, RewardConfig, RewardError, Rewards
+from podrl.runtime.pod import Pod
 from podrl.trainer import packing
 from podrl.trainer.objective import TokenLoss
-from podrl.types import STOP_LENGTH, Experience, Policy, TrainBatch
+from podrl.trainer.state import local_rows
+from podrl.types import STOP_LENGTH, Experience, Policy, Prompts, TrainBatch
 
 # metric_fn(prompts, completions, rewards, **fields) -> {name: value}
 MetricFn = Callable[..., Mapping[str, float]]
@@ -48,6 +53,7 @@ class GRPOLearner:
         data_shuffle_seed: int | None = None,
         *,
         reward_config: RewardConfig | None = None,
+        pod: Pod | None = None,
     ):
         """Checks that the settings fit together; nothing runs yet.
 
@@ -58,7 +64,9 @@ class GRPOLearner:
           metric_fns: functions `(prompts, completions, rewards, **fields) -> {name: value}`, run every step.
           data_shuffle_seed: seed of the shuffling where `train` is given a plain list; None keeps its order.
           reward_config: weights, deadlines and workers; `reward_fns` wins where both name functions.
+          pod: the job's processes where there are several; every one of them makes a learner and trains.
         """
+        self._pod = pod
         self.cluster, self.config = rl_cluster, algo_config
         self._metric_fns = tuple(metric_fns or ())
         self._shuffle_seed = data_shuffle_seed
@@ -101,15 +109,36 @@ class GRPOLearner:
             save_every=run.checkpoint_config.every if save_every is None else save_every,
             eval_every=training.eval_every_n_steps,
         )
-        with run, Rewards(self._reward_config) as rewards:
-            parts = GRPOParts(self, rewards, train_ds, run, schedule, evaluator)
+        with run, contextlib.ExitStack() as stack:
+            parts = self._parts(stack, train_ds, run, schedule, evaluator)
+            stack.callback(parts.close)
             try:
                 return train(parts, schedule)
             except RewardError:
-                parts.rescue()
+                if isinstance(parts, GRPOParts):
+                    parts.rescue()
                 raise
-            finally:
-                parts.close()
+
+    def _parts(
+        self,
+        stack: contextlib.ExitStack,
+        stream: PromptStream,
+        run: Run,
+        schedule: Schedule,
+        evaluator: Any,
+    ) -> "GRPOParts | RolloutParts":
+        """What this process does in the loop."""
+        if self._pod is None:
+            rewards = stack.enter_context(Rewards(self._reward_config))
+            return GRPOParts(self, rewards, stream, run, schedule, evaluator)
+        wait_s = 4 * run.log_config.stall_s
+        if not self.cluster.trains:
+            rewards = stack.enter_context(Rewards(self._reward_config))
+            generate = Generator(self.cluster, rewards, self.config.num_generations)
+            return RolloutParts(self.cluster, generate, stream, run, schedule, evaluator, self._pod, wait_s)
+        parts = GRPOTrainerParts(self, NamedRewards(self._reward_config), stream, run, schedule, None)
+        parts.connect(self._pod, wait_s, evaluates=evaluator is not None)
+        return parts
 
     def metrics_of(self, experience: Experience) -> dict[str, float]:
         """What the user's metric functions say about a batch."""
@@ -129,7 +158,7 @@ class GRPOParts(LearnerParts):
     def __init__(
         self,
         learner: GRPOLearner,
-        rewards: Rewards,
+        rewards: Rewards | NamedRewards,
         stream: PromptStream,
         run: Run,
         schedule: Schedule,
@@ -137,7 +166,6 @@ class GRPOParts(LearnerParts):
     ):
         super().__init__(learner.cluster, stream, run, schedule, evaluator)
         self._learner, self._config, self._rewards = learner, learner.config, rewards
-        self._generate = Generator(self.cluster, rewards, self._config.num_generations)
         # One thread does everything on the rollout mesh: batches are generated in the order they were submitted.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
         samples = stream.prompts_per_step * self._config.num_generations
@@ -156,6 +184,11 @@ class GRPOParts(LearnerParts):
 
     # Generation: on the rollout thread.
 
+    def generate(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
+        """Samples and rewards of a batch."""
+        assert isinstance(self._rewards, Rewards)
+        return Generator(self.cluster, self._rewards, self._config.num_generations)(prompts, policy, step)
+
     def publish(self, step: int) -> Policy:
         # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
         with self.run.watchdog.stage("publish"):
@@ -164,7 +197,7 @@ class GRPOParts(LearnerParts):
     def submit(self, policy: Policy, step: int) -> InFlight:
         prompts = self.next_batch()
 
-        return Later(self._thread.submit(self._generate, prompts, policy, step), self.run, "rollout")
+        return Later(self._thread.submit(self.generate, prompts, policy, step), self.run, "rollout")
 
     # Training: on the loop's thread.
 
@@ -183,11 +216,8 @@ class GRPOParts(LearnerParts):
         before any is trained on.
         """
         rollouts = experience.rollouts
-        order_B = np.arange(len(advantage))
-        if self._mini < len(order_B):
-            order_B = np.random.default_rng((self.cluster.seed, step, iteration)).permutation(order_B)
         batches = []
-        for chosen in packing.mini_batches(order_B, self._mini):
+        for chosen in self._mini_batches(step, iteration, len(advantage)):
             sampler_BT = rollouts.logprob_BT[chosen]
             placement = packing.place(rollouts.length_B[chosen], self._shape)
             host = packing.pack(
@@ -206,6 +236,23 @@ class GRPOParts(LearnerParts):
                 batch = dataclasses.replace(batch, ref_logprob_ABT=self.cluster.reference_logprobs(batch))
             batches.append(batch)
         return batches
+
+    def _mini_batches(self, step: int, iteration: int, samples: int) -> list[np.ndarray]:
+        order_B = np.arange(samples)
+        if self._mini < samples:
+            order_B = np.random.default_rng((self.cluster.seed, step, iteration)).permutation(order_B)
+        return packing.mini_batches(order_B, self._mini)
+
+    def needed_samples(self, step: int, experience: Experience) -> np.ndarray:
+        """Indices of the samples whose packed rows lie on this process's devices, in any pass of the step."""
+        length_B = experience.rollouts.length_B
+        here = local_rows(self._shape, self.cluster.actor_mesh)
+        needed = [
+            chosen[np.isin(packing.place(length_B[chosen], self._shape).row_B, here)]
+            for i in range(self._config.num_iterations)
+            for chosen in self._mini_batches(step, i, len(length_B))
+        ]
+        return np.unique(np.concatenate(needed))
 
     def record(self, step: int, experience: Experience, metrics: Mapping[str, Any]) -> None:
         super().record(step, experience, metrics)
@@ -279,3 +326,7 @@ class GRPOParts(LearnerParts):
     def close(self) -> None:
         super().close()
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+class GRPOTrainerParts(TrainerSide, GRPOParts):
+    """The loop's parts for GRPO on a trainer host."""

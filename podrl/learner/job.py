@@ -8,6 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import build, defaults, merge
@@ -25,8 +28,10 @@ from podrl.rewards.reference import accuracies
 from podrl.rollout.config import RolloutConfig
 from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.metrics import LogConfig
+from podrl.runtime.pod import Pod
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
 from podrl.trainer.config import RLTrainingConfig
+from podrl.types import Prompts
 
 _log = logging.getLogger("podrl.job")
 
@@ -130,37 +135,89 @@ def build_cluster(job: RLJob, trainer_mesh: Any, rollout_mesh: Any) -> RLCluster
     )
 
 
-def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str) -> int:
-    """Trains the job a configuration describes; returns the process's exit code.
+def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str, pod: Pod | None = None) -> int:
+    """Trains the job a configuration describes, or does this process's part of it; returns the exit code.
 
     Args:
       values: the configuration, as plain nested mappings.
       workdir: the run directory; a run that is there is resumed.
       command: how the process was started, for the message that says how to resume.
+      pod: the job's processes where there are several; each calls this.
     """
     if values.get("algorithm") == "sft":
         from podrl.learner import sft
 
+        if pod is not None:
+            raise ValueError("algorithm=sft runs in one process: start it on one host, without --local_processes.")
         return sft.run(values, workdir, command=command)
     job = parse(with_prompt_length(values))
     started = time.monotonic()
-    trainer_mesh, rollout_mesh = meshes(job.roles)
+    share = Share.of(pod)
+    trainer_mesh, rollout_mesh = meshes(job.roles, pod.seat.hosts if pod else None)
     Rewards(job.reward).close()  # a misspelt reward function is told before models are loaded and compiled
-    with Run(workdir, log=job.log, checkpoint=job.checkpoint, config=dataclasses.asdict(job)) as current:
+    with _open_run(job, workdir, pod) as current:
         describe.print_plan(current.console, job, trainer_mesh, rollout_mesh, workdir)
         with current.watchdog.stage("start-up"):
             cluster = build_cluster(job, trainer_mesh, rollout_mesh)
             limit = job.rollout.max_prompt_length
             stream = PromptStream.from_config(
-                job.data, cluster.tokenizer, prompts_per_step=job.rollout.prompts_per_step, max_prompt_length=limit
+                job.data,
+                cluster.tokenizer,
+                prompts_per_step=job.rollout.prompts_per_step,
+                max_prompt_length=limit,
+                shard_index=share.index,
+                shard_count=share.count,
             )
-            cluster.warm_up(cluster.sync_weights(0))
-        evaluator = make_evaluator(cluster, job.data, job.eval, limit)
+            first = cluster.sync_weights(0)
+            if cluster.generates:
+                cluster.warm_up(first)
+        evaluator = make_evaluator(cluster, job.data, job.eval, limit, share)
         metric_fns = [answer_accuracy] if job.eval.problems else []
-        learner = GRPOLearner(cluster, job.grpo, metric_fns=metric_fns, reward_config=job.reward)
+        learner = GRPOLearner(cluster, job.grpo, metric_fns=metric_fns, reward_config=job.reward, pod=pod)
         step = learner.train(stream, evaluator=evaluator, run=current)
+        if not current.leads:
+            return EXIT_DONE if step == job.trainer.max_steps else EXIT_PREEMPTED
         facts = {"seed": job.seed, "devices": describe.device_line(), "wall_s": round(time.monotonic() - started, 1)}
         return finish(current, step, job.trainer.max_steps or step, facts, command)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Which part of every batch of prompts this process generates for."""
+
+    index: int = 0
+    count: int = 1
+
+    @staticmethod
+    def of(pod: Pod | None) -> "Share":
+        """A rollout host's part; trainer hosts, which generate nothing, count as the first."""
+        if pod is None:
+            return Share()
+        hosts, process = pod.seat.hosts, pod.seat.process
+        return Share(hosts.rank(process) if process in hosts.rollout else 0, len(hosts.rollout))
+
+    def cut(self, prompts: Prompts) -> Prompts:
+        """This share of a batch, contiguous."""
+        bounds = np.linspace(0, len(prompts.length_P), self.count + 1).astype(int)
+        rows = slice(bounds[self.index], bounds[self.index + 1])
+        return dataclasses.replace(
+            prompts,
+            tokens_PT=prompts.tokens_PT[rows],
+            length_P=prompts.length_P[rows],
+            index_P=prompts.index_P[rows],
+            text=prompts.text[rows],
+            fields={name: values[rows] for name, values in prompts.fields.items()},
+        )
+
+
+def _open_run(job: RLJob, workdir: pathlib.Path, pod: Pod | None) -> Run:
+    """The run directory, as far as this process uses it: rollout hosts write nothing."""
+    options: dict[str, Any] = {"log": job.log, "checkpoint": job.checkpoint, "config": dataclasses.asdict(job)}
+    if pod is None:
+        return Run(workdir, **options)
+    trains = pod.seat.process in pod.seat.hosts.trainer
+    savers = pod.seat.hosts.trainer if jax.process_count() > 1 else ()
+    return Run(workdir if trains else None, leads=pod.leads, savers=savers, **options)
 
 
 def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any], command: str) -> int:
@@ -187,9 +244,9 @@ def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any], comma
 
 
 def make_evaluator(
-    cluster: RLCluster, data: DataConfig, config: EvalConfig, max_prompt_length: int
+    cluster: RLCluster, data: DataConfig, config: EvalConfig, max_prompt_length: int, share: Share | None = None
 ) -> AccuracyEvaluator | None:
-    """The evaluation on held-out problems, or None when it is turned off or there are none."""
+    """The evaluation on (this process's share of) held-out problems, or None when it is off or there are none."""
     if not config.problems:
         return None
     batches = held_out_prompts(data, cluster.tokenizer, count=config.problems, max_prompt_length=max_prompt_length)
@@ -201,6 +258,8 @@ def make_evaluator(
             data.eval_fraction,
         )
         return None
+    if share is not None and share.count > 1:
+        batches = [cut for batch in batches if len((cut := share.cut(batch)).length_P)]
     return AccuracyEvaluator(cluster, batches, config, accuracies)
 
 

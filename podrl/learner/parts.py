@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner import pending
@@ -88,6 +89,10 @@ class LearnerParts:
 
     def restore_controllers(self, state: Mapping[str, Any]) -> None:
         """Inverse of `controllers`."""
+
+    def needed_samples(self, step: int, experience: Any) -> np.ndarray:
+        """Indices of the samples whose rows this process's devices train on, where rollouts come from other hosts."""
+        raise NotImplementedError
 
     # The parts of podrl.learner.loop.Parts.
 

@@ -5,7 +5,7 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -25,6 +25,7 @@ class Run:
 
     Attributes:
       workdir: where everything is written; None keeps the run in memory (no files, no resume).
+      leads: whether this process writes metrics and tells the user.
       checkpoints: None without a workdir.
       console: where tables and progress go.
       watchdog: names and times the stages.
@@ -38,12 +39,29 @@ class Run:
         checkpoint: CheckpointConfig | None = None,
         config: Mapping[str, Any] | None = None,
         console: rich.console.Console | None = None,
+        leads: bool = True,
+        savers: Sequence[int] = (),
     ):
+        """Opens the run directory.
+
+        Args:
+          workdir: the run directory, or None.
+          log: sinks.
+          checkpoint: when to save.
+          config: what config.json holds, and what an existing one must hold.
+          console: by default one on stdout; silent where this process does not lead.
+          leads: whether this process writes metrics, samples and config.json.
+          savers: processes that save together; () for this one alone.
+
+        Raises:
+          ValueError: the directory cannot be made, or belongs to a run of another configuration.
+        """
+        self.leads = leads
         self.workdir = None if workdir is None else pathlib.Path(workdir)
         self.log_config = log or LogConfig()
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.config = dict(config or {})
-        self.console = console or make_console()
+        self.console = console or (make_console() if leads else rich.console.Console(quiet=True))
         self.watchdog = Watchdog(self.log_config.stall_s)
         self.checkpoints: Checkpoints | None = None
         self.metrics: MetricsLog | None = None
@@ -52,8 +70,10 @@ class Run:
         self._entered = 0
         if self.workdir is not None:
             self._make_workdir()
-            self._check_config()
-            self.checkpoints = Checkpoints(self.workdir / "checkpoints", keep=self.checkpoint_config.keep)
+            if leads:
+                self._check_config()
+            directory = self.workdir / "checkpoints"
+            self.checkpoints = Checkpoints(directory, keep=self.checkpoint_config.keep, processes=savers)
 
     def __enter__(self) -> "Run":
         self._entered += 1
@@ -94,7 +114,7 @@ class Run:
 
     def open_metrics(self, start: int) -> None:
         """Opens the sinks; records at or after step `start` of an earlier life of this run are dropped."""
-        if self.workdir is not None:
+        if self.workdir is not None and self.leads:
             self.metrics = MetricsLog(self.workdir, self.log_config, start=start, run_config=self.config)
 
     def _make_workdir(self) -> None:

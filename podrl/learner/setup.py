@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from podrl.mesh.build import make_mesh, split_devices
 from podrl.models.config import LoraConfig
+from podrl.runtime.roles import Hosts
 
 TINY = pathlib.Path(__file__).resolve().parent.parent / "assets" / "tiny"
 
@@ -39,9 +40,16 @@ class ModelSource:
 
 @dataclasses.dataclass(frozen=True)
 class RoleConfig:
-    """Devices of one role. mesh: 'fsdp=4', 'data=2,tensor=2', or 'auto' (trainer fsdp, rollout data)."""
+    """Devices of one role.
+
+    Attributes:
+      mesh: 'fsdp=4', 'data=2,tensor=2', or 'auto' (trainer fsdp, rollout data).
+      hosts: numbers of the hosts, '0-1' or '0,2-3', where the job has several; '' is what the other role leaves, and
+        half each if neither says.
+    """
 
     mesh: str = "auto"
+    hosts: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +61,25 @@ class RolesConfig:
     colocated: bool = False
 
 
-def meshes(roles: RolesConfig) -> tuple[Mesh, Mesh]:
-    """(trainer mesh, rollout mesh) over this process's devices."""
+def meshes(roles: RolesConfig, hosts: Hosts | None = None) -> tuple[Mesh, Mesh]:
+    """(trainer mesh, rollout mesh) over all devices of this process's cluster.
+
+    Args:
+      roles: the configuration.
+      hosts: who does what, where several processes form one cluster; None splits the devices of one process.
+    """
+    if hosts is not None:
+        devices = jax.devices()
+        trainer, rollout = (
+            make_mesh(
+                role.mesh, [d for d in devices if d.process_index in numbers], key=f"roles.{name}.mesh", auto=auto
+            )
+            for role, numbers, name, auto in (
+                (roles.trainer, hosts.trainer, "trainer", "fsdp=-1"),
+                (roles.rollout, hosts.rollout, "rollout", "data=-1"),
+            )
+        )
+        return trainer, rollout
     trainer, rollout = split_devices(jax.devices(), roles.trainer.mesh, roles.rollout.mesh, colocated=roles.colocated)
     return (
         make_mesh(roles.trainer.mesh, trainer, key="roles.trainer.mesh", auto="fsdp=-1"),

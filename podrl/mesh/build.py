@@ -120,6 +120,29 @@ def split_devices(
     return first, second
 
 
+def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
+    """The part of a mesh on one process's devices: whole rows of its "data" axis.
+
+    Args:
+      mesh: axes ("data", "fsdp", "tensor").
+      process: index of the process in its jax.distributed cluster.
+      key: the configuration key the mesh came from, for errors.
+
+    Raises:
+      ValueError: a row lies on several processes.
+    """
+    mine = np.vectorize(lambda d: d.process_index == process, otypes=[bool])(mesh.devices)
+    whole = mine.all(axis=(1, 2))
+    if not whole.any() or (mine.any(axis=(1, 2)) != whole).any():
+        inner = mesh.shape["fsdp"] * mesh.shape["tensor"]
+        raise ValueError(
+            f"{key}={describe_mesh(mesh)!r} spreads one copy of the weights (fsdp x tensor = {inner} devices) over "
+            f"several hosts, process {process} has {int(mine.sum())} devices: each host decodes on its own, so fsdp x "
+            "tensor must divide the devices of one host."
+        )
+    return Mesh(mesh.devices[whole], AXES)
+
+
 def describe_mesh(mesh: Mesh) -> str:
     """'fsdp=2,tensor=2': the axes larger than 1, or 'one device'."""
     return ",".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "one device"

@@ -106,6 +106,17 @@ class _Batch:
         )
 
 
+class NamedRewards:
+    """The names of a configuration's reward functions, where scoring happens elsewhere.
+
+    Attributes:
+      names: as those of `Rewards`.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.names = tuple(function.name for function in _unique([_resolve(fn) for fn in config.fns]))
+
+
 class Rewards:
     """Scores completions with every function of a RewardConfig; use as a context manager, or call `close`.
 

@@ -34,6 +34,10 @@ class ChannelError(RuntimeError):
     """A peer did not answer in time, refused, or answered something else; the message names it and what was asked."""
 
 
+class LateError(ChannelError):
+    """No answer within the deadline."""
+
+
 class Channel:
     """This process's endpoint. All sockets live on one thread of its own; every method may be called from any thread.
 
@@ -271,7 +275,7 @@ class _Request:
             status, frames = self._future.result(deadline_s)
         except TimeoutError:
             self.done = True
-            raise ChannelError(f"No answer within {deadline_s:g} s from {what}.") from None
+            raise LateError(f"No answer within {deadline_s:g} s from {what}.") from None
         try:
             message = decode(frames)
         except MessageError as error:

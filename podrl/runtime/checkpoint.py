@@ -6,7 +6,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +62,16 @@ class Checkpoints:
     logged and counted in `failures`; training goes on and older checkpoints stay.
     """
 
-    def __init__(self, directory: str | os.PathLike, *, keep: int = 2):
+    def __init__(self, directory: str | os.PathLike, *, keep: int = 2, processes: Sequence[int] = ()):
+        """Opens, or makes, the directory.
+
+        Args:
+          directory: on a file system that every process sees.
+          keep: newest checkpoints kept.
+          processes: the processes of this jax.distributed cluster that save together (the trainers), all of which make
+            this object and call its methods in the same order; () for all.
+        """
+        self._processes = tuple(processes)
         self.directory = pathlib.Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._keep = keep
@@ -71,7 +80,15 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
+            max_to_keep=self._keep,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,
+            create=False,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=min(self._processes, default=0),
+                active_processes=set(self._processes) or None,
+                barrier_sync_key_prefix="podrl" if self._processes else None,
+            ),
         )
         return ocp.CheckpointManager(self.directory, options=options)
 
@@ -95,9 +112,11 @@ class Checkpoints:
         # Looked at first: when the disk fills under Orbax its threads print a screen of tracebacks each.
         size = sum(leaf.nbytes for leaf in [*jax.tree.leaves(state), *arrays.values()])
         free = shutil.disk_usage(self.directory).free
-        if size > free:
+        if size > free and not self._processes:  # hosts that see different numbers must not go different ways
             self._failed(OSError(f"it needs about {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free"))
             return False
+        if len(self._processes) == 1:  # Orbax takes device arrays of one process among several for a mistake
+            state = jax.tree.map(np.asarray, state)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
             host=ocp.args.JsonSave(json.loads(json.dumps(dict(host)))),  # pyright: ignore[reportCallIssue]

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Int
 
 from podrl.mesh import rules
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.trainer.optimizer import Optimizer
+from podrl.trainer.packing import PackShape
 from podrl.types import PyTree, TrainBatch, TrainState
 
 
@@ -74,6 +76,16 @@ def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
     return jax.tree.map(
         lambda x: rules.sharding_for(("layers", "batch", "time")[: np.ndim(x)], np.shape(x), mesh), batch
     )
+
+
+def local_rows(shape: PackShape, mesh: Mesh) -> Int[np.ndarray, " rows"]:
+    """Which rows of every micro-batch lie on this process's devices, ascending."""
+    array = (shape.micro_batches, shape.rows, shape.tokens)
+    sharding = rules.sharding_for(("layers", "batch", "time"), array, mesh)
+    rows = [
+        np.arange(shape.rows)[index[1]] for index in sharding.addressable_devices_indices_map(array).values() if index
+    ]
+    return np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64)
 
 
 def put_batch(batch: TrainBatch, mesh: Mesh) -> TrainBatch:

@@ -1,0 +1,64 @@
+"""From the environment to a place in the job: who this process is, and how it comes to the others."""
+
+import os
+from collections.abc import Mapping
+
+from podrl.runtime.channel import interface_towards
+from podrl.runtime.detect import Cluster
+from podrl.runtime.pod import Pod, Seat
+from podrl.runtime.roles import Hosts, assign
+
+JOIN_S = 300.0
+# Compiling a large model keeps a process silent for minutes.
+_HEARTBEAT_S = 600
+_CHANNEL_PORT_AFTER_COORDINATOR = 1
+
+
+def hosts_of(cluster: Cluster, trainer: str, rollout: str) -> Hosts:
+    """Who does what in a job of several processes.
+
+    Args:
+      cluster: this process's place.
+      trainer: roles.trainer.hosts of the configuration.
+      rollout: roles.rollout.hosts.
+
+    Raises:
+      ValueError: hosts that do not fit the job, or that contradict roles the platform has given.
+    """
+    return assign(trainer, rollout, cluster.process_count)
+
+
+def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) -> Seat:
+    """This process's seat.
+
+    Raises:
+      ValueError: the job's secret is missing.
+    """
+    secret = environment.get("PODRL_SECRET", "")
+    if not secret:
+        raise ValueError(
+            "PODRL_SECRET is not set: the processes of a job encrypt what they tell each other with it. Set the same "
+            "random text on all hosts (launch/ does), for example: export PODRL_SECRET=$(openssl rand -hex 16)"
+        )
+    leader = cluster.channel
+    if not leader:
+        host, _, port = cluster.coordinator.rpartition(":")
+        leader = f"{host}:{int(port) + _CHANNEL_PORT_AFTER_COORDINATOR}"
+    return Seat(cluster.process_index, hosts, leader, secret, disposable=cluster.topology == "split")
+
+
+def join(cluster: Cluster, seat: Seat, *, deadline_s: float = JOIN_S) -> Pod:
+    """Meets the other processes, then starts jax's own cluster, whose members are known to be alive by then.
+
+    Raises:
+      ChannelError: not all came within the deadline; names those that did not.
+    """
+    import jax
+
+    host = seat.leader.rpartition(":")[0]
+    pod = Pod(seat, host=interface_towards(host)).join(deadline_s)
+    arguments = cluster.distributed_arguments
+    if arguments is not None:
+        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_HEARTBEAT_S)
+    os.environ.pop("PODRL_SECRET", None)  # not for reward functions and other children
+    return pod

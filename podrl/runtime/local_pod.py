@@ -1,0 +1,163 @@
+"""A pod on one machine: one process per fake host, prefixed output, and the first real exit code.
+
+Nothing it starts outlives it: children die with it, even when it is killed.
+"""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import IO, TextIO
+
+from podrl.runtime.roles import ROLLOUT, Hosts
+from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE
+
+_GRACE_S = 20.0  # after one process failed, for the others to say why and go
+_RESTARTS = 5
+_PR_SET_PDEATHSIG = 1
+
+
+class LocalPod:
+    """N processes of one job on this machine."""
+
+    def __init__(self, command: Sequence[str], hosts: Hosts, *, replace_rollouts: bool, environment: Mapping[str, str]):
+        """Remembers what to start.
+
+        Args:
+          command: of every process.
+          hosts: who does what.
+          replace_rollouts: start a rollout process again that was killed or asked to be restarted.
+          environment: of every process; what tells it its place is added.
+        """
+        self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
+        coordinator, channel = free_ports(2)
+        self._environment = dict(environment) | {
+            "PODRL_PLATFORM": "local",
+            "PODRL_PROCESS_COUNT": str(len(hosts.trainer) + len(hosts.rollout)),
+            "PODRL_COORDINATOR": f"127.0.0.1:{coordinator}",
+            "PODRL_CHANNEL": f"127.0.0.1:{channel}",
+            "PODRL_SECRET": secrets.token_hex(16),
+        }
+        self._children: dict[int, subprocess.Popen] = {}
+        self._threads: list[threading.Thread] = []
+        self._restarts = 0
+        self._stopping = False
+
+    def run(self) -> int:
+        """Starts all processes, waits for them, and returns 0 or the exit code of the first that failed."""
+        with self._signals():
+            try:
+                for process in (*self._hosts.trainer, *self._hosts.rollout):
+                    self._start(process)
+                return self._wait()
+            finally:
+                self._kill()
+
+    def _start(self, process: int) -> None:
+        child = subprocess.Popen(
+            self._command,
+            env=self._environment | {"PODRL_PROCESS_INDEX": str(process)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C reaches it once, through this process
+            preexec_fn=_die_with_parent,
+        )
+        self._children[process] = child
+        for pipe, out in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
+            assert pipe is not None
+            thread = threading.Thread(target=_copy, args=(pipe, out, self._hosts.name(process)), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _wait(self) -> int:
+        failed: int | None = None
+        end = float("inf")
+        while self._children:
+            for process, child in list(self._children.items()):
+                code = child.poll()
+                if code is None:
+                    continue
+                del self._children[process]
+                if code and self._may_replace(process, code) and failed is None:
+                    self._restarts += 1
+                    self._say(f"{self._hosts.name(process)} ended with {_words(code)}; it is started again.")
+                    self._start(process)
+                elif code and failed is None:
+                    failed = EXIT_INFRASTRUCTURE if code < 0 else code
+                    end = time.monotonic() + _GRACE_S
+                    if self._children:
+                        self._say(f"{self._hosts.name(process)} ended with {_words(code)}; the others have to end too.")
+            if time.monotonic() > end:
+                self._say(f"{', '.join(map(self._hosts.name, self._children))} did not end: killed.")
+                self._kill()
+            time.sleep(0.05)
+        for thread in self._threads:
+            thread.join(5)
+        return failed or 0
+
+    def _may_replace(self, process: int, code: int) -> bool:
+        infrastructure = code < 0 or code == EXIT_INFRASTRUCTURE
+        rollout = self._hosts.role(process) == ROLLOUT
+        return self._replace and rollout and infrastructure and not self._stopping and self._restarts < _RESTARTS
+
+    def _kill(self) -> None:
+        for child in self._children.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Passes SIGTERM, SIGINT and SIGUSR1 on to every process."""
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            del frame
+            self._stopping = self._stopping or number != signal.SIGUSR1
+            for child in list(self._children.values()):
+                with contextlib.suppress(ProcessLookupError):
+                    child.send_signal(number)
+
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        before = {number: signal.signal(number, forward) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _say(self, text: str) -> None:
+        print(f"podrl: {text}", file=sys.stderr, flush=True)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in held:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in held]
+
+
+def _copy(pipe: IO[bytes], out: TextIO, name: str) -> None:
+    for line in pipe:
+        if line.startswith(b"[Gloo] Rank"):  # each of its collectives greets on stdout
+            continue
+        print(f"[{name}] {line.decode(errors='replace').rstrip()}", file=out, flush=True)
+
+
+def _words(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _die_with_parent() -> None:
+    """In the child: the kernel kills it when the parent's thread ends (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,274 @@
+"""The processes of one job: how they find each other, notice that one is gone, and end together with one exit code.
+
+Trainer 0 leads. Everyone joins at its endpoint and gets the roster; it watches all connections and the others watch
+its. A process that fails tells the leader before it goes, the leader tells everybody, and each leaves hard: nobody
+sits in a collective or a barrier waiting for the dead.
+"""
+
+import dataclasses
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from podrl.runtime.channel import Channel, ChannelError, LateError
+from podrl.runtime.message import Message
+from podrl.runtime.roles import ROLLOUT, Hosts
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED
+
+LEADER = 0
+_log = logging.getLogger("podrl.pod")
+_FAREWELL_S = 5.0
+_OVER_S = 3600.0
+_SLICE_S = 10.0  # between two looks at where a process is
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """This process's place in the job.
+
+    Attributes:
+      process: number in the job; 0 leads.
+      hosts: who does what.
+      leader: 'host:port' of the leader's endpoint.
+      secret: of the job's channel.
+      disposable: rollout processes may go and come back (topology split).
+    """
+
+    process: int
+    hosts: Hosts
+    leader: str
+    secret: str
+    disposable: bool = False
+
+
+class Pod:
+    """This process's view of the job. Made by `join`; ended by `leave` or `fail`.
+
+    Attributes:
+      seat: this process's place.
+      name: 'trainer 0', 'rollout 1'.
+      leads: whether this is the leader.
+    """
+
+    def __init__(self, seat: Seat, *, host: str):
+        """Opens this process's endpoint on the interface of address `host`.
+
+        Raises:
+          ValueError: the endpoint cannot listen.
+        """
+        self.seat, self.name = seat, seat.hosts.name(seat.process)
+        self.leads = seat.process == LEADER
+        port = int(seat.leader.rpartition(":")[2]) if self.leads else 0
+        self.channel = Channel(self.name, secret=seat.secret, host=host, port=port)
+        self._leader = self.channel.address if self.leads else seat.leader
+        self._addresses: dict[int, str] = {LEADER: self._leader}
+        self._left: set[int] = set()
+        self._gone: set[int] = set()
+        self._ended = threading.Event()
+        self._changed = threading.Condition()
+
+    # Coming together.
+
+    def join(self, deadline_s: float) -> "Pod":
+        """Waits until every process of the job is there.
+
+        Raises:
+          ChannelError: not all came within the deadline; names those that did not.
+        """
+        if self.leads:
+            self._host_roster(deadline_s)
+            return self
+        me = {"process": self.seat.process, "address": self.channel.address, "host": socket.gethostname()}
+        end = time.monotonic() + deadline_s
+        try:
+            self.channel.call(self._leader, "join", Message({**me, "pid": os.getpid()}), deadline_s=deadline_s)
+            roster = self.channel.get(self._leader, "roster", deadline_s=max(end - time.monotonic(), 1.0))
+        except ChannelError as error:
+            raise ChannelError(
+                f"{self.name} did not get into the job at {self._leader} ({error}): is trainer 0 running, is "
+                "PODRL_SECRET the same on all hosts, and is that port open between them?"
+            ) from None
+        self._take(roster)
+        self.channel.watch(self._leader, self._lost_leader)
+        threading.Thread(target=self._await_verdict, name="podrl-verdict", daemon=True).start()
+        return self
+
+    def address(self, process: int) -> str:
+        """Where a process is reached; a rollout that was replaced has a new address."""
+        if not self.leads and process != LEADER:
+            self._take(self.channel.call(self._leader, "roster", Message(), deadline_s=60, who="trainer 0"))
+        with self._changed:
+            return self._addresses[process]
+
+    # During the job.
+
+    def get(self, process: int, key: str, deadline_s: float) -> Message:
+        """Waits for what a process offers under a key, also if it is replaced meanwhile.
+
+        Raises:
+          ChannelError: it was not there within the deadline.
+        """
+        return self._patiently(
+            process, key, deadline_s, lambda address, s: self.channel.get(address, key, deadline_s=s)
+        )
+
+    def call(self, process: int, name: str, message: Message, deadline_s: float) -> Message:
+        """Calls a function that a process serves.
+
+        Raises:
+          ChannelError: no answer within the deadline, or the function failed.
+        """
+        return self._patiently(
+            process, name, deadline_s, lambda address, s: self.channel.call(address, name, message, deadline_s=s)
+        )
+
+    def _patiently(self, process: int, what: str, deadline_s: float, ask: Callable[[str, float], Message]) -> Message:
+        end = time.monotonic() + deadline_s
+        while True:
+            try:
+                return ask(self.address(process), min(_SLICE_S, max(end - time.monotonic(), 0.1)))
+            except LateError:
+                if time.monotonic() > end:
+                    raise LateError(
+                        f"{self.name} waited {deadline_s:.0f} s for {what} from {self.seat.hosts.name(process)} (host "
+                        f"{process}): see what that host is doing (kill -USR1 prints its stacks), or raise log.stall_s."
+                    ) from None
+
+    def _host_roster(self, deadline_s: float) -> None:
+        everyone = set(self.seat.hosts.trainer) | set(self.seat.hosts.rollout)
+        self.channel.serve("join", self._joined)
+        self.channel.serve("roster", lambda _: self._roster())
+        self.channel.serve("leave", self._on_leave)
+        end = time.monotonic() + deadline_s
+        with self._changed:
+            while missing := everyone - set(self._addresses):
+                if not self._changed.wait(max(end - time.monotonic(), 0.0)) and time.monotonic() >= end:
+                    names = ", ".join(f"{self.seat.hosts.name(p)} (host {p})" for p in sorted(missing))
+                    raise ChannelError(
+                        f"Only {len(everyone) - len(missing)} of {len(everyone)} processes joined {self._leader} "
+                        f"within {deadline_s:.0f} s; missing: {names}. Start the program on every host, and see their "
+                        "logs."
+                    )
+            self.channel.put("roster", self._roster())
+
+    def _joined(self, message: Message) -> Message:
+        who: Mapping[str, Any] = message.value
+        process, address = int(who["process"]), str(who["address"])
+        with self._changed:
+            returned = process in self._addresses
+            if returned and self._addresses[process] == address:
+                return Message()  # asked twice
+            if returned and not (self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT):
+                raise ValueError(f"{self.seat.hosts.name(process)} is in the job already, from another process.")
+            self._addresses[process] = address
+            self._gone.discard(process)
+            self._left.discard(process)
+            self._changed.notify_all()
+            if returned:
+                self.channel.put("roster", self._roster())
+                _log.warning("%s came back at %s.", self.seat.hosts.name(process), address)
+        self.channel.watch(address, lambda: self._lost(process, address))
+        return Message()
+
+    def _roster(self) -> Message:
+        return Message({str(process): address for process, address in self._addresses.items()})
+
+    def _take(self, roster: Message) -> None:
+        with self._changed:
+            self._addresses = {int(process): address for process, address in roster.value.items()}
+
+    # Going apart.
+
+    def leave(self, code: int = EXIT_DONE) -> None:
+        """Ends this process's part in good order: when the leader has all it needs; it goes last."""
+        if self._ended.is_set():
+            return
+        if not self.leads:
+            self.get(LEADER, "over", _OVER_S)
+        self._ended.set()
+        if self.leads:
+            self.channel.put("over", Message())
+            end = time.monotonic() + 30
+            with self._changed:
+                while set(self._addresses) - {LEADER} - self._left - self._gone and time.monotonic() < end:
+                    self._changed.wait(0.5)
+        else:
+            self._tell_leader(code, "")
+        self.channel.close()
+
+    def fail(self, code: int, text: str) -> None:
+        """Tells the others that this process ends the job, and why."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if self.leads:
+            self.channel.put("verdict", Message({"code": code, "text": f"{self.name}: {text}"}))
+            time.sleep(0.5)
+        else:
+            self._tell_leader(code, text)
+        self.channel.close()
+
+    def await_end(self, deadline_s: float) -> None:
+        """Waits for the leader's word that the job is over, on a process whose failure the leader must handle first."""
+        self._ended.wait(deadline_s)
+
+    def _tell_leader(self, code: int, text: str) -> None:
+        content = Message({"process": self.seat.process, "code": code, "text": text})
+        try:
+            self.channel.call(self._leader, "leave", content, deadline_s=_FAREWELL_S)
+        except ChannelError:
+            _log.info("The leader did not answer the farewell.")
+
+    def _on_leave(self, message: Message) -> Message:
+        process, code = int(message.value["process"]), int(message.value["code"])
+        with self._changed:
+            self._left.add(process)
+            self._changed.notify_all()
+        replaced = self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT and code == EXIT_INFRASTRUCTURE
+        if code not in (EXIT_DONE, EXIT_PREEMPTED) and not replaced:
+            first = str(message.value["text"]).splitlines()[:1]
+            self._end(code, f"{self.seat.hosts.name(process)} ended with exit code {code}: {''.join(first)}")
+        return Message()
+
+    def _lost(self, process: int, address: str) -> None:
+        """On the leader: the connection to a process broke."""
+        with self._changed:
+            if process in self._left or self._ended.is_set() or self._addresses.get(process) != address:
+                return
+            self._gone.add(process)
+        name = f"{self.seat.hosts.name(process)} (host {process}, {address})"
+        if self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT:
+            _log.warning("%s is gone; training waits for its replacement when it needs samples.", name)
+            return
+        self._end(EXIT_INFRASTRUCTURE, f"{name} is gone: its connection broke and did not come back")
+
+    def _lost_leader(self) -> None:
+        if not self._ended.is_set():
+            self._end(EXIT_INFRASTRUCTURE, f"trainer 0 ({self._leader}) is gone: its connection broke")
+
+    def _await_verdict(self) -> None:
+        request = self.channel.request(self._leader, "get", "verdict", Message())
+        try:
+            verdict = request.wait(1e9, "trainer 0: verdict").value
+        except ChannelError:
+            return
+        self._end(int(verdict["code"]), str(verdict["text"]))
+
+    def _end(self, code: int, text: str) -> None:
+        """Ends this process from whatever thread noticed that the job is over."""
+
+        def finish() -> None:
+            time.sleep(0.2)  # a process that is failing for the same reason says it better itself
+            if self._ended.is_set():
+                return
+            self.fail(code, text) if self.leads else self._ended.set()
+            print(f"podrl: {self.name} ends with exit code {code}: {text}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(code)
+
+        threading.Thread(target=finish, name="podrl-end", daemon=True).start()
