@@ -151,7 +151,7 @@ class RLCluster:
         trainable, frozen = decoder.split_trainable(jax.tree.map(lambda leaf: leaf.sharding, target), self.model)
         self._publisher = Publisher(self.state.params, trainable, target_dtype=self.rollout_dtype)
         self._base_publisher = Publisher(self.frozen, frozen, target_dtype=self.rollout_dtype) if self.frozen else None
-        self._rollout_base: PyTree = {}
+        self._rollout_base: PyTree | None = None if self._base_publisher is not None else {}
 
     @functools.cached_property
     def rollout(self) -> Any:
@@ -185,7 +185,7 @@ class RLCluster:
           The policy on the rollout mesh, its checksums equal to the trainer's.
         """
         version = int(self.state.step) if version is None else version
-        if self._base_publisher is not None and not self._rollout_base:
+        if self._base_publisher is not None and self._rollout_base is None:
             self._rollout_base = self._base_publisher.publish(self.frozen if self.trains else None, version).params
         moved = self._publisher.publish(self.state.params if self.trains else None, version)
         if not self.generates:
