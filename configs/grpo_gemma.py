@@ -35,7 +35,7 @@ def _tiny() -> ConfigDict:
     config.algorithm = "grpo"
     config.seed = 0
     config.fake_devices = 8  # CPU only; ignored where there is an accelerator
-    config.model = ConfigDict({"path": "tiny", "reference": ""})
+    config.model = ConfigDict({"path": "tiny", "size": "", "reference": ""})
     config.model.lora = ConfigDict({"rank": 0, "alpha": 16.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
     config.roles = ConfigDict({"colocated": False, "trainer": {"mesh": "auto"}, "rollout": {"mesh": "auto"}})
     config.data = ConfigDict({"path": "problems", "eval_path": "", "system_prompt": "auto", "seed": 42})
@@ -67,6 +67,7 @@ def _tiny() -> ConfigDict:
 def _gemma2_2b(config: ConfigDict) -> None:
     """Tunix's published recipe for GSM8K, on two v5e 2x4 slices' worth of chips."""
     config.model.path = ""
+    config.model.size = "gemma2-2b"  # what podrl.plan plans without the weights
     config.fake_devices = 16  # for --dry_run on a laptop
     config.model.lora = ConfigDict({"rank": 64, "alpha": 64.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
     config.roles.trainer.mesh = "fsdp=4,tensor=2"

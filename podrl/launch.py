@@ -164,6 +164,32 @@ def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: in
     return local_pod.LocalPod(command, hosts, replace_rollouts=split, environment=os.environ).run()
 
 
+def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """(the whole configuration with defaults and overrides, arguments that are no flags); parses absl's flags.
+
+    The environment must be ready: this imports jax.
+
+    Args:
+      config: what the configuration file gave.
+      argv: the command line without --config; the program's name first.
+
+    Raises:
+      ValueError: an unknown key or flag.
+    """
+    from podrl.learner import job
+
+    config.algorithm = _early(argv, "algorithm", config.get("algorithm", "grpo"))
+    complete = ConfigDict(job.complete(config.to_dict()))
+    _check_overrides(argv, complete)
+    holder = config_flags.DEFINE_config_dict("config", complete, sys_argv=list(argv))
+    try:
+        extra = flags.FLAGS(list(argv))[1:]
+    except (flags.Error, AttributeError, KeyError, TypeError) as error:
+        program = pathlib.Path(argv[0]).stem
+        raise ValueError(f"{str(error).strip(chr(34))} (see python -m podrl.{program} --help)") from error
+    return holder.value.to_dict(), extra
+
+
 def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     """Everything but the exit; `joined` receives the job's processes where there are several."""
     if {"--help", "--helpfull", "-h"} & set(argv):
@@ -183,19 +209,11 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
         joined.append(joining.join(cluster, seat))
     from podrl.learner import job  # after the environment is prepared: this imports jax
 
-    config.algorithm = _early(rest, "algorithm", config.get("algorithm", "grpo"))
-    complete = ConfigDict(job.complete(config.to_dict()))
-    _check_overrides(rest, complete)
-    holder = config_flags.DEFINE_config_dict("config", complete, sys_argv=rest)
-    try:
-        extra = flags.FLAGS(rest)[1:]
-    except (flags.Error, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(error).strip(chr(34))} (see python -m podrl.launch --help)") from error
+    values, extra = resolve(config, rest)
     if extra:
         raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")
     file, _, variant = path.partition(":")
     workdir = pathlib.Path(_WORKDIR.value or f"runs/{pathlib.Path(file).stem}{'_' if variant else ''}{variant}")
-    values = holder.value.to_dict()
     if not _DEBUG.value:  # Orbax logs tracebacks of failures that podrl.runtime.checkpoint reports in one line
         logging.getLogger("absl").setLevel(logging.CRITICAL)
     if _DRY_RUN.value:

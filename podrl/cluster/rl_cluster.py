@@ -122,11 +122,6 @@ class RLCluster:
             self.model = dataclasses.replace(read_config(pathlib.Path(actor)), lora=lora or LoraConfig())
         else:
             self.model = actor.config
-        if self.model.lora.dropout:
-            raise ValueError(
-                f"model.lora.dropout={self.model.lora.dropout}: the training step does not drop adapter inputs yet; "
-                "set it to 0."
-            )
         if tokenizer is None:
             raise ValueError("RLCluster needs tokenizer=...: the actor is a model object, which carries none.")
         is_path = isinstance(tokenizer, str | os.PathLike)
@@ -244,6 +239,7 @@ class RLCluster:
             temperature=self.temperature,
             dtype=self.training_config.dtype,
             remat=self.training_config.remat,
+            seed=self.seed,
         )
 
     def put_batch(self, batch: TrainBatch) -> TrainBatch:

@@ -11,9 +11,10 @@ import rich.table
 _WIDTH = 100
 
 
-def make_console() -> rich.console.Console:
+def make_console(width: int = _WIDTH) -> rich.console.Console:
+    """The console of standard output; `width` columns where that is no terminal."""
     terminal = sys.stdout.isatty()
-    return rich.console.Console(width=None if terminal else _WIDTH, highlight=False, soft_wrap=not terminal)
+    return rich.console.Console(width=None if terminal else width, highlight=False, soft_wrap=not terminal)
 
 
 def print_table(

@@ -19,11 +19,13 @@ class ModelSource:
 
     Attributes:
       path: a Hugging Face directory; 'tiny' is the checkpoint shipped with podrl.
+      size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
       reference: directory of the reference policy; '' for the starting weights.
       lora: adapters; rank 0 trains all parameters.
     """
 
     path: str = "tiny"
+    size: str = ""
     reference: str = ""
     lora: LoraConfig = LoraConfig()
 

@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
@@ -18,7 +18,9 @@ from podrl.types import PyTree, Ratio, TrainBatch
 
 @flax.struct.dataclass
 class Rows:
-    """One micro-batch of a TrainBatch; fields mean what they mean there."""
+    """One micro-batch of a TrainBatch; fields mean what they mean there. `key` is for what is random in training."""
+
+    key: PRNGKeyArray
 
     tokens_BT: Int[Array, "B T"]
     segment_BT: Int[Array, "B T"]
@@ -31,15 +33,17 @@ class Rows:
     length_BT: Float[Array, "B T"]
 
 
-def rows_of(batch: TrainBatch, index: Int[Array, ""]) -> Rows:
-    """Micro-batch `index` (traced) of the batch."""
+def rows_of(batch: TrainBatch, index: Int[Array, ""], key: PRNGKeyArray) -> Rows:
+    """Micro-batch `index` (traced) of the batch; its key is `key` folded with the index."""
     return Rows(
+        key=jax.random.fold_in(key, index),
         **{
             field.name: jax.lax.dynamic_index_in_dim(
                 getattr(batch, field.name.replace("_BT", "_ABT")), index, axis=0, keepdims=False
             )
             for field in dataclasses.fields(Rows)
-        }
+            if field.name != "key"
+        },
     )
 
 
@@ -91,8 +95,12 @@ class Forward:
         tokens_BT: Int[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         position_BT: Int[Array, "B T"],
+        dropout_key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """(log-probability, entropy) of every token, nats; 0 on first tokens and padding."""
+        """(log-probability, entropy) of every token, nats; 0 on first tokens and padding.
+
+        With a key, the inputs of adapters are dropped at the rate of the model's LoRA configuration.
+        """
         hidden_BTD = decoder.hidden(
             params,
             tokens_BT,
@@ -102,6 +110,7 @@ class Forward:
             dtype=jnp.dtype(self.dtype),
             remat=self.remat,
             mesh=self.mesh,
+            dropout_key=dropout_key,
         )
         return logprob.token_logprobs(
             params, hidden_BTD, tokens_BT, segment_BT, self.config, temperature=self.temperature, mesh=self.mesh
@@ -112,7 +121,7 @@ def token_objective(forward: Forward, loss: TokenLoss) -> Objective:
     """The objective of every loss that looks at token log-probabilities: GRPO, PPO's actor, supervised fine-tuning."""
 
     def objective(params: PyTree, rows: Rows) -> tuple[Ratio, Mapping[str, Ratio]]:
-        logprob_BT, entropy_BT = forward(params, rows.tokens_BT, rows.segment_BT, rows.position_BT)
+        logprob_BT, entropy_BT = forward(params, rows.tokens_BT, rows.segment_BT, rows.position_BT, rows.key)
         return loss(
             logprob_BT,
             rows.old_logprob_BT,

@@ -66,6 +66,29 @@ def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: 
     return TrainState(trainable, opt_state, step), frozen
 
 
+def abstract_batch(shape: PackShape, mesh: Mesh) -> TrainBatch:
+    """A packed batch as shapes, dtypes and shardings, for compiling ahead."""
+
+    def rows(dtype: Any) -> Any:
+        dims = (shape.micro_batches, shape.rows, shape.tokens)
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=rules.sharding_for(("layers", "batch", "time"), dims, mesh))
+
+    whole, real = rows(jnp.int32), rows(jnp.float32)
+    count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=rules.replicated(mesh))
+    return TrainBatch(
+        tokens_ABT=whole,
+        segment_ABT=whole,
+        position_ABT=whole,
+        mask_ABT=real,
+        advantage_ABT=real,
+        old_logprob_ABT=real,
+        sampler_logprob_ABT=real,
+        ref_logprob_ABT=real,
+        length_ABT=real,
+        micro_batches=count,
+    )
+
+
 def batch_shards(mesh: Mesh) -> int:
     """Into how many parts the rows of a micro-batch are split."""
     return math.prod(mesh.shape[axis] for axis in rules.DEFAULT_RULES["batch"])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from podrl.mesh import rules
 from podrl.models import decoder
@@ -30,6 +30,7 @@ def make_train_step(
     dtype: str = "float32",
     remat: str = "none",
     prefix: str = "actor",
+    seed: int = 0,
 ) -> TrainStep:
     """The jitted training step of a loss on token log-probabilities; see `make_update`.
 
@@ -40,13 +41,20 @@ def make_train_step(
       dtype: compute dtype.
       remat: what the backward pass recomputes: 'none' keeps everything, see `podrl.models.decoder.hidden`.
       prefix: group of the metrics this function adds.
+      seed: of the adapters' dropout.
     """
     forward = Forward(config, mesh, temperature, dtype, remat)
-    return make_update(token_objective(forward, loss), config, optimizer, mesh, prefix=prefix)
+    return make_update(token_objective(forward, loss), config, optimizer, mesh, prefix=prefix, seed=seed)
 
 
 def make_update(
-    objective: Objective, config: ModelConfig, optimizer: Optimizer, mesh: Mesh, *, prefix: str = "actor"
+    objective: Objective,
+    config: ModelConfig,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    *,
+    prefix: str = "actor",
+    seed: int = 0,
 ) -> TrainStep:
     """train_step(state, frozen, batch) -> (state, metrics), jitted; `state` is donated.
 
@@ -56,12 +64,16 @@ def make_update(
     An update whose gradient is not finite is skipped, parameters and moments staying as they were, and shows as 1 in
     `{prefix}/nonfinite`; the step is counted all the same.
 
+    What is random in a forward pass depends on (seed, step, micro-batch) and on nothing else, so a run that is resumed
+    draws what it would have drawn.
+
     Metrics (float32 scalars): those of the objective, `{prefix}/grad_norm` (before clipping), `{prefix}/lr` where the
     optimizer's schedule is known, `{prefix}/nonfinite`.
     """
 
     def step(state: TrainState, frozen: PyTree, batch: TrainBatch) -> tuple[TrainState, Metrics]:
-        grads, loss, metrics = _accumulate(objective, state.params, frozen, batch, mesh, config)
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        grads, loss, metrics = _accumulate(objective, state.params, frozen, batch, key, mesh, config)
         divisor = loss.count + (loss.count == 0)
         grads = jax.tree.map(lambda g: g / divisor, grads)
         norm = global_norm(grads)
@@ -100,8 +112,9 @@ def make_logprob_fn(config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0
 
     def logprobs(params: PyTree, batch: TrainBatch) -> Float[Array, "A B T"]:
         def body(index: Array, out_ABT: Array) -> Array:
-            rows = rows_of(batch, index)
-            logprob_BT, _ = forward(params, rows.tokens_BT, rows.segment_BT, rows.position_BT)
+            pick = lambda x_ABT: jax.lax.dynamic_index_in_dim(x_ABT, index, axis=0, keepdims=False)  # noqa: E731
+            rows_BT = (pick(x_ABT) for x_ABT in (batch.tokens_ABT, batch.segment_ABT, batch.position_ABT))
+            logprob_BT, _ = forward(params, *rows_BT)
             return jax.lax.dynamic_update_index_in_dim(out_ABT, logprob_BT, index, axis=0)
 
         out_ABT = rules.constrain(jnp.zeros(batch.tokens_ABT.shape), ("layers", "batch", "time"), mesh)
@@ -111,7 +124,13 @@ def make_logprob_fn(config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0
 
 
 def _accumulate(
-    objective: Objective, trainable: PyTree, frozen: PyTree, batch: TrainBatch, mesh: Mesh, config: ModelConfig
+    objective: Objective,
+    trainable: PyTree,
+    frozen: PyTree,
+    batch: TrainBatch,
+    key: PRNGKeyArray,
+    mesh: Mesh,
+    config: ModelConfig,
 ) -> tuple[PyTree, Ratio, dict[str, Ratio]]:
     """Float32 gradients of the numerator, the loss and its metrics, summed over the filled micro-batches."""
     abstract = decoder.abstract_params(config, mesh, jnp.dtype("float32"))
@@ -123,7 +142,7 @@ def _accumulate(
         return jax.tree.map(lambda g, p: jax.lax.with_sharding_constraint(g, p.sharding), grads, placed)
 
     def numerator(trainable: PyTree, index: Array):
-        loss, metrics = objective(decoder.join_trainable(trainable, frozen), rows_of(batch, index))
+        loss, metrics = objective(decoder.join_trainable(trainable, frozen), rows_of(batch, index, key))
         return loss.total, (loss, dict(metrics))
 
     def body(index: Array, carry):

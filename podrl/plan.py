@@ -1,0 +1,121 @@
+"""Whether a job fits TPU machines and how fast it could be, found on a CPU machine with the real TPU compiler.
+
+    python -m podrl.plan --config=grpo_gemma.py:gemma2_2b_v5e16 --trainer=v5e:2x4 --rollout=v5e:2x4
+        [--search] [--quick] [--json] [--completion=TOKENS] [--config.group.key=value ...]
+
+Topologies: v4:2x2x1, v5e:2x4, v5p:2x2x4, v6e:16x16, tpu7x:2x2x1 and their like; v5e:2x4*2 is two slices. No weights are
+needed: where model.path is empty, model.size names a published size. Exit codes: 0 everything fits, 1 it does not, or a
+user error. Needs the extra [tpu].
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from podrl import launch
+from podrl.planning import chips
+
+if TYPE_CHECKING:
+    from podrl.planning.report import Report
+
+_TRAINER = flags.DEFINE_string("trainer", None, "Topology of the trainer, such as v5e:2x4.")
+_ROLLOUT = flags.DEFINE_string("rollout", None, "Topology of the rollout; the trainer's when left out.")
+_SEARCH = flags.DEFINE_bool("search", False, "Try meshes, micro-batches and remat policies; plan the best that fit.")
+_QUICK = flags.DEFINE_bool("quick", False, "Compile with least effort: a sixth of the time, peaks within a tenth.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
+_COMPLETION = flags.DEFINE_integer("completion", None, "Planned tokens of a completion; the longest when left out.")
+
+
+def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
+    """Compiles every program of the job a configuration describes, as the flags say.
+
+    Args:
+      values: the whole configuration.
+      say: called with a line per program and trial.
+
+    Raises:
+      ValueError: a topology, mesh or configuration that makes no sense.
+    """
+    from podrl.learner import job as jobs
+    from podrl.planning import programs, variants
+    from podrl.planning.compile import measure
+    from podrl.planning.predict import predict
+    from podrl.planning.report import Report
+
+    say = say or (lambda line: None)
+    if values.get("algorithm") == "sft":
+        raise ValueError("podrl.plan plans reinforcement learning: give a configuration of another algorithm than sft.")
+    if not _TRAINER.value:
+        raise ValueError("--trainer is missing: name the trainer's topology, for example --trainer=v5e:2x4.")
+    trainer = chips.parse_topology(_TRAINER.value, key="--trainer")
+    rollout = chips.parse_topology(_ROLLOUT.value, key="--rollout") if _ROLLOUT.value else trainer
+    job = jobs.parse(jobs.with_prompt_length(values))
+    completion = _COMPLETION.value or job.rollout.max_tokens_to_generate
+    if not 0 < completion <= job.rollout.max_tokens_to_generate:
+        raise ValueError(
+            f"--completion={completion} must be positive and at most rollout.max_tokens_to_generate="
+            f"{job.rollout.max_tokens_to_generate}."
+        )
+    setting = programs.Setting(job, trainer, rollout, completion)
+    searched, chosen = [], []
+    if _SEARCH.value:
+        found, searched = variants.search(setting, say=say)
+        chosen, setting = variants.differences(setting, found), found
+    measured = []
+
+    def measure_all(side: Sequence[programs.Program], chip: chips.Chip) -> None:
+        for program in side:
+            measured.append(measure(program, chip, quick=_QUICK.value))
+            say(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
+
+    measure_all(programs.rollout_programs(setting), (trainer if job.roles.colocated else rollout).chip)
+    measure_all(programs.training_programs(setting), trainer.chip)
+    move = programs.weight_move(setting)
+    for program in move.programs:
+        measure_all([program], rollout.chip if program.side == programs.ROLLOUT else trainer.chip)
+    knobs = {m.name: variants.helping(setting, m) for m in measured if not m.fits and not m.name.startswith("move")}
+    prediction = predict(
+        measured, move.seconds, max_staleness=setting.job.grpo.max_staleness, colocated=job.roles.colocated
+    )
+    return Report(setting, measured, move, prediction, knobs, searched, chosen)
+
+
+def _run(argv: Sequence[str]) -> int:
+    if {"--help", "--helpfull", "-h"} & set(argv):
+        sys.stdout.write(f"{__doc__}\n{flags.FLAGS.main_module_help()}\n")
+        return 0
+    name, rest = launch.take_config(argv)
+    config = launch.load_config(launch.find_config(name))
+    chips.prepare(os.environ)
+    values, extra = launch.resolve(config, rest)
+    if extra:
+        raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")
+    from podrl.learner.console import make_console
+    from podrl.planning.report import as_mapping, print_report
+
+    report = make_report(values, say=lambda line: print(line, file=sys.stderr, flush=True))
+    if _JSON.value:
+        sys.stdout.write(json.dumps(as_mapping(report)) + "\n")
+    else:
+        print_report(make_console(140), report)
+    return 0 if report.fits else 1
+
+
+def main() -> None:
+    """Runs the command; user errors end it with one line and exit code 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        code = _run(sys.argv)
+    except (ValueError, OSError) as error:
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        raise SystemExit(f"podrl.plan: {error}{notes}") from None
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

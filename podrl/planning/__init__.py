@@ -1,0 +1,1 @@
+"""Predicting a job on TPU machines that are not there."""

@@ -1,0 +1,123 @@
+"""TPU generations: what one chip can do, and the devices of a topology without the machine.
+
+Figures are those of the vendor's pages, per chip:
+    https://cloud.google.com/tpu/docs/v4  .../v5e  .../v5p  .../v6e  .../tpu7x
+HBM is what the compiler allots of it, measured by asking for more.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import re
+from collections.abc import MutableMapping
+from typing import Any
+
+from podrl.config import nearest
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One JAX device of a generation (tpu7x has two to a chip; the figures are those of one).
+
+    Attributes:
+      name: as in the topology, e.g. 'v5e'.
+      flops: bfloat16 operations per second of the matrix units.
+      hbm: bytes a program may use.
+      hbm_rate: bytes per second between HBM and the chip.
+      ici_rate: bytes per second one device sends over all its links inside a slice.
+      dcn_rate: bytes per second it sends between slices.
+      dimensions: of a topology, 2 or 3.
+      options: what the topology needs besides its name.
+    """
+
+    name: str
+    flops: float
+    hbm: int
+    hbm_rate: float
+    ici_rate: float
+    dcn_rate: float
+    dimensions: int
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", 275e12, int(30.5 * GIB), 1228e9, 300e9, 6.25e9, 3, (("chip_config_name", "megacore"),)),
+        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 200e9, 3.125e9, 2),
+        Chip("v5p", 459e12, int(95.74 * GIB), 2765e9, 600e9, 6.25e9, 3),
+        Chip("v6e", 918e12, int(31.25 * GIB), 1638e9, 400e9, 12.5e9, 2),
+        Chip("tpu7x", 1153e12, int(94.75 * GIB), 3690e9, 300e9, 6.25e9, 3),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Slices of one shape, as in 'v5e:2x4' or, for two slices, 'v5e:2x4*2'."""
+
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}" + (f"*{self.slices}" if self.slices > 1 else "")
+
+    def devices(self, *, copies: int = 1) -> list[Any]:
+        """The devices of `copies` such topologies side by side, for compiling only; slices one after the other.
+
+        Raises:
+          ValueError: a shape no machine of the generation has.
+        """
+        from jax.experimental import topologies
+
+        options = dict(self.chip.options)
+        if math.prod(self.shape) == 1:
+            options["chips_per_host_bounds"] = (1, 1, 1)
+        if self.slices * copies > 1:
+            options["num_slices"] = self.slices * copies
+        name = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        try:
+            found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        except Exception as error:
+            raise ValueError(f"{name} is no TPU topology: {str(error).splitlines()[0]}") from error
+        return sorted(found.devices, key=lambda d: (d.process_index, d.id))
+
+
+def parse_topology(text: str, *, key: str) -> Topology:
+    """'v5e:2x4', 'v5p:2x2x4', 'v6e:16x16', or with '*2' behind for two slices.
+
+    Args:
+      key: the flag it came from, for errors.
+
+    Raises:
+      ValueError: an unknown generation, or a shape of the wrong number of dimensions.
+    """
+    found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", text.strip())
+    if found is None:
+        raise ValueError(f"{key}={text!r} must look like v5e:2x4, or v5e:2x4*2 for two slices.")
+    name, sizes, slices = found.groups()
+    if name not in CHIPS:
+        raise ValueError(f"{key}={text!r} names the generation {name!r}.{nearest(name, CHIPS)}")
+    chip, shape = CHIPS[name], tuple(int(n) for n in sizes.split("x"))
+    if len(shape) != chip.dimensions or min(shape) < 1 or int(slices or 1) < 1:
+        example = "2x4" if chip.dimensions == 2 else "2x2x4"
+        raise ValueError(f"{key}={text!r}: a {name} slice has {chip.dimensions} sizes, as in {name}:{example}.")
+    return Topology(chip, shape, int(slices or 1))
+
+
+def prepare(env: MutableMapping[str, str]) -> None:
+    """Readies the environment, before jax is imported, for compiling for TPUs on a machine without any.
+
+    Raises:
+      ValueError: libtpu is not installed.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("Planning compiles with the TPU compiler: install it with pip install 'podrl[tpu]'.")
+    env.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Several processes may compile at once: no hardware is opened.
+    env.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    env["JAX_PLATFORMS"] = "cpu"

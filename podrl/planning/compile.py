@@ -1,0 +1,119 @@
+"""Compiles one program for its topology and says what it needs of a chip."""
+
+import dataclasses
+import re
+import time
+from collections.abc import Mapping
+
+import jax
+
+from podrl.planning.chips import GIB, Chip
+from podrl.planning.hlo import Collective, cost_of
+from podrl.planning.programs import Program
+
+# Says only whether a program fits, in a sixth of the time: schedules and tiles are not searched.
+QUICK: Mapping[str, float] = {"exec_time_optimization_effort": -1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A compiled program, per chip.
+
+    Attributes:
+      name, side, runs: of the program; `runs` per training step.
+      fits: whether peak and resident bytes stay within the chip's.
+      peak: bytes at the fullest moment, arguments and results included; what the compiler asked for where it refused.
+      resident: bytes of arrays the program does not see.
+      capacity: bytes a program may use.
+      compile_s: seconds of the compiler.
+      flops, bytes, collectives: of one execution; 0 and empty where the compiler refused.
+      compute_s, memory_s, network_s: least seconds of one execution by each of them.
+      uncounted: kernels whose operations are not in `flops`.
+    """
+
+    name: str
+    side: str
+    runs: float
+    fits: bool
+    peak: float
+    resident: float
+    capacity: float
+    compile_s: float
+    flops: float = 0.0
+    bytes: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    network_s: float = 0.0
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """The roofline: of one execution, at least."""
+        return max(self.compute_s, self.memory_s, self.network_s)
+
+    @property
+    def bound(self) -> str:
+        """What the roofline is made of."""
+        parts = {"compute": self.compute_s, "memory": self.memory_s, "network": self.network_s}
+        return max(parts, key=lambda name: parts[name]) if self.seconds else ""
+
+    @property
+    def missing(self) -> float:
+        """Bytes by which the program does not fit; 0 where it does."""
+        return max(0.0, self.peak + self.resident - self.capacity)
+
+
+def measure(program: Program, chip: Chip, *, quick: bool = False) -> Measured:
+    """Compiles a program and reads what it costs.
+
+    Args:
+      quick: compile with least effort: the peak is within a tenth of the true one, the counts are of another schedule.
+    """
+    started = time.perf_counter()
+    try:
+        compiled = program.lower().compile(compiler_options=dict(QUICK) if quick else None)
+    except jax.errors.JaxRuntimeError as error:
+        asked = _asked(str(error))
+        if asked is None:
+            raise
+        seconds = time.perf_counter() - started
+        return Measured(program.name, program.side, program.runs, False, asked, program.resident, chip.hbm, seconds)
+    seconds = time.perf_counter() - started
+    memory = compiled.memory_analysis()
+    peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes)
+    cost = cost_of(compiled.as_text(), trips=program.trips, slices=program.slices)
+    flops, size = cost.flops, cost.bytes
+    if program.by_hand is not None:
+        flops, size = program.by_hand.flops, program.by_hand.bytes
+    inside = sum(c.bytes for c in cost.collectives if not c.crosses)
+    across = sum(c.bytes for c in cost.collectives if c.crosses)
+    return Measured(
+        name=program.name,
+        side=program.side,
+        runs=program.runs,
+        fits=peak + program.resident <= chip.hbm,
+        peak=peak,
+        resident=program.resident,
+        capacity=chip.hbm,
+        compile_s=seconds,
+        flops=flops,
+        bytes=size,
+        collectives=cost.collectives,
+        compute_s=flops / chip.flops,
+        memory_s=size / chip.hbm_rate,
+        network_s=inside / chip.ici_rate + across / chip.dcn_rate,
+        uncounted=cost.uncounted,
+    )
+
+
+def _asked(message: str) -> float | None:
+    """Bytes the compiler wanted where it ran out of HBM; None for any other failure."""
+    if "RESOURCE_EXHAUSTED" not in message or "hbm" not in message.lower():
+        return None
+    found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available", message) or re.search(
+        r"Used ([\d.]+)([KMGT]) of", message
+    )
+    if found is None:
+        return None
+    return float(found.group(1)) * {"K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}[found.group(2)]

@@ -1,0 +1,494 @@
+"""Reads what a compiled program does off its text: operations of the matrix units, bytes of memory, collectives.
+
+XLA's own cost analysis counts the body of a loop once. Here loops count as often as their condition says; where the
+number is traced, the caller says how often.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+# trips(depth): how often a loop of unknown length runs that lies in `depth` other loops of unknown length.
+Trips = Callable[[int], float]
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_LEAF = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
+_OFF_HBM = re.compile(r"S\([1-9]")
+_FREE = frozenset(
+    [
+        "parameter",
+        "constant",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "iota",
+    ]
+)
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_VIEWS = ("bitcast", "reshape", "convert", "copy", "transpose")
+_SLICES = ("dynamic-slice", "slice", "gather")
+# Matrix products of the splash attention kernels, by what their names contain: forward makes scores and outputs, the
+# backward pass makes the scores again and the gradients of one side.
+_SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """What one chip sends over the links in all executions of one kind of collective.
+
+    Attributes:
+      kind: 'all-gather' and so on.
+      count: executions.
+      bytes: sent by a chip, all executions together.
+      crosses: whether the devices of a group lie in different slices, so that the data-centre network carries it.
+    """
+
+    kind: str
+    count: float
+    bytes: float
+    crosses: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one chip does in one execution of a program.
+
+    Attributes:
+      flops: operations of matrix products (two per multiply-add), those of splash attention kernels included.
+      bytes: read from and written to HBM by the operations as they are fused; an estimate.
+      collectives: one entry per kind.
+      uncounted: names of kernels whose operations are not in `flops`.
+    """
+
+    flops: float
+    bytes: float
+    collectives: tuple[Collective, ...]
+    uncounted: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    root: bool
+
+
+@dataclasses.dataclass
+class _Sum:
+    flops: float = 0.0
+    bytes: float = 0.0
+    collectives: dict[tuple[str, bool], tuple[float, float]] = dataclasses.field(default_factory=dict)
+    uncounted: set[str] = dataclasses.field(default_factory=set)
+
+    def add(self, other: "_Sum", times: float) -> None:
+        self.flops += times * other.flops
+        self.bytes += times * other.bytes
+        for key, (count, size) in other.collectives.items():
+            had = self.collectives.get(key, (0.0, 0.0))
+            self.collectives[key] = (had[0] + times * count, had[1] + times * size)
+        self.uncounted |= other.uncounted
+
+
+def cost_of(text: str, *, trips: Trips = lambda depth: 1.0, slices: int = 1) -> Cost:
+    """The cost of a compiled program on one chip.
+
+    Args:
+      text: of the compiled module (`compiled.as_text()`).
+      trips: how often loops of traced length run, by nesting depth among such loops.
+      slices: slices the devices of the program lie in, equal parts in the order of the program's device assignment.
+    """
+    return _Reader(text, trips, slices).cost()
+
+
+class _Reader:
+    def __init__(self, text: str, trips: Trips, slices: int):
+        self._computations, entry = _parse(text)
+        self._entry = entry
+        self._trips, self._slices = trips, slices
+        found = re.search(r"num_partitions=(\d+)", text[:20_000_000])
+        self._devices = int(found.group(1)) if found else 1
+
+    def cost(self) -> Cost:
+        total = self._computation(self._entry, 0)
+        kinds = [Collective(kind, n, size, crosses) for (kind, crosses), (n, size) in sorted(total.collectives.items())]
+        return Cost(total.flops, total.bytes, tuple(kinds), tuple(sorted(total.uncounted)))
+
+    @functools.cache  # noqa: B019 - readers live as long as one text is read
+    def _computation(self, name: str, depth: int) -> _Sum:
+        total = _Sum()
+        types = {i.name: i.type for i in self._computations[name]}
+        for instruction in self._computations[name]:
+            self._instruction(total, instruction, types, depth)
+        return total
+
+    def _instruction(self, total: _Sum, i: _Instruction, types: Mapping[str, str], depth: int) -> None:
+        if i.opcode in _FREE or i.opcode.endswith("-done"):
+            return
+        if i.opcode == "while":
+            count = self._trip_count(i, types)
+            inside = depth if count is not None else depth + 1
+            total.add(self._computation(_called(i, "body")[0], inside), self._trips(depth) if count is None else count)
+        elif i.opcode == "conditional":
+            branches = _called(i, "branch_computations") or _called(i, "true_computation", "false_computation")
+            for branch in branches:
+                total.add(self._computation(branch, depth), 1.0 / len(branches))
+        elif i.opcode in ("call", "async-start"):
+            total.add(self._computation(_called(i, "to_apply", "calls")[0], depth), 1.0)
+        elif i.opcode == "fusion":
+            self._fusion(total, i, types)
+        else:
+            self._plain(total, i, types)
+            total.bytes += self._moved(i, types)
+
+    def _moved(self, i: _Instruction, types: Mapping[str, str]) -> float:
+        if i.opcode == "slice-start":
+            return 2 * min((size for size in map(_leaf_bytes, _leaves(i.type)) if size > 8), default=0.0)
+        if i.opcode in _SLICES:
+            return 2 * _hbm_bytes(i.type)
+        if i.opcode == "dynamic-update-slice":
+            return 2 * _hbm_bytes(types.get(i.operands[1], ""))
+        if i.opcode.endswith("-start"):
+            return _hbm_bytes(i.type)
+        return _hbm_bytes(i.type) + sum(_hbm_bytes(types.get(name, "")) for name in i.operands)
+
+    def _plain(self, total: _Sum, i: _Instruction, types: Mapping[str, str], inside: str = "") -> None:
+        """Operations and collectives of one instruction, in a fusion (`inside` is its computation) or outside."""
+        kind = i.opcode.removesuffix("-start")
+        if i.opcode == "convolution":
+            total.flops += _convolution_flops(i, types)
+        elif i.opcode == "dot":
+            total.flops += _dot_flops(i, types)
+        elif kind in _COLLECTIVES:
+            kind = "reduce-scatter" if inside.startswith("all-reduce-scatter") and kind == "all-reduce" else kind
+            self._collective(total, i, kind, types)
+        elif i.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in i.attributes:
+            flops = _splash_flops(i, types)
+            if flops is None:
+                total.uncounted.add(i.name.rstrip("0123456789."))
+            total.flops += flops or 0.0
+
+    def _collective(self, total: _Sum, i: _Instruction, kind: str, types: Mapping[str, str]) -> None:
+        size, crosses = _group(i.attributes, self._devices, self._slices)
+        whole = sum(_leaf_bytes(leaf) for name in i.operands for leaf in _leaves(types.get(name, "")))
+        if kind == "collective-permute":
+            sent = whole
+            crosses = _pairs_cross(i.attributes, self._devices, self._slices)
+        elif kind == "all-gather":
+            sent = whole * (size - 1)
+        else:
+            sent = whole * (size - 1) / size * (2 if kind == "all-reduce" else 1)
+        if sent:
+            had = total.collectives.get((kind, crosses), (0.0, 0.0))
+            total.collectives[kind, crosses] = (had[0] + 1, had[1] + sent)
+
+    def _fusion(self, total: _Sum, i: _Instruction, types: Mapping[str, str]) -> None:
+        name = _called(i, "calls")[0]
+        body = self._computations[name]
+        inner = {x.name: x.type for x in body}
+        # A collective that runs beside several fusions stands in each of them; the first also holds its start.
+        starts = any("AsyncCollectiveStart" in x.attributes for x in body)
+        for x in body:
+            if x.opcode == "fusion":
+                nested = _Sum()
+                self._fusion(nested, x, inner)
+                nested.bytes = 0.0
+                total.add(nested, 1.0)
+            elif "chain_id" not in x.attributes or starts:
+                self._plain(total, x, inner, name)
+        total.bytes += self._fusion_bytes(i, types, body, inner)
+
+    def _fusion_bytes(
+        self, i: _Instruction, types: Mapping[str, str], body: Sequence[_Instruction], inner: Mapping[str, str]
+    ) -> float:
+        """Bytes at the border of a fusion: slices of what is only sliced, updates of what is updated in place."""
+        by_name, users = {x.name: x for x in body}, _users(body)
+        moved = 0.0
+        for x in body:
+            if x.opcode == "parameter" and _place(x) < len(i.operands):
+                size = _hbm_bytes(types.get(i.operands[_place(x)], ""))
+                moved += min(size, self._read(x, users)) if size else 0.0
+        root = next(x for x in body if x.root)
+        ends = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        for end, leaf in zip(ends, _top_leaves(i.type), strict=False):
+            size = _hbm_bytes(leaf)
+            while end.opcode in _VIEWS and end.operands and end.operands[0] in by_name:
+                end = by_name[end.operands[0]]
+            if size and end.opcode == "dynamic-update-slice":
+                size = min(size, _any_bytes(inner[end.operands[1]]))
+            moved += size
+        return moved
+
+    def _read(self, x: _Instruction, users: Mapping[str, Sequence[_Instruction]]) -> float:
+        """Bytes that the users of a value inside a fusion read of it; infinite where they read all."""
+        read = 0.0
+        for user in users.get(x.name, ()):
+            if user.opcode in _SLICES and user.operands[0] == x.name:
+                read += _any_bytes(user.type)
+            elif user.opcode == "dynamic-update-slice" and user.operands[0] == x.name:
+                continue
+            elif user.opcode in ("bitcast", "reshape"):
+                read += self._read(user, users)
+            elif user.opcode == "fusion":
+                body = self._computations[_called(user, "calls")[0]]
+                places = {at for at, name in enumerate(user.operands) if name == x.name}
+                read += sum(
+                    self._read(p, _users(body)) for p in body if p.opcode == "parameter" and _place(p) in places
+                )
+            else:
+                return math.inf
+        return read
+
+    def _trip_count(self, i: _Instruction, types: Mapping[str, str]) -> float | None:
+        """How often a loop `for (k = first; k < last; k += by)` runs; None where one of the three is not a constant."""
+        if known := re.search(r"known_trip_count[^0-9]*(\d+)", i.attributes):
+            return float(known.group(1))
+        condition = {x.name: x for x in self._computations[_called(i, "condition")[0]]}
+        root = next(x for x in condition.values() if x.root)
+        if root.opcode != "compare" or "direction=LT" not in root.attributes:
+            return None
+        left, right = (condition[name] for name in root.operands)
+        if left.opcode != "get-tuple-element" or right.opcode != "constant":
+            return None
+        last = _integer(right)
+        index = _index(left)
+        body = {x.name: x for x in self._computations[_called(i, "body")[0]]}
+        by = _increment(body, index)
+        caller = next(c for c in self._computations.values() if any(x is i for x in c))
+        first = _start({x.name: x for x in caller}, i.operands[0], index)
+        if last is None or by is None or first is None:
+            return None
+        return float(max(0, math.ceil((last - first) / by)))
+
+
+def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    computations: dict[str, list[_Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if line.startswith(("%", "ENTRY ")) and line.endswith("{"):
+            name = line.removeprefix("ENTRY ").split(" ", 1)[0].removeprefix("%")
+            current = computations.setdefault(name, [])
+            entry = name if line.startswith("ENTRY") else entry
+        elif line == "}":
+            current = None
+        elif current is not None and " = " in line:
+            current.append(_instruction(line.strip()))
+    if not entry:
+        raise ValueError("The text is not a compiled module: it has no ENTRY computation.")
+    return computations, entry
+
+
+def _instruction(line: str) -> _Instruction:
+    root = line.startswith("ROOT ")
+    name, _, rest = line.removeprefix("ROOT ").partition(" = ")
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    kind, rest = rest[:end], rest[end:].lstrip()
+    opcode, _, tail = rest.partition("(")
+    close = _closing(rest, len(opcode))
+    inside, attributes = rest[len(opcode) + 1 : close], rest[close + 1 :]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    if opcode in ("parameter", "constant"):
+        attributes, operands = tail, ()
+    return _Instruction(name.strip().removeprefix("%"), kind, opcode.strip(), operands, attributes, root)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis opened at `start` closes."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        if depth == 0:
+            return at
+    raise ValueError(f"Unbalanced parentheses in the compiled text: {text[start : start + 80]!r}.")
+
+
+def _called(i: _Instruction, *keys: str) -> list[str]:
+    names: list[str] = []
+    for key in keys:
+        if found := re.search(rf"\b{key}=(\{{[^}}]*\}}|%[\w.\-]+)", i.attributes):
+            names += re.findall(r"%([\w.\-]+)", found.group(1))
+    return names
+
+
+def _leaves(text: str) -> Iterator[re.Match[str]]:
+    return _LEAF.finditer(text)
+
+
+def _top_leaves(text: str) -> list[str]:
+    return [leaf.group(0) for leaf in _leaves(text)]
+
+
+def _leaf_bytes(leaf: re.Match[str]) -> float:
+    kind, dims = leaf.group(1), leaf.group(2)
+    bits = _BITS.get(kind)
+    if bits is None:
+        digits = re.search(r"\d+", kind)
+        bits = int(digits.group(0)) if digits else 0
+    return bits / 8 * math.prod(int(n) for n in dims.split(",") if n)
+
+
+def _any_bytes(text: str) -> float:
+    return sum(_leaf_bytes(leaf) for leaf in _leaves(text))
+
+
+def _hbm_bytes(text: str) -> float:
+    """Bytes of the parts of a type that lie in HBM and not in a nearer memory."""
+    return sum(_leaf_bytes(leaf) for leaf in _leaves(text) if not _OFF_HBM.search(leaf.group(3) or ""))
+
+
+def _users(body: Sequence[_Instruction]) -> dict[str, list[_Instruction]]:
+    users: dict[str, list[_Instruction]] = {}
+    for x in body:
+        for operand in x.operands:
+            users.setdefault(operand, []).append(x)
+    return users
+
+
+def _place(parameter: _Instruction) -> int:
+    """Which operand of its fusion a parameter is."""
+    return int(parameter.attributes.split(")")[0])
+
+
+def _dims(text: str) -> list[int]:
+    leaf = next(_leaves(text))
+    return [int(n) for n in leaf.group(2).split(",") if n]
+
+
+def _dot_flops(i: _Instruction, types: Mapping[str, str]) -> float:
+    left = _dims(types[i.operands[0]])
+    found = re.search(r"lhs_contracting_dims=\{([0-9,]*)\}", i.attributes)
+    contracted = [int(n) for n in found.group(1).split(",") if n] if found else []
+    return 2.0 * math.prod(_dims(i.type)) * math.prod(left[d] for d in contracted)
+
+
+def _convolution_flops(i: _Instruction, types: Mapping[str, str]) -> float:
+    """Two per multiply-add that meets no padding: TPU programs write every matrix product as a convolution."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
+    assert labels is not None, i
+    image, kernel, out = labels.groups()
+    shapes = [_dims(types[i.operands[0]]), _dims(types[i.operands[1]]), _dims(i.type)]
+    size = [dict(zip(letters, dims, strict=True)) for letters, dims in zip((image, kernel, out), shapes, strict=True)]
+    flops = 2.0 * size[2]["b"] * size[2]["f"] * size[1]["i"]
+    digits = sorted(c for c in out if c.isdigit())
+    window = {key: value.split("x") for key, value in re.findall(r"(\w+)=([\w\-]+)", _window(i.attributes))}
+    for d, c in enumerate(digits):
+        field = lambda key, default, d=d: window[key][d] if key in window else default  # noqa: E731
+        low = int(field("pad", "0_0").split("_")[0])
+        stride, spread, step = (int(field(key, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate"))
+        flops *= _valid(size[2][c], size[1][c], size[0][c], stride, spread, step, low)
+    return flops
+
+
+def _window(attributes: str) -> str:
+    found = re.search(r"window=\{([^}]*)\}", attributes)
+    return found.group(1) if found else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _valid(out: int, kernel: int, image: int, stride: int, spread: int, step: int, low: int) -> int:
+    """Pairs of output and kernel positions that meet an input along one dimension."""
+    count = 0
+    for k in range(kernel):
+        place_o = np.arange(out) * stride + k * step - low
+        count += int(((place_o >= 0) & (place_o <= (image - 1) * spread) & (place_o % spread == 0)).sum())
+    return count
+
+
+def _splash_flops(i: _Instruction, types: Mapping[str, str]) -> float | None:
+    """Operations of a splash attention kernel, from its grid of blocks; None for any other kernel.
+
+    The kernel visits the blocks in its mask's list; a list as wide as the row is that of a causal mask, of which the
+    upper triangle is skipped, a shorter one that of a window.
+    """
+    products = next((n for name, n in _SPLASH_PRODUCTS.items() if i.name.startswith(name)), None)
+    shapes = [_dims(types[name]) for name in i.operands if types.get(name)]
+    grid = next((s for s in shapes if len(s) == 3), None)
+    q = next((s for s in shapes if len(s) == 4), None)
+    if products is None or grid is None or q is None:
+        return None
+    B, N, T, H = q
+    rows, columns = max(grid[1:]), min(grid[1:])
+    share = (rows + 1) / (2 * rows) if rows == columns else columns / rows
+    return 2.0 * products * B * N * T * T * H * share
+
+
+def _group(attributes: str, devices: int, slices: int) -> tuple[int, bool]:
+    """(devices of a group, whether they lie in different slices)."""
+    ids = _first_group(attributes, devices)
+    part = max(1, devices // slices)
+    return len(ids), min(ids) // part != max(ids) // part
+
+
+def _first_group(attributes: str, devices: int) -> list[int]:
+    if found := re.search(r"replica_groups=\{\{([0-9,]+)\}", attributes):
+        return [int(n) for n in found.group(1).split(",")]
+    if found := re.search(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes):
+        shape, dims, order = ([int(n) for n in (g or "").split(",") if n] for g in found.groups())
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        return (ids.transpose(order) if order else ids).reshape(shape)[0].tolist()
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
+        axes = [(name, int(n)) for name, n in re.findall(r"'([^']+)'=(\d+)", found.group(1))]
+        ids, stride = [0], devices
+        for name, n in axes:
+            stride //= n
+            part = re.search(rf"'{re.escape(name)}'(?::\((\d+)\)(\d+))?", found.group(2))
+            if part is None:
+                continue
+            major, taken = (int(part.group(1)), int(part.group(2))) if part.group(1) else (1, n)
+            step = stride * n // (major * taken)
+            ids = [base + k * step for base in ids for k in range(taken)]
+        return ids
+    return list(range(devices))
+
+
+def _pairs_cross(attributes: str, devices: int, slices: int) -> bool:
+    found = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)
+    pairs = re.findall(r"\{(\d+),(\d+)", found.group(0)) if found else []
+    part = max(1, devices // slices)
+    return any(int(a) // part != int(b) // part for a, b in pairs)
+
+
+def _integer(x: _Instruction) -> int | None:
+    found = re.match(r"\s*(-?\d+)\s*\)", x.attributes) if x.opcode == "constant" else None
+    return int(found.group(1)) if found else None
+
+
+def _index(x: _Instruction) -> int:
+    found = re.search(r"index=(\d+)", x.attributes)
+    assert found is not None, x
+    return int(found.group(1))
+
+
+def _increment(body: Mapping[str, _Instruction], index: int) -> int | None:
+    """By how much element `index` of a loop's state grows in its body."""
+    root = next(x for x in body.values() if x.root)
+    if root.opcode != "tuple":
+        return None
+    grown = body[root.operands[index]]
+    while grown.opcode in ("copy", "bitcast"):
+        grown = body[grown.operands[0]]
+    if grown.opcode != "add":
+        return None
+    steps = [_integer(body[name]) for name in grown.operands if name in body]
+    return next((n for n in steps if n is not None), None)
+
+
+def _start(caller: Mapping[str, _Instruction], state: str, index: int) -> int | None:
+    """The value element `index` of a loop's state starts with."""
+    made = caller.get(state)
+    if made is None or made.opcode != "tuple":
+        return None
+    first = caller.get(made.operands[index])
+    while first is not None and first.opcode in ("copy", "bitcast") and first.operands:
+        first = caller.get(first.operands[0])
+    return _integer(first) if first is not None else None

@@ -1,0 +1,396 @@
+"""Every program of a job, ready to be compiled: which there are, their arguments, and how often a step runs them.
+
+Loops of traced length (micro-batches, decode steps) count as in a step in which every sample has the planned length.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from podrl.learner.grpo import CurrentAsOld
+from podrl.learner.job import RLJob
+from podrl.mesh.build import make_mesh
+from podrl.mesh.reshard.collective import CollectiveTransport
+from podrl.mesh.reshard.plan import Plan, make_plan
+from podrl.mesh.reshard.relayout import RelayoutTransport
+from podrl.models import decoder
+from podrl.models.config import ModelConfig
+from podrl.models.hf_config import read_config
+from podrl.models.sizes import config_of
+from podrl.planning.chips import Topology
+from podrl.planning.hlo import Trips
+from podrl.rollout.engine import Engine
+from podrl.rollout.rollout import engine_shape, pieces_per_prompt
+from podrl.trainer import state as state_lib
+from podrl.trainer.packing import PackShape
+from podrl.trainer.step import make_logprob_fn, make_train_step
+from podrl.types import PyTree
+
+TRAINER, ROLLOUT, BOTH = "trainer", "rollout", "both"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one execution does on a chip, counted by hand where its loops are of traced length."""
+
+    flops: float
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program of a job.
+
+    Attributes:
+      name: as printed.
+      side: whose devices it occupies.
+      lower: gives what `compile()` is called on.
+      runs: executions per training step.
+      resident: bytes of a chip held meanwhile by arrays the program does not see.
+      trips: see `podrl.planning.hlo.cost_of`.
+      slices: over which its devices spread.
+      by_hand: replaces the counts read off the compiled text.
+    """
+
+    name: str
+    side: str
+    lower: Callable[[], Any]
+    runs: float
+    resident: float = 0.0
+    trips: Trips = lambda depth: 1.0
+    slices: int = 1
+    by_hand: Work | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A job on two topologies.
+
+    Attributes:
+      job: its configuration.
+      trainer, rollout: where it is to run; the same for both where `job.roles.colocated`.
+      completion: planned tokens of every completion.
+    """
+
+    job: RLJob
+    trainer: Topology
+    rollout: Topology
+    completion: int
+
+    @property
+    def model(self) -> ModelConfig:
+        """Read from `model.path`, or the published `model.size`.
+
+        Raises:
+          ValueError: neither is given.
+        """
+        source = self.job.model
+        if not source.path and not source.size:
+            raise ValueError(
+                "There is no model to plan: set --config.model.path=DIR, or --config.model.size to a published size, "
+                "such as gemma2-2b."
+            )
+        config = read_config(source.directory) if source.path else config_of(source.size)
+        return dataclasses.replace(config, lora=source.lora)
+
+    @property
+    def longest(self) -> int:
+        return self.job.rollout.max_prompt_length + self.job.rollout.max_tokens_to_generate
+
+    def trainer_mesh(self) -> Mesh:
+        return make_mesh(self.job.roles.trainer.mesh, self.trainer.devices(), key="roles.trainer.mesh")
+
+    def rollout_mesh(self) -> Mesh:
+        roles = self.job.roles
+        topology = self.trainer if roles.colocated else self.rollout
+        return make_mesh(roles.rollout.mesh, topology.devices(), key="roles.rollout.mesh", auto="data=-1")
+
+    def pack_shape(self, mesh: Mesh) -> PackShape:
+        return self.job.trainer.pack_shape(sequences=self.job.mini_batch_size, max_length=self.longest, mesh=mesh)
+
+    def rollout_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.job.rollout.data_type or self.job.trainer.dtype)
+
+
+def bytes_per_chip(tree: PyTree) -> float:
+    """Bytes one device holds of a tree of shapes with shardings."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def training_programs(setting: Setting) -> list[Program]:
+    """The train step, and the log-probabilities of the reference and of the old policy where the job needs them."""
+    job, model, mesh = setting.job, setting.model, setting.trainer_mesh()
+    training = job.trainer
+    optimizer = training.optimizer(updates_per_step=job.updates_per_step)
+    loss = job.grpo.policy_loss(job.rollout.max_tokens_to_generate)
+    old = job.grpo.old_source(job.updates_per_step)
+    state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
+    shape = setting.pack_shape(mesh)
+    batch = state_lib.abstract_batch(shape, mesh)
+    whole = decoder.join_trainable(state.params, frozen)
+    update = make_train_step(
+        model,
+        CurrentAsOld(loss) if old == "current" else loss,
+        optimizer,
+        mesh,
+        temperature=job.rollout.temperature,
+        dtype=training.dtype,
+        remat=training.remat,
+    )
+    score = make_logprob_fn(model, mesh, temperature=job.rollout.temperature, dtype=training.dtype)
+    separate = loss.needs_reference() and (not frozen or bool(job.model.reference))
+    reference = bytes_per_chip(whole) if separate else 0.0
+    moments = bytes_per_chip(state.opt_state)
+    trips = _training_trips(setting, shape)
+    slices = setting.trainer.slices
+    passes = job.updates_per_step / job.grpo.num_iterations
+    programs = [
+        Program(
+            "train step",
+            TRAINER,
+            lambda: update.lower(state, frozen, batch),  # pyright: ignore[reportFunctionMemberAccess]
+            job.updates_per_step,
+            resident=reference,
+            trips=trips,
+            slices=slices,
+        )
+    ]
+    if loss.needs_reference():
+        trained = bytes_per_chip(state.params)
+        given = whole if separate or not frozen else frozen
+        programs.append(
+            Program(
+                "reference log-probabilities",
+                TRAINER,
+                lambda: score.lower(given, batch),  # pyright: ignore[reportFunctionMemberAccess]
+                passes,
+                resident=moments + trained + (bytes_per_chip(frozen) if separate else 0.0),
+                trips=trips,
+                slices=slices,
+            )
+        )
+    if old == "trainer":
+        programs.append(
+            Program(
+                "old log-probabilities",
+                TRAINER,
+                lambda: score.lower(whole, batch),  # pyright: ignore[reportFunctionMemberAccess]
+                passes,
+                resident=moments + reference,
+                trips=trips,
+                slices=slices,
+            )
+        )
+    return programs
+
+
+def _training_trips(setting: Setting, shape: PackShape) -> Trips:
+    """Filled micro-batches; inside, the key blocks of blockwise attention, of which causality leaves half."""
+    planned = setting.job.rollout.max_prompt_length + setting.completion
+    filled = max(1.0, math.ceil(shape.micro_batches * planned / setting.longest))
+    blocks = (max(1, shape.tokens // 512) + 1) / 2
+    single = shape.micro_batches == 1
+
+    def trips(depth: int) -> float:
+        return filled if depth == 0 and not single else blocks
+
+    return trips
+
+
+def rollout_programs(setting: Setting) -> list[Program]:
+    """The engine's programs."""
+    job, model, mesh = setting.job, setting.model, setting.rollout_mesh()
+    engine = _engine(setting, mesh)
+    shards, shape = engine.shards, engine.shape
+    params = decoder.abstract_params(model, mesh, setting.rollout_dtype())
+    group, prompts = job.grpo.num_generations, job.rollout.prompts_per_step
+    pieces = prompts * pieces_per_prompt(prompts, group, shards)
+    bucket = shape.buckets[-1]
+    chunks = -(-job.rollout.max_prompt_length // bucket)
+    prefills = math.ceil(pieces / shards / shape.prefill_rows(bucket)) * chunks
+    lanes = min(shape.lanes * shards, job.samples_per_step)
+    dispatches = math.ceil(job.samples_per_step / lanes) * math.ceil(setting.completion / shape.steps)
+    runs = {f"prefill_{bucket}": prefills, "generate": dispatches, "insert": dispatches}
+    topology = setting.trainer if job.roles.colocated else setting.rollout
+    prior = lambda depth: (chunks - 1) / 2  # noqa: E731 - chunks of the prompt that a later chunk attends to
+    policy = bytes_per_chip(params)
+    pools = 0.0
+    programs = []
+    for program in engine.programs(params):
+        if program.name == "prepare" and not engine.unrolled:
+            continue
+        if program.name == "generate":
+            pools = bytes_per_chip(program.args[1])
+        programs.append(
+            Program(
+                program.name.replace("_", " "),
+                ROLLOUT,
+                lambda program=program: program.jitted.lower(*program.args),
+                runs.get(program.name, 0),
+                resident=policy if engine.unrolled and program.name in ("generate", *runs) else 0.0,
+                trips=(lambda depth: float(shape.steps) if depth == 0 else 1.0)
+                if program.name == "generate"
+                else prior,
+                slices=topology.slices,
+                by_hand=_decode_work(setting, mesh, shape.steps, lanes / shards)
+                if program.name == "generate"
+                else None,
+            )
+        )
+    aside = {"prepare": pools, "insert": policy, "spill": policy, "restore": policy}
+    return [dataclasses.replace(p, resident=p.resident + aside.get(p.name, 0.0)) for p in programs]
+
+
+def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work:
+    """A dispatch on one chip: weights and the tokens seen are read once per step, prompts once per group."""
+    model, job = setting.model, setting.job
+    tensor = mesh.shape["tensor"]
+    item = setting.rollout_dtype().itemsize
+    specs = jax.tree.leaves(decoder.param_specs(model), is_leaf=decoder.is_param)
+    weights = sum(math.prod(spec.shape) for spec in specs) / tensor
+    heads = max(1, model.num_kv_heads // tensor)
+    token = 2 * model.num_layers * heads * model.head_dim * item
+    prompt = job.rollout.max_prompt_length / min(job.grpo.num_generations, job.rollout.members_per_visit)
+    seen = lanes * (prompt + setting.completion / 2)
+    attended = lanes * (job.rollout.max_prompt_length + setting.completion / 2)
+    attention = 4 * model.num_layers * model.num_heads / tensor * model.head_dim * attended
+    return Work(steps * (2 * weights * lanes + attention), steps * (weights * item + seen * token))
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """The weight move of every step.
+
+    Attributes:
+      plan: what goes where.
+      rate: bytes per second one device sends.
+      programs: the compiled steps of its largest bucket.
+      buckets: how many there are.
+      note: what of it could not be compiled, and why; '' is nothing.
+    """
+
+    plan: Plan
+    rate: float
+    programs: tuple[Program, ...]
+    buckets: int
+    note: str
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.seconds(self.rate) if self.plan.moved_bytes else 0.0
+
+
+def weight_move(setting: Setting) -> Move:
+    """What `RLCluster.sync_weights` moves: everything, or the adapters where there are any."""
+    trainer, rollout = setting.trainer, setting.rollout
+    if setting.job.roles.colocated:
+        return _colocated_move(setting)
+    if trainer == rollout:
+        devices = trainer.devices(copies=2)
+        out = _Ends.of(setting, devices[: len(devices) // 2], devices[len(devices) // 2 :])
+    else:
+        out = _Ends.of(setting, trainer.devices(), _far(rollout, trainer))
+    # The same with the sides' slices exchanged: a program must have devices in the first slice of its topology.
+    back = _Ends.of(setting, _far(trainer, rollout), rollout.devices())
+    size = lambda bucket: sum(math.prod(out.transport.crossings[i].tile) for i in bucket)  # noqa: E731
+    bucket = max(out.transport.buckets, key=size)
+    sent, received = out.transport.programs(bucket), back.transport.programs(bucket)
+    leaves = [out.leaves[i] for i in bucket]
+    landed = [
+        jax.ShapeDtypeStruct(crossing.target_shape, back.plan.leaves[i].target_dtype, sharding=crossing.target)
+        for i, crossing in ((i, back.transport.crossings[i]) for i in bucket)
+    ]
+    programs = [
+        Program("move: spread", TRAINER, lambda: sent.spread.lower(leaves), 0, out.held, slices=trainer.slices),
+        Program("move: gather", ROLLOUT, lambda: received.gather.lower(landed), 0, out.kept, slices=rollout.slices),
+    ]
+    note = "The crossing is planned but not compiled: one program spans both topologies, which differ."
+    if trainer == rollout:
+        most, slices = max(out.held, out.kept), 2 * trainer.slices
+        programs.append(
+            Program("move: cross", BOTH, lambda: sent.cross.lower(list(sent.tiles)), 0, most, slices=slices)
+        )
+        note = ""
+    rate = min(trainer.chip.dcn_rate, rollout.chip.dcn_rate)
+    return Move(out.plan, rate, tuple(programs), len(out.transport.buckets), note)
+
+
+def _far(topology: Topology, other: Topology) -> list[Any]:
+    """Devices of a topology with ids that `other`'s do not have."""
+    devices = topology.devices(copies=other.slices + 1)
+    return devices[-(len(devices) // (other.slices + 1)) :]
+
+
+def _colocated_move(setting: Setting) -> Move:
+    devices = setting.trainer.devices()
+    ends = _Ends.of(setting, devices, devices, transport=False)
+    plan, rate = ends.plan, setting.trainer.chip.ici_rate
+    if not RelayoutTransport.fits(plan):
+        return Move(plan, rate, (), len(plan.buckets), "Copied between devices box by box: there is no large program.")
+    bucket = max(plan.buckets, key=lambda b: b.bytes).leaves
+    dtypes = [plan.leaves[i].target_dtype for i in bucket]
+
+    def cast(arrays: list[Any]) -> list[Any]:
+        return [jnp.copy(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+
+    relayout = jax.jit(cast, out_shardings=[ends.places[i] for i in bucket])
+    program = Program(
+        "move: relayout",
+        BOTH,
+        lambda: relayout.lower([ends.leaves[i] for i in bucket]),
+        0,
+        ends.held + ends.kept - sum(bytes_per_chip(ends.leaves[i]) for i in bucket),
+        slices=setting.trainer.slices,
+    )
+    return Move(plan, rate, (program,), len(plan.buckets), "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    """Both ends of the move on given devices.
+
+    Attributes:
+      plan, transport: of the moved leaves.
+      leaves, places: shapes at the source, shardings at the target.
+      held: bytes of a trainer chip beside the move's own.
+      kept: the same of a rollout chip: the policy in use stays until the new one is complete.
+    """
+
+    plan: Plan
+    transport: Any
+    leaves: list[Any]
+    places: list[Any]
+    held: float
+    kept: float
+
+    @classmethod
+    def of(cls, setting: Setting, sources: Sequence[Any], targets: Sequence[Any], *, transport: bool = True) -> "_Ends":
+        job, model, wire = setting.job, setting.model, setting.rollout_dtype()
+        source = make_mesh(job.roles.trainer.mesh, sources, key="roles.trainer.mesh")
+        target = make_mesh(job.roles.rollout.mesh, targets, key="roles.rollout.mesh", auto="data=-1")
+        optimizer = job.trainer.optimizer(updates_per_step=job.updates_per_step)
+        state, frozen = state_lib.abstract_state(model, optimizer, source, job.trainer.param_dtype)
+        params = decoder.abstract_params(model, target, wire)
+        moved, base = decoder.split_trainable(params, model)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, moved)
+        plan = make_plan(state.params, shardings, dtype=wire)
+        leaves, places = jax.tree.leaves(state.params), jax.tree.leaves(shardings)
+        pools = next(p.args[0] for p in _engine(setting, target).programs(params) if p.name == "insert")
+        return cls(
+            plan,
+            CollectiveTransport(plan, [leaf.sharding for leaf in leaves], places) if transport else None,
+            leaves,
+            places,
+            bytes_per_chip(state) + bytes_per_chip(frozen),
+            bytes_per_chip(base) + 2 * bytes_per_chip(moved) + bytes_per_chip(pools),
+        )
+
+
+def _engine(setting: Setting, mesh: Mesh) -> Engine:
+    shape = engine_shape(setting.job.rollout, mesh.shape["data"] * mesh.shape["fsdp"])
+    return Engine(setting.model, mesh, shape, setting.rollout_dtype())

@@ -1,0 +1,243 @@
+"""Other settings of the same job: the knobs that save memory, and the meshes and batch splits a search goes through."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from podrl.planning.compile import Measured, measure
+from podrl.planning.programs import ROLLOUT, TRAINER, Program, Setting, rollout_programs, training_programs
+from podrl.trainer.state import batch_shards
+
+_STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
+_TENSOR = (1, 2, 4, 8)
+MICRO_TRIES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A changed setting and the keys that change it, without '--config.'."""
+
+    keys: tuple[str, ...]
+    setting: Setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What the quick compile of one program says about a variant."""
+
+    keys: tuple[str, ...]
+    program: str
+    peak: float
+    missing: float
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return self.missing == 0
+
+
+def programs_of(side: str, setting: Setting) -> list[Program]:
+    """The programs of one side."""
+    return training_programs(setting) if side == TRAINER else rollout_programs(setting)
+
+
+def helping(setting: Setting, failed: Measured) -> list[Trial]:
+    """What a program that does not fit needs with each knob turned alone; if none suffices, with all turned.
+
+    Raises:
+      ValueError: the program is neither the trainer's nor the rollout's.
+    """
+    if failed.side not in (TRAINER, ROLLOUT):
+        raise ValueError(f"Program {failed.name!r} of side {failed.side!r} has no knobs of its own.")
+    knobs = _trainer_knobs if failed.side == TRAINER else _rollout_knobs
+    trials = [_try(variant, failed) for variant in knobs(setting)]
+    if trials and not any(trial.fits for trial in trials):
+        keys: tuple[str, ...] = ()
+        together = setting
+        for index in range(len(trials)):
+            variants = list(knobs(together))
+            if index < len(variants):
+                keys, together = keys + variants[index].keys, variants[index].setting
+        trials.append(_try(Variant(keys, together), failed))
+    return trials
+
+
+def _try(variant: Variant, failed: Measured) -> Trial:
+    program = next(p for p in programs_of(failed.side, variant.setting) if p.name == failed.name)
+    found = measure(program, _chip(variant.setting, failed.side), quick=True)
+    return Trial(variant.keys, found.name, found.peak + found.resident, found.missing, found.seconds * found.runs)
+
+
+def _chip(setting: Setting, side: str):
+    return (setting.rollout if side == ROLLOUT and not setting.job.roles.colocated else setting.trainer).chip
+
+
+def _training(setting: Setting, **changes: object) -> Setting:
+    job = setting.job
+    return dataclasses.replace(
+        setting, job=dataclasses.replace(job, trainer=dataclasses.replace(job.trainer, **changes))
+    )
+
+
+def _decoding(setting: Setting, **changes: object) -> Setting:
+    job = setting.job
+    return dataclasses.replace(
+        setting, job=dataclasses.replace(job, rollout=dataclasses.replace(job.rollout, **changes))
+    )
+
+
+def _meshed(setting: Setting, side: str, mesh: str) -> Setting:
+    roles = setting.job.roles
+    role = dataclasses.replace(getattr(roles, side), mesh=mesh)
+    job = dataclasses.replace(setting.job, roles=dataclasses.replace(roles, **{side: role}))
+    return dataclasses.replace(setting, job=job)
+
+
+def _trainer_knobs(setting: Setting) -> Iterator[Variant]:
+    training, mesh = setting.job.trainer, setting.trainer_mesh()
+    if (remat := _STRONGER[training.remat]) != training.remat:
+        yield Variant((f"trainer.remat={remat}",), _training(setting, remat=remat))
+    rows = setting.pack_shape(mesh).rows
+    if rows > batch_shards(mesh):
+        size = _sequences(setting, rows // 2)
+        yield Variant(
+            (f"trainer.train_micro_batch_size={size}",),
+            _training(setting, train_micro_batch_size=size, gradient_accumulation_steps=None),
+        )
+    if mesh.shape["fsdp"] < mesh.size:
+        yield Variant(("roles.trainer.mesh=fsdp=-1",), _meshed(setting, "trainer", "fsdp=-1"))
+    if "float32" in (training.mu_dtype, training.nu_dtype):
+        keys = ("trainer.mu_dtype=bfloat16", "trainer.nu_dtype=bfloat16")
+        yield Variant(keys, _training(setting, mu_dtype="bfloat16", nu_dtype="bfloat16"))
+    if not setting.model.lora.rank:
+        lora = dataclasses.replace(setting.job.model.lora, rank=16)
+        model = dataclasses.replace(setting.job.model, lora=lora)
+        job = dataclasses.replace(setting.job, model=model)
+        yield Variant(("model.lora.rank=16",), dataclasses.replace(setting, job=job))
+
+
+def _rollout_knobs(setting: Setting) -> Iterator[Variant]:
+    rollout, mesh = setting.job.rollout, setting.rollout_mesh()
+    if setting.rollout_dtype() != "bfloat16":
+        yield Variant(("rollout.data_type=bfloat16",), _decoding(setting, data_type="bfloat16"))
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if rollout.lanes > shards:
+        lanes = max(shards, rollout.lanes // 2)
+        yield Variant((f"rollout.lanes={lanes}",), _decoding(setting, lanes=lanes))
+    tensor = 2 * mesh.shape["tensor"]
+    if mesh.size % tensor == 0 and setting.model.num_heads % tensor == 0:
+        spec = f"data={mesh.size // tensor},tensor={tensor}"
+        yield Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec))
+
+
+def _sequences(setting: Setting, rows: int) -> int:
+    """trainer.train_micro_batch_size that makes micro-batches of so many rows."""
+    return rows * max(1, setting.pack_shape(setting.trainer_mesh()).tokens // setting.longest)
+
+
+def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, list[Trial]]:
+    """The fastest meshes, micro-batches and remat policies that fit, found by quick compiles.
+
+    Trainer and rollout are searched one after the other. For each mesh and policy the largest micro-batch that fits
+    is taken.
+
+    Args:
+      say: called with a line per trial.
+
+    Returns:
+      (the setting with the best of each side, all trials). A side of which nothing fits keeps its settings.
+    """
+    trials: list[Trial] = []
+    best = setting
+    for side, candidates in ((TRAINER, _trainer_candidates(setting)), (ROLLOUT, _rollout_candidates(setting))):
+        found: list[tuple[float, Setting]] = []
+        for group in candidates:
+            for variant in group:
+                trial = _total(side, variant)
+                trials.append(trial)
+                verdict = f"{trial.seconds:.3g} s" if trial.fits else f"{trial.missing / 2**30:.2f} GiB too large"
+                say(f"{side}: {' '.join(trial.keys)}: peak {trial.peak / 2**30:.2f} GiB, {verdict}")
+                if trial.fits:
+                    found.append((trial.seconds, variant.setting))
+                    break
+        if found:
+            winner = min(found, key=lambda pair: pair[0])[1].job
+            roles = dataclasses.replace(best.job.roles, **{side: getattr(winner.roles, side)})
+            job = dataclasses.replace(
+                best.job, roles=roles, trainer=winner.trainer if side == TRAINER else best.job.trainer
+            )
+            best = dataclasses.replace(best, job=job)
+    return best, trials
+
+
+def differences(before: Setting, after: Setting) -> list[str]:
+    """The keys of meshes, remat and micro-batches in which a found setting differs."""
+    keys = []
+    for side in (TRAINER, ROLLOUT):
+        mesh = getattr(after.job.roles, side).mesh
+        if mesh != getattr(before.job.roles, side).mesh:
+            keys.append(f"roles.{side}.mesh={mesh}")
+    for name in ("remat", "train_micro_batch_size", "gradient_accumulation_steps", "max_seq_token_per_tpu"):
+        value = getattr(after.job.trainer, name)
+        if value != getattr(before.job.trainer, name):
+            keys.append(f"trainer.{name}={value}")
+    return keys
+
+
+def _total(side: str, variant: Variant) -> Trial:
+    """The programs of a side that run every step: the fullest one's memory, and the seconds of all."""
+    chip = _chip(variant.setting, side)
+    running = [program for program in programs_of(side, variant.setting) if program.runs]
+    measured = [measure(program, chip, quick=True) for program in running]
+    worst = max(measured, key=lambda m: m.peak + m.resident)
+    return Trial(
+        variant.keys,
+        worst.name,
+        worst.peak + worst.resident,
+        max(m.missing for m in measured),
+        sum(m.seconds * m.runs for m in measured),
+    )
+
+
+def _tensors(setting: Setting, devices: int) -> Sequence[int]:
+    model = setting.model
+    return [n for n in _TENSOR if devices % n == 0 and model.num_heads % n == 0 and model.num_kv_heads % n == 0]
+
+
+def _trainer_candidates(setting: Setting) -> Iterator[Iterator[Variant]]:
+    """For each mesh and remat policy, micro-batches from the largest down."""
+    slices = setting.trainer.slices
+    devices = setting.trainer_mesh().size // slices
+    for tensor in _tensors(setting, devices):
+        spec = f"fsdp={devices // tensor}"
+        spec += f",tensor={tensor}" if tensor > 1 else ""
+        spec = f"data={slices},{spec}" if slices > 1 else spec
+        meshed = _meshed(setting, "trainer", spec)
+        for remat in ("dots", "full"):
+            yield _split(meshed, (f"roles.trainer.mesh={spec}", f"trainer.remat={remat}"), remat)
+
+
+def _split(setting: Setting, keys: tuple[str, ...], remat: str) -> Iterator[Variant]:
+    shards = batch_shards(setting.trainer_mesh())
+    per_row = max(1, setting.pack_shape(setting.trainer_mesh()).tokens // setting.longest)
+    rows = math.ceil(setting.job.mini_batch_size / per_row / shards) * shards
+    for _ in range(MICRO_TRIES):
+        size = rows * per_row
+        changed = _training(
+            setting,
+            remat=remat,
+            train_micro_batch_size=size,
+            gradient_accumulation_steps=None,
+            max_seq_token_per_tpu=None,
+        )
+        yield Variant((*keys, f"trainer.train_micro_batch_size={size}"), changed)
+        if rows == shards:
+            return
+        rows = max(shards, rows // 2 // shards * shards)
+
+
+def _rollout_candidates(setting: Setting) -> Iterator[Iterator[Variant]]:
+    devices = setting.rollout_mesh().size
+    for tensor in _tensors(setting, devices):
+        spec = f"data={devices // tensor}" + (f",tensor={tensor}" if tensor > 1 else "")
+        yield iter((Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec)),))

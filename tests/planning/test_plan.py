@@ -1,0 +1,112 @@
+"""Planning: topologies, the step's arithmetic, and whole plans with the TPU compiler."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from podrl.planning.chips import GIB, parse_topology, prepare
+from podrl.planning.compile import Measured, _asked
+from podrl.planning.predict import predict
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
+
+
+def test_topologies():
+    two = parse_topology("v5p:2x2x4*2", key="--trainer")
+    assert (two.chip.name, two.shape, two.slices, str(two)) == ("v5p", (2, 2, 4), 2, "v5p:2x2x4*2")
+    with pytest.raises(ValueError, match=r"--rollout='v5x:2x4' names the generation 'v5x'\. Did you mean 'v5"):
+        parse_topology("v5x:2x4", key="--rollout")
+    with pytest.raises(ValueError, match=r"a v5p slice has 3 sizes, as in v5p:2x2x4"):
+        parse_topology("v5p:2x4", key="--trainer")
+    with pytest.raises(ValueError, match="must look like v5e:2x4"):
+        parse_topology("2x4", key="--trainer")
+
+
+def test_the_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"podrl\[tpu\]"):
+        prepare({})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    env = {"TPU_SKIP_MDS_QUERY": "0"}
+    prepare(env)
+    assert env["TPU_SKIP_MDS_QUERY"] == "0" and env["JAX_PLATFORMS"] == "cpu"
+
+
+def _program(side: str, runs: float, seconds: float) -> Measured:
+    return Measured("p", side, runs, True, 0, 0, GIB, 1.0, compute_s=seconds)
+
+
+def test_strictly_on_policy_the_sides_take_turns():
+    measured = [_program("trainer", 2, 1.0), _program("rollout", 10, 0.5), _program("both", 1, 9.0)]
+    step = predict(measured, 1.0, max_staleness=0, colocated=False)
+    assert (step.trainer_s, step.rollout_s, step.step_s) == (2.0, 5.0, 8.0)
+    assert (step.trainer_idle, step.rollout_idle) == (5 / 8, 2 / 8)
+    assert "trainer waits 62%" in step.waits
+
+
+def test_with_staleness_the_slower_side_sets_the_pace():
+    measured = [_program("trainer", 2, 1.0), _program("rollout", 10, 0.5)]
+    step = predict(measured, 1.0, max_staleness=1, colocated=False)
+    assert (step.step_s, step.waits) == (6.0, "the trainer waits for the rollout, 50% of the step")
+    assert predict(measured, 1.0, max_staleness=1, colocated=True).step_s == 8.0
+
+
+def test_the_slowest_resource_bounds_a_program():
+    program = dataclasses.replace(_program("trainer", 1, 1.0), memory_s=2.0, network_s=0.5, peak=3 * GIB, resident=GIB)
+    assert (program.seconds, program.bound, program.missing) == (2.0, "memory", 3 * GIB)
+
+
+def test_what_the_compiler_asked_for():
+    message = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (22.50G) exceeds "
+        "available HBM (15.75G)."
+    )
+    assert _asked(message) == 22.5 * GIB
+    assert _asked("INVALID_ARGUMENT: hbm") is None
+
+
+def _plan(*flags: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    command = [sys.executable, "-m", "podrl.plan", "--config=grpo_gemma.py", *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, check=False)
+
+
+@needs_libtpu
+def test_every_program_of_the_default_job_compiles_for_tpu():
+    done = _plan("--trainer=v5e:2x2", "--quick", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan = json.loads(done.stdout)
+    names = [program["name"] for program in plan["programs"]]
+    assert {"prefill 64", "generate", "train step", "reference log-probabilities", "move: cross"} <= set(names)
+    assert plan["fits"] and all(program["peak"] < program["capacity"] for program in plan["programs"])
+    step = next(program for program in plan["programs"] if program["name"] == "train step")
+    # Forward, backward, and what 'dots' makes again: between 6 and 8 FLOP per parameter and token of a chip's rows.
+    tokens = plan["batch"]["rows"] * plan["batch"]["tokens"] / 4
+    assert 5.5 < step["flops"] / tokens / plan["parameters"] < 9
+    assert any(c["kind"] in ("all-gather", "collective-permute") for c in step["collectives"])
+    assert plan["step"]["step_s"] > 0 and plan["move"]["moved_bytes"] > plan["parameters"] * 2
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
+    flags = ["--config.model.path=", "--config.model.size=gemma2-2b", "--config.rollout.max_prompt_length=512"]
+    flags += ["--config.rollout.max_tokens_to_generate=512", "--config.rollout.kv_cache_size=1024"]
+    flags += ["--config.trainer.dtype=bfloat16", "--config.trainer.remat=none", "--config.rollout.prompts_per_step=8"]
+    done = _plan("--trainer=v5e:2x4", "--quick", "--json", *flags)
+    assert done.returncode == 1, done.stderr[-2000:]
+    plan = json.loads(done.stdout)
+    step = next(program for program in plan["programs"] if program["name"] == "train step")
+    assert not step["fits"] and step["missing"] > 0
+    assert any(trial["fits"] and "trainer.remat=dots" in trial["keys"] for trial in plan["knobs"]["train step"])
+
+
+def test_a_missing_topology_is_a_user_error():
+    done = _plan()
+    assert done.returncode == 1
+    assert "--trainer is missing" in done.stderr or "podrl[tpu]" in done.stderr
