@@ -118,6 +118,8 @@ def prepare(env: MutableMapping[str, str]) -> None:
         raise ValueError("Planning compiles with the TPU compiler: install it with pip install 'podrl[tpu]'.")
     env.setdefault("TPU_SKIP_MDS_QUERY", "1")
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    env.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    env.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")  # any: libtpu warns where it cannot find one
     # Several processes may compile at once: no hardware is opened.
     env.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     env["JAX_PLATFORMS"] = "cpu"

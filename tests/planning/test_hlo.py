@@ -1,5 +1,7 @@
 """Counting what compiled programs do: loops, slices, matrix products, collectives."""
 
+# ruff: noqa: E501 - compiled text has long lines
+
 import dataclasses
 
 import jax
@@ -98,7 +100,7 @@ def test_an_all_gather_sends_its_part_to_the_others_of_its_group(groups: str, se
 
 
 def test_padding_of_a_convolution_is_not_counted():
-    """A product with a batch of 4 as TPU programs write it: a window over the batch in which one place is no padding."""
+    """A product with a batch of 4 as TPU programs write it: a window over the batch, most of it padding."""
     text = """HloModule m
 
 ENTRY %main (x: f32[4,8,16], w: f32[4,16,2]) -> f32[4,8,2] {
@@ -111,7 +113,7 @@ ENTRY %main (x: f32[4,8,16], w: f32[4,16,2]) -> f32[4,8,2] {
 
 
 def test_a_scan_of_products_compiled_here():
-    """The compiler of this machine: a scan over 6 layers inside a scan over 5 rows, each a (8, 32) x (32, 32) product."""
+    """The compiler of this machine: 6 layers scanned inside 5 rows, each a (8, 32) x (32, 32) product."""
 
     def forward(x_AXD, w_LDD):
         def row(carry, x_XD):
