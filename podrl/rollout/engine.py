@@ -69,6 +69,11 @@ class Engine:
     def _pool_spec(self) -> Spec:
         return rules.spec_for(("layers", "batch", "kv_heads", "time", "head_dim"), self._pool_shape(), self.mesh)
 
+    @property
+    def pool_sharding(self) -> NamedSharding:
+        """Of the pools, and of blocks of segments."""
+        return NamedSharding(self.mesh, self._pool_spec())
+
     def _state_specs(self) -> DecodeState:
         pool: Any = self._pool_spec()
         row: Any = self._batch_spec()
@@ -176,9 +181,7 @@ class Engine:
             return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
 
         L, _, K, C, H = self._pool_shape()
-        moved = jax.ShapeDtypeStruct(
-            (L, self.shards * J, K, C, H), self.dtype, sharding=NamedSharding(self.mesh, self._pool_spec())
-        )
+        moved = jax.ShapeDtypeStruct((L, self.shards * J, K, C, H), self.dtype, sharding=self.pool_sharding)
         prefills = [
             Program(f"prefill_{bucket}", self.prefills[bucket], (prepared, state, rows(*self._chunk_shape(bucket))))
             for bucket in s.buckets
@@ -436,16 +439,24 @@ class Engine:
         block = self._pool_spec()
         return (self._state_specs(), self._batch_spec()), (block, block)
 
-    def _segment_rows(self, shard: int, segments: Sequence[int]) -> Array:
+    def read_blocks(self, state: DecodeState, segment_XJ: np.ndarray) -> tuple[Array, Array]:
+        """Copies of keys and values of J segments of each shard, (L, X * J, K, C, H) each, on the device."""
+        return self._read(state, self.put_rows(segment_XJ.reshape(-1)))
+
+    def write_blocks(self, state: DecodeState, segment_XJ: np.ndarray, key: Array, value: Array) -> DecodeState:
+        """Overwrites J segments of each shard with such copies; those that are to be left alone name the unread one."""
+        return self._write(state, self.put_rows(segment_XJ.reshape(-1)), key, value)
+
+    def _segment_rows(self, shard: int, segments: Sequence[int]) -> np.ndarray:
         """J segments of each shard: the unread one but for those asked for."""
         rows_XJ = np.full((self.shards, self.shape.max_segments), self.shape.segments - 1, np.int32)
         rows_XJ[shard, : len(segments)] = segments
-        return self.put_rows(rows_XJ.reshape(-1))
+        return rows_XJ
 
     def read_store(self, state: DecodeState, shard: int, segments: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Host copies of keys and values of at most J segments, (L, len(segments), K, C, H) each."""
         at = shard * self.shape.max_segments
-        copies = jax.device_get(self._read(state, self._segment_rows(shard, segments)))
+        copies = jax.device_get(self.read_blocks(state, self._segment_rows(shard, segments)))
         key, value = (copy[:, at : at + len(segments)].copy() for copy in copies)
         return key, value
 
@@ -459,8 +470,8 @@ class Engine:
         for copy in copies:
             block = np.zeros((L, self.shards * self.shape.max_segments, K, C, H), copy.dtype)
             block[:, at : at + len(segments)] = copy[:, : len(segments)]
-            blocks.append(jax.device_put(block, self._shardings.key_LMKCH))
-        return self._write(state, self._segment_rows(shard, segments), *blocks)
+            blocks.append(jax.device_put(block, self.pool_sharding))
+        return self.write_blocks(state, self._segment_rows(shard, segments), *blocks)
 
     def _read_segments(self, state: DecodeState, segment_M: Int[Array, " J"]) -> tuple[Array, Array]:
         """Copies of J segments of each shard."""

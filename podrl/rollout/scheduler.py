@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from podrl.rollout.visits import VisitShape
+from podrl.rollout.visits import Seated, Segment, VisitShape
 
 
 class Status(enum.Enum):
@@ -22,15 +22,6 @@ class Status(enum.Enum):
     RUNNING = 1
     PAUSED = 2
     DONE = 3
-
-
-@dataclasses.dataclass
-class Segment:
-    """A segment in use: which, the position of its first token, the tokens it holds."""
-
-    index: int
-    start: int
-    count: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -455,42 +446,10 @@ class Scheduler:
         """The planned dispatch's `Visits` of every shard, flat int32 (X, shape.size)."""
         flat_XI = np.zeros((self.shape.shards, shape.size), np.int32)
         for shard in self._shards:
-            view = shape.split(flat_XI[shard.index])
-            view.write_segment_R[:] = trash
-            alive = {lane: s for lane, s in sorted(shard.running.items()) if s.left > 0}
-            self._own_visits(view, alive)
-            self._shared_visits(view, shard, alive)
+            seated = {
+                lane: Seated(s.prompt, shard.prompts[s.prompt].store.segments, s.store.segments)
+                for lane, s in sorted(shard.running.items())
+                if s.left > 0
+            }
+            shape.fill(flat_XI[shard.index], seated, trash)
         return flat_XI
-
-    def _own_visits(self, view, alive: dict[int, Sample]) -> None:
-        at = 0
-        for lane, sample in alive.items():
-            segments = [s for s in sample.store.segments if s.count > 0]
-            view.own_first_R[lane], view.own_number_R[lane] = at, len(segments)
-            for segment in segments:
-                view.own_segment_O[at], view.own_start_O[at] = segment.index, segment.start
-                view.own_count_O[at], view.own_lane_O[at] = segment.count, lane
-                at += 1
-            last = sample.store.segments[-1]
-            view.write_segment_R[lane], view.write_offset_R[lane] = last.index, last.count
-            view.longest_2[1] = max(view.longest_2[1], len(segments))
-        view.total_2[1] = at
-
-    def _shared_visits(self, view, shard: _Shard, alive: dict[int, Sample]) -> None:
-        by_prompt: dict[int, list[int]] = {}
-        for lane, sample in alive.items():
-            by_prompt.setdefault(sample.prompt, []).append(lane)
-        at, W = 0, self.shape.members
-        for prompt, lanes in by_prompt.items():
-            segments = shard.prompts[prompt].store.segments
-            for first in range(0, len(lanes), W):
-                members = lanes[first : first + W]
-                for w, lane in enumerate(members):
-                    view.shared_first_R[lane], view.shared_number_R[lane] = at * W + w, len(segments)
-                for segment in segments:
-                    view.shared_segment_U[at], view.shared_start_U[at] = segment.index, segment.start
-                    view.shared_count_U[at] = segment.count
-                    view.shared_lane_UW[at, : len(members)] = members
-                    at += 1
-            view.longest_2[0] = max(view.longest_2[0], len(segments))
-        view.total_2[0] = at

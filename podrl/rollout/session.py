@@ -9,6 +9,7 @@ import numpy as np
 
 from podrl.rollout.config import Sampling
 from podrl.rollout.engine import Engine
+from podrl.rollout.prefill import cut_chunks, run_chunks
 from podrl.rollout.scheduler import Plan, PoolShape, Scheduler, Store
 from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, Seats
 from podrl.rollout.stops import StopFinder
@@ -273,44 +274,11 @@ class Session:
 
     def _prompt_chunks(self, shard: int, prompt: np.ndarray, segments: list[int]) -> list[Chunk]:
         """All tokens but the last, which each sample feeds itself."""
-        C = self.engine.shape.segment_tokens
-        held = [(segment, j * C, C) for j, segment in enumerate(segments)]
-        return self._chunks(shard, prompt[:-1], 0, [], [h[0] for h in held])
-
-    def _chunks(
-        self,
-        shard: int,
-        tokens: Sequence[int] | np.ndarray,
-        start: int,
-        prior: list[tuple[int, int, int]],
-        segments: list[int],
-    ) -> list[Chunk]:
-        """Cuts given tokens into chunks of at most the largest bucket; each sees those before it."""
-        C, largest = self.engine.shape.segment_tokens, self.engine.shape.buckets[-1]
-        chunks = []
-        for at in range(0, len(tokens), largest):
-            part = np.asarray(tokens[at : at + largest], np.int32)
-            done = [(segment, start + j * C, C) for j, segment in enumerate(segments[: at // C])]
-            targets = segments[at // C : at // C + -(-len(part) // C)]
-            chunks.append(Chunk(shard, part, start + at, [*prior, *done], targets))
-        return chunks
+        return cut_chunks(self.engine.shape, shard, prompt[:-1], 0, [], segments)
 
     def _prefill(self, sequences: list[list[Chunk]]) -> None:
-        """Runs chunks of sequences, each sequence's in order, as full calls as possible."""
-        engine = self.engine
-        for wave in range(max((len(chunks) for chunks in sequences), default=0)):
-            queues: dict[int, dict[int, list[Chunk]]] = {}
-            for chunks in sequences:
-                if wave < len(chunks):
-                    bucket = next(b for b in engine.shape.buckets if b >= len(chunks[wave].tokens))
-                    queues.setdefault(bucket, {}).setdefault(chunks[wave].shard, []).append(chunks[wave])
-            for bucket, by_shard in sorted(queues.items()):
-                rows = engine.shape.prefill_rows(bucket)
-                for at in range(0, max(len(q) for q in by_shard.values()), rows):
-                    batch = [chunk for queue in by_shard.values() for chunk in queue[at : at + rows]]
-                    flat = engine.put_rows(engine.pack_chunks(bucket, batch))
-                    self.state = engine.prefills[bucket](self._params, self.state, flat)
-                    self.stats.prefill_tokens += sum(len(chunk.tokens) for chunk in batch)
+        self.state = run_chunks(self.engine, self._params, self.state, sequences)
+        self.stats.prefill_tokens += sum(len(chunk.tokens) for chunks in sequences for chunk in chunks)
 
     def _feed(self, track: Track, tokens: list[int]) -> bool:
         """Prefills a paused sample's new tokens; False while the pool has no room."""
@@ -322,7 +290,7 @@ class Session:
         for store, shard, segments in room.restores:
             self._restore(store, shard, segments)
         start = len(track.prompt) + len(track.tokens) - 1
-        self._prefill([self._chunks(room.shard, tokens, start, room.prior, room.targets)])
+        self._prefill([cut_chunks(self.engine.shape, room.shard, tokens, start, room.prior, room.targets)])
         return True
 
     def _spill(self, store: Store, shard: int, segments: list[int]) -> None:

@@ -8,9 +8,11 @@ E stop ids. A segment is C consecutive token places of one sequence; `start` is 
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.struct
+import numpy as np
 from jaxtyping import Array, Int
 
 
@@ -49,6 +51,24 @@ class Visits:
     write_offset_R: Int[Array, " R"]
 
 
+@dataclasses.dataclass
+class Segment:
+    """A segment in use: which, the position of its first token, the tokens it holds."""
+
+    index: int
+    start: int
+    count: int
+
+
+class Seated(NamedTuple):
+    """What a live lane reads: segments it shares with the lanes of the same prompt, and its own, of which the last one
+    takes the tokens of the dispatch."""
+
+    prompt: Hashable
+    shared: Sequence[Segment]
+    own: Sequence[Segment]
+
+
 @dataclasses.dataclass(frozen=True)
 class VisitShape:
     """Fixed sizes of one shard's visits. `shared` and `own` are multiples of the blocks they are read in."""
@@ -75,3 +95,40 @@ class VisitShape:
             parts[name] = flat[at : at + math.prod(shape)].reshape(shape)
             at += math.prod(shape)
         return Visits(**parts)
+
+    def fill(self, flat_I: np.ndarray, seated: Mapping[int, Seated], trash: int) -> None:
+        """Writes one shard's visits into zeros; `trash` is the segment that takes what lanes not seated compute."""
+        view = self.split(flat_I)
+        view.write_segment_R[:] = trash
+        by_prompt: dict[Hashable, list[int]] = {}
+        at = 0
+        for lane, (prompt, _, own) in seated.items():
+            by_prompt.setdefault(prompt, []).append(lane)
+            segments = [s for s in own if s.count > 0]
+            view.own_first_R[lane], view.own_number_R[lane] = at, len(segments)
+            for segment in segments:
+                view.own_segment_O[at], view.own_start_O[at] = segment.index, segment.start
+                view.own_count_O[at], view.own_lane_O[at] = segment.count, lane
+                at += 1
+            view.write_segment_R[lane], view.write_offset_R[lane] = own[-1].index, own[-1].count
+            view.longest_2[1] = max(view.longest_2[1], len(segments))
+        view.total_2[1] = at
+        at = 0
+        for lanes in by_prompt.values():
+            at = self._fill_shared(view, lanes, seated[lanes[0]].shared, at)
+        view.total_2[0] = at
+
+    def _fill_shared(self, view: Any, lanes: Sequence[int], segments: Sequence[Segment], at: int) -> int:
+        """Visits to the segments of one prompt, from place `at` on; returns the next place."""
+        W = self.members
+        for first in range(0, len(lanes), W):
+            members = lanes[first : first + W]
+            for w, lane in enumerate(members):
+                view.shared_first_R[lane], view.shared_number_R[lane] = at * W + w, len(segments)
+            for segment in segments:
+                view.shared_segment_U[at], view.shared_start_U[at] = segment.index, segment.start
+                view.shared_count_U[at] = segment.count
+                view.shared_lane_UW[at, : len(members)] = members
+                at += 1
+        view.longest_2[0] = max(view.longest_2[0], len(segments))
+        return at

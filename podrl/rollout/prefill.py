@@ -1,0 +1,54 @@
+"""Given tokens on their way into the pools: cut into chunks that fit the prefill programs, and run in full calls."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from podrl.rollout.engine import Engine
+from podrl.rollout.state import Chunk, DecodeState, EngineShape
+from podrl.types import PyTree
+
+
+def cut_chunks(
+    shape: EngineShape,
+    shard: int,
+    tokens: Sequence[int] | np.ndarray,
+    start: int,
+    prior: Sequence[tuple[int, int, int]],
+    segments: Sequence[int],
+) -> list[Chunk]:
+    """Given tokens as chunks of at most the largest bucket, in order; each sees `prior` and those before it.
+
+    Args:
+      start: position of the first token.
+      segments: what takes them, `segment_tokens` each.
+    """
+    C, largest = shape.segment_tokens, shape.buckets[-1]
+    chunks = []
+    for at in range(0, len(tokens), largest):
+        part = np.asarray(tokens[at : at + largest], np.int32)
+        done = [(segment, start + j * C, C) for j, segment in enumerate(segments[: at // C])]
+        targets = segments[at // C : at // C + -(-len(part) // C)]
+        chunks.append(Chunk(shard, part, start + at, [*prior, *done], targets))
+    return chunks
+
+
+def run_chunks(engine: Engine, params: PyTree, state: DecodeState, sequences: Sequence[Sequence[Chunk]]) -> DecodeState:
+    """Prefills chunks of several sequences, each sequence's in order, in as few calls as possible.
+
+    Args:
+      params: as the engine prepared them.
+    """
+    for wave in range(max((len(chunks) for chunks in sequences), default=0)):
+        queues: dict[int, dict[int, list[Chunk]]] = {}
+        for chunks in sequences:
+            if wave < len(chunks):
+                bucket = next(b for b in engine.shape.buckets if b >= len(chunks[wave].tokens))
+                queues.setdefault(bucket, {}).setdefault(chunks[wave].shard, []).append(chunks[wave])
+        for bucket, by_shard in sorted(queues.items()):
+            rows = engine.shape.prefill_rows(bucket)
+            for at in range(0, max(len(q) for q in by_shard.values()), rows):
+                batch = [chunk for queue in by_shard.values() for chunk in queue[at : at + rows]]
+                flat = engine.put_rows(engine.pack_chunks(bucket, batch))
+                state = engine.prefills[bucket](params, state, flat)
+    return state
