@@ -124,7 +124,7 @@ def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
     topology = _early(argv, "topology", "auto", prefix="--")
     cluster = detect.detect(os.environ, topology=topology, metadata=detect.tpu_vm_metadata(os.environ))
     detect.check_pathways(cluster)
-    if cluster.topology in ("split", "pathways"):
+    if cluster.topology == "pathways" or cluster.kind == "jobset_split":
         raise ValueError(
             f"This environment is a {cluster.kind} cluster (topology {cluster.topology}): training in that topology is "
             "not supported yet. Run in one jax.distributed cluster (--topology=shared) or on one host."

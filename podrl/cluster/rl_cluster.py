@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Float, Int
 
 from podrl.cluster.config import ClusterConfig, Mode, Role
+from podrl.cluster.pull_link import PullLink
 from podrl.data.tokenizer import Tokenizer
 from podrl.mesh.build import local_mesh
 from podrl.mesh.reshard.publish import Publisher
@@ -60,6 +61,7 @@ class RLCluster:
         lora: LoraConfig | None = None,
         updates_per_step: int = 1,
         seed: int = 0,
+        link: PullLink | None = None,
     ):
         """Puts the models on their meshes.
 
@@ -71,6 +73,8 @@ class RLCluster:
           lora: adapters to add where `actor` is a directory.
           updates_per_step: optimizer updates of a step (mini-batches x passes), which learning-rate schedules span.
           seed: of everything random in the cluster.
+          link: where trainers and rollouts are separate clusters, the weights' way between them; this process then has
+            the role the link says, and the other role's mesh is not used.
 
         Raises:
           ValueError: a role podrl does not have in this form, or settings that do not fit together.
@@ -89,6 +93,9 @@ class RLCluster:
         self.trains, self.generates = (
             any(d.process_index == here for d in mesh.devices.flat) for mesh in (self.actor_mesh, self.rollout_mesh)
         )
+        self._link = link
+        if link is not None:
+            self.trains, self.generates = link.trains, not link.trains
         self._local_rollout_mesh = self.rollout_mesh
         if self.generates:
             self._local_rollout_mesh = local_mesh(self.rollout_mesh, here, key="roles.rollout.mesh")
@@ -143,10 +150,26 @@ class RLCluster:
         config = self.config.rollout()
         self.rollout_dtype = jnp.dtype(config.data_type or self.training_config.dtype)
         target = decoder.abstract_params(self.model, self.rollout_mesh, self.rollout_dtype)
+        if self._link is not None:
+            self._build_link(self._link, target)
+            return
         trainable, frozen = decoder.split_trainable(jax.tree.map(lambda leaf: leaf.sharding, target), self.model)
-        self._publisher = Publisher(self.state.params, trainable, target_dtype=self.rollout_dtype)
-        self._base_publisher = Publisher(self.frozen, frozen, target_dtype=self.rollout_dtype) if self.frozen else None
+        self._publisher: Any = Publisher(self.state.params, trainable, target_dtype=self.rollout_dtype)
+        self._base_publisher: Any = (
+            Publisher(self.frozen, frozen, target_dtype=self.rollout_dtype) if self.frozen else None
+        )
         self._rollout_base: PyTree | None = None if self._base_publisher is not None else {}
+
+    def _build_link(self, link: PullLink, target: PyTree) -> None:
+        dtype = self.rollout_dtype
+        if link.trains:
+            self._publisher = link.sender("trainable", self.state.params, dtype)
+            self._base_publisher = link.sender("base", self.frozen, dtype, lasting=True) if self.frozen else None
+        else:
+            trainable, frozen = decoder.split_trainable(target, self.model)
+            self._publisher = link.receiver("trainable", trainable)
+            self._base_publisher = link.receiver("base", frozen) if self.frozen else None
+        self._rollout_base = None if self._base_publisher is not None else {}
 
     @functools.cached_property
     def rollout(self) -> Any:
@@ -181,7 +204,7 @@ class RLCluster:
         """
         version = int(self.state.step) if version is None else version
         if self._base_publisher is not None and self._rollout_base is None:
-            self._rollout_base = self._base_publisher.publish(self.frozen if self.trains else None, version).params
+            self._rollout_base = self._base_publisher.publish(self.frozen if self.trains else None, 0).params
         moved = self._publisher.publish(self.state.params if self.trains else None, version)
         if not self.generates:
             return moved
@@ -306,8 +329,15 @@ class RLCluster:
 
     # Generation.
 
-    def warm_up(self, policy: Policy) -> None:
-        """Compiles the rollout's programs before the first step."""
+    def warm_up(self, policy: Policy | None = None) -> None:
+        """Compiles the rollout's programs before the first step; without a policy, around weights of zero."""
+        if policy is None:
+            abstract = decoder.abstract_params(self.model, self._local_rollout_mesh, self.rollout_dtype)
+            zeros = jax.jit(
+                lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract),
+                out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+            )
+            policy = Policy(zeros(), 0)
         self.rollout.warm_up(policy.params)
 
     def generate(

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from podrl.cluster.config import ClusterConfig, Role
+from podrl.cluster.pull_link import PullLink
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import build, defaults, merge
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts, longest_prompt
@@ -117,7 +118,7 @@ def dry_run(values: Mapping[str, Any], workdir: pathlib.Path) -> int:
     return EXIT_DONE
 
 
-def build_cluster(job: RLJob, trainer_mesh: Any, rollout_mesh: Any) -> RLCluster:
+def build_cluster(job: RLJob, trainer_mesh: Any, rollout_mesh: Any, link: PullLink | None = None) -> RLCluster:
     """The models of a job on its meshes."""
     config = ClusterConfig(
         role_to_mesh={Role.ACTOR: trainer_mesh, Role.REFERENCE: trainer_mesh, Role.ROLLOUT: rollout_mesh},
@@ -132,7 +133,15 @@ def build_cluster(job: RLJob, trainer_mesh: Any, rollout_mesh: Any) -> RLCluster
         lora=job.model.lora,
         updates_per_step=job.updates_per_step,
         seed=job.seed,
+        link=link,
     )
+
+
+def _pull_link(job: RLJob, pod: Pod | None) -> PullLink | None:
+    """The weights' way between clusters, in topology split."""
+    if pod is None or not pod.seat.disposable:
+        return None
+    return PullLink(pod, keep=2 + job.grpo.max_staleness, deadline_s=4 * job.log.stall_s)
 
 
 def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str, pod: Pod | None = None) -> int:
@@ -153,12 +162,15 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str, pod: 
     job = parse(with_prompt_length(values))
     started = time.monotonic()
     share = Share.of(pod)
-    trainer_mesh, rollout_mesh = meshes(job.roles, pod.seat.hosts if pod else None)
+    link = _pull_link(job, pod)
+    trainer_mesh, rollout_mesh = meshes(
+        job.roles, pod.seat.hosts if pod else None, split=link is not None, trains=link is None or link.trains
+    )
     Rewards(job.reward).close()  # a misspelt reward function is told before models are loaded and compiled
     with _open_run(job, workdir, pod) as current:
         describe.print_plan(current.console, job, trainer_mesh, rollout_mesh, workdir)
         with current.watchdog.stage("start-up"):
-            cluster = build_cluster(job, trainer_mesh, rollout_mesh)
+            cluster = build_cluster(job, trainer_mesh, rollout_mesh, link)
             limit = job.rollout.max_prompt_length
             stream = PromptStream.from_config(
                 job.data,
@@ -168,9 +180,10 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str, pod: 
                 shard_index=share.index,
                 shard_count=share.count,
             )
-            first = cluster.sync_weights(0)
-            if cluster.generates:
-                cluster.warm_up(first)
+            if pod is None:
+                cluster.warm_up(cluster.sync_weights(0))
+            elif cluster.generates:  # the weights come when everybody knows from which step
+                cluster.warm_up()
         evaluator = make_evaluator(cluster, job.data, job.eval, limit, share)
         metric_fns = [answer_accuracy] if job.eval.problems else []
         learner = GRPOLearner(cluster, job.grpo, metric_fns=metric_fns, reward_config=job.reward, pod=pod)
@@ -216,7 +229,7 @@ def _open_run(job: RLJob, workdir: pathlib.Path, pod: Pod | None) -> Run:
     if pod is None:
         return Run(workdir, **options)
     trains = pod.seat.process in pod.seat.hosts.trainer
-    savers = pod.seat.hosts.trainer if jax.process_count() > 1 else ()
+    savers = pod.seat.hosts.trainer if jax.process_count() > 1 and not pod.seat.disposable else ()
     return Run(workdir if trains else None, leads=pod.leads, savers=savers, **options)
 
 

@@ -6,7 +6,7 @@ import pathlib
 import jax
 from jax.sharding import Mesh
 
-from podrl.mesh.build import make_mesh, split_devices
+from podrl.mesh.build import make_mesh, share_of_mesh, split_devices
 from podrl.models.config import LoraConfig
 from podrl.runtime.roles import Hosts
 
@@ -63,13 +63,24 @@ class RolesConfig:
     colocated: bool = False
 
 
-def meshes(roles: RolesConfig, hosts: Hosts | None = None) -> tuple[Mesh, Mesh]:
+def meshes(
+    roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = False, trains: bool = True
+) -> tuple[Mesh, Mesh]:
     """(trainer mesh, rollout mesh) over all devices of this process's cluster.
 
     Args:
       roles: the configuration.
-      hosts: who does what, where several processes form one cluster; None splits the devices of one process.
+      hosts: who does what, where there are several processes; None splits the devices of one process.
+      split: each role is a cluster of its own: both meshes are then that of this process's role.
+      trains: this process's role, under split.
     """
+    if hosts is not None and split:
+        name, role = ("trainer", roles.trainer) if trains else ("rollout", roles.rollout)
+        if trains:
+            mesh = make_mesh(role.mesh, jax.devices(), key=f"roles.{name}.mesh", auto="fsdp=-1")
+        else:
+            mesh = share_of_mesh(role.mesh, jax.local_devices(), len(hosts.rollout), key=f"roles.{name}.mesh")
+        return mesh, mesh
     if hosts is not None:
         devices = jax.devices()
         trainer, rollout = (

@@ -120,6 +120,32 @@ def split_devices(
     return first, second
 
 
+def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "mesh", auto: str = "data=-1") -> Mesh:
+    """One host's part of a mesh over `hosts` hosts with equally many devices each, where only this host's are seen.
+
+    Args:
+      spec: of the whole mesh; see `parse_mesh`.
+      devices: of this host.
+      hosts: hosts of the role.
+      key: the configuration key the string came from, for errors.
+      auto: what 'auto' means for this role.
+
+    Raises:
+      ValueError: sizes that do not multiply to the devices, or one copy of the weights over several hosts.
+    """
+    sizes, total = parse_mesh(spec, key=key, auto=auto), hosts * len(devices)
+    if not _fits(sizes, total):
+        raise ValueError(f"{key} {spec} needs {_need(sizes)} devices, {hosts} hosts have {len(devices)} each.")
+    fixed = math.prod(n for n in sizes if n != REST)
+    data, fsdp, tensor = (total // fixed if n == REST else n for n in sizes)
+    if data % hosts:
+        raise ValueError(
+            f"{key}={spec!r} spreads one copy of the weights (fsdp x tensor = {fsdp * tensor} devices) over several "
+            f"hosts, each has {len(devices)}: each host decodes on its own, so fsdp x tensor must divide them."
+        )
+    return make_mesh(f"data={data // hosts},fsdp={fsdp},tensor={tensor}", devices, key=key)
+
+
 def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
     """The part of a mesh on one process's devices: whole rows of its "data" axis.
 

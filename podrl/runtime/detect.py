@@ -60,7 +60,7 @@ class Cluster:
       slice_index: which slice of its role (split) or of the job (multislice) this process belongs to.
       slice_count: slices of that role or job.
       coordinator: 'host:port' of process 0 of the cluster; for pathways the proxy's target; '' for one process.
-      channel: 'host:port' at which trainer process 0 listens for rollouts (split only); '' otherwise.
+      channel: 'host:port' at which trainer process 0 listens for the others; '' where the platform does not say.
       restart_attempt: how often the platform has restarted the job, 0 if it does not say.
       unset: environment variables to remove before jax is imported, because they would join separate clusters.
     """
@@ -115,6 +115,8 @@ def detect(
     cluster = _platform(environment, metadata or {})
     if topology in ("auto", cluster.topology):
         return cluster
+    if topology == "split" and cluster.kind == "local" and cluster.process_count > 1:
+        return dataclasses.replace(cluster, topology="split")
     raise ValueError(f"--topology={topology} {_topology_needs(topology, cluster)} Use --topology=auto.")
 
 
@@ -196,7 +198,8 @@ def _local(environment: Mapping[str, str]) -> Cluster:
         raise ValueError(f"PODRL_ROLE={role!r} must be trainer or rollout, or be left unset.")
     coordinator = _address(environment, "PODRL_COORDINATOR") if count > 1 else ""
     topology: Topology = "shared" if count > 1 else "single"
-    return Cluster("local", topology, index, count, role=role, coordinator=coordinator)
+    channel = _address(environment, "PODRL_CHANNEL") if environment.get("PODRL_CHANNEL") else ""
+    return Cluster("local", topology, index, count, role=role, coordinator=coordinator, channel=channel)
 
 
 def _gke(environment: Mapping[str, str]) -> Cluster:

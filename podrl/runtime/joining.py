@@ -58,6 +58,14 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float = JOIN_S) -> Pod:
     host = seat.leader.rpartition(":")[0]
     pod = Pod(seat, host=interface_towards(host)).join(deadline_s)
     arguments = cluster.distributed_arguments
+    if cluster.kind == "local" and seat.disposable:  # one cluster per role
+        trainers = seat.hosts.trainer
+        alone = seat.process not in trainers or len(trainers) == 1
+        arguments = (
+            None
+            if alone
+            else {**(arguments or {}), "num_processes": len(trainers), "process_id": seat.hosts.rank(seat.process)}
+        )
     if arguments is not None:
         jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_HEARTBEAT_S)
     os.environ.pop("PODRL_SECRET", None)  # not for reward functions and other children
