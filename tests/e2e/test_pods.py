@@ -1,0 +1,140 @@
+"""Fake pods of several processes: the same training as in one, and what happens when one of them dies."""
+
+import math
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+from processes import comparable, job, run, same_end, trained_steps
+
+pytestmark = pytest.mark.e2e
+
+PODS = {
+    "shared, 2 hosts": ("--local_processes=2",),
+    "shared, 4 hosts, tensor": (
+        "--local_processes=4",
+        "--config.roles.trainer.hosts=0,3",
+        "--config.roles.trainer.mesh=fsdp=2,tensor=2",
+        "--config.roles.rollout.mesh=data=2,tensor=2",
+    ),
+    "shared, 8 hosts": ("--local_processes=8",),
+    "split, 4 hosts": ("--local_processes=4", "--topology=split"),
+}
+SPLIT = PODS["split, 4 hosts"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> pathlib.Path:
+    """The run directory of the same job in one process."""
+    return run(tmp_path_factory.mktemp("alone") / "run").workdir
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> pathlib.Path:
+    """The run directory of a split pod that nothing happened to."""
+    return run(tmp_path_factory.mktemp("undisturbed") / "run", *SPLIT).workdir
+
+
+def process(parent: int, index: int) -> int:
+    """The process id of one host of a pod."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            status = pathlib.Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+            environment = pathlib.Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if int(status[1]) == parent and f"PODRL_PROCESS_INDEX={index}".encode() in environment:
+            return int(name)
+    raise AssertionError(f"process {parent} has no host {index}")
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_a_pod_trains_like_one_process(tmp_path, alone, pod):
+    finished = run(tmp_path / "run", *PODS[pod])
+    ours, theirs = comparable(finished.workdir), comparable(alone)
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        different = {
+            name: (mine[name], other[name])
+            for name in mine
+            if not math.isclose(mine[name], other[name], rel_tol=1e-3, abs_tol=1e-5)
+        }
+        assert not different, (mine["step"], different)
+    assert (finished.workdir / "samples.jsonl").read_text() == (alone / "samples.jsonl").read_text()
+    assert "[trainer 0] " in finished.stdout and "[Gloo]" not in finished.stdout
+
+
+def test_a_killed_rollout_is_replaced_and_nothing_else_changes(tmp_path, undisturbed):
+    with job(tmp_path / "run", *SPLIT) as running:
+        running.wait_for_step(1)
+        os.kill(process(running.process.pid, 3), signal.SIGKILL)
+        running.finish()
+    assert "rollout 1 ended with signal SIGKILL; it is started again" in running.stderr
+    same_end(running.workdir, undisturbed)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_killed_trainer_ends_the_job_within_seconds_and_the_same_command_resumes_it(tmp_path, undisturbed, host):
+    with job(tmp_path / "run", *SPLIT) as running:
+        running.wait_for_step(3)
+        os.kill(process(running.process.pid, host), signal.SIGKILL)
+        killed = time.monotonic()
+        assert running.end() == 42, running.stderr
+        assert time.monotonic() - killed < 30
+    assert f"trainer {host} ended with signal SIGKILL" in running.stderr
+    assert "is gone: its connection broke" in running.stderr
+    same_end(run(tmp_path / "run", *SPLIT).workdir, undisturbed)
+
+
+def test_a_preempted_pod_saves_and_exits_75(tmp_path, undisturbed):
+    with job(tmp_path / "run", *SPLIT) as running:
+        running.wait_for_step(2)
+        running.signal(signal.SIGTERM)
+        assert running.end() == 75, running.stderr
+    assert "Resume with" in running.stdout
+    assert 2 <= trained_steps(running.workdir)[-1] < 6
+    same_end(run(tmp_path / "run", *SPLIT).workdir, undisturbed)
+
+
+def test_a_dead_rollout_ends_a_shared_job(tmp_path):
+    with job(tmp_path / "run", "--local_processes=2") as running:
+        running.wait_for_step(1)
+        os.kill(process(running.process.pid, 1), signal.SIGKILL)
+        assert running.end() == 42, running.stderr
+    assert "rollout 0 ended with signal SIGKILL; the others have to end too" in running.stderr
+
+
+def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "import pathlib\n"
+        "def brittle(prompts, completions, **fields):\n"
+        f"    calls = pathlib.Path({str(tmp_path / 'calls')!r})\n"
+        "    n = int(calls.read_text()) if calls.exists() else 0\n"
+        "    calls.write_text(str(n + 1))\n"
+        "    if n >= 3:\n"
+        "        raise RuntimeError('no verdict')\n"
+        "    return [float(len(c) % 3) for c in completions]\n"
+    )
+    with job(tmp_path / "run", "--local_processes=2", f"--config.reward.fns=('{rewards}:brittle',)") as running:
+        assert running.end() == 1, running.stderr
+    assert "Reward function brittle failed" in running.stderr and "no verdict" in running.stderr
+    assert "Saved after step 3" in running.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--config.roles.trainer.hosts=0-1", "--config.roles.rollout.hosts=1"), "hosts [1] are in both roles"),
+        (("--config.roles.trainer.hosts=1",), "host 0 must be a trainer"),
+        (("--config.roles.rollout.mesh=tensor=8",), "needs 8 devices"),
+        (("--config.rollout.prompts_per_step=3",), "must be a positive multiple"),
+    ],
+)
+def test_impossible_roles_are_refused(tmp_path, flags, message):
+    with job(tmp_path / "run", "--local_processes=4", *flags) as running:
+        assert running.end() == 1, running.stderr
+    assert message in running.stderr
