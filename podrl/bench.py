@@ -1,4 +1,4 @@
-"""`python -m podrl.bench {rollout,step,reshard} [options]`: performance as figures that can be compared in one run."""
+"""`python -m podrl.bench {rollout,step,reshard,decode} [options]`: performance as figures that can be compared."""
 
 import importlib
 import json
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from podrl.config import nearest
 
-BENCHES = ("reshard", "rollout", "step")
+BENCHES = ("decode", "reshard", "rollout", "step")
 
 
 def main(argv: Sequence[str]) -> int:

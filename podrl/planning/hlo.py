@@ -9,6 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -64,6 +65,7 @@ class Cost:
     Attributes:
       flops: operations of matrix products (two per multiply-add), those of splash attention kernels included.
       bytes: read from and written to HBM by the operations as they are fused; an estimate.
+      read: the part of `bytes` that is read.
       collectives: one entry per kind.
       uncounted: names of kernels whose operations are not in `flops`.
     """
@@ -72,6 +74,7 @@ class Cost:
     bytes: float
     collectives: tuple[Collective, ...]
     uncounted: tuple[str, ...] = ()
+    read: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,41 +91,54 @@ class _Instruction:
 class _Sum:
     flops: float = 0.0
     bytes: float = 0.0
+    read: float = 0.0
     collectives: dict[tuple[str, bool], tuple[float, float]] = dataclasses.field(default_factory=dict)
     uncounted: set[str] = dataclasses.field(default_factory=set)
+
+    def move(self, read: float, written: float) -> None:
+        self.bytes += read + written
+        self.read += read
 
     def add(self, other: "_Sum", times: float) -> None:
         self.flops += times * other.flops
         self.bytes += times * other.bytes
+        self.read += times * other.read
         for key, (count, size) in other.collectives.items():
             had = self.collectives.get(key, (0.0, 0.0))
             self.collectives[key] = (had[0] + times * count, had[1] + times * size)
         self.uncounted |= other.uncounted
 
 
-def cost_of(text: str, *, trips: Trips = lambda depth: 1.0, slices: int = 1) -> Cost:
+def cost_of(
+    text: str,
+    *,
+    trips: Trips = lambda depth: 1.0,
+    named: Mapping[str, float] = MappingProxyType({}),
+    slices: int = 1,
+) -> Cost:
     """The cost of a compiled program on one chip.
 
     Args:
       text: of the compiled module (`compiled.as_text()`).
       trips: how often loops of traced length run, by nesting depth among such loops.
+      named: how often loops directly in a `jax.named_scope` run, by its name, whatever the text says.
       slices: slices the devices of the program lie in, equal parts in the order of the program's device assignment.
     """
-    return _Reader(text, trips, slices).cost()
+    return _Reader(text, trips, named, slices).cost()
 
 
 class _Reader:
-    def __init__(self, text: str, trips: Trips, slices: int):
+    def __init__(self, text: str, trips: Trips, named: Mapping[str, float], slices: int):
         self._computations, entry = _parse(text)
         self._entry = entry
-        self._trips, self._slices = trips, slices
+        self._trips, self._named, self._slices = trips, named, slices
         found = re.search(r"num_partitions=(\d+)", text[:20_000_000])
         self._devices = int(found.group(1)) if found else 1
 
     def cost(self) -> Cost:
         total = self._computation(self._entry, 0)
         kinds = [Collective(kind, n, size, crosses) for (kind, crosses), (n, size) in sorted(total.collectives.items())]
-        return Cost(total.flops, total.bytes, tuple(kinds), tuple(sorted(total.uncounted)))
+        return Cost(total.flops, total.bytes, tuple(kinds), tuple(sorted(total.uncounted)), total.read)
 
     @functools.cache  # noqa: B019 - readers live as long as one text is read
     def _computation(self, name: str, depth: int) -> _Sum:
@@ -149,18 +165,24 @@ class _Reader:
             self._fusion(total, i, types)
         else:
             self._plain(total, i, types)
-            total.bytes += self._moved(i, types)
+            total.move(*self._moved(i, types))
 
-    def _moved(self, i: _Instruction, types: Mapping[str, str]) -> float:
+    def _moved(self, i: _Instruction, types: Mapping[str, str]) -> tuple[float, float]:
+        """Bytes (read, written) of an instruction that stands alone."""
+        out = _hbm_bytes(i.type)
+        operand = lambda at: types.get(i.operands[at], "")  # noqa: E731
         if i.opcode == "slice-start":
-            return 2 * min((size for size in map(_leaf_bytes, _leaves(i.type)) if size > 8), default=0.0)
+            part = min((size for size in map(_leaf_bytes, _leaves(i.type)) if size > 8), default=0.0)
+            return part, part
         if i.opcode in _SLICES:
-            return 2 * _hbm_bytes(i.type)
+            return (_any_bytes(i.type) if _hbm_bytes(operand(0)) else 0.0), out
         if i.opcode == "dynamic-update-slice":
-            return 2 * _hbm_bytes(types.get(i.operands[1], ""))
-        if i.opcode.endswith("-start"):
-            return _hbm_bytes(i.type)
-        return _hbm_bytes(i.type) + sum(_hbm_bytes(types.get(name, "")) for name in i.operands)
+            return _hbm_bytes(operand(1)), _any_bytes(operand(1)) if out else 0.0
+        read = sum(_hbm_bytes(types.get(name, "")) for name in i.operands)
+        if i.opcode.endswith("-start"):  # its type names where the operands lie, too
+            read = min(read, out)
+            return read, out - read
+        return read, out
 
     def _plain(self, total: _Sum, i: _Instruction, types: Mapping[str, str], inside: str = "") -> None:
         """Operations and collectives of one instruction, in a fusion (`inside` is its computation) or outside."""
@@ -202,22 +224,22 @@ class _Reader:
             if x.opcode == "fusion":
                 nested = _Sum()
                 self._fusion(nested, x, inner)
-                nested.bytes = 0.0
+                nested.bytes = nested.read = 0.0
                 total.add(nested, 1.0)
             elif "chain_id" not in x.attributes or starts:
                 self._plain(total, x, inner, name)
-        total.bytes += self._fusion_bytes(i, types, body, inner)
+        total.move(*self._fusion_bytes(i, types, body, inner))
 
     def _fusion_bytes(
         self, i: _Instruction, types: Mapping[str, str], body: Sequence[_Instruction], inner: Mapping[str, str]
-    ) -> float:
-        """Bytes at the border of a fusion: slices of what is only sliced, updates of what is updated in place."""
+    ) -> tuple[float, float]:
+        """Bytes (read, written) at the border of a fusion: slices of what is only sliced, updates in place."""
         by_name, users = {x.name: x for x in body}, _users(body)
-        moved = 0.0
+        read = written = 0.0
         for x in body:
             if x.opcode == "parameter" and _place(x) < len(i.operands):
                 size = _hbm_bytes(types.get(i.operands[_place(x)], ""))
-                moved += min(size, self._read(x, users)) if size else 0.0
+                read += min(size, self._read(x, users)) if size else 0.0
         root = next(x for x in body if x.root)
         ends = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
         for end, leaf in zip(ends, _top_leaves(i.type), strict=False):
@@ -226,8 +248,8 @@ class _Reader:
                 end = by_name[end.operands[0]]
             if size and end.opcode == "dynamic-update-slice":
                 size = min(size, _any_bytes(inner[end.operands[1]]))
-            moved += size
-        return moved
+            written += size
+        return read, written
 
     def _read(self, x: _Instruction, users: Mapping[str, Sequence[_Instruction]]) -> float:
         """Bytes that the users of a value inside a fusion read of it; infinite where they read all."""
@@ -237,7 +259,7 @@ class _Reader:
                 read += _any_bytes(user.type)
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == x.name:
                 continue
-            elif user.opcode in ("bitcast", "reshape"):
+            elif user.opcode in ("bitcast", "reshape") and not user.root:
                 read += self._read(user, users)
             elif user.opcode == "fusion":
                 body = self._computations[_called(user, "calls")[0]]
@@ -251,6 +273,9 @@ class _Reader:
 
     def _trip_count(self, i: _Instruction, types: Mapping[str, str]) -> float | None:
         """How often a loop `for (k = first; k < last; k += by)` runs; None where one of the three is not a constant."""
+        scope = re.search(r'op_name="[^"]*?([^/"]+)/while"', i.attributes)
+        if scope and scope.group(1) in self._named:
+            return self._named[scope.group(1)]
         if known := re.search(r"known_trip_count[^0-9]*(\d+)", i.attributes):
             return float(known.group(1))
         condition = {x.name: x for x in self._computations[_called(i, "condition")[0]]}

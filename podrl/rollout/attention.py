@@ -117,12 +117,26 @@ def decode_attention(
         return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, K, W, N // K, *x.shape[3:]), 2, 1), part)
 
     W = visits.shared_lane_UW.shape[1]
-    from_shared = _blocks(shared, visits.total_2[0], SHARED_BLOCK, scratch[0])
-    from_own = _blocks(own, visits.total_2[1], OWN_BLOCK, scratch[1])
+    with jax.named_scope("shared_visits"):
+        from_shared = _blocks(shared, visits.total_2[0], SHARED_BLOCK, scratch[0])
+    with jax.named_scope("own_visits"):
+        from_own = _blocks(own, visits.total_2[1], OWN_BLOCK, scratch[1])
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), from_shared)
-    result = _gather(recent, flat, visits.shared_first_R, visits.shared_number_R, visits.longest_2[0], W)
-    result = _gather(result, from_own, visits.own_first_R, visits.own_number_R, visits.longest_2[1], 1)
+    with jax.named_scope("merge_shared"):
+        result = _gather(recent, flat, visits.shared_first_R, visits.shared_number_R, visits.longest_2[0], W)
+    with jax.named_scope("merge_own"):
+        result = _gather(result, from_own, visits.own_first_R, visits.own_number_R, visits.longest_2[1], 1)
     return result.result(q_RNH.dtype).reshape(R, N, H), (from_shared, from_own)
+
+
+def loop_counts(visits: Visits) -> dict[str, int]:
+    """How often the loops of `decode_attention` run for such visits (on the host), by their named scope."""
+    return {
+        "shared_visits": -(-int(visits.total_2[0]) // SHARED_BLOCK),
+        "own_visits": -(-int(visits.total_2[1]) // OWN_BLOCK),
+        "merge_shared": int(visits.longest_2[0]),
+        "merge_own": int(visits.longest_2[1]),
+    }
 
 
 def make_scratch(visits: Visits, kv_heads: int, heads: int, head_dim: int) -> tuple[Partial, Partial]:

@@ -287,7 +287,8 @@ class Engine:
         lanes = (state.token_R, state.position_R, state.left_R, state.live_R)
         scratch = attention.make_scratch(visits, model.num_kv_heads, model.num_heads, model.head_dim)
         carry = (jnp.int32(0), lanes, ((recent, recent), scratch), outputs, self._any(state.live_R))
-        n, lanes, (recents, _), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
+        with jax.named_scope("decode_steps"):
+            n, lanes, (recents, _), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
         key, value = (self._flush(pool, new, visits, state.live_R) for pool, new in zip(pools, recents, strict=True))
         token_R, position_R, left_R, live_R = lanes
         out = dataclasses.replace(

@@ -128,5 +128,6 @@ def _largest_floor(
         weight_R = jnp.sum(jnp.where(key_RV >= trial_R[:, None], weight_RV, 0.0), axis=-1)
         return jnp.where(weight_R >= wanted_R, trial_R, floor_R)
 
-    floor_R = jax.lax.fori_loop(0, 32, bit, jnp.zeros(wanted_R.shape, jnp.uint32))
+    with jax.named_scope("filters"):
+        floor_R = jax.lax.fori_loop(0, 32, bit, jnp.zeros(wanted_R.shape, jnp.uint32))
     return jnp.maximum(floor_R, _ordered(jnp.float32(-3e38)))

@@ -76,6 +76,29 @@ def test_the_caller_says_how_often_a_traced_loop_runs():
     assert cost_of(traced, trips=lambda depth: 7.0).flops == 7 * 2 * 8 * 16 * 4
 
 
+def test_loops_of_a_named_scope_run_as_often_as_the_caller_says():
+    named = TEXT.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/outer/while/body/inner/while"}')
+    cost = cost_of(named.replace("LAST", "5"), named={"outer": 100.0, "inner": 11.0})
+    assert cost.flops == 11 * 2 * 8 * 16 * 4
+    # x and a slice of w are read, y is written.
+    assert cost.read == pytest.approx(11 * 4 * (8 * 16 + 16 * 4), abs=11 * 16)
+
+
+def test_what_a_nested_fusion_passes_on_is_read():
+    """A product whose weight comes through a fusion of its own that only renames it."""
+    nested = TEXT.replace(
+        "%cut = f32[1,16,4]{2,1,0} dynamic-slice(%param_1.1, %zero, %zero, %zero), dynamic_slice_sizes={1,16,4}",
+        "%cut = f32[5,16,4]{2,1,0} fusion(%param_1.1), kind=kLoop, calls=%same",
+    ).replace(
+        "%fused (",
+        "%same (p: f32[5,16,4]) -> f32[5,16,4] {\n  %p = f32[5,16,4]{2,1,0} parameter(0)\n"
+        "  ROOT %q = f32[5,16,4]{2,1,0} bitcast(%p)\n}\n\n%fused (",
+        1,
+    )
+    read = [cost_of(text.replace("LAST", "5")).read for text in (nested, TEXT)]
+    assert read[0] - read[1] == 3 * 4 * (5 - 1) * 16 * 4
+
+
 def test_a_group_over_two_slices_uses_the_network_between_them():
     crossing = {c.kind: c.crosses for c in cost_of(TEXT.replace("LAST", "5"), slices=2).collectives}
     assert crossing == {"all-gather": True, "collective-permute": True}

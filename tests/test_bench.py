@@ -1,0 +1,75 @@
+"""The benchmarks run and count right, at sizes that take seconds; no test looks at a clock."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from podrl import bench, bench_decode
+from podrl.planning import chips
+
+TINY = (
+    "--layers=1 --dim=16 --ffn=16 --heads=2 --kv_heads=1 --head_dim=8 --vocab=16 --mesh=data=1 --prompts=3 --group=2 "
+    "--prompt_len=3:9 --max_new=10 --lanes=4 --segment_tokens=8 --prefill_tokens=8 --repeats=1"
+)
+
+
+def test_rollout(capsys):
+    assert bench.main(["podrl.bench", "rollout", *TINY.split(), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert 6 <= figures["tokens"] <= 60
+    assert figures["tok_s"] == pytest.approx(figures["tokens"] / figures["seconds"])
+    assert figures["compiles"] == 0 and figures["spills"] == 0
+    assert 0 < figures["lane_utilisation"] <= 1 and figures["peak_bytes"] > 0
+    assert figures["decode_steps"] <= 8 * figures["dispatches"]
+    # Each prompt is prefilled once, all but its last token.
+    lengths = np.random.default_rng(0)
+    lengths.integers(2, 16, (3, 9))
+    assert figures["prefill_tokens"] == (lengths.integers(3, 10, 3) - 1).sum()
+
+
+def test_an_unknown_benchmark_and_a_bad_mesh_are_named(capsys):
+    assert bench.main(["podrl.bench", "rolout"]) == 1
+    assert "rollout" in capsys.readouterr().err
+    assert bench.main(["podrl.bench", "rollout", "--mesh=data=999"]) == 1
+    assert "--mesh" in capsys.readouterr().err
+
+
+def test_the_visits_that_decode_counts(tiny_engine):
+    visits, tokens = bench_decode._filled(tiny_engine, 9, 12, 2)
+    # 4 lanes in groups of 2: 8 prompt tokens are a segment a group, 12 sampled ones two segments a lane.
+    assert tokens == 2 * 8 + 4 * 12
+    np.testing.assert_array_equal(visits.total_2, [2, 8])
+    np.testing.assert_array_equal(visits.longest_2, [1, 2])
+    assert visits.own_count_O[:2].tolist() == [8, 4] and visits.own_start_O[:2].tolist() == [8, 16]
+
+
+@pytest.fixture
+def tiny_engine():
+    import jax
+
+    from podrl.mesh.build import make_mesh
+    from podrl.models.config import gemma2_config
+    from podrl.rollout.config import RolloutConfig
+    from podrl.rollout.engine import Engine
+    from podrl.rollout.rollout import engine_shape
+
+    model = gemma2_config(
+        vocab_size=16, num_layers=1, model_dim=16, ffn_dim=16, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    config = RolloutConfig(lanes=4, max_prompt_length=9, max_tokens_to_generate=20, segment_tokens=8, prefill_tokens=8)
+    return Engine(model, make_mesh("data=1", jax.devices()[:1]), engine_shape(config, 1), np.dtype("float32"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
+def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
+    monkeypatch.setattr(chips, "prepare", lambda env: None)  # jax is imported already, for CPU
+    for name, value in {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    figures = bench_decode.run(["--lanes=256", "--prompt_len=512", "--max_new=1536"])
+    assert figures["fits"] and figures["peak_bytes"] < 16 * 2**30
+    assert [step["sampled"] for step in figures["steps"]] == [0, 384, 768, 1152, 1528]
+    for step in figures["steps"]:
+        assert 1 <= step["ratio"] <= 1.25, step
