@@ -1,19 +1,14 @@
 """Measures moving weights between two meshes: `python -m podrl.bench reshard`."""
 
 import argparse
-import ctypes
-import dataclasses
 import functools
-import gc
-import math
 import os
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from podrl import bench_reshard_pod, bench_trees
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,6 +29,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--transport", default="auto", choices=("auto", "collective"))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--devices", type=int, default=8, help="faked CPU devices where there is no accelerator")
+    parser.add_argument("--local_processes", type=int, default=0, help="a fake pod of this many CPU processes")
+    parser.add_argument("--fake_devices", type=int, default=2, help="devices of each of them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -48,8 +45,11 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       on CPU of the whole process, otherwise of the fullest device), bucket_bytes (of all devices together);
       compiles_after_first; device_put_ms (cast on the source mesh, then jax.device_put); memcpy_gb_s (numpy.copyto of
       as many bytes as the source tree has, read plus written); memcpy_share (gb_s over it); speedup (over device_put).
+      With --local_processes, what `podrl.bench_reshard_pod.run` returns.
     """
     args = _parser().parse_args(argv)
+    if args.local_processes:
+        return bench_reshard_pod.run(args)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         flag = f"--xla_force_host_platform_device_count={args.devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
@@ -64,12 +64,12 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from podrl.mesh.reshard.plan import make_plan
     from podrl.mesh.reshard.publish import Publisher
 
-    source, targets = _trees(args)
-    tree = _random(source)
+    source, targets = bench_trees.trees(args)
+    tree = bench_trees.random_tree(source)
     leaves = jax.tree.leaves(tree)
     bucket_bytes = args.bucket_bytes or default_bucket_bytes(jax.tree.leaves(targets)[0])
     make = functools.partial(make_plan, tree, targets, dtype=args.dst_dtype, bucket_bytes=bucket_bytes)
-    plan_s, plan = _timed(make)
+    plan_s, plan = bench_trees.timed(make)
     kind = CollectiveTransport if args.transport == "collective" else transport_for
     transport = kind(plan, [leaf.sharding for leaf in leaves], jax.tree.leaves(targets))
 
@@ -81,23 +81,23 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     compiles: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: compiles.append(event))
-    first_s, _ = _timed(move)
+    first_s, _ = bench_trees.timed(move)
     compiles.clear()
-    median_s = _median(move, args.repeats)
+    median_s = bench_trees.median(move, args.repeats)
     built = sum(name.endswith("backend_compile_duration") for name in compiles)
     gb_s = (plan.source_bytes + plan.target_bytes) / median_s / 1e9
-    memcpy_gb_s = _memcpy_gb_s(plan.source_bytes)
-    device_put_s = _median(_device_put(tree, targets, args.dst_dtype), max(3, args.repeats // 3))
+    memcpy_gb_s = bench_trees.memcpy_gb_s(plan.source_bytes)
+    device_put_s = bench_trees.median(_device_put(tree, targets, args.dst_dtype), max(3, args.repeats // 3))
     sides = [plan.leaves[0].source.device_ids, plan.leaves[0].target.device_ids]
     return {
         "plan_ms": plan_s * 1e3,
-        "plan_cached_ms": min(_timed(make)[0] for _ in range(5)) * 1e3,
+        "plan_cached_ms": min(bench_trees.timed(make)[0] for _ in range(5)) * 1e3,
         "first_ms": first_s * 1e3,
         "median_ms": median_s * 1e3,
-        "publish_ms": _median(lambda: publisher.publish(tree, 1), max(3, args.repeats // 3)) * 1e3,
+        "publish_ms": bench_trees.median(lambda: publisher.publish(tree, 1), max(3, args.repeats // 3)) * 1e3,
         "bytes_moved": plan.moved_bytes,
         "gb_s": gb_s,
-        "peak_extra_bytes": _peak_extra(move, plan.target_bytes),
+        "peak_extra_bytes": bench_trees.peak_extra_bytes(move, plan.target_bytes),
         "bucket_bytes": plan.largest_bucket * max(map(len, sides)),
         "compiles_after_first": built,
         "device_put_ms": device_put_s * 1e3,
@@ -110,108 +110,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _trees(args: argparse.Namespace) -> tuple[Any, Any]:
-    """(shapes on the source mesh, shardings on the target mesh)."""
-    import jax
-
-    from podrl.mesh.build import make_mesh, parse_mesh
-    from podrl.mesh.rules import sharding_for
-    from podrl.models import decoder
-    from podrl.models.config import LoraConfig, gemma2_config
-
-    source, target = (math.prod(parse_mesh(getattr(args, k), key=f"--{k}")) for k in ("src", "dst"))
-    devices = jax.devices()
-    rest = devices[source:] if len(devices) >= source + target else devices
-    meshes = make_mesh(args.src, devices[:source], key="--src"), make_mesh(args.dst, rest[:target], key="--dst")
-    if args.leaves:
-        shape = tuple(int(n) for n in args.leaf_shape.split("x"))
-        trees = [
-            {
-                f"w{i:04d}": jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_for(("embed", "mlp"), shape, mesh))
-                for i in range(args.leaves)
-            }
-            for mesh, dtype in zip(meshes, (args.src_dtype, args.dst_dtype), strict=True)
-        ]
-    else:
-        model = gemma2_config(
-            vocab_size=args.vocab,
-            num_layers=args.layers,
-            model_dim=args.dim,
-            ffn_dim=args.ffn,
-            num_heads=args.heads,
-            num_kv_heads=args.kv_heads,
-            head_dim=args.head_dim,
-        )
-        if args.lora_rank:
-            model = dataclasses.replace(model, lora=LoraConfig(rank=args.lora_rank))
-        trees = [decoder.abstract_params(model, mesh, np.dtype(args.src_dtype)) for mesh in meshes]
-    return trees[0], jax.tree.map(lambda leaf: leaf.sharding, trees[1])
-
-
-def _random(tree: Any) -> Any:
-    """Random arrays in the place of shapes."""
-    import jax
-
-    leaves, treedef = jax.tree.flatten(tree)
-
-    def make(key: Any) -> list[Any]:
-        return [
-            jax.random.normal(jax.random.fold_in(key, i), leaf.shape, np.float32).astype(leaf.dtype)
-            for i, leaf in enumerate(leaves)
-        ]
-
-    made = jax.jit(make, out_shardings=[leaf.sharding for leaf in leaves])(jax.random.key(0))
-    return jax.block_until_ready(jax.tree.unflatten(treedef, made))
-
-
 def _device_put(tree: Any, targets: Any, dtype: str) -> Callable[[], Any]:
     import jax
 
     cast = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree))
     same = all(leaf.dtype == np.dtype(dtype) for leaf in jax.tree.leaves(tree))
     return lambda: jax.block_until_ready(jax.device_put(tree if same else cast(tree), targets))
-
-
-def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = work()
-    return time.perf_counter() - start, result
-
-
-def _median(work: Callable[[], Any], repeats: int) -> float:
-    """Median seconds, after one call that does not count; each result is dropped before the next call."""
-    work()
-    return statistics.median(_timed(work)[0] for _ in range(repeats))
-
-
-def _memcpy_gb_s(size: int) -> float:
-    source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
-    return 2 * size / _median(lambda: np.copyto(target, source), 7) / 1e9
-
-
-def _peak_extra(move: Callable[[], Any], target_bytes: int) -> int:
-    """Most memory in use during a move beyond what was there before and the result; -1 where it cannot be seen."""
-    import jax
-
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    if all(stats):
-        result = move()
-        after = [device.memory_stats() for device in jax.local_devices()]
-        del result
-        return max(s["peak_bytes_in_use"] - s["bytes_in_use"] for s in after)
-    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not clear.exists():
-        return -1
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    clear.write_text("5")  # resets the high-water mark of resident memory
-
-    def resident(field: str) -> int:
-        (line,) = (line for line in status.read_text().splitlines() if line.startswith(field))
-        return int(line.split()[1]) * 1024
-
-    before = resident("VmRSS:")
-    result = move()
-    peak = resident("VmHWM:") - before - target_bytes
-    del result
-    return peak

@@ -1,50 +1,95 @@
-"""The transport for several processes of one jax.distributed cluster: tiles cross by a collective over both meshes.
+"""The transport for several processes of one jax.distributed cluster: boxes cross by collectives over both meshes.
 
 All processes of both meshes call `move` in the same order. It runs in one process as well, over disjoint meshes.
+Per bucket: one program on the source mesh packs what each device sends, a buffer for each different set of links; one
+collective-permute per buffer crosses; one program on the target mesh puts shards together. A collective costs about a
+millisecond over TCP whatever its size, so leaves that go the same way share one.
 """
 
 import dataclasses
-import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
-from podrl.mesh.reshard.crossing import UNION, Crossing, Ports, make_crossing, make_ports
-from podrl.mesh.reshard.plan import Plan
+from podrl.mesh.reshard.plan import Plan, make_plan
+from podrl.mesh.reshard.programs import Boxes, assemble, blank_program, cut_at, overwrite
+from podrl.mesh.reshard.rounds import Links, Rounds, landing
+from podrl.mesh.reshard.tables import Tables
+from podrl.mesh.reshard.wire import from_words, to_words, word, words
 
 IN_FLIGHT = 2
+UNION = "union"
 
 
-@dataclasses.dataclass(frozen=True)
-class CollectivePrograms:
-    """The four compiled steps of one bucket; ahead-of-time compilation lowers them as they are.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parcel:
+    """What crosses in one collective: the boxes of several leaves that go over the same links.
 
     Attributes:
-      tiles: what crosses, as shapes on the union of the meshes.
-      spread: on the source mesh, leaves -> tiles, cast.
-      blank: on the target mesh, () -> tiles of zeros, where the others land.
-      cross: on both meshes, tiles -> tiles, each moved to the partner device; donated.
-      gather: on the target mesh, tiles -> leaves.
+      links: pairs (source position, target position).
+      dtype: of the buffer's words.
+      boxes: (leaf, round, words) in the order they lie in the buffer.
     """
 
-    tiles: Sequence[jax.ShapeDtypeStruct]
-    spread: Any
+    links: Links
+    dtype: np.dtype
+    boxes: tuple[tuple[int, int, int], ...]
+
+    @property
+    def words(self) -> int:
+        """Words of one device's buffer."""
+        return sum(count for _, _, count in self.boxes)
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Bytes that cross, all links together."""
+        return self.words * self.dtype.itemsize * len(self.links)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CollectivePrograms:
+    """The compiled steps of one bucket; ahead-of-time compilation lowers them as they are.
+
+    Attributes:
+      parcels: what crosses.
+      buffers: their shapes on the union of the meshes.
+      pack: on the source mesh, (start, slot table, leaves) -> buffers, cast.
+      blank: on the target mesh, () -> buffers of zeros, where the others land.
+      cross: on both meshes, buffers -> buffers, each moved over its links; donated.
+      unpack: on the target mesh, (start, round table, buffers, the leaf so far where it comes in parts) -> leaves and a
+        token that is ready when they are.
+      slots: which slot each source device sends of each leaf in each round.
+      rounds: in which round each slot of each leaf arrives on each target device.
+    """
+
+    parcels: Sequence[Parcel]
+    buffers: Sequence[jax.ShapeDtypeStruct]
+    pack: Any
     blank: Any
     cross: Any
-    gather: Any
+    unpack: Any
+    slots: Tables
+    rounds: Tables
 
 
 class CollectiveTransport:
-    """Carries out a plan over the union of two disjoint meshes; see `move`."""
+    """Carries out a plan over the union of two disjoint meshes; see `move`.
+
+    Attributes:
+      union: all devices in one row, source first.
+      crossing: the plan from the source mesh to where leaves land on the target mesh.
+      crossing_bytes: bytes that cross in one move.
+    """
 
     def __init__(self, plan: Plan, sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]):
-        """Lays out the tiles; programs compile at the first move.
+        """Lays out the rounds; programs compile at the first move.
 
         Args:
           plan: made from the same shardings.
@@ -54,21 +99,48 @@ class CollectiveTransport:
         Raises:
           ValueError: the meshes share devices.
         """
-        self._plan = plan
-        self._targets = targets
+        self.plan = plan
         if not plan.leaves:
             return
-        self.ports: Ports = make_ports(cast(Mesh, sources[0].mesh), cast(Mesh, targets[0].mesh))
-        self.crossings: list[Crossing] = [
-            make_crossing(self.ports, leaf.shape, s, t)
-            for leaf, s, t in zip(plan.leaves, sources, targets, strict=True)
+        self._sources, self._targets = sources, targets
+        self.source, self.target = cast(Mesh, sources[0].mesh), cast(Mesh, targets[0].mesh)
+        before, after = list(self.source.devices.flat), list(self.target.devices.flat)
+        if shared := {d.id for d in before} & {d.id for d in after}:
+            raise ValueError(
+                f"The collective transport needs disjoint meshes, devices {sorted(shared)} are in both: give the roles "
+                "separate hosts, or all the same devices."
+            )
+        self.union = Mesh(np.array([*before, *after], dtype=object), (UNION,))
+        self._landings = [
+            landing(leaf.shape, leaf.target_dtype.itemsize, source, target)
+            for leaf, source, target in zip(plan.leaves, sources, targets, strict=True)
         ]
-        self.buckets: list[tuple[int, ...]] = self._make_buckets()
-        self._programs = [self.programs(bucket) for bucket in self.buckets]
-        self._target_devices = set(self.ports.target.devices.flat)
+        placed = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.target_dtype, sharding=source)
+            for leaf, source in zip(plan.leaves, sources, strict=True)
+        ]
+        paths = [leaf.path for leaf in plan.leaves]
+        self.crossing = make_plan(placed, self._landings, bucket_bytes=plan.bucket_bytes, paths=paths)
+        self._rounds = [Rounds.of(leaf) for leaf in self.crossing.leaves]
+        made: dict[Any, CollectivePrograms] = {}
+        self.programs: list[CollectivePrograms] = []
+        for bucket in self.crossing.buckets:
+            key = tuple(map(self._alike, bucket.leaves)), bucket.parts > 1
+            if key not in made:
+                made[key] = self._make_programs(bucket.leaves, bucket.parts > 1)
+            self.programs.append(made[key])
         me = jax.process_index()
-        self.sends = any(d.process_index == me for d in self.ports.source.devices.flat)
-        self.receives = any(d.process_index == me for d in self.ports.target.devices.flat)
+        self.sends = any(d.process_index == me for d in before)
+        self.receives = any(d.process_index == me for d in after)
+        self._kept: dict[Any, Any] = {}
+
+    @property
+    def crossing_bytes(self) -> int:
+        return sum(
+            bucket.parts * parcel.crossing_bytes
+            for bucket, programs in zip(self.crossing.buckets, self.programs, strict=True)
+            for parcel in programs.parcels
+        )
 
     def move(self, leaves: Sequence[Array] | None, *, donate: bool = False) -> list[Array] | None:
         """The leaves on their target shardings, in the target dtypes.
@@ -79,101 +151,195 @@ class CollectiveTransport:
 
         Returns:
           New arrays, possibly still being written; None on a process outside the target mesh. At most two buckets of
-          tiles are staged at any time.
+          boxes are staged at any time.
         """
-        if not self._plan.leaves:
+        if not self.plan.leaves:
             return []
         assert (leaves is not None) == self.sends, "leaves come from the processes of the source mesh"
-        out: list[Any] = [None] * len(self._plan.leaves)
+        out: list[Any] = [None] * len(self.plan.leaves)
         flying: deque[Sequence[Array]] = deque()
-        for bucket, programs in zip(self.buckets, self._programs, strict=True):
-            if len(flying) == IN_FLIGHT:
-                jax.block_until_ready(flying.popleft())
-            flying.append(self._move_bucket(bucket, programs, leaves, out))
+        for bucket, programs in zip(self.crossing.buckets, self.programs, strict=True):
+            for part in range(bucket.parts):
+                if len(flying) == IN_FLIGHT:
+                    jax.block_until_ready(flying.popleft())
+                flying.append(self._move_bucket(bucket.leaves, programs, part, leaves, out))
             if donate and leaves is not None:
-                for i in bucket:
+                for i in bucket.leaves:
                     leaves[i].delete()
+            if bucket.parts > 1 and self.receives:
+                out[bucket.leaves[0]] = self._spread(bucket.leaves[0], out[bucket.leaves[0]])
         return out if self.receives else None
 
-    def programs(self, bucket: Sequence[int]) -> CollectivePrograms:
-        """The steps of one bucket, as jitted functions of sequences of arrays."""
-        ports, crossings = self.ports, [self.crossings[i] for i in bucket]
-        dtypes = [self._plan.leaves[i].target_dtype for i in bucket]
-        width = ports.union.size
-
-        def spread(leaves: Sequence[Array]) -> list[Array]:
-            return [
-                jnp.broadcast_to(x.astype(dtype), c.source_shape)
-                for x, c, dtype in zip(leaves, crossings, dtypes, strict=True)
-            ]
-
-        def blank() -> list[Array]:
-            return [jnp.zeros(c.target_shape, dtype) for c, dtype in zip(crossings, dtypes, strict=True)]
-
-        def cross(tiles: Sequence[Array]) -> list[Array]:
-            return [jax.lax.ppermute(tile, UNION, ports.links) for tile in tiles]
-
-        def gather(tiles: Sequence[Array]) -> list[Array]:
-            return [x[0] for x in tiles]
-
-        row = NamedSharding(ports.union, Spec(UNION))
-        crossed = jax.shard_map(cross, mesh=ports.union, in_specs=row.spec, out_specs=row.spec, check_vma=False)
-        tiles = [
-            jax.ShapeDtypeStruct((width, *c.tile[1:]), dtype, sharding=row)
-            for c, dtype in zip(crossings, dtypes, strict=True)
-        ]
-        return CollectivePrograms(
-            tiles=tiles,
-            spread=jax.jit(spread, out_shardings=[c.source for c in crossings]),
-            blank=jax.jit(blank, out_shardings=[c.target for c in crossings]),
-            cross=jax.jit(crossed, out_shardings=row, donate_argnums=0),
-            gather=jax.jit(gather, out_shardings=[self._targets[i] for i in bucket]),
-        )
-
     def _move_bucket(
-        self, bucket: Sequence[int], programs: CollectivePrograms, leaves: Sequence[Array] | None, out: list[Any]
+        self,
+        indices: Sequence[int],
+        programs: CollectivePrograms,
+        part: int,
+        leaves: Sequence[Array] | None,
+        out: list[Any],
     ) -> Sequence[Array]:
         """Moves one bucket into `out`; returns arrays that are ready when nothing of it is staged any more."""
-        local: list[list[Array]] = [[] for _ in bucket]
+        first = self.crossing.leaves[indices[0]]
+        at = first.part_start(part) if first.parts > 1 else 0
+        shards: list[list[Array]] = [[] for _ in programs.parcels]
         if leaves is not None:
-            for shards, array in zip(local, programs.spread([leaves[i] for i in bucket]), strict=True):
-                shards += [s.data for s in array.addressable_shards]
+            given = [leaves[i] for i in indices]
+            packed = programs.pack(self._start(self.source, at), self._table(self.source, programs.slots), given)
+            for pieces, array in zip(shards, packed, strict=True):
+                pieces += [s.data for s in array.addressable_shards]
+            del packed, array
         if self.receives:
-            for shards, array in zip(local, programs.blank(), strict=True):
-                shards += [s.data for s in array.addressable_shards]
+            for pieces, array in zip(shards, programs.blank(), strict=True):
+                pieces += [s.data for s in array.addressable_shards]
+            del array
         arrays = [
-            jax.make_array_from_single_device_arrays(tile.shape, tile.sharding, shards, dtype=tile.dtype)
-            for tile, shards in zip(programs.tiles, local, strict=True)
+            jax.make_array_from_single_device_arrays(buffer.shape, buffer.sharding, pieces, dtype=buffer.dtype)
+            for buffer, pieces in zip(programs.buffers, shards, strict=True)
         ]
-        del local
+        del shards, pieces
         arrays = programs.cross(arrays)
         if not self.receives:
             return arrays
-        tiles = [self._landed(i, array) for i, array in zip(bucket, arrays, strict=True)]
+        landed = [self._landed(array) for array in arrays]
         del arrays
-        done = programs.gather(tiles)
-        for i, array in zip(bucket, done, strict=True):
+        so_far = [self._so_far(indices[0], part, out)] if first.parts > 1 else []
+        start, table = self._start(self.target, at), self._table(self.target, programs.rounds)
+        done, token = programs.unpack(start, table, landed, so_far)
+        for i, array in zip(indices, done, strict=True):
             out[i] = array
-        return done
+        return [token]
 
-    def _landed(self, i: int, array: Array) -> Array:
-        """The tiles on the target devices, as an array of the target mesh."""
-        crossing = self.crossings[i]
-        shards = [s.data for s in array.addressable_shards if s.device in self._target_devices]
-        return jax.make_array_from_single_device_arrays(
-            crossing.target_shape, crossing.target, shards, dtype=array.dtype
+    def _alike(self, i: int) -> Any:
+        """Equal for leaves that the same programs can move."""
+        leaf, rounds = self.crossing.leaves[i], self._rounds[i]
+        source = Boxes.of(leaf, leaf.source_slots, self._sources[i].spec)
+        target = Boxes.of(leaf, leaf.target_slots, self._landings[i].spec)
+        tables = rounds.links, rounds.slot_WR.tobytes(), rounds.round_WM.tobytes()
+        return source, target, self._targets[i], leaf.shape, self.plan.leaves[i].source_dtype, tables
+
+    def _make_programs(self, indices: tuple[int, ...], in_parts: bool) -> CollectivePrograms:
+        parcels = self._parcels(indices)
+        row, lifted = NamedSharding(self.union, Spec(UNION)), NamedSharding(self.target, Spec(self.target.axis_names))
+        links = [[(s, self.source.size + t) for s, t in parcel.links] for parcel in parcels]
+
+        def blank() -> list[Array]:
+            return [jnp.zeros(parcel.words * self.target.size, parcel.dtype) for parcel in parcels]
+
+        def cross(arrays: Sequence[Array]) -> list[Array]:
+            return [jax.lax.ppermute(x, UNION, pairs) for x, pairs in zip(arrays, links, strict=True)]
+
+        crossed = jax.shard_map(cross, mesh=self.union, in_specs=row.spec, out_specs=row.spec, check_vma=False)
+        slots = Tables([self._rounds[i].slot_WR for i in indices])
+        rounds = Tables([self._rounds[i].round_WM for i in indices])
+        return CollectivePrograms(
+            parcels=parcels,
+            buffers=[
+                jax.ShapeDtypeStruct((parcel.words * self.union.size,), parcel.dtype, sharding=row)
+                for parcel in parcels
+            ],
+            pack=self._pack_program(indices, parcels, slots, in_parts),
+            blank=jax.jit(blank, out_shardings=lifted),
+            cross=jax.jit(crossed, out_shardings=row, donate_argnums=0),
+            unpack=self._unpack_program(indices, parcels, rounds, in_parts),
+            slots=slots,
+            rounds=rounds,
         )
 
-    def _make_buckets(self) -> list[tuple[int, ...]]:
-        """Leaves in order, as many together as a device may stage; a larger one goes alone."""
-        buckets: list[tuple[int, ...]] = []
-        filled = 0
-        for i, crossing in enumerate(self.crossings):
-            size = math.prod(crossing.tile) * self._plan.leaves[i].target_dtype.itemsize
-            if buckets and filled + size <= self._plan.bucket_bytes:
-                buckets[-1] += (i,)
-                filled += size
-            else:
-                buckets.append((i,))
-                filled = size
-        return buckets
+    def _parcels(self, indices: Sequence[int]) -> list[Parcel]:
+        boxes: dict[tuple[Links, np.dtype], list[tuple[int, int, int]]] = {}
+        for place, i in enumerate(indices):
+            leaf = self.crossing.leaves[i]
+            dtype, count = word(leaf.target_dtype), words(leaf.part_box, leaf.target_dtype)
+            for r, links in enumerate(self._rounds[i].links):
+                boxes.setdefault((links, dtype), []).append((place, r, count))
+        return [Parcel(links, dtype, tuple(members)) for (links, dtype), members in boxes.items()]
+
+    def _pack_program(self, indices: Sequence[int], parcels: Sequence[Parcel], tables: Tables, in_parts: bool) -> Any:
+        leaves, specs = [self.crossing.leaves[i] for i in indices], [self._sources[i].spec for i in indices]
+        forms = [Boxes.of(leaf, leaf.source_slots, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+
+        def pack(start: Array, table: Array, shards: Sequence[Array]) -> list[Array]:
+            out = []
+            for parcel in parcels:
+                boxes = []
+                for place, r, _ in parcel.boxes:
+                    slot = tables.value(place, r, table[0])
+                    box = cut_at(shards[place], slot, forms[place], start if in_parts else None)
+                    boxes.append(to_words(box.astype(forms[place].dtype)))
+                out.append(jnp.concatenate(boxes) if len(boxes) > 1 else boxes[0])
+            return out
+
+        every = Spec(self.source.axis_names)
+        mapped = jax.shard_map(
+            pack, mesh=self.source, in_specs=(Spec(), every, specs), out_specs=every, check_vma=False
+        )
+        return jax.jit(mapped, out_shardings=NamedSharding(self.source, every))
+
+    def _unpack_program(self, indices: Sequence[int], parcels: Sequence[Parcel], tables: Tables, in_parts: bool) -> Any:
+        leaves, specs = [self.crossing.leaves[i] for i in indices], [self._landings[i].spec for i in indices]
+        forms = [Boxes.of(leaf, leaf.target_slots, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+
+        def unpack(start: Array, table: Array, buffers: Sequence[Array], so_far: Sequence[Array]) -> Any:
+            boxes: list[dict[int, Array]] = [{} for _ in indices]
+            for parcel, buffer in zip(parcels, buffers, strict=True):
+                at = 0
+                for place, r, count in parcel.boxes:
+                    box = jax.lax.slice(buffer, (at,), (at + count,))
+                    boxes[place][r] = from_words(box, forms[place].travelling, forms[place].dtype)
+                    at += count
+            out = []
+            for place, form in enumerate(forms):
+                slots = [_pick(boxes[place], tables.value(place, m, table[0])) for m in tables.columns(place)]
+                out.append(overwrite(so_far[place], slots, form, start) if in_parts else assemble(slots, form))
+            return out, start + 1
+
+        every = Spec(self.target.axis_names)
+        specs_in = (Spec(), every, [every] * len(parcels), specs if in_parts else [])
+        mapped = jax.shard_map(unpack, mesh=self.target, in_specs=specs_in, out_specs=(specs, Spec()), check_vma=False)
+        places = [(self._landings if in_parts else self._targets)[i] for i in indices]
+        token = NamedSharding(self.target, Spec())
+        return jax.jit(mapped, out_shardings=(places, token), donate_argnums=3)
+
+    def _landed(self, array: Array) -> Array:
+        """The buffers on the target devices, as an array of the target mesh."""
+        devices = set(self.target.devices.flat)
+        shards = [s.data for s in array.addressable_shards if s.device in devices]
+        place = NamedSharding(self.target, Spec(self.target.axis_names))
+        shape = (array.size // self.union.size * self.target.size,)
+        return jax.make_array_from_single_device_arrays(shape, place, shards, dtype=array.dtype)
+
+    def _so_far(self, i: int, part: int, out: Sequence[Any]) -> Array:
+        leaf = self.crossing.leaves[i]
+        form = Boxes.of(leaf, leaf.target_slots, self._landings[i].spec)
+        return blank_program(self.target, form, leaf.shape)() if part == 0 else out[i]
+
+    def _spread(self, i: int, leaf: Array) -> Array:
+        """A leaf that landed in parts, gathered among the devices that replicate it."""
+        if self._landings[i] == self._targets[i]:
+            return leaf
+        if i not in self._kept:
+            self._kept[i] = jax.jit(lambda x: x, out_shardings=self._targets[i])
+        return self._kept[i](leaf)
+
+    def _table(self, mesh: Mesh, tables: Tables) -> Array:
+        """A table on its mesh, a row per device; made once, so that later moves send nothing from the host."""
+        if (mesh, tables) not in self._kept:
+            place = NamedSharding(mesh, Spec(mesh.axis_names))
+            rows_WC = tables.table_WC
+            self._kept[mesh, tables] = jax.make_array_from_callback(rows_WC.shape, place, lambda index: rows_WC[index])
+        return self._kept[mesh, tables]
+
+    def _start(self, mesh: Mesh, at: int) -> Array:
+        """Where a part begins, on every device of a mesh; made once."""
+        if (mesh, at) not in self._kept:
+            place = NamedSharding(mesh, Spec())
+            self._kept[mesh, at] = jax.make_array_from_callback((), place, lambda _: np.int32(at))
+        return self._kept[mesh, at]
+
+
+def _pick(boxes: Mapping[int, Array], number: Any) -> Array:
+    """The box of a round; where the round differs from device to device, chosen as the program runs."""
+    if isinstance(number, int):
+        return boxes[number]
+    stacked = jnp.stack([boxes[r] for r in range(len(boxes))])
+    return jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False)

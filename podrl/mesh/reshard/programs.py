@@ -104,9 +104,7 @@ def write_program(mesh: Mesh, form: Boxes) -> Callable[[Array, Int[Array, ""], C
     """
 
     def write(shard: Array, start: Int[Array, ""], pieces: Columns) -> tuple[Array, Array]:
-        for piece, corner in zip(pieces, form.corners(), strict=True):
-            shard = jax.lax.dynamic_update_slice(shard, piece, _shifted(corner, form, start))
-        return shard, start + 1
+        return overwrite(shard, pieces, form, start), start + 1
 
     specs_in = (form.spec, Spec(), [_every_device(form.box, mesh)] * math.prod(form.slots))
     return _on_all_devices(write, mesh, specs_in, (form.spec, Spec()), donate=(0,))
@@ -126,6 +124,31 @@ def _on_all_devices(body: Any, mesh: Mesh, specs_in: Any, specs_out: Any, donate
 
 def _every_device(shape: tuple[int, ...], mesh: Mesh) -> Spec:
     return Spec(mesh.axis_names) if shape else Spec()
+
+
+def cut_at(shard: Array, slot: Any, form: Boxes, start: Int[Array, ""] | None) -> Array:
+    """The box in a slot of a shard; the slot is a number, or a traced one."""
+    corner: list[Any] = []
+    for n, size in zip(reversed(form.slots), reversed(form.box), strict=True):
+        corner.insert(0, slot % n * size)
+        slot = slot // n
+    if start is None and all(isinstance(at, int) for at in corner):
+        return _slice(shard, tuple(corner), form, None)
+    if start is not None:
+        corner[form.part_axis] += start
+    return jax.lax.dynamic_slice(shard, [jnp.asarray(at, jnp.int32) for at in corner], form.travelling)
+
+
+def assemble(pieces: Sequence[Array], form: Boxes) -> Array:
+    """A shard from its boxes, row-major."""
+    return _assemble(list(pieces), form.slots)
+
+
+def overwrite(shard: Array, pieces: Sequence[Array], form: Boxes, start: Int[Array, ""]) -> Array:
+    """The shard with one part of each of its boxes written."""
+    for piece, corner in zip(pieces, form.corners(), strict=True):
+        shard = jax.lax.dynamic_update_slice(shard, piece, _shifted(corner, form, start))
+    return shard
 
 
 def _shifted(corner: tuple[int, ...], form: Boxes, start: Int[Array, ""]) -> list[Any]:

@@ -9,16 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import workers
+from cases import arrived, bits, transfers
+from hypothesis import HealthCheck, given, settings
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl.mesh.build import make_mesh
 from podrl.mesh.reshard.collective import CollectiveTransport
 from podrl.mesh.reshard.plan import Placed, make_plan
-
-
-def bits(array):
-    return np.atleast_1d(np.asarray(array)).view(np.uint8)
 
 
 def leaves_on(mesh, specs, shapes):
@@ -60,6 +58,15 @@ def test_any_two_meshes(source, target, bucket_bytes):
         for shard in array.addressable_shards:
             assert (bits(shard.data) == bits(want[shard.index])).all()
     assert not any(x.is_deleted() for x in placed)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(transfers(disjoint=True))
+def test_any_layout_to_any_layout(case):
+    leaves, before, after, dtype, bucket_bytes = case
+    placed = [jax.device_put(x, s) for x, s in zip(leaves, before, strict=True)]
+    plan = make_plan(placed, after, dtype=dtype, bucket_bytes=bucket_bytes)
+    arrived(CollectiveTransport(plan, before, after).move(placed), leaves, after, dtype)
 
 
 def test_shared_devices_are_refused():
@@ -117,6 +124,17 @@ def test_two_processes(tmp_path):
     assert all("arrived 2" in text for text in said), said
 
 
+def collective_bytes(hlo):
+    """Bytes that the collective-permutes of a compiled program send, all pairs counted."""
+    total = 0
+    for line in hlo.splitlines():
+        shape = re.search(r"= \(?(u8|u16|u32)\[(\d+)\].* collective-permute(?:-start)?\(", line)
+        if shape:
+            (pairs,) = re.findall(r"source_target_pairs=\{(.*?\})\}", line)
+            total += int(shape[2]) * int(shape[1][1:]) // 8 * pairs.count("{")
+    return total
+
+
 @pytest.mark.slow
 def test_compiles_for_tpu(monkeypatch):
     """v5e 4x4 split into 8 trainers and 8 rollouts; every value crosses once, as bfloat16."""
@@ -132,16 +150,22 @@ def test_compiles_for_tpu(monkeypatch):
     target = {k: NamedSharding(rollout, specs[k]) for k in shapes}
     plan = make_plan(source, target, dtype=jnp.bfloat16)
     transport = CollectiveTransport(plan, [x.sharding for x in jax.tree.leaves(source)], jax.tree.leaves(target))
-    (bucket,) = transport.buckets
-    programs = transport.programs(bucket)
+    (programs,) = transport.programs
+    start = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(trainer, Spec()))
+    rows = programs.slots.table_WC
+    table = jax.ShapeDtypeStruct(rows.shape, np.int32, sharding=NamedSharding(trainer, Spec(trainer.axis_names)))
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in jax.tree.leaves(source)]
-    programs.spread.lower(leaves).compile()
-    text = programs.cross.lower(programs.tiles).compile().as_text()
-    assert "collective-permute" in text
-    crossed = sum(math.prod(c.tile) * 2 * len(transport.ports.links) for c in transport.crossings)
-    assert crossed == 2 * (math.prod(shapes["embed"]) + math.prod(shapes["up"]) + 8 * 2 * 1024 // 8)
+    packing = programs.pack.lower(start, table, leaves).compile()
+    assert "all-to-all" not in packing.as_text() and "all-gather" not in packing.as_text()
+    text = programs.cross.lower(programs.buffers).compile().as_text()
+    # Every value crosses once, but for the small norm, which goes to all eight.
+    assert transport.crossing_bytes == 2 * (math.prod(shapes["embed"]) + math.prod(shapes["up"]) + 8 * 2 * 1024)
+    assert collective_bytes(text) == transport.crossing_bytes
     landed = [
-        jax.ShapeDtypeStruct(transport.crossings[i].target_shape, jnp.bfloat16, sharding=transport.crossings[i].target)
-        for i in bucket
+        jax.ShapeDtypeStruct((p.words * 8,), p.dtype, sharding=NamedSharding(rollout, Spec(rollout.axis_names)))
+        for p in programs.parcels
     ]
-    assert "all-gather" in programs.gather.lower(landed).compile().as_text()
+    start = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(rollout, Spec()))
+    rows = programs.rounds.table_WC
+    table = jax.ShapeDtypeStruct(rows.shape, np.int32, sharding=NamedSharding(rollout, Spec(rollout.axis_names)))
+    assert "all-gather" in programs.unpack.lower(start, table, landed, []).compile().as_text()

@@ -1,0 +1,173 @@
+"""Measures moving weights between the processes of a fake pod: `python -m podrl.bench reshard --local_processes=4`."""
+
+import argparse
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from podrl import bench_trees
+
+DEADLINE_S = 900.0
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Starts the processes, each with its share of CPU devices, and gathers what they measure.
+
+    The trainer mesh (--src) lies on the first processes, the rollout mesh (--dst) on the others; the weights go by the
+    collective transport.
+
+    Returns:
+      The figures of the one-process benchmark, each that of the slowest or fullest process, except device_put_ms and
+      speedup (plain jax.device_put does not move between processes); raw_ms (one ppermute of one array with as many
+      bytes, between the same devices), raw_gb_s (bytes that cross over it), gb_s likewise for the move, and raw_share
+      (the move's rate over that of the raw collective).
+
+    Raises:
+      ValueError: meshes that do not fill whole processes.
+      RuntimeError: a process failed; its output is in the message.
+    """
+    from podrl.mesh.build import parse_mesh
+
+    source, target = (math.prod(parse_mesh(getattr(args, k), key=f"--{k}")) for k in ("src", "dst"))
+    have = args.local_processes * args.fake_devices
+    if source % args.fake_devices or source + target != have:
+        raise ValueError(
+            f"--src {args.src} and --dst {args.dst} need {source} + {target} devices, --local_processes="
+            f"{args.local_processes} of --fake_devices={args.fake_devices} have {have}: they must be all used, and "
+            "--src must end where a process ends."
+        )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    with tempfile.TemporaryDirectory() as folder:
+        return _gather(_figures(args, coordinator, Path(folder)))
+
+
+def _figures(args: argparse.Namespace, coordinator: str, folder: Path) -> list[dict[str, Any]]:
+    """What each process measured."""
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={args.fake_devices}",
+    }
+    ranks = range(args.local_processes)
+    logs = [folder / f"{rank}.log" for rank in ranks]
+    workers: list[subprocess.Popen] = []
+    try:
+        for rank in ranks:
+            command = [sys.executable, "-m", "podrl.bench_reshard_pod", coordinator, str(rank), json.dumps(vars(args))]
+            with logs[rank].open("w") as log:
+                workers.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        codes = [worker.wait(timeout=DEADLINE_S) for worker in workers]
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+    for rank, code in enumerate(codes):
+        if code:
+            raise RuntimeError(f"Process {rank} of the fake pod ended with code {code}:\n{logs[rank].read_text()}")
+    return [json.loads(log.read_text().splitlines()[-1]) for log in logs]
+
+
+def _gather(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {name: max(one[name] for one in each) for name in each[0]}
+    crossing = figures["crossing_bytes"]
+    figures["raw_gb_s"] = crossing / figures["raw_ms"] / 1e6
+    figures["gb_s"] = crossing / figures["median_ms"] / 1e6
+    figures["raw_share"] = figures["raw_ms"] / figures["median_ms"]
+    return figures
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    """One process's part; all make the same calls in the same order."""
+    import jax
+
+    from podrl.mesh.reshard.collective import CollectiveTransport
+    from podrl.mesh.reshard.move import default_bucket_bytes
+    from podrl.mesh.reshard.plan import make_plan
+    from podrl.mesh.reshard.publish import Publisher
+
+    source, targets = bench_trees.trees(args)
+    places = [leaf.sharding for leaf in jax.tree.leaves(source)]
+    sends = any(d.process_index == jax.process_index() for d in places[0].device_set)
+    tree = bench_trees.random_tree(source) if sends else None
+    leaves = jax.tree.leaves(tree) if sends else None
+    bucket_bytes = args.bucket_bytes or default_bucket_bytes(jax.tree.leaves(targets)[0])
+    plan_s, plan = bench_trees.timed(
+        lambda: make_plan(source, targets, dtype=args.dst_dtype, bucket_bytes=bucket_bytes)
+    )
+    transport = CollectiveTransport(plan, places, jax.tree.leaves(targets))
+
+    def move() -> Any:
+        return jax.block_until_ready(transport.move(leaves))
+
+    compiles: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: compiles.append(event))
+    first_s, _ = bench_trees.timed(move)
+    compiles.clear()
+    median_s = bench_trees.median(move, args.repeats)
+    built = sum(name.endswith("backend_compile_duration") for name in compiles)
+    raw, crossing_bytes = _raw(transport)
+    raw_s = bench_trees.median(raw, args.repeats)
+    publisher = Publisher(source, targets, target_dtype=args.dst_dtype, bucket_bytes=bucket_bytes)
+    publish_s = bench_trees.median(lambda: publisher.publish(tree, 1), max(3, args.repeats // 3))
+    received = sum(leaf.box_bytes * leaf.source_WM.size for leaf in plan.leaves)
+    share = len(jax.local_devices()) / len(plan.leaves[0].target.device_ids)
+    return {
+        "plan_ms": plan_s * 1e3,
+        "first_ms": first_s * 1e3,
+        "median_ms": median_s * 1e3,
+        "publish_ms": publish_s * 1e3,
+        "bytes_moved": plan.moved_bytes,
+        "crossing_bytes": crossing_bytes,
+        "raw_ms": raw_s * 1e3,
+        "peak_extra_bytes": bench_trees.peak_extra_bytes(move, 0 if sends else int(received * share)),
+        "compiles_after_first": built,
+        "memcpy_gb_s": bench_trees.memcpy_gb_s(plan.source_bytes),
+        "leaves": len(plan.leaves),
+        "source_bytes": plan.source_bytes,
+        "target_bytes": plan.target_bytes,
+    }
+
+
+def _raw(transport: Any) -> tuple[Any, int]:
+    """(one ppermute of as many bytes as cross in a move, from source to target devices; those bytes)."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as Spec
+
+    union, sources = transport.union, transport.source.size
+    links = [(k, sources + k) for k in range(min(sources, union.size - sources))]
+    each = transport.crossing_bytes // len(links)
+    row = NamedSharding(union, Spec(*union.axis_names))
+    here = [jax.device_put(np.ones((1, each), np.uint8), d) for d in union.local_devices]
+    array = jax.make_array_from_single_device_arrays((union.size, each), row, here)
+    permute = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, union.axis_names[0], links), mesh=union, in_specs=row.spec, out_specs=row.spec
+    )
+    program = jax.jit(permute, out_shardings=row)
+    return lambda: jax.block_until_ready(program(array)), transport.crossing_bytes
+
+
+def main(argv: Sequence[str]) -> None:
+    """One process: the coordinator's address, this process's rank, and the arguments of the benchmark as JSON."""
+    import jax
+
+    coordinator, rank, words = argv
+    args = argparse.Namespace(**json.loads(words))
+    jax.distributed.initialize(coordinator, args.local_processes, int(rank), cluster_detection_method="deactivate")
+    sys.stdout.write(json.dumps(_measure(args)) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

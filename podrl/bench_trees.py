@@ -1,0 +1,114 @@
+"""What the reshard benchmarks share: the trees they move, the clock, and the measures of memory."""
+
+import ctypes
+import dataclasses
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def trees(args: Any) -> tuple[Any, Any]:
+    """(shapes on the source mesh, shardings on the target mesh)."""
+    import jax
+
+    from podrl.mesh.build import make_mesh, parse_mesh
+    from podrl.mesh.rules import sharding_for
+    from podrl.models import decoder
+    from podrl.models.config import LoraConfig, gemma2_config
+
+    source, target = (math.prod(parse_mesh(getattr(args, k), key=f"--{k}")) for k in ("src", "dst"))
+    devices = jax.devices()
+    rest = devices[source:] if len(devices) >= source + target else devices
+    meshes = make_mesh(args.src, devices[:source], key="--src"), make_mesh(args.dst, rest[:target], key="--dst")
+    if args.leaves:
+        shape = tuple(int(n) for n in args.leaf_shape.split("x"))
+        trees = [
+            {
+                f"w{i:04d}": jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_for(("embed", "mlp"), shape, mesh))
+                for i in range(args.leaves)
+            }
+            for mesh, dtype in zip(meshes, (args.src_dtype, args.dst_dtype), strict=True)
+        ]
+    else:
+        model = gemma2_config(
+            vocab_size=args.vocab,
+            num_layers=args.layers,
+            model_dim=args.dim,
+            ffn_dim=args.ffn,
+            num_heads=args.heads,
+            num_kv_heads=args.kv_heads,
+            head_dim=args.head_dim,
+        )
+        if args.lora_rank:
+            model = dataclasses.replace(model, lora=LoraConfig(rank=args.lora_rank))
+        trees = [decoder.abstract_params(model, mesh, np.dtype(args.src_dtype)) for mesh in meshes]
+    return trees[0], jax.tree.map(lambda leaf: leaf.sharding, trees[1])
+
+
+def random_tree(tree: Any) -> Any:
+    """Random arrays in the place of shapes."""
+    import jax
+
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def make(key: Any) -> list[Any]:
+        return [
+            jax.random.normal(jax.random.fold_in(key, i), leaf.shape, np.float32).astype(leaf.dtype)
+            for i, leaf in enumerate(leaves)
+        ]
+
+    made = jax.jit(make, out_shardings=[leaf.sharding for leaf in leaves])(jax.random.key(0))
+    return jax.block_until_ready(jax.tree.unflatten(treedef, made))
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """(seconds, result) of one call."""
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+def median(work: Callable[[], Any], repeats: int) -> float:
+    """Median seconds, after one call that does not count; each result is dropped before the next call."""
+    work()
+    return statistics.median(timed(work)[0] for _ in range(repeats))
+
+
+def memcpy_gb_s(size: int) -> float:
+    """Bytes read plus written per nanosecond by numpy.copyto of `size` bytes into memory that has been used before."""
+    source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
+    return 2 * size / median(lambda: np.copyto(target, source), 7) / 1e9
+
+
+def peak_extra_bytes(move: Callable[[], Any], target_bytes: int) -> int:
+    """Most memory in use during a move beyond what was there before and the result; -1 where it cannot be seen."""
+    import jax
+
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(stats):
+        result = move()
+        after = [device.memory_stats() for device in jax.local_devices()]
+        del result
+        return max(s["peak_bytes_in_use"] - s["bytes_in_use"] for s in after)
+    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not clear.exists():
+        return -1
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    clear.write_text("5")  # resets the high-water mark of resident memory
+
+    def resident(field: str) -> int:
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1]) * 1024
+
+    before = resident("VmRSS:")
+    result = move()
+    peak = resident("VmHWM:") - before - target_bytes
+    del result
+    return peak
