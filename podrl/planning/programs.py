@@ -297,27 +297,30 @@ def weight_move(setting: Setting) -> Move:
         out = _Ends.of(setting, trainer.devices(), _far(rollout, trainer))
     # The same with the sides' slices exchanged: a program must have devices in the first slice of its topology.
     back = _Ends.of(setting, _far(trainer, rollout), rollout.devices())
-    size = lambda bucket: sum(math.prod(out.transport.crossings[i].tile) for i in bucket)  # noqa: E731
-    bucket = max(out.transport.buckets, key=size)
-    sent, received = out.transport.programs(bucket), back.transport.programs(bucket)
-    leaves = [out.leaves[i] for i in bucket]
-    landed = [
-        jax.ShapeDtypeStruct(crossing.target_shape, back.plan.leaves[i].target_dtype, sharding=crossing.target)
-        for i, crossing in ((i, back.transport.crossings[i]) for i in bucket)
-    ]
+    buckets = out.transport.crossing.buckets
+    largest = max(range(len(buckets)), key=lambda n: buckets[n].bytes)
+    sent, received = out.transport.programs[largest], back.transport.programs[largest]
+    leaving, arriving = out.transport.arguments(largest), back.transport.arguments(largest)
     programs = [
-        Program("move: spread", TRAINER, lambda: sent.spread.lower(leaves), 0, out.held, slices=trainer.slices),
-        Program("move: gather", ROLLOUT, lambda: received.gather.lower(landed), 0, out.kept, slices=rollout.slices),
+        Program("move: pack", TRAINER, lambda: sent.pack.lower(*leaving["pack"]), 0, out.held, slices=trainer.slices),
+        Program(
+            "move: unpack",
+            ROLLOUT,
+            lambda: received.unpack.lower(*arriving["unpack"]),
+            0,
+            out.kept,
+            slices=rollout.slices,
+        ),
     ]
     note = "The crossing is planned but not compiled: one program spans both topologies, which differ."
     if trainer == rollout:
         most, slices = max(out.held, out.kept), 2 * trainer.slices
         programs.append(
-            Program("move: cross", BOTH, lambda: sent.cross.lower(list(sent.tiles)), 0, most, slices=slices)
+            Program("move: cross", BOTH, lambda: sent.cross.lower(*leaving["cross"]), 0, most, slices=slices)
         )
         note = ""
     rate = min(trainer.chip.dcn_rate, rollout.chip.dcn_rate)
-    return Move(out.plan, rate, tuple(programs), len(out.transport.buckets), note)
+    return Move(out.plan, rate, tuple(programs), sum(b.parts for b in buckets), note)
 
 
 def _far(topology: Topology, other: Topology) -> list[Any]:

@@ -142,6 +142,31 @@ class CollectiveTransport:
             for parcel in programs.parcels
         )
 
+    def arguments(self, number: int) -> dict[str, tuple[Any, ...]]:
+        """Shapes of the arguments of a bucket's 'pack', 'cross' and 'unpack', for compiling ahead of time."""
+        bucket, programs = self.crossing.buckets[number], self.programs[number]
+
+        def common(mesh: Mesh, tables: Tables) -> list[jax.ShapeDtypeStruct]:
+            start, rows = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(mesh.axis_names))
+            return [
+                jax.ShapeDtypeStruct((), np.int32, sharding=start),
+                jax.ShapeDtypeStruct(tables.table_WC.shape, np.int32, sharding=rows),
+            ]
+
+        given, landed, so_far = [], [], []
+        for i in bucket.leaves:
+            leaf = self.plan.leaves[i]
+            given.append(jax.ShapeDtypeStruct(leaf.shape, leaf.source_dtype, sharding=self._sources[i]))
+            so_far.append(jax.ShapeDtypeStruct(leaf.shape, leaf.target_dtype, sharding=self._landings[i]))
+        place = NamedSharding(self.target, Spec(self.target.axis_names))
+        for parcel in programs.parcels:
+            landed.append(jax.ShapeDtypeStruct((parcel.words * self.target.size,), parcel.dtype, sharding=place))
+        return {
+            "pack": (*common(self.source, programs.slots), given),
+            "cross": (list(programs.buffers),),
+            "unpack": (*common(self.target, programs.rounds), landed, so_far if bucket.parts > 1 else []),
+        }
+
     def move(self, leaves: Sequence[Array] | None, *, donate: bool = False) -> list[Array] | None:
         """The leaves on their target shardings, in the target dtypes.
 

@@ -151,21 +151,11 @@ def test_compiles_for_tpu(monkeypatch):
     plan = make_plan(source, target, dtype=jnp.bfloat16)
     transport = CollectiveTransport(plan, [x.sharding for x in jax.tree.leaves(source)], jax.tree.leaves(target))
     (programs,) = transport.programs
-    start = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(trainer, Spec()))
-    rows = programs.slots.table_WC
-    table = jax.ShapeDtypeStruct(rows.shape, np.int32, sharding=NamedSharding(trainer, Spec(trainer.axis_names)))
-    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in jax.tree.leaves(source)]
-    packing = programs.pack.lower(start, table, leaves).compile()
+    shapes_of = transport.arguments(0)
+    packing = programs.pack.lower(*shapes_of["pack"]).compile()
     assert "all-to-all" not in packing.as_text() and "all-gather" not in packing.as_text()
-    text = programs.cross.lower(programs.buffers).compile().as_text()
+    text = programs.cross.lower(*shapes_of["cross"]).compile().as_text()
     # Every value crosses once, but for the small norm, which goes to all eight.
     assert transport.crossing_bytes == 2 * (math.prod(shapes["embed"]) + math.prod(shapes["up"]) + 8 * 2 * 1024)
     assert collective_bytes(text) == transport.crossing_bytes
-    landed = [
-        jax.ShapeDtypeStruct((p.words * 8,), p.dtype, sharding=NamedSharding(rollout, Spec(rollout.axis_names)))
-        for p in programs.parcels
-    ]
-    start = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(rollout, Spec()))
-    rows = programs.rounds.table_WC
-    table = jax.ShapeDtypeStruct(rows.shape, np.int32, sharding=NamedSharding(rollout, Spec(rollout.axis_names)))
-    assert "all-gather" in programs.unpack.lower(start, table, landed, []).compile().as_text()
+    assert "all-gather" in programs.unpack.lower(*shapes_of["unpack"]).compile().as_text()
