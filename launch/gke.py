@@ -16,6 +16,7 @@ What happens to a failure:
 """
 
 import argparse
+import secrets
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -105,8 +106,8 @@ def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
             },
             "ttlSecondsAfterFinished": 86400,
             "replicatedJobs": [
-                _replicated_job("trainer", trainer, args, extra, rollout),
-                _replicated_job("rollout", rollout, args, extra, rollout),
+                _replicated_job("trainer", trainer, args, extra, trainer, rollout),
+                _replicated_job("rollout", rollout, args, extra, trainer, rollout),
             ],
         },
     }
@@ -117,6 +118,7 @@ def _replicated_job(
     slices: machines.Slices,
     args: argparse.Namespace,
     extra: Sequence[str],
+    trainer: machines.Slices,
     rollout: machines.Slices,
 ) -> dict[str, Any]:
     job: dict[str, Any] = {
@@ -133,7 +135,7 @@ def _replicated_job(
         job["podFailurePolicy"] = {"rules": [rule]}
     job["template"] = {
         "metadata": {"labels": {"app.kubernetes.io/name": "podrl", "app.kubernetes.io/component": role}},
-        "spec": _pod(role, slices, args, extra, rollout),
+        "spec": _pod(role, slices, args, extra, trainer, rollout),
     }
     # A slice of several hosts is a node pool, which one job must have for itself; a slice of one host is a node.
     domain = "cloud.google.com/gke-nodepool" if slices.hosts > 1 else "kubernetes.io/hostname"
@@ -150,6 +152,7 @@ def _pod(
     slices: machines.Slices,
     args: argparse.Namespace,
     extra: Sequence[str],
+    trainer: machines.Slices,
     rollout: machines.Slices,
 ) -> dict[str, Any]:
     selector = {
@@ -168,7 +171,7 @@ def _pod(
         "name": "podrl",
         "image": args.image,
         "command": command.podrl_command(args.config, args.workdir, extra),
-        "env": _environment(role, slices, args, rollout),
+        "env": _environment(role, slices, args, trainer, rollout),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in PORTS.items()],
         "resources": {"requests": chips, "limits": chips},
         "securityContext": security,
@@ -191,7 +194,7 @@ def _pod(
 
 
 def _environment(
-    role: str, slices: machines.Slices, args: argparse.Namespace, rollout: machines.Slices
+    role: str, slices: machines.Slices, args: argparse.Namespace, trainer: machines.Slices, rollout: machines.Slices
 ) -> list[dict[str, Any]]:
     """Role and rank as podrl/runtime/detect.py reads them; $(NAME) is filled in by the kubelet."""
     from_labels = [
@@ -204,13 +207,28 @@ def _environment(
         "PODRL_PLATFORM": "jobset_split",
         "PODRL_SLICES": str(slices.count),
         "PODRL_HOSTS_PER_SLICE": str(slices.hosts),
+        "PODRL_TRAINER_SLICES": str(trainer.count),
+        "PODRL_TRAINER_HOSTS_PER_SLICE": str(trainer.hosts),
         "PODRL_ROLLOUT_SLICES": str(rollout.count),
         "PODRL_ROLLOUT_HOSTS_PER_SLICE": str(rollout.hosts),
         "PODRL_COORDINATOR": f"$(PODRL_JOBSET)-$(PODRL_ROLE)-{leader}-0.$(PODRL_JOBSET):{COORDINATOR_PORT}",
         "PODRL_CHANNEL": f"$(PODRL_JOBSET)-trainer-0-0.$(PODRL_JOBSET):{CHANNEL_PORT}",
         **command.environment(args.env),
     }
-    return from_labels + [{"name": name, "value": value} for name, value in values.items()]
+    key = {"name": f"{args.name}-channel", "key": "secret"}
+    secret = {"name": "PODRL_SECRET", "valueFrom": {"secretKeyRef": key}}
+    return [*from_labels, secret, *({"name": name, "value": value} for name, value in values.items())]
+
+
+def channel_secret(args: argparse.Namespace) -> dict[str, Any]:
+    """The Secret whose key the pods encrypt what they tell each other with; a new one for every submission."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{args.name}-channel", "namespace": args.namespace},
+        "type": "Opaque",
+        "stringData": {"secret": secrets.token_hex(16)},
+    }
 
 
 def to_yaml(document: dict[str, Any]) -> str:
@@ -228,7 +246,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the manifest, submits it on --apply; returns the exit code."""
     args, extra = parse(argv)
     try:
-        text = to_yaml(manifest(args, extra))
+        jobset = manifest(args, extra)
+        text = f"{to_yaml(channel_secret(args))}---\n{to_yaml(jobset)}"
     except ValueError as error:
         sys.stderr.write(f"launch.gke: {error}\n")
         return 1

@@ -98,7 +98,9 @@ copy_code() {
   else
     (cd "$root" && find . \( -name .git -o -name __pycache__ -o -name runs \) -prune -o -type f -print0) >"$scratch/names"
   fi
-  run tar -czf "$scratch/$archive" -C "$root" --null -T "$scratch/names"
+  # What the hosts encrypt their channel with: the same on all, new for every run, on no command line.
+  (umask 077 && od -An -N16 -tx1 /dev/urandom | tr -d ' \n' >"$scratch/.podrl-secret")
+  run tar -czf "$scratch/$archive" -C "$scratch" .podrl-secret -C "$root" --null -T "$scratch/names"
   run gcloud compute tpus tpu-vm scp "$scratch/$archive" "$tpu:$archive" "${where[@]}" --worker=all
 }
 

@@ -101,7 +101,7 @@ start() {
   mkdir -p "$base/work"
   ln -sfn "$base/code/configs" "$base/work/configs"
   cd "$base/work"
-  setsid nohup env "PYTHONPATH=$code" "${environment[@]}" bash "$code/launch/tpu_vm_worker.sh" supervise "--max_restarts=$max_restarts" -- \
+  setsid nohup env "PYTHONPATH=$code" "PODRL_SECRET_FILE=$code/.podrl-secret" "${environment[@]}" bash "$code/launch/tpu_vm_worker.sh" supervise "--max_restarts=$max_restarts" -- \
     "$interpreter" -m podrl.launch "${arguments[@]}" >"$base/logs/$identity.log" 2>&1 </dev/null &
   printf '%s\n' "$!" >"$state/pid"
   say "started run $identity, pid $!"

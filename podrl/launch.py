@@ -40,6 +40,9 @@ _LOCAL = flags.DEFINE_integer(
 _FAKE = flags.DEFINE_integer(
     "fake_devices", None, "CPU devices each process fakes, instead of config.fake_devices shared out among them."
 )
+_SHARED = flags.DEFINE_bool(
+    "shared_workdir", False, "All hosts see one --workdir, though its file system looks like this host's own."
+)
 _DEBUG = flags.DEFINE_bool("debug", False, "Print the whole traceback of user errors too.")
 
 
@@ -124,7 +127,7 @@ def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
     topology = _early(argv, "topology", "auto", prefix="--")
     cluster = detect.detect(os.environ, topology=topology, metadata=detect.tpu_vm_metadata(os.environ))
     detect.check_pathways(cluster)
-    if cluster.topology == "pathways" or cluster.kind == "jobset_split":
+    if cluster.topology == "pathways":
         raise ValueError(
             f"This environment is a {cluster.kind} cluster (topology {cluster.topology}): training in that topology is "
             "not supported yet. Run in one jax.distributed cluster (--topology=shared) or on one host."
@@ -138,23 +141,24 @@ def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
         )
     mounts = pathlib.Path("/proc/mounts")
     text = mounts.read_text() if mounts.exists() else ""
-    detect.check_shared_directory(str(pathlib.Path(workdir or "runs").absolute()), cluster, text)
+    if "--shared_workdir" not in argv:
+        detect.check_shared_directory(str(pathlib.Path(workdir or "runs").absolute()), cluster, text)
     return cluster
 
 
-def _hosts(argv: Sequence[str], config: ConfigDict, processes: int) -> roles.Hosts:
-    """Who does what among several processes, from the configuration and its overrides."""
+def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str]:
+    """Host lists of trainers and rollouts, from the configuration and its overrides."""
     given = config.to_dict().get("roles", {})
 
     def hosts(role: str) -> str:
         return _early(argv, f"roles.{role}.hosts", given.get(role, {}).get("hosts", ""))
 
-    return roles.assign(hosts(roles.TRAINER), hosts(roles.ROLLOUT), processes)
+    return hosts(roles.TRAINER), hosts(roles.ROLLOUT)
 
 
 def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: int) -> int:
     """Runs this very command in several processes of this machine."""
-    hosts = _hosts(argv, config, processes)
+    hosts = roles.assign(*_hosts(argv, config), processes)
     devices = _early(argv, "fake_devices", config.get("fake_devices", 0))
     share = _early(argv, "fake_devices", max(devices // processes, 1), prefix="--")
     own = ("--local_processes", "--fake_devices")
@@ -204,9 +208,9 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     cluster = _find_cluster(rest)
     devices = _early(rest, "fake_devices", config.get("fake_devices", 0))
     environment.prepare(os.environ, fake_devices=_early(rest, "fake_devices", devices, prefix="--"))
-    if cluster.process_count > 1:
-        seat = joining.take_seat(cluster, _hosts(rest, config, cluster.process_count), os.environ)
-        joined.append(joining.join(cluster, seat))
+    if cluster.process_count > 1 or cluster.topology == "split":
+        hosts = joining.hosts_of(cluster, *_hosts(rest, config))
+        joined.append(joining.join(cluster, joining.take_seat(cluster, hosts, os.environ)))
     from podrl.learner import job  # after the environment is prepared: this imports jax
 
     values, extra = resolve(config, rest)

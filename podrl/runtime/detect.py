@@ -7,8 +7,9 @@ environment but on its metadata server; `tpu_vm_metadata` fetches it, and `detec
 Variables read, by platform (the first that matches decides):
   pathways      JAX_PLATFORMS names `proxy`; JAX_BACKEND_TARGET is the proxy's address.
   jobset_split  PODRL_PLATFORM=jobset_split with PODRL_ROLE, PODRL_SLICE_INDEX, PODRL_SLICES, PODRL_HOST_INDEX,
-                PODRL_HOSTS_PER_SLICE, PODRL_COORDINATOR, PODRL_CHANNEL (written by launch/gke.py, filled in by the
-                kubelet from the pod's labels).
+                PODRL_HOSTS_PER_SLICE, PODRL_TRAINER_SLICES, PODRL_TRAINER_HOSTS_PER_SLICE, PODRL_ROLLOUT_SLICES,
+                PODRL_ROLLOUT_HOSTS_PER_SLICE, PODRL_COORDINATOR, PODRL_CHANNEL (written by launch/gke.py, filled in
+                by the kubelet from the pod's labels).
   local         PODRL_PLATFORM=local with PODRL_PROCESS_INDEX, PODRL_PROCESS_COUNT, PODRL_COORDINATOR, PODRL_ROLE.
   multislice    MEGASCALE_NUM_SLICES > 1 with MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS, and as gke.
   gke           TPU_WORKER_ID and TPU_WORKER_HOSTNAMES (or TPU_PROCESS_ADDRESSES), injected by GKE.
@@ -61,6 +62,7 @@ class Cluster:
       slice_count: slices of that role or job.
       coordinator: 'host:port' of process 0 of the cluster; for pathways the proxy's target; '' for one process.
       channel: 'host:port' at which trainer process 0 listens for the others; '' where the platform does not say.
+      trainers, rollouts: processes of each role in the whole job, where the platform decides roles; 0 elsewhere.
       restart_attempt: how often the platform has restarted the job, 0 if it does not say.
       unset: environment variables to remove before jax is imported, because they would join separate clusters.
     """
@@ -74,6 +76,8 @@ class Cluster:
     slice_count: int = 1
     coordinator: str = ""
     channel: str = ""
+    trainers: int = 0
+    rollouts: int = 0
     restart_attempt: int = 0
     unset: tuple[str, ...] = ()
 
@@ -183,11 +187,18 @@ def _jobset_split(environment: Mapping[str, str]) -> Cluster:
         slice_count=slices,
         coordinator=_address(environment, "PODRL_COORDINATOR"),
         channel=_address(environment, "PODRL_CHANNEL"),
+        trainers=_processes(environment, "TRAINER"),
+        rollouts=_processes(environment, "ROLLOUT"),
         restart_attempt=_restart_attempt(environment),
         # GKE gives every replica of a replicated job the MEGASCALE variables of one multislice job. Rollout slices, and
         # a trainer of one slice, are clusters of their own.
         unset=() if joined else MEGASCALE,
     )
+
+
+def _processes(environment: Mapping[str, str], role: str) -> int:
+    slices = _integer(environment, f"PODRL_{role}_SLICES", low=1)
+    return slices * _integer(environment, f"PODRL_{role}_HOSTS_PER_SLICE", low=1)
 
 
 def _local(environment: Mapping[str, str]) -> Cluster:
@@ -367,7 +378,8 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
     hosts = f"{cluster.process_count} hosts" + (" in this role alone" if cluster.topology == "split" else "")
     raise ValueError(
         f"checkpoint directory is host-local and this run has {hosts}: {flag}={path} names a different directory on "
-        f"each. Use {flag}=gs://BUCKET/RUN, or a directory on a mounted network file system."
+        f"each. Use {flag}=gs://BUCKET/RUN or a directory on a mounted network file system, or say --shared_workdir if "
+        "it is one."
     )
 
 

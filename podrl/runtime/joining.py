@@ -1,12 +1,13 @@
 """From the environment to a place in the job: who this process is, and how it comes to the others."""
 
 import os
+import pathlib
 from collections.abc import Mapping
 
 from podrl.runtime.channel import interface_towards
 from podrl.runtime.detect import Cluster
 from podrl.runtime.pod import Pod, Seat
-from podrl.runtime.roles import Hosts, assign
+from podrl.runtime.roles import ROLLOUT, Hosts, assign
 
 JOIN_S = 300.0
 # Compiling a large model keeps a process silent for minutes.
@@ -25,6 +26,15 @@ def hosts_of(cluster: Cluster, trainer: str, rollout: str) -> Hosts:
     Raises:
       ValueError: hosts that do not fit the job, or that contradict roles the platform has given.
     """
+    if cluster.trainers:
+        if trainer or rollout:
+            raise ValueError(
+                f"roles.trainer.hosts={trainer!r} and roles.rollout.hosts={rollout!r}: this platform has given every "
+                "host its role; leave both empty."
+            )
+        return Hosts(
+            tuple(range(cluster.trainers)), tuple(range(cluster.trainers, cluster.trainers + cluster.rollouts))
+        )
     return assign(trainer, rollout, cluster.process_count)
 
 
@@ -35,6 +45,8 @@ def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) ->
       ValueError: the job's secret is missing.
     """
     secret = environment.get("PODRL_SECRET", "")
+    if not secret and (file := environment.get("PODRL_SECRET_FILE")):
+        secret = pathlib.Path(file).read_text().strip()
     if not secret:
         raise ValueError(
             "PODRL_SECRET is not set: the processes of a job encrypt what they tell each other with it. Set the same "
@@ -44,7 +56,10 @@ def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) ->
     if not leader:
         host, _, port = cluster.coordinator.rpartition(":")
         leader = f"{host}:{int(port) + _CHANNEL_PORT_AFTER_COORDINATOR}"
-    return Seat(cluster.process_index, hosts, leader, secret, disposable=cluster.topology == "split")
+    process = cluster.process_index
+    if cluster.trainers and cluster.role == ROLLOUT:  # every rollout slice counts its own hosts from 0
+        process += cluster.trainers + cluster.slice_index * cluster.process_count
+    return Seat(process, hosts, leader, secret, disposable=cluster.topology == "split")
 
 
 def join(cluster: Cluster, seat: Seat, *, deadline_s: float = JOIN_S) -> Pod:

@@ -2,13 +2,13 @@
 
 import copy
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 import yaml
+from kubelet import pods
 
 from launch import gke
 from podrl.runtime import detect
@@ -33,44 +33,6 @@ def job(document: dict, role: str) -> dict:
 
 def pod_spec(document: dict, role: str) -> dict:
     return job(document, role)["template"]["spec"]["template"]["spec"]
-
-
-def pods(document: dict) -> list[dict[str, str]]:
-    """The environment of every pod: labels as the JobSet and Job controllers set them, $(NAME) as the kubelet fills
-    them in, and the variables GKE injects into TPU pods of a JobSet."""
-    name = document["metadata"]["name"]
-    found = []
-    for replicated in document["spec"]["replicatedJobs"]:
-        spec = replicated["template"]["spec"]
-        for index in range(replicated["replicas"]):
-            hosts = [f"{name}-{replicated['name']}-{index}-{h}.{name}" for h in range(spec["completions"])]
-            for host in range(len(hosts)):
-                labels = {
-                    "jobset.sigs.k8s.io/jobset-name": name,
-                    "jobset.sigs.k8s.io/replicatedjob-name": replicated["name"],
-                    "jobset.sigs.k8s.io/job-index": str(index),
-                    "jobset.sigs.k8s.io/restart-attempt": "2",
-                    "batch.kubernetes.io/job-completion-index": str(host),
-                }
-                environment = {
-                    "TPU_WORKER_ID": str(host),
-                    "TPU_WORKER_HOSTNAMES": ",".join(hosts),
-                    "MEGASCALE_NUM_SLICES": str(replicated["replicas"]),
-                    "MEGASCALE_SLICE_ID": str(index),
-                    "MEGASCALE_COORDINATOR_ADDRESS": f"{name}-{replicated['name']}-0-0.{name}",
-                }
-                for variable in spec["template"]["spec"]["containers"][0]["env"]:
-                    if "valueFrom" in variable:
-                        path = variable["valueFrom"]["fieldRef"]["fieldPath"]
-                        match = re.fullmatch(r"metadata\.labels\['(.+)'\]", path)
-                        assert match, path
-                        value = labels[match[1]]
-                    else:
-                        # Only variables that stand before it in the list are expanded.
-                        value = re.sub(r"\$\((\w+)\)", lambda m, e=environment: e[m[1]], variable["value"])
-                    environment[variable["name"]] = value
-                found.append(environment)
-    return found
 
 
 def test_every_pod_finds_its_role_and_rank():
@@ -227,11 +189,14 @@ def test_prints_without_apply_and_pipes_to_kubectl_with_it(tmp_path, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert gke.main(FLAGS) == 0
     printed = capfd.readouterr().out
-    assert yaml.safe_load(printed) == jobset() and not received.exists()
+    secret, printed_jobset = yaml.safe_load_all(printed)
+    assert printed_jobset == jobset() and not received.exists()
+    assert secret["metadata"] == {"name": "podrl-channel", "namespace": "default"}
+    assert len(secret["stringData"]["secret"]) == 32
     assert gke.main([*FLAGS, "--apply", "--dry_run"]) == 0
     assert "kubectl apply" in capfd.readouterr().err and not received.exists()
     assert gke.main([*FLAGS, "--apply"]) == 3
-    assert received.read_text() == printed
+    assert list(yaml.safe_load_all(received.read_text()))[1] == printed_jobset
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
 
 
