@@ -11,6 +11,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array
 
 from podrl.mesh.reshard.local import LocalTransport
+from podrl.mesh.reshard.pathways import PathwaysTransport, chosen, platforms
 from podrl.mesh.reshard.plan import Plan, make_plan
 from podrl.mesh.reshard.relayout import RelayoutTransport
 from podrl.types import PyTree
@@ -36,7 +37,9 @@ def default_bucket_bytes(sharding: Sharding) -> int:
 
 def transport_for(plan: Plan, sources: Sequence[Any], targets: Sequence[Any]) -> Transport:
     """The transport for meshes that this process sees whole."""
-    kind = RelayoutTransport if RelayoutTransport.fits(plan) else LocalTransport
+    if RelayoutTransport.fits(plan):
+        return RelayoutTransport(plan, sources, targets)
+    kind = PathwaysTransport if chosen(platforms()) else LocalTransport
     return kind(plan, sources, targets)
 
 
