@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_tokens_per_row", type=int, default=None)
     parser.add_argument("--max_seq_token_per_tpu", type=int, default=None)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--remat", default="dots", choices=("none", "dots", "full"))
+    parser.add_argument("--remat", default="dots", choices=("none", "dots", "full", "offload"))
     parser.add_argument("--steps", type=int, default=5, help="timed updates, each on other samples; the median counts")
     parser.add_argument("--devices", type=int, default=8, help="faked CPU devices where there is no accelerator")
     parser.add_argument("--seed", type=int, default=0)

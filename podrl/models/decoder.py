@@ -320,13 +320,41 @@ def unembed(params: PyTree, hidden_BTD: Float[Array, "B T D"], config: ModelConf
     return cap_logits(logits_BTV, config)
 
 
+_HOST = "pinned_host"
+
+
+def _offload(prim: Any, *args: Any, **params: Any) -> Any:
+    """What "dots" keeps, kept in the host's memory."""
+    if prim.name == "name":
+        kept = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[ATTENTION_NAME],
+            offload_src="device",
+            offload_dst=_HOST,
+        )
+    else:
+        kept = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", _HOST)
+    return kept(prim, *args, **params)
+
+
 _REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME),
     ),
+    "offload": _offload,
 }
+
+
+def _check_offload(mesh: Mesh | None) -> None:
+    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if _HOST not in kinds:
+        raise ValueError(
+            f"trainer.remat='offload' keeps activations in {_HOST} memory, which {device.device_kind} devices do not "
+            f"have ({', '.join(kinds)}): set trainer.remat='full' or 'dots'."
+        )
 
 
 def hidden(
@@ -348,9 +376,13 @@ def hidden(
       segment_BT: attention is causal within equal, non-zero segments; 0 is padding.
       position_BT: position inside the segment.
       dtype: compute dtype; parameters are cast where they are used.
-      remat: 'none', 'dots' (keep outputs of projections and attention) or 'full' (keep layer inputs only).
+      remat: 'none', 'dots' (keep outputs of projections and attention), 'full' (keep layer inputs only) or 'offload'
+        (keep what 'dots' keeps in the host's memory).
       mesh: where given, activations are pinned to the batch sharding.
       dropout_key: turns on the adapters' dropout (training only); without it, or at rate 0, nothing is dropped.
+
+    Raises:
+      ValueError: 'offload' on devices that cannot reach the host's memory.
     """
     dropping = config.lora.rank > 0 and config.lora.dropout > 0
 
@@ -374,6 +406,8 @@ def hidden(
             drop = adapter_dropout(config, dropout_key, info.index)
         return block(x_BTD, layer, info, position_BT, config, attend, mesh, drop)
 
+    if remat == "offload":
+        _check_offload(mesh)
     if remat != "none":
         step = jax.checkpoint(step, policy=_REMAT[remat], prevent_cse=False)
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)

@@ -25,7 +25,8 @@ class Measured:
       peak: bytes at the fullest moment, arguments and results included; what the compiler asked for where it refused.
       resident: bytes of arrays the program does not see.
       capacity: bytes a program may use.
-      compile_s: seconds of the compiler.
+      compile_s: seconds of tracing and of the compiler.
+      host: bytes of host memory for what `trainer.remat='offload'` keeps there, per chip.
       flops, bytes, collectives: of one execution; 0 and empty where the compiler refused.
       compute_s, memory_s, network_s: least seconds of one execution by each of them.
       uncounted: kernels whose operations are not in `flops`.
@@ -39,6 +40,7 @@ class Measured:
     resident: float
     capacity: float
     compile_s: float
+    host: float = 0.0
     flops: float = 0.0
     bytes: float = 0.0
     collectives: tuple[Collective, ...] = ()
@@ -97,6 +99,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False) -> Measured:
         resident=program.resident,
         capacity=chip.hbm,
         compile_s=seconds,
+        host=float(memory.host_temp_size_in_bytes),
         flops=flops,
         bytes=size,
         collectives=cost.collectives,

@@ -436,15 +436,15 @@ def _splash_flops(i: _Instruction, types: Mapping[str, str]) -> float | None:
     upper triangle is skipped, a shorter one that of a window.
     """
     products = next((n for name, n in _SPLASH_PRODUCTS.items() if i.name.startswith(name)), None)
-    shapes = [_dims(types[name]) for name in i.operands if types.get(name)]
-    grid = next((s for s in shapes if len(s) == 3), None)
-    q = next((s for s in shapes if len(s) == 4), None)
+    leaves = [next(_leaves(types[name])) for name in i.operands if types.get(name)]
+    grid = next((_dims(x.group(0)) for x in leaves if x.group(1).startswith("s") and x.group(2).count(",") == 2), None)
+    q = next((_dims(x.group(0)) for x in leaves if "f" in x.group(1) and x.group(2).count(",") >= 2), None)
     if products is None or grid is None or q is None:
         return None
-    B, N, T, H = q
     rows, columns = max(grid[1:]), min(grid[1:])
     share = (rows + 1) / (2 * rows) if rows == columns else columns / rows
-    return 2.0 * products * B * N * T * T * H * share
+    *heads, T, H = q
+    return 2.0 * products * math.prod(heads) * T * T * H * share
 
 
 def _group(attributes: str, devices: int, slices: int) -> tuple[int, bool]:

@@ -19,6 +19,7 @@ from podrl.mesh.reshard.collective import CollectiveTransport
 from podrl.mesh.reshard.plan import Plan, make_plan
 from podrl.mesh.reshard.relayout import RelayoutTransport
 from podrl.models import decoder
+from podrl.models.attention import BLOCK
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.sizes import config_of
@@ -146,7 +147,8 @@ def training_programs(setting: Setting) -> list[Program]:
     separate = loss.needs_reference() and (not frozen or bool(job.model.reference))
     reference = bytes_per_chip(whole) if separate else 0.0
     moments = bytes_per_chip(state.opt_state)
-    trips = _training_trips(setting, shape)
+    # Scoring always loops over the filled micro-batches, the update only where there can be several.
+    scored = _training_trips(setting, shape, looped=True)
     slices = setting.trainer.slices
     passes = job.updates_per_step / job.grpo.num_iterations
     programs = [
@@ -156,7 +158,7 @@ def training_programs(setting: Setting) -> list[Program]:
             lambda: update.lower(state, frozen, batch),  # pyright: ignore[reportFunctionMemberAccess]
             job.updates_per_step,
             resident=reference,
-            trips=trips,
+            trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
             slices=slices,
         )
     ]
@@ -170,7 +172,7 @@ def training_programs(setting: Setting) -> list[Program]:
                 lambda: score.lower(given, batch),  # pyright: ignore[reportFunctionMemberAccess]
                 passes,
                 resident=moments + trained + (bytes_per_chip(frozen) if separate else 0.0),
-                trips=trips,
+                trips=scored,
                 slices=slices,
             )
         )
@@ -182,24 +184,19 @@ def training_programs(setting: Setting) -> list[Program]:
                 lambda: score.lower(whole, batch),  # pyright: ignore[reportFunctionMemberAccess]
                 passes,
                 resident=moments + reference,
-                trips=trips,
+                trips=scored,
                 slices=slices,
             )
         )
     return programs
 
 
-def _training_trips(setting: Setting, shape: PackShape) -> Trips:
-    """Filled micro-batches; inside, the key blocks of blockwise attention, of which causality leaves half."""
+def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:
+    """Filled micro-batches where the program loops over them; in it, half the key blocks of blockwise attention."""
     planned = setting.job.rollout.max_prompt_length + setting.completion
     filled = max(1.0, math.ceil(shape.micro_batches * planned / setting.longest))
-    blocks = (max(1, shape.tokens // 512) + 1) / 2
-    single = shape.micro_batches == 1
-
-    def trips(depth: int) -> float:
-        return filled if depth == 0 and not single else blocks
-
-    return trips
+    blocks = (max(1, shape.tokens // BLOCK) + 1) / 2
+    return lambda depth: filled if looped and depth == 0 else blocks
 
 
 def rollout_programs(setting: Setting) -> list[Program]:

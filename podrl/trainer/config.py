@@ -57,7 +57,8 @@ class RLTrainingConfig:
       param_dtype: how trainable parameters are stored. bfloat16 keeps a float32 master copy in the optimizer.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 whatever it is.
       remat: what the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
-        fastest on CPU too) or 'full' (whole layers).
+        fastest on CPU too), 'full' (whole layers) or 'offload' (as 'dots', but what is kept waits in the host's memory;
+        TPU and GPU gain memory by it, on CPU it is the same memory).
       learning_rate, schedule, end_fraction, b1, b2, eps, weight_decay, max_grad_norm, mu_dtype, nu_dtype: see
         OptimizerConfig.
       warmup_fraction: share of all updates over which the learning rate rises.
@@ -80,7 +81,7 @@ class RLTrainingConfig:
     max_tokens_per_row: int | None = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["none", "dots", "full"] = "dots"
+    remat: Literal["none", "dots", "full", "offload"] = "dots"
     learning_rate: float = 1e-6
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_fraction: float = 0.0

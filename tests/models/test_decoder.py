@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +125,7 @@ def test_window_bounds_what_a_one_layer_model_sees():
     assert moved_T.tolist() == [False, False, True, True, True, False, False, False]  # window 3: itself and two behind
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", "full", "offload"])
 def test_rematerialisation_changes_no_gradient(params, tokens_BT, remat):
     segment_BT, position_BT = plain(tokens_BT)
 
@@ -179,3 +180,16 @@ def test_configuration_errors_name_the_numbers():
         ModelConfig(**(fields | {"num_kv_heads": 3}))
     with pytest.raises(ValueError, match="window_L has 2 entries for 3 layers"):
         ModelConfig(**(fields | {"num_layers": 3}))
+
+
+def test_offloading_needs_a_host_memory(params, tokens_BT):
+    class Device:
+        device_kind = "Abacus"
+
+        def addressable_memories(self):
+            return [types.SimpleNamespace(kind="beads")]
+
+    mesh = types.SimpleNamespace(devices=np.array([Device()], object), size=1)
+    ones_BT = jnp.ones_like(tokens_BT)
+    with pytest.raises(ValueError, match=r"trainer\.remat='offload' .* which Abacus devices do not have \(beads\)"):
+        decoder.hidden(params, tokens_BT, ones_BT, ones_BT, CONFIG, remat="offload", mesh=mesh)

@@ -135,6 +135,30 @@ ENTRY %main (x: f32[4,8,16], w: f32[4,16,2]) -> f32[4,8,2] {
     assert cost_of(text).flops == 2 * 4 * 8 * 16 * 2
 
 
+@pytest.mark.parametrize(
+    ("kernel", "grid", "flops"),
+    [
+        # Two products over the lower triangle of 4 x 4 blocks, diagonal included: 10 of 16.
+        ("splash_mha_fwd_segmented_residuals", "1,4,4", 2 * 2 * 2 * 8 * 512 * 512 * 64 * 10 / 16),
+        ("splash_mha_dkv_segmented_no_residuals", "1,4,4", 2 * 4 * 2 * 8 * 512 * 512 * 64 * 10 / 16),
+        # A window: 2 blocks of each row are listed.
+        ("splash_mha_dq_segmented_no_residuals", "1,4,2", 2 * 3 * 2 * 8 * 512 * 512 * 64 / 2),
+    ],
+)
+def test_attention_kernels_count_by_their_blocks(kernel: str, grid: str, flops: float):
+    text = f"""HloModule m
+
+ENTRY %main (g: s8[{grid}], q: bf16[2,8,512,64]) -> bf16[2,8,512,64] {{
+  %g = s8[{grid}]{{2,1,0}} parameter(0)
+  %q = bf16[2,8,512,64]{{3,2,1,0}} parameter(1)
+  ROOT %{kernel}.3 = bf16[2,8,512,64]{{3,2,1,0}} custom-call(%g, %q), custom_call_target="tpu_custom_call"
+}}
+"""
+    assert cost_of(text).flops == flops
+    unknown = cost_of(text.replace(kernel, "other_kernel"))
+    assert (unknown.flops, unknown.uncounted) == (0, ("other_kernel",))
+
+
 def test_a_scan_of_products_compiled_here():
     """The compiler of this machine: 6 layers scanned inside 5 rows, each a (8, 32) x (32, 32) product."""
 

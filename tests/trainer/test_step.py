@@ -160,7 +160,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(tiny):
     assert int(state.opt_state.count) == 1
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", "full", "offload"])
 def test_rematerialisation_does_not_change_the_update(tiny, remat):
     case = tiny()
     expected = _update(case, CrossEntropy())
