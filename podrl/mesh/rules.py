@@ -24,6 +24,7 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "mlp": ("tensor",),
     "norm": (),
     "rank": (),
+    "replica": ("data",),
     "time": (),
     "vocab": ("tensor",),
 }
