@@ -9,10 +9,10 @@ import pytest
 
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
-from podrl.models.config import LoraConfig, gemma2_config
-from podrl.rollout.config import RolloutConfig
+from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
+from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.rollout.rollout import RolloutWorker
-from podrl.types import Policy, Prompts
+from podrl.types import STOP_EOS, STOP_LENGTH, Policy, Prompts
 
 EOS = (1, 2, 3, 4, 5)
 MODEL = dataclasses.replace(
@@ -44,11 +44,9 @@ def letters(tokens: list[int]) -> str:
 class Tiny:
     """The tiny model's weights on a mesh, prompts for it, and its full forward pass."""
 
-    def __init__(self, mesh_spec: str, devices: int):
-        self.mesh = make_mesh(mesh_spec, jax.devices()[:devices])
-        self.shardings = jax.tree.map(
-            lambda x: x.sharding, decoder.abstract_params(MODEL, self.mesh, jnp.dtype("float32"))
-        )
+    def __init__(self, mesh_spec: str, devices: int, model: ModelConfig = MODEL, dtype: str = "float32"):
+        self.mesh, self.model, self.dtype = make_mesh(mesh_spec, jax.devices()[:devices]), model, jnp.dtype(dtype)
+        self.shardings = jax.tree.map(lambda x: x.sharding, decoder.abstract_params(model, self.mesh, jnp.dtype(dtype)))
         self._init = jax.jit(self._random, out_shardings=self.shardings)
         self._forward = jax.jit(self._logprobs)
         self.params = self.make_params(0)
@@ -56,33 +54,34 @@ class Tiny:
     def make_params(self, seed: int):
         return self._init(jax.random.key(seed))
 
-    @staticmethod
-    def _random(key):
+    def _random(self, key):
         """Initial weights, but with adapters that do something."""
 
         def grow(path, x):
-            return x + 0.3 * jax.random.normal(key, x.shape) if "lora_b" in str(path[-1]) else x
+            return x + 0.3 * jax.random.normal(key, x.shape, x.dtype) if "lora_b" in str(path[-1]) else x
 
-        return jax.tree_util.tree_map_with_path(grow, decoder.init_params(MODEL, key))
+        return jax.tree_util.tree_map_with_path(grow, decoder.init_params(self.model, key, self.dtype))
 
-    def worker(self, config: RolloutConfig, **kwargs) -> RolloutWorker:
+    def worker(self, config: RolloutConfig, *, warm: bool = True, **kwargs) -> RolloutWorker:
+        """`warm=False`: only what a test runs is compiled."""
         worker = RolloutWorker(
-            MODEL, self.mesh, config, **{"pad_id": 0, "eos_ids": EOS, "decode": letters, "seed": 3, **kwargs}
+            self.model, self.mesh, config, **{"pad_id": 0, "eos_ids": EOS, "decode": letters, "seed": 3, **kwargs}
         )
-        worker.warm_up(self.params)
+        if warm:
+            worker.warm_up(self.params)
         return worker
 
     def _logprobs(self, params, tokens_BT, length_B):
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         segment_BT = (position_BT < length_B[:, None]).astype(jnp.int32)
-        hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, position_BT, MODEL)
-        return jax.nn.log_softmax(decoder.unembed(params, hidden_BTD, MODEL))
+        hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, position_BT, self.model)
+        return jax.nn.log_softmax(decoder.unembed(params, hidden_BTD, self.model))
 
     def logprobs(self, tokens_BT: np.ndarray, length_B: np.ndarray, params=None) -> np.ndarray:
         """log p(. | tokens < t) at index t, float64 (B, T, V), from the full forward pass in fixed shapes."""
         params = self.params if params is None else params
         B, T = tokens_BT.shape
-        out = np.zeros((B, T, MODEL.vocab_size))
+        out = np.zeros((B, T, self.model.vocab_size))
         for b in range(0, B, 8):
             rows = np.zeros((8, 64), np.int32)
             lengths = np.zeros(8, np.int32)
@@ -100,6 +99,37 @@ def make_prompts(lengths, seed: int = 0, index=None) -> Prompts:
         tokens_PT[p, :length] = np.random.default_rng([seed, int(i)]).integers(6, 300, length)
     texts = [letters(list(row[:n])) for row, n in zip(tokens_PT, lengths, strict=True)]
     return Prompts(tokens_PT, np.asarray(lengths), index, texts, {}, b"")
+
+
+def check_samples(tiny, rollouts, sampling: Sampling, *, eos=EOS, atol: float = 1e-4) -> None:
+    """Every sampled token against the full forward pass, and the record against itself."""
+    reference_BTV = tiny.logprobs(rollouts.tokens_BT, rollouts.length_B)
+    B, T = rollouts.tokens_BT.shape
+    chosen_BT = np.take_along_axis(reference_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
+    sampled = rollouts.mask_BT > 0
+    np.testing.assert_allclose(rollouts.raw_logprob_BT[sampled], chosen_BT[sampled], atol=atol)
+    if sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0 and sampling.temperature > 0:
+        scaled_BTV = reference_BTV / sampling.temperature
+        scaled_BTV = scaled_BTV - np.log(np.exp(scaled_BTV).sum(axis=-1, keepdims=True))
+        chosen_BT = np.take_along_axis(scaled_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
+        np.testing.assert_allclose(rollouts.logprob_BT[sampled], chosen_BT[sampled], atol=atol)
+    if sampling.temperature == 0:
+        best_BT = reference_BTV.max(axis=-1)
+        np.testing.assert_allclose(rollouts.raw_logprob_BT[sampled], best_BT[sampled], atol=atol)
+        assert not rollouts.logprob_BT.any()
+    prompt_B = np.repeat(rollouts.prompts.length_P, B // len(rollouts.prompts.length_P))
+    place_T = np.arange(T)
+    np.testing.assert_array_equal(sampled, (place_T >= prompt_B[:, None]) & (place_T < rollouts.length_B[:, None]))
+    np.testing.assert_array_equal(rollouts.version_BT >= 0, sampled)
+    for b in range(B):
+        new = rollouts.tokens_BT[b, prompt_B[b] : rollouts.length_B[b]]
+        ends = np.isin(new, [*eos, *sampling.stop_ids])
+        assert not ends[:-1].any()
+        if rollouts.stop_B[b] == STOP_EOS:
+            assert ends[-1]
+        elif rollouts.stop_B[b] == STOP_LENGTH:
+            assert len(new) == sampling.max_new
+        assert not rollouts.tokens_BT[b, rollouts.length_B[b] :].any()
 
 
 @pytest.fixture(scope="session")
@@ -130,3 +160,8 @@ def tight_config() -> RolloutConfig:
 @pytest.fixture(scope="session")
 def tiny_on():
     return Tiny
+
+
+@pytest.fixture(scope="session")
+def check():
+    return check_samples

@@ -8,38 +8,7 @@ from hypothesis import strategies as st
 from podrl.config import build
 from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.rollout.rollout import engine_shape, pieces_per_prompt
-from podrl.types import STOP_EOS, STOP_LENGTH, STOP_STRING, Policy
-
-
-def check_samples(tiny, rollouts, sampling: Sampling, eos=(1, 2, 3, 4, 5)) -> None:
-    """Every sampled token against the full forward pass, and the record against itself."""
-    reference_BTV = tiny.logprobs(rollouts.tokens_BT, rollouts.length_B)
-    B, T = rollouts.tokens_BT.shape
-    chosen_BT = np.take_along_axis(reference_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
-    sampled = rollouts.mask_BT > 0
-    np.testing.assert_allclose(rollouts.raw_logprob_BT[sampled], chosen_BT[sampled], atol=1e-4)
-    if sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0 and sampling.temperature > 0:
-        scaled_BTV = reference_BTV / sampling.temperature
-        scaled_BTV = scaled_BTV - np.log(np.exp(scaled_BTV).sum(axis=-1, keepdims=True))
-        chosen_BT = np.take_along_axis(scaled_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
-        np.testing.assert_allclose(rollouts.logprob_BT[sampled], chosen_BT[sampled], atol=1e-4)
-    if sampling.temperature == 0:
-        best_BT = reference_BTV.max(axis=-1)
-        np.testing.assert_allclose(rollouts.raw_logprob_BT[sampled], best_BT[sampled], atol=1e-4)
-        assert not rollouts.logprob_BT.any()
-    prompt_B = np.repeat(rollouts.prompts.length_P, B // len(rollouts.prompts.length_P))
-    place_T = np.arange(T)
-    np.testing.assert_array_equal(sampled, (place_T >= prompt_B[:, None]) & (place_T < rollouts.length_B[:, None]))
-    np.testing.assert_array_equal(rollouts.version_BT >= 0, sampled)
-    for b in range(B):
-        new = rollouts.tokens_BT[b, prompt_B[b] : rollouts.length_B[b]]
-        ends = np.isin(new, [*eos, *sampling.stop_ids])
-        assert not ends[:-1].any()
-        if rollouts.stop_B[b] == STOP_EOS:
-            assert ends[-1]
-        elif rollouts.stop_B[b] == STOP_LENGTH:
-            assert len(new) == sampling.max_new
-        assert not rollouts.tokens_BT[b, rollouts.length_B[b] :].any()
+from podrl.types import STOP_LENGTH, STOP_STRING, Policy
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -53,21 +22,21 @@ def check_samples(tiny, rollouts, sampling: Sampling, eos=(1, 2, 3, 4, 5)) -> No
     step=st.integers(0, 5),
 )
 def test_engine_equals_full_forward(
-    tiny, tight, policy, prompts_of, lengths, group_size, max_new, temperature, top_k, stop_ids, step
+    check, tiny, tight, policy, prompts_of, lengths, group_size, max_new, temperature, top_k, stop_ids, step
 ):
     sampling = Sampling(temperature=temperature, top_k=top_k, max_new=max_new, stop_ids=stop_ids)
     rollouts = tight.generate(policy, prompts_of(lengths), group_size=group_size, step=step, sampling=sampling)
-    check_samples(tiny, rollouts, sampling)
+    check(tiny, rollouts, sampling)
     assert tight.stats.compiles == 0
     assert tight.stats.tokens == rollouts.mask_BT.sum()
 
 
-def test_spills_change_nothing(tiny, tight, policy, prompts_of, tight_config):
+def test_spills_change_nothing(check, tiny, tight, policy, prompts_of, tight_config):
     """Long samples over a pool that cannot hold them: the same bits as with a pool that can."""
     prompts, sampling = prompts_of([20, 18, 3, 11]), Sampling(max_new=44)
     spilled = tight.generate(policy, prompts, group_size=4, step=1, sampling=sampling)
     assert tight.stats.spills > 0
-    check_samples(tiny, spilled, sampling)
+    check(tiny, spilled, sampling)
     roomy = tiny.worker(dataclasses.replace(tight_config, pool_tokens=8 * 8 * 12))
     whole = roomy.generate(policy, prompts, group_size=4, step=1, sampling=sampling)
     assert roomy.stats.spills == 0
@@ -96,14 +65,14 @@ def test_prompt_is_prefilled_once_per_group(tight, policy, prompts_of):
 
 
 @pytest.mark.parametrize(("mesh", "devices"), [("fsdp=2,tensor=2", 4)])
-def test_sharded_engine_equals_full_forward(tiny, tiny_on, tight_config, prompts_of, mesh, devices):
+def test_sharded_engine_equals_full_forward(check, tiny, tiny_on, tight_config, prompts_of, mesh, devices):
     sharded = tiny_on(mesh, devices)
     worker = sharded.worker(tight_config)
     sampling = Sampling(max_new=30)
     rollouts = worker.generate(
         Policy(sharded.params, 0), prompts_of([20, 7, 13]), group_size=3, step=0, sampling=sampling
     )
-    check_samples(tiny, rollouts, sampling)
+    check(tiny, rollouts, sampling)
 
 
 def test_stop_string_truncates_exactly(tight, policy, prompts_of):
@@ -198,15 +167,15 @@ def test_sleep_and_wake(tight, policy, prompts_of):
     np.testing.assert_array_equal(before.tokens_BT, again.tokens_BT)
 
 
-def test_edges(tiny, tight, policy, prompts_of):
+def test_edges(check, tiny, tight, policy, prompts_of):
     nothing = tight.generate(policy, prompts_of([3, 4]), group_size=2, step=0, sampling=Sampling(max_new=0))
     assert nothing.completions == [""] * 4
     np.testing.assert_array_equal(nothing.length_B, [3, 3, 4, 4])
     assert (nothing.stop_B == STOP_LENGTH).all()
     one = Sampling(max_new=1)
-    check_samples(tiny, tight.generate(policy, prompts_of([20] * 5), group_size=4, step=0, sampling=one), one)
+    check(tiny, tight.generate(policy, prompts_of([20] * 5), group_size=4, step=0, sampling=one), one)
     longest = Sampling(max_new=44, temperature=0.0)
-    check_samples(tiny, tight.generate(policy, prompts_of([20]), group_size=1, step=0, sampling=longest), longest)
+    check(tiny, tight.generate(policy, prompts_of([20]), group_size=1, step=0, sampling=longest), longest)
 
 
 @pytest.mark.parametrize(

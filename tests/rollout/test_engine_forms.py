@@ -1,0 +1,81 @@
+"""The engine in its other forms: dtypes, head sizes, deep models, meshes. Each against the full forward pass."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from podrl.models.config import LoraConfig, gemma2_config
+from podrl.rollout.config import RolloutConfig, Sampling
+from podrl.types import Policy
+
+CONFIG = RolloutConfig(
+    max_tokens_to_generate=20,
+    max_prompt_length=20,
+    kv_cache_size=64,
+    lanes=8,
+    steps_per_dispatch=4,
+    segment_tokens=8,
+    prefill_tokens=8,  # prompts of up to three chunks
+    members_per_visit=2,
+)
+SMALL = {"vocab_size": 300, "num_layers": 2, "model_dim": 16, "ffn_dim": 16, "window": 6}
+
+
+def generate(tiny, check, prompts_of, config=CONFIG, atol=1e-4):
+    sampling = Sampling(max_new=20)
+    worker = tiny.worker(config, warm=False)
+    rollouts = worker.generate(
+        Policy(tiny.params, 0), prompts_of([20, 7, 13, 1]), group_size=3, step=0, sampling=sampling
+    )
+    assert rollouts.mask_BT.sum() > 100
+    check(tiny, rollouts, sampling, atol=atol)
+    return rollouts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (2, 1, 128), (1, 1, 256)])
+def test_head_sizes(tiny_on, check, prompts_of, heads, kv_heads, head_dim):
+    model = gemma2_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **SMALL)
+    generate(tiny_on("data=1", 1, model), check, prompts_of)
+
+
+def test_bfloat16(tiny_on, check, prompts_of):
+    """Weights, activations and caches in bfloat16, against a float32 forward pass of the same weights.
+
+    A log-probability is off by a few of bfloat16's steps (1/256) of the logits, which lie within 4 of 0.
+    """
+    model = gemma2_config(num_heads=4, num_kv_heads=2, head_dim=64, **{**SMALL, "num_layers": 1})
+    tiny = tiny_on("data=1", 1, model, "bfloat16")
+    rollouts = generate(tiny, check, prompts_of, atol=0.1)
+    reference_BTV = tiny.logprobs(rollouts.tokens_BT, rollouts.length_B)
+    chosen_BT = np.take_along_axis(reference_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
+    error = (rollouts.raw_logprob_BT - chosen_BT)[rollouts.mask_BT > 0]
+    assert np.abs(error).mean() < 0.01 and abs(error.mean()) < 0.003
+    assert np.abs(error).max() > 1e-5  # it did run in bfloat16
+
+
+@pytest.mark.slow
+def test_more_layers_than_are_unrolled(tiny_on, check, prompts_of):
+    """Deep models scan over stacked layers; adapters and both kinds of window are among what is stacked."""
+    model = gemma2_config(num_heads=2, num_kv_heads=1, head_dim=8, **{**SMALL, "num_layers": 14})
+    model = dataclasses.replace(model, lora=LoraConfig(rank=2, alpha=4.0, pattern="q|down"))
+    tiny = tiny_on("data=1", 1, model)
+    worker = tiny.worker(CONFIG, warm=False)
+    assert not worker._get_engine(tiny.params).unrolled
+    generate(tiny, check, prompts_of)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layers"),
+    [
+        ("fsdp=2", 14),
+        pytest.param("tensor=2", 2, marks=pytest.mark.slow),
+        pytest.param("data=2,fsdp=2,tensor=2", 14, marks=pytest.mark.slow),
+    ],
+)
+def test_meshes(tiny_on, check, prompts_of, mesh, layers):
+    """Unrolled and scanned layers, with weights cut over tensor, fsdp and both."""
+    model = gemma2_config(num_heads=4, num_kv_heads=2, head_dim=8, **{**SMALL, "num_layers": layers})
+    devices = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
+    generate(tiny_on(mesh, devices, model), check, prompts_of)
