@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from podrl.cluster.rl_cluster import RLCluster
     from podrl.learner.grpo import GRPOLearner
     from podrl.learner.grpo_config import GRPOConfig
+    from podrl.learner.ppo import PPOLearner
+    from podrl.learner.ppo_config import PPOConfig
     from podrl.mesh.build import make_mesh
     from podrl.models.pretrained import from_pretrained
     from podrl.rewards.compose import RewardConfig
@@ -22,6 +24,8 @@ _HOME = {
     "GRPOConfig": "podrl.learner.grpo_config",
     "GRPOLearner": "podrl.learner.grpo",
     "Mode": "podrl.cluster.config",
+    "PPOConfig": "podrl.learner.ppo_config",
+    "PPOLearner": "podrl.learner.ppo",
     "RLCluster": "podrl.cluster.rl_cluster",
     "RLTrainingConfig": "podrl.trainer.config",
     "RewardConfig": "podrl.rewards.compose",
@@ -37,6 +41,8 @@ __all__ = [
     "GRPOConfig",
     "GRPOLearner",
     "Mode",
+    "PPOConfig",
+    "PPOLearner",
     "RLCluster",
     "RLTrainingConfig",
     "RewardConfig",

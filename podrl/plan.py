@@ -80,7 +80,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
         measure_all([program], rollout.chip if program.side == programs.ROLLOUT else trainer.chip)
     knobs = {m.name: variants.helping(setting, m) for m in measured if not m.fits and not m.name.startswith("move")}
     prediction = predict(
-        measured, move.seconds, max_staleness=setting.job.grpo.max_staleness, colocated=job.roles.colocated
+        measured, move.seconds, max_staleness=setting.job.algo.max_staleness, colocated=job.roles.colocated
     )
     return Report(setting, measured, move, prediction, knobs, searched, chosen)
 

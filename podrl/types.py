@@ -82,14 +82,18 @@ class Experience:
     Attributes:
       rollouts: the samples.
       reward_FB: reward of each function for each sample, unweighted.
-      reward_B: the weighted sum the algorithm optimises.
+      reward_B: the weighted sum the algorithm optimises, shaping included.
+      greedy_reward_B: the same for the greedy completion of each sample's prompt; zeros unless the advantage needs it.
       seconds: wall time spent scoring.
+      counts: what generation has to say about the batch, by metric name.
     """
 
     rollouts: Rollouts
     reward_FB: Float[np.ndarray, "F B"]
     reward_B: Float[np.ndarray, " B"]
+    greedy_reward_B: Float[np.ndarray, " B"]
     seconds: float
+    counts: Mapping[str, float]
 
 
 @flax.struct.dataclass
@@ -123,12 +127,41 @@ class TrainBatch:
 
 
 @flax.struct.dataclass
+class CriticBatch:
+    """Packed rows for one update of the critic; fields that TrainBatch has too mean the same.
+
+    Attributes:
+      value_ABT: the critic's value before the token, as it was before the first update on this batch; reward units.
+      return_ABT: what the value should have been.
+    """
+
+    tokens_ABT: Int[Array, "A B T"]
+    segment_ABT: Int[Array, "A B T"]
+    position_ABT: Int[Array, "A B T"]
+    mask_ABT: Float[Array, "A B T"]
+    value_ABT: Float[Array, "A B T"]
+    return_ABT: Float[Array, "A B T"]
+    length_ABT: Float[Array, "A B T"]
+    micro_batches: Int[Array, ""]
+
+
+@flax.struct.dataclass
 class TrainState:
     """What a training step changes. `params` holds the trainable leaves only (under LoRA: the adapters)."""
 
     params: PyTree
     opt_state: PyTree
     step: Int[Array, ""]
+
+
+@flax.struct.dataclass
+class ActorCriticState:
+    """What a checkpoint holds of a job with a critic: the actor's TrainState under its own names, and the critic's."""
+
+    params: PyTree
+    opt_state: PyTree
+    step: Int[Array, ""]
+    critic: TrainState
 
 
 @flax.struct.dataclass

@@ -19,7 +19,7 @@ KINDS = {
     "opo": "R - length-weighted mean of the group",
     "gpg": "(R - mean of the group) B / (samples in groups with a spread)",
     "pass_at_k": "best of the group: R - second best; others: 0",
-    "gae": "generalised advantage (gamma {gamma:g}, lambda {gae_lambda:g}), whitened over the batch's tokens",
+    "gae": "generalised advantage over sampled tokens (gamma {gamma:g}, lambda {gae_lambda:g})",
 }
 ALIASES = {"group_relative": "grpo", "leave_one_out": "rloo", "grpo_passk": "pass_at_k"}
 

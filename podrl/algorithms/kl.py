@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from podrl.algorithms.segments import masked
+from podrl.algorithms.gae import namespace
 from podrl.types import Mask
 
 # exp() is not fed more than this: e^20 = 4.9e8 leaves float32 room for products and sums.
@@ -70,14 +70,15 @@ def kl_divergence(
 
 
 def _estimate(d_BT: Float[Array, "B T"], mode: str) -> Float[Array, "B T"]:
+    xp = namespace(d_BT)
     if mode == "k1":
         return d_BT
     if mode == "abs":
-        return jnp.abs(d_BT)
+        return xp.abs(d_BT)
     if mode == "k2":
-        return 0.5 * jnp.square(d_BT)
-    log_r_BT = jnp.minimum(-d_BT, LOG_RATIO_LIMIT)
-    return jnp.expm1(log_r_BT) - log_r_BT
+        return 0.5 * xp.square(d_BT)
+    log_r_BT = xp.minimum(-d_BT, LOG_RATIO_LIMIT)
+    return xp.expm1(log_r_BT) - log_r_BT
 
 
 def penalized_reward(
@@ -100,9 +101,26 @@ def penalized_reward(
       coef: nats to reward units.
       mode: estimator; k1 is the unbiased choice here, its gradient plays no part.
       clamp: as in `kl_divergence`.
+
+    numpy or jax arrays; the answer is of the same kind.
     """
-    kl_BT = kl_divergence(masked(logprob_BT, mask_BT), masked(ref_logprob_BT, mask_BT), mode, clamp=clamp)
-    return masked(reward_BT - coef * kl_BT, mask_BT)
+    kl_BT = sampled_kl(logprob_BT, ref_logprob_BT, mask_BT, mode=mode, clamp=clamp)
+    return namespace(reward_BT).where(mask_BT.astype(bool), reward_BT - coef * kl_BT, 0.0)
+
+
+def sampled_kl(
+    logprob_BT: Float[Array, "B T"],
+    ref_logprob_BT: Float[Array, "B T"],
+    mask_BT: Mask,
+    *,
+    mode: str,
+    clamp: float | None = None,
+) -> Float[Array, "B T"]:
+    """The value of `kl_divergence` on sampled tokens, 0 elsewhere; numpy or jax arrays, no gradient meant."""
+    xp = namespace(logprob_BT)
+    d_BT = xp.where(mask_BT.astype(bool), logprob_BT - ref_logprob_BT, 0.0)
+    kl_BT = _estimate(d_BT, canonical_mode(mode).removesuffix("+"))
+    return kl_BT if clamp is None else xp.clip(kl_BT, -clamp, clamp)
 
 
 @dataclasses.dataclass(frozen=True)

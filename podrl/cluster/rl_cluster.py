@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Float, Int
 
 from podrl.cluster.config import ClusterConfig, Mode, Role
+from podrl.cluster.critic import Critic
 from podrl.cluster.pull_link import PullLink
 from podrl.data.tokenizer import Tokenizer
 from podrl.mesh.build import local_mesh
@@ -27,7 +28,7 @@ from podrl.trainer import packing
 from podrl.trainer.objective import TokenLoss
 from podrl.trainer.state import abstract_state, abstract_train_state, init_state, put_batch
 from podrl.trainer.step import make_logprob_fn, make_train_step
-from podrl.types import Policy, Prompts, PyTree, Rollouts, TrainBatch, TrainState
+from podrl.types import ActorCriticState, CriticBatch, Policy, Prompts, PyTree, Rollouts, TrainBatch, TrainState
 
 MetricsLogger = Callable[[int, Mapping[str, float]], None]
 
@@ -69,6 +70,8 @@ class RLCluster:
           actor: a Hugging Face directory, or what `podrl.models.from_pretrained` returns.
           tokenizer: a Tokenizer or a directory; by default that of the actor's directory.
           cluster_config: meshes, training and rollout configuration.
+          critic: a Hugging Face directory or a model; None for a copy of the actor with a value head, made when a
+            learner needs one (`make_critic`).
           reference: None for the actor's initial weights (under LoRA: its base), or a directory.
           lora: adapters to add where `actor` is a directory.
           updates_per_step: optimizer updates of a step (mini-batches x passes), which learning-rate schedules span.
@@ -79,12 +82,10 @@ class RLCluster:
         Raises:
           ValueError: a role podrl does not have in this form, or settings that do not fit together.
         """
-        for name, value in (("critic", critic), ("reward", reward), ("perf_config", perf_config)):
-            if value is not None:
-                raise ValueError(
-                    f"RLCluster(..., {name}=...) is not supported yet: GRPO needs no critic, rewards are functions "
-                    "(reward_fns), and stage times are in metrics.jsonl under time/."
-                )
+        if perf_config is not None:
+            raise ValueError("RLCluster(..., perf_config=...): stage times are in metrics.jsonl under time/ already.")
+        if reward is not None:
+            raise ValueError("RLCluster(..., reward=...) is not supported yet: rewards are functions (reward_fns).")
         self.config, self.seed = cluster_config, seed
         self.actor_mesh = cluster_config.role_to_mesh[Role.ACTOR]
         self.rollout_mesh = cluster_config.role_to_mesh[Role.ROLLOUT]
@@ -114,6 +115,10 @@ class RLCluster:
         self._logprobs = make_logprob_fn(
             self.model, self.actor_mesh, temperature=self.temperature, dtype=self.training_config.dtype
         )
+        self._critic_source, self._lora, self._updates_per_step = critic, lora, updates_per_step
+        self.critic: Critic | None = None
+        if critic is not None:
+            self.make_critic()
         self._build_rollout()
         self._buffered: dict[str, list[float]] = {}
         self._loggers: list[MetricsLogger] = []
@@ -229,11 +234,28 @@ class RLCluster:
         return decoder.join_trainable(self.state.params, self.frozen)
 
     def abstract_state(self) -> TrainState:
-        """Shapes and shardings of `state`, for restoring a checkpoint."""
+        """Shapes and shardings of `state`."""
         trainable = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state.params
         )
         return abstract_train_state(trainable, self.optimizer, self.actor_mesh)
+
+    # Checkpoints: the critic's state beside the actor's.
+
+    def saved(self) -> TrainState | ActorCriticState:
+        """What a checkpoint must hold; shares the arrays."""
+        return _with_critic(self.state, self.critic and self.critic.state)
+
+    def abstract_saved(self) -> TrainState | ActorCriticState:
+        """Shapes and shardings of `saved()`, for restoring a checkpoint."""
+        return _with_critic(self.abstract_state(), self.critic and self.critic.abstract_state())
+
+    def load_saved(self, saved: TrainState | ActorCriticState) -> None:
+        """Goes on from what `saved` returned."""
+        self.state = TrainState(saved.params, saved.opt_state, saved.step)
+        if self.critic is not None:
+            assert isinstance(saved, ActorCriticState)
+            self.critic.state = saved.critic
 
     def keep_reference(self) -> None:
         """Fixes the reference policy; call before the first update, and before a checkpoint is restored.
@@ -249,6 +271,29 @@ class RLCluster:
             self._reference = self.frozen
         else:
             self._reference = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
+
+    def make_critic(self) -> Critic | None:
+        """The critic, made now if there is none; None on a process without devices of its mesh.
+
+        Without a source of its own it is a copy of the actor as it is now, with a head of zeros; under LoRA it shares
+        the actor's base and trains adapters of its own.
+        """
+        if self.critic is None and self.trains:
+            source = self._critic_source
+            if source is None:
+                source = (self.model, self.actor_params())
+            elif not isinstance(source, str | os.PathLike):
+                source = (source.config, source.params)
+            self.critic = Critic(
+                source,
+                self.config.role_to_mesh.get(Role.CRITIC, self.actor_mesh),
+                self.training_config,
+                lora=self._lora,
+                updates_per_step=self._updates_per_step,
+                seed=self.seed,
+            )
+            check_vocab(self.critic.model, self.tokenizer.vocab_size)
+        return self.critic
 
     # Training.
 
@@ -275,6 +320,12 @@ class RLCluster:
             raise ValueError("RLCluster.update_actor needs a loss: call prepare_actor(loss) first; learners do.")
         self.state, metrics = self._train_step(self.state, self.frozen, batch)
         return metrics
+
+    def update_critic(self, batch: CriticBatch) -> dict[str, Any]:
+        """One optimizer update of the critic on a packed host batch; metrics stay on the device."""
+        if self.critic is None:
+            raise ValueError("There is no critic: call make_critic() first; PPOLearner does.")
+        return self.critic.update(batch)
 
     def actor_logprobs(self, batch: TrainBatch) -> Any:
         """log p of every packed token under the current actor at the sampling temperature (A, B, T), nats."""
@@ -412,3 +463,9 @@ class RLCluster:
         """Frees the engine's device memory; the models go with the object."""
         if "rollout" in self.__dict__:
             self.rollout.sleep()
+
+
+def _with_critic(actor: TrainState, critic: TrainState | None) -> TrainState | ActorCriticState:
+    if critic is None:
+        return actor
+    return ActorCriticState(actor.params, actor.opt_state, actor.step, critic)

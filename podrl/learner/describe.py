@@ -47,9 +47,10 @@ def print_plan(
     """The tables a run starts with, and all that a dry run prints after the configuration."""
     print_roles(console, trainer_mesh, rollout_mesh)
     print_table(console, "Batch arithmetic", ["what", "number", "from"], batch_rows(job))
-    loss = job.grpo.policy_loss(job.rollout.max_tokens_to_generate)
+    limit = job.rollout.max_tokens_to_generate
+    loss = job.algo.policy_loss(limit)
     console.print(f"Algorithm {job.algorithm}:")
-    for line in [job.grpo.estimator().formula(), *loss.formula().splitlines()]:
+    for line in [job.algo.estimator().formula(), *loss.formula().splitlines(), *job.algo.describe(limit)]:
         console.print(f"  {line}", markup=False)
     for warning in loss.warnings():
         console.print(f"Warning: {warning}", markup=False)
@@ -58,16 +59,16 @@ def print_plan(
 
 def batch_rows(job: "RLJob") -> list[list[str]]:
     """How prompts become samples, mini-batches and updates."""
-    prompts, group = job.rollout.prompts_per_step, job.grpo.num_generations
+    prompts, group, section = job.rollout.prompts_per_step, job.algo.num_generations, job.algo.section
     samples, mini = job.samples_per_step, job.mini_batch_size
     length = job.rollout.max_prompt_length + job.rollout.max_tokens_to_generate
     steps = job.trainer.max_steps or 0
     return [
         ["prompts per step", f"{prompts}", "rollout.prompts_per_step"],
-        ["samples per prompt (G)", f"{group}", "grpo.num_generations"],
+        ["samples per prompt (G)", f"{group}", f"{section}.num_generations"],
         ["samples per step", f"{samples}", f"{prompts} x {group}"],
         ["mini-batches per pass", f"{samples // mini}", f"{samples} / trainer.mini_batch_size {mini}"],
-        ["passes (mu)", f"{job.grpo.num_iterations}", "grpo.num_iterations"],
+        ["passes (mu)", f"{job.algo.num_iterations}", f"{section}.num_iterations"],
         ["updates per step", f"{job.updates_per_step}", "mini-batches x passes"],
         ["longest sequence", f"{length} tokens", "rollout.max_prompt_length + max_tokens_to_generate"],
         ["steps", f"{steps}", "trainer.max_steps"],

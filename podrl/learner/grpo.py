@@ -9,15 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrl.algorithms.mismatch import pearson
+from podrl.algorithms.gae import outcome_reward
+from podrl.algorithms.mismatch import mismatch, pearson
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pipeline import PromptStream
 from podrl.learner.generation import Generator, repeated
 from podrl.learner.grpo_config import GRPOConfig
 from podrl.learner.loop import InFlight, Schedule, train
+from podrl.learner.mismatch_gate import MismatchGate
 from podrl.learner.parts import Evaluator, Later, LearnerParts
+from podrl.learner.ppo_config import PPOConfig
+from podrl.learner.reward_kl import RewardKL
 from podrl.learner.rollout_side import RolloutParts
 from podrl.learner.run import Run
+from podrl.learner.scoring import Scores, policy_scores
 from podrl.learner.trainer_side import TrainerSide
 from podrl.rewards.compose import NamedRewards, RewardConfig, RewardError, Rewards
 from podrl.runtime.pod import Pod
@@ -41,13 +46,35 @@ class CurrentAsOld:
         return self.loss(logprob_BT, jax.lax.stop_gradient(logprob_BT), *rest)
 
 
+@dataclasses.dataclass(frozen=True)
+class SamplerAsOld:
+    """A loss whose old policy is the sampler; trainer and sampler are compared all the same, at the current weights."""
+
+    loss: TokenLoss
+
+    def __call__(
+        self, logprob_BT, old_logprob_BT, ref_logprob_BT, sampler_logprob_BT, advantage_BT, entropy_BT, *where
+    ):
+        loss, metrics = self.loss(
+            logprob_BT, old_logprob_BT, ref_logprob_BT, sampler_logprob_BT, advantage_BT, entropy_BT, *where
+        )
+        return loss, {**metrics, **mismatch(jax.lax.stop_gradient(logprob_BT), sampler_logprob_BT, where[0])}
+
+
 class GRPOLearner:
-    """Trains an RLCluster's actor with a GRPOConfig and reward functions."""
+    """Trains an RLCluster's actor with a GRPOConfig and reward functions.
+
+    Attributes:
+      parts_class, trainer_parts_class: the loop's parts in one process, and on a trainer host of several.
+    """
+
+    parts_class: "type[GRPOParts]"
+    trainer_parts_class: "type[GRPOTrainerParts]"
 
     def __init__(
         self,
         rl_cluster: RLCluster,
-        algo_config: GRPOConfig,
+        algo_config: GRPOConfig | PPOConfig,
         reward_fns: Callable | str | Sequence[Callable | str] = (),
         metric_fns: Sequence[MetricFn] | None = None,
         data_shuffle_seed: int | None = None,
@@ -55,7 +82,7 @@ class GRPOLearner:
         reward_config: RewardConfig | None = None,
         pod: Pod | None = None,
     ):
-        """Checks that the settings fit together; nothing runs yet.
+        """Nothing runs yet.
 
         Args:
           rl_cluster: the models.
@@ -88,7 +115,7 @@ class GRPOLearner:
         Args:
           train_ds: a stream of prompts, or a list of prompts: texts, or mappings with a `prompt` and further fields
             that reward functions receive by name.
-          prompts_per_step: P, where `train_ds` is a list.
+          prompts_per_step: P, where `train_ds` is a list. A stream gives P times `config.prompt_batches` at a time.
           evaluator: scores the policy on held-out prompts.
           run: files, checkpoints and signals; by default under training_config.checkpoint_root_directory, or nowhere.
         """
@@ -98,7 +125,7 @@ class GRPOLearner:
             train_ds = PromptStream.from_list(
                 list(train_ds),
                 self.cluster.tokenizer,
-                prompts_per_step=prompts_per_step,
+                prompts_per_step=prompts_per_step * self.config.prompt_batches,
                 max_prompt_length=limit,
                 shuffle_seed=self._shuffle_seed,
             )
@@ -130,13 +157,13 @@ class GRPOLearner:
         """What this process does in the loop."""
         if self._pod is None:
             rewards = stack.enter_context(Rewards(self._reward_config))
-            return GRPOParts(self, rewards, stream, run, schedule, evaluator)
+            return self.parts_class(self, rewards, stream, run, schedule, evaluator)
         wait_s = 4 * run.log_config.stall_s
         if not self.cluster.trains:
             rewards = stack.enter_context(Rewards(self._reward_config))
-            generate = Generator(self.cluster, rewards, self.config.num_generations)
+            generate = Generator(self.cluster, rewards, self.config)
             return RolloutParts(self.cluster, generate, stream, run, schedule, evaluator, self._pod, wait_s)
-        parts = GRPOTrainerParts(self, NamedRewards(self._reward_config), stream, run, schedule, None)
+        parts = self.trainer_parts_class(self, NamedRewards(self._reward_config), stream, run, schedule, None)
         parts.connect(self._pod, wait_s, evaluates=evaluator is not None)
         return parts
 
@@ -168,17 +195,27 @@ class GRPOParts(LearnerParts):
         self._learner, self._config, self._rewards = learner, learner.config, rewards
         # One thread does everything on the rollout mesh: batches are generated in the order they were submitted.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
-        samples = stream.prompts_per_step * self._config.num_generations
+        samples = stream.prompts_per_step // self._config.prompt_batches * self._config.num_generations
         self._mini = self.cluster.training_config.mini_batch_size or samples
         updates = len(packing.mini_batches(np.arange(samples), self._mini)) * self._config.num_iterations
         self._old = self._config.old_source(updates)
-        loss = self._config.policy_loss(self.cluster.config.rollout().max_tokens_to_generate)
-        self._needs_reference = loss.needs_reference()
+        rollout = self.cluster.config.rollout()
+        loss = self._config.policy_loss(rollout.max_tokens_to_generate)
+        self._reward_kl = RewardKL(self._config)
+        self._needs_reference = loss.needs_reference() or self._reward_kl.active
+        self._gate = MismatchGate(
+            self._config.mismatch_bound,
+            self._config.mismatch_patience,
+            section=self._config.section,
+            stale=self._config.max_staleness > 0,
+            filtered=bool(rollout.top_k) or rollout.min_p > 0 or (rollout.top_p or 1.0) < 1.0,
+        )
         for warning in loss.warnings():
             run.console.print(f"Warning: {warning}")
         if self._needs_reference:
             self.cluster.keep_reference()
-        self.cluster.prepare_actor(CurrentAsOld(loss) if self._old == "current" else loss)
+        wrap = {"current": CurrentAsOld, "sampler": SamplerAsOld}.get(self._old)
+        self.cluster.prepare_actor(wrap(loss) if wrap else loss)
         self._shape = self.cluster.pack_shape(self._mini)
         self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
 
@@ -187,7 +224,7 @@ class GRPOParts(LearnerParts):
     def generate(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
         """Samples and rewards of a batch."""
         assert isinstance(self._rewards, Rewards)
-        return Generator(self.cluster, self._rewards, self._config.num_generations)(prompts, policy, step)
+        return Generator(self.cluster, self._rewards, self._config)(prompts, policy, step)
 
     def publish(self, step: int) -> Policy:
         # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
@@ -202,37 +239,68 @@ class GRPOParts(LearnerParts):
     # Training: on the loop's thread.
 
     def update(self, step: int, experience: Experience) -> Mapping[str, Any]:
-        advantage = self._config.advantage(experience.reward_B, experience.rollouts.mask_BT).astype(np.float32)
+        rollouts = experience.rollouts
         with self.run.watchdog.stage("update"):
-            passes = [self._pass(step, i, experience, advantage) for i in range(self._config.num_iterations)]
-            collected = [self.cluster.update_actor(batch) for batches in passes for batch in batches]
+            scores = self._scores(step, experience)
+            reward_BT: Any = outcome_reward(experience.reward_B, rollouts.mask_BT)  # pyright: ignore[reportArgumentType]
+            said: dict[str, Any] = {}
+            if self._reward_kl.active:
+                reward_BT, said = self._reward_kl.penalised(
+                    reward_BT, scores.old_logprob_BT, scores.ref_logprob_BT, rollouts.mask_BT
+                )
+            said |= self._learn(step, experience, scores, reward_BT)
             jax.block_until_ready(self.cluster.state.step)
-        return {name: sum(m[name] for m in collected) / len(collected) for name in collected[0]}
+        return said
 
-    def _pass(self, step: int, iteration: int, experience: Experience, advantage: np.ndarray) -> list[TrainBatch]:
+    def _learn(self, step: int, experience: Experience, scores: Scores, reward_BT: np.ndarray) -> dict[str, Any]:
+        """Token rewards -> advantages -> updates; metrics still on the device."""
+        mask_BT = experience.rollouts.mask_BT
+        assert isinstance(self._config, GRPOConfig), "PPO overrides this"
+        advantage_BT = self._config.advantage(reward_BT, experience.greedy_reward_B, mask_BT)
+        return self._update_actor(step, experience, scores, advantage_BT)
+
+    def _update_actor(
+        self, step: int, experience: Experience, scores: Scores, advantage_BT: np.ndarray
+    ) -> dict[str, Any]:
+        """All passes of a step over the actor."""
+        advantage_BT = advantage_BT.astype(np.float32)
+        passes = [self._pass(step, i, experience, scores, advantage_BT) for i in range(self._config.num_iterations)]
+        return mean_of([self.cluster.update_actor(batch) for batches in passes for batch in batches])
+
+    def _scores(self, step: int, experience: Experience) -> Scores:
+        """What the ratio starts from: scored ahead where the reward needs it, else filled in by `_pass`."""
+        rollouts = experience.rollouts
+        if not self._reward_kl.active:
+            return Scores(rollouts.logprob_BT, np.zeros_like(rollouts.logprob_BT))
+        mini_batches = self._mini_batches(step, 0, len(rollouts.length_B))
+        old = "sampler" if self._old == "sampler" else "trainer"
+        return policy_scores(self.cluster, rollouts, self._shape, mini_batches, old=old, reference=True)
+
+    def _pass(
+        self, step: int, iteration: int, experience: Experience, scores: Scores, advantage_BT: np.ndarray
+    ) -> list[TrainBatch]:
         """The mini-batches of one pass, in an order drawn from (seed, step, iteration), with all they need but updates.
 
         Old and reference log-probabilities are those before the first update of the step: all passes are prepared
         before any is trained on.
         """
         rollouts = experience.rollouts
+        mask_BT = self._config.loss_mask(rollouts)
         batches = []
-        for chosen in self._mini_batches(step, iteration, len(advantage)):
-            sampler_BT = rollouts.logprob_BT[chosen]
-            placement = packing.place(rollouts.length_B[chosen], self._shape)
+        for chosen in self._mini_batches(step, iteration, len(advantage_BT)):
             host = packing.pack(
-                placement,
+                packing.place(rollouts.length_B[chosen], self._shape),
                 tokens_BT=rollouts.tokens_BT[chosen],
-                mask_BT=rollouts.mask_BT[chosen],
-                advantage_BT=advantage[chosen],
-                old_logprob_BT=sampler_BT,
-                ref_logprob_BT=np.zeros_like(sampler_BT),
-                sampler_logprob_BT=sampler_BT,
+                mask_BT=mask_BT[chosen],
+                advantage_BT=advantage_BT[chosen],
+                old_logprob_BT=scores.old_logprob_BT[chosen],
+                ref_logprob_BT=scores.ref_logprob_BT[chosen],
+                sampler_logprob_BT=rollouts.logprob_BT[chosen],
             )
             batch: Any = self.cluster.put_batch(host)
-            if self._old == "trainer":
+            if self._old == "trainer" and not self._reward_kl.active:
                 batch = dataclasses.replace(batch, old_logprob_ABT=self.cluster.actor_logprobs(batch))
-            if self._needs_reference:
+            if self._needs_reference and not self._reward_kl.active:
                 batch = dataclasses.replace(batch, ref_logprob_ABT=self.cluster.reference_logprobs(batch))
             batches.append(batch)
         return batches
@@ -293,7 +361,7 @@ class GRPOParts(LearnerParts):
             f"reward/{name}": float(reward_B.mean())
             for name, reward_B in zip(self._rewards.names, batch.reward_FB, strict=True)
         }
-        return metrics | self._learner.metrics_of(batch)
+        return metrics | dict(batch.counts) | self._learner.metrics_of(batch)
 
     def device_metrics(self, values: dict[str, float]) -> dict[str, float]:
         """Replaces the moments of the mismatch measure by the correlation they stand for."""
@@ -315,10 +383,23 @@ class GRPOParts(LearnerParts):
             for b in order
         ]
 
+    def controllers(self) -> dict[str, Any]:
+        return {"reward_kl": self._reward_kl.state()} if self._reward_kl.active else {}
+
+    def restore_controllers(self, state: Mapping[str, Any]) -> None:
+        if self._reward_kl.active:
+            self._reward_kl.restore(state["reward_kl"])
+
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        super().check(step, values)
+        if warning := self._gate.check(step, values):
+            self.run.console.print(f"Warning: {warning}")
+
     def watched(self) -> Sequence[tuple[str, str]]:
+        kl = "reward/kl" if self._reward_kl.active else "actor/kl" if self._needs_reference else "actor/approx_kl"
         return (
             ("reward/mean", "reward"),
-            ("actor/kl" if self._needs_reference else "actor/approx_kl", "kl"),
+            (kl, "kl"),
             ("accuracy/answer", "accuracy"),
             ("rollout/tokens_per_s", "tok/s"),
         )
@@ -330,3 +411,12 @@ class GRPOParts(LearnerParts):
 
 class GRPOTrainerParts(TrainerSide, GRPOParts):
     """The loop's parts for GRPO on a trainer host."""
+
+
+def mean_of(collected: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over updates of metrics that are still on the device."""
+    return {name: sum(m[name] for m in collected) / len(collected) for name in collected[0]}
+
+
+GRPOLearner.parts_class = GRPOParts
+GRPOLearner.trainer_parts_class = GRPOTrainerParts

@@ -1,17 +1,16 @@
 """GRPOConfig: which member of the GRPO family is trained, under Tunix's field names where it has one."""
 
 import dataclasses
-from typing import Any, Literal, cast
+import math
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
-from podrl.algorithms.aggregate import SCALED_MODES, canonical_mode
-from podrl.algorithms.estimator import AdvantageEstimator
-from podrl.algorithms.gae import outcome_reward
-from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms.kl import canonical_mode as canonical_kl
 from podrl.algorithms.presets import preset
 from podrl.config import refuses
+from podrl.learner.settings import AlgorithmConfig
 
 
 @refuses(
@@ -22,7 +21,7 @@ from podrl.config import refuses
     }
 )
 @dataclasses.dataclass(frozen=True)
-class GRPOConfig:
+class GRPOConfig(AlgorithmConfig):
     """The algorithm. The first group has Tunix's names and defaults; the rest is podrl's.
 
     Attributes:
@@ -44,13 +43,11 @@ class GRPOConfig:
       epsilon_c: dual clip; None for none.
       entropy_coef: weight of the entropy bonus.
       advantage_scale, advantage_ddof, advantage_eps, singleton, gamma: see podrl.algorithms.estimator.
-      loss_agg_scale: length the scale modes divide by, tokens; None is rollout.max_tokens_to_generate.
-      length_eps, tau_positive, tau_negative, cov_fraction, clip_cov_low, clip_cov_high, kl_cov_coef,
-      sampler_correction, correction_low, correction_high: see podrl.algorithms.policy_loss.
-      old_logprob: where the ratio's denominator comes from. 'current': the policy itself, exact when a fresh batch
-        makes one update. 'trainer': a forward pass before the first update. 'sampler': what the engine reported.
-        'auto': 'current' for one update on fresh samples, 'trainer' for several, 'sampler' for stale samples.
-      max_staleness: how many updates older than the trainer the sampling policy may be; 0 is strictly on-policy.
+      length_eps, tau_positive, tau_negative, cov_fraction, clip_cov_low, clip_cov_high, kl_cov_coef: see
+        podrl.algorithms.policy_loss.
+      kl_in_reward: coefficient of the KL to the reference policy in the reward; 0 for none.
+      kl_reward_mode: its estimator; only its value counts, so k1 is the plain choice.
+      Others: see AlgorithmConfig.
     """
 
     algo_variant: str = "grpo"
@@ -75,7 +72,6 @@ class GRPOConfig:
     advantage_eps: float = 1e-6
     singleton: str = "zero"
     gamma: float = 1.0
-    loss_agg_scale: float | None = None
     length_eps: float = 0.0
     tau_positive: float = 1.0
     tau_negative: float = 1.05
@@ -83,11 +79,8 @@ class GRPOConfig:
     clip_cov_low: float = 1.0
     clip_cov_high: float = 5.0
     kl_cov_coef: float = 1.0
-    sampler_correction: str = "none"
-    correction_low: float | None = None
-    correction_high: float | None = None
-    old_logprob: Literal["auto", "current", "trainer", "sampler"] = "auto"
-    max_staleness: int = 0
+    kl_in_reward: float = 0.0
+    kl_reward_mode: str = "k1"
 
     def __post_init__(self):
         for name, only in (("algo_variant", ("grpo",)), ("reward_manager", ("sequence-level",))):
@@ -95,16 +88,15 @@ class GRPOConfig:
                 raise ValueError(f"grpo.{name}={getattr(self, name)!r} must be {' or '.join(map(repr, only))}.")
         if self.loss_algo not in ("grpo", "gspo-token"):
             raise ValueError(f"grpo.loss_algo={self.loss_algo!r} must be 'grpo' or 'gspo-token'.")
-        if self.num_generations < 1 or self.num_iterations < 1 or self.max_staleness < 0:
-            raise ValueError(
-                f"grpo.num_generations={self.num_generations} and grpo.num_iterations={self.num_iterations} must be at "
-                f"least 1, grpo.max_staleness={self.max_staleness} at least 0."
-            )
+        self.check()
+        canonical_kl(self.kl_reward_mode, key="grpo.kl_reward_mode")
+        if not 0 <= self.kl_in_reward < math.inf:
+            raise ValueError(f"grpo.kl_in_reward={self.kl_in_reward} must be a finite number, 0 or above.")
         estimator = self.estimator()
-        if estimator.needs_critic or estimator.needs_greedy:
+        if estimator.needs_critic:
             raise ValueError(
-                f"grpo.advantage_estimator={self.advantage_estimator!r} needs a critic or greedy completions, which "
-                "the GRPO learner does not run: use one of the group estimators (grpo, rloo, opo, gpg, ...)."
+                f"grpo.advantage_estimator={self.advantage_estimator!r} needs a critic, which the GRPO learner "
+                "lacks: set algorithm=ppo (PPOConfig, PPOLearner), or use a group estimator (grpo, rloo, opo, ...)."
             )
         if self.num_generations == 1 and estimator.kind in ("grpo", "rloo", "opo", "gpg", "pass_at_k"):
             raise ValueError(
@@ -112,52 +104,29 @@ class GRPOConfig:
                 "compared with: use at least 2."
             )
 
-    def estimator(self) -> AdvantageEstimator:
-        """The advantage these settings describe."""
-        return AdvantageEstimator(**_shared(self, AdvantageEstimator))
+    def reward_kl(self) -> tuple[float, str]:
+        return self.kl_in_reward, self.kl_reward_mode
 
-    def policy_loss(self, max_tokens: int) -> PolicyLoss:
-        """The loss these settings describe; `max_tokens` is rollout.max_tokens_to_generate."""
-        fields = _shared(self, PolicyLoss)
-        if self.loss_algo == "gspo-token":
-            fields["policy_loss_fn"] = "gspo_token"
-        if canonical_mode(self.loss_agg_mode) in SCALED_MODES and self.loss_agg_scale is None:
-            fields["loss_agg_scale"] = float(max_tokens)
-        return PolicyLoss(**fields)
+    def loss_fields(self) -> dict[str, Any]:
+        fields = super().loss_fields()
+        return fields | ({"policy_loss_fn": "gspo_token"} if self.loss_algo == "gspo-token" else {})
 
     def advantage(
-        self, reward_B: Float[np.ndarray, " B"], mask_BT: Float[np.ndarray, "B T"]
+        self,
+        reward_BT: Float[np.ndarray, "B T"],
+        greedy_reward_B: Float[np.ndarray, " B"],
+        mask_BT: Float[np.ndarray, "B T"],
     ) -> Float[np.ndarray, "B T"]:
         """Advantage of every sampled token; mask is 1 on samples."""
         estimator: Any = self.estimator()  # its functions take numpy as well as jax arrays, and answer in kind
-        reward_BT = outcome_reward(cast(Any, reward_B), cast(Any, mask_BT))
-        return estimator(reward_BT, np.zeros_like(reward_B), mask_BT, group_size=self.num_generations)
-
-    def old_source(self, updates_per_step: int) -> str:
-        """'current', 'trainer' or 'sampler', with 'auto' decided."""
-        if self.old_logprob != "auto":
-            return self.old_logprob
-        if self.max_staleness:
-            return "sampler"
-        return "current" if updates_per_step == 1 else "trainer"
+        return estimator(reward_BT, greedy_reward_B, mask_BT, group_size=self.num_generations)
 
 
 def preset_fields(name: str) -> dict[str, Any]:
     """Fields of GRPOConfig that an algorithm's preset sets.
 
     Raises:
-      ValueError: an unknown preset, or one that asks for what the GRPO learner does not do.
+      ValueError: an unknown preset.
     """
     chosen = preset(name)
-    if chosen.learner:
-        raise ValueError(
-            f"algorithm={name!r} also needs {', '.join(sorted(chosen.learner))}, which the GRPO learner does not do "
-            "yet: choose another preset, or set the fields of config.grpo one by one."
-        )
-    return {**chosen.advantage, **chosen.loss}
-
-
-def _shared(config: GRPOConfig, cls: type) -> dict[str, Any]:
-    """The values of the fields that GRPOConfig has in common with `cls`."""
-    mine = {f.name for f in dataclasses.fields(config)}
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(cls) if f.name in mine}
+    return {**chosen.advantage, **chosen.loss, **chosen.learner}

@@ -11,18 +11,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from podrl.algorithms.presets import preset
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.pull_link import PullLink
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import build, defaults, merge
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts, longest_prompt
 from podrl.data.tokenizer import Tokenizer
-from podrl.learner import describe, summary
+from podrl.learner import describe, ppo_config, summary
 from podrl.learner.console import make_console
 from podrl.learner.evaluate import AccuracyEvaluator, EvalConfig
 from podrl.learner.grpo import GRPOLearner
 from podrl.learner.grpo_config import GRPOConfig, preset_fields
+from podrl.learner.ppo import PPOLearner
+from podrl.learner.ppo_config import PPOConfig
 from podrl.learner.run import Run
+from podrl.learner.settings import AlgorithmConfig
 from podrl.learner.setup import ModelSource, RolesConfig, meshes
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rewards.reference import accuracies
@@ -39,7 +43,7 @@ _log = logging.getLogger("podrl.job")
 
 @dataclasses.dataclass(frozen=True)
 class RLJob:
-    """Everything `--config` says about a GRPO-family job."""
+    """Everything `--config` says about a reinforcement-learning job; of grpo and ppo the algorithm reads one."""
 
     trainer: RLTrainingConfig
     algorithm: str = "grpo"
@@ -48,6 +52,7 @@ class RLJob:
     model: ModelSource = ModelSource()
     data: DataConfig = DataConfig()
     grpo: GRPOConfig = GRPOConfig()
+    ppo: PPOConfig = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     roles: RolesConfig = RolesConfig()
@@ -56,12 +61,17 @@ class RLJob:
     log: LogConfig = LogConfig()
 
     @property
+    def algo(self) -> GRPOConfig | PPOConfig:
+        """The settings of the algorithm that is trained."""
+        return self.ppo if section_of(self.algorithm) == "ppo" else self.grpo
+
+    @property
     def samples_per_step(self) -> int:
-        return self.rollout.prompts_per_step * self.grpo.num_generations
+        return self.rollout.prompts_per_step * self.algo.num_generations
 
     @property
     def updates_per_step(self) -> int:
-        return self.grpo.num_iterations * (self.samples_per_step // self.mini_batch_size)
+        return self.algo.num_iterations * (self.samples_per_step // self.mini_batch_size)
 
     @property
     def mini_batch_size(self) -> int:
@@ -74,8 +84,25 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
         from podrl.learner import sft
 
         return merge(defaults(sft.SFTJob), values)
-    preset = preset_fields(values.get("algorithm", "grpo"))
-    return merge(merge(defaults(RLJob), {"grpo": preset}), values)
+    name = values.get("algorithm", "grpo")
+    section = section_of(name)
+    base, given = defaults(RLJob), dict(values)
+    other = "grpo" if section == "ppo" else "ppo"
+    del base[other]
+    # A configuration written for the other kind of algorithm keeps its batch sizes and whatever both kinds have.
+    common = {"num_generations", "num_iterations"} | {f.name for f in dataclasses.fields(AlgorithmConfig)}
+    carried = {key: value for key, value in given.pop(other, {}).items() if key in common}
+    fields = ppo_config.preset_fields(name) if section == "ppo" else preset_fields(name)
+    return merge(merge(base, {section: merge(fields, carried)}), given)
+
+
+def section_of(algorithm: str) -> str:
+    """Which section of the configuration an algorithm reads: 'ppo' with a critic, else 'grpo'.
+
+    Raises:
+      ValueError: an unknown algorithm; says which there are.
+    """
+    return "ppo" if preset(algorithm).advantage_estimator().needs_critic else "grpo"
 
 
 def parse(values: Mapping[str, Any]) -> RLJob:
@@ -88,7 +115,8 @@ def parse(values: Mapping[str, Any]) -> RLJob:
     if job.samples_per_step % job.mini_batch_size:
         raise ValueError(
             f"Batch of {job.samples_per_step} sequences does not split into mini-batches of {job.mini_batch_size}: "
-            "rollout.prompts_per_step x grpo.num_generations must be a multiple of trainer.mini_batch_size."
+            f"rollout.prompts_per_step x {job.algo.section}.num_generations must be a multiple of "
+            "trainer.mini_batch_size."
         )
     if job.trainer.max_steps is None:
         raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
@@ -127,6 +155,7 @@ def build_cluster(job: RLJob, trainer_mesh: Any, rollout_mesh: Any, link: PullLi
     )
     return RLCluster(
         actor=job.model.directory,
+        critic=job.model.critic or None,
         reference=job.model.reference or None,
         tokenizer=job.model.directory,
         cluster_config=config,
@@ -141,7 +170,7 @@ def _pull_link(job: RLJob, pod: Pod | None) -> PullLink | None:
     """The weights' way between clusters, in topology split."""
     if pod is None or not pod.seat.disposable:
         return None
-    return PullLink(pod, keep=2 + job.grpo.max_staleness, deadline_s=4 * job.log.stall_s)
+    return PullLink(pod, keep=2 + job.algo.max_staleness, deadline_s=4 * job.log.stall_s)
 
 
 def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str, pod: Pod | None = None) -> int:
@@ -175,7 +204,7 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str, pod: 
             stream = PromptStream.from_config(
                 job.data,
                 cluster.tokenizer,
-                prompts_per_step=job.rollout.prompts_per_step,
+                prompts_per_step=job.rollout.prompts_per_step * job.algo.prompt_batches,
                 max_prompt_length=limit,
                 shard_index=share.index,
                 shard_count=share.count,
@@ -186,7 +215,8 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str, pod: 
                 cluster.warm_up()
         evaluator = make_evaluator(cluster, job.data, job.eval, limit, share)
         metric_fns = [answer_accuracy] if job.eval.problems else []
-        learner = GRPOLearner(cluster, job.grpo, metric_fns=metric_fns, reward_config=job.reward, pod=pod)
+        make: Any = PPOLearner if job.algo.section == "ppo" else GRPOLearner
+        learner = make(cluster, job.algo, metric_fns=metric_fns, reward_config=job.reward, pod=pod)
         step = learner.train(stream, evaluator=evaluator, run=current)
         if not current.leads:
             return EXIT_DONE if step == job.trainer.max_steps else EXIT_PREEMPTED

@@ -102,10 +102,10 @@ class LearnerParts:
         restored = None
         if self.run.checkpoints is not None:
             with self.run.watchdog.stage("restoring"):
-                restored = self.run.checkpoints.restore_latest(self.cluster.abstract_state())
+                restored = self.run.checkpoints.restore_latest(self.cluster.abstract_saved())
         if restored is not None:
             step = restored.step
-            self.cluster.state = restored.state
+            self.cluster.load_saved(restored.state)
             self._data_state = restored.host["data_state"].encode()
             if self._data_state:
                 self.stream.restore(self._data_state)
@@ -147,7 +147,7 @@ class LearnerParts:
         host, arrays = pending.dump(done)
         content = {"data_state": self._data_state.decode(), "pending": host, "controllers": self.controllers()}
         with self.run.watchdog.stage("checkpoint"):
-            self.run.checkpoints.save(step, self.cluster.state, content, arrays)
+            self.run.checkpoints.save(step, self.cluster.saved(), content, arrays)
             if step == self.schedule.max_steps or self.stopping():
                 self.run.checkpoints.wait()
 
@@ -194,10 +194,11 @@ class LearnerParts:
         if self.run.metrics is not None:
             self.run.metrics.write(step, values)
         self.cluster.log_external(step, values)
-        self._check(step, values)
+        self.check(step, values)
         self._show(step, values)
 
-    def _check(self, step: int, values: Mapping[str, float]) -> None:
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Looks at a step's metrics; raises ValueError where going on would be in vain."""
         if values.get("actor/nonfinite"):
             self._nonfinite = getattr(self, "_nonfinite", 0) + 1
             self.run.console.print(f"Step {step}: the gradient was not finite; the update was skipped.")

@@ -21,12 +21,14 @@ class ModelSource:
       path: a Hugging Face directory; 'tiny' is the checkpoint shipped with podrl.
       size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
       reference: directory of the reference policy; '' for the starting weights.
+      critic: directory of the critic's starting weights; '' for a copy of the policy with a value head.
       lora: adapters; rank 0 trains all parameters.
     """
 
     path: str = "tiny"
     size: str = ""
     reference: str = ""
+    critic: str = ""
     lora: LoraConfig = LoraConfig()
 
     @property

@@ -5,6 +5,7 @@ to the host whose devices will train on them. Texts go only to the host that wri
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ def header(experience: Experience) -> Message:
         "rollout_s": rollouts.seconds,
         "reward_s": experience.seconds,
         "data_state": rollouts.prompts.data_state.decode(),
+        "counts": dict(experience.counts),
     }
     arrays = {
         "length_B": rollouts.length_B,
@@ -36,6 +38,7 @@ def header(experience: Experience) -> Message:
         "mask_bits": np.packbits(rollouts.mask_BT != 0, axis=1),
         "reward_FB": experience.reward_FB,
         "reward_B": experience.reward_B,
+        "greedy_reward_B": experience.greedy_reward_B,
         "length_P": rollouts.prompts.length_P,
         "index_P": rollouts.prompts.index_P,
     }
@@ -89,7 +92,9 @@ def assemble(headers: Sequence[Message], pad_id: int) -> Experience:
         **blank,
     )
     reward_s = max(h.value["reward_s"] for h in headers)
-    return Experience(rollouts, joined("reward_FB", 1), joined("reward_B"), reward_s)
+    counts = {name: math.fsum(h.value["counts"][name] for h in headers) for name in headers[0].value["counts"]}
+    rewards = (joined("reward_FB", 1), joined("reward_B"), joined("greedy_reward_B"))
+    return Experience(rollouts, *rewards, reward_s, counts)
 
 
 def fill_rows(experience: Experience, chosen: Int[np.ndarray, " n"], message: Message) -> None:

@@ -128,8 +128,8 @@ def training_programs(setting: Setting) -> list[Program]:
     job, model, mesh = setting.job, setting.model, setting.trainer_mesh()
     training = job.trainer
     optimizer = training.optimizer(updates_per_step=job.updates_per_step)
-    loss = job.grpo.policy_loss(job.rollout.max_tokens_to_generate)
-    old = job.grpo.old_source(job.updates_per_step)
+    loss = job.algo.policy_loss(job.rollout.max_tokens_to_generate)
+    old = job.algo.old_source(job.updates_per_step)
     state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
     shape = setting.pack_shape(mesh)
     batch = state_lib.abstract_batch(shape, mesh)
@@ -150,7 +150,7 @@ def training_programs(setting: Setting) -> list[Program]:
     # Scoring always loops over the filled micro-batches, the update only where there can be several.
     scored = _training_trips(setting, shape, looped=True)
     slices = setting.trainer.slices
-    passes = job.updates_per_step / job.grpo.num_iterations
+    passes = job.updates_per_step / job.algo.num_iterations
     programs = [
         Program(
             "train step",
@@ -205,7 +205,7 @@ def rollout_programs(setting: Setting) -> list[Program]:
     engine = _engine(setting, mesh)
     shards, shape = engine.shards, engine.shape
     params = decoder.abstract_params(model, mesh, setting.rollout_dtype())
-    group, prompts = job.grpo.num_generations, job.rollout.prompts_per_step
+    group, prompts = job.algo.num_generations, job.rollout.prompts_per_step
     pieces = prompts * pieces_per_prompt(prompts, group, shards)
     bucket = shape.buckets[-1]
     chunks = -(-job.rollout.max_prompt_length // bucket)
@@ -252,7 +252,7 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work
     weights = sum(math.prod(spec.shape) for spec in specs) / tensor
     heads = max(1, model.num_kv_heads // tensor)
     token = 2 * model.num_layers * heads * model.head_dim * item
-    prompt = job.rollout.max_prompt_length / min(job.grpo.num_generations, job.rollout.members_per_visit)
+    prompt = job.rollout.max_prompt_length / min(job.algo.num_generations, job.rollout.members_per_visit)
     seen = lanes * (prompt + setting.completion / 2)
     attended = lanes * (job.rollout.max_prompt_length + setting.completion / 2)
     attention = 4 * model.num_layers * model.num_heads / tensor * model.head_dim * attended

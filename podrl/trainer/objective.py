@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import flax.struct
 import jax
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.trainer import logprob
-from podrl.types import PyTree, Ratio, TrainBatch
+from podrl.types import CriticBatch, PyTree, Ratio, TrainBatch
 
 
 @flax.struct.dataclass
@@ -33,15 +33,30 @@ class Rows:
     length_BT: Float[Array, "B T"]
 
 
-def rows_of(batch: TrainBatch, index: Int[Array, ""], key: PRNGKeyArray) -> Rows:
-    """Micro-batch `index` (traced) of the batch; its key is `key` folded with the index."""
-    return Rows(
+@flax.struct.dataclass
+class CriticRows:
+    """One micro-batch of a CriticBatch; fields mean what they mean there, `key` what it means in Rows."""
+
+    key: PRNGKeyArray
+    tokens_BT: Int[Array, "B T"]
+    segment_BT: Int[Array, "B T"]
+    position_BT: Int[Array, "B T"]
+    mask_BT: Float[Array, "B T"]
+    value_BT: Float[Array, "B T"]
+    return_BT: Float[Array, "B T"]
+    length_BT: Float[Array, "B T"]
+
+
+def rows_of(batch: TrainBatch | CriticBatch, index: Int[Array, ""], key: PRNGKeyArray) -> Any:
+    """Micro-batch `index` (traced) of the batch, as Rows or CriticRows; its key is `key` folded with the index."""
+    kind = CriticRows if isinstance(batch, CriticBatch) else Rows
+    return kind(
         key=jax.random.fold_in(key, index),
         **{
             field.name: jax.lax.dynamic_index_in_dim(
                 getattr(batch, field.name.replace("_BT", "_ABT")), index, axis=0, keepdims=False
             )
-            for field in dataclasses.fields(Rows)
+            for field in dataclasses.fields(kind)
             if field.name != "key"
         },
     )
@@ -68,7 +83,7 @@ class TokenLoss(Protocol):
 class Objective(Protocol):
     """What a training step minimises: objective(params, rows) for the whole parameter tree and one micro-batch."""
 
-    def __call__(self, params: PyTree, rows: Rows, /) -> tuple[Ratio, Mapping[str, Ratio]]: ...
+    def __call__(self, params: PyTree, rows: Any, /) -> tuple[Ratio, Mapping[str, Ratio]]: ...
 
 
 @dataclasses.dataclass(frozen=True)

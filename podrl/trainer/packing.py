@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from podrl.types import TrainBatch
+from podrl.types import CriticBatch, TrainBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +202,36 @@ def pack(
         sampler_logprob_ABT=masked(sampler_logprob_BT),
         length_ABT=rows(np.maximum(count_B, 1)[sequence_X], np.float32, fill=1),
         micro_batches=micro_batches,
+    )
+
+
+def pack_values(
+    placement: Placement,
+    *,
+    tokens_BT: Int[np.ndarray, "B T"],
+    mask_BT: Shaped[np.ndarray, "B T"],
+    value_BT: Float[np.ndarray, "B T"],
+    return_BT: Float[np.ndarray, "B T"],
+) -> CriticBatch:
+    """The same for the critic's batch."""
+    packed = pack(
+        placement,
+        tokens_BT=tokens_BT,
+        mask_BT=mask_BT,
+        advantage_BT=return_BT,
+        old_logprob_BT=value_BT,
+        ref_logprob_BT=value_BT,
+        sampler_logprob_BT=value_BT,
+    )
+    return CriticBatch(
+        tokens_ABT=packed.tokens_ABT,
+        segment_ABT=packed.segment_ABT,
+        position_ABT=packed.position_ABT,
+        mask_ABT=packed.mask_ABT,
+        value_ABT=packed.old_logprob_ABT,
+        return_ABT=packed.advantage_ABT,
+        length_ABT=packed.length_ABT,
+        micro_batches=packed.micro_batches,
     )
 
 

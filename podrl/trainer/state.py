@@ -1,7 +1,7 @@
 """Where the training state and its batches live on the mesh."""
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.trainer.optimizer import Optimizer
 from podrl.trainer.packing import PackShape
-from podrl.types import PyTree, TrainBatch, TrainState
+from podrl.types import CriticBatch, PyTree, TrainBatch, TrainState
+
+Batch = TypeVar("Batch", TrainBatch, CriticBatch)
 
 
 def abstract_state(
@@ -59,11 +61,16 @@ def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: 
     The state shares its arrays with `params`; the first training step, which donates its state, deletes them.
     """
     trainable, frozen = decoder.split_trainable(params, config)
+    return init_train_state(trainable, optimizer, mesh), frozen
+
+
+def init_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> TrainState:
+    """The state at step 0 around parameters that lie on `mesh`; no parameter is copied."""
     abstract = abstract_train_state(jax.tree.map(_abstract, trainable), optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
     opt_state = jax.jit(optimizer.transform.init, out_shardings=shardings)(trainable)
     step = jax.device_put(jnp.zeros((), jnp.int32), rules.replicated(mesh))
-    return TrainState(trainable, opt_state, step), frozen
+    return TrainState(trainable, opt_state, step)
 
 
 def abstract_batch(shape: PackShape, mesh: Mesh) -> TrainBatch:
@@ -94,7 +101,14 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in rules.DEFAULT_RULES["batch"])
 
 
-def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+def fetch(array: Any, mesh: Mesh) -> np.ndarray:
+    """A device array of the mesh as a host array, whole on every process."""
+    if mesh.is_multi_process:
+        array = jax.jit(lambda x: x, out_shardings=rules.replicated(mesh))(array)
+    return np.asarray(array)
+
+
+def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
     """Rows over the batch axes of the mesh, everything else whole; `batch` needs shapes only."""
     return jax.tree.map(
         lambda x: rules.sharding_for(("layers", "batch", "time")[: np.ndim(x)], np.shape(x), mesh), batch
@@ -111,7 +125,7 @@ def local_rows(shape: PackShape, mesh: Mesh) -> Int[np.ndarray, " rows"]:
     return np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64)
 
 
-def put_batch(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+def put_batch(batch: Batch, mesh: Mesh) -> Batch:
     """Copies a host batch onto the mesh; every process passes the same batch and keeps the rows of its own devices."""
 
     def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -1,6 +1,7 @@
 """One optimizer update as a pure function of the state and a packed batch, and the scoring of packed batches."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from podrl.trainer.optimizer import Optimizer, apply_updates, global_norm
 from podrl.types import PyTree, Ratio, TrainBatch, TrainState
 
 Metrics = dict[str, Float[Array, ""]]
-TrainStep = Callable[[TrainState, PyTree, TrainBatch], tuple[TrainState, Metrics]]
+TrainStep = Callable[[TrainState, PyTree, Any], tuple[TrainState, Metrics]]
 LogprobFn = Callable[[PyTree, TrainBatch], Float[Array, "A B T"]]
 
 
@@ -44,12 +45,16 @@ def make_train_step(
       seed: of the adapters' dropout.
     """
     forward = Forward(config, mesh, temperature, dtype, remat)
-    return make_update(token_objective(forward, loss), config, optimizer, mesh, prefix=prefix, seed=seed)
+    abstract = decoder.abstract_params(config, mesh, jnp.dtype("float32"))
+    trainable, _ = decoder.split_trainable(abstract, config)
+    objective = token_objective(forward, loss)
+    return make_update(objective, trainable, decoder.join_trainable, optimizer, mesh, prefix=prefix, seed=seed)
 
 
 def make_update(
     objective: Objective,
-    config: ModelConfig,
+    trainable: PyTree,
+    join: Callable[[PyTree, PyTree], PyTree],
     optimizer: Optimizer,
     mesh: Mesh,
     *,
@@ -69,11 +74,21 @@ def make_update(
 
     Metrics (float32 scalars): those of the objective, `{prefix}/grad_norm` (before clipping), `{prefix}/lr` where the
     optimizer's schedule is known, `{prefix}/nonfinite`.
+
+    Args:
+      objective: what is minimised.
+      trainable: shapes and shardings of the parameters that are trained.
+      join: (trainable, frozen) -> the whole tree that the objective takes.
+      optimizer: turns gradients into updates.
+      mesh: where all of it lies.
+      prefix: group of the metrics this function adds.
+      seed: of what is random in a forward pass.
     """
 
-    def step(state: TrainState, frozen: PyTree, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, frozen: PyTree, batch: Any) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        grads, loss, metrics = _accumulate(objective, state.params, frozen, batch, key, mesh, config)
+        whole = lambda params: join(params, frozen)  # noqa: E731
+        grads, loss, metrics = _accumulate(objective, state.params, whole, batch, key, mesh, trainable)
         divisor = loss.count + (loss.count == 0)
         grads = jax.tree.map(lambda g: g / divisor, grads)
         norm = global_norm(grads)
@@ -97,7 +112,7 @@ def make_update(
         )
         return new_state, {name: jnp.asarray(x, jnp.float32) for name, x in scalars.items()}
 
-    abstract, _ = state_lib.abstract_state(config, optimizer, mesh)
+    abstract = state_lib.abstract_train_state(trainable, optimizer, mesh)
     placed = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, rules.replicated(mesh)))
 
@@ -126,15 +141,13 @@ def make_logprob_fn(config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0
 def _accumulate(
     objective: Objective,
     trainable: PyTree,
-    frozen: PyTree,
-    batch: TrainBatch,
+    whole: Callable[[PyTree], PyTree],
+    batch: Any,
     key: PRNGKeyArray,
     mesh: Mesh,
-    config: ModelConfig,
+    placed: PyTree,
 ) -> tuple[PyTree, Ratio, dict[str, Ratio]]:
     """Float32 gradients of the numerator, the loss and its metrics, summed over the filled micro-batches."""
-    abstract = decoder.abstract_params(config, mesh, jnp.dtype("float32"))
-    placed, _ = decoder.split_trainable(abstract, config)
 
     def pin(grads: PyTree) -> PyTree:
         if mesh.size == 1:
@@ -142,7 +155,7 @@ def _accumulate(
         return jax.tree.map(lambda g, p: jax.lax.with_sharding_constraint(g, p.sharding), grads, placed)
 
     def numerator(trainable: PyTree, index: Array):
-        loss, metrics = objective(decoder.join_trainable(trainable, frozen), rows_of(batch, index, key))
+        loss, metrics = objective(whole(trainable), rows_of(batch, index, key))
         return loss.total, (loss, dict(metrics))
 
     def body(index: Array, carry):

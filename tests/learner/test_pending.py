@@ -31,7 +31,7 @@ def _experience(seed: int) -> Experience:
         completions=["x", "y", "z", ""],
         seconds=0.25,
     )
-    return Experience(rollouts, rng.normal(size=(3, 4)), rng.normal(size=4), 0.5)
+    return Experience(rollouts, rng.normal(size=(3, 4)), rng.normal(size=4), np.zeros(4), 0.5, {"x": 1.0})
 
 
 def _same(a, b):

@@ -1,0 +1,99 @@
+"""The critic of a cluster: its parameters and optimizer on its mesh, and what is done with them."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from podrl.models import scalar
+from podrl.models.config import LoraConfig, ModelConfig
+from podrl.trainer.config import RLTrainingConfig
+from podrl.trainer.critic import ValueLoss, make_critic_step, make_value_fn
+from podrl.trainer.packing import PackShape
+from podrl.trainer.state import abstract_train_state, fetch, init_train_state, put_batch
+from podrl.types import CriticBatch, PyTree, TrainState
+
+
+class Critic:
+    """A value model with an optimizer of its own.
+
+    Attributes:
+      model: configuration of its trunk.
+      mesh: where it lives.
+      state: trainable parameters, optimizer state and step.
+      frozen: the rest (under LoRA the trunk's base, shared with the actor where the critic started from it).
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike | tuple[ModelConfig, PyTree],
+        mesh: Mesh,
+        training: RLTrainingConfig,
+        *,
+        lora: LoraConfig | None = None,
+        updates_per_step: int = 1,
+        seed: int = 0,
+    ):
+        """Puts the critic on its mesh.
+
+        Args:
+          source: a Hugging Face directory (a sequence classification model keeps its head), or the configuration and
+            whole parameter tree of a decoder, which is copied.
+          mesh: where it goes.
+          training: optimizer, dtypes, batch sizes.
+          lora: adapters, where `source` is a directory.
+          updates_per_step: updates of a step, which learning-rate schedules span.
+          seed: of fresh adapters and of dropout.
+        """
+        self.mesh, self.training_config, self._seed = mesh, training, seed
+        dtype = jnp.dtype(training.param_dtype)
+        if isinstance(source, str | os.PathLike):
+            self.model, params = scalar.load(
+                os.fspath(source), mesh, dtype, lora_config=lora, needs_head=False, seed=seed
+            )
+        else:
+            self.model, decoder_params = source
+            params = scalar.on_trunk(decoder_params, self.model, mesh, dtype)
+        self.optimizer = training.critic(updates_per_step=updates_per_step)
+        trainable, self.frozen = scalar.split_trainable(params, self.model)
+        self.state = init_train_state(trainable, self.optimizer, mesh)
+        self._values = make_value_fn(self.model, mesh, dtype=training.dtype)
+        self._step: Callable | None = None
+
+    def prepare(self, loss: ValueLoss) -> None:
+        """Sets the loss that `update` minimises."""
+        self._step = make_critic_step(
+            self.model,
+            loss,
+            self.optimizer,
+            self.mesh,
+            dtype=self.training_config.dtype,
+            remat=self.training_config.remat,
+            seed=self._seed,
+        )
+
+    def values(self, batch: CriticBatch) -> Any:
+        """The value before every packed token (A, B, T), on the host; `batch` is a host batch."""
+        params = scalar.join_trainable(self.state.params, self.frozen)
+        return fetch(self._values(params, put_batch(batch, self.mesh)), self.mesh)
+
+    def update(self, batch: CriticBatch) -> dict[str, Any]:
+        """One optimizer update on a host batch; metrics stay on the device."""
+        if self._step is None:
+            raise ValueError("The critic needs a loss: call prepare(loss) first; PPOLearner does.")
+        self.state, metrics = self._step(self.state, self.frozen, put_batch(batch, self.mesh))
+        return metrics
+
+    def pack_shape(self, sequences: int, max_length: int) -> PackShape:
+        """The fixed shape of batches of at most `sequences` samples on the critic's mesh."""
+        return self.training_config.pack_shape(sequences=sequences, max_length=max_length, mesh=self.mesh)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes and shardings of `state`, for restoring a checkpoint."""
+        trainable = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state.params
+        )
+        return abstract_train_state(trainable, self.optimizer, self.mesh)

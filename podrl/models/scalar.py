@@ -1,0 +1,124 @@
+"""A decoder whose output is one number per token: the critic's value, the reward model's score."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from podrl.mesh import rules
+from podrl.models import decoder, lora
+from podrl.models.config import LoraConfig, ModelConfig
+from podrl.models.decoder import Param
+from podrl.models.hf_config import read_config
+from podrl.models.hf_load import load_entries
+from podrl.models.hf_names import Entry, entries
+from podrl.models.tensor_files import scan_directory
+from podrl.types import PyTree
+
+HEAD = "score"  # the leaf's name, as in Hugging Face's sequence classification
+
+
+def param_specs(config: ModelConfig) -> dict:
+    """The decoder's parameters without its output matrix, and the head (D, 1)."""
+    specs = {name: spec for name, spec in decoder.param_specs(config).items() if name != "unembed"}
+    return specs | {HEAD: Param((config.model_dim, 1), ("norm", "norm"), 0.0)}
+
+
+def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree:
+    """Shapes, dtypes and shardings of the parameters on `mesh`."""
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype_in(dtype), sharding=rules.sharding_for(p.axes, p.shape, mesh)),
+        param_specs(config),
+        is_leaf=decoder.is_param,
+    )
+
+
+def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree]:
+    """(trainable, frozen): the head is always trained; of the trunk, under LoRA, the adapters."""
+    trunk = {name: leaf for name, leaf in params.items() if name != HEAD}
+    trainable, frozen = decoder.split_trainable(trunk, config)
+    return {**trainable, HEAD: params[HEAD]}, frozen
+
+
+def join_trainable(trainable: PyTree, frozen: PyTree) -> PyTree:
+    """Inverse of `split_trainable`; no copy."""
+    trunk = {name: leaf for name, leaf in trainable.items() if name != HEAD}
+    return {**decoder.join_trainable(trunk, frozen), HEAD: trainable[HEAD]}
+
+
+def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree:
+    """A copy of a decoder's parameters with a head of zeros, so that every value starts at 0.
+
+    Args:
+      params: the decoder's whole tree, on any mesh; under LoRA its frozen leaves are shared where they lie right.
+      config: of the decoder.
+      mesh: where the copy goes.
+      dtype: of its parameters.
+    """
+    abstract = abstract_params(config, mesh, dtype)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    head = _zeros(abstract[HEAD])
+    trunk = {name: leaf for name, leaf in params.items() if name in shardings}
+    moved = jax.device_put(trunk, {name: leaf for name, leaf in shardings.items() if name in trunk})
+    trainable, frozen = split_trainable({**moved, HEAD: head}, config)
+    copy = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(x).astype(dtype), tree))
+    return join_trainable(copy(trainable), frozen)
+
+
+def load(
+    directory: str | pathlib.Path,
+    mesh: Mesh,
+    dtype: Any = "float32",
+    *,
+    lora_config: LoraConfig | None = None,
+    needs_head: bool = True,
+    seed: int = 0,
+) -> tuple[ModelConfig, PyTree]:
+    """Loads a Hugging Face directory of a sequence classification model with one label.
+
+    Args:
+      directory: config.json and safetensors weights, the head as `score.weight` (1, D).
+      mesh: where the parameters go.
+      dtype: of the parameters.
+      lora_config: adds fresh adapters, random with `seed`.
+      needs_head: False also takes a causal language model, whose head is then zeros.
+
+    Raises:
+      ValueError: an unsupported model, damaged files, or no head where one is needed.
+    """
+    config = read_config(pathlib.Path(directory))
+    stored = dict(scan_directory(pathlib.Path(directory)))
+    has_head = any(name.endswith("score.weight") for name in stored)
+    if needs_head and not has_head:
+        raise ValueError(
+            f"{directory} has no tensor score.weight: a reward model is a sequence classification model with one label "
+            "(num_labels=1); a causal language model has no score."
+        )
+    stored = {name: tensor for name, tensor in stored.items() if not name.endswith("lm_head.weight")}
+    wanted = [entry for entry in entries(config) if entry.leaf != ("unembed",)]
+    head = param_specs(config)[HEAD]
+    if has_head:
+        wanted.append(Entry((HEAD,), "score.weight", False, head, 1))
+    adapted = dataclasses.replace(config, lora=lora_config or LoraConfig())
+    params = load_entries(wanted, stored, adapted, mesh, dtype, where=str(directory))
+    if not has_head:
+        params[HEAD] = _zeros(abstract_params(config, mesh, jnp.dtype(dtype))[HEAD])
+    if adapted.lora.rank:
+        score = params.pop(HEAD)
+        adapted, params = lora.with_adapters(config, params, adapted.lora, mesh, dtype, seed=seed)
+        params = {**params, HEAD: score}
+    return adapted, params
+
+
+def scores(params: PyTree, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    """The number after every token, float32."""
+    head_D = params[HEAD][:, 0].astype(jnp.float32)
+    return jnp.einsum("BTD,D->BT", hidden_BTD.astype(jnp.float32), head_D)
+
+
+def _zeros(leaf: Any) -> Array:
+    return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()

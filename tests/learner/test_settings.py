@@ -1,0 +1,139 @@
+"""What the configurations of the algorithms make of presets, rewards and lengths."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from podrl.algorithms.presets import PRESETS, preset
+from podrl.algorithms.shaping import overlong_penalty
+from podrl.learner import ppo_config
+from podrl.learner.grpo_config import GRPOConfig, preset_fields
+from podrl.learner.mismatch_gate import MismatchGate
+from podrl.learner.ppo_config import PPOConfig
+from podrl.learner.reward_kl import RewardKL
+from podrl.types import STOP_EOS, STOP_LENGTH, Prompts, Rollouts
+
+
+def rollouts(lengths, stops, limit=8, prompt=2):
+    """Samples of `lengths` tokens after a prompt of two."""
+    B, T = len(lengths), prompt + limit
+    place_BT = np.tile(np.arange(T), (B, 1))
+    mask_BT = ((place_BT >= prompt) & (place_BT < prompt + np.asarray(lengths)[:, None])).astype(np.float32)
+    zeros_BT = np.zeros((B, T), np.float32)
+    prompts = Prompts(
+        np.zeros((B, prompt), np.int32), np.full(B, prompt), np.arange(B), ["p"] * B, {"answer": ["1"] * B}, b"{}"
+    )
+    return Rollouts(
+        prompts,
+        np.zeros((B, T), np.int32),
+        prompt + np.asarray(lengths),
+        mask_BT,
+        zeros_BT,
+        zeros_BT,
+        np.zeros((B, T), np.int32),
+        np.asarray(stops),
+        ["c"] * B,
+        0.0,
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_preset_is_refused(name):
+    if preset(name).advantage_estimator().needs_critic:
+        config = PPOConfig(**ppo_config.preset_fields(name))
+    else:
+        config = GRPOConfig(num_generations=4, **preset_fields(name))
+    coef, _ = config.reward_kl()
+    assert coef == preset(name).learner.get("kl_in_reward", 0.0)
+    assert config.policy_loss(40).formula() and config.estimator().formula()
+    assert bool(coef) == any("KL to the reference" in line for line in config.describe(40))
+    for field in ("dynamic_sampling", "overlong_shaping"):
+        assert getattr(config, field) == preset(name).learner.get(field, False)
+
+
+def test_overlong_penalty_by_hand():
+    # Limit 20, buffer 5: free up to 15, a fifth of the penalty for each token after, all of it at 20.
+    penalty_B = overlong_penalty(np.array([3, 15, 16, 18, 20]), limit=20, buffer=5, penalty=2.0)
+    np.testing.assert_allclose(penalty_B, [0.0, 0.0, -0.4, -1.2, -2.0], atol=1e-12)
+    with pytest.raises(ValueError, match=r"overlong_buffer=21 must lie in \[1, rollout.max_tokens_to_generate=20"):
+        overlong_penalty(np.array([3]), limit=20, buffer=21)
+
+
+def test_shaping_counts_tokens_and_the_filter_leaves_groups_alone():
+    samples = rollouts([4, 7, 8], [STOP_EOS, STOP_EOS, STOP_LENGTH])
+    reward_B = np.array([0.5, 1.0, 1.0])
+    config = GRPOConfig(overlong_shaping=True, overlong_buffer=2, no_stop_reward=-3.0, overlong_filter=True)
+    np.testing.assert_allclose(config.shaped(reward_B, samples, 8), [0.5, 0.5, -4.0])
+    kept_BT = config.loss_mask(samples)
+    np.testing.assert_array_equal(kept_BT[:2], samples.mask_BT[:2])
+    assert not kept_BT[2].any()
+    plain = GRPOConfig()
+    assert plain.shaped(reward_B, samples, 8) is reward_B and plain.loss_mask(samples) is samples.mask_BT
+
+
+def test_the_ratio_starts_from_the_trainer_where_the_reward_needs_its_scores():
+    assert GRPOConfig().old_source(1) == "current"
+    assert GRPOConfig().old_source(2) == "trainer"
+    assert GRPOConfig(kl_in_reward=0.1).old_source(1) == "trainer"
+    assert GRPOConfig(kl_in_reward=0.1, max_staleness=1).old_source(1) == "sampler"
+    assert PPOConfig().old_source(1) == "trainer" and PPOConfig(beta=0.0).old_source(1) == "current"
+
+
+def test_kl_in_the_reward_is_steered_and_survives_a_checkpoint():
+    mask_BT = np.array([[0, 1, 1], [0, 1, 0]], np.float32)
+    reward_BT = np.array([[0, 0, 2.0], [0, 1.0, 0]])
+    logprob_BT = np.array([[0, -1.0, -2.0], [0, -1.0, np.nan]])
+    ref_BT = np.array([[0, -1.5, -2.5], [0, -1.5, 0]])
+    penalty = RewardKL(GRPOConfig(kl_in_reward=0.1, kl_target=0.25, kl_horizon=20.0))
+    result_BT, said = penalty.penalised(reward_BT, logprob_BT, ref_BT, mask_BT)
+    np.testing.assert_allclose(result_BT, [[0, -0.05, 1.95], [0, 0.95, 0]])
+    assert said == {"reward/kl": pytest.approx(0.5), "reward/kl_coef": 0.1}
+    # Twice the target: the error is held at 0.2, so 2 samples of a horizon of 20 raise the coefficient by 2%.
+    assert penalty.coef == pytest.approx(0.102)
+    other = RewardKL(GRPOConfig(kl_in_reward=0.1, kl_target=0.25))
+    other.restore(penalty.state())
+    assert other.coef == penalty.coef
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (GRPOConfig, {"kl_target": 1.0}, "grpo.kl_in_reward"),
+        (PPOConfig, {"kl_target": 1.0, "beta": 0.0}, "ppo.beta"),
+        (PPOConfig, {"dynamic_sampling": True}, "ppo.num_generations of at least 2"),
+        (GRPOConfig, {"dynamic_sampling_batches": 1}, "at least 2"),
+        (PPOConfig, {"advantage_estimator": "grpo"}, "algorithm=grpo"),
+        (GRPOConfig, {"advantage_estimator": "gae"}, "algorithm=ppo"),
+        (PPOConfig, {"clip_range_value": 0.0}, "ppo.clip_range_value=0.0"),
+        (PPOConfig, {"epsilon": 2.0}, "ppo.epsilon=2.0"),
+        (PPOConfig, {"gae_lambda": 1.5}, "ppo.gae_lambda=1.5"),
+        (PPOConfig, {"mini_batch_size": 4}, "trainer.mini_batch_size"),
+        (GRPOConfig, {"mismatch_bound": 0.0}, "grpo.mismatch_bound=0.0"),
+        (GRPOConfig, {"no_stop_reward": float("nan")}, "grpo.no_stop_reward"),
+    ],
+)
+def test_bad_settings_name_the_key(cls, values, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**values)
+
+
+def test_fields_shared_by_both_algorithms_mean_the_same():
+    mine = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+    for field in dataclasses.fields(PPOConfig):
+        if field.name.startswith(("overlong", "dynamic", "mismatch", "kl_target", "kl_horizon")):
+            assert mine[field.name] == field.default
+
+
+def test_the_gate_warns_then_stops_with_a_diagnosis():
+    gate = MismatchGate(0.1, 3, section="grpo", stale=True, filtered=True)
+    bad = {"sampler/abs_diff": 0.3, "sampler/exp_diff": 1.4, "sampler/pearson": 0.9}
+    assert gate.check(1, {"sampler/abs_diff": 0.09}) == ""
+    assert "0.3 nats" in gate.check(2, bad) and gate.check(3, bad)
+    assert gate.check(4, {"sampler/abs_diff": 0.0}) == ""  # a good step in between
+    assert gate.check(5, bad) and gate.check(6, bad)
+    with pytest.raises(ValueError, match=r"step 3 in a row.*exp_diff 1.4.*top_k.*max_staleness.*data_type") as error:
+        gate.check(7, bad)
+    assert "mismatch_bound=inf" in str(error.value)
+    forgiving = MismatchGate(0.1, 0, section="ppo", stale=False, filtered=False)
+    assert all("ppo.mismatch_bound=0.1" in forgiving.check(step, bad) for step in range(9))
