@@ -299,7 +299,7 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """Scaled token embeddings in the compute dtype."""
     x_BTD = params["embed"].at[tokens_BT].get(mode="clip").astype(dtype) * jnp.asarray(config.embed_scale, dtype)
-    # Rows over data first, as D is cut over fsdp: the rest of the way is then one all-to-all along fsdp, where XLA would
+    # Rows over data first, as D is cut over fsdp: the rest is then one all-to-all along fsdp, where XLA would
     # otherwise make the whole array on every device.
     x_BTD = rules.constrain(x_BTD, ("replica", "time", "embed"), mesh)
     return rules.constrain(x_BTD, ("batch", "time", "act"), mesh)
