@@ -13,6 +13,7 @@ What xpk adds, and what it lacks:
 """
 
 import argparse
+import secrets
 import shlex
 import sys
 from collections.abc import Sequence
@@ -75,7 +76,10 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
         podrl = command.podrl_command(args.config, args.workdir, extra)
         # exec: xpk runs `(COMMAND) &` and sends SIGTERM to that subshell, which without exec would not pass it on.
         words += [f"--docker-image={args.image}", f"--command=exec {shlex.join(podrl)}"]
-        words += [f"--env={name}={value}" for name, value in command.environment(args.env).items()]
+        environment = command.environment(args.env)
+        if not args.pathways:  # what the hosts encrypt their channel with, new for every submission
+            environment.setdefault("PODRL_SECRET", secrets.token_hex(16))
+        words += [f"--env={name}={value}" for name, value in environment.items()]
     if args.pathways:
         words += [f"--pathways-gcs-location={args.scratch}"]
     else:

@@ -123,15 +123,10 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
 
 
 def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
-    """This process's place; refuses what this version cannot run on: split, Pathways, remote run directories."""
+    """This process's place; refuses what cannot work there."""
     topology = _early(argv, "topology", "auto", prefix="--")
     cluster = detect.detect(os.environ, topology=topology, metadata=detect.tpu_vm_metadata(os.environ))
     detect.check_pathways(cluster)
-    if cluster.topology == "pathways":
-        raise ValueError(
-            f"This environment is a {cluster.kind} cluster (topology {cluster.topology}): training in that topology is "
-            "not supported yet. Run in one jax.distributed cluster (--topology=shared) or on one host."
-        )
     for name in cluster.unset:
         os.environ.pop(name, None)
     workdir = _early(argv, "workdir", "", prefix="--")
@@ -208,7 +203,9 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     cluster = _find_cluster(rest)
     devices = _early(rest, "fake_devices", config.get("fake_devices", 0))
     environment.prepare(os.environ, fake_devices=_early(rest, "fake_devices", devices, prefix="--"))
-    if cluster.process_count > 1 or cluster.topology == "split":
+    if cluster.topology == "pathways":
+        joining.start_pathways()
+    elif cluster.process_count > 1 or cluster.topology == "split":
         hosts = joining.hosts_of(cluster, *_hosts(rest, config))
         joined.append(joining.join(cluster, joining.take_seat(cluster, hosts, os.environ)))
     from podrl.learner import job  # after the environment is prepared: this imports jax

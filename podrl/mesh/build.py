@@ -45,8 +45,16 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> tuple[
 
 
 def sort_devices(devices: Sequence[Any]) -> list[Any]:
-    """Devices in the one order every process agrees on: by process, then by id (ids of CPU devices have gaps)."""
-    return sorted(devices, key=lambda d: (d.process_index, d.id))
+    """Devices in the one order every process agrees on: by slice, process and task, then by id (which has gaps on CPU).
+
+    Under Pathways one process has all devices; slices and tasks keep those together that share fast links.
+    """
+
+    def place(device: Any) -> tuple[int, ...]:
+        names = ("slice_index", "process_index", "virtual_task_index")
+        return (*(getattr(device, name, None) or 0 for name in names), device.id)
+
+    return sorted(devices, key=place)
 
 
 def make_mesh(spec: str, devices: Sequence[Any], *, key: str = "mesh", auto: str = "fsdp=-1") -> Mesh:

@@ -85,3 +85,10 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float = JOIN_S) -> Pod:
         jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_HEARTBEAT_S)
     os.environ.pop("PODRL_SECRET", None)  # not for reward functions and other children
     return pod
+
+
+def start_pathways() -> None:
+    """Connects jax to the Pathways service; this process then controls every device, and no other process joins it."""
+    import pathwaysutils
+
+    pathwaysutils.initialize()

@@ -52,6 +52,12 @@ def test_mcjax_command():
     } <= set(words)
 
 
+def test_every_submission_has_a_secret_of_its_own():
+    first, second = ([w for w in build(*IMAGE) if w.startswith("--env=PODRL_SECRET=")] for _ in range(2))
+    assert len(first) == len(second) == 1 and first != second
+    assert not [w for w in build(*IMAGE, *PATHWAYS) if "PODRL_SECRET" in w]
+
+
 def test_pathways_command_has_no_restart_codes():
     words = build(*IMAGE, *PATHWAYS)
     assert words[:3] == ["xpk", "workload", "create-pathways"]
@@ -90,13 +96,13 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(tmp_path, monkeypatch, c
     program.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >{tmp_path}/arguments\nexit 5\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    flags = [*FLAGS, *IMAGE, "--env=A=b c"]
+    flags = [*FLAGS, *IMAGE, "--env=A=b c", "--env=PODRL_SECRET=s"]
     assert xpk.main([*flags, "--dry_run"]) == 0
     printed = capfd.readouterr().out
     assert not (tmp_path / "arguments").exists()
     assert xpk.main(flags) == 5
     ran = (tmp_path / "arguments").read_bytes()
-    assert ran.decode().split("\0")[:-1] == build(*IMAGE, "--env=A=b c")[1:]
+    assert ran.decode().split("\0")[:-1] == build(*IMAGE, "--env=A=b c", "--env=PODRL_SECRET=s")[1:]
     # What was printed is the same command, to a shell.
     (tmp_path / "arguments").unlink()
     assert subprocess.run(["bash", "-c", printed], check=False).returncode == 5
