@@ -195,12 +195,11 @@ def test_offloading_needs_a_host_memory(params, tokens_BT):
         decoder.hidden(params, tokens_BT, ones_BT, ones_BT, CONFIG, remat="offload", mesh=mesh)
 
 
-@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2", "data=2,fsdp=4"])
-def test_no_device_ever_holds_the_embeddings_of_all_rows(spec):
-    mesh = build.make_mesh(spec, jax.devices())
+def test_embedding_rows_reach_their_shards_by_an_exchange(capfd):
+    """XLA warns where it finds no way between two shardings but through the whole array."""
+    mesh = build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices())
     params = decoder.abstract_params(CONFIG, mesh, jnp.dtype("float32"))
     tokens_BT = jax.ShapeDtypeStruct((8, 20), jnp.int32, sharding=rules.sharding_for(("batch", "time"), (8, 20), mesh))
     embed = jax.jit(lambda params, tokens_BT: decoder.embed(params, tokens_BT, CONFIG, jnp.dtype("float32"), mesh))
-    text = embed.lower(params, tokens_BT).compile().as_text()
-    assert "f32[2,20,16]" in text or "f32[1,20,16]" in text
-    assert "f32[8,20,16]" not in text
+    embed.lower(params, tokens_BT).compile()
+    assert "rematerialization" not in capfd.readouterr().err
