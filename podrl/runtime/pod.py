@@ -232,7 +232,9 @@ class Pod:
         replaced = self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT and code == EXIT_INFRASTRUCTURE
         if code not in (EXIT_DONE, EXIT_PREEMPTED) and not replaced:
             first = str(message.value["text"]).splitlines()[:1]
-            self._end(code, f"{self.seat.hosts.name(process)} ended with exit code {code}: {''.join(first)}")
+            # A user's error often strikes several processes at once: this one says and saves its own first.
+            text = f"{self.seat.hosts.name(process)} ended with exit code {code}: {''.join(first)}"
+            self._end(code, text, grace_s=_FAREWELL_S)
         return Message()
 
     def _lost(self, process: int, address: str) -> None:
@@ -259,11 +261,11 @@ class Pod:
             return
         self._end(int(verdict["code"]), str(verdict["text"]))
 
-    def _end(self, code: int, text: str) -> None:
+    def _end(self, code: int, text: str, *, grace_s: float = 0.2) -> None:
         """Ends this process from whatever thread noticed that the job is over."""
 
         def finish() -> None:
-            time.sleep(0.2)  # a process that is failing for the same reason says it better itself
+            time.sleep(grace_s)  # a process that is failing for the same reason says it better itself
             if self._ended.is_set():
                 return
             self.fail(code, text) if self.leads else self._ended.set()

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from processes import comparable, job, run, same_end, trained_steps
+from processes import comparable, gone, job, run, same_end, trained_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -105,6 +105,15 @@ def test_a_dead_rollout_ends_a_shared_job(tmp_path):
         os.kill(process(running.process.pid, 1), signal.SIGKILL)
         assert running.end() == 42, running.stderr
     assert "rollout 0 ended with signal SIGKILL; the others have to end too" in running.stderr
+
+
+def test_nothing_outlives_a_pod_that_is_killed(tmp_path):
+    with job(tmp_path / "run", "--local_processes=2") as running:
+        running.wait_for_step(1)
+        hosts = running.children()
+        assert len(hosts) == 2
+        running.kill()
+    assert gone(hosts) == []
 
 
 def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path):
