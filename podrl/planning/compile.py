@@ -26,6 +26,7 @@ class Measured:
       resident: bytes of arrays the program does not see.
       capacity: bytes a program may use.
       compile_s: seconds of tracing and of the compiler.
+      compile_cpu_s: processor time of that, on all cores: what counts where other programs run.
       host: bytes of host memory for what `trainer.remat='offload'` keeps there, per chip.
       flops, bytes, collectives: of one execution; 0 and empty where the compiler refused.
       compute_s, memory_s, network_s: least seconds of one execution by each of them.
@@ -40,6 +41,7 @@ class Measured:
     resident: float
     capacity: float
     compile_s: float
+    compile_cpu_s: float = 0.0
     host: float = 0.0
     flops: float = 0.0
     bytes: float = 0.0
@@ -72,7 +74,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False) -> Measured:
     Args:
       quick: compile with least effort: the peak is within a tenth of the true one, the counts are of another schedule.
     """
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     try:
         compiled = program.lower().compile(compiler_options=dict(QUICK) if quick else None)
     except jax.errors.JaxRuntimeError as error:
@@ -81,7 +83,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False) -> Measured:
             raise
         seconds = time.perf_counter() - started
         return Measured(program.name, program.side, program.runs, False, asked, program.resident, chip.hbm, seconds)
-    seconds = time.perf_counter() - started
+    seconds, busy = time.perf_counter() - started, time.process_time() - busy
     memory = compiled.memory_analysis()
     peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes)
     cost = cost_of(compiled.as_text(), trips=program.trips, slices=program.slices)
@@ -99,6 +101,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False) -> Measured:
         resident=program.resident,
         capacity=chip.hbm,
         compile_s=seconds,
+        compile_cpu_s=busy,
         host=float(memory.host_temp_size_in_bytes),
         flops=flops,
         bytes=size,

@@ -8,17 +8,28 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 
+from podrl.planning.hlo_text import (
+    Instruction,
+    any_bytes,
+    called,
+    dims_of,
+    group_of,
+    hbm_bytes,
+    leaf_bytes,
+    leaves,
+    pairs_cross,
+    parse,
+    top_leaves,
+)
+
 # trips(depth): how often a loop of unknown length runs that lies in `depth` other loops of unknown length.
 Trips = Callable[[int], float]
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
-_LEAF = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
-_OFF_HBM = re.compile(r"S\([1-9]")
 _FREE = frozenset(
     [
         "parameter",
@@ -77,16 +88,6 @@ class Cost:
     read: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    root: bool
-
-
 @dataclasses.dataclass
 class _Sum:
     flops: float = 0.0
@@ -129,7 +130,7 @@ def cost_of(
 
 class _Reader:
     def __init__(self, text: str, trips: Trips, named: Mapping[str, float], slices: int):
-        self._computations, entry = _parse(text)
+        self._computations, entry = parse(text)
         self._entry = entry
         self._trips, self._named, self._slices = trips, named, slices
         found = re.search(r"num_partitions=(\d+)", text[:20_000_000])
@@ -148,43 +149,43 @@ class _Reader:
             self._instruction(total, instruction, types, depth)
         return total
 
-    def _instruction(self, total: _Sum, i: _Instruction, types: Mapping[str, str], depth: int) -> None:
+    def _instruction(self, total: _Sum, i: Instruction, types: Mapping[str, str], depth: int) -> None:
         if i.opcode in _FREE or i.opcode.endswith("-done"):
             return
         if i.opcode == "while":
             count = self._trip_count(i, types)
             inside = depth if count is not None else depth + 1
-            total.add(self._computation(_called(i, "body")[0], inside), self._trips(depth) if count is None else count)
+            total.add(self._computation(called(i, "body")[0], inside), self._trips(depth) if count is None else count)
         elif i.opcode == "conditional":
-            branches = _called(i, "branch_computations") or _called(i, "true_computation", "false_computation")
+            branches = called(i, "branch_computations") or called(i, "true_computation", "false_computation")
             for branch in branches:
                 total.add(self._computation(branch, depth), 1.0 / len(branches))
         elif i.opcode in ("call", "async-start"):
-            total.add(self._computation(_called(i, "to_apply", "calls")[0], depth), 1.0)
+            total.add(self._computation(called(i, "to_apply", "calls")[0], depth), 1.0)
         elif i.opcode == "fusion":
             self._fusion(total, i, types)
         else:
             self._plain(total, i, types)
             total.move(*self._moved(i, types))
 
-    def _moved(self, i: _Instruction, types: Mapping[str, str]) -> tuple[float, float]:
+    def _moved(self, i: Instruction, types: Mapping[str, str]) -> tuple[float, float]:
         """Bytes (read, written) of an instruction that stands alone."""
-        out = _hbm_bytes(i.type)
+        out = hbm_bytes(i.type)
         operand = lambda at: types.get(i.operands[at], "")  # noqa: E731
         if i.opcode == "slice-start":
-            part = min((size for size in map(_leaf_bytes, _leaves(i.type)) if size > 8), default=0.0)
+            part = min((size for size in map(leaf_bytes, leaves(i.type)) if size > 8), default=0.0)
             return part, part
         if i.opcode in _SLICES:
-            return (_any_bytes(i.type) if _hbm_bytes(operand(0)) else 0.0), out
+            return (any_bytes(i.type) if hbm_bytes(operand(0)) else 0.0), out
         if i.opcode == "dynamic-update-slice":
-            return _hbm_bytes(operand(1)), _any_bytes(operand(1)) if out else 0.0
-        read = sum(_hbm_bytes(types.get(name, "")) for name in i.operands)
+            return hbm_bytes(operand(1)), any_bytes(operand(1)) if out else 0.0
+        read = sum(hbm_bytes(types.get(name, "")) for name in i.operands)
         if i.opcode.endswith("-start"):  # its type names where the operands lie, too
             read = min(read, out)
             return read, out - read
         return read, out
 
-    def _plain(self, total: _Sum, i: _Instruction, types: Mapping[str, str], inside: str = "") -> None:
+    def _plain(self, total: _Sum, i: Instruction, types: Mapping[str, str], inside: str = "") -> None:
         """Operations and collectives of one instruction, in a fusion (`inside` is its computation) or outside."""
         kind = i.opcode.removesuffix("-start")
         if i.opcode == "convolution":
@@ -200,12 +201,12 @@ class _Reader:
                 total.uncounted.add(i.name.rstrip("0123456789."))
             total.flops += flops or 0.0
 
-    def _collective(self, total: _Sum, i: _Instruction, kind: str, types: Mapping[str, str]) -> None:
-        size, crosses = _group(i.attributes, self._devices, self._slices)
-        whole = sum(_leaf_bytes(leaf) for name in i.operands for leaf in _leaves(types.get(name, "")))
+    def _collective(self, total: _Sum, i: Instruction, kind: str, types: Mapping[str, str]) -> None:
+        size, crosses = group_of(i.attributes, self._devices, self._slices)
+        whole = sum(leaf_bytes(leaf) for name in i.operands for leaf in leaves(types.get(name, "")))
         if kind == "collective-permute":
             sent = whole
-            crosses = _pairs_cross(i.attributes, self._devices, self._slices)
+            crosses = pairs_cross(i.attributes, self._devices, self._slices)
         elif kind == "all-gather":
             sent = whole * (size - 1)
         else:
@@ -214,8 +215,8 @@ class _Reader:
             had = total.collectives.get((kind, crosses), (0.0, 0.0))
             total.collectives[kind, crosses] = (had[0] + 1, had[1] + sent)
 
-    def _fusion(self, total: _Sum, i: _Instruction, types: Mapping[str, str]) -> None:
-        name = _called(i, "calls")[0]
+    def _fusion(self, total: _Sum, i: Instruction, types: Mapping[str, str]) -> None:
+        name = called(i, "calls")[0]
         body = self._computations[name]
         inner = {x.name: x.type for x in body}
         # A collective that runs beside several fusions stands in each of them; the first also holds its start.
@@ -231,38 +232,38 @@ class _Reader:
         total.move(*self._fusion_bytes(i, types, body, inner))
 
     def _fusion_bytes(
-        self, i: _Instruction, types: Mapping[str, str], body: Sequence[_Instruction], inner: Mapping[str, str]
+        self, i: Instruction, types: Mapping[str, str], body: Sequence[Instruction], inner: Mapping[str, str]
     ) -> tuple[float, float]:
         """Bytes (read, written) at the border of a fusion: slices of what is only sliced, updates in place."""
         by_name, users = {x.name: x for x in body}, _users(body)
         read = written = 0.0
         for x in body:
             if x.opcode == "parameter" and _place(x) < len(i.operands):
-                size = _hbm_bytes(types.get(i.operands[_place(x)], ""))
+                size = hbm_bytes(types.get(i.operands[_place(x)], ""))
                 read += min(size, self._read(x, users)) if size else 0.0
         root = next(x for x in body if x.root)
         ends = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        for end, leaf in zip(ends, _top_leaves(i.type), strict=False):
-            size = _hbm_bytes(leaf)
+        for end, leaf in zip(ends, top_leaves(i.type), strict=False):
+            size = hbm_bytes(leaf)
             while end.opcode in _VIEWS and end.operands and end.operands[0] in by_name:
                 end = by_name[end.operands[0]]
             if size and end.opcode == "dynamic-update-slice":
-                size = min(size, _any_bytes(inner[end.operands[1]]))
+                size = min(size, any_bytes(inner[end.operands[1]]))
             written += size
         return read, written
 
-    def _read(self, x: _Instruction, users: Mapping[str, Sequence[_Instruction]]) -> float:
+    def _read(self, x: Instruction, users: Mapping[str, Sequence[Instruction]]) -> float:
         """Bytes that the users of a value inside a fusion read of it; infinite where they read all."""
         read = 0.0
         for user in users.get(x.name, ()):
             if user.opcode in _SLICES and user.operands[0] == x.name:
-                read += _any_bytes(user.type)
+                read += any_bytes(user.type)
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == x.name:
                 continue
             elif user.opcode in ("bitcast", "reshape") and not user.root:
                 read += self._read(user, users)
             elif user.opcode == "fusion":
-                body = self._computations[_called(user, "calls")[0]]
+                body = self._computations[called(user, "calls")[0]]
                 places = {at for at, name in enumerate(user.operands) if name == x.name}
                 read += sum(
                     self._read(p, _users(body)) for p in body if p.opcode == "parameter" and _place(p) in places
@@ -271,14 +272,14 @@ class _Reader:
                 return math.inf
         return read
 
-    def _trip_count(self, i: _Instruction, types: Mapping[str, str]) -> float | None:
+    def _trip_count(self, i: Instruction, types: Mapping[str, str]) -> float | None:
         """How often a loop `for (k = first; k < last; k += by)` runs; None where one of the three is not a constant."""
         scope = re.search(r'op_name="[^"]*?([^/"]+)/while"', i.attributes)
         if scope and scope.group(1) in self._named:
             return self._named[scope.group(1)]
         if known := re.search(r"known_trip_count[^0-9]*(\d+)", i.attributes):
             return float(known.group(1))
-        condition = {x.name: x for x in self._computations[_called(i, "condition")[0]]}
+        condition = {x.name: x for x in self._computations[called(i, "condition")[0]]}
         root = next(x for x in condition.values() if x.root)
         if root.opcode != "compare" or "direction=LT" not in root.attributes:
             return None
@@ -287,7 +288,7 @@ class _Reader:
             return None
         last = _integer(right)
         index = _index(left)
-        body = {x.name: x for x in self._computations[_called(i, "body")[0]]}
+        body = {x.name: x for x in self._computations[called(i, "body")[0]]}
         by = _increment(body, index)
         caller = next(c for c in self._computations.values() if any(x is i for x in c))
         first = _start({x.name: x for x in caller}, i.operands[0], index)
@@ -296,112 +297,32 @@ class _Reader:
         return float(max(0, math.ceil((last - first) / by)))
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY ")) and line.endswith("{"):
-            name = line.removeprefix("ENTRY ").split(" ", 1)[0].removeprefix("%")
-            current = computations.setdefault(name, [])
-            entry = name if line.startswith("ENTRY") else entry
-        elif line == "}":
-            current = None
-        elif current is not None and " = " in line:
-            current.append(_instruction(line.strip()))
-    if not entry:
-        raise ValueError("The text is not a compiled module: it has no ENTRY computation.")
-    return computations, entry
-
-
-def _instruction(line: str) -> _Instruction:
-    root = line.startswith("ROOT ")
-    name, _, rest = line.removeprefix("ROOT ").partition(" = ")
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    kind, rest = rest[:end], rest[end:].lstrip()
-    opcode, _, tail = rest.partition("(")
-    close = _closing(rest, len(opcode))
-    inside, attributes = rest[len(opcode) + 1 : close], rest[close + 1 :]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    if opcode in ("parameter", "constant"):
-        attributes, operands = tail, ()
-    return _Instruction(name.strip().removeprefix("%"), kind, opcode.strip(), operands, attributes, root)
-
-
-def _closing(text: str, start: int) -> int:
-    """Where the parenthesis opened at `start` closes."""
-    depth = 0
-    for at in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[at], 0)
-        if depth == 0:
-            return at
-    raise ValueError(f"Unbalanced parentheses in the compiled text: {text[start : start + 80]!r}.")
-
-
-def _called(i: _Instruction, *keys: str) -> list[str]:
-    names: list[str] = []
-    for key in keys:
-        if found := re.search(rf"\b{key}=(\{{[^}}]*\}}|%[\w.\-]+)", i.attributes):
-            names += re.findall(r"%([\w.\-]+)", found.group(1))
-    return names
-
-
-def _leaves(text: str) -> Iterator[re.Match[str]]:
-    return _LEAF.finditer(text)
-
-
-def _top_leaves(text: str) -> list[str]:
-    return [leaf.group(0) for leaf in _leaves(text)]
-
-
-def _leaf_bytes(leaf: re.Match[str]) -> float:
-    kind, dims = leaf.group(1), leaf.group(2)
-    bits = _BITS.get(kind)
-    if bits is None:
-        digits = re.search(r"\d+", kind)
-        bits = int(digits.group(0)) if digits else 0
-    return bits / 8 * math.prod(int(n) for n in dims.split(",") if n)
-
-
-def _any_bytes(text: str) -> float:
-    return sum(_leaf_bytes(leaf) for leaf in _leaves(text))
-
-
-def _hbm_bytes(text: str) -> float:
-    """Bytes of the parts of a type that lie in HBM and not in a nearer memory."""
-    return sum(_leaf_bytes(leaf) for leaf in _leaves(text) if not _OFF_HBM.search(leaf.group(3) or ""))
-
-
-def _users(body: Sequence[_Instruction]) -> dict[str, list[_Instruction]]:
-    users: dict[str, list[_Instruction]] = {}
+def _users(body: Sequence[Instruction]) -> dict[str, list[Instruction]]:
+    users: dict[str, list[Instruction]] = {}
     for x in body:
         for operand in x.operands:
             users.setdefault(operand, []).append(x)
     return users
 
 
-def _place(parameter: _Instruction) -> int:
+def _place(parameter: Instruction) -> int:
     """Which operand of its fusion a parameter is."""
     return int(parameter.attributes.split(")")[0])
 
 
-def _dims(text: str) -> list[int]:
-    leaf = next(_leaves(text))
-    return [int(n) for n in leaf.group(2).split(",") if n]
-
-
-def _dot_flops(i: _Instruction, types: Mapping[str, str]) -> float:
-    left = _dims(types[i.operands[0]])
+def _dot_flops(i: Instruction, types: Mapping[str, str]) -> float:
+    left = dims_of(types[i.operands[0]])
     found = re.search(r"lhs_contracting_dims=\{([0-9,]*)\}", i.attributes)
     contracted = [int(n) for n in found.group(1).split(",") if n] if found else []
-    return 2.0 * math.prod(_dims(i.type)) * math.prod(left[d] for d in contracted)
+    return 2.0 * math.prod(dims_of(i.type)) * math.prod(left[d] for d in contracted)
 
 
-def _convolution_flops(i: _Instruction, types: Mapping[str, str]) -> float:
+def _convolution_flops(i: Instruction, types: Mapping[str, str]) -> float:
     """Two per multiply-add that meets no padding: TPU programs write every matrix product as a convolution."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     assert labels is not None, i
     image, kernel, out = labels.groups()
-    shapes = [_dims(types[i.operands[0]]), _dims(types[i.operands[1]]), _dims(i.type)]
+    shapes = [dims_of(types[i.operands[0]]), dims_of(types[i.operands[1]]), dims_of(i.type)]
     size = [dict(zip(letters, dims, strict=True)) for letters, dims in zip((image, kernel, out), shapes, strict=True)]
     flops = 2.0 * size[2]["b"] * size[2]["f"] * size[1]["i"]
     digits = sorted(c for c in out if c.isdigit())
@@ -429,16 +350,17 @@ def _valid(out: int, kernel: int, image: int, stride: int, spread: int, step: in
     return count
 
 
-def _splash_flops(i: _Instruction, types: Mapping[str, str]) -> float | None:
+def _splash_flops(i: Instruction, types: Mapping[str, str]) -> float | None:
     """Operations of a splash attention kernel, from its grid of blocks; None for any other kernel.
 
     The kernel visits the blocks in its mask's list; a list as wide as the row is that of a causal mask, of which the
     upper triangle is skipped, a shorter one that of a window.
     """
     products = next((n for name, n in _SPLASH_PRODUCTS.items() if i.name.startswith(name)), None)
-    leaves = [next(_leaves(types[name])) for name in i.operands if types.get(name)]
-    grid = next((_dims(x.group(0)) for x in leaves if x.group(1).startswith("s") and x.group(2).count(",") == 2), None)
-    q = next((_dims(x.group(0)) for x in leaves if "f" in x.group(1) and x.group(2).count(",") >= 2), None)
+    found = [next(leaves(types[name])) for name in i.operands if types.get(name)]
+    grids = (dims_of(x.group(0)) for x in found if x.group(1).startswith("s") and x.group(2).count(",") == 2)
+    queries = (dims_of(x.group(0)) for x in found if "f" in x.group(1) and x.group(2).count(",") >= 2)
+    grid, q = next(grids, None), next(queries, None)
     if products is None or grid is None or q is None:
         return None
     rows, columns = max(grid[1:]), min(grid[1:])
@@ -447,54 +369,18 @@ def _splash_flops(i: _Instruction, types: Mapping[str, str]) -> float | None:
     return 2.0 * products * math.prod(heads) * T * T * H * share
 
 
-def _group(attributes: str, devices: int, slices: int) -> tuple[int, bool]:
-    """(devices of a group, whether they lie in different slices)."""
-    ids = _first_group(attributes, devices)
-    part = max(1, devices // slices)
-    return len(ids), min(ids) // part != max(ids) // part
-
-
-def _first_group(attributes: str, devices: int) -> list[int]:
-    if found := re.search(r"replica_groups=\{\{([0-9,]+)\}", attributes):
-        return [int(n) for n in found.group(1).split(",")]
-    if found := re.search(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", attributes):
-        shape, dims, order = ([int(n) for n in (g or "").split(",") if n] for g in found.groups())
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        return (ids.transpose(order) if order else ids).reshape(shape)[0].tolist()
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
-        axes = [(name, int(n)) for name, n in re.findall(r"'([^']+)'=(\d+)", found.group(1))]
-        ids, stride = [0], devices
-        for name, n in axes:
-            stride //= n
-            part = re.search(rf"'{re.escape(name)}'(?::\((\d+)\)(\d+))?", found.group(2))
-            if part is None:
-                continue
-            major, taken = (int(part.group(1)), int(part.group(2))) if part.group(1) else (1, n)
-            step = stride * n // (major * taken)
-            ids = [base + k * step for base in ids for k in range(taken)]
-        return ids
-    return list(range(devices))
-
-
-def _pairs_cross(attributes: str, devices: int, slices: int) -> bool:
-    found = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)
-    pairs = re.findall(r"\{(\d+),(\d+)", found.group(0)) if found else []
-    part = max(1, devices // slices)
-    return any(int(a) // part != int(b) // part for a, b in pairs)
-
-
-def _integer(x: _Instruction) -> int | None:
+def _integer(x: Instruction) -> int | None:
     found = re.match(r"\s*(-?\d+)\s*\)", x.attributes) if x.opcode == "constant" else None
     return int(found.group(1)) if found else None
 
 
-def _index(x: _Instruction) -> int:
+def _index(x: Instruction) -> int:
     found = re.search(r"index=(\d+)", x.attributes)
     assert found is not None, x
     return int(found.group(1))
 
 
-def _increment(body: Mapping[str, _Instruction], index: int) -> int | None:
+def _increment(body: Mapping[str, Instruction], index: int) -> int | None:
     """By how much element `index` of a loop's state grows in its body."""
     root = next(x for x in body.values() if x.root)
     if root.opcode != "tuple":
@@ -508,7 +394,7 @@ def _increment(body: Mapping[str, _Instruction], index: int) -> int | None:
     return next((n for n in steps if n is not None), None)
 
 
-def _start(caller: Mapping[str, _Instruction], state: str, index: int) -> int | None:
+def _start(caller: Mapping[str, Instruction], state: str, index: int) -> int | None:
     """The value element `index` of a loop's state starts with."""
     made = caller.get(state)
     if made is None or made.opcode != "tuple":

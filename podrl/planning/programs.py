@@ -4,21 +4,25 @@ Loops of traced length (micro-batches, decode steps) count as in a step in which
 """
 
 import dataclasses
+import functools
 import math
+import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from podrl.algorithms.value_loss import value_loss
 from podrl.learner.grpo import CurrentAsOld
 from podrl.learner.job import RLJob
+from podrl.learner.ppo_config import PPOConfig
 from podrl.mesh.build import make_mesh
 from podrl.mesh.reshard.collective import CollectiveTransport
 from podrl.mesh.reshard.plan import Plan, make_plan
 from podrl.mesh.reshard.relayout import RelayoutTransport
-from podrl.models import decoder
+from podrl.models import decoder, scalar
 from podrl.models.attention import BLOCK
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
@@ -28,9 +32,10 @@ from podrl.planning.hlo import Trips
 from podrl.rollout.engine import Engine
 from podrl.rollout.rollout import engine_shape, pieces_per_prompt
 from podrl.trainer import state as state_lib
+from podrl.trainer.critic import make_critic_step, make_value_fn
 from podrl.trainer.packing import PackShape
 from podrl.trainer.step import make_logprob_fn, make_train_step
-from podrl.types import PyTree
+from podrl.types import CriticBatch, PyTree
 
 TRAINER, ROLLOUT, BOTH = "trainer", "rollout", "both"
 
@@ -124,7 +129,17 @@ def bytes_per_chip(tree: PyTree) -> float:
 
 
 def training_programs(setting: Setting) -> list[Program]:
-    """The train step, and the log-probabilities of the reference and of the old policy where the job needs them."""
+    """The train step, the log-probabilities of the reference and of the old policy, and the critic, where needed."""
+    actor, held, shared = _actor_programs(setting)
+    if not isinstance(setting.job.algo, PPOConfig):
+        return actor
+    critic, own = _critic_programs(setting)
+    add = lambda program, more: dataclasses.replace(program, resident=program.resident + more)  # noqa: E731
+    return [*(add(program, own) for program in actor), *(add(program, held - shared) for program in critic)]
+
+
+def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
+    """(programs, bytes of a chip for the actor and its reference, how many of them a critic on its trunk shares)."""
     job, model, mesh = setting.job, setting.model, setting.trainer_mesh()
     training = job.trainer
     optimizer = training.optimizer(updates_per_step=job.updates_per_step)
@@ -188,7 +203,60 @@ def training_programs(setting: Setting) -> list[Program]:
                 slices=slices,
             )
         )
-    return programs
+    base = bytes_per_chip(frozen)
+    return programs, bytes_per_chip(state) + base + reference, 0.0 if job.model.critic else base
+
+
+def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
+    """(the critic's update and its scoring, bytes of a chip for what it alone holds); it lives on the actor's mesh."""
+    job, mesh = setting.job, setting.trainer_mesh()
+    training, algo = job.trainer, cast(PPOConfig, job.algo)
+    model = setting.model
+    if job.model.critic:
+        model = dataclasses.replace(read_config(pathlib.Path(job.model.critic)), lora=job.model.lora)
+    optimizer = training.critic(updates_per_step=job.updates_per_step)
+    params = scalar.abstract_params(model, mesh, jnp.dtype(training.param_dtype))
+    trainable, frozen = scalar.split_trainable(params, model)
+    state = state_lib.abstract_train_state(trainable, optimizer, mesh)
+    policy = algo.policy_loss(job.rollout.max_tokens_to_generate)
+    loss = functools.partial(
+        value_loss, clip_range=algo.clip_range_value, mode=policy.mode, scale=policy.loss_agg_scale or 1.0
+    )
+    update = make_critic_step(model, loss, optimizer, mesh, dtype=training.dtype, remat=training.remat)
+    score = make_value_fn(model, mesh, dtype=training.dtype)
+    shape = setting.pack_shape(mesh)
+    rows = state_lib.abstract_batch(shape, mesh)
+    batch = CriticBatch(
+        rows.tokens_ABT,
+        rows.segment_ABT,
+        rows.position_ABT,
+        rows.mask_ABT,
+        value_ABT=rows.advantage_ABT,
+        return_ABT=rows.advantage_ABT,
+        length_ABT=rows.length_ABT,
+        micro_batches=rows.micro_batches,
+    )
+    slices = setting.trainer.slices
+    programs = [
+        Program(
+            "critic step",
+            TRAINER,
+            lambda: update.lower(state, frozen, batch),  # pyright: ignore[reportFunctionMemberAccess]
+            job.updates_per_step,
+            trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
+            slices=slices,
+        ),
+        Program(
+            "values",
+            TRAINER,
+            lambda: score.lower(params, batch),  # pyright: ignore[reportFunctionMemberAccess]
+            job.updates_per_step / algo.num_iterations,
+            resident=bytes_per_chip(state.opt_state),
+            trips=_training_trips(setting, shape, looped=True),
+            slices=slices,
+        ),
+    ]
+    return programs, bytes_per_chip(state) + (bytes_per_chip(frozen) if job.model.critic else 0.0)
 
 
 def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:

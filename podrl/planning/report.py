@@ -97,6 +97,7 @@ def print_report(console: rich.console.Console, report: Report) -> None:
         "of",
         "fits",
         "compile s",
+        "cpu s",
         "TFLOP",
         "GB",
         "roofline s",
@@ -164,6 +165,7 @@ def _row(m: Measured) -> list[str]:
         gib(m.capacity),
         "yes" if m.fits else "NO",
         f"{m.compile_s:.1f}",
+        f"{m.compile_cpu_s:.1f}",
         *counts,
     ]
 
