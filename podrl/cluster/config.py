@@ -42,7 +42,7 @@ class ClusterConfig:
 
     Attributes:
       role_to_mesh: mesh of every role used; the same mesh for two roles is a colocated pair. The reference must share
-        the actor's mesh.
+        the actor's mesh; the critic's is the actor's where none is given, the reward model's the rollout's.
       training_config: steps, optimizer, batch sizes.
       rollout_config: sampling and engine settings; may differ between training and evaluation.
       rollout_engine: 'vanilla' or 'podrl' (two names of podrl's engine), or a class with RolloutWorker's methods.
@@ -62,6 +62,13 @@ class ClusterConfig:
             raise ValueError(
                 "role_to_mesh puts Role.REFERENCE on another mesh than Role.ACTOR: podrl computes reference "
                 "log-probabilities on the actor's packed rows, so give both the same mesh."
+            )
+        reward = self.role_to_mesh.get(Role.REWARD, self.role_to_mesh[Role.ROLLOUT])
+        trains = set(self.role_to_mesh[Role.ACTOR].devices.flat)
+        if reward != self.role_to_mesh[Role.ROLLOUT] and trains & set(reward.devices.flat):
+            raise ValueError(
+                "role_to_mesh puts Role.REWARD on devices of Role.ACTOR: samples are scored while the actor trains, so "
+                "give the reward model the rollout's mesh or devices of its own."
             )
         if isinstance(self.rollout_engine, str) and self.rollout_engine not in ("vanilla", "podrl"):
             raise ValueError(

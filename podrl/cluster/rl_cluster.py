@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from podrl.cluster.config import ClusterConfig, Mode, Role
 from podrl.cluster.critic import Critic
 from podrl.cluster.pull_link import PullLink
+from podrl.cluster.reward_model import RewardModel
 from podrl.data.tokenizer import Tokenizer
 from podrl.mesh.build import local_mesh
 from podrl.mesh.reshard.publish import Publisher
@@ -72,6 +73,9 @@ class RLCluster:
           cluster_config: meshes, training and rollout configuration.
           critic: a Hugging Face directory or a model; None for a copy of the actor with a value head, made when a
             learner needs one (`make_critic`).
+          reward: a Hugging Face directory of a sequence classification model with one label and the actor's tokenizer,
+            whose score is one more reward (RewardConfig.model_weight); it lives on Role.REWARD's mesh, by default the
+            rollout's.
           reference: None for the actor's initial weights (under LoRA: its base), or a directory.
           lora: adapters to add where `actor` is a directory.
           updates_per_step: optimizer updates of a step (mini-batches x passes), which learning-rate schedules span.
@@ -84,8 +88,6 @@ class RLCluster:
         """
         if perf_config is not None:
             raise ValueError("RLCluster(..., perf_config=...): stage times are in metrics.jsonl under time/ already.")
-        if reward is not None:
-            raise ValueError("RLCluster(..., reward=...) is not supported yet: rewards are functions (reward_fns).")
         self.config, self.seed = cluster_config, seed
         self.actor_mesh = cluster_config.role_to_mesh[Role.ACTOR]
         self.rollout_mesh = cluster_config.role_to_mesh[Role.ROLLOUT]
@@ -120,6 +122,12 @@ class RLCluster:
         if critic is not None:
             self.make_critic()
         self._build_rollout()
+        self.reward_source = "" if reward is None else os.fspath(reward)
+        self.reward_model: RewardModel | None = None
+        if self.reward_source and self.generates:
+            mesh = cluster_config.role_to_mesh.get(Role.REWARD, self._local_rollout_mesh)
+            dtype = self.training_config.dtype
+            self.reward_model = RewardModel(self.reward_source, mesh, self.tokenizer, longest=self.longest, dtype=dtype)
         self._buffered: dict[str, list[float]] = {}
         self._loggers: list[MetricsLogger] = []
 

@@ -99,7 +99,10 @@ class GRPOLearner:
         self._shuffle_seed = data_shuffle_seed
         config = reward_config or RewardConfig()
         fns = (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns)
-        self._reward_config = dataclasses.replace(config, fns=fns) if fns else config
+        config = dataclasses.replace(config, fns=fns) if fns else config
+        if rl_cluster.reward_source and not config.model:
+            config = dataclasses.replace(config, model=rl_cluster.reward_source)
+        self._reward_config = config
 
     def train(
         self,

@@ -156,6 +156,7 @@ def build_cluster(job: RLJob, trainer_mesh: Any, rollout_mesh: Any, link: PullLi
     return RLCluster(
         actor=job.model.directory,
         critic=job.model.critic or None,
+        reward=job.reward.model or None,
         reference=job.model.reference or None,
         tokenizer=job.model.directory,
         cluster_config=config,

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from podrl.rewards import reference, worker
+from podrl.rewards import formats, judge, math_answer, reference, worker
+from podrl.rewards.judge import JudgeConfig
 from podrl.rewards.pool import DiedError, LateError, Pool
 
 RewardFn = Callable[..., Sequence[float]]
@@ -31,27 +32,36 @@ class RewardConfig:
 
     Attributes:
       fns: each a built-in name, 'path/to/file.py:function', 'package.module:function', or a Python function
-        `(prompts, completions, **fields) -> list[float]`.
+        `(prompts, completions, **fields) -> list[float]`. A name followed by '@' and the name of a data set is for
+        that data set's records only; samples of others get 0 from it.
       weights: one per function, in the same order; empty for 1 each.
       deadline_s: seconds a function may take for one batch.
       workers: processes the functions run in.
+      dataset_field: the record's field with the name of its data set.
+      model: directory of a reward model (sequence classification with one label) whose score is added; '' for none.
+      model_weight: what its score is multiplied by.
+      judge: settings of the built-in function 'judge'.
     """
 
     fns: tuple[str | Callable[..., Any], ...] = tuple(reference.BUILT_IN)
     weights: tuple[float, ...] = ()
     deadline_s: float = 30.0
     workers: int = 2
+    dataset_field: str = "dataset"
+    model: str = ""
+    model_weight: float = 1.0
+    judge: JudgeConfig = JudgeConfig()
 
     def __post_init__(self) -> None:
-        if not self.fns:
-            raise ValueError("reward.fns is empty: name at least one reward function.")
+        if not self.fns and not self.model:
+            raise ValueError("reward.fns is empty: name at least one reward function, or a reward.model.")
         if self.weights and len(self.weights) != len(self.fns):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} values for {len(self.fns)} functions in reward.fns: give one "
                 "each, or none for 1 each."
             )
-        if not np.isfinite(self.weights).all():
-            raise ValueError(f"reward.weights={self.weights} must be finite.")
+        if not np.isfinite([*self.weights, self.model_weight]).all():
+            raise ValueError(f"reward.weights={self.weights} and model_weight={self.model_weight} must be finite.")
         if not self.deadline_s > 0 or self.workers < 1:
             raise ValueError(
                 f"reward.deadline_s={self.deadline_s} must be positive and reward.workers={self.workers} at least 1."
@@ -64,11 +74,15 @@ class RewardError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class _Function:
-    """A function to score with: in the workers when `spec` says how they find it, else in a thread of this process."""
+    """A function to score with: in the workers when `spec` says how they find it, else in a thread of this process.
+
+    `dataset` is the data set it is for; '' for all.
+    """
 
     name: str
     spec: Mapping[str, str] | None
     here: Callable[..., Any] | None
+    dataset: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +92,13 @@ class _Batch:
     fields: Mapping[str, Sequence[Any]]
 
     def one(self, index: int) -> "_Batch":
+        return self.of([index])
+
+    def of(self, rows: Sequence[int]) -> "_Batch":
         return _Batch(
-            self.prompts[index : index + 1],
-            self.completions[index : index + 1],
-            {name: values[index : index + 1] for name, values in self.fields.items()},
+            [self.prompts[b] for b in rows],
+            [self.completions[b] for b in rows],
+            {name: [values[b] for b in rows] for name, values in self.fields.items()},
         )
 
     @functools.cached_property
@@ -114,7 +131,7 @@ class NamedRewards:
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        self.names = tuple(function.name for function in _unique([_resolve(fn) for fn in config.fns]))
+        self.names = _names(_functions(config), config)
 
 
 class Rewards:
@@ -131,9 +148,10 @@ class Rewards:
           ValueError: a function that cannot be found or loaded.
         """
         self._config = config
-        self._functions = _unique([_resolve(fn) for fn in config.fns])
-        self.names = tuple(function.name for function in self._functions)
-        self._weight_F = np.asarray(config.weights or [1.0] * len(self._functions), np.float64)
+        self._functions = _functions(config)
+        self.names = _names(self._functions, config)
+        weights = list(config.weights or [1.0] * len(self._functions))
+        self._weight_F = np.asarray(weights + [config.model_weight] * bool(config.model), np.float64)
         local = [function.name for function in self._functions if function.spec is None]
         if local:
             _log.warning(
@@ -143,7 +161,7 @@ class Rewards:
             )
         specs = {function.name: function.spec for function in self._functions if function.spec is not None}
         self._pool = Pool(specs, min(config.workers, len(specs))) if specs else None
-        self._threads = ThreadPoolExecutor(len(self._functions), thread_name_prefix="podrl-reward")
+        self._threads = ThreadPoolExecutor(max(len(self._functions), 1), thread_name_prefix="podrl-reward")
 
     def __enter__(self) -> "Rewards":
         return self
@@ -172,10 +190,11 @@ class Rewards:
             return np.zeros((len(self._functions), 0))
         batch = _Batch(prompts, completions, fields)
         jobs = [self._threads.submit(self._score, function, batch) for function in self._functions]
-        return np.array([job.result() for job in jobs], np.float64)
+        rewards = [job.result() for job in jobs]
+        return np.array(rewards, np.float64).reshape(len(rewards), len(completions))
 
     def combine(self, reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, " B"]:
-        """The weighted sum over functions."""
+        """The weighted sum over functions, and over the reward model's row where there is one: the last."""
         return self._weight_F @ reward_FB
 
     def close(self) -> None:
@@ -185,6 +204,22 @@ class Rewards:
             self._pool.close()
 
     def _score(self, function: _Function, batch: _Batch) -> list[float]:
+        """A function's rewards of a batch; 0 for records of data sets it is not for."""
+        if not function.dataset:
+            return self._scored(function, batch)
+        if self._config.dataset_field not in batch.fields:
+            raise RewardError(
+                f"Reward function {function.name} is for one data set, but the records have no field "
+                f"{self._config.dataset_field!r} (reward.dataset_field): they have {', '.join(batch.fields) or 'none'}."
+            )
+        names = batch.fields[self._config.dataset_field]
+        rows = [b for b, name in enumerate(names) if str(name) == function.dataset]
+        rewards = [0.0] * len(batch.completions)
+        for b, value in zip(rows, self._scored(function, batch.of(rows)) if rows else [], strict=True):
+            rewards[b] = value
+        return rewards
+
+    def _scored(self, function: _Function, batch: _Batch) -> list[float]:
         try:
             reply = self._call(function, batch, self._config.deadline_s)
         except LateError as error:
@@ -266,7 +301,25 @@ def _in_thread(fn: Callable[..., Any], batch: _Batch, deadline_s: float) -> dict
     return replies[0]
 
 
-def _resolve(fn: str | Callable[..., Any]) -> _Function:
+# Built-in functions: the module each is in.
+_BUILT_IN = {name: reference.__name__ for name in reference.BUILT_IN} | {
+    "r1_format": formats.__name__,
+    "math_equal": math_answer.__name__,
+    "judge": judge.__name__,
+}
+MODEL_NAME = "reward_model"
+
+
+def _functions(config: RewardConfig) -> list[_Function]:
+    return _unique([_resolve(fn, config) for fn in config.fns])
+
+
+def _names(functions: Sequence[_Function], config: RewardConfig) -> tuple[str, ...]:
+    """Names of the rows of a batch's rewards."""
+    return tuple(function.name for function in functions) + (MODEL_NAME,) * bool(config.model)
+
+
+def _resolve(fn: str | Callable[..., Any], config: RewardConfig) -> _Function:
     """How a function of the configuration is reached.
 
     Raises:
@@ -278,12 +331,28 @@ def _resolve(fn: str | Callable[..., Any]) -> _Function:
         spec = _spec_of(fn)
         name = getattr(fn, "__name__", type(fn).__name__).strip("<>")
         return _Function(name, spec, None if spec else fn)
-    if fn in reference.BUILT_IN:
-        return _Function(fn, {"module": reference.__name__, "name": fn}, None)
+    head, at, dataset = fn.rpartition("@")
+    if not at or "/" in dataset or ":" in dataset:  # a file's name may hold an '@'
+        return _named(fn, config)
+    if not head or not dataset:
+        raise ValueError(f"reward.fns={fn!r} must be a function, '@' and the name of a data set.")
+    found = _named(head, config)
+    return dataclasses.replace(found, name=f"{found.name}@{dataset}", dataset=dataset)
+
+
+def _named(fn: str, config: RewardConfig) -> _Function:
+    if fn in _BUILT_IN:
+        spec = {"module": _BUILT_IN[fn], "name": fn}
+        if fn == "judge":
+            if not config.judge.url:
+                raise ValueError("reward.fns='judge' needs reward.judge.url, an OpenAI-compatible endpoint.")
+            settings = json.dumps(dataclasses.asdict(config.judge))
+            spec["settings"] = json.dumps({"judge_settings": settings})
+        return _Function(fn, spec, None)
     place, colon, name = fn.rpartition(":")
     if not colon or not place or not name:
-        close = difflib.get_close_matches(fn, reference.BUILT_IN, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"built in are {', '.join(reference.BUILT_IN)}."
+        close = difflib.get_close_matches(fn, _BUILT_IN, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"built in are {', '.join(_BUILT_IN)}."
         raise ValueError(
             f"reward.fns={fn!r} is no built-in reward, nor 'file.py:function' or 'package.module:function': {hint}"
         )

@@ -7,6 +7,7 @@ its parent does, even inside a function that never returns.
 
 import difflib
 import fcntl
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -54,6 +55,8 @@ class LoadError(ValueError):
 def load(spec: Mapping[str, str]) -> Callable[..., Any]:
     """The function a spec names: by 'file' or 'module', and 'name' (dotted inside the module).
 
+    'settings', a JSON object, are keyword arguments it is always called with.
+
     Raises:
       LoadError: the module has no such function; says which it has.
     """
@@ -68,6 +71,8 @@ def load(spec: Mapping[str, str]) -> Callable[..., Any]:
             hint = f"Did you mean {close[0]!r}?" if close else f"It has: {', '.join(own) or 'no functions'}."
             raise LoadError(f"{spec.get('file') or spec['module']} has no function {spec['name']!r}. {hint}")
         found = getattr(found, part)
+    if "settings" in spec:
+        found = functools.partial(found, **json.loads(spec["settings"]))
     if not callable(found):
         raise LoadError(f"{spec['name']!r} is {type(found).__name__} {_short(found)}, not a function.")
     return found

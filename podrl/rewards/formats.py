@@ -1,0 +1,25 @@
+"""The format reward of R1-style training: thoughts in one pair of tags, the answer in another, nothing else."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+
+
+def r1_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
+    """1 for `<think>...</think><answer>...</answer>` and nothing around it, each tag once; else 0 (arXiv 2501.12948).
+
+    A prompt that ends with `<think>` has opened the thoughts already: the completion may then start inside them.
+    """
+    del fields
+    return [float(_keeps(_opened(p) + c)) for p, c in zip(prompts, completions, strict=True)]
+
+
+def _opened(prompt: str) -> str:
+    return "<think>" if prompt.rstrip().endswith("<think>") else ""
+
+
+def _keeps(text: str) -> bool:
+    return _FORMAT.fullmatch(text) is not None and all(text.count(tag) == 1 for tag in TAGS)

@@ -1,0 +1,46 @@
+"""Whether a completion's answer is mathematically the reference answer, by math-verify (extra [math])."""
+
+from collections.abc import Sequence
+from typing import Any
+
+# Seconds for one answer; math-verify ends a comparison that takes longer by SIGALRM, so it needs a main thread.
+_LIMIT_S = 5
+
+
+def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any) -> list[float]:
+    """1 where the answer equals the reference as mathematics (1/2, 0.5 and \\frac{1}{2} are one), else 0.
+
+    The answer is what stands between the last `<answer>` tags, or in a completion without them what math-verify finds:
+    the last boxed or final expression.
+
+    Raises:
+      ImportError: math-verify is not installed.
+      ValueError: a reference answer that is no mathematics; names it.
+    """
+    del prompts, fields
+    try:
+        import math_verify
+    except ImportError as error:
+        raise ImportError("reward.fns='math_equal' needs math-verify: pip install 'podrl[math]'.") from error
+
+    def parsed(text: str) -> Any:
+        return math_verify.parse(text, parsing_timeout=_LIMIT_S)
+
+    rewards = []
+    for completion, truth in zip(completions, answer, strict=True):
+        # A bare '34' or '\frac{1}{2}' is read as mathematics once it stands in dollars.
+        gold = parsed(str(truth)) if "$" in str(truth) or "\\boxed" in str(truth) else parsed(f"${truth}$")
+        if not gold:
+            raise ValueError(f"the reference answer {truth!r} is no mathematics that math-verify can read")
+        guess = _answer_of(completion)
+        found = parsed(completion) if guess is None else parsed(f"${guess}$") or parsed(guess)
+        rewards.append(float(bool(found) and math_verify.verify(gold, found, timeout_seconds=_LIMIT_S)))
+    return rewards
+
+
+def _answer_of(completion: str) -> str | None:
+    """What stands between the last answer tags, without dollars around it; None without a pair of them."""
+    before, opened, rest = completion.rpartition("<answer>")
+    inside, closed, _ = rest.partition("</answer>")
+    del before
+    return inside.strip().strip("$").strip() if opened and closed else None

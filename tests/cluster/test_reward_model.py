@@ -1,0 +1,112 @@
+"""The reward model: a sequence classification directory, its score at the last token, its place in the sum."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from podrl.cluster.config import ClusterConfig, Role
+from podrl.cluster.reward_model import RewardModel
+from podrl.data.tokenizer import Tokenizer
+from podrl.learner.setup import TINY
+from podrl.mesh.build import make_mesh
+from podrl.models import decoder
+from podrl.models.hf_load import load
+from podrl.models.scalar import HEAD
+from podrl.rewards.compose import RewardConfig, Rewards
+from podrl.rollout.config import RolloutConfig
+from podrl.trainer.config import RLTrainingConfig
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """The embedded model as a reward model with a random head."""
+    import ml_dtypes  # noqa: F401 - bfloat16 for safetensors
+
+    out = tmp_path_factory.mktemp("reward") / "model"
+    shutil.copytree(TINY, out)
+    tensors = load_file(TINY / "model.safetensors")
+    width = tensors["model.norm.weight"].shape[0]
+    head = np.random.default_rng(1).normal(size=(1, width)).astype(np.float32)
+    save_file(tensors | {"score.weight": head.astype(tensors["model.norm.weight"].dtype)}, out / "model.safetensors")
+    raw = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(raw | {"architectures": ["Gemma2ForSequenceClassification"]}))
+    return out
+
+
+def samples(B=11, T=24, vocab=300):
+    rng = np.random.default_rng(2)
+    length_B = rng.integers(2, T + 1, B)
+    tokens_BT = np.where(np.arange(T) < length_B[:, None], rng.integers(1, vocab, (B, T)), 0)
+    return tokens_BT.astype(np.int32), length_B
+
+
+@pytest.mark.parametrize("spec", ["data=1", "data=2,fsdp=2"])
+def test_the_score_is_the_heads_at_the_last_token(directory, spec):
+    sizes = [int(part.split("=")[1]) for part in spec.split(",")]
+    mesh = make_mesh(spec, jax.devices()[: int(np.prod(sizes))])
+    model = RewardModel(str(directory), mesh, Tokenizer(TINY), longest=24)
+    tokens_BT, length_B = samples()
+    found_B = model.score(tokens_BT, length_B)
+    config, params = load(TINY)
+    head_D1 = jnp.asarray(load_file(directory / "model.safetensors")["score.weight"].astype(np.float32).T)
+    for b in (0, 5, 10):
+        row_1T = jnp.asarray(tokens_BT[b : b + 1, : length_B[b]])
+        place_1T = jnp.arange(length_B[b])[None]
+        hidden_1TD = decoder.hidden(params, row_1T, jnp.ones_like(row_1T), place_1T, config)
+        assert found_B[b] == pytest.approx(float((hidden_1TD @ head_D1)[0, -1, 0]), abs=1e-4)
+    assert np.ptp(found_B) > 0.1 and HEAD == "score"
+    with pytest.raises(ValueError, match="set up for 24"):
+        model.score(np.zeros((1, 30), np.int32), np.array([30]))
+
+
+def test_what_is_no_reward_model_is_refused(directory):
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    with pytest.raises(ValueError, match="num_labels=1"):
+        RewardModel(str(TINY), mesh, Tokenizer(TINY), longest=24)
+
+
+def test_its_score_is_one_more_reward():
+    config = RewardConfig(fns=("r1_format",), weights=(2.0,), model="somewhere", model_weight=0.5, workers=1)
+    with Rewards(config) as rewards:
+        assert rewards.names == ("r1_format", "reward_model")
+        own_FB = rewards.score(["q"], ["<think></think><answer></answer>"], {})
+        assert own_FB.shape == (1, 1)
+        np.testing.assert_allclose(rewards.combine(np.concatenate([own_FB, [[3.0]]])), [3.5])
+    with Rewards(RewardConfig(fns=(), model="somewhere")) as alone:
+        assert alone.score(["q"], ["c"], {}).shape == (0, 1)
+
+
+def test_it_may_not_share_devices_with_the_actor():
+    actor, rollout = make_mesh("fsdp=2", jax.devices()[:2]), make_mesh("data=2", jax.devices()[2:4])
+    training, generation = RLTrainingConfig(eval_every_n_steps=0), RolloutConfig()
+    for reward, fine in ((rollout, True), (make_mesh("data=1", jax.devices()[4:5]), True), (actor, False)):
+        roles = {Role.ACTOR: actor, Role.ROLLOUT: rollout, Role.REWARD: reward}
+        if fine:
+            ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=generation)
+            continue
+        with pytest.raises(ValueError, match=r"Role.REWARD on devices of Role.ACTOR"):
+            ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=generation)
+
+
+@pytest.mark.parity
+def test_same_scores_as_transformers(directory):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        pathlib.Path(directory), num_labels=1, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    theirs.config.pad_token_id = 0
+    tokens_BT, length_B = samples()
+    model = RewardModel(str(directory), make_mesh("data=1", jax.devices()[:1]), Tokenizer(TINY), longest=24)
+    with torch.no_grad():
+        expected = [
+            float(theirs(input_ids=torch.tensor(tokens_BT[b : b + 1, : length_B[b]], dtype=torch.long)).logits[0, 0])
+            for b in range(len(length_B))
+        ]
+    np.testing.assert_allclose(model.score(tokens_BT, length_B), expected, atol=2e-4)

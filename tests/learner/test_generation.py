@@ -1,0 +1,134 @@
+"""The rollout side of a step: which groups are kept, replaced and compared with a greedy completion."""
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from podrl.learner.generation import Generator
+from podrl.learner.grpo_config import GRPOConfig
+from podrl.rollout.config import RolloutConfig
+from podrl.types import STOP_EOS, STOP_LENGTH, Prompts, Rollouts
+
+LIMIT, G = 6, 2
+
+
+def prompts(count):
+    return Prompts(
+        np.arange(count, dtype=np.int32)[:, None],
+        np.ones(count, np.int32),
+        100 + np.arange(count),
+        [f"prompt {p}" for p in range(count)],
+        {"p": list(range(count))},
+        b"after all of them",
+    )
+
+
+class Engine:
+    """Samples whose text says prompt, member and temperature, three tokens each; remembers what it was asked."""
+
+    reward_model = None
+
+    def __init__(self):
+        self.asked: list[tuple[list[int], int]] = []
+        self.config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT))
+
+    def generate(self, batch, policy, *, group_size, step, sampling=None):
+        self.asked.append((batch.index_P.tolist(), group_size))
+        B, T = len(batch.length_P) * group_size, 1 + LIMIT
+        mask_BT = np.tile((np.arange(T) >= 1) & (np.arange(T) <= 3), (B, 1)).astype(np.float32)
+        greedy = sampling is not None and sampling.temperature == 0
+        rows = [(int(p), g) for p in batch.tokens_PT[:, 0] for g in range(group_size)]
+        tokens_BT = np.array([[p * 10 + g] * T for p, g in rows], np.int32)
+        stop_B = np.array([STOP_LENGTH if g == 1 else STOP_EOS for _, g in rows])
+        texts = [f"{p} {g} {'greedy' if greedy else 'sampled'}" for p, g in rows]
+        floats_BT = np.zeros((B, T), np.float32)
+        return Rollouts(batch, tokens_BT, np.full(B, 4), mask_BT, floats_BT, floats_BT, tokens_BT, stop_B, texts, 1.0)
+
+
+class Grader:
+    """Member 1 of a prompt in `differ` gets 1, everybody else 0; greedy completions get the prompt's number."""
+
+    def __init__(self, differ):
+        self._differ = differ
+
+    def score(self, texts, completions, fields):
+        rewards = []
+        for text, completion, number in zip(texts, completions, fields["p"], strict=True):
+            p, g, how = completion.split()
+            assert text == f"prompt {p}" and number == int(p)
+            rewards.append(float(p) if how == "greedy" else float(g == "1" and int(p) in self._differ))
+        return np.array([rewards])
+
+    def combine(self, reward_FB):
+        return 2.0 * reward_FB[0]
+
+
+def generated(config, differ, count) -> tuple[Any, Engine]:
+    engine: Any = Engine()
+    grader: Any = Grader(differ)
+    return Generator(engine, grader, config)(prompts(count), None, 7), engine  # pyright: ignore[reportArgumentType]
+
+
+def kept(experience):
+    return [int(text.split()[0]) for text in experience.rollouts.completions[::G]]
+
+
+def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
+    config = GRPOConfig(num_generations=G, dynamic_sampling=True)
+    experience, engine = generated(config, {1, 2, 4, 6, 8, 11}, 12)
+    assert kept(experience) == [1, 2, 4, 6]
+    # Half of the first four had a signal, so four more were asked for the two places.
+    assert [[p - 100 for p in asked] for asked, _ in engine.asked] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert experience.counts == {
+        "dynamic_sampling/groups_drawn": 8.0,
+        "dynamic_sampling/groups_replaced": 2.0,
+        "dynamic_sampling/groups_left_without_signal": 0.0,
+    }
+    asked = experience.rollouts.prompts
+    assert asked.index_P.tolist() == [101, 102, 104, 106] and asked.text[2] == "prompt 4" and asked.fields["p"][3] == 6
+    assert asked.data_state == b"after all of them"
+    np.testing.assert_array_equal(experience.rollouts.tokens_BT[:, 0], [10, 11, 20, 21, 40, 41, 60, 61])
+    np.testing.assert_array_equal(experience.reward_FB, [[0, 1] * 4])
+    np.testing.assert_array_equal(experience.reward_B, [0, 2] * 4)
+    assert experience.rollouts.seconds == 2.0
+
+
+def test_the_search_is_bounded_and_open_places_are_filled():
+    config = GRPOConfig(num_generations=G, dynamic_sampling=True)
+    experience, engine = generated(config, {5}, 12)
+    assert sum(len(asked) for asked, _ in engine.asked) == 12
+    assert kept(experience) == [0, 1, 2, 5]
+    assert experience.counts["dynamic_sampling/groups_left_without_signal"] == 3.0
+    assert experience.counts["dynamic_sampling/groups_replaced"] == 1.0
+
+
+def test_nothing_more_is_asked_where_all_groups_have_a_signal():
+    config = GRPOConfig(num_generations=G, dynamic_sampling=True, dynamic_sampling_batches=2)
+    experience, engine = generated(config, {0, 1, 2, 3, 4}, 8)
+    assert kept(experience) == [0, 1, 2, 3] and len(engine.asked) == 1
+
+
+def test_remax_compares_with_the_greedy_completion_of_the_prompt():
+    config = GRPOConfig(num_generations=G, advantage_estimator="remax")
+    experience, engine = generated(config, {1}, 3)
+    assert [size for _, size in engine.asked] == [2, 1]
+    np.testing.assert_array_equal(experience.greedy_reward_B, [0, 0, 2, 2, 4, 4])
+    np.testing.assert_array_equal(experience.reward_B, [0, 0, 0, 2, 0, 0])
+    advantage_BT = config.advantage(
+        np.zeros((6, 7)) + experience.reward_B[:, None] * (np.arange(7) == 3),
+        experience.greedy_reward_B,
+        experience.rollouts.mask_BT,
+    )
+    np.testing.assert_array_equal(advantage_BT[:, 2], [0, 0, -2, 0, -4, -4])
+
+
+def test_shaping_comes_after_the_weighted_sum_and_before_the_advantage():
+    config = GRPOConfig(num_generations=G, overlong_shaping=True, overlong_buffer=4, no_stop_reward=-5.0)
+    experience, _ = generated(config, {0}, 1)
+    # Three tokens of six with a buffer of four: a quarter of the penalty; member 1 was cut off.
+    np.testing.assert_allclose(experience.reward_B, [-0.25, -5.25])
+    assert experience.counts == {}
+    with pytest.raises(ValueError, match="overlong_buffer=9"):
+        generated(GRPOConfig(num_generations=G, overlong_shaping=True, overlong_buffer=9), {0}, 1)
