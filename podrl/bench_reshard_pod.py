@@ -25,9 +25,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
       The figures of the one-process benchmark, each that of the slowest or fullest process, except device_put_ms and
-      speedup (plain jax.device_put does not move between processes); raw_ms (one ppermute of one array with as many
-      bytes, between the same devices), raw_gb_s (bytes that cross over it), gb_s likewise for the move, and raw_share
-      (the move's rate over that of the raw collective).
+      speedup (plain jax.device_put does not move between processes); raw_ms (as many bytes between the same devices
+      by ppermute alone, in arrays of a bucket's size), raw_gb_s (bytes that cross over it), gb_s likewise for the move,
+      and raw_share (the move's rate over that of the raw collective); cpu_ms and raw_cpu_ms (what all processes compute
+      for one of each, which other work on the machine does not change much).
 
     Raises:
       ValueError: meshes that do not fill whole processes.
@@ -80,6 +81,8 @@ def _figures(args: argparse.Namespace, coordinator: str, folder: Path) -> list[d
 
 def _gather(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     figures: dict[str, Any] = {name: max(one[name] for one in each) for name in each[0]}
+    for name in ("cpu_ms", "raw_cpu_ms"):
+        figures[name] = sum(one[name] for one in each)
     crossing = figures["crossing_bytes"]
     figures["raw_gb_s"] = crossing / figures["raw_ms"] / 1e6
     figures["gb_s"] = crossing / figures["median_ms"] / 1e6
@@ -101,7 +104,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     sends = any(d.process_index == jax.process_index() for d in places[0].device_set)
     tree = bench_trees.random_tree(source) if sends else None
     leaves = jax.tree.leaves(tree) if sends else None
-    bucket_bytes = args.bucket_bytes or default_bucket_bytes(jax.tree.leaves(targets)[0])
+    bucket_bytes = args.bucket_bytes or default_bucket_bytes(jax.tree.leaves(targets)[0], processes=True)
     plan_s, plan = bench_trees.timed(
         lambda: make_plan(source, targets, dtype=args.dst_dtype, bucket_bytes=bucket_bytes)
     )
@@ -130,6 +133,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "bytes_moved": plan.moved_bytes,
         "crossing_bytes": crossing_bytes,
         "raw_ms": raw_s * 1e3,
+        "cpu_ms": bench_trees.median_cpu(move, args.repeats) * 1e3,
+        "raw_cpu_ms": bench_trees.median_cpu(raw, args.repeats) * 1e3,
         "peak_extra_bytes": bench_trees.peak_extra_bytes(move, 0 if sends else int(received * share)),
         "compiles_after_first": built,
         "memcpy_gb_s": bench_trees.memcpy_gb_s(plan.source_bytes),
@@ -140,7 +145,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _raw(transport: Any) -> tuple[Any, int]:
-    """(one ppermute of as many bytes as cross in a move, from source to target devices; those bytes)."""
+    """(as many bytes as cross in a move, from source to target devices by ppermute and nothing else; those bytes).
+
+    They go in arrays of the size of a bucket: one array of everything is slower, for it stays in no cache.
+    """
     import jax
     import numpy as np
     from jax.sharding import NamedSharding
@@ -148,15 +156,21 @@ def _raw(transport: Any) -> tuple[Any, int]:
 
     union, sources = transport.union, transport.source.size
     links = [(k, sources + k) for k in range(min(sources, union.size - sources))]
-    each = transport.crossing_bytes // len(links)
+    pieces = -(-transport.crossing_bytes // (len(links) * transport.plan.bucket_bytes))
+    each = transport.crossing_bytes // (len(links) * pieces)
     row = NamedSharding(union, Spec(*union.axis_names))
-    here = [jax.device_put(np.ones((1, each), np.uint8), d) for d in union.local_devices]
-    array = jax.make_array_from_single_device_arrays((union.size, each), row, here)
+    here = [[jax.device_put(np.ones((1, each), np.uint8), d) for d in union.local_devices] for _ in range(pieces)]
+    arrays = [jax.make_array_from_single_device_arrays((union.size, each), row, shards) for shards in here]
     permute = jax.shard_map(
         lambda x: jax.lax.ppermute(x, union.axis_names[0], links), mesh=union, in_specs=row.spec, out_specs=row.spec
     )
     program = jax.jit(permute, out_shardings=row)
-    return lambda: jax.block_until_ready(program(array)), transport.crossing_bytes
+
+    def raw() -> None:
+        for array in arrays:
+            jax.block_until_ready(program(array))
+
+    return raw, transport.crossing_bytes
 
 
 def main(argv: Sequence[str]) -> None:

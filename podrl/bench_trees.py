@@ -80,6 +80,18 @@ def median(work: Callable[[], Any], repeats: int) -> float:
     return statistics.median(timed(work)[0] for _ in range(repeats))
 
 
+def median_cpu(work: Callable[[], Any], repeats: int) -> float:
+    """Median seconds this process computes for one call, after one that does not count."""
+
+    def once() -> float:
+        before = time.process_time()
+        work()
+        return time.process_time() - before
+
+    work()
+    return statistics.median(once() for _ in range(repeats))
+
+
 def memcpy_gb_s(size: int) -> float:
     """Bytes read plus written per nanosecond by numpy.copyto of `size` bytes into memory that has been used before."""
     source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)

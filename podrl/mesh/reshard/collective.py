@@ -7,6 +7,8 @@ millisecond over TCP whatever its size, so leaves that go the same way share one
 """
 
 import dataclasses
+import itertools
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -22,10 +24,11 @@ from podrl.mesh.reshard.plan import Plan, make_plan
 from podrl.mesh.reshard.programs import Boxes, assemble, blank_program, cut_at, overwrite
 from podrl.mesh.reshard.rounds import Links, Rounds, landing
 from podrl.mesh.reshard.tables import Tables
-from podrl.mesh.reshard.wire import from_words, to_words, word, words
+from podrl.mesh.reshard.wire import from_words, to_words, word, word_shape
 
 IN_FLIGHT = 2
 UNION = "union"
+FLAT_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,22 +38,52 @@ class Parcel:
     Attributes:
       links: pairs (source position, target position).
       dtype: of the buffer's words.
-      boxes: (leaf, round, words) in the order they lie in the buffer.
+      shape: of one device's buffer: equal boxes stacked, or flat and one after the other.
+      boxes: (leaf, round, shape in words) in the order they lie in the buffer.
+      flat: whether the boxes are flattened.
     """
 
     links: Links
     dtype: np.dtype
-    boxes: tuple[tuple[int, int, int], ...]
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[int, int, tuple[int, ...]], ...]
+    flat: bool
 
-    @property
-    def words(self) -> int:
-        """Words of one device's buffer."""
-        return sum(count for _, _, count in self.boxes)
+    @classmethod
+    def of(
+        cls, links: Links, dtype: np.dtype, boxes: Sequence[tuple[int, int, tuple[int, ...]]], *, flat: bool
+    ) -> "Parcel":
+        shape = (sum(math.prod(box) for _, _, box in boxes),) if flat else (len(boxes), *boxes[0][2])
+        return cls(links, dtype, shape, tuple(boxes), flat)
 
     @property
     def crossing_bytes(self) -> int:
         """Bytes that cross, all links together."""
-        return self.words * self.dtype.itemsize * len(self.links)
+        return math.prod(self.shape) * self.dtype.itemsize * len(self.links)
+
+    def buffer(self, place: NamedSharding) -> jax.ShapeDtypeStruct:
+        """A buffer on every device of a mesh, as one array."""
+        shape = (self.shape[0] * place.mesh.size, *self.shape[1:])
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=place)
+
+    def put(self, boxes: Sequence[Array]) -> Array:
+        """Words of the boxes -> the buffer."""
+        if self.flat:
+            return jnp.concatenate([box.reshape(-1) for box in boxes])
+        buffer = jax.lax.empty(self.shape, self.dtype)
+        for k, box in enumerate(boxes):  # faster than jnp.stack on CPU, where that fuses with what made the boxes
+            buffer = jax.lax.dynamic_update_index_in_dim(buffer, box, k, axis=0)
+        return buffer
+
+    def take(self, buffer: Array) -> list[Array]:
+        """The inverse of `put`."""
+        if not self.flat:
+            return [buffer[k] for k in range(len(self.boxes))]
+        ends = itertools.accumulate(math.prod(shape) for _, _, shape in self.boxes)
+        return [
+            buffer[end - math.prod(shape) : end].reshape(shape)
+            for end, (_, _, shape) in zip(ends, self.boxes, strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +95,7 @@ class CollectivePrograms:
       buffers: their shapes on the union of the meshes.
       pack: on the source mesh, (start, slot table, leaves) -> buffers, cast.
       blank: on the target mesh, () -> buffers of zeros, where the others land.
-      cross: on both meshes, buffers -> buffers, each moved over its links; donated.
+      cross: on both meshes, buffers -> buffers, each moved over its links. Not donated: on CPU that costs a copy.
       unpack: on the target mesh, (start, round table, buffers, the leaf so far where it comes in parts) -> leaves and a
         token that is ready when they are.
       slots: which slot each source device sends of each leaf in each round.
@@ -88,18 +121,26 @@ class CollectiveTransport:
       crossing_bytes: bytes that cross in one move.
     """
 
-    def __init__(self, plan: Plan, sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]):
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sequence[NamedSharding],
+        targets: Sequence[NamedSharding],
+        *,
+        flat_bytes: int = FLAT_BYTES,
+    ):
         """Lays out the rounds; programs compile at the first move.
 
         Args:
           plan: made from the same shardings.
           sources: sharding of each leaf before, all on one mesh.
           targets: sharding of each leaf after, all on one mesh disjoint from the first.
+          flat_bytes: boxes of one shape that are less than this together, on one device, share a buffer with others.
 
         Raises:
           ValueError: the meshes share devices.
         """
-        self.plan = plan
+        self.plan, self._flat_bytes = plan, flat_bytes
         if not plan.leaves:
             return
         self._sources, self._targets = sources, targets
@@ -120,7 +161,9 @@ class CollectiveTransport:
             for leaf, source in zip(plan.leaves, sources, strict=True)
         ]
         paths = [leaf.path for leaf in plan.leaves]
-        self.crossing = make_plan(placed, self._landings, bucket_bytes=plan.bucket_bytes, paths=paths)
+        # A bucket is there twice while it crosses.
+        bucket_bytes = max(1, plan.bucket_bytes // 2)
+        self.crossing = make_plan(placed, self._landings, bucket_bytes=bucket_bytes, paths=paths)
         self._rounds = [Rounds.of(leaf) for leaf in self.crossing.leaves]
         made: dict[Any, CollectivePrograms] = {}
         self.programs: list[CollectivePrograms] = []
@@ -133,6 +176,7 @@ class CollectiveTransport:
         self.sends = any(d.process_index == me for d in before)
         self.receives = any(d.process_index == me for d in after)
         self._kept: dict[Any, Any] = {}
+        self._landing_ground: tuple[Any, Sequence[Array]] = (None, [])
 
     @property
     def crossing_bytes(self) -> int:
@@ -153,14 +197,13 @@ class CollectiveTransport:
                 jax.ShapeDtypeStruct(tables.table_WC.shape, np.int32, sharding=rows),
             ]
 
-        given, landed, so_far = [], [], []
+        given, so_far = [], []
         for i in bucket.leaves:
             leaf = self.plan.leaves[i]
             given.append(jax.ShapeDtypeStruct(leaf.shape, leaf.source_dtype, sharding=self._sources[i]))
             so_far.append(jax.ShapeDtypeStruct(leaf.shape, leaf.target_dtype, sharding=self._landings[i]))
         place = NamedSharding(self.target, Spec(self.target.axis_names))
-        for parcel in programs.parcels:
-            landed.append(jax.ShapeDtypeStruct((parcel.words * self.target.size,), parcel.dtype, sharding=place))
+        landed = [parcel.buffer(place) for parcel in programs.parcels]
         return {
             "pack": (*common(self.source, programs.slots), given),
             "cross": (list(programs.buffers),),
@@ -193,6 +236,7 @@ class CollectiveTransport:
                     leaves[i].delete()
             if bucket.parts > 1 and self.receives:
                 out[bucket.leaves[0]] = self._spread(bucket.leaves[0], out[bucket.leaves[0]])
+        self._landing_ground = None, []
         return out if self.receives else None
 
     def _move_bucket(
@@ -212,16 +256,15 @@ class CollectiveTransport:
             packed = programs.pack(self._start(self.source, at), self._table(self.source, programs.slots), given)
             for pieces, array in zip(shards, packed, strict=True):
                 pieces += [s.data for s in array.addressable_shards]
-            del packed, array
+            del packed
         if self.receives:
-            for pieces, array in zip(shards, programs.blank(), strict=True):
+            for pieces, array in zip(shards, self._blank(programs), strict=True):
                 pieces += [s.data for s in array.addressable_shards]
-            del array
         arrays = [
             jax.make_array_from_single_device_arrays(buffer.shape, buffer.sharding, pieces, dtype=buffer.dtype)
             for buffer, pieces in zip(programs.buffers, shards, strict=True)
         ]
-        del shards, pieces
+        del shards
         arrays = programs.cross(arrays)
         if not self.receives:
             return arrays
@@ -248,7 +291,7 @@ class CollectiveTransport:
         links = [[(s, self.source.size + t) for s, t in parcel.links] for parcel in parcels]
 
         def blank() -> list[Array]:
-            return [jnp.zeros(parcel.words * self.target.size, parcel.dtype) for parcel in parcels]
+            return [jnp.zeros(shape.shape, shape.dtype) for shape in (parcel.buffer(lifted) for parcel in parcels)]
 
         def cross(arrays: Sequence[Array]) -> list[Array]:
             return [jax.lax.ppermute(x, UNION, pairs) for x, pairs in zip(arrays, links, strict=True)]
@@ -258,26 +301,34 @@ class CollectiveTransport:
         rounds = Tables([self._rounds[i].round_WM for i in indices])
         return CollectivePrograms(
             parcels=parcels,
-            buffers=[
-                jax.ShapeDtypeStruct((parcel.words * self.union.size,), parcel.dtype, sharding=row)
-                for parcel in parcels
-            ],
+            buffers=[parcel.buffer(row) for parcel in parcels],
             pack=self._pack_program(indices, parcels, slots, in_parts),
             blank=jax.jit(blank, out_shardings=lifted),
-            cross=jax.jit(crossed, out_shardings=row, donate_argnums=0),
+            cross=jax.jit(crossed, out_shardings=row),
             unpack=self._unpack_program(indices, parcels, rounds, in_parts),
             slots=slots,
             rounds=rounds,
         )
 
     def _parcels(self, indices: Sequence[int]) -> list[Parcel]:
-        boxes: dict[tuple[Links, np.dtype], list[tuple[int, int, int]]] = {}
+        """What crosses of these leaves; equal boxes together, and what is small of all shapes together.
+
+        Flattening costs more than it saves where it is not small: on CPU a strided box is then read word by word.
+        """
+        alike: dict[tuple[Links, np.dtype, tuple[int, ...]], list[tuple[int, int, tuple[int, ...]]]] = {}
         for place, i in enumerate(indices):
             leaf = self.crossing.leaves[i]
-            dtype, count = word(leaf.target_dtype), words(leaf.part_box, leaf.target_dtype)
+            dtype, shape = word(leaf.target_dtype), word_shape(leaf.part_box, leaf.target_dtype)
             for r, links in enumerate(self._rounds[i].links):
-                boxes.setdefault((links, dtype), []).append((place, r, count))
-        return [Parcel(links, dtype, tuple(members)) for (links, dtype), members in boxes.items()]
+                alike.setdefault((links, dtype, shape), []).append((place, r, shape))
+        small: dict[tuple[Links, np.dtype], list[tuple[int, int, tuple[int, ...]]]] = {}
+        parcels: list[Parcel] = []
+        for (links, dtype, shape), boxes in alike.items():
+            if len(boxes) * math.prod(shape) * dtype.itemsize < self._flat_bytes:
+                small.setdefault((links, dtype), []).extend(boxes)
+            else:
+                parcels.append(Parcel.of(links, dtype, boxes, flat=False))
+        return parcels + [Parcel.of(links, dtype, boxes, flat=True) for (links, dtype), boxes in small.items()]
 
     def _pack_program(self, indices: Sequence[int], parcels: Sequence[Parcel], tables: Tables, in_parts: bool) -> Any:
         leaves, specs = [self.crossing.leaves[i] for i in indices], [self._sources[i].spec for i in indices]
@@ -291,7 +342,7 @@ class CollectiveTransport:
                     slot = tables.value(place, r, table[0])
                     box = cut_at(shards[place], slot, forms[place], start if in_parts else None)
                     boxes.append(to_words(box.astype(forms[place].dtype)))
-                out.append(jnp.concatenate(boxes) if len(boxes) > 1 else boxes[0])
+                out.append(parcel.put(boxes))
             return out
 
         every = Spec(self.source.axis_names)
@@ -307,14 +358,12 @@ class CollectiveTransport:
         def unpack(start: Array, table: Array, buffers: Sequence[Array], so_far: Sequence[Array]) -> Any:
             boxes: list[dict[int, Array]] = [{} for _ in indices]
             for parcel, buffer in zip(parcels, buffers, strict=True):
-                at = 0
-                for place, r, count in parcel.boxes:
-                    box = jax.lax.slice(buffer, (at,), (at + count,))
-                    boxes[place][r] = from_words(box, forms[place].travelling, forms[place].dtype)
-                    at += count
+                for (place, r, _), box in zip(parcel.boxes, parcel.take(buffer), strict=True):
+                    boxes[place][r] = box
             out = []
             for place, form in enumerate(forms):
-                slots = [_pick(boxes[place], tables.value(place, m, table[0])) for m in tables.columns(place)]
+                rounds = [tables.value(place, m, table[0]) for m in tables.columns(place)]
+                slots = [from_words(box, form.dtype) for box in _pick(boxes[place], rounds)]
                 out.append(overwrite(so_far[place], slots, form, start) if in_parts else assemble(slots, form))
             return out, start + 1
 
@@ -330,8 +379,14 @@ class CollectiveTransport:
         devices = set(self.target.devices.flat)
         shards = [s.data for s in array.addressable_shards if s.device in devices]
         place = NamedSharding(self.target, Spec(self.target.axis_names))
-        shape = (array.size // self.union.size * self.target.size,)
+        shape = (array.shape[0] // self.union.size * self.target.size, *array.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, place, shards, dtype=array.dtype)
+
+    def _blank(self, programs: CollectivePrograms) -> Sequence[Array]:
+        """Where buffers land; kept for the next bucket, which is often alike."""
+        if self._landing_ground[0] is not programs:
+            self._landing_ground = programs, programs.blank()
+        return self._landing_ground[1]
 
     def _so_far(self, i: int, part: int, out: Sequence[Any]) -> Array:
         leaf = self.crossing.leaves[i]
@@ -362,9 +417,10 @@ class CollectiveTransport:
         return self._kept[mesh, at]
 
 
-def _pick(boxes: Mapping[int, Array], number: Any) -> Array:
-    """The box of a round; where the round differs from device to device, chosen as the program runs."""
-    if isinstance(number, int):
-        return boxes[number]
+def _pick(boxes: Mapping[int, Array], rounds: Sequence[Any]) -> list[Array]:
+    """The boxes of some rounds; where those differ from device to device, chosen as the program runs."""
+    if all(isinstance(r, int) for r in rounds):
+        return [boxes[r] for r in rounds]
     stacked = jnp.stack([boxes[r] for r in range(len(boxes))])
-    return jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False)
+    chosen = jnp.take(stacked, jnp.stack([jnp.int32(r) for r in rounds]), axis=0, mode="clip")
+    return [chosen[m] for m in range(len(rounds))]

@@ -16,9 +16,11 @@ from podrl.mesh.reshard.plan import Plan, make_plan
 from podrl.mesh.reshard.relayout import RelayoutTransport
 from podrl.types import PyTree
 
-# Staging small enough to stay in a CPU's caches is fastest there; accelerators want transfers long enough to pay off.
+# Staging small enough to stay in a CPU's caches is fastest there; accelerators want transfers long enough to pay off,
+# and so do several processes, for which every bucket is a meeting.
 _BUCKET_BYTES = {"cpu": 4 << 20}
 _DEFAULT_BUCKET_BYTES = 64 << 20
+_MEETING_BUCKET_BYTES = 16 << 20
 
 
 class Transport(Protocol):
@@ -29,10 +31,11 @@ class Transport(Protocol):
         ...
 
 
-def default_bucket_bytes(sharding: Sharding) -> int:
-    """Bytes a device may stage at once, by its platform."""
+def default_bucket_bytes(sharding: Sharding, *, processes: bool = False) -> int:
+    """Bytes a device may stage at once, by its platform, and whether `processes` must meet for every bucket."""
     platform = next(iter(sharding.device_set)).platform
-    return _BUCKET_BYTES.get(platform, _DEFAULT_BUCKET_BYTES)
+    size = _BUCKET_BYTES.get(platform, _DEFAULT_BUCKET_BYTES)
+    return max(size, _MEETING_BUCKET_BYTES) if processes else size
 
 
 def transport_for(plan: Plan, sources: Sequence[Any], targets: Sequence[Any]) -> Transport:

@@ -51,8 +51,9 @@ class Publisher:
         leaves, treedef = jax.tree.flatten(source)
         sources = [leaf.sharding for leaf in leaves]
         targets = jax.tree.leaves(target_shardings)
+        everywhere = all(s.is_fully_addressable for s in [*sources, *targets])
         if bucket_bytes is None and targets:
-            bucket_bytes = default_bucket_bytes(targets[0])
+            bucket_bytes = default_bucket_bytes(targets[0], processes=not everywhere)
         self.plan: Plan = make_plan(source, target_shardings, dtype=target_dtype, bucket_bytes=bucket_bytes or 1)
         paths = [leaf.path for leaf in self.plan.leaves]
         shapes = [leaf.shape for leaf in self.plan.leaves]
@@ -62,7 +63,6 @@ class Publisher:
         self._ledger = Ledger(self._target)
         self._transport: Any
         self._receipts: ReceiptChannel | None = None
-        everywhere = all(s.is_fully_addressable for s in [*sources, *targets])
         if leaves and (transport == "collective" or not (everywhere or RelayoutTransport.fits(self.plan))):
             self._transport = CollectiveTransport(self.plan, sources, targets)
             self._receipts = ReceiptChannel(len(leaves), sources[0].mesh, targets[0].mesh)

@@ -11,6 +11,7 @@ import pytest
 import workers
 from cases import arrived, bits, transfers
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
@@ -60,13 +61,14 @@ def test_any_two_meshes(source, target, bucket_bytes):
     assert not any(x.is_deleted() for x in placed)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(transfers(disjoint=True))
-def test_any_layout_to_any_layout(case):
+@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(transfers(disjoint=True), st.sampled_from([0, 1 << 20]))
+def test_any_layout_to_any_layout(case, flat_bytes):
     leaves, before, after, dtype, bucket_bytes = case
     placed = [jax.device_put(x, s) for x, s in zip(leaves, before, strict=True)]
     plan = make_plan(placed, after, dtype=dtype, bucket_bytes=bucket_bytes)
-    arrived(CollectiveTransport(plan, before, after).move(placed), leaves, after, dtype)
+    transport = CollectiveTransport(plan, before, after, flat_bytes=flat_bytes)
+    arrived(transport.move(placed), leaves, after, dtype)
 
 
 def test_shared_devices_are_refused():
