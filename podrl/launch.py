@@ -40,6 +40,9 @@ _LOCAL = flags.DEFINE_integer(
 _FAKE = flags.DEFINE_integer(
     "fake_devices", None, "CPU devices each process fakes, instead of config.fake_devices shared out among them."
 )
+_JOIN_S = flags.DEFINE_float(
+    "join_s", joining.JOIN_S, "Seconds within which all processes of the job must have come together."
+)
 _SHARED = flags.DEFINE_bool(
     "shared_workdir", False, "All hosts see one --workdir, though its file system looks like this host's own."
 )
@@ -127,6 +130,7 @@ def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
     topology = _early(argv, "topology", "auto", prefix="--")
     cluster = detect.detect(os.environ, topology=topology, metadata=detect.tpu_vm_metadata(os.environ))
     detect.check_pathways(cluster)
+    detect.check_fresh_jax(sys.modules)
     for name in cluster.unset:
         os.environ.pop(name, None)
     workdir = _early(argv, "workdir", "", prefix="--")
@@ -207,7 +211,8 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
         joining.start_pathways()
     elif cluster.process_count > 1 or cluster.topology == "split":
         hosts = joining.hosts_of(cluster, *_hosts(rest, config))
-        joined.append(joining.join(cluster, joining.take_seat(cluster, hosts, os.environ)))
+        wait_s = _early(rest, "join_s", joining.JOIN_S, prefix="--")
+        joined.append(joining.join(cluster, joining.take_seat(cluster, hosts, os.environ), deadline_s=wait_s))
     from podrl.learner import job  # after the environment is prepared: this imports jax
 
     values, extra = resolve(config, rest)

@@ -1,11 +1,13 @@
 """From the environment to a place in the job: who this process is, and how it comes to the others."""
 
+import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Mapping
 
 from podrl.runtime.channel import interface_towards
-from podrl.runtime.detect import Cluster
+from podrl.runtime.detect import Cluster, too_few_workers
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import ROLLOUT, Hosts, assign
 
@@ -62,7 +64,7 @@ def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) ->
     return Seat(process, hosts, leader, secret, disposable=cluster.topology == "split")
 
 
-def join(cluster: Cluster, seat: Seat, *, deadline_s: float = JOIN_S) -> Pod:
+def join(cluster: Cluster, seat: Seat, *, deadline_s: float) -> Pod:
     """Meets the other processes, then starts jax's own cluster, whose members are known to be alive by then.
 
     Raises:
@@ -71,7 +73,9 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float = JOIN_S) -> Pod:
     import jax
 
     host = seat.leader.rpartition(":")[0]
-    pod = Pod(seat, host=interface_towards(host)).join(deadline_s)
+    pod = Pod(seat, host=interface_towards(host)).join(
+        deadline_s, functools.partial(too_few_workers, dataclasses.replace(cluster, process_count=seat.hosts.count))
+    )
     arguments = cluster.distributed_arguments
     if cluster.kind == "local" and seat.disposable:  # one cluster per role
         trainers = seat.hosts.trainer

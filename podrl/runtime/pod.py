@@ -74,14 +74,18 @@ class Pod:
 
     # Coming together.
 
-    def join(self, deadline_s: float) -> "Pod":
+    def join(self, deadline_s: float, too_few: Callable[[int, float], str]) -> "Pod":
         """Waits until every process of the job is there.
+
+        Args:
+          deadline_s: the longest wait.
+          too_few: what to say when only so many processes came within so many seconds.
 
         Raises:
           ChannelError: not all came within the deadline; names those that did not.
         """
         if self.leads:
-            self._host_roster(deadline_s)
+            self._host_roster(deadline_s, too_few)
             return self
         me = {"process": self.seat.process, "address": self.channel.address, "host": socket.gethostname()}
         end = time.monotonic() + deadline_s
@@ -139,7 +143,7 @@ class Pod:
                         f"{process}): see what that host is doing (kill -USR1 prints its stacks), or raise log.stall_s."
                     ) from None
 
-    def _host_roster(self, deadline_s: float) -> None:
+    def _host_roster(self, deadline_s: float, too_few: Callable[[int, float], str]) -> None:
         everyone = set(self.seat.hosts.trainer) | set(self.seat.hosts.rollout)
         self.channel.serve("join", self._joined)
         self.channel.serve("roster", lambda _: self._roster())
@@ -149,11 +153,8 @@ class Pod:
             while missing := everyone - set(self._addresses):
                 if not self._changed.wait(max(end - time.monotonic(), 0.0)) and time.monotonic() >= end:
                     names = ", ".join(f"{self.seat.hosts.name(p)} (host {p})" for p in sorted(missing))
-                    raise ChannelError(
-                        f"Only {len(everyone) - len(missing)} of {len(everyone)} processes joined {self._leader} "
-                        f"within {deadline_s:.0f} s; missing: {names}. Start the program on every host, and see their "
-                        "logs."
-                    )
+                    reached = len(everyone) - len(missing)
+                    raise ChannelError(f"{too_few(reached, deadline_s)} Missing: {names}.")
             self.channel.put("roster", self._roster())
 
     def _joined(self, message: Message) -> Message:

@@ -12,6 +12,11 @@ class Hosts:
     trainer: tuple[int, ...]
     rollout: tuple[int, ...]
 
+    @property
+    def count(self) -> int:
+        """Processes in the job."""
+        return len(set(self.trainer) | set(self.rollout))
+
     def role(self, process: int) -> str:
         """'trainer' or 'rollout'; the only process of a job counts as trainer."""
         return TRAINER if process in self.trainer else ROLLOUT

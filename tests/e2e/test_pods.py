@@ -4,10 +4,14 @@ import math
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
-from processes import comparable, gone, job, run, same_end, trained_steps
+from processes import DEADLINE_S, comparable, environment, gone, job, run, same_end, trained_steps
+
+from podrl.runtime.local_pod import free_ports
 
 pytestmark = pytest.mark.e2e
 
@@ -147,3 +151,28 @@ def test_impossible_roles_are_refused(tmp_path, flags, message):
     with job(tmp_path / "run", "--local_processes=4", *flags) as running:
         assert running.end() == 1, running.stderr
     assert message in running.stderr
+
+
+def test_a_host_that_never_comes_is_named(tmp_path):
+    alone = environment(
+        PODRL_PLATFORM="local",
+        PODRL_PROCESS_INDEX="0",
+        PODRL_PROCESS_COUNT="4",
+        PODRL_COORDINATOR="127.0.0.1:1",
+        PODRL_CHANNEL=f"127.0.0.1:{free_ports(1)[0]}",
+        PODRL_SECRET="s",
+    )
+    command = [sys.executable, "-m", "podrl.launch", "--config=grpo_gemma.py", f"--workdir={tmp_path}", "--join_s=2"]
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 42, done.stderr
+    assert "Only 1 of 4 local processes reached the coordinator 127.0.0.1:1 within 2 s" in done.stderr
+    assert "Missing: trainer 1 (host 1), rollout 0 (host 2), rollout 1 (host 3)" in done.stderr
+
+
+def test_jax_must_not_be_initialised_before_the_launcher(tmp_path):
+    config = tmp_path / "eager.py"
+    imports = "import jax\nfrom ml_collections import ConfigDict\n\njax.devices()\n"
+    config.write_text(f"{imports}\n\ndef get_config():\n    return ConfigDict()\n")
+    command = [sys.executable, "-m", "podrl.launch", f"--config={config}", f"--workdir={tmp_path / 'run'}"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 1 and "jax was initialised before podrl.launch" in done.stderr, done.stderr
