@@ -21,3 +21,17 @@ def test_figures(tree):
 def test_impossible_meshes():
     with pytest.raises(ValueError, match=r"--dst tensor=16 needs 16 devices"):
         bench_reshard.run([*TINY, "--dst=tensor=16"])
+
+
+@pytest.mark.e2e
+def test_a_fake_pod():
+    flags = ["--local_processes=2", "--fake_devices=2", "--src=fsdp=2", "--dst=tensor=2"]
+    figures = bench_reshard.run(["--leaves=3", "--leaf_shape=16x32", "--repeats=3", *flags])
+    assert figures["compiles_after_first"] == 0
+    assert figures["bytes_moved"] == figures["crossing_bytes"] == 3 * 16 * 32 * 2
+    assert figures["raw_share"] == pytest.approx(figures["raw_ms"] / figures["median_ms"])
+
+
+def test_a_pod_that_does_not_fit_the_meshes():
+    with pytest.raises(ValueError, match=r"need 4 \+ 4 devices, --local_processes=2 of --fake_devices=2 have 4"):
+        bench_reshard.run(["--leaves=3", "--local_processes=2"])
