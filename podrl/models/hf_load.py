@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
 from podrl.mesh import build, rules
-from podrl.models import lora
+from podrl.models import lora, orbax_files
 from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.hf_names import Entry, entries
@@ -44,7 +44,8 @@ def load(
     Each process reads only the parts its devices hold, tensor by tensor: never more than the largest in host memory.
 
     Args:
-      directory: config.json and safetensors weights of any floating dtype.
+      directory: config.json and safetensors weights of any floating dtype, or an Orbax checkpoint of podrl's parameter
+        tree in their place (podrl/models/orbax_files.py).
       mesh: where the parameters go; None is the first device.
       dtype: of the parameters on the devices.
       lora_config: adds fresh adapters (with no effect yet), random with `seed`.
@@ -58,9 +59,14 @@ def load(
         raise ValueError(f"model.path={str(directory)!r} is not a directory: give a Hugging Face model directory.")
     config = read_config(directory)
     mesh = single_device_mesh() if mesh is None else mesh
-    stored = scan_directory(directory)
     adapted = dataclasses.replace(config, lora=lora_config or LoraConfig())
-    params = load_entries(entries(config), stored, adapted, mesh, dtype, where=str(directory))
+    if (checkpoint := orbax_files.find_checkpoint(directory)) is not None:
+        params = orbax_files.load(checkpoint, config, mesh, dtype)
+        for name in PROJECTIONS if adapted.lora.base_dtype else ():
+            params["layers"] |= quantized_leaves(name, params["layers"][name], adapted, mesh)
+    else:
+        stored = scan_directory(directory)
+        params = load_entries(entries(config), stored, adapted, mesh, dtype, where=str(directory))
     if lora_config is None or not lora_config.rank:
         return config, params
     return lora.with_adapters(config, params, lora_config, mesh, dtype, seed=seed)
