@@ -1,6 +1,7 @@
 """Orbax checkpoints as model directories: what is saved is what is loaded, on any mesh; what does not fit is listed."""
 
 import dataclasses
+import gc
 import pathlib
 import shutil
 
@@ -66,12 +67,15 @@ def test_what_does_not_fit_is_listed(model, tmp_path):
     assert "layers/down is (" in str(caught.value)
 
 
+# Orbax closes its event loop at the first failed read, while tensorstore still completes others into it.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_checkpoint_is_named(directory):
     for path in (directory / "params").rglob("*"):
         if path.is_file() and path.parent.name == "d":  # where the arrays are
             path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"The Orbax checkpoint .*params cannot be read"):
         from_pretrained(directory)
+    gc.collect()  # what was left unfinished is complained about here
 
 
 def test_saving_needs_a_dense_model_and_an_empty_directory(model, directory):
