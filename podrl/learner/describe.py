@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from podrl.learner.console import print_table
 from podrl.mesh.build import describe_mesh
+from podrl.trainer.packing import PackShape
 
 if TYPE_CHECKING:
     from podrl.learner.job import RLJob
@@ -46,7 +47,8 @@ def print_plan(
 ) -> None:
     """The tables a run starts with, and all that a dry run prints after the configuration."""
     print_roles(console, trainer_mesh, rollout_mesh)
-    print_table(console, "Batch arithmetic", ["what", "number", "from"], batch_rows(job))
+    print_table(console, "Batch arithmetic", ["what", "number", "from"], batch_rows(job, trainer_mesh))
+    console.print(in_words(job, trainer_mesh), markup=False)
     limit = job.rollout.max_tokens_to_generate
     loss = job.algo.policy_loss(limit)
     console.print(f"Algorithm {job.algorithm}:")
@@ -57,23 +59,52 @@ def print_plan(
     console.print(f"Run directory: {workdir}\n")
 
 
-def batch_rows(job: "RLJob") -> list[list[str]]:
-    """How prompts become samples, mini-batches and updates."""
+def batch_rows(job: "RLJob", trainer_mesh: Mesh) -> list[list[str]]:
+    """How prompts become samples, mini-batches, micro-batches and updates."""
     prompts, group, section = job.rollout.prompts_per_step, job.algo.num_generations, job.algo.section
     samples, mini = job.samples_per_step, job.mini_batch_size
     length = job.rollout.max_prompt_length + job.rollout.max_tokens_to_generate
     steps = job.trainer.max_steps or 0
+    shape = _pack_shape(job, trainer_mesh)
+    drawn = prompts * job.algo.prompt_batches
+    set_aside = []
+    if drawn > prompts:
+        set_aside = [["prompts set aside", f"{drawn}", f"{prompts} x {section}.dynamic_sampling_batches"]]
     return [
+        *set_aside,
         ["prompts per step", f"{prompts}", "rollout.prompts_per_step"],
         ["samples per prompt (G)", f"{group}", f"{section}.num_generations"],
         ["samples per step", f"{samples}", f"{prompts} x {group}"],
         ["mini-batches per pass", f"{samples // mini}", f"{samples} / trainer.mini_batch_size {mini}"],
+        [
+            "micro-batches per update",
+            f"at most {shape.micro_batches}",
+            f"{shape.rows} rows of {shape.tokens} tokens",
+        ],
         ["passes (mu)", f"{job.algo.num_iterations}", f"{section}.num_iterations"],
         ["updates per step", f"{job.updates_per_step}", "mini-batches x passes"],
         ["longest sequence", f"{length} tokens", "rollout.max_prompt_length + max_tokens_to_generate"],
         ["steps", f"{steps}", "trainer.max_steps"],
         ["samples in all", f"{steps * samples:,}", "steps x samples per step"],
     ]
+
+
+def in_words(job: "RLJob", trainer_mesh: Mesh) -> str:
+    """The batch arithmetic as a sentence."""
+    prompts, samples, mini = job.rollout.prompts_per_step, job.samples_per_step, job.mini_batch_size
+    shape = _pack_shape(job, trainer_mesh)
+    passes = job.algo.num_iterations
+    text = f"Every step samples {job.algo.num_generations} completions of {prompts} prompts, {samples} in all"
+    if job.algo.prompt_batches > 1:
+        text += f" (from up to {prompts * job.algo.prompt_batches} prompts, until {prompts} groups have a signal)"
+    text += f", and makes {job.updates_per_step} updates: {passes} pass{'es' if passes > 1 else ''} over "
+    text += f"{samples // mini} mini-batches of {mini} sequences, each packed into at most {shape.micro_batches} "
+    return text + f"micro-batches of {shape.rows} rows of {shape.tokens} tokens. The split changes no gradient."
+
+
+def _pack_shape(job: "RLJob", mesh: Mesh) -> PackShape:
+    length = job.rollout.max_prompt_length + job.rollout.max_tokens_to_generate
+    return job.trainer.pack_shape(sequences=job.mini_batch_size, max_length=length, mesh=mesh)
 
 
 def print_files(console: rich.console.Console, workdir: pathlib.Path, summary: Mapping[str, Any]) -> None:

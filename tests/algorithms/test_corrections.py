@@ -128,3 +128,21 @@ def test_value_loss_by_hand_with_junk_under_the_mask():
     np.testing.assert_allclose((sides[0] - sides[1]) / (2 * h), 1.0, rtol=1e-7)
     with pytest.raises(ValueError, match=r"ppo\.clip_range_value=0"):
         value_loss(value_BT, old_BT, return_BT, mask_BT, length_BT, clip_range=0.0)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean-token-mean"])
+def test_finite_differences_of_the_value_loss(mode):
+    rng = np.random.default_rng(0)
+    value_BT, old_BT, return_BT = (jnp.asarray(rng.normal(size=(2, 5))) for _ in range(3))
+    mask_BT = jnp.array([[0.0, 1, 1, 1, 0], [0.0, 1, 1, 0, 0]])
+    length_BT = jnp.where(mask_BT > 0, mask_BT.sum(axis=1, keepdims=True), 1.0)
+
+    def mean(x_BT):
+        return value_loss(x_BT, old_BT, return_BT, mask_BT, length_BT, clip_range=0.4, mode=mode)[0].mean()
+
+    grad_BT = np.asarray(jax.grad(mean)(value_BT))
+    for b, t in np.ndindex(2, 5):
+        step_BT = 1e-6 * (np.arange(2)[:, None] == b) * (np.arange(5) == t)
+        sides = float(mean(value_BT + step_BT)) - float(mean(value_BT - step_BT))
+        np.testing.assert_allclose(sides / 2e-6, grad_BT[b, t], rtol=1e-6, atol=1e-8)
+    assert np.abs(grad_BT).max() > 0.1 and (grad_BT == 0).sum() == 5

@@ -264,6 +264,26 @@ def test_finite_differences_of_cispo_with_its_weight_held():
         np.testing.assert_allclose(expected, grad_BT[layout.row[at], layout.column[at]], rtol=1e-6, atol=1e-8)
 
 
+def test_finite_differences_of_gspo_token_with_its_sequence_held():
+    # The sequence ratio s stands still while a token moves: its ratio is then s exp(logprob - logprob before).
+    tokens = sequences(constant_advantage=False)
+    layout = packed_layout(tokens["owner"])
+    loss = PolicyLoss("gspo_token", beta=0.0, epsilon=0.2)
+    grad_BT = jax.grad(lambda x_BT, *rest: loss(x_BT, *rest)[0].total)(*lay_out(tokens, layout))
+    keep = tokens["mask"] > 0
+    for at in np.flatnonzero(keep):
+        mine = keep & (tokens["owner"] == tokens["owner"][at])
+        s = np.exp((tokens["logprob"] - tokens["old_logprob"])[mine].mean())
+        advantage, n = tokens["advantage"][at], tokens["length"][at]
+
+        def value(step, s=s, advantage=advantage):
+            ratio = s * np.exp(step)
+            return max(-advantage * ratio, -advantage * np.clip(ratio, 0.8, 1.2))
+
+        expected = (value(1e-6) - value(-1e-6)) / 2e-6 / n
+        np.testing.assert_allclose(expected, grad_BT[layout.row[at], layout.column[at]], rtol=1e-6, atol=1e-8)
+
+
 def test_gspo_forms_agree_with_one_advantage_per_sequence():
     for constant in (True, False):
         tokens = sequences(constant_advantage=constant)

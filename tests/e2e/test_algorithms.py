@@ -1,7 +1,11 @@
 """Algorithms that do more than GRPO, as whole runs: killed and resumed bitwise, with the metrics they promise."""
 
+import jax
+import numpy as np
 import pytest
 from processes import job, run, same_end, trained_steps
+
+from podrl.runtime.checkpoint import read_state
 
 pytestmark = pytest.mark.e2e
 VARIANTS = {
@@ -50,3 +54,27 @@ def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
     if name == "dapo":
         assert all(4 <= r["dynamic_sampling/groups_drawn"] <= 12 for r in records.values())
         assert any(r["dynamic_sampling/groups_replaced"] > 0 for r in records.values())
+
+
+def test_nothing_drifts_at_learning_rate_0(tmp_path):
+    """In float32: the ratio is exactly 1 and the KL to the reference exactly 0, whatever the number of updates."""
+    args = (
+        "--config.trainer.learning_rate=0.0",
+        "--config.grpo.num_iterations=2",
+        "--config.trainer.mini_batch_size=8",
+    )
+    done = run(tmp_path / "run", *args, "--config.eval.problems=0", "--config.trainer.max_steps=3")
+    records = [r for r in done.records() if "time/step" in r]
+    assert len(records) == 3
+    for record in records:
+        assert record["actor/ratio"] == 1.0 and record["actor/kl"] == 0.0 and record["actor/approx_kl"] == 0.0
+        assert record["actor/pg_clipfrac"] == 0.0 and record["sampler/abs_diff"] < 1e-5
+    start, end = (read_state(tmp_path / "run" / "checkpoints", step)[1]["params"] for step in (2, 3))
+    jax.tree.map(np.testing.assert_array_equal, start, end)
+
+
+def test_a_sampler_that_disagrees_stops_the_run_with_a_diagnosis(tmp_path):
+    args = ("--config.rollout.top_k=2", "--config.grpo.mismatch_bound=0.001", "--config.grpo.mismatch_patience=2")
+    done = run(tmp_path / "run", *args, "--config.eval.problems=0", code=1)
+    assert "Warning: Step 1: sampler and trainer disagree" in done.stdout
+    assert "step 2 in a row" in done.stderr and "rollout.top_k" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,73 @@
+"""What a dry run says about every algorithm: formula, numbers, and the arithmetic of its batches in plain words."""
+
+import io
+
+import jax
+import pytest
+import rich.console
+from ml_collections import ConfigDict
+
+from podrl.algorithms.presets import PRESETS
+from podrl.launch import find_config, load_config
+from podrl.learner import describe, job
+from podrl.mesh.build import make_mesh
+
+TELLS = {
+    "grpo": ("clip(r, 0.8, 1.2)", "0.04 KL: k3"),
+    "dr_grpo": ("R - mean of the group\n", "/ 40)"),
+    "dapo": ("clip(r, 0.8, 1.28)", "dynamic sampling", "32 tokens, then down to -1 at 40"),
+    "gspo": ("clip(s, 0.9997, 1.0004)",),
+    "rloo": ("other samples", "- 0.05 KL to the reference (k1)"),
+    "reinforce_pp": ("whitened", "- 0.01 KL to the reference (k1)"),
+    "remax": ("greedy completion",),
+    "ppo": ("lambda 0.95", "- 0.04 KL to the reference (k3)", "critic: max((v - R)^2"),
+    "tunix_grpo": ("Warning: grpo.kl_loss_mode='kl' in the loss has zero expected gradient",),
+}
+
+
+def planned(name, **changes):
+    """(job, everything a run prints first) of the default configuration with another algorithm."""
+    values = load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": name}
+    values["rollout"] |= {"max_prompt_length": 64}
+    for group, fields in changes.items():
+        values[group] = values.get(group, {}) | fields
+    found = job.parse(ConfigDict(job.complete(values)).to_dict())  # as the launcher reads it
+    trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
+    console = describe_console()
+    describe.print_plan(console, found, trainer, rollout, "runs/x")
+    return found, console.file.getvalue()
+
+
+def describe_console():
+    return rich.console.Console(file=io.StringIO(), width=200, highlight=False)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_told(name):
+    found, text = planned(name)
+    assert f"Algorithm {name}:" in text and "advantage:" in text and "policy loss per token:" in text
+    assert "Every step samples 8 completions of 16 prompts, 128 in all" in text
+    for part in TELLS.get(name, ()):
+        assert part in text, part
+    assert (found.algo.section == "ppo") == (name == "ppo")
+    assert ("Warning" in text) == bool(found.algo.policy_loss(40).warnings())
+
+
+def test_the_arithmetic_in_words():
+    _, text = planned("dapo", trainer={"mini_batch_size": 32}, grpo={"num_iterations": 2})
+    words = " ".join(text.split())
+    assert "(from up to 48 prompts, until 16 groups have a signal), and makes 8 updates" in words
+    assert "2 passes over 4 mini-batches of 32 sequences" in words
+
+
+def test_a_configuration_keeps_its_batch_sizes_under_an_algorithm_of_the_other_kind():
+    values = load_config(find_config("ppo_gemma.py")).to_dict() | {"algorithm": "rloo"}
+    values["ppo"] |= {"num_generations": 4, "max_staleness": 1}
+    complete = job.complete(values)
+    assert "ppo" not in complete
+    assert complete["grpo"]["num_generations"] == 4 and complete["grpo"]["max_staleness"] == 1
+    assert complete["grpo"]["kl_in_reward"] == 0.05
+    back = job.complete(load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": "ppo"})
+    assert "grpo" not in back and back["ppo"]["num_generations"] == 8 and back["ppo"]["kl_method"] == "k3"
+    with pytest.raises(ValueError, match="algorithm='pppo' is not known"):
+        job.complete({"algorithm": "pppo"})
