@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import arrived as assert_arrived
+from cases import bits, expected, transfers
+from hypothesis import HealthCheck, given, settings
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
@@ -20,10 +23,6 @@ from podrl.mesh.reshard.serve import PullServer
 
 HERE = "127.0.0.1"
 SHAPES = {"embed": (24, 12), "layers": (3, 8, 12), "norm": (5,), "scale": (), "step": ()}
-
-
-def bits(array):
-    return np.atleast_1d(np.asarray(array)).view(np.uint8)
 
 
 def shardings(spec, devices, specs):
@@ -96,6 +95,20 @@ def test_arrives_bit_for_bit(peer, source, target, bucket_bytes):
     publisher.publish(params, 2, donate=True)
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
     arrived(receiver.publish(None, 2), values)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(transfers(disjoint=True))
+def test_any_layout_to_any_layout(peer, case):
+    leaves, before, after, dtype, bucket_bytes = case
+    placed = [jax.device_put(x, s) for x, s in zip(leaves, before, strict=True)]
+    target = [
+        jax.ShapeDtypeStruct(x.shape, expected(x, dtype).dtype, sharding=s) for x, s in zip(leaves, after, strict=True)
+    ]
+    server = PullServer(HERE)
+    server.publisher("all", placed, target_dtype=dtype, bucket_bytes=bucket_bytes).publish(placed, 1)
+    moved = PullReceiver("all", target, peer, asks(server)).publish(None, 1).params
+    assert_arrived(moved, leaves, after, dtype)
 
 
 def test_nothing_compiles_and_no_weight_is_read_after_the_first_version(peer, monkeypatch, caplog):
