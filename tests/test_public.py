@@ -26,7 +26,7 @@ def test_importing_podrl_imports_no_jax():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["GRPOConfig", "RolloutConfig", "RLTrainingConfig", "ClusterConfig"])
+@pytest.mark.parametrize("name", ["GRPOConfig", "PPOConfig", "RolloutConfig", "RLTrainingConfig", "ClusterConfig"])
 def test_fields_have_tunix_defaults_or_are_refused_with_advice(name):
     if not FIELDS.exists():
         pytest.skip("the field list is not beside the checkout")

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from processes import job, run, same_end, trained_steps
+from processes import SMALL, job, run, same_end, trained_steps
 
 from podrl.runtime.checkpoint import read_state
 
@@ -36,12 +36,13 @@ PROMISED = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
     args = (*VARIANTS[name], "--config.eval.problems=0", "--config.trainer.max_steps=4", "--config.checkpoint.every=1")
+    base = [flag.replace("config.grpo.", "config.ppo.") for flag in SMALL] if name == "ppo" else SMALL
     whole, workdir = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
-    done = run(whole, *args)
-    with job(workdir, *args) as started:
+    done = run(whole, *args, base=base)
+    with job(workdir, *args, base=base) as started:
         started.wait_for_step(2)
         started.kill()
-    resumed = run(workdir, *args)
+    resumed = run(workdir, *args, base=base)
     assert "Resumed after step" in resumed.stdout
     same_end(workdir, whole)
     records = {r["step"]: r for r in done.records() if "time/step" in r}
