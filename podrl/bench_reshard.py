@@ -44,7 +44,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       plus bytes written at the target, over the median); peak_extra_bytes (memory beyond both trees during a move;
       on CPU of the whole process, otherwise of the fullest device), bucket_bytes (of all devices together);
       compiles_after_first; device_put_ms (cast on the source mesh, then jax.device_put); memcpy_gb_s (numpy.copyto of
-      as many bytes as the source tree has, read plus written); memcpy_share (gb_s over it); speedup (over device_put).
+      as many bytes as the source tree has, read plus written); memcpy_share (gb_s over it); speedup (over device_put);
+      cpu_ms and device_put_cpu_ms (what the process computes for one of each: other work changes it less).
       With --local_processes, what `podrl.bench_reshard_pod.run` returns.
     """
     args = _parser().parse_args(argv)
@@ -87,20 +88,23 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     built = sum(name.endswith("backend_compile_duration") for name in compiles)
     gb_s = (plan.source_bytes + plan.target_bytes) / median_s / 1e9
     memcpy_gb_s = bench_trees.memcpy_gb_s(plan.source_bytes)
-    device_put_s = bench_trees.median(_device_put(tree, targets, args.dst_dtype), max(3, args.repeats // 3))
+    put, few = _device_put(tree, targets, args.dst_dtype), max(3, args.repeats // 3)
+    device_put_s = bench_trees.median(put, few)
     sides = [plan.leaves[0].source.device_ids, plan.leaves[0].target.device_ids]
     return {
         "plan_ms": plan_s * 1e3,
         "plan_cached_ms": min(bench_trees.timed(make)[0] for _ in range(5)) * 1e3,
         "first_ms": first_s * 1e3,
         "median_ms": median_s * 1e3,
-        "publish_ms": bench_trees.median(lambda: publisher.publish(tree, 1), max(3, args.repeats // 3)) * 1e3,
+        "publish_ms": bench_trees.median(lambda: publisher.publish(tree, 1), few) * 1e3,
         "bytes_moved": plan.moved_bytes,
         "gb_s": gb_s,
         "peak_extra_bytes": bench_trees.peak_extra_bytes(move, plan.target_bytes),
         "bucket_bytes": plan.largest_bucket * max(map(len, sides)),
         "compiles_after_first": built,
         "device_put_ms": device_put_s * 1e3,
+        "cpu_ms": bench_trees.median_cpu(move, few) * 1e3,
+        "device_put_cpu_ms": bench_trees.median_cpu(put, few) * 1e3,
         "memcpy_gb_s": memcpy_gb_s,
         "memcpy_share": gb_s / memcpy_gb_s,
         "speedup": device_put_s / median_s,
