@@ -207,7 +207,7 @@ def _tensors(setting: Setting, devices: int) -> Sequence[int]:
 def _trainer_candidates(setting: Setting) -> Iterator[Iterator[Variant]]:
     """For each mesh and remat policy, micro-batches from the largest down."""
     slices = setting.trainer.slices
-    devices = setting.trainer_mesh().size // slices
+    devices = len(setting.trainer.devices()) // slices
     for tensor in _tensors(setting, devices):
         spec = f"fsdp={devices // tensor}"
         spec += f",tensor={tensor}" if tensor > 1 else ""
@@ -237,7 +237,8 @@ def _split(setting: Setting, keys: tuple[str, ...], remat: str) -> Iterator[Vari
 
 
 def _rollout_candidates(setting: Setting) -> Iterator[Iterator[Variant]]:
-    devices = setting.rollout_mesh().size
+    topology = setting.trainer if setting.job.roles.colocated else setting.rollout
+    devices = len(topology.devices())
     for tensor in _tensors(setting, devices):
         spec = f"data={devices // tensor}" + (f",tensor={tensor}" if tensor > 1 else "")
         yield iter((Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec)),))
