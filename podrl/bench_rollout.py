@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 END_ID = 1
+DEFAULTS = {"lanes": ", by default as many as there are samples, at most 128"}
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -20,7 +21,7 @@ def _range(text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="podrl.bench rollout", description=__doc__)
     sizes = {"layers": 3, "dim": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 384}
     for name, default in sizes.items():
@@ -41,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top_k", type=int, default=None)
     engine = ("lanes", "steps_per_dispatch", "segment_tokens", "pool_tokens", "prefill_tokens", "members_per_visit")
     for name in engine:
-        parser.add_argument(f"--{name}", type=int, default=None, help=f"rollout.{name}")
+        parser.add_argument(f"--{name}", type=int, default=None, help=f"rollout.{name}{DEFAULTS.get(name, '')}")
     parser.add_argument("--repeats", type=int, default=3, help="timed generations after one untimed; the median counts")
     parser.add_argument("--devices", type=int, default=8, help="faked CPU devices where there is no accelerator")
     parser.add_argument("--seed", type=int, default=0)
@@ -61,57 +62,82 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       cpu_seconds (median CPU time of a generation: comparable where the machine is shared), compiles (programs built
       after warm-up), warm_up_seconds, peak_bytes (of one device in the compiled `generate`), and the sizes used.
     """
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
+    fake_devices(args.devices)
+    return _measure(argv)
+
+
+def fake_devices(count: int) -> None:
+    """Asks for faked CPU devices, before jax is imported."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        flag = f"--xla_force_host_platform_device_count={args.devices}"
+        flag = f"--xla_force_host_platform_device_count={count}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    return _measure(args)
 
 
-def _measure(args: argparse.Namespace) -> dict[str, Any]:
+class Bench:
+    """The job of the options, ready to be generated again and again.
+
+    Attributes:
+      warm_up_seconds: that compiling took.
+      cpu_seconds: CPU time of the last generation.
+    """
+
+    def __init__(self, argv: Sequence[str]):
+        """Builds the model and compiles the engine; the environment must be ready (`fake_devices`)."""
+        import jax
+
+        from podrl.mesh.build import make_mesh, parse_mesh
+        from podrl.models import decoder
+        from podrl.rollout.rollout import RolloutWorker
+        from podrl.types import Policy
+
+        self.args = args = make_parser().parse_args(argv)
+        sizes = parse_mesh(args.mesh, key="--mesh")
+        mesh = make_mesh(args.mesh, jax.devices() if -1 in sizes else jax.devices()[: math.prod(sizes)], key="--mesh")
+        model, dtype = _model(args), jax.numpy.dtype(args.dtype)
+        abstract = decoder.abstract_params(model, mesh, dtype)
+
+        def init(key: Any) -> Any:
+            """Small embeddings make every token about as likely as any other, whatever the context."""
+            params = decoder.init_params(model, key, dtype)
+            return {**params, "embed": params["embed"] * 0.1}
+
+        make = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))
+        self.policy = Policy(make(jax.random.key(args.seed)), 0)
+        self.worker = RolloutWorker(
+            model, mesh, _config(args), pad_id=0, eos_ids=(END_ID,), decode=lambda ids: "", seed=args.seed
+        )
+        started = time.perf_counter()
+        self.worker.warm_up(self.policy.params, lambda line: print(line, file=sys.stderr))
+        self.warm_up_seconds = time.perf_counter() - started
+        self.cpu_seconds = 0.0
+        self._prompts = make_prompts(args)
+
+    def generate(self) -> Any:
+        """Generates the batch; returns the worker's statistics."""
+        before = time.process_time()
+        self.worker.generate(
+            self.policy, self._prompts, group_size=self.args.group, step=0, sampling=_sampling(self.args)
+        )
+        self.cpu_seconds = time.process_time() - before
+        return self.worker.stats
+
+
+def _measure(argv: Sequence[str]) -> dict[str, Any]:
     import jax
 
-    from podrl.mesh.build import make_mesh, parse_mesh
-    from podrl.models import decoder
-    from podrl.rollout.rollout import RolloutWorker
-    from podrl.types import Policy
-
-    sizes = parse_mesh(args.mesh, key="--mesh")
-    mesh = make_mesh(args.mesh, jax.devices() if -1 in sizes else jax.devices()[: math.prod(sizes)], key="--mesh")
-    model = _model(args)
-    abstract = decoder.abstract_params(model, mesh, jax.numpy.dtype(args.dtype))
-
-    def init(key: Any) -> Any:
-        """Small embeddings make every token about as likely as any other, whatever the context."""
-        params = decoder.init_params(model, key, jax.numpy.dtype(args.dtype))
-        return {**params, "embed": params["embed"] * 0.1}
-
-    make = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))
-    policy = Policy(make(jax.random.key(args.seed)), 0)
-    worker = RolloutWorker(
-        model, mesh, _config(args), pad_id=0, eos_ids=(END_ID,), decode=lambda ids: "", seed=args.seed
-    )
-    started = time.perf_counter()
-    worker.warm_up(policy.params, lambda line: print(line, file=sys.stderr))
-    warm_up = time.perf_counter() - started
-    prompts = _prompts(args)
-
-    cpu: list[float] = []
-
-    def generate() -> Any:
-        before = time.process_time()
-        worker.generate(policy, prompts, group_size=args.group, step=0, sampling=_sampling(args))
-        cpu.append(time.process_time() - before)
-        return worker.stats
-
-    generate()
-    runs = [generate() for _ in range(args.repeats)]
-    cpu_seconds = statistics.median(cpu[1:])
+    bench = Bench(argv)
+    args = bench.args
+    bench.generate()
+    runs, cpu = [], []
+    for _ in range(args.repeats):
+        runs.append(bench.generate())
+        cpu.append(bench.cpu_seconds)
     stats = sorted(runs, key=lambda s: s.seconds)[len(runs) // 2]
     if args.trace:
         with jax.profiler.trace(args.trace):
-            generate()
-    memory = worker.memory(policy.params)
+            bench.generate()
+    memory = bench.worker.memory(bench.policy.params)
     seconds = statistics.median(s.seconds for s in runs)
     return {
         "tokens": stats.tokens,
@@ -123,12 +149,12 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "dispatches": stats.dispatches,
         "spills": stats.spills,
         "host_share": stats.host_seconds / stats.seconds,
-        "cpu_seconds": cpu_seconds,
+        "cpu_seconds": statistics.median(cpu),
         "compiles": sum(s.compiles for s in runs),
         "peak_bytes": memory,
-        "warm_up_seconds": warm_up,
+        "warm_up_seconds": bench.warm_up_seconds,
         "mesh": args.mesh,
-        "lanes": worker.config.lanes,
+        "lanes": bench.worker.config.lanes,
     }
 
 
@@ -153,6 +179,8 @@ def _config(args: argparse.Namespace) -> Any:
 
     names = ("lanes", "steps_per_dispatch", "segment_tokens", "pool_tokens", "prefill_tokens", "members_per_visit")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    # Lanes that can never be filled would only make the products larger.
+    given.setdefault("lanes", min(RolloutConfig.lanes, args.prompts * args.group))
     limit = args.prompt_len[1] + args.max_new
     return RolloutConfig(
         max_tokens_to_generate=args.max_new, max_prompt_length=args.prompt_len[1], kv_cache_size=limit, **given
@@ -166,7 +194,7 @@ def _sampling(args: argparse.Namespace) -> Any:
     return Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_new=limit)
 
 
-def _prompts(args: argparse.Namespace) -> Any:
+def make_prompts(args: argparse.Namespace) -> Any:
     """Random prompts, lengths uniform, without the end token."""
     from podrl.types import Prompts
 
