@@ -30,6 +30,7 @@ class Chip:
       dcn_rate: bytes per second it sends between slices.
       dimensions: of a topology, 2 or 3.
       options: what the topology needs besides its name.
+      compiler: options of the compiler.
     """
 
     name: str
@@ -40,16 +41,23 @@ class Chip:
     dcn_rate: float
     dimensions: int
     options: tuple[tuple[str, Any], ...] = ()
+    compiler: tuple[tuple[str, Any], ...] = ()
 
+
+# With the collectives of small programs on the SparseCores, libtpu 0.0.42 ends the process on a failed check.
+_TENSORCORE_COLLECTIVES = tuple(
+    (f"xla_tpu_enable_sparse_core_collective_offload_{kind}", "false")
+    for kind in ("all_gather", "all_reduce", "reduce_scatter")
+)
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, int(30.5 * GIB), 1228e9, 300e9, 6.25e9, 3, (("chip_config_name", "megacore"),)),
+        Chip("v4", 275e12, int(30.75 * GIB), 1228e9, 300e9, 6.25e9, 3, (("chip_config_name", "megacore"),)),
         Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 200e9, 3.125e9, 2),
         Chip("v5p", 459e12, int(95.74 * GIB), 2765e9, 600e9, 6.25e9, 3),
         Chip("v6e", 918e12, int(31.25 * GIB), 1638e9, 400e9, 12.5e9, 2),
-        Chip("tpu7x", 1153e12, int(94.75 * GIB), 3690e9, 300e9, 6.25e9, 3),
+        Chip("tpu7x", 1153e12, int(94.75 * GIB), 3690e9, 300e9, 6.25e9, 3, compiler=_TENSORCORE_COLLECTIVES),
     )
 }
 

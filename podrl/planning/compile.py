@@ -74,9 +74,10 @@ def measure(program: Program, chip: Chip, *, quick: bool = False) -> Measured:
     Args:
       quick: compile with least effort: the peak is within a tenth of the true one, the counts are of another schedule.
     """
+    options = {**dict(chip.compiler), **(QUICK if quick else {})} or None
     started, busy = time.perf_counter(), time.process_time()
     try:
-        compiled = program.lower().compile(compiler_options=dict(QUICK) if quick else None)
+        compiled = program.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         asked = _asked(str(error))
         if asked is None:
@@ -86,7 +87,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False) -> Measured:
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
     memory = compiled.memory_analysis()
     peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes)
-    cost = cost_of(compiled.as_text(), trips=program.trips, slices=program.slices)
+    cost = cost_of(compiled.as_text(), trips=program.trips)
     flops, size = cost.flops, cost.bytes
     if program.by_hand is not None:
         flops, size = program.by_hand.flops, program.by_hand.bytes

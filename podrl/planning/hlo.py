@@ -123,7 +123,8 @@ def cost_of(
       text: of the compiled module (`compiled.as_text()`).
       trips: how often loops of traced length run, by nesting depth among such loops.
       named: how often loops directly in a `jax.named_scope` run, by its name, whatever the text says.
-      slices: slices the devices of the program lie in, equal parts in the order of the program's device assignment.
+      slices: slices the devices named in the text lie in, equal parts in their order. The TPU compiler's text is that
+        of one slice; what it sends to others is found by itself.
     """
     return _Reader(text, trips, named, slices).cost()
 
@@ -192,6 +193,9 @@ class _Reader:
             total.flops += _convolution_flops(i, types)
         elif i.opcode == "dot":
             total.flops += _dot_flops(i, types)
+        elif i.opcode == "send" and "megascale" in i.attributes:
+            # Programs of several slices are compiled slice by slice; what crosses goes through the hosts.
+            self._count(total, "send", True, any_bytes(types.get(i.operands[0], "")))
         elif kind in _COLLECTIVES:
             kind = "reduce-scatter" if inside.startswith("all-reduce-scatter") and kind == "all-reduce" else kind
             self._collective(total, i, kind, types)
@@ -211,6 +215,9 @@ class _Reader:
             sent = whole * (size - 1)
         else:
             sent = whole * (size - 1) / size * (2 if kind == "all-reduce" else 1)
+        self._count(total, kind, crosses, sent)
+
+    def _count(self, total: _Sum, kind: str, crosses: bool, sent: float) -> None:
         if sent:
             had = total.collectives.get((kind, crosses), (0.0, 0.0))
             total.collectives[kind, crosses] = (had[0] + 1, had[1] + sent)

@@ -59,7 +59,6 @@ class Program:
       runs: executions per training step.
       resident: bytes of a chip held meanwhile by arrays the program does not see.
       trips: see `podrl.planning.hlo.cost_of`.
-      slices: over which its devices spread.
       by_hand: replaces the counts read off the compiled text.
     """
 
@@ -69,7 +68,6 @@ class Program:
     runs: float
     resident: float = 0.0
     trips: Trips = lambda depth: 1.0
-    slices: int = 1
     by_hand: Work | None = None
 
 
@@ -164,7 +162,6 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     moments = bytes_per_chip(state.opt_state)
     # Scoring always loops over the filled micro-batches, the update only where there can be several.
     scored = _training_trips(setting, shape, looped=True)
-    slices = setting.trainer.slices
     passes = job.updates_per_step / job.algo.num_iterations
     programs = [
         Program(
@@ -174,7 +171,6 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
             job.updates_per_step,
             resident=reference,
             trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
-            slices=slices,
         )
     ]
     if loss.needs_reference():
@@ -188,7 +184,6 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
                 passes,
                 resident=moments + trained + (bytes_per_chip(frozen) if separate else 0.0),
                 trips=scored,
-                slices=slices,
             )
         )
     if old == "trainer":
@@ -200,7 +195,6 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
                 passes,
                 resident=moments + reference,
                 trips=scored,
-                slices=slices,
             )
         )
     base = bytes_per_chip(frozen)
@@ -236,7 +230,6 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
         length_ABT=rows.length_ABT,
         micro_batches=rows.micro_batches,
     )
-    slices = setting.trainer.slices
     programs = [
         Program(
             "critic step",
@@ -244,7 +237,6 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
             lambda: update.lower(state, frozen, batch),  # pyright: ignore[reportFunctionMemberAccess]
             job.updates_per_step,
             trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
-            slices=slices,
         ),
         Program(
             "values",
@@ -253,7 +245,6 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
             job.updates_per_step / algo.num_iterations,
             resident=bytes_per_chip(state.opt_state),
             trips=_training_trips(setting, shape, looped=True),
-            slices=slices,
         ),
     ]
     return programs, bytes_per_chip(state) + (bytes_per_chip(frozen) if job.model.critic else 0.0)
@@ -281,7 +272,6 @@ def rollout_programs(setting: Setting) -> list[Program]:
     lanes = min(shape.lanes * shards, job.samples_per_step)
     dispatches = math.ceil(job.samples_per_step / lanes) * math.ceil(setting.completion / shape.steps)
     runs = {f"prefill_{bucket}": prefills, "generate": dispatches, "insert": dispatches}
-    topology = setting.trainer if job.roles.colocated else setting.rollout
     prior = lambda depth: (chunks - 1) / 2  # noqa: E731 - chunks of the prompt that a later chunk attends to
     policy = bytes_per_chip(params)
     pools = 0.0
@@ -301,7 +291,6 @@ def rollout_programs(setting: Setting) -> list[Program]:
                 trips=(lambda depth: float(shape.steps) if depth == 0 else 1.0)
                 if program.name == "generate"
                 else prior,
-                slices=topology.slices,
                 by_hand=_decode_work(setting, mesh, shape.steps, lanes / shards)
                 if program.name == "generate"
                 else None,
@@ -367,22 +356,19 @@ def weight_move(setting: Setting) -> Move:
     sent, received = out.transport.programs[largest], back.transport.programs[largest]
     leaving, arriving = out.transport.arguments(largest), back.transport.arguments(largest)
     programs = [
-        Program("move: pack", TRAINER, lambda: sent.pack.lower(*leaving["pack"]), 0, out.held, slices=trainer.slices),
+        Program("move: pack", TRAINER, lambda: sent.pack.lower(*leaving["pack"]), 0, out.held),
         Program(
             "move: unpack",
             ROLLOUT,
             lambda: received.unpack.lower(*arriving["unpack"]),
             0,
             out.kept,
-            slices=rollout.slices,
         ),
     ]
     note = "The crossing is planned but not compiled: one program spans both topologies, which differ."
     if trainer == rollout:
-        most, slices = max(out.held, out.kept), 2 * trainer.slices
-        programs.append(
-            Program("move: cross", BOTH, lambda: sent.cross.lower(*leaving["cross"]), 0, most, slices=slices)
-        )
+        most = max(out.held, out.kept)
+        programs.append(Program("move: cross", BOTH, lambda: sent.cross.lower(*leaving["cross"]), 0, most))
         note = ""
     rate = min(trainer.chip.dcn_rate, rollout.chip.dcn_rate)
     return Move(out.plan, rate, tuple(programs), sum(b.parts for b in buckets), note)
@@ -413,7 +399,6 @@ def _colocated_move(setting: Setting) -> Move:
         lambda: relayout.lower([ends.leaves[i] for i in bucket]),
         0,
         ends.held + ends.kept - sum(bytes_per_chip(ends.leaves[i]) for i in bucket),
-        slices=setting.trainer.slices,
     )
     return Move(plan, rate, (program,), len(plan.buckets), "")
 

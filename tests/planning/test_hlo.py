@@ -186,3 +186,16 @@ def test_collectives_of_a_sharded_program_compiled_here():
 def test_what_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         cost_of("HloModule empty")
+
+
+def test_what_a_slice_sends_to_another_crosses():
+    text = """HloModule m, num_partitions=4
+
+ENTRY %main (x: f32[8,128]) -> token[] {
+  %x = f32[8,128]{1,0} parameter(0)
+  %after = token[] after-all()
+  %out = (f32[8,128]{1,0}, u32[], token[]) send(%x, %after), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  ROOT %sent = token[] send-done(%out), channel_id=2
+}
+"""
+    assert cost_of(text).collectives == (Collective("send", 1, 8 * 128 * 4, True),)

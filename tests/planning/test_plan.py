@@ -76,6 +76,7 @@ def _plan(*flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, check=False)
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_every_program_of_the_default_job_compiles_for_tpu():
     done = _plan("--trainer=v5e:2x2", "--quick", "--json")
