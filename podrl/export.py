@@ -22,13 +22,14 @@ from podrl.learner.sft import SCRATCH
 from podrl.models import decoder, hf_load, hf_save, lora, peft_files
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
 from podrl.models.hf_config import read_config
+from podrl.runtime.storage import Place, StorageError, absolute, check, complete_steps, is_remote, locate
 from podrl.types import PyTree
 
 
 def export_params(
     config: ModelConfig,
     params: PyTree,
-    tokenizer_dir: str | pathlib.Path,
+    tokenizer_dir: str | Place,
     out: str | pathlib.Path,
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
@@ -52,7 +53,7 @@ def export_params(
     hf_save.save(out, config, params, dtype=dtype, fields=ids, extra_files=texts)
 
 
-def restore_params(workdir: pathlib.Path, step: int | None, abstract: PyTree) -> tuple[int, PyTree]:
+def restore_params(workdir: Place, step: int | None, abstract: PyTree) -> tuple[int, PyTree]:
     """The trained parameters of a run's checkpoint, without its optimizer state.
 
     Args:
@@ -66,8 +67,8 @@ def restore_params(workdir: pathlib.Path, step: int | None, abstract: PyTree) ->
     Raises:
       ValueError: no such checkpoint; those that exist are listed.
     """
-    directory = (workdir / "checkpoints").absolute()
-    steps = sorted(int(p.name) for p in directory.glob("*") if p.name.isdigit())
+    directory = absolute(workdir / "checkpoints")
+    steps = complete_steps(directory)
     if not steps or (step is not None and step not in steps):
         wanted = "any step" if step is None else f"step {step}"
         raise ValueError(f"{directory} has no checkpoint of {wanted}: it has {steps or 'none'}.")
@@ -97,12 +98,12 @@ class RunModel:
     """
 
     config: ModelConfig
-    base: pathlib.Path | None
-    tokenizer: pathlib.Path
+    base: Place | None
+    tokenizer: Place
     dtype: str
 
 
-def read_run(workdir: pathlib.Path) -> RunModel:
+def read_run(workdir: Place) -> RunModel:
     """Reads which model a run directory holds.
 
     Raises:
@@ -115,15 +116,15 @@ def read_run(workdir: pathlib.Path) -> RunModel:
     adapters = LoraConfig(**raw["model"]["lora"])
     dtype = raw["trainer"]["param_dtype"]
     if raw["model"]["path"] == SCRATCH:
-        tokenizer = pathlib.Path(raw["tokenizer"] or ModelSource("tiny").directory)
+        tokenizer = locate(raw["tokenizer"] or ModelSource("tiny").directory)
         config = gemma2_config(vocab_size=Tokenizer(tokenizer).vocab_size, **raw["scratch"])
         return RunModel(dataclasses.replace(config, lora=adapters), None, tokenizer, dtype)
     base = ModelSource(raw["model"]["path"]).directory
-    tokenizer = pathlib.Path(raw.get("tokenizer") or base)
+    tokenizer = locate(raw.get("tokenizer") or base)
     return RunModel(dataclasses.replace(read_config(base), lora=adapters), base, tokenizer, dtype)
 
 
-def load_run(workdir: pathlib.Path, step: int | None = None) -> tuple[RunModel, int, PyTree]:
+def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, PyTree]:
     """(what it is, step, whole parameter tree) of a run's checkpoint, on this process's first device."""
     run = read_run(workdir)
     mesh = hf_load.single_device_mesh()
@@ -141,10 +142,8 @@ def load_run(workdir: pathlib.Path, step: int | None = None) -> tuple[RunModel, 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; see the module's docstring."""
     parser = argparse.ArgumentParser("python -m podrl.export", description="Writes a run's model as a directory.")
-    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="the run, as given to podrl.launch")
-    parser.add_argument(
-        "--out", required=True, type=pathlib.Path, help="directory to write; must not exist, or be empty"
-    )
+    parser.add_argument("--workdir", required=True, help="the run, as given to podrl.launch")
+    parser.add_argument("--out", required=True, help="directory to write; must not exist, or be empty")
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's layout")
     parser.add_argument("--dtype", default="bfloat16", choices=hf_save.DTYPES, help="of the written weights")
@@ -159,13 +158,17 @@ def main(argv: Sequence[str] | None = None) -> str:
     """
     args = parse(argv)
     try:
-        run, step, params = load_run(args.workdir, args.step)
+        check(args.workdir, "--workdir")
+        if is_remote(args.out):
+            raise ValueError(f"--out={args.out}: give a local directory, then copy it to the bucket.")
+        run, step, params = load_run(locate(args.workdir), args.step)
         dtype = jnp.dtype(args.dtype)
+        out = pathlib.Path(args.out)
         if args.adapter:
-            peft_files.save_adapters(args.out, run.config, params, base=str(run.base), dtype=dtype)
+            peft_files.save_adapters(out, run.config, params, base=str(run.base), dtype=dtype)
         else:
-            export_params(run.config, params, run.tokenizer, args.out, dtype=dtype)
-    except (ValueError, FileNotFoundError) as error:
+            export_params(run.config, params, run.tokenizer, out, dtype=dtype)
+    except (ValueError, FileNotFoundError, ImportError, StorageError) as error:
         raise SystemExit(f"podrl.export: {error}") from None
     return f"Step {step} of {args.workdir} was written to {args.out} ({args.dtype})."
 

@@ -22,10 +22,13 @@ from podrl.config import nearest
 from podrl.runtime import detect, environment, joining, local_pod, roles
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.pod import Pod
+from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER
 
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Where the run writes; an existing run there is resumed. Default: runs/<name of the config>."
+    "workdir",
+    None,
+    "Where the run writes, a directory or gs://BUCKET/RUN; an existing run there is resumed. Default: runs/<config>.",
 )
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print configuration, roles and batch arithmetic; start nothing.")
 _TOPOLOGY = flags.DEFINE_enum(
@@ -134,14 +137,11 @@ def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
     for name in cluster.unset:
         os.environ.pop(name, None)
     workdir = _early(argv, "workdir", "", prefix="--")
-    if "://" in workdir:
-        raise ValueError(
-            f"--workdir={workdir} is remote storage, which runs cannot be written to yet: use a local directory."
-        )
     mounts = pathlib.Path("/proc/mounts")
     text = mounts.read_text() if mounts.exists() else ""
     if "--shared_workdir" not in argv:
-        detect.check_shared_directory(str(pathlib.Path(workdir or "runs").absolute()), cluster, text)
+        where = workdir if is_remote(workdir) else str(pathlib.Path(workdir or "runs").absolute())
+        detect.check_shared_directory(where, cluster, text)
     return cluster
 
 
@@ -219,9 +219,10 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     if extra:
         raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")
     file, _, variant = path.partition(":")
-    workdir = pathlib.Path(_WORKDIR.value or f"runs/{pathlib.Path(file).stem}{'_' if variant else ''}{variant}")
-    if not _DEBUG.value:  # Orbax logs tracebacks of failures that podrl.runtime.checkpoint reports in one line
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+    workdir = _WORKDIR.value or f"runs/{pathlib.Path(file).stem}{'_' if variant else ''}{variant}"
+    if not _DEBUG.value:  # they log tracebacks of failures that podrl.runtime reports in one line
+        for noisy in ("absl", "gcsfs", "google"):
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)
     if _DRY_RUN.value:
         return job.dry_run(values, workdir)
     command = " ".join(["python -m podrl.launch", *argv[1:]])
@@ -235,7 +236,7 @@ def main() -> None:
     joined: list[Pod] = []
     try:
         code = _run(sys.argv, joined)
-    except ChannelError as error:
+    except (ChannelError, StorageError) as error:
         code, said = EXIT_INFRASTRUCTURE, str(error)
         print(f"podrl: error: {error}", file=sys.stderr)
     except (ValueError, OSError, ImportError) as error:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -139,7 +138,7 @@ class RLCluster:
                 dtype = jnp.dtype(self.training_config.param_dtype)
                 actor = from_pretrained(os.fspath(actor), mesh=self.actor_mesh, dtype=dtype, lora=lora)
         if isinstance(actor, str | os.PathLike):
-            self.model = dataclasses.replace(read_config(pathlib.Path(actor)), lora=lora or LoraConfig())
+            self.model = dataclasses.replace(read_config(actor), lora=lora or LoraConfig())
         else:
             self.model = actor.config
         if tokenizer is None:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from etils import epath
 
+from podrl.runtime.storage import is_remote, locate
+
 Record = Mapping[str, Any]
 _ARRAY_RECORD = ".array_record"
 
@@ -63,7 +65,7 @@ def read(path: str, required: Sequence[str] = ()) -> Records:
     Raises:
       FileNotFoundError: nothing matches the path.
       ValueError: an unknown format, an empty file, or a record that does not hold what it must; names file and line.
-      ImportError: the format's library is not installed; names the extra.
+      ImportError: the library of the format, or of gs://, is not installed; names the extra.
     """
     if path.startswith("tfds:"):
         return _tfds(path, required)
@@ -92,7 +94,7 @@ def _suffix(path: str) -> str:
 
 def _files(path: str) -> list[epath.Path]:
     """The files a path or pattern stands for; the name the user gave is taken as it is where it exists."""
-    whole = epath.Path(path).expanduser()
+    whole = epath.Path(locate(path))
     if whole.is_file():
         return [whole]
     files = sorted(whole.parent.glob(whole.name)) if "*" in whole.name else []
@@ -181,6 +183,8 @@ _READERS: dict[str, Callable[[epath.Path, Sequence[str]], Iterator[tuple[Record,
 
 def _array_record(path: str, files: Sequence[epath.Path], required: Sequence[str]) -> Records:
     """Array records whose every record is a JSON object."""
+    if is_remote(path):
+        raise ValueError(f"{path}: ArrayRecord files are read from disks only: copy it, or use .parquet or .jsonl.")
     import grain
 
     stored: Any

@@ -12,6 +12,8 @@ import sentencepiece
 import tokenizers
 from etils import epath
 
+from podrl.runtime.storage import locate
+
 # Read where a file exists; a model's exporter copies those that do, to keep the directory loadable elsewhere.
 FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
@@ -57,7 +59,7 @@ class Tokenizer:
           FileNotFoundError: no such directory, or neither tokenizer file in it.
           ValueError: a file is not what its name says, or no end token is named anywhere.
         """
-        self.directory = epath.Path(directory)
+        self.directory = epath.Path(locate(directory))
         if not self.directory.is_dir():
             raise FileNotFoundError(
                 f"Tokenizer directory {self.directory} does not exist: model.path must be a Hugging Face directory."

@@ -43,7 +43,7 @@ def print_roles(console: rich.console.Console, trainer_mesh: Mesh, rollout_mesh:
 
 
 def print_plan(
-    console: rich.console.Console, job: "RLJob", trainer_mesh: Mesh, rollout_mesh: Mesh, workdir: pathlib.Path
+    console: rich.console.Console, job: "RLJob", trainer_mesh: Mesh, rollout_mesh: Mesh, workdir: str
 ) -> None:
     """The tables a run starts with, and all that a dry run prints after the configuration."""
     print_roles(console, trainer_mesh, rollout_mesh)
@@ -107,21 +107,27 @@ def _pack_shape(job: "RLJob", mesh: Mesh) -> PackShape:
     return job.trainer.pack_shape(sequences=job.mini_batch_size, max_length=length, mesh=mesh)
 
 
-def print_files(console: rich.console.Console, workdir: pathlib.Path, summary: Mapping[str, Any]) -> None:
-    """Where a finished run left everything, and how fast it was."""
+def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str, summary: Mapping[str, Any]) -> None:
+    """Where a finished run left everything, and how fast it was.
+
+    Args:
+      workdir: the local directory of its files.
+      place: the run directory as the user names it.
+      summary: what is in summary.json.
+    """
     rates = {k: v for k, v in summary["throughput"].items() if v}
     for name, rate in rates.items():
         console.print(f"{name.replace('_', ' ')}: {rate:,.0f}")
     spent = {name: s for name, s in summary["seconds"].items() if name != "step" and s >= 0.05}
     console.print("seconds by stage: " + ", ".join(f"{name} {s:.1f}" for name, s in spent.items()))
-    console.print(f"Written to {workdir}:")
+    console.print(f"Written to {place}:")
     for name, what in (
         ("summary.json", "before/after, throughput, time split"),
         ("metrics.jsonl", "one object per step"),
         ("samples.jsonl", "prompts, completions, rewards"),
         ("curve.png", "reward and accuracy"),
         ("tensorboard/", "the same metrics as events"),
-        ("checkpoints/", f"export with: python -m podrl.export --workdir={workdir} --out=DIR"),
+        ("checkpoints/", f"export with: python -m podrl.export --workdir={place} --out=DIR"),
     ):
-        if (workdir / name).exists():
+        if (workdir / name).exists() or name == "checkpoints/":
             console.print(f"  {name:15} {what}", markup=False)

@@ -338,7 +338,7 @@ class GRPOParts(LearnerParts):
         if self.run.saved_step() < step:
             self.save(step, [])
             self.run.checkpoints.wait()
-        self.run.console.print(f"Saved after step {self.run.saved_step()} in {self.run.workdir}.")
+        self.run.console.print(f"Saved after step {self.run.saved_step()} in {self.run.place}.")
 
     # Reporting.
 

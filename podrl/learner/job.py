@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import pathlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -31,9 +30,11 @@ from podrl.learner.setup import ModelSource, RolesConfig, meshes
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rewards.reference import accuracies
 from podrl.rollout.config import RolloutConfig
+from podrl.runtime import storage
 from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.metrics import LogConfig
 from podrl.runtime.pod import Pod
+from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
 from podrl.trainer.config import RLTrainingConfig
 from podrl.types import Prompts
@@ -134,7 +135,7 @@ def with_prompt_length(values: Mapping[str, Any]) -> dict[str, Any]:
     return merge(values, {"rollout": {"max_prompt_length": longest_prompt(data, Tokenizer(directory))}})
 
 
-def dry_run(values: Mapping[str, Any], workdir: pathlib.Path) -> int:
+def dry_run(values: Mapping[str, Any], workdir: str) -> int:
     """Prints the resolved configuration, the role table and the batch arithmetic."""
     console = make_console()
     if not values["model"]["path"]:
@@ -174,12 +175,12 @@ def _pull_link(job: RLJob, pod: Pod | None) -> PullLink | None:
     return PullLink(pod, keep=2 + job.algo.max_staleness, deadline_s=4 * job.log.stall_s)
 
 
-def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str, pod: Pod | None = None) -> int:
+def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | None = None) -> int:
     """Trains the job a configuration describes, or does this process's part of it; returns the exit code.
 
     Args:
       values: the configuration, as plain nested mappings.
-      workdir: the run directory; a run that is there is resumed.
+      workdir: the run directory, local or gs://; a run that is there is resumed.
       command: how the process was started, for the message that says how to resume.
       pod: the job's processes where there are several; each calls this.
     """
@@ -188,7 +189,9 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str, pod: 
 
         if pod is not None:
             raise ValueError("algorithm=sft runs in one process: start it on one host, without --local_processes.")
+        check_storage(workdir, values)
         return sft.run(values, workdir, command=command)
+    check_storage(workdir, values)
     job = parse(with_prompt_length(values))
     started = time.monotonic()
     share = Share.of(pod)
@@ -225,6 +228,13 @@ def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str, pod: 
         return finish(current, step, job.trainer.max_steps or step, facts, command)
 
 
+def check_storage(workdir: str, values: Mapping[str, Any]) -> None:
+    """Asks every bucket the job will use, before anything large is loaded; errors as in `storage.check`."""
+    storage.check(workdir, "--workdir", writes=True)
+    for group, key in (("data", "path"), ("data", "eval_path"), ("model", "path"), ("model", "reference")):
+        storage.check(values[group].get(key) or "", f"{group}.{key}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Share:
     """Which part of every batch of prompts this process generates for."""
@@ -254,7 +264,7 @@ class Share:
         )
 
 
-def _open_run(job: RLJob, workdir: pathlib.Path, pod: Pod | None) -> Run:
+def _open_run(job: RLJob, workdir: str, pod: Pod | None) -> Run:
     """The run directory, as far as this process uses it: rollout hosts write nothing."""
     options: dict[str, Any] = {"log": job.log, "checkpoint": job.checkpoint, "config": dataclasses.asdict(job)}
     if pod is None:
@@ -269,21 +279,26 @@ def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any], comma
 
     Raises:
       ValueError: the last step could not be saved.
+      StorageError: the same, in a bucket.
     """
     assert current.workdir is not None
     if (saved := current.saved_step()) < step:
+        reached = f"Step {step} was reached but could not be saved (see above); the newest complete checkpoint is of "
+        if is_remote(current.place):
+            raise StorageError(f"{reached}step {saved}. The same command goes on from there: {command}")
         raise ValueError(
-            f"Step {step} was reached but could not be saved (see above); the newest complete checkpoint is of step "
-            f"{saved}. Make space in {current.workdir}, then the same command goes on from there: {command}"
+            f"{reached}step {saved}. Make space in {current.place}, then the same command goes on from there: {command}"
         )
     if step < max_steps:
+        current.push()
         current.console.print(
-            f"Stopped after step {step} of {max_steps}; saved in {current.workdir}. Resume with: {command}"
+            f"Stopped after step {step} of {max_steps}; saved in {current.place}. Resume with: {command}"
         )
         return EXIT_PREEMPTED
     written = summary.write_summary(current.workdir, facts)
+    current.push()
     summary.print_before_after(current.console, written)
-    describe.print_files(current.console, current.workdir, written)
+    describe.print_files(current.console, current.workdir, current.place, written)
     return EXIT_DONE
 
 

@@ -111,7 +111,7 @@ class LearnerParts:
                 self.stream.restore(self._data_state)
             self.restore_controllers(restored.host["controllers"])
             in_flight += [Ready(e) for e in pending.load(restored.host["pending"], restored.arrays)]
-            self.run.console.print(f"Resumed after step {step} from {self.run.workdir}.")
+            self.run.console.print(f"Resumed after step {step} from {self.run.place}.")
         self.run.open_metrics(step + 1 if step else 0)
         if self.run.workdir is not None:
             self._evaluated = {r["step"] for r in eval_records(read_metrics(self.run.workdir))}
@@ -146,6 +146,7 @@ class LearnerParts:
         done: list[Experience] = [batch.result() for batch in in_flight]
         host, arrays = pending.dump(done)
         content = {"data_state": self._data_state.decode(), "pending": host, "controllers": self.controllers()}
+        self.run.push()  # a checkpoint whose steps are missing in metrics.jsonl could not be resumed without a gap
         with self.run.watchdog.stage("checkpoint"):
             self.run.checkpoints.save(step, self.cluster.saved(), content, arrays)
             if step == self.schedule.max_steps or self.stopping():
@@ -162,6 +163,7 @@ class LearnerParts:
         if self.run.metrics is not None:
             self.run.metrics.write(step, metrics)
             self.run.metrics.write_samples(step, samples)
+        self.run.push(wait=False)
         self.cluster.log_external(step, metrics)
         text = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
         self.run.console.print(f"Evaluation after step {step}: {text}")

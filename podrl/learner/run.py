@@ -14,17 +14,24 @@ import rich.console
 from podrl.learner.console import make_console
 from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints
 from podrl.runtime.metrics import LogConfig, MetricsLog
+from podrl.runtime.mirror import Mirror
+from podrl.runtime.storage import StorageError, check, is_remote, locate
 from podrl.runtime.watchdog import Watchdog
 
 # Keys that may differ between the runs of one workdir: they change what is written, not what is learned.
 _FREE_KEYS = ("log.", "checkpoint.", "eval.", "reward.workers", "reward.deadline_s", "trainer.eval_every_n_steps")
+_PATIENCE_S = 120.0  # for copying the files of a run directory, which are small
 
 
 class Run:
     """Owns the run directory for the length of a `with` block, which may be nested; turns signals into a wish to stop.
 
+    A run directory in a bucket is written in a local one, whose files are copied there (podrl/runtime/mirror.py);
+    checkpoints go to the bucket themselves. The block ends well only if everything has arrived.
+
     Attributes:
-      workdir: where everything is written; None keeps the run in memory (no files, no resume).
+      workdir: where files are written; None keeps the run in memory (no files, no resume).
+      place: the run directory as the user names it.
       leads: whether this process writes metrics and tells the user.
       checkpoints: None without a workdir.
       console: where tables and progress go.
@@ -54,10 +61,13 @@ class Run:
           savers: processes that save together; () for this one alone.
 
         Raises:
-          ValueError: the directory cannot be made, or belongs to a run of another configuration.
+          ValueError: the directory cannot be made or used, or belongs to a run of another configuration.
+          StorageError: the bucket it is in does not answer.
         """
         self.leads = leads
-        self.workdir = None if workdir is None else pathlib.Path(workdir)
+        self.place = "" if workdir is None else os.fspath(workdir)
+        self.workdir: pathlib.Path | None = None
+        self._mirror: Mirror | None = None
         self.log_config = log or LogConfig()
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.config = dict(config or {})
@@ -68,11 +78,13 @@ class Run:
         self._stop = threading.Event()
         self._handlers: dict[int, Any] = {}
         self._entered = 0
-        if self.workdir is not None:
-            self._make_workdir()
+        if workdir is not None:
+            self.workdir = self._open_workdir(workdir)
             if leads:
                 self._check_config()
-            directory = self.workdir / "checkpoints"
+                if self._mirror is not None:
+                    self._mirror.start()
+            directory = locate(workdir) / "checkpoints"
             self.checkpoints = Checkpoints(directory, keep=self.checkpoint_config.keep, processes=savers)
 
     def __enter__(self) -> "Run":
@@ -95,7 +107,10 @@ class Run:
                 self.checkpoints.close()
         if self.metrics is not None:
             self.metrics.close()
-        self.watchdog.close()
+        try:
+            self._close_mirror(failed=exc[0] is not None)
+        finally:
+            self.watchdog.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stop.is_set() and number == signal.SIGINT:
@@ -117,15 +132,49 @@ class Run:
         if self.workdir is not None and self.leads:
             self.metrics = MetricsLog(self.workdir, self.log_config, start=start, run_config=self.config)
 
-    def _make_workdir(self) -> None:
-        assert self.workdir is not None
+    def push(self, *, wait: bool = True) -> None:
+        """Copies what was written so far to the bucket, if the run directory is in one; waits, but not for ever."""
+        if self._mirror is not None:
+            with self.watchdog.stage("copying to the bucket"):
+                self._mirror.push(_PATIENCE_S if wait else 0.0)
+
+    def _open_workdir(self, workdir: str | os.PathLike) -> pathlib.Path:
+        """The local directory that files go to."""
+        if is_remote(workdir):
+            check(workdir, "--workdir", writes=True)
+            self._mirror = Mirror(locate(workdir))
+            return self._mirror.local
+        path = pathlib.Path(workdir)
         try:
-            self.workdir.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"--workdir={self.workdir} cannot be a run directory ({error.strerror}): name a directory that can be "
+                f"--workdir={workdir} cannot be a run directory ({error.strerror}): name a directory that can be "
                 "written, or one that does not exist yet."
             ) from error
+        return path
+
+    def _close_mirror(self, *, failed: bool) -> None:
+        """Waits until all files are in the bucket.
+
+        Args:
+          failed: an error is on its way already, and is told instead.
+
+        Raises:
+          StorageError: they could not be copied.
+        """
+        if self._mirror is None:
+            return
+        with self.watchdog.stage("copying to the bucket"):
+            good = self._mirror.close(_PATIENCE_S)
+        if not good:
+            text = (
+                f"The last files of this run could not be copied to {self.place} within {_PATIENCE_S:.0f} s: they are "
+                f"in {self.workdir}. The same command goes on from the newest checkpoint."
+            )
+            if not failed:
+                raise StorageError(text)
+            self.console.print(text)
 
     def _check_config(self) -> None:
         """Writes config.json, or compares with the one that is there.
@@ -141,8 +190,8 @@ class Run:
                 theirs = json.loads(path.read_text())
             except ValueError as error:
                 raise ValueError(
-                    f"{path} is not JSON ({error}), so it cannot be told whether the run in this directory is the "
-                    "same: restore the file, remove it if you are sure, or give another --workdir."
+                    f"{self.place}/config.json is not JSON ({error}), so it cannot be told whether the run in this "
+                    "directory is the same: restore the file, remove it if you are sure, or give another --workdir."
                 ) from error
             differences = [
                 f"{key} was {theirs_value!r}, now {mine_value!r}"
@@ -151,7 +200,7 @@ class Run:
             ]
             if differences:
                 raise ValueError(
-                    f"{self.workdir} holds a run of another configuration: " + "; ".join(differences[:8]) + ". "
+                    f"{self.place} holds a run of another configuration: " + "; ".join(differences[:8]) + ". "
                     "Give the same configuration to resume it, or another --workdir to start a new run."
                 )
         temporary = path.with_suffix(".tmp")

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from podrl.mesh.build import make_mesh, share_of_mesh, split_devices
 from podrl.models.config import LoraConfig
 from podrl.runtime.roles import Hosts
+from podrl.runtime.storage import Place, locate
 
 TINY = pathlib.Path(__file__).resolve().parent.parent / "assets" / "tiny"
 
@@ -18,7 +19,7 @@ class ModelSource:
     """Which weights a job starts from.
 
     Attributes:
-      path: a Hugging Face directory; 'tiny' is the checkpoint shipped with podrl.
+      path: a Hugging Face directory, local or gs://; 'tiny' is the checkpoint shipped with podrl.
       size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
       reference: directory of the reference policy; '' for the starting weights.
       critic: directory of the critic's starting weights; '' for a copy of the policy with a value head.
@@ -32,8 +33,8 @@ class ModelSource:
     lora: LoraConfig = LoraConfig()
 
     @property
-    def directory(self) -> pathlib.Path:
-        path = TINY if self.path == "tiny" else pathlib.Path(self.path).expanduser()
+    def directory(self) -> Place:
+        path = TINY if self.path == "tiny" else locate(self.path)
         if not path.is_dir():
             raise ValueError(
                 f"model.path={self.path!r} is not a directory: give a Hugging Face directory (config.json, "

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -141,7 +140,7 @@ def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int) 
     return Decoder(model, make(jax.random.key(seed)), mesh)
 
 
-def run(values: Mapping[str, Any], workdir: pathlib.Path, *, command: str) -> int:
+def run(values: Mapping[str, Any], workdir: str, *, command: str) -> int:
     """Trains the supervised job a configuration describes; returns the exit code. Arguments as in job.run."""
     settings = build(SFTJob, values)
     if settings.trainer.max_steps is None:

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import math
-import pathlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from podrl.config import nearest
 from podrl.models.config import GLOBAL_WINDOW, ModelConfig, RopeScaling
+from podrl.runtime.storage import locate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,14 +152,14 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def read_config(directory: str | pathlib.Path) -> ModelConfig:
+def read_config(directory: str | os.PathLike) -> ModelConfig:
     """ModelConfig of a Hugging Face directory.
 
     Raises:
       ValueError: no config.json, an architecture podrl does not have, or a field that changes the mathematics in a way
         podrl does not compute; the field is named.
     """
-    path = pathlib.Path(directory) / "config.json"
+    path = locate(directory) / "config.json"
     if not path.exists():
         raise ValueError(f"{directory} has no config.json: point model.path at a Hugging Face model directory.")
     try:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-import pathlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +22,7 @@ from podrl.models.hf_config import read_config
 from podrl.models.hf_names import Entry, entries
 from podrl.models.quantize import quantized_leaves
 from podrl.models.tensor_files import StoredTensor, scan_directory
+from podrl.runtime.storage import locate
 from podrl.types import PyTree
 
 # Tensors that carry nothing podrl needs: rotary frequencies, and what a text decoder leaves of an image model.
@@ -32,7 +33,7 @@ _LISTED = 8
 
 
 def load(
-    directory: str | pathlib.Path,
+    directory: str | os.PathLike,
     mesh: Mesh | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
     lora_config: LoraConfig | None = None,
@@ -45,7 +46,7 @@ def load(
 
     Args:
       directory: config.json and safetensors weights of any floating dtype, or an Orbax checkpoint of podrl's parameter
-        tree in their place (podrl/models/orbax_files.py).
+        tree in their place (podrl/models/orbax_files.py); local or gs://.
       mesh: where the parameters go; None is the first device.
       dtype: of the parameters on the devices.
       lora_config: adds fresh adapters (with no effect yet), random with `seed`.
@@ -54,7 +55,7 @@ def load(
       ValueError: an unsupported configuration; a missing or damaged file; tensors that are missing, unknown, of the
         wrong shape or not floating point (all of them listed).
     """
-    directory = pathlib.Path(directory)
+    directory = locate(directory)
     if not directory.is_dir():
         raise ValueError(f"model.path={str(directory)!r} is not a directory: give a Hugging Face model directory.")
     config = read_config(directory)

@@ -15,6 +15,7 @@ from podrl.mesh import rules
 from podrl.models.config import ModelConfig
 from podrl.models.decoder import Param, is_param, param_specs
 from podrl.models.hf_config import config_to_hf
+from podrl.runtime.storage import Place, absolute
 from podrl.types import PyTree
 
 _MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
@@ -22,7 +23,7 @@ _FOLDERS = ("", "params", "default", "state")
 _LISTED = 8
 
 
-def find_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
+def find_checkpoint(directory: Place) -> Place | None:
     """The Orbax checkpoint in a model directory (itself, or params/, default/, state/ in it); None if there is none."""
     for name in _FOLDERS:
         folder = directory / name
@@ -31,7 +32,7 @@ def find_checkpoint(directory: pathlib.Path) -> pathlib.Path | None:
     return None
 
 
-def load(folder: pathlib.Path, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DTypeLike) -> PyTree:
+def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DTypeLike) -> PyTree:
     """The parameters of a checkpoint on `mesh`, cast to `dtype`; each process reads what its devices hold.
 
     Args:
@@ -57,7 +58,7 @@ def load(folder: pathlib.Path, config: ModelConfig, mesh: Mesh, dtype: jax.typin
         wrap = (lambda tree: {"params": tree}) if wrapped else (lambda tree: tree)
         try:
             tree = reader.restore(
-                folder.absolute(),
+                absolute(folder),
                 args=ocp.args.PyTreeRestore(
                     item=wrap(jax.tree.map(shape, specs, is_leaf=is_param)),  # pyright: ignore[reportCallIssue]
                     restore_args=wrap(jax.tree.map(argument, specs, is_leaf=is_param)),  # pyright: ignore[reportCallIssue]
@@ -89,10 +90,10 @@ def save(directory: str | pathlib.Path, config: ModelConfig, params: PyTree) -> 
         (directory / "config.json").write_text(json.dumps(config_to_hf(config), indent=2))
 
 
-def _stored(reader: ocp.PyTreeCheckpointer, folder: pathlib.Path) -> tuple[dict[tuple[str, ...], Any], bool]:
+def _stored(reader: ocp.PyTreeCheckpointer, folder: Place) -> tuple[dict[tuple[str, ...], Any], bool]:
     """(shape and dtype of every leaf by path, whether the tree is under one key 'params')."""
     try:
-        found: Any = reader.metadata(folder.absolute())
+        found: Any = reader.metadata(absolute(folder))
         tree: Any = getattr(getattr(found, "item_metadata", found), "tree", getattr(found, "tree", found))
     except Exception as error:
         raise ValueError(f"The Orbax checkpoint {folder} cannot be read: {str(error).splitlines()[0]}") from error
@@ -104,7 +105,7 @@ def _stored(reader: ocp.PyTreeCheckpointer, folder: pathlib.Path) -> tuple[dict[
     return {tuple(str(getattr(k, "key", k)) for k in path): leaf for path, leaf in leaves}, wrapped
 
 
-def _check(stored: Mapping[tuple[str, ...], Any], specs: PyTree, config: ModelConfig, folder: pathlib.Path) -> None:
+def _check(stored: Mapping[tuple[str, ...], Any], specs: PyTree, config: ModelConfig, folder: Place) -> None:
     flat = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_param)[0]
     wanted: dict[tuple[str, ...], Param] = {tuple(k.key for k in path): spec for path, spec in flat}
     name = "/".join

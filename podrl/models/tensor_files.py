@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
+from podrl.runtime.storage import Place, file_size, is_remote
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -37,7 +39,7 @@ class StoredTensor:
     """
 
     name: str
-    path: pathlib.Path
+    path: Place
     code: str
     shape: tuple[int, ...]
     start: int
@@ -66,16 +68,20 @@ class StoredTensor:
         np.copyto(out, self._mapped()[index], casting="same_kind")
 
     def _mapped(self) -> np.ndarray:
+        if is_remote(self.path):  # the whole tensor: parts of it are not in one piece
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                return np.frombuffer(file.read(self.stop - self.start), self.dtype).reshape(self.shape)
         return np.memmap(self.path, self.dtype, mode="r", offset=self.start, shape=self.shape)
 
 
-def scan_file(path: pathlib.Path) -> dict[str, StoredTensor]:
+def scan_file(path: Place) -> dict[str, StoredTensor]:
     """Reads a file's table of contents and checks it against the file's size.
 
     Raises:
       ValueError: the file is no safetensors file, or a tensor reaches beyond its end (named).
     """
-    size = path.stat().st_size
+    size = file_size(path)
     header, data_start = _read_header(path, size)
     tensors = {}
     for name, entry in header.items():
@@ -100,7 +106,7 @@ def scan_file(path: pathlib.Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_header(path: pathlib.Path, size: int) -> tuple[dict, int]:
+def _read_header(path: Place, size: int) -> tuple[dict, int]:
     with path.open("rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -118,7 +124,7 @@ def _read_header(path: pathlib.Path, size: int) -> tuple[dict, int]:
     return header, 8 + length
 
 
-def scan_directory(directory: pathlib.Path) -> dict[str, StoredTensor]:
+def scan_directory(directory: Place) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint directory: one `model.safetensors`, or the files its index names.
 
     Raises:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import os
-import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from podrl.runtime.storage import absolute, complete_steps, first_line, is_remote, remove_tree
 from podrl.types import PyTree
 
 log = logging.getLogger("podrl.checkpoint")
@@ -66,14 +66,15 @@ class Checkpoints:
         """Opens, or makes, the directory.
 
         Args:
-          directory: on a file system that every process sees.
+          directory: on a file system that every process sees, or gs://.
           keep: newest checkpoints kept.
           processes: the processes of this jax.distributed cluster that save together (the trainers), all of which make
             this object and call its methods in the same order; () for all.
         """
         self._processes = tuple(processes)
-        self.directory = pathlib.Path(directory).absolute()
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory = absolute(directory)
+        if not is_remote(self.directory):  # in a bucket there is nothing to make, and gcsfs would make the bucket
+            self.directory.mkdir(parents=True, exist_ok=True)
         self._keep = keep
         self.failures = 0
         self._manager = self._open()
@@ -111,10 +112,11 @@ class Checkpoints:
         healthy = self.wait()
         # Looked at first: when the disk fills under Orbax its threads print a screen of tracebacks each.
         size = sum(leaf.nbytes for leaf in [*jax.tree.leaves(state), *arrays.values()])
-        free = shutil.disk_usage(self.directory).free
-        if size > free and not self._processes:  # hosts that see different numbers must not go different ways
-            self._failed(OSError(f"it needs about {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free"))
-            return False
+        if not self._processes and not is_remote(self.directory):  # hosts that see different numbers must not part
+            free = shutil.disk_usage(self.directory).free
+            if size > free:
+                self._failed(OSError(f"it needs about {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free"))
+                return False
         if len(self._processes) == 1:  # Orbax takes device arrays of one process among several for a mistake
             state = jax.tree.map(np.asarray, state)
         items = ocp.args.Composite(
@@ -145,13 +147,10 @@ class Checkpoints:
             "A checkpoint could not be written to %s: %s. Training goes on; the newest complete checkpoint is step %s. "
             "Free space there, or point --workdir at another file system.",
             self.directory,
-            _first_line(error),
-            max(self._complete(), default="(none)"),
+            first_line(error),
+            max(complete_steps(self.directory), default="(none)"),
         )
         self._manager = self._open()  # a failed save leaves the manager with half a step in its books
-
-    def _complete(self) -> list[int]:
-        return [int(p.name) for p in self.directory.iterdir() if p.name.isdigit()]
 
     def restore_latest(self, abstract_state: PyTree) -> Restored | None:
         """The newest checkpoint that can be read; damaged ones are set aside, named, and the one before is tried.
@@ -171,8 +170,8 @@ class Checkpoints:
             try:
                 restored = self._restore(step, abstract_state)
             except Exception as error:  # noqa: BLE001 - any damage counts; the error is reported below
-                problems.append(f"step {step}: {_first_line(error)}")
-                log.warning("Checkpoint %s/%d cannot be read (%s).", self.directory, step, _first_line(error))
+                problems.append(f"step {step}: {first_line(error)}")
+                log.warning("Checkpoint %s/%d cannot be read (%s).", self.directory, step, first_line(error))
                 continue
             for damaged in (s for s in steps if s > step):
                 self._set_aside(damaged)
@@ -211,8 +210,7 @@ class Checkpoints:
     def _set_aside(self, step: int) -> None:
         """Moves a damaged checkpoint out of the way (kept for inspection), so that its step can be saved again."""
         target = self.directory.parent / f"damaged_checkpoint_{step}"
-        if target.exists():
-            shutil.rmtree(target)
+        remove_tree(target)
         (self.directory / str(step)).rename(target)
         log.warning("Damaged checkpoint of step %d was moved to %s.", step, target)
         self._manager = self._open()
@@ -232,8 +230,8 @@ def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[i
     Raises:
       ValueError: no such checkpoint; those that exist are listed.
     """
-    root = pathlib.Path(directory).absolute()
-    steps = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
+    root = absolute(directory)
+    steps = complete_steps(root)
     chosen = steps[-1] if steps and step is None else step
     if chosen not in steps:
         wanted = "" if step is None else f" of step {step}"
@@ -245,8 +243,3 @@ def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[i
     state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted))  # pyright: ignore[reportCallIssue]
     reader.close()
     return chosen, state
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

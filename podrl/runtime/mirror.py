@@ -1,0 +1,134 @@
+"""A local directory and its copy in a bucket, kept alike by a thread that cannot stop the run."""
+
+import logging
+import os
+import pathlib
+import shutil
+import tempfile
+import threading
+import time
+
+from podrl.runtime.storage import Place, StorageError, denied, first_line, is_denied, is_remote
+
+_log = logging.getLogger("podrl.mirror")
+_EVERY_S = 30.0
+_RETRY_S = 5.0
+
+
+class Mirror:
+    """Files are written to `local`; the copy follows within `_EVERY_S` seconds, or at once when `push` asks for it.
+
+    Attributes:
+      remote: the directory in the bucket.
+      local: a directory of this process's own, gone after `close` unless something in it could not be copied.
+    """
+
+    def __init__(self, remote: Place):
+        """Makes the local directory and fetches the files that lie directly in the remote one.
+
+        Raises:
+          StorageError: they cannot be read.
+        """
+        self.remote = remote
+        self.local = pathlib.Path(tempfile.mkdtemp(prefix="podrl-run-"))
+        self._copied: dict[pathlib.Path, tuple[int, int]] = {}  # (time of change, size) when last copied
+        self._changed = threading.Condition()
+        self._asked = self._done = 0
+        self._closing = self._failing = False
+        self._thread: threading.Thread | None = None
+        try:
+            self._fetch()
+        except Exception as error:
+            shutil.rmtree(self.local)
+            raise StorageError(f"{remote} cannot be read: {first_line(error)}") from error
+
+    def start(self) -> None:
+        """Copies what is there, in this thread, and from then on in another.
+
+        Raises:
+          ValueError: it is not allowed.
+          StorageError: the first copy failed otherwise.
+        """
+        try:
+            self._copy()
+        except Exception as error:
+            if is_denied(error):
+                raise ValueError(denied(str(self.remote), "--workdir")) from error
+            raise StorageError(f"{self.remote} cannot be written to: {first_line(error)}") from error
+        self._thread = threading.Thread(target=self._follow, name="podrl-mirror", daemon=True)
+        self._thread.start()
+
+    def push(self, wait_s: float) -> bool:
+        """Copies all changes made so far; False when that did not succeed within `wait_s` seconds."""
+        if self._thread is None:
+            return True
+        with self._changed:
+            self._asked += 1
+            mine = self._asked
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._done >= mine, wait_s)
+
+    def close(self, wait_s: float) -> bool:
+        """Pushes for the last time; False when that failed: the files are then still in `local`."""
+        good = self.push(wait_s)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if good:
+            shutil.rmtree(self.local, ignore_errors=True)
+        return good
+
+    def _follow(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked > self._done or self._closing, _EVERY_S)
+                if self._closing:
+                    return
+                asked = self._asked
+            try:
+                self._copy()
+            except Exception as error:  # noqa: BLE001 - whatever storage raises, training must outlive it
+                if not self._failing:
+                    _log.error(
+                        "%s cannot be written to (%s): tried again until it can.", self.remote, first_line(error)
+                    )
+                self._failing = True
+                time.sleep(_RETRY_S)
+                continue
+            self._failing = False
+            with self._changed:
+                self._done = asked
+                self._changed.notify_all()
+
+    def _copy(self) -> None:
+        for folder, _, names in os.walk(self.local):
+            for name in sorted(names):
+                path = pathlib.Path(folder) / name
+                if path.suffix == ".tmp" or path.is_symlink():
+                    continue
+                try:
+                    seen = _look(path)
+                    if self._copied.get(path) == seen:
+                        continue
+                    content = path.read_bytes()
+                except FileNotFoundError:  # renamed meanwhile
+                    continue
+                target = self.remote / str(path.relative_to(self.local))
+                if not is_remote(target):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+                self._copied[path] = seen
+
+    def _fetch(self) -> None:
+        if not self.remote.is_dir():
+            return
+        for file in self.remote.iterdir():
+            if file.name and file.is_file():
+                path = self.local / file.name
+                path.write_bytes(file.read_bytes())
+                self._copied[path] = _look(path)
+
+
+def _look(path: pathlib.Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size

@@ -1,0 +1,93 @@
+"""A bucket of the storage emulator on this machine: what tests put in it, and what they find in it afterwards."""
+
+import contextlib
+import json
+import pathlib
+import urllib.error
+import urllib.parse
+import urllib.request
+
+from gcp_storage_emulator.exceptions import NotFound
+from gcp_storage_emulator.handlers import objects
+from gcp_storage_emulator.server import create_server
+
+from podrl.runtime.local_pod import free_ports
+
+
+def _with_generation(download):
+    """Downloads that name the object's generation, as Google's do and tensorstore needs to write it again."""
+
+    def answer(request, response, storage, *args, **kwargs):
+        with contextlib.suppress(NotFound):
+            found = storage.get_file_obj(request.params["bucket_name"], request.params["object_id"])
+            response["x-goog-generation"] = found["generation"]
+            response["x-goog-metageneration"] = found["metageneration"]
+        return download(request, response, storage, *args, **kwargs)
+
+    return answer
+
+
+objects.download = _with_generation(objects.download)
+
+
+class Bucket:
+    """A bucket, served over the JSON API of Google Cloud Storage from this process; used as a `with` block."""
+
+    NAME = "bucket"
+
+    def __init__(self):
+        (port,) = free_ports(1)
+        self._url = f"http://127.0.0.1:{port}"
+        self._server = create_server("127.0.0.1", port, in_memory=True, default_bucket=self.NAME)
+
+    def __enter__(self) -> "Bucket":
+        self._server.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.stop()
+
+    def environment(self) -> dict[str, str]:
+        """What makes gcsfs, Google's client and tensorstore talk to this server."""
+        return {
+            "STORAGE_EMULATOR_HOST": self._url,
+            "TENSORSTORE_GCS_HTTP_URL": self._url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks over gRPC, which nobody answers here
+            "NO_GCE_CHECK": "true",
+        }
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Names of the objects below a prefix."""
+        query = urllib.parse.urlencode({"prefix": prefix})
+        listed = json.loads(self._get(f"/storage/v1/b/{self.NAME}/o?{query}"))
+        assert "nextPageToken" not in listed
+        return sorted(item["name"] for item in listed.get("items", []))
+
+    def read(self, name: str) -> bytes:
+        """The content of an object; b'' when there is none."""
+        try:
+            return self._get(f"/storage/v1/b/{self.NAME}/o/{urllib.parse.quote(name, safe='')}?alt=media")
+        except urllib.error.HTTPError as error:
+            assert error.code == 404, error
+            return b""
+
+    def put(self, name: str, content: bytes) -> str:
+        """Makes an object; returns its URL."""
+        query = urllib.parse.urlencode({"uploadType": "media", "name": name})
+        url = f"{self._url}/upload/storage/v1/b/{self.NAME}/o?{query}"
+        urllib.request.urlopen(urllib.request.Request(url, content, method="POST"), timeout=30).close()
+        return f"gs://{self.NAME}/{name}"
+
+    def download(self, prefix: str, target: pathlib.Path) -> pathlib.Path:
+        """Writes the objects below `prefix` as files below `target`."""
+        for name in self.names(prefix + "/"):
+            file = target / name.removeprefix(prefix + "/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if not name.endswith("/"):
+                file.write_bytes(self.read(name))
+        return target
+
+    def _get(self, path: str) -> bytes:
+        with urllib.request.urlopen(self._url + path, timeout=30) as answer:
+            return answer.read()
