@@ -221,7 +221,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     file, _, variant = path.partition(":")
     workdir = _WORKDIR.value or f"runs/{pathlib.Path(file).stem}{'_' if variant else ''}{variant}"
     if not _DEBUG.value:  # they log tracebacks of failures that podrl.runtime reports in one line
-        for noisy in ("absl", "gcsfs", "google"):
+        for noisy in ("absl", "gcsfs", "google", "asyncio"):
             logging.getLogger(noisy).setLevel(logging.CRITICAL)
     if _DRY_RUN.value:
         return job.dry_run(values, workdir)
@@ -229,9 +229,18 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     return job.run(values, workdir, command=command, pod=joined[0] if joined else None)
 
 
+def _unraisable(args: "sys.UnraisableHookArgs") -> None:
+    """Leaves out the reads that Orbax abandoned when it gave up a damaged checkpoint; what matters has been said."""
+    code = getattr(args.object, "cr_code", None)
+    abandoned = "orbax" in getattr(code, "co_filename", "") or str(args.exc_value) == "Event loop is closed"
+    if not abandoned or "--debug" in sys.argv:
+        sys.__unraisablehook__(args)
+
+
 def main() -> None:
     """Runs the command and leaves hard with its exit code, so that no background thread can hold the process."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    sys.unraisablehook = _unraisable
     code, said = EXIT_USER, ""
     joined: list[Pod] = []
     try:
