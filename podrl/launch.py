@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import pathlib
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from podrl.runtime.channel import ChannelError
 from podrl.runtime.pod import Pod
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER
+
+_COMMAND = "PODRL_COMMAND"  # what the user typed, told to the processes of a local pod
 
 _WORKDIR = flags.DEFINE_string(
     "workdir",
@@ -113,6 +116,12 @@ def _early(argv: Sequence[str], key: str, default: Any, prefix: str = "--config.
         raise ValueError(f"{prefix}{key}={given[-1]} must be {type(default).__name__}, such as {default!r}.") from None
 
 
+def _switched_on(argv: Sequence[str], key: str) -> bool:
+    """Whether the command line sets a switch that is needed before all flags can be read."""
+    given = [arg.partition("=")[2].lower() for arg in argv if arg.partition("=")[0] == f"--{key}"]
+    return bool(given) and given[-1] in ("", "true", "t", "yes", "y", "1")
+
+
 def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
     """Refuses overrides of keys that do not exist, naming the nearest one of the same group."""
     for arg in argv:
@@ -139,7 +148,7 @@ def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
     workdir = _early(argv, "workdir", "", prefix="--")
     mounts = pathlib.Path("/proc/mounts")
     text = mounts.read_text() if mounts.exists() else ""
-    if "--shared_workdir" not in argv:
+    if not _switched_on(argv, "shared_workdir"):
         where = workdir if is_remote(workdir) else str(pathlib.Path(workdir or "runs").absolute())
         detect.check_shared_directory(where, cluster, text)
     return cluster
@@ -164,7 +173,13 @@ def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: in
     passed = [arg for arg in argv[1:] if arg.partition("=")[0] not in own]
     command = [sys.executable, "-m", "podrl.launch", f"--config={path}", f"--fake_devices={share}", *passed]
     split = _early(argv, "topology", "auto", prefix="--") == "split"
-    return local_pod.LocalPod(command, hosts, replace_rollouts=split, environment=os.environ).run()
+    env = os.environ | {_COMMAND: _command_line(sys.argv)}
+    return local_pod.LocalPod(command, hosts, replace_rollouts=split, environment=env).run()
+
+
+def _command_line(argv: Sequence[str]) -> str:
+    """What to type to run this again."""
+    return shlex.join(["python", "-m", "podrl.launch", *argv[1:]])
 
 
 def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -225,7 +240,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
             logging.getLogger(noisy).setLevel(logging.CRITICAL)
     if _DRY_RUN.value:
         return job.dry_run(values, workdir)
-    command = " ".join(["python -m podrl.launch", *argv[1:]])
+    command = os.environ.get(_COMMAND) or _command_line(argv)
     return job.run(values, workdir, command=command, pod=joined[0] if joined else None)
 
 

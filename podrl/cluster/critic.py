@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from podrl.mesh.backlog import Backlog
 from podrl.models import scalar
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.trainer.config import RLTrainingConfig
@@ -62,6 +63,7 @@ class Critic:
         self.state = init_train_state(trainable, self.optimizer, mesh)
         self._values = make_value_fn(self.model, mesh, dtype=training.dtype)
         self._step: Callable | None = None
+        self._backlog = Backlog()
 
     def prepare(self, loss: ValueLoss) -> None:
         """Sets the loss that `update` minimises."""
@@ -85,6 +87,7 @@ class Critic:
         if self._step is None:
             raise ValueError("The critic needs a loss: call prepare(loss) first; PPOLearner does.")
         self.state, metrics = self._step(self.state, self.frozen, put_batch(batch, self.mesh))
+        self._backlog.add(metrics)
         return metrics
 
     def pack_shape(self, sequences: int, max_length: int) -> PackShape:

@@ -17,6 +17,7 @@ from podrl.cluster.critic import Critic
 from podrl.cluster.pull_link import PullLink
 from podrl.cluster.reward_model import RewardModel
 from podrl.data.tokenizer import Tokenizer
+from podrl.mesh.backlog import Backlog
 from podrl.mesh.build import local_mesh
 from podrl.mesh.reshard.publish import Publisher
 from podrl.models import decoder
@@ -127,6 +128,7 @@ class RLCluster:
             mesh = cluster_config.role_to_mesh.get(Role.REWARD, self._local_rollout_mesh)
             dtype = self.training_config.dtype
             self.reward_model = RewardModel(self.reward_source, mesh, self.tokenizer, longest=self.longest, dtype=dtype)
+        self._backlog = Backlog()
         self._buffered: dict[str, list[float]] = {}
         self._loggers: list[MetricsLogger] = []
 
@@ -326,6 +328,7 @@ class RLCluster:
         if self._train_step is None:
             raise ValueError("RLCluster.update_actor needs a loss: call prepare_actor(loss) first; learners do.")
         self.state, metrics = self._train_step(self.state, self.frozen, batch)
+        self._backlog.add(metrics)
         return metrics
 
     def update_critic(self, batch: CriticBatch) -> dict[str, Any]:
@@ -336,13 +339,18 @@ class RLCluster:
 
     def actor_logprobs(self, batch: TrainBatch) -> Any:
         """log p of every packed token under the current actor at the sampling temperature (A, B, T), nats."""
-        return self._logprobs(self.actor_params(), batch)
+        return self._score(self.actor_params(), batch)
 
     def reference_logprobs(self, batch: TrainBatch) -> Any:
         """The same under the reference policy."""
         if self._reference is None:
             raise ValueError("There is no reference policy: call keep_reference() before training starts.")
-        return self._logprobs(self._reference, batch)
+        return self._score(self._reference, batch)
+
+    def _score(self, params: PyTree, batch: TrainBatch) -> Any:
+        logprob_ABT = self._logprobs(params, batch)
+        self._backlog.add(logprob_ABT)
+        return logprob_ABT
 
     def get_actor_per_token_logps(
         self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]

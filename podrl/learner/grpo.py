@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from podrl.algorithms.gae import outcome_reward
 from podrl.algorithms.mismatch import mismatch, pearson
@@ -29,7 +30,7 @@ from podrl.runtime.pod import Pod
 from podrl.trainer import packing
 from podrl.trainer.objective import TokenLoss
 from podrl.trainer.state import local_rows
-from podrl.types import STOP_LENGTH, Experience, Policy, Prompts, TrainBatch
+from podrl.types import STOP_LENGTH, Experience, Policy, TrainBatch
 
 # metric_fn(prompts, completions, rewards, **fields) -> {name: value}
 MetricFn = Callable[..., Mapping[str, float]]
@@ -196,6 +197,8 @@ class GRPOParts(LearnerParts):
     ):
         super().__init__(learner.cluster, stream, run, schedule, evaluator)
         self._learner, self._config, self._rewards = learner, learner.config, rewards
+        here = isinstance(rewards, Rewards)  # on a trainer host of several they have only names
+        self._generate = Generator(self.cluster, rewards, self._config) if here else None
         # One thread does everything on the rollout mesh: batches are generated in the order they were submitted.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
         samples = stream.prompts_per_step // self._config.prompt_batches * self._config.num_generations
@@ -224,20 +227,14 @@ class GRPOParts(LearnerParts):
 
     # Generation: on the rollout thread.
 
-    def generate(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
-        """Samples and rewards of a batch."""
-        assert isinstance(self._rewards, Rewards)
-        return Generator(self.cluster, self._rewards, self._config)(prompts, policy, step)
-
     def publish(self, step: int) -> Policy:
         # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
         with self.run.watchdog.stage("publish"):
             return self._thread.submit(self.cluster.sync_weights, step).result()
 
     def submit(self, policy: Policy, step: int) -> InFlight:
-        prompts = self.next_batch()
-
-        return Later(self._thread.submit(self.generate, prompts, policy, step), self.run, "rollout")
+        assert self._generate is not None, "trainer hosts do not generate"
+        return Later(self._thread.submit(self._generate, self.next_batch(), policy, step), self.run, "rollout")
 
     # Training: on the loop's thread.
 
@@ -268,7 +265,7 @@ class GRPOParts(LearnerParts):
         """All passes of a step over the actor."""
         advantage_BT = advantage_BT.astype(np.float32)
         passes = [self._pass(step, i, experience, scores, advantage_BT) for i in range(self._config.num_iterations)]
-        return mean_of([self.cluster.update_actor(batch) for batches in passes for batch in batches])
+        return gathered([self.cluster.update_actor(batch) for batches in passes for batch in batches])
 
     def _scores(self, step: int, experience: Experience) -> Scores:
         """What the ratio starts from: scored ahead where the reward needs it, else filled in by `_pass`."""
@@ -317,13 +314,17 @@ class GRPOParts(LearnerParts):
     def needed_samples(self, step: int, experience: Experience) -> np.ndarray:
         """Indices of the samples whose packed rows lie on this process's devices, in any pass of the step."""
         length_B = experience.rollouts.length_B
-        here = local_rows(self._shape, self.cluster.actor_mesh)
         needed = [
-            chosen[np.isin(packing.place(length_B[chosen], self._shape).row_B, here)]
+            chosen[np.isin(packing.place(length_B[chosen], shape).row_B, local_rows(shape, mesh))]
+            for shape, mesh in self._layouts()
             for i in range(self._config.num_iterations)
             for chosen in self._mini_batches(step, i, len(length_B))
         ]
         return np.unique(np.concatenate(needed))
+
+    def _layouts(self) -> list[tuple[packing.PackShape, Mesh]]:
+        """The packed shapes that samples are brought into, and the meshes these lie on."""
+        return [(self._shape, self.cluster.actor_mesh)]
 
     def record(self, step: int, experience: Experience, metrics: Mapping[str, Any]) -> None:
         super().record(step, experience, metrics)
@@ -416,9 +417,9 @@ class GRPOTrainerParts(TrainerSide, GRPOParts):
     """The loop's parts for GRPO on a trainer host."""
 
 
-def mean_of(collected: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over updates of metrics that are still on the device."""
-    return {name: sum(m[name] for m in collected) / len(collected) for name in collected[0]}
+def gathered(collected: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Metrics of several updates by name, still on the device; their means are taken when they are fetched."""
+    return {name: [metrics[name] for metrics in collected] for name in collected[0]}
 
 
 GRPOLearner.parts_class = GRPOParts

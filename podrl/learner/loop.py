@@ -34,7 +34,10 @@ class Parts(Protocol):
         ...
 
     def update(self, step: int, experience: Experience) -> Mapping[str, Any]:
-        """Rewards -> advantages -> packed batches -> mu x mini-batch optimizer updates; metrics still on the device."""
+        """Rewards -> advantages -> packed batches -> mu x mini-batch optimizer updates; metrics still on the device.
+
+        Those of several updates come as lists, of which the mean is meant.
+        """
         ...
 
     def record(self, step: int, experience: Experience, metrics: Mapping[str, Any]) -> None:

@@ -190,7 +190,7 @@ class LearnerParts:
             return
         step, host, device = self._late
         self._late = None
-        fetched = {name: float(value) for name, value in jax.device_get(dict(device)).items()}
+        fetched = {name: float(np.mean(value)) for name, value in jax.device_get(dict(device)).items()}
         values = {**host, **self.device_metrics(fetched)}
         values.update(self.cluster.take_buffered_metrics())
         if self.run.metrics is not None:

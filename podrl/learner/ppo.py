@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
+from jax.sharding import Mesh
 
 from podrl.algorithms.gae import gae, masked_whiten
 from podrl.algorithms.value_loss import value_loss
 from podrl.cluster.critic import Critic
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.learner.grpo import GRPOLearner, GRPOParts, MetricFn, mean_of
+from podrl.learner.grpo import GRPOLearner, GRPOParts, MetricFn, gathered
 from podrl.learner.ppo_config import PPOConfig
 from podrl.learner.scoring import Scores
 from podrl.learner.trainer_side import TrainerSide
@@ -52,7 +53,7 @@ class PPOParts(GRPOParts):
             for i in range(config.num_iterations)
             for batch in self._value_batches(step, i, experience, value_BT, return_BT)
         ]
-        said |= mean_of([self.cluster.update_critic(batch) for batch in batches])
+        said |= gathered([self.cluster.update_critic(batch) for batch in batches])
         if step < config.critic_warmup:
             return said
         return said | self._update_actor(step, experience, scores, advantage_BT)
@@ -89,6 +90,9 @@ class PPOParts(GRPOParts):
             )
             for chosen in self._mini_batches(step, iteration, len(rollouts.length_B))
         ]
+
+    def _layouts(self) -> list[tuple[packing.PackShape, Mesh]]:
+        return [*super()._layouts(), (self._critic_shape, self._critic.mesh)]
 
     def watched(self) -> Sequence[tuple[str, str]]:
         reward, kl, *others = super().watched()

@@ -54,6 +54,7 @@ class RolloutParts:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
         self._batches: dict[int, Experience] = {}
         self._evaluated: set[int] = set()
+        self._evaluations: list[int] = []  # on the board
         self._stop = False
         pod.channel.serve("rows", self._rows)
 
@@ -74,6 +75,8 @@ class RolloutParts:
             del self._batches[done]
             self._pod.channel.drop(f"header/{done}")
             self._pod.channel.drop(f"texts/{done}")
+        while self._evaluations and self._evaluations[0] < step:  # the leader has read it: its word came after
+            self._pod.channel.drop(f"evaluation/{self._evaluations.pop(0)}")
         # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
         with self.run.watchdog.stage("publish"):
             return self._thread.submit(self.cluster.sync_weights, step).result()
@@ -113,6 +116,7 @@ class RolloutParts:
                 metrics, samples = self._thread.submit(self._evaluator, policy, step).result()
         value = {"metrics": metrics, "samples": _jsonable(samples), "problems": self._evaluator.problems}
         self._pod.channel.put(f"evaluation/{step}", Message(value))
+        self._evaluations.append(step)
 
     def stopping(self) -> bool:
         return self._stop

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from podrl.rollout.engine import Engine
 from podrl.rollout.state import Chunk, DecodeState, EngineShape
 from podrl.types import PyTree
+
+_UNDER_WAY = 4
 
 
 def cut_chunks(
@@ -39,6 +42,7 @@ def run_chunks(engine: Engine, params: PyTree, state: DecodeState, sequences: Se
     Args:
       params: as the engine prepared them.
     """
+    calls = 0
     for wave in range(max((len(chunks) for chunks in sequences), default=0)):
         queues: dict[int, dict[int, list[Chunk]]] = {}
         for chunks in sequences:
@@ -51,4 +55,7 @@ def run_chunks(engine: Engine, params: PyTree, state: DecodeState, sequences: Se
                 batch = [chunk for queue in by_shard.values() for chunk in queue[at : at + rows]]
                 flat = engine.put_rows(engine.pack_chunks(bucket, batch))
                 state = engine.prefills[bucket](params, state, flat)
+                calls += 1
+                if calls % _UNDER_WAY == 0:  # why they are bounded: podrl.mesh.backlog; the state is donated on
+                    jax.block_until_ready(state.token_R)
     return state

@@ -13,7 +13,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -201,7 +201,10 @@ class Channel:
             self._server.send_multipart([identity, number, b"ok", *frames])
 
     def _receive_request(self) -> None:
-        identity, number, head, *frames = self._server.recv_multipart()
+        received = self._server.recv_multipart()
+        if len(received) < 3:
+            return  # not a request of ours
+        identity, number, head, *frames = received
         try:
             kind, key = json.loads(head)
             message = decode(frames)
@@ -303,8 +306,10 @@ class _Link:
 
     def receive(self, ready: Any) -> None:
         if ready is self.client:
-            number, status, *frames = self.client.recv_multipart()
-            self._channel._answered(number, status, frames)
+            received = self.client.recv_multipart()
+            if len(received) >= 2:  # else not an answer of ours
+                number, status, *frames = received
+                self._channel._answered(number, status, frames)
             return
         event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -347,14 +352,3 @@ def _keys(secret: str) -> tuple[bytes, bytes]:
     seed = hashlib.blake2b(secret.encode(), digest_size=32, person=b"podrl-channel").digest()
     private = zmq.utils.z85.encode(seed)
     return zmq.curve_public(private), private
-
-
-def as_mapping(message: Message) -> Mapping[str, Any]:
-    """The content of a message that must be a JSON object.
-
-    Raises:
-      ChannelError: it is something else.
-    """
-    if not isinstance(message.value, Mapping):
-        raise ChannelError(f"A message with {type(message.value).__name__} content arrived: an object was expected.")
-    return message.value

@@ -24,7 +24,7 @@ LEADER = 0
 _log = logging.getLogger("podrl.pod")
 _FAREWELL_S = 5.0
 _OVER_S = 3600.0
-_SLICE_S = 10.0  # between two looks at where a process is
+_FIRST_SLICE_S, _LONGEST_SLICE_S = 2.0, 60.0  # between two looks at where a process is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +133,14 @@ class Pod:
 
     def _patiently(self, process: int, what: str, deadline_s: float, ask: Callable[[str, float], Message]) -> Message:
         end = time.monotonic() + deadline_s
+        slice_s = _FIRST_SLICE_S
+        with self._changed:
+            address = self._addresses[process]
         while True:
             try:
-                return ask(self.address(process), min(_SLICE_S, max(end - time.monotonic(), 0.1)))
+                return ask(address, min(slice_s, max(end - time.monotonic(), 0.1)))
             except LateError:
+                address, slice_s = self.address(process), min(2 * slice_s, _LONGEST_SLICE_S)
                 if time.monotonic() > end:
                     raise LateError(
                         f"{self.name} waited {deadline_s:.0f} s for {what} from {self.seat.hosts.name(process)} (host "

@@ -1,20 +1,17 @@
 """The critic's forward pass, its training step, and the scoring of packed batches by it."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from podrl.mesh import rules
-from podrl.models import decoder, scalar
+from podrl.models import scalar
 from podrl.models.config import ModelConfig
-from podrl.trainer.objective import CriticRows, Objective
+from podrl.trainer.objective import CriticRows, Objective, Trunk
 from podrl.trainer.optimizer import Optimizer
-from podrl.trainer.step import TrainStep, make_update
+from podrl.trainer.step import TrainStep, make_score_fn, make_update
 from podrl.types import CriticBatch, PyTree, Ratio, TrainBatch
 
 ValueFn = Callable[[PyTree, CriticBatch | TrainBatch], Float[Array, "A B T"]]
@@ -34,21 +31,8 @@ class ValueLoss(Protocol):
     ) -> tuple[Ratio, Mapping[str, Ratio]]: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class ValueForward:
-    """How rows are run through the critic.
-
-    Attributes:
-      config: of the trunk.
-      mesh: where it runs.
-      dtype: compute dtype; values are float32 whatever it is.
-      remat: see `podrl.models.decoder.hidden`.
-    """
-
-    config: ModelConfig
-    mesh: Mesh
-    dtype: str = "float32"
-    remat: str = "none"
+class ValueForward(Trunk):
+    """The critic's forward pass."""
 
     def __call__(
         self,
@@ -58,18 +42,8 @@ class ValueForward:
         position_BT: Int[Array, "B T"],
         dropout_key: PRNGKeyArray | None = None,
     ) -> Float[Array, "B T"]:
-        """Value of what was there before each token; 0 on first tokens and padding. Dropout as in `Forward`."""
-        hidden_BTD = decoder.hidden(
-            params,
-            tokens_BT,
-            segment_BT,
-            position_BT,
-            self.config,
-            dtype=jnp.dtype(self.dtype),
-            remat=self.remat,
-            mesh=self.mesh,
-            dropout_key=dropout_key,
-        )
+        """Value of what was there before each token; 0 on first tokens and padding. Dropout as in `hidden`."""
+        hidden_BTD = self.hidden(params, tokens_BT, segment_BT, position_BT, dropout_key)
         value_BT = jnp.roll(scalar.scores(params, hidden_BTD), 1, axis=1)
         return jnp.where((position_BT > 0) & (segment_BT > 0), value_BT, 0.0)
 
@@ -85,7 +59,7 @@ def make_critic_step(
     seed: int = 0,
 ) -> TrainStep:
     """train_step(state, frozen, CriticBatch) of a critic; see `podrl.trainer.step.make_update`."""
-    forward = ValueForward(config, mesh, dtype, remat)
+    forward = ValueForward(config=config, mesh=mesh, dtype=dtype, remat=remat)
     trainable, _ = scalar.split_trainable(scalar.abstract_params(config, mesh, jnp.dtype("float32")), config)
     return make_update(
         _objective(forward, loss), trainable, scalar.join_trainable, optimizer, mesh, prefix="critic", seed=seed
@@ -94,19 +68,7 @@ def make_critic_step(
 
 def make_value_fn(config: ModelConfig, mesh: Mesh, *, dtype: str = "float32") -> ValueFn:
     """value_fn(params, batch) -> value_ABT, jitted; micro-batches beyond `batch.micro_batches` are 0."""
-    forward = ValueForward(config, mesh, dtype)
-
-    def values(params: PyTree, batch: CriticBatch | TrainBatch) -> Float[Array, "A B T"]:
-        def body(index: Array, out_ABT: Array) -> Array:
-            pick = lambda x_ABT: jax.lax.dynamic_index_in_dim(x_ABT, index, axis=0, keepdims=False)  # noqa: E731
-            rows_BT = (pick(x_ABT) for x_ABT in (batch.tokens_ABT, batch.segment_ABT, batch.position_ABT))
-            value_BT = forward(params, *rows_BT)
-            return jax.lax.dynamic_update_index_in_dim(out_ABT, value_BT, index, axis=0)
-
-        out_ABT = rules.constrain(jnp.zeros(batch.tokens_ABT.shape), ("layers", "batch", "time"), mesh)
-        return jax.lax.fori_loop(0, batch.micro_batches, body, out_ABT)
-
-    return jax.jit(values)
+    return make_score_fn(ValueForward(config=config, mesh=mesh, dtype=dtype), mesh)
 
 
 def _objective(forward: ValueForward, loss: ValueLoss) -> Objective:

@@ -21,7 +21,6 @@ class Rows:
     """One micro-batch of a TrainBatch; fields mean what they mean there. `key` is for what is random in training."""
 
     key: PRNGKeyArray
-
     tokens_BT: Int[Array, "B T"]
     segment_BT: Int[Array, "B T"]
     position_BT: Int[Array, "B T"]
@@ -86,37 +85,32 @@ class Objective(Protocol):
     def __call__(self, params: PyTree, rows: Any, /) -> tuple[Ratio, Mapping[str, Ratio]]: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Forward:
-    """How rows are run through the model, for losses and for scoring alike.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trunk:
+    """How rows are run through a decoder, for losses and for scoring alike.
 
     Attributes:
       config: the model.
       mesh: where it runs.
-      temperature: of the distribution whose log-probabilities are meant: that of sampling.
-      dtype: compute dtype; log-probabilities are float32 whatever it is.
+      dtype: compute dtype; what the heads give is float32 whatever it is.
       remat: see `podrl.models.decoder.hidden`.
     """
 
     config: ModelConfig
     mesh: Mesh
-    temperature: float = 1.0
     dtype: str = "float32"
     remat: str = "none"
 
-    def __call__(
+    def hidden(
         self,
         params: PyTree,
         tokens_BT: Int[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         position_BT: Int[Array, "B T"],
-        dropout_key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """(log-probability, entropy) of every token, nats; 0 on first tokens and padding.
-
-        With a key, the inputs of adapters are dropped at the rate of the model's LoRA configuration.
-        """
-        hidden_BTD = decoder.hidden(
+        dropout_key: PRNGKeyArray | None,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states; with a key, the inputs of adapters are dropped at the rate of the model's configuration."""
+        return decoder.hidden(
             params,
             tokens_BT,
             segment_BT,
@@ -127,6 +121,28 @@ class Forward:
             mesh=self.mesh,
             dropout_key=dropout_key,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forward(Trunk):
+    """The actor's forward pass.
+
+    Attributes:
+      temperature: of the distribution whose log-probabilities are meant: that of sampling.
+    """
+
+    temperature: float = 1.0
+
+    def __call__(
+        self,
+        params: PyTree,
+        tokens_BT: Int[Array, "B T"],
+        segment_BT: Int[Array, "B T"],
+        position_BT: Int[Array, "B T"],
+        dropout_key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """(log-probability, entropy) of every token, nats; 0 on first tokens and padding. Dropout as in `hidden`."""
+        hidden_BTD = self.hidden(params, tokens_BT, segment_BT, position_BT, dropout_key)
         return logprob.token_logprobs(
             params, hidden_BTD, tokens_BT, segment_BT, self.config, temperature=self.temperature, mesh=self.mesh
         )

@@ -44,7 +44,7 @@ def make_train_step(
       prefix: group of the metrics this function adds.
       seed: of the adapters' dropout.
     """
-    forward = Forward(config, mesh, temperature, dtype, remat)
+    forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype, remat=remat)
     abstract = decoder.abstract_params(config, mesh, jnp.dtype("float32"))
     trainable, _ = decoder.split_trainable(abstract, config)
     objective = token_objective(forward, loss)
@@ -123,19 +123,28 @@ def make_logprob_fn(config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0
     `params` is a whole tree: `join_trainable(state.params, frozen)` for the actor, `frozen` or a separate model for
     the reference. Micro-batches beyond `batch.micro_batches` are not computed; their values are 0.
     """
-    forward = Forward(config, mesh, temperature, dtype)
+    forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)
+    return make_score_fn(lambda params, *rows_BT: forward(params, *rows_BT)[0], mesh)
 
-    def logprobs(params: PyTree, batch: TrainBatch) -> Float[Array, "A B T"]:
+
+def make_score_fn(score: Callable[..., Float[Array, "B T"]], mesh: Mesh) -> Callable[[PyTree, Any], Any]:
+    """score_fn(params, batch) -> values_ABT, jitted; micro-batches beyond `batch.micro_batches` are 0.
+
+    Args:
+      score: (params, tokens_BT, segment_BT, position_BT) -> one value per token of a micro-batch.
+      mesh: where it runs.
+    """
+
+    def scores(params: PyTree, batch: Any) -> Float[Array, "A B T"]:
         def body(index: Array, out_ABT: Array) -> Array:
             pick = lambda x_ABT: jax.lax.dynamic_index_in_dim(x_ABT, index, axis=0, keepdims=False)  # noqa: E731
             rows_BT = (pick(x_ABT) for x_ABT in (batch.tokens_ABT, batch.segment_ABT, batch.position_ABT))
-            logprob_BT, _ = forward(params, *rows_BT)
-            return jax.lax.dynamic_update_index_in_dim(out_ABT, logprob_BT, index, axis=0)
+            return jax.lax.dynamic_update_index_in_dim(out_ABT, score(params, *rows_BT), index, axis=0)
 
         out_ABT = rules.constrain(jnp.zeros(batch.tokens_ABT.shape), ("layers", "batch", "time"), mesh)
         return jax.lax.fori_loop(0, batch.micro_batches, body, out_ABT)
 
-    return jax.jit(logprobs)
+    return jax.jit(scores)
 
 
 def _accumulate(

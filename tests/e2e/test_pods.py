@@ -98,7 +98,8 @@ def test_a_preempted_pod_saves_and_exits_75(tmp_path, undisturbed):
         running.wait_for_step(2)
         running.signal(signal.SIGTERM)
         assert running.end() == 75, running.stderr
-    assert "Resume with" in running.stdout
+    assert "Resume with: python -m podrl.launch --config=grpo_gemma.py" in running.stdout
+    assert "--local_processes=4 --topology=split" in running.stdout
     assert 2 <= trained_steps(running.workdir)[-1] < 6
     same_end(run(tmp_path / "run", *SPLIT).workdir, undisturbed)
 

@@ -76,6 +76,13 @@ def test_a_stranger_gets_no_answer(pair):
     stranger.close()
 
 
+def test_what_is_no_request_is_passed_over(pair):
+    a, b = pair
+    b._do(lambda: b._link(a.address).client.send_multipart([b"x"]))
+    a.put("x", Message(1))
+    assert b.get(a.address, "x", deadline_s=10).value == 1
+
+
 def test_an_endpoint_that_comes_back_is_found_and_a_lost_one_is_noticed(pair):
     _, b = pair
     first = Channel("first", secret="s3cret")

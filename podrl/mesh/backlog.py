@@ -1,0 +1,25 @@
+"""A bound on the programs that have been started and have not ended."""
+
+from collections import deque
+from typing import Any
+
+import jax
+
+
+class Backlog:
+    """Lets at most `limit` programs be under way: a caller that is further ahead waits for the oldest.
+
+    A few keep an accelerator busy. On the CPU platform more can hang for good: all devices of a process share a pool
+    with one thread each, and from the 33rd unfinished program of a device on, starting one holds a thread until an
+    older one ends. A collective whose devices wait for those threads never does.
+    """
+
+    def __init__(self, limit: int = 4):
+        self._limit = limit
+        self._results: deque[Any] = deque()
+
+    def add(self, result: Any) -> None:
+        """Notes a program by a result of it that is not donated to another."""
+        self._results.append(result)
+        if len(self._results) > self._limit:
+            jax.block_until_ready(self._results.popleft())
