@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
     config.algorithm = "sft"
     config.seed = 0
     config.fake_devices = 1  # one device is the fastest form on a CPU
+    config.compile_cache = "auto"  # compiled programs are kept for the next start; "" keeps none, or a directory
     config.model = ConfigDict({"path": "scratch"})
     config.roles = ConfigDict({"colocated": True})
     config.data = ConfigDict({"path": "problems", "seed": 1})

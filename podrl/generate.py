@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
     environment.prepare(os.environ, fake_devices=args.devices)
+    environment.keep_compiled(os.environ, "auto")
     try:
         return _generate(args)
     except ValueError as error:

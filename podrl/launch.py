@@ -26,6 +26,7 @@ from podrl.runtime.pod import Pod
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER
 
+_PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, its connection is given up seconds later
 _COMMAND = "PODRL_COMMAND"  # what the user typed, told to the processes of a local pod
 
 _WORKDIR = flags.DEFINE_string(
@@ -222,6 +223,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     cluster = _find_cluster(rest)
     devices = _early(rest, "fake_devices", config.get("fake_devices", 0))
     environment.prepare(os.environ, fake_devices=_early(rest, "fake_devices", devices, prefix="--"))
+    environment.keep_compiled(os.environ, _early(rest, "compile_cache", config.get("compile_cache", "auto")))
     if cluster.topology == "pathways":
         joining.start_pathways()
     elif cluster.process_count > 1 or cluster.topology == "split":
@@ -279,6 +281,8 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001 - the last frame: print once and leave
         traceback.print_exc()
         said = f"{type(error).__name__}: {error}"
+        for pod in joined if isinstance(error, RuntimeError) else ():
+            pod.await_end(_PEER_LOSS_S)
     for pod in joined:
         pod.leave(code) if code in (EXIT_DONE, EXIT_PREEMPTED) else pod.fail(code, said)
     sys.stdout.flush()

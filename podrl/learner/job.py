@@ -50,6 +50,7 @@ class RLJob:
     algorithm: str = "grpo"
     seed: int = 0
     fake_devices: int = 0
+    compile_cache: str = "auto"
     model: ModelSource = ModelSource()
     data: DataConfig = DataConfig()
     grpo: GRPOConfig = GRPOConfig()

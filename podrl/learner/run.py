@@ -19,7 +19,15 @@ from podrl.runtime.storage import StorageError, check, is_remote, locate
 from podrl.runtime.watchdog import Watchdog
 
 # Keys that may differ between the runs of one workdir: they change what is written, not what is learned.
-_FREE_KEYS = ("log.", "checkpoint.", "eval.", "reward.workers", "reward.deadline_s", "trainer.eval_every_n_steps")
+_FREE_KEYS = (
+    "log.",
+    "checkpoint.",
+    "eval.",
+    "compile_cache",
+    "reward.workers",
+    "reward.deadline_s",
+    "trainer.eval_every_n_steps",
+)
 _PATIENCE_S = 120.0  # for copying the files of a run directory, which are small
 
 

@@ -65,6 +65,7 @@ class SFTJob:
     algorithm: str = "sft"
     seed: int = 0
     fake_devices: int = 0
+    compile_cache: str = "auto"
     tokenizer: str = ""
     model: ModelSource = ModelSource()
     scratch: ScratchModel = ScratchModel()

@@ -1,5 +1,10 @@
 """What must be in the environment before jax is imported."""
 
+import contextlib
+import hashlib
+import os
+import pathlib
+import platform
 import sys
 from collections.abc import MutableMapping
 
@@ -28,3 +33,36 @@ def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
             "`python -m podrl.launch`, or set XLA_FLAGS yourself before the first import of jax."
         )
     env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {_FAKE}={fake_devices}".strip()
+
+
+def keep_compiled(env: MutableMapping[str, str], where: str) -> None:
+    """Lets jax keep compiled programs, so that the next start of a job does not compile them again.
+
+    A directory in JAX_COMPILATION_CACHE_DIR wins. jax recompiles what it cannot read there.
+
+    Args:
+      env: usually os.environ.
+      where: a directory or gs:// address; 'auto' for one of this user and processor under $XDG_CACHE_HOME or ~/.cache;
+        empty keeps nothing.
+    """
+    if not where or "JAX_COMPILATION_CACHE_DIR" in env:
+        return
+    if where == "auto":
+        base = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        directory = pathlib.Path(base, "podrl", f"compiled-{_processor()}")
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # machine code lies there: nobody else may write
+        except OSError:
+            return  # no home: every start compiles
+        where = str(directory)
+    env["JAX_COMPILATION_CACHE_DIR"] = where
+    env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
+def _processor() -> str:
+    """Differs between processors that do not run each other's machine code: a home directory is often shared."""
+    text = ""
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        text = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

@@ -24,6 +24,7 @@ LEADER = 0
 _log = logging.getLogger("podrl.pod")
 _FAREWELL_S = 5.0
 _OVER_S = 3600.0
+_LAST_S = 10.0
 _FIRST_SLICE_S, _LONGEST_SLICE_S = 2.0, 60.0  # between two looks at where a process is
 
 
@@ -219,8 +220,12 @@ class Pod:
         self.channel.close()
 
     def await_end(self, deadline_s: float) -> None:
-        """Waits for the leader's word that the job is over, on a process whose failure the leader must handle first."""
-        self._ended.wait(deadline_s)
+        """Waits whether the job turns out to be over, for a reason that others know better; then it does not return.
+
+        For a process whose failure the leader must handle first, or is likely to follow from another's.
+        """
+        if self._ended.wait(deadline_s):
+            time.sleep(_LAST_S)  # the thread that knows the reason says it and ends the process
 
     def _tell_leader(self, code: int, text: str) -> None:
         content = Message({"process": self.seat.process, "code": code, "text": text})

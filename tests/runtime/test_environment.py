@@ -1,5 +1,6 @@
 """The environment is prepared before jax, and only ever appended to."""
 
+import pathlib
 import subprocess
 import sys
 
@@ -37,3 +38,23 @@ def test_too_late_is_an_error_that_says_so():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "jax was initialised before podrl.launch" in done.stderr
+
+
+def test_compiled_programs_are_kept_where_the_user_says(tmp_path):
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    environment.keep_compiled(env, "auto")
+    directory = pathlib.Path(env["JAX_COMPILATION_CACHE_DIR"])
+    assert directory.parent == tmp_path / "podrl" and directory.stat().st_mode & 0o777 == 0o700
+    environment.keep_compiled(env, "gs://bucket/compiled")
+    assert env["JAX_COMPILATION_CACHE_DIR"] == str(directory), "what is in the environment wins"
+    for where, kept in {"": None, "gs://bucket/compiled": "gs://bucket/compiled"}.items():
+        env = {}
+        environment.keep_compiled(env, where)
+        assert env.get("JAX_COMPILATION_CACHE_DIR") == kept
+
+
+def test_no_place_for_compiled_programs_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    env = {"XDG_CACHE_HOME": str(tmp_path / "file")}
+    environment.keep_compiled(env, "auto")
+    assert "JAX_COMPILATION_CACHE_DIR" not in env
