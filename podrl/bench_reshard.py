@@ -2,21 +2,17 @@
 
 import argparse
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from podrl import bench_reshard_pod, bench_trees
+from podrl import bench_model, bench_reshard_pod, bench_trees
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="podrl.bench reshard", description=__doc__)
-    sizes = {"layers": 5, "dim": 256, "ffn": 800, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--lora_rank", type=int, default=0)
+    bench_model.add_options(parser, layers=5, dim=256, ffn=800, head_dim=64, vocab=512)
     parser.add_argument("--leaves", type=int, default=0, help="instead of a model: this many matrices, unstacked")
     parser.add_argument("--leaf_shape", default="1280x1024", help="shape of each of them, cut as (embed, mlp)")
     parser.add_argument("--src", default="fsdp=2,tensor=2", help="mesh the weights come from")
@@ -28,7 +24,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bucket_bytes", type=int, default=None, help="staged per device at once; default by platform")
     parser.add_argument("--transport", default="auto", choices=("auto", "collective"))
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--devices", type=int, default=8, help="faked CPU devices where there is no accelerator")
     parser.add_argument("--local_processes", type=int, default=0, help="a fake pod of this many CPU processes")
     parser.add_argument("--fake_devices", type=int, default=2, help="devices of each of them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -51,9 +46,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     args = _parser().parse_args(argv)
     if args.local_processes:
         return bench_reshard_pod.run(args)
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        flag = f"--xla_force_host_platform_device_count={args.devices}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    bench_model.fake_devices(args.devices)
     return _measure(args)
 
 

@@ -1,9 +1,7 @@
 """Measures batched generation with a random model: `python -m podrl.bench rollout`."""
 
 import argparse
-import dataclasses
 import math
-import os
 import statistics
 import sys
 import time
@@ -12,26 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from podrl import bench_model
+from podrl.bench_model import model_of, number_range
+
 END_ID = 1
 DEFAULTS = {"lanes": ", by default as many as there are samples, at most 128"}
 
 
-def _range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    return int(low), int(high or low)
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="podrl.bench rollout", description=__doc__)
-    sizes = {"layers": 3, "dim": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 384}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--window", type=int, default=4096, help="attention window of every other layer")
-    parser.add_argument("--lora_rank", type=int, default=0)
+    bench_model.add_options(parser)
     parser.add_argument("--mesh", default="data=4", help="rollout mesh; faked CPU devices are made for it")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8, help="samples per prompt")
-    parser.add_argument("--prompt_len", type=_range, default=(16, 62), metavar="LOW:HIGH")
+    parser.add_argument("--prompt_len", type=number_range, default=(16, 62), metavar="LOW:HIGH")
     parser.add_argument("--max_new", type=int, default=256)
     parser.add_argument(
         "--forced_len", type=int, default=0, help="most tokens of a sample, where lower than max_new (same lengths)"
@@ -44,7 +36,6 @@ def make_parser() -> argparse.ArgumentParser:
     for name in engine:
         parser.add_argument(f"--{name}", type=int, default=None, help=f"rollout.{name}{DEFAULTS.get(name, '')}")
     parser.add_argument("--repeats", type=int, default=3, help="timed generations after one untimed; the median counts")
-    parser.add_argument("--devices", type=int, default=8, help="faked CPU devices where there is no accelerator")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trace", default="", help="directory to write a profiler trace of one more generation to")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -63,15 +54,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       after warm-up), warm_up_seconds, peak_bytes (of one device in the compiled `generate`), and the sizes used.
     """
     args = make_parser().parse_args(argv)
-    fake_devices(args.devices)
+    bench_model.fake_devices(args.devices)
     return _measure(argv)
-
-
-def fake_devices(count: int) -> None:
-    """Asks for faked CPU devices, before jax is imported."""
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        flag = f"--xla_force_host_platform_device_count={count}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
 class Bench:
@@ -83,7 +67,7 @@ class Bench:
     """
 
     def __init__(self, argv: Sequence[str]):
-        """Builds the model and compiles the engine; the environment must be ready (`fake_devices`)."""
+        """Builds the model and compiles the engine; the environment must be ready (`bench_model.fake_devices`)."""
         import jax
 
         from podrl.mesh.build import make_mesh, parse_mesh
@@ -94,7 +78,7 @@ class Bench:
         self.args = args = make_parser().parse_args(argv)
         sizes = parse_mesh(args.mesh, key="--mesh")
         mesh = make_mesh(args.mesh, jax.devices() if -1 in sizes else jax.devices()[: math.prod(sizes)], key="--mesh")
-        model, dtype = _model(args), jax.numpy.dtype(args.dtype)
+        model, dtype = model_of(args), jax.numpy.dtype(args.dtype)
         abstract = decoder.abstract_params(model, mesh, dtype)
 
         def init(key: Any) -> Any:
@@ -156,22 +140,6 @@ def _measure(argv: Sequence[str]) -> dict[str, Any]:
         "mesh": args.mesh,
         "lanes": bench.worker.config.lanes,
     }
-
-
-def _model(args: argparse.Namespace) -> Any:
-    from podrl.models.config import LoraConfig, gemma2_config
-
-    model = gemma2_config(
-        vocab_size=args.vocab,
-        num_layers=args.layers,
-        model_dim=args.dim,
-        ffn_dim=args.ffn,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        window=args.window,
-    )
-    return dataclasses.replace(model, lora=LoraConfig(rank=args.lora_rank)) if args.lora_rank else model
 
 
 def _config(args: argparse.Namespace) -> Any:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import math
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,30 +10,23 @@ from typing import Any
 
 import numpy as np
 
-
-def _range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    return int(low), int(high or low)
+from podrl import bench_model
+from podrl.bench_model import model_of, number_range
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="podrl.bench step", description=__doc__)
-    sizes = {"layers": 3, "dim": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 384}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--window", type=int, default=4096, help="attention window of every other layer")
-    parser.add_argument("--lora_rank", type=int, default=0)
+    bench_model.add_options(parser)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8, help="samples per prompt")
-    parser.add_argument("--prompt_len", type=_range, default=(16, 62), metavar="LOW:HIGH")
-    parser.add_argument("--completion_len", type=_range, default=(1, 256), metavar="LOW:HIGH")
+    parser.add_argument("--prompt_len", type=number_range, default=(16, 62), metavar="LOW:HIGH")
+    parser.add_argument("--completion_len", type=number_range, default=(1, 256), metavar="LOW:HIGH")
     parser.add_argument("--src", default="fsdp=2,tensor=2", help="trainer mesh; faked CPU devices are made for it")
     parser.add_argument("--max_tokens_per_row", type=int, default=None)
     parser.add_argument("--max_seq_token_per_tpu", type=int, default=None)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--remat", default="dots", choices=("none", "dots", "full", "offload"))
     parser.add_argument("--steps", type=int, default=5, help="timed updates, each on other samples; the median counts")
-    parser.add_argument("--devices", type=int, default=8, help="faked CPU devices where there is no accelerator")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -52,13 +44,33 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       the shapes used.
     """
     args = _parser().parse_args(argv)
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        flag = f"--xla_force_host_platform_device_count={args.devices}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    bench_model.fake_devices(args.devices)
     return _measure(args)
 
 
-def _measure(args: argparse.Namespace) -> dict[str, Any]:
+@dataclasses.dataclass
+class _Update:
+    """An update that is ready to run.
+
+    Attributes:
+      samples: of every update, as `_samples` makes them.
+      placements, batches: how they are packed, and the packed rows on the mesh.
+      score: (whole parameters, batch) -> log-probabilities.
+    """
+
+    mesh: Any
+    model: Any
+    shape: Any
+    samples: list[dict[str, np.ndarray]]
+    placements: list[Any]
+    batches: list[Any]
+    train_step: Any
+    score: Any
+    state: Any
+    frozen: Any
+
+
+def _make_update(args: argparse.Namespace) -> _Update:
     import jax
 
     from podrl.algorithms.policy_loss import PolicyLoss
@@ -70,7 +82,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
     sizes = parse_mesh(args.src, key="--src")
     mesh = make_mesh(args.src, jax.devices() if -1 in sizes else jax.devices()[: math.prod(sizes)], key="--src")
-    model = _model(args)
+    model = model_of(args)
     training = RLTrainingConfig(
         eval_every_n_steps=0,
         max_tokens_per_row=args.max_tokens_per_row,
@@ -95,23 +107,32 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     placed = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     params = jax.jit(lambda key: decoder.init_params(model, key), out_shardings=placed)(jax.random.key(args.seed))
     state, frozen = state_lib.init_state(params, model, optimizer, mesh)
-    compiled = train_step.lower(state, frozen, batches[0]).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    return _Update(mesh, model, shape, samples, placements, batches, train_step, logprob_fn, state, frozen)
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    import jax
+
+    from podrl.models import decoder
+
+    job = _make_update(args)
+    samples, placements, state = job.samples, job.placements, job.state
+    memory = job.train_step.lower(state, job.frozen, job.batches[0]).compile().memory_analysis()
     seconds, scoring, processor, compiles = [], [], [], []
-    for index, batch in enumerate(batches):
+    for index, batch in enumerate(job.batches):
         if index == 1:
             jax.monitoring.register_event_duration_secs_listener(_count_compiles(compiles))
         start = time.perf_counter()
-        jax.block_until_ready(logprob_fn(decoder.join_trainable(state.params, frozen), batch))
+        jax.block_until_ready(job.score(decoder.join_trainable(state.params, job.frozen), batch))
         scored, busy = time.perf_counter(), time.process_time()
-        state, metrics = train_step(state, frozen, batch)
+        state, metrics = job.train_step(state, job.frozen, batch)
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - scored)
         processor.append(time.process_time() - busy)
         scoring.append(scored - start)
     built = len(compiles)
-    memory = compiled.memory_analysis()
-    flops = _matmul_flops(mesh)
-    work = [_model_flops(model, parameter_count(model), sample["length_B"]) for sample in samples]
+    flops, parameters = _matmul_flops(job.mesh), parameter_count(job.model)
+    work = [_model_flops(job.model, parameters, sample["length_B"]) for sample in samples]
     timed = range(1, len(samples))
     rates = lambda count: statistics.median(count(i) / seconds[i] for i in timed)  # noqa: E731
     return {
@@ -129,9 +150,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         - memory.alias_size_in_bytes,
         "compiles": built,
         "mesh": args.src,
-        "parameters": parameter_count(model),
-        "rows": shape.rows,
-        "tokens_per_row": shape.tokens,
+        "parameters": parameters,
+        "rows": job.shape.rows,
+        "tokens_per_row": job.shape.tokens,
         "micro_batches": statistics.mean(placements[i].micro_batches for i in timed),
     }
 
@@ -144,22 +165,6 @@ def parameter_count(model: Any) -> int:
 
     specs = jax.tree.leaves(decoder.param_specs(model), is_leaf=decoder.is_param)
     return sum(math.prod(spec.shape) for spec in specs)
-
-
-def _model(args: argparse.Namespace) -> Any:
-    from podrl.models.config import LoraConfig, gemma2_config
-
-    model = gemma2_config(
-        vocab_size=args.vocab,
-        num_layers=args.layers,
-        model_dim=args.dim,
-        ffn_dim=args.ffn,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        window=args.window,
-    )
-    return dataclasses.replace(model, lora=LoraConfig(rank=args.lora_rank)) if args.lora_rank else model
 
 
 def _samples(args: argparse.Namespace, seed: int) -> dict[str, np.ndarray]:

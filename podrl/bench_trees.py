@@ -1,7 +1,6 @@
 """What the reshard benchmarks share: the trees they move, the clock, and the measures of memory."""
 
 import ctypes
-import dataclasses
 import gc
 import math
 import statistics
@@ -12,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from podrl.bench_model import model_of
+
 
 def trees(args: Any) -> tuple[Any, Any]:
     """(shapes on the source mesh, shardings on the target mesh)."""
@@ -20,7 +21,6 @@ def trees(args: Any) -> tuple[Any, Any]:
     from podrl.mesh.build import make_mesh, parse_mesh
     from podrl.mesh.rules import sharding_for
     from podrl.models import decoder
-    from podrl.models.config import LoraConfig, gemma2_config
 
     source, target = (math.prod(parse_mesh(getattr(args, k), key=f"--{k}")) for k in ("src", "dst"))
     devices = jax.devices()
@@ -36,17 +36,7 @@ def trees(args: Any) -> tuple[Any, Any]:
             for mesh, dtype in zip(meshes, (args.src_dtype, args.dst_dtype), strict=True)
         ]
     else:
-        model = gemma2_config(
-            vocab_size=args.vocab,
-            num_layers=args.layers,
-            model_dim=args.dim,
-            ffn_dim=args.ffn,
-            num_heads=args.heads,
-            num_kv_heads=args.kv_heads,
-            head_dim=args.head_dim,
-        )
-        if args.lora_rank:
-            model = dataclasses.replace(model, lora=LoraConfig(rank=args.lora_rank))
+        model = model_of(args)
         trees = [decoder.abstract_params(model, mesh, np.dtype(args.src_dtype)) for mesh in meshes]
     return trees[0], jax.tree.map(lambda leaf: leaf.sharding, trees[1])
 

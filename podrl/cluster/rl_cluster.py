@@ -92,16 +92,8 @@ class RLCluster:
         self.actor_mesh = cluster_config.role_to_mesh[Role.ACTOR]
         self.rollout_mesh = cluster_config.role_to_mesh[Role.ROLLOUT]
         self.training_config = cluster_config.training_config
-        here = jax.process_index()
-        self.trains, self.generates = (
-            any(d.process_index == here for d in mesh.devices.flat) for mesh in (self.actor_mesh, self.rollout_mesh)
-        )
         self._link = link
-        if link is not None:
-            self.trains, self.generates = link.trains, not link.trains
-        self._local_rollout_mesh = self.rollout_mesh
-        if self.generates:
-            self._local_rollout_mesh = local_mesh(self.rollout_mesh, here, key="roles.rollout.mesh")
+        self._find_roles()
         actor = self._read_actor(actor, tokenizer, lora)
         self.optimizer = self.training_config.optimizer(updates_per_step=updates_per_step)
         if self.trains:
@@ -123,14 +115,27 @@ class RLCluster:
             self.make_critic()
         self._build_rollout()
         self.reward_source = "" if reward is None else os.fspath(reward)
-        self.reward_model: RewardModel | None = None
-        if self.reward_source and self.generates:
-            mesh = cluster_config.role_to_mesh.get(Role.REWARD, self._local_rollout_mesh)
-            dtype = self.training_config.dtype
-            self.reward_model = RewardModel(self.reward_source, mesh, self.tokenizer, longest=self.longest, dtype=dtype)
+        self.reward_model = self._make_reward_model() if self.reward_source and self.generates else None
         self._backlog = Backlog()
         self._buffered: dict[str, list[float]] = {}
         self._loggers: list[MetricsLogger] = []
+
+    def _find_roles(self) -> None:
+        """Sets what this process does and its part of the rollout mesh."""
+        here = jax.process_index()
+        self.trains, self.generates = (
+            any(d.process_index == here for d in mesh.devices.flat) for mesh in (self.actor_mesh, self.rollout_mesh)
+        )
+        if self._link is not None:
+            self.trains, self.generates = self._link.trains, not self._link.trains
+        self._local_rollout_mesh = self.rollout_mesh
+        if self.generates:
+            self._local_rollout_mesh = local_mesh(self.rollout_mesh, here, key="roles.rollout.mesh")
+
+    def _make_reward_model(self) -> RewardModel:
+        mesh = self.config.role_to_mesh.get(Role.REWARD, self._local_rollout_mesh)
+        dtype = self.training_config.dtype
+        return RewardModel(self.reward_source, mesh, self.tokenizer, longest=self.longest, dtype=dtype)
 
     def _read_actor(self, actor: Any, tokenizer: Any, lora: LoraConfig | None) -> Any:
         """Sets model and tokenizer; returns the loaded actor, or its directory where no device of it is here."""

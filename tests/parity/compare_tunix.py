@@ -82,57 +82,30 @@ def serve(generate: Any) -> None:
 
 
 def serve_podrl(rest: list[str]) -> None:
-    from podrl import bench_rollout
+    from podrl import bench_model, bench_rollout
 
-    bench_rollout.fake_devices(8)
+    bench_model.fake_devices(8)
     bench = bench_rollout.Bench(rest)
     serve(lambda: bench.generate().tokens)
 
 
 def serve_tunix(mesh_sizes: str, rest: list[str]) -> None:
-    from podrl import bench_rollout  # options and prompts: needs nothing but numpy
+    from podrl import bench_model, bench_rollout  # options and prompts: needs nothing but numpy
 
-    bench_rollout.fake_devices(8)
+    bench_model.fake_devices(8)
     args = bench_rollout.make_parser().parse_args(rest)
 
     import jax
     import numpy as np
-    from flax import nnx
     from jax.sharding import Mesh
     from tunix.generate import sampler
-    from tunix.models.gemma import model as gemma
+    from tunix_model import make_model
 
     fsdp, tp = (int(n) for n in mesh_sizes.split(","))
     mesh = Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), ("fsdp", "tp"))
-    config = gemma.ModelConfig(
-        num_layers=args.layers,
-        num_embed=args.vocab,
-        embed_dim=args.dim,
-        hidden_dim=args.ffn,
-        num_heads=args.heads,
-        head_dim=args.head_dim,
-        num_kv_heads=args.kv_heads,
-        final_logit_softcap=30.0,
-        use_post_attn_norm=True,
-        use_post_ffw_norm=True,
-        attention_types=tuple(
-            gemma.AttentionType.LOCAL_SLIDING if i % 2 == 0 else gemma.AttentionType.GLOBAL for i in range(args.layers)
-        ),
-        attn_logits_soft_cap=50.0,
-        sliding_window_size=args.window,
-        shd_config=gemma.ShardingConfig.get_default_sharding(is_sampling=True),
-    )
 
     with jax.set_mesh(mesh):
-
-        @nnx.jit
-        def make() -> Any:
-            model = gemma.Gemma(config, rngs=nnx.Rngs(args.seed))
-            state = nnx.state(model)
-            nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
-            return model
-
-        model = make()
+        model = make_model(args, is_sampling=True)
         table = model.embedder.input_embedding
         table[...] = table[...] * (0.1 * args.dim**-0.5 / float(table[...].std()))
     print(f"tunix: gate weights {model.layers[0].mlp.gate_proj.kernel[...].sharding}", file=sys.stderr)

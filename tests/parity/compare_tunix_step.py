@@ -71,38 +71,14 @@ def serve(rest: list[str]) -> None:
     from tunix.models.gemma import model as gemma
     from tunix.rl import algo_core, common
     from tunix.rl.grpo import grpo_learner
+    from tunix_model import make_model
 
     sizes = dict(part.split("=") for part in args.src.split(","))
     fsdp, tp = int(sizes.get("fsdp", 1)), int(sizes.get("tensor", 1))
     mesh = Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), ("fsdp", "tp"))
-    config = gemma.ModelConfig(
-        num_layers=args.layers,
-        num_embed=args.vocab,
-        embed_dim=args.dim,
-        hidden_dim=args.ffn,
-        num_heads=args.heads,
-        head_dim=args.head_dim,
-        num_kv_heads=args.kv_heads,
-        final_logit_softcap=30.0,
-        use_post_attn_norm=True,
-        use_post_ffw_norm=True,
-        attention_types=tuple(
-            gemma.AttentionType.LOCAL_SLIDING if i % 2 == 0 else gemma.AttentionType.GLOBAL for i in range(args.layers)
-        ),
-        attn_logits_soft_cap=50.0,
-        sliding_window_size=args.window,
-        shd_config=gemma.ShardingConfig.get_default_sharding(is_sampling=False),
-    )
     gemma.ModelConfig.__hash__ = object.__hash__  # nnx.jit hashes the model's attributes
     algo = grpo_learner.GRPOConfig(num_generations=args.group, beta=0.04)
     algo.temperature = 1.0  # Tunix copies it from the rollout configuration
-
-    @nnx.jit
-    def make() -> Any:
-        model = gemma.Gemma(config, rngs=nnx.Rngs(args.seed))
-        state = nnx.state(model)
-        nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
-        return model
 
     @nnx.jit
     def update(model: Any, optimizer: Any, example: Any) -> Any:
@@ -137,7 +113,7 @@ def serve(rest: list[str]) -> None:
         }
 
     with jax.set_mesh(mesh):
-        model = make()
+        model = make_model(args, is_sampling=False)
         optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)
         for seed in range(args.seed, args.seed + 2):
             fields = example_of(seed)
