@@ -28,9 +28,14 @@ class Tiny:
     mesh: jax.sharding.Mesh
     optimizer: Optimizer
 
+    @property
+    def dtype(self):
+        """Of parameters and computing: float32, or float64 in a process that in_float64.py prepared."""
+        return np.dtype(np.float32).name
+
     def params(self):
         """Random parameters; adapters are random too, so that they have an effect."""
-        abstract = decoder.abstract_params(self.config, self.mesh, jnp.dtype("float32"))
+        abstract = decoder.abstract_params(self.config, self.mesh, jnp.dtype(self.dtype))
         return jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), _host_params(self.config), abstract)
 
     def state(self):
@@ -58,7 +63,7 @@ class Tiny:
         return state_lib.put_batch(packed, self.mesh)
 
     def step(self, loss, **kwargs):
-        return make_train_step(self.config, loss, self.optimizer, self.mesh, **kwargs)
+        return make_train_step(self.config, loss, self.optimizer, self.mesh, **({"dtype": self.dtype} | kwargs))
 
 
 @functools.cache

@@ -1,0 +1,12 @@
+"""A pytest plugin under which the trainer computes in float64: what podrl calls float32 is float64 in this process.
+
+podrl names float32 wherever precision matters (accumulators, softmax, logits), so a program differs from the real one
+in nothing but its dtype, and whatever differs between two of its forms by more than 1e-12 is no rounding.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+jax.config.update("jax_enable_x64", True)
+jnp.float32, np.float32 = jnp.float64, np.float64

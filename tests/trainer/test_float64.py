@@ -1,0 +1,29 @@
+"""Packing, micro-batches and meshes change no gradient: rounding is all that the tests in float32 have to forgive."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+TESTS = (
+    "test_step.py::test_packing_and_micro_batches_do_not_change_the_update",
+    "test_step.py::test_mesh_does_not_change_the_update",
+    "test_step.py::test_gradient_equals_the_naive_one",
+    *("test_critic.py::test_gradient_equals_the_naive_one_on_any_mesh_and_packing",),
+)
+
+
+@pytest.mark.slow
+def test_gradients_agree_to_1e_12_in_float64():
+    """The tests named above, in a process of float64, where they compare every entry of a gradient to 1e-12."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "pytest", "-p", "in_float64", "-p", "no:cacheprovider", "-rA"]
+    done = subprocess.run(
+        [*command, *(str(HERE / name) for name in TESTS)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        pytest.fail(done.stdout[-6000:] + done.stderr[-2000:])
+    assert "6 passed" in done.stdout, done.stdout
