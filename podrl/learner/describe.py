@@ -75,6 +75,7 @@ def batch_rows(job: "RLJob", trainer_mesh: Mesh) -> list[list[str]]:
         ["prompts per step", f"{prompts}", "rollout.prompts_per_step"],
         ["samples per prompt (G)", f"{group}", f"{section}.num_generations"],
         ["samples per step", f"{samples}", f"{prompts} x {group}"],
+        ["decoded at once", f"{job.rollout.lanes}", _lanes_from(job)],
         ["mini-batches per pass", f"{samples // mini}", f"{samples} / trainer.mini_batch_size {mini}"],
         [
             "micro-batches per update",
@@ -87,6 +88,11 @@ def batch_rows(job: "RLJob", trainer_mesh: Mesh) -> list[list[str]]:
         ["steps", f"{steps}", "trainer.max_steps"],
         ["samples in all", f"{steps * samples:,}", "steps x samples per step"],
     ]
+
+
+def _lanes_from(job: "RLJob") -> str:
+    lanes, samples = job.rollout.lanes, job.samples_per_step
+    return "rollout.lanes" + (f"; a step fills {samples}, so {samples} would cost less" if lanes > samples else "")
 
 
 def in_words(job: "RLJob", trainer_mesh: Mesh) -> str:

@@ -18,7 +18,7 @@ from podrl.learner.generation import Generator, repeated
 from podrl.learner.grpo_config import GRPOConfig
 from podrl.learner.loop import InFlight, Schedule, train
 from podrl.learner.mismatch_gate import MismatchGate
-from podrl.learner.parts import Evaluator, Later, LearnerParts
+from podrl.learner.parts import Evaluator, Later, LearnerParts, gathered
 from podrl.learner.ppo_config import PPOConfig
 from podrl.learner.reward_kl import RewardKL
 from podrl.learner.rollout_side import RolloutParts
@@ -415,11 +415,6 @@ class GRPOParts(LearnerParts):
 
 class GRPOTrainerParts(TrainerSide, GRPOParts):
     """The loop's parts for GRPO on a trainer host."""
-
-
-def gathered(collected: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Metrics of several updates by name, still on the device; their means are taken when they are fetched."""
-    return {name: [metrics[name] for metrics in collected] for name in collected[0]}
 
 
 GRPOLearner.parts_class = GRPOParts

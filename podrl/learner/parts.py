@@ -190,8 +190,7 @@ class LearnerParts:
             return
         step, host, device = self._late
         self._late = None
-        fetched = {name: float(np.mean(value)) for name, value in jax.device_get(dict(device)).items()}
-        values = {**host, **self.device_metrics(fetched)}
+        values = {**host, **self.device_metrics(fetched_means(device))}
         values.update(self.cluster.take_buffered_metrics())
         if self.run.metrics is not None:
             self.run.metrics.write(step, values)
@@ -230,3 +229,13 @@ class LearnerParts:
     def watched(self) -> Sequence[tuple[str, str]]:
         """(metric, label) pairs of the progress line."""
         return ()
+
+
+def gathered(collected: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Metrics of several updates by name, still on the device: a mean there would be a program per metric."""
+    return {name: [metrics[name] for metrics in collected] for name in collected[0]}
+
+
+def fetched_means(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics on the host; of those that come as lists the means."""
+    return {name: float(np.mean(value)) for name, value in jax.device_get(dict(metrics)).items()}

@@ -11,7 +11,8 @@ from podrl.algorithms.gae import gae, masked_whiten
 from podrl.algorithms.value_loss import value_loss
 from podrl.cluster.critic import Critic
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.learner.grpo import GRPOLearner, GRPOParts, MetricFn, gathered
+from podrl.learner.grpo import GRPOLearner, GRPOParts, MetricFn
+from podrl.learner.parts import gathered
 from podrl.learner.ppo_config import PPOConfig
 from podrl.learner.scoring import Scores
 from podrl.learner.trainer_side import TrainerSide
