@@ -2,6 +2,8 @@
 
 import math
 import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,49 +11,58 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from podrl.data.template import user_turn
 from podrl.data.tokenizer import Tokenizer
 from podrl.mesh import rules
 from podrl.models import decoder, scalar
 from podrl.models.pretrained import check_vocab
-from podrl.types import PyTree
+from podrl.types import PyTree, Rollouts
 
 _PROBE = "The answer is 42.\n<answer>4 + 2 = 6</answer>"
 _ROWS = 8  # rows that each data shard scores at a time
+# A text may have this many times the policy's longest sample in the reward model's own tokens; the rest is cut off.
+OWN_TOKENS = 2
 
 
 class RewardModel:
-    """A sequence classification model with one label; its score of a sample is that of the sample's last token."""
+    """A sequence classification model with one label; its score of a sample is that of the sample's last token.
+
+    A model with the policy's tokenizer, or with none in its directory, scores the very tokens that were sampled. One
+    with another tokenizer is given the sample's text: as a conversation in its own chat template where it has one and
+    the record has a question, else the prompt and the completion without special tokens, after its start token.
+
+    Attributes:
+      own: its tokenizer where that is another than the policy's, else None.
+    """
 
     def __init__(self, directory: str, mesh: Mesh, tokenizer: Tokenizer, *, longest: int, dtype: str = "float32"):
         """Loads the model.
 
         Args:
-          directory: a Hugging Face directory with `score.weight`; scores the tokens the policy sampled, so its
-            tokenizer must be the policy's.
+          directory: a Hugging Face directory with `score.weight`.
           mesh: where it goes.
           tokenizer: the policy's.
-          longest: tokens of the longest sample; one program of that width scores all.
+          longest: tokens of the policy's longest sample; one program of that width scores all, of OWN_TOKENS times
+            that width where texts are read in other tokens.
           dtype: of the weights and of computing; scores are float32.
 
         Raises:
-          ValueError: a model without a head, or with another tokenizer.
+          ValueError: a model without a head, or without embeddings for the ids of its tokenizer.
         """
-        self.mesh, self._longest = mesh, longest
+        self.mesh, self._policy = mesh, tokenizer
         self.model, self._params = scalar.load(directory, mesh, jnp.dtype(dtype))
-        check_vocab(self.model, tokenizer.vocab_size)
+        self.own: Tokenizer | None = None
         if any((pathlib.Path(directory) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-            own = Tokenizer(directory)
-            if own.encode(_PROBE) != tokenizer.encode(_PROBE):
-                raise ValueError(
-                    f"The reward model in {directory} has another tokenizer than the policy: it scores the tokens the "
-                    "policy sampled, so give one that was trained with the same tokenizer (reward.model)."
-                )
+            found = Tokenizer(directory)
+            self.own = found if found.encode(_PROBE) != tokenizer.encode(_PROBE) else None
+        check_vocab(self.model, (self.own or tokenizer).vocab_size)
+        self._longest = longest if self.own is None else OWN_TOKENS * longest
         self._rows = _ROWS * math.prod(mesh.shape[axis] for axis in rules.DEFAULT_RULES["batch"])
-        self._placed = rules.sharding_for(("batch", "time"), (self._rows, longest), mesh)
+        self._placed = rules.sharding_for(("batch", "time"), (self._rows, self._longest), mesh)
 
         @jax.jit
         def run(params: PyTree, tokens_BT: Array, length_B1: Array) -> Array:
-            place_BT = jnp.broadcast_to(jnp.arange(longest), tokens_BT.shape)
+            place_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
             segment_BT = (place_BT < length_B1).astype(jnp.int32)
             hidden_BTD = decoder.hidden(
                 params, tokens_BT, segment_BT, place_BT, self.model, dtype=jnp.dtype(dtype), mesh=mesh
@@ -61,8 +72,47 @@ class RewardModel:
 
         self._run = run
 
+    def score_samples(self, rollouts: Rollouts, fields: Mapping[str, Sequence[Any]]) -> Float[np.ndarray, " B"]:
+        """The score of every sample.
+
+        Args:
+          rollouts: the samples.
+          fields: of their records, one value per sample. `question`, with `system_prompt` before it, is the user's
+            turn in the model's own chat template.
+
+        Raises:
+          ValueError: a sample longer than the model was set up for; its template refuses the conversation.
+        """
+        if self.own is None:
+            return self.score(rollouts.tokens_BT, rollouts.length_B)
+        texts = [self._text(rollouts, fields, b) for b in range(len(rollouts.length_B))]
+        return self.score(*self._encoded(texts))
+
+    def _text(self, rollouts: Rollouts, fields: Mapping[str, Sequence[Any]], b: int) -> str:
+        """What the model reads of a sample, in another tokenizer than the policy's."""
+        assert self.own is not None
+        if not self.own.has_chat_template or "question" not in fields:
+            return self._policy.decode(rollouts.tokens_BT[b, : rollouts.length_B[b]])
+        question, system = str(fields["question"][b]), fields["system_prompt"][b] if "system_prompt" in fields else ""
+        turns = [
+            {"role": "user", "content": user_turn(question, system)},
+            {"role": "assistant", "content": rollouts.completions[b]},
+        ]
+        return self.own.apply_chat_template(turns, add_generation_prompt=False)
+
+    def _encoded(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
+        """Right-padded own tokens of texts, each with one start token, cut off at the bound."""
+        assert self.own is not None
+        start = self.own.bos_token
+        rows = [self.own.encode(text, bos=not (start and text.startswith(start)))[: self._longest] for text in texts]
+        length_B = np.array([max(len(row), 1) for row in rows], np.int32)
+        tokens_BT = np.full((len(rows), int(length_B.max(initial=1))), self.own.pad_id, np.int32)
+        for b, row in enumerate(rows):
+            tokens_BT[b, : len(row)] = row
+        return tokens_BT, length_B
+
     def score(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
-        """The score of every right-padded sequence.
+        """The score of every right-padded sequence of the model's own tokens.
 
         Raises:
           ValueError: a sequence longer than the model was set up for.

@@ -73,9 +73,8 @@ class RLCluster:
           cluster_config: meshes, training and rollout configuration.
           critic: a Hugging Face directory or a model; None for a copy of the actor with a value head, made when a
             learner needs one (`make_critic`).
-          reward: a Hugging Face directory of a sequence classification model with one label and the actor's tokenizer,
-            whose score is one more reward (RewardConfig.model_weight); it lives on Role.REWARD's mesh, by default the
-            rollout's.
+          reward: a Hugging Face directory of a sequence classification model with one label, whose score is one more
+            reward (RewardConfig.model_weight); it lives on Role.REWARD's mesh, by default the rollout's.
           reference: None for the actor's initial weights (under LoRA: its base), or a directory.
           lora: adapters to add where `actor` is a directory.
           updates_per_step: optimizer updates of a step (mini-batches x passes), which learning-rate schedules span.

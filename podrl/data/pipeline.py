@@ -255,9 +255,8 @@ class Renderer:
 
     def __call__(self, record: Record | problems.Problem) -> tuple[str, Mapping[str, Any]]:
         fields = task_fields(record, self._config)
-        return template.wrap(
-            self._tokenizer, fields["question"], system=self._system, form=self._config.template
-        ), fields
+        text = template.wrap(self._tokenizer, fields["question"], system=self._system, form=self._config.template)
+        return text, ({"system_prompt": self._system} if self._system else {}) | dict(fields)
 
 
 def task_fields(record: Record | problems.Problem, config: DataConfig) -> dict[str, Any]:

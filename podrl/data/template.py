@@ -25,10 +25,15 @@ def wrap(tokenizer: Tokenizer, question: str, *, system: str = "", form: Form = 
       system: instructions before the question, in the user's turn as Gemma has no system turn; '' for none.
       form: 'chat' for the model's turns, 'plain' for instructions and question alone (models without turns).
     """
-    content = f"{system}\n\n{question}" if system else question
+    content = user_turn(question, system)
     if form == "chat":
         return tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     return f"{tokenizer.bos_token}{content}\n"
+
+
+def user_turn(question: str, system: str = "") -> str:
+    """What the user says: the instructions, where there are any, and the question."""
+    return f"{system}\n\n{question}" if system else question
 
 
 def completion(reasoning: str, answer: str) -> str:

@@ -61,7 +61,7 @@ class Generator:
         texts, fields = repeated(prompts.text, prompts.fields, group_size)
         reward_FB = self._rewards.score(texts, list(rollouts.completions), fields)
         if self._cluster.reward_model is not None:
-            score_B = self._cluster.reward_model.score(rollouts.tokens_BT, rollouts.length_B)
+            score_B = self._cluster.reward_model.score_samples(rollouts, fields)
             reward_FB = np.concatenate([reward_FB, score_B[None]])
         return rollouts, reward_FB, time.monotonic() - started
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from podrl.cluster.config import ClusterConfig, Role
@@ -21,6 +22,7 @@ from podrl.models.scalar import HEAD
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rollout.config import RolloutConfig
 from podrl.trainer.config import RLTrainingConfig
+from podrl.types import Prompts, Rollouts
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,75 @@ def test_the_score_is_the_heads_at_the_last_token(directory, spec):
     assert np.ptp(found_B) > 0.1 and HEAD == "score"
     with pytest.raises(ValueError, match="set up for 24"):
         model.score(np.zeros((1, 30), np.int32), np.array([30]))
+
+
+QUESTION, PROMPT = "2 + 2 =", "<bos><start_of_turn>user\nBe brief.\n\n2 + 2 =<end_of_turn>\n<start_of_turn>model\n"
+COMPLETIONS = ["4", "It is <answer>4</answer>", "five"]
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture(params=["chat", "plain"])
+def bytewise(request, directory, tmp_path):
+    """The same reward model with a tokenizer of bytes, with and without a chat template; and what it shall read."""
+    out = tmp_path / "model"
+    shutil.copytree(directory, out)
+    pieces = ["<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(out / "tokenizer.json"))
+    chat = {"chat_template": CHAT} if request.param == "chat" else {}
+    (out / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"} | chat))
+    frame = "[user] Be brief.\n\n2 + 2 =\n[assistant] {}\n" if chat else "user\nBe brief.\n\n2 + 2 =\nmodel\n{}"
+    return out, pieces, [frame.format(completion) for completion in COMPLETIONS]
+
+
+def answered():
+    """Rollouts of COMPLETIONS to PROMPT in the policy's tokens, and the fields of their records."""
+    policy = Tokenizer(TINY)
+    rows = [[*policy.encode(PROMPT + completion), *policy.eos_ids[:1]] for completion in COMPLETIONS]
+    B, T = len(rows), max(map(len, rows))
+    tokens_BT = np.array([row + [policy.pad_id] * (T - len(row)) for row in rows], np.int32)
+    zeros_BT, length_B = np.zeros((B, T), np.float32), np.array([len(row) for row in rows])
+    prompts = Prompts(tokens_BT[:, :1], np.ones(B, np.int32), np.arange(B), [PROMPT] * B, {}, b"")
+    rollouts = Rollouts(
+        prompts, tokens_BT, length_B, zeros_BT, zeros_BT, zeros_BT, tokens_BT, length_B, COMPLETIONS, 1.0
+    )
+    return rollouts, {"question": [QUESTION] * B, "system_prompt": ["Be brief."] * B, "answer": ["4"] * B}
+
+
+def test_a_model_with_another_tokenizer_reads_the_text(bytewise):
+    out, pieces, texts = bytewise
+    rollouts, fields = answered()
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    model = RewardModel(str(out), mesh, Tokenizer(TINY), longest=64)
+    found_B = model.score_samples(rollouts, fields)
+    # By hand: the start token, then every byte's piece ('Ġ' and 'Ċ' are how byte-level pieces write space and newline).
+    rows = [[0, *(pieces.index({" ": "Ġ", "\n": "Ċ"}.get(c, c)) for c in text)] for text in texts]
+    config, params = load(TINY)
+    head_D1 = jnp.asarray(load_file(out / "model.safetensors")["score.weight"].astype(np.float32).T)
+
+    def direct(row):
+        row_1T = jnp.asarray([row])
+        hidden_1TD = decoder.hidden(params, row_1T, jnp.ones_like(row_1T), jnp.arange(len(row))[None], config)
+        return float((hidden_1TD @ head_D1)[0, -1, 0])
+
+    np.testing.assert_allclose(found_B, [direct(row) for row in rows], atol=1e-4)
+    assert np.ptp(found_B) > 0.1
+    # Set up for samples of 16 policy tokens it reads 32 of its own and leaves the rest.
+    short = RewardModel(str(out), mesh, Tokenizer(TINY), longest=16)
+    np.testing.assert_allclose(short.score_samples(rollouts, fields), [direct(row[:32]) for row in rows], atol=1e-4)
+
+
+def test_a_model_with_the_policys_tokenizer_reads_its_tokens(directory):
+    rollouts, fields = answered()
+    model = RewardModel(str(directory), make_mesh("data=1", jax.devices()[:1]), Tokenizer(TINY), longest=64)
+    expected_B = model.score(rollouts.tokens_BT, rollouts.length_B)
+    np.testing.assert_array_equal(model.score_samples(rollouts, fields), expected_B)
 
 
 def test_what_is_no_reward_model_is_refused(directory):

@@ -173,6 +173,7 @@ def test_records_keep_their_other_fields_and_gsm8k_its_solution(tokenizer, file)
     assert batch.fields["id"] == [0, 1]
     assert batch.fields["answer"] == ["0", "1"] and batch.fields["solution"] == ["#### 0", "#### 1"]
     assert "<reasoning>" in batch.text[0]  # the reference instructions, for a real model
+    assert "<reasoning>" in batch.fields["system_prompt"][0]
 
 
 def test_a_list_of_prompts(tokenizer):
