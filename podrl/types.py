@@ -112,6 +112,7 @@ class TrainBatch:
       ref_logprob_ABT: log-probability under the reference policy; zeros when no KL term is used.
       length_ABT: number of loss tokens in this token's sequence (1 on padding): weights of the sequence-mean modes.
       micro_batches: how many of the A micro-batches are filled, at least 1.
+      kl_scale: what the loss multiplies its KL coefficient by; 1 unless the coefficient is steered.
     """
 
     tokens_ABT: Int[Array, "A B T"]
@@ -124,6 +125,7 @@ class TrainBatch:
     ref_logprob_ABT: Float[Array, "A B T"]
     length_ABT: Float[Array, "A B T"]
     micro_batches: Int[Array, ""]
+    kl_scale: Float[Array, ""]
 
 
 @flax.struct.dataclass

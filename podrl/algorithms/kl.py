@@ -5,6 +5,7 @@ d = logprob - ref_logprob, the tokens drawn from the policy of `logprob`.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,17 @@ class AdaptiveKL:
             )
 
     def update(self, coef: float, *, kl: float, samples: int) -> float:
-        """The coefficient after a step of `samples` samples on which the mean KL was `kl`."""
+        """The coefficient after a step of `samples` samples on which the mean KL was `kl`; NaN moves nothing.
+
+        Raises:
+          ValueError: a step of five horizons, whose fifth each would turn the coefficient negative.
+        """
+        if samples >= 5 * self.horizon:
+            raise ValueError(
+                f"kl_horizon={self.horizon} is too short for steps of {samples} samples: it must be above "
+                f"{samples / 5:g}, or one step could turn the coefficient negative."
+            )
+        if math.isnan(kl):
+            return coef
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return coef * (1.0 + error * samples / self.horizon)

@@ -238,7 +238,7 @@ class PolicyLoss:
         length_BT: Float[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         *,
-        beta: Float[Array, ""] | float | None = None,
+        kl_scale: Float[Array, ""] | float = 1.0,
     ) -> tuple[Ratio, dict[str, Ratio]]:
         """Loss and metrics of a (micro-)batch of packed rows; add the Ratios over micro-batches, then divide once.
 
@@ -256,7 +256,7 @@ class PolicyLoss:
           mask_BT: 1 on loss tokens.
           length_BT: number of loss tokens in this token's sequence, 1 on padding.
           segment_BT: 1, 2, ... within a row, 0 on padding.
-          beta: KL coefficient in place of the attribute, for adaptive control; traced, so changing it compiles nothing.
+          kl_scale: factor on `beta`, for adaptive control; traced, so changing it compiles nothing.
 
         Returns:
           The loss; metrics actor/{pg_loss, pg_clipfrac, pg_clipfrac_lower, approx_kl, kl, entropy, ratio} and
@@ -274,9 +274,9 @@ class PolicyLoss:
 
         kl_BT = jnp.zeros_like(logprob_BT)
         loss_BT = pg_BT - self.entropy_coef * entropy_BT
-        if self.beta > 0 or beta is not None:
+        if self.beta > 0:
             kl_BT = kl.kl_divergence(logprob_BT, ref_BT, self.kl_loss_mode, clamp=self.kl_clamp_value)
-            loss_BT = loss_BT + (self.beta if beta is None else beta) * kl_BT
+            loss_BT = loss_BT + self.beta * kl_scale * kl_BT
 
         def reduce(value_BT: Float[Array, "B T"]) -> Ratio:
             scale = 1.0 if self.loss_agg_scale is None else self.loss_agg_scale

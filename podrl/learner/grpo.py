@@ -16,11 +16,11 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pipeline import PromptStream
 from podrl.learner.generation import Generator, repeated
 from podrl.learner.grpo_config import GRPOConfig
+from podrl.learner.kl_control import LossKL, RewardKL
 from podrl.learner.loop import InFlight, Schedule, train
 from podrl.learner.mismatch_gate import MismatchGate
 from podrl.learner.parts import Evaluator, Later, LearnerParts, gathered
 from podrl.learner.ppo_config import PPOConfig
-from podrl.learner.reward_kl import RewardKL
 from podrl.learner.rollout_side import RolloutParts
 from podrl.learner.run import Run
 from podrl.learner.scoring import Scores, policy_scores
@@ -42,9 +42,9 @@ class CurrentAsOld:
 
     loss: TokenLoss
 
-    def __call__(self, logprob_BT, old_logprob_BT, *rest):
+    def __call__(self, logprob_BT, old_logprob_BT, *rest, kl_scale):
         del old_logprob_BT
-        return self.loss(logprob_BT, jax.lax.stop_gradient(logprob_BT), *rest)
+        return self.loss(logprob_BT, jax.lax.stop_gradient(logprob_BT), *rest, kl_scale=kl_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,10 @@ class SamplerAsOld:
     loss: TokenLoss
 
     def __call__(
-        self, logprob_BT, old_logprob_BT, ref_logprob_BT, sampler_logprob_BT, advantage_BT, entropy_BT, *where
+        self, logprob_BT, old_logprob_BT, ref_logprob_BT, sampler_logprob_BT, advantage_BT, entropy_BT, *where, kl_scale
     ):
-        loss, metrics = self.loss(
-            logprob_BT, old_logprob_BT, ref_logprob_BT, sampler_logprob_BT, advantage_BT, entropy_BT, *where
-        )
+        arrays = (logprob_BT, old_logprob_BT, ref_logprob_BT, sampler_logprob_BT, advantage_BT, entropy_BT, *where)
+        loss, metrics = self.loss(*arrays, kl_scale=kl_scale)
         return loss, {**metrics, **mismatch(jax.lax.stop_gradient(logprob_BT), sampler_logprob_BT, where[0])}
 
 
@@ -207,7 +206,7 @@ class GRPOParts(LearnerParts):
         self._old = self._config.old_source(updates)
         rollout = self.cluster.config.rollout()
         loss = self._config.policy_loss(rollout.max_tokens_to_generate)
-        self._reward_kl = RewardKL(self._config)
+        self._reward_kl, self._loss_kl = RewardKL(self._config), LossKL(self._config, loss.beta)
         self._needs_reference = loss.needs_reference() or self._reward_kl.active
         self._gate = MismatchGate(
             self._config.mismatch_bound,
@@ -250,6 +249,8 @@ class GRPOParts(LearnerParts):
                 )
             said |= self._learn(step, experience, scores, reward_BT)
             jax.block_until_ready(self.cluster.state.step)
+            if self._loss_kl.active:
+                said |= self._loss_kl.trained(said["actor/kl"], len(experience.reward_B))
         return said
 
     def _learn(self, step: int, experience: Experience, scores: Scores, reward_BT: np.ndarray) -> dict[str, Any]:
@@ -296,6 +297,7 @@ class GRPOParts(LearnerParts):
                 old_logprob_BT=scores.old_logprob_BT[chosen],
                 ref_logprob_BT=scores.ref_logprob_BT[chosen],
                 sampler_logprob_BT=rollouts.logprob_BT[chosen],
+                kl_scale=self._loss_kl.scale,
             )
             batch: Any = self.cluster.put_batch(host)
             if self._old == "trainer" and not self._reward_kl.active:
@@ -388,11 +390,16 @@ class GRPOParts(LearnerParts):
         ]
 
     def controllers(self) -> dict[str, Any]:
-        return {"reward_kl": self._reward_kl.state()} if self._reward_kl.active else {}
+        return {name: control.state() for name, control in self._kl_controls()}
 
     def restore_controllers(self, state: Mapping[str, Any]) -> None:
-        if self._reward_kl.active:
-            self._reward_kl.restore(state["reward_kl"])
+        for name, control in self._kl_controls():
+            if name in state:  # a run may be steered from its resumption on
+                control.restore(state[name])
+
+    def _kl_controls(self) -> list[tuple[str, RewardKL | LossKL]]:
+        reward: list[tuple[str, RewardKL | LossKL]] = [("reward_kl", self._reward_kl)] * self._reward_kl.active
+        return reward + [("loss_kl", self._loss_kl)] * self._loss_kl.steered
 
     def check(self, step: int, values: Mapping[str, float]) -> None:
         super().check(step, values)

@@ -107,6 +107,9 @@ class GRPOConfig(AlgorithmConfig):
     def reward_kl(self) -> tuple[float, str]:
         return self.kl_in_reward, self.kl_reward_mode
 
+    def kl_coefs(self) -> dict[str, float]:
+        return {"beta": self.beta, "kl_in_reward": self.kl_in_reward}
+
     def loss_fields(self) -> dict[str, Any]:
         fields = super().loss_fields()
         return fields | ({"policy_loss_fn": "gspo_token"} if self.loss_algo == "gspo-token" else {})

@@ -92,6 +92,9 @@ class PPOConfig(AlgorithmConfig):
     def reward_kl(self) -> tuple[float, str]:
         return self.beta, self.kl_method
 
+    def kl_coefs(self) -> dict[str, float]:
+        return {"beta": self.beta}
+
     def loss_fields(self) -> dict[str, Any]:
         # The KL is in the reward, so none is in the loss.
         return super().loss_fields() | {"beta": 0.0, "entropy_coef": self.entropy_coef or 0.0}

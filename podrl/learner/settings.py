@@ -34,7 +34,8 @@ class AlgorithmConfig:
       overlong_penalty: reward lost at the limit.
       overlong_filter: completions cut off by the limit leave the loss; their rewards still count in their groups.
       no_stop_reward: reward of a completion that the limit cut off, in place of its own; None for its own.
-      kl_target: KL per token, nats, that the coefficient of the KL in the reward is steered to; None keeps it fixed.
+      kl_target: KL to the reference per token, nats, that its coefficient is steered to, be it in the loss or in the
+        reward; None keeps the coefficient fixed.
       kl_horizon: samples over which the coefficient moves by at most a fifth.
       mismatch_bound: mean |log-probability of the trainer - of the sampler| per token, nats, above which a step warns.
       mismatch_patience: steps in a row above the bound after which the run stops; 0 only warns.
@@ -91,21 +92,35 @@ class AlgorithmConfig:
                 f"{name}.mismatch_bound={self.mismatch_bound} must be above 0 (inf never warns) and "
                 f"{name}.mismatch_patience={self.mismatch_patience} at least 0 (0 never stops)."
             )
-        coef, _ = self.reward_kl()
         if self.kl_target is not None:
-            if not coef > 0:
-                raise ValueError(
-                    f"{name}.kl_target={self.kl_target} steers the KL in the reward, whose coefficient is 0: give it a "
-                    f"start above 0 ({name}.{'beta' if name == 'ppo' else 'kl_in_reward'})."
-                )
+            self._check_steered(self.kl_target)
             AdaptiveKL(self.kl_target, self.kl_horizon)
         self.estimator()
         self.policy_loss(max_tokens=1)  # refuses what the loss cannot do; the limit plays no part in that
+
+    def _check_steered(self, target: float) -> None:
+        """Raises ValueError unless the KL is in exactly one place."""
+        coefs = self.kl_coefs()
+        used = [f"{self.section}.{field}={coef:g}" for field, coef in coefs.items() if coef > 0]
+        if not used:
+            raise ValueError(
+                f"{self.section}.kl_target={target} steers the coefficient of the KL to the reference, and there is "
+                f"none: give it a start above 0 ({' or '.join(f'{self.section}.{field}' for field in coefs)})."
+            )
+        if len(used) > 1:
+            raise ValueError(
+                f"{self.section}.kl_target={target} steers one coefficient, but the KL to the reference is in two "
+                f"places: set {' or '.join(used)} to 0."
+            )
 
     # What the learner asks.
 
     def reward_kl(self) -> tuple[float, str]:
         """(coefficient, estimator) of the KL in the reward; 0 for none."""
+        raise NotImplementedError
+
+    def kl_coefs(self) -> dict[str, float]:
+        """Coefficients of the KL to the reference by the fields that set them, in the loss or in the reward."""
         raise NotImplementedError
 
     def estimator(self) -> AdvantageEstimator:
@@ -158,8 +173,12 @@ class AlgorithmConfig:
         lines = []
         coef, mode = self.reward_kl()
         if coef:
-            steered = f", steered to {self.kl_target:g} nats per token" if self.kl_target is not None else ""
-            lines.append(f"reward per token: - {coef:g} KL to the reference ({mode}){steered}")
+            lines.append(f"reward per token: - {coef:g} KL to the reference ({mode})")
+        if self.kl_target is not None:
+            lines.append(
+                f"that coefficient of the KL is where it starts: it is steered to a KL of {self.kl_target:g} nats per "
+                "token"
+            )
         if self.dynamic_sampling:
             lines.append(
                 f"dynamic sampling: groups of equal rewards are replaced from {self.dynamic_sampling_batches - 1} "

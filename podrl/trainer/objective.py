@@ -21,6 +21,7 @@ class Rows:
     """One micro-batch of a TrainBatch; fields mean what they mean there. `key` is for what is random in training."""
 
     key: PRNGKeyArray
+    kl_scale: Float[Array, ""]
     tokens_BT: Int[Array, "B T"]
     segment_BT: Int[Array, "B T"]
     position_BT: Int[Array, "B T"]
@@ -49,20 +50,25 @@ class CriticRows:
 def rows_of(batch: TrainBatch | CriticBatch, index: Int[Array, ""], key: PRNGKeyArray) -> Any:
     """Micro-batch `index` (traced) of the batch, as Rows or CriticRows; its key is `key` folded with the index."""
     kind = CriticRows if isinstance(batch, CriticBatch) else Rows
+    scalars = {} if isinstance(batch, CriticBatch) else {"kl_scale": batch.kl_scale}
     return kind(
         key=jax.random.fold_in(key, index),
+        **scalars,
         **{
             field.name: jax.lax.dynamic_index_in_dim(
                 getattr(batch, field.name.replace("_BT", "_ABT")), index, axis=0, keepdims=False
             )
             for field in dataclasses.fields(kind)
-            if field.name != "key"
+            if field.name.endswith("_BT")
         },
     )
 
 
 class TokenLoss(Protocol):
-    """A loss on token log-probabilities, undivided, with its metrics, undivided too."""
+    """A loss on token log-probabilities, undivided, with its metrics, undivided too.
+
+    `kl_scale` is a factor on the coefficient of its KL to the reference, where it has one.
+    """
 
     def __call__(
         self,
@@ -76,6 +82,8 @@ class TokenLoss(Protocol):
         length_BT: Float[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         /,
+        *,
+        kl_scale: Float[Array, ""] | float,
     ) -> tuple[Ratio, Mapping[str, Ratio]]: ...
 
 
@@ -163,6 +171,7 @@ def token_objective(forward: Forward, loss: TokenLoss) -> Objective:
             rows.mask_BT,
             rows.length_BT,
             rows.segment_BT,
+            kl_scale=rows.kl_scale,
         )
 
     return objective
@@ -184,9 +193,11 @@ class CrossEntropy:
         length_BT: Float[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         /,
+        *,
+        kl_scale: Float[Array, ""] | float = 1.0,
     ) -> tuple[Ratio, Mapping[str, Ratio]]:
         """(-sum of log p over mask, tokens), and sft/loss and sft/entropy."""
-        del old_logprob_BT, ref_logprob_BT, sampler_logprob_BT, advantage_BT, length_BT, segment_BT
+        del old_logprob_BT, ref_logprob_BT, sampler_logprob_BT, advantage_BT, length_BT, segment_BT, kl_scale
         count = jnp.sum(mask_BT)
         loss = Ratio(-jnp.sum(jnp.where(mask_BT > 0, logprob_BT, 0.0)), count)
         entropy = Ratio(jnp.sum(jnp.where(mask_BT > 0, jax.lax.stop_gradient(entropy_BT), 0.0)), count)

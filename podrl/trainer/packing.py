@@ -156,6 +156,7 @@ def pack(
     old_logprob_BT: Float[np.ndarray, "B T"],
     ref_logprob_BT: Float[np.ndarray, "B T"],
     sampler_logprob_BT: Float[np.ndarray, "B T"],
+    kl_scale: float = 1.0,
 ) -> TrainBatch:
     """Copies samples into packed rows, as numpy arrays.
 
@@ -167,6 +168,7 @@ def pack(
       mask_BT: 1 where the token counts in the loss.
       advantage_BT: per token, or one per sequence (shape (B,)).
       old_logprob_BT, ref_logprob_BT, sampler_logprob_BT: as in TrainBatch; nats.
+      kl_scale: as in TrainBatch.
 
     Raises:
       ValueError: arrays whose first dimension is not the number of placed sequences.
@@ -191,6 +193,7 @@ def pack(
         return rows(np.where(mask_X, values_BT[sequence_X, offset_X], 0.0), np.float32)
 
     micro_batches: Any = np.asarray(placement.micro_batches, np.int32)
+    scale: Any = np.asarray(kl_scale, np.float32)
     return TrainBatch(
         tokens_ABT=rows(tokens_BT[sequence_X, offset_X], np.int32),
         segment_ABT=rows(placement.segment_B[sequence_X], np.int32),
@@ -202,6 +205,7 @@ def pack(
         sampler_logprob_ABT=masked(sampler_logprob_BT),
         length_ABT=rows(np.maximum(count_B, 1)[sequence_X], np.float32, fill=1),
         micro_batches=micro_batches,
+        kl_scale=scale,
     )
 
 

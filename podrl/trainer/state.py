@@ -1,7 +1,7 @@
 """Where the training state and its batches live on the mesh."""
 
 import math
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def abstract_batch(shape: PackShape, mesh: Mesh) -> TrainBatch:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=rules.sharding_for(("layers", "batch", "time"), dims, mesh))
 
     whole, real = rows(jnp.int32), rows(jnp.float32)
-    count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=rules.replicated(mesh))
+    count, scale = (jax.ShapeDtypeStruct((), x, sharding=rules.replicated(mesh)) for x in (jnp.int32, jnp.float32))
     return TrainBatch(
         tokens_ABT=whole,
         segment_ABT=whole,
@@ -92,7 +92,8 @@ def abstract_batch(shape: PackShape, mesh: Mesh) -> TrainBatch:
         sampler_logprob_ABT=real,
         ref_logprob_ABT=real,
         length_ABT=real,
-        micro_batches=count,
+        micro_batches=cast(Any, count),
+        kl_scale=cast(Any, scale),
     )
 
 

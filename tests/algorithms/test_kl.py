@@ -1,5 +1,7 @@
 """KL estimators: published constants, unbiasedness by enumeration, and the coefficients."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +109,9 @@ def test_adaptive_coefficient_moves_towards_the_target_and_is_bounded():
     assert controller.update(0.2, kl=6.0, samples=64) == 0.2
     assert controller.update(0.2, kl=600.0, samples=100) == pytest.approx(0.2 * 1.02)
     assert controller.update(0.2, kl=0.0, samples=100) == pytest.approx(0.2 * 0.98)
+    assert kl.AdaptiveKL(1.0, 10.0).update(0.5, kl=math.nan, samples=4) == 0.5
+    with pytest.raises(ValueError, match=r"kl_horizon=10.0 .* 50 samples: it must be above 10"):
+        kl.AdaptiveKL(1.0, 10.0).update(0.5, kl=1.0, samples=50)
     with pytest.raises(ValueError, match="kl_target=0"):
         kl.AdaptiveKL(target=0.0, horizon=1.0)
 

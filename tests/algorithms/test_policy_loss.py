@@ -155,7 +155,7 @@ def test_kl_and_entropy_enter_with_their_coefficients():
     np.testing.assert_allclose(metrics["actor/kl"].mean(), 42 / 3, rtol=1e-12)
     np.testing.assert_allclose(metrics["actor/entropy"].mean(), 1.0, rtol=1e-12)
     np.testing.assert_allclose(loss.mean(), 0.1 * 14 - 0.01, rtol=1e-12)
-    traced, _ = PolicyLoss(beta=0.0, kl_loss_mode="kl", entropy_coef=0.01)(*arguments, beta=jnp.asarray(0.1))
+    traced, _ = PolicyLoss(beta=0.04, kl_loss_mode="kl", entropy_coef=0.01)(*arguments, kl_scale=jnp.asarray(2.5))
     np.testing.assert_allclose(traced.mean(), loss.mean(), rtol=1e-12)
 
 

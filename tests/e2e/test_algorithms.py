@@ -1,5 +1,7 @@
 """Algorithms that do more than GRPO, as whole runs: killed and resumed bitwise, with the metrics they promise."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -20,6 +22,11 @@ VARIANTS = {
         *("--config.algorithm=dapo", "--config.grpo.max_staleness=1", "--config.grpo.overlong_filter=True"),
         "--config.reward.fns=('answer',)",
     ),
+    # A KL coefficient in the loss that moves, two passes, a batch in flight.
+    "steered": (
+        *("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0"),
+        *("--config.grpo.num_iterations=2", "--config.grpo.max_staleness=1"),
+    ),
     "remax": ("--config.algorithm=remax", "--config.grpo.kl_in_reward=0.02"),
 }
 PROMISED = {
@@ -29,6 +36,7 @@ PROMISED = {
         *("reward/kl", "reward/kl_coef", "sampler/abs_diff"),
     ),
     "dapo": ("dynamic_sampling/groups_drawn", "dynamic_sampling/groups_replaced", "sampler/abs_diff"),
+    "steered": ("actor/kl", "actor/kl_coef"),
     "remax": ("reward/kl", "actor/pg_loss"),
 }
 
@@ -52,6 +60,11 @@ def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
     if name == "ppo":
         assert "actor/pg_loss" not in records[1] and "critic/vf_loss" in records[1]
         assert len({r["reward/kl_coef"] for r in records.values()}) > 2
+    if name == "steered":
+        # The first step's KL is that of the policy to itself, below any target; later ones decide by what they measure.
+        coefs = [records[step]["actor/kl_coef"] for step in (1, 2, 3, 4)]
+        assert coefs[0] == 0.1 and len(set(coefs)) == 4
+        assert all((b > a) == (records[i]["actor/kl"] > 0.001) for i, (a, b) in enumerate(itertools.pairwise(coefs), 1))
     if name == "dapo":
         assert all(4 <= r["dynamic_sampling/groups_drawn"] <= 12 for r in records.values())
         assert any(r["dynamic_sampling/groups_replaced"] > 0 for r in records.values())

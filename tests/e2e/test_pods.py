@@ -71,6 +71,21 @@ def test_a_pod_trains_like_one_process(tmp_path, alone, pod):
     assert "[trainer 0] " in finished.stdout and "[Gloo]" not in finished.stdout
 
 
+def test_trainer_hosts_steer_the_kl_alike(tmp_path):
+    """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill."""
+    steered = ("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0")
+    steered += ("--config.trainer.max_steps=4", "--config.eval.problems=0")
+    lone = comparable(run(tmp_path / "alone" / "run", *steered).workdir)
+    with job(tmp_path / "pod" / "run", *SPLIT, *steered) as running:
+        running.wait_for_step(3)
+        os.kill(process(running.process.pid, 1), signal.SIGKILL)
+        assert running.end() == 42, running.stderr
+    ours = comparable(run(tmp_path / "pod" / "run", *SPLIT, *steered).workdir)
+    coefs = [[record["actor/kl_coef"] for record in records if "actor/kl_coef" in record] for records in (lone, ours)]
+    assert len(coefs[0]) == len(set(coefs[0])) == 4
+    assert coefs[1] == pytest.approx(coefs[0], rel=1e-5)
+
+
 def test_a_killed_rollout_is_replaced_and_nothing_else_changes(tmp_path, undisturbed):
     with job(tmp_path / "run", *SPLIT) as running:
         running.wait_for_step(1)

@@ -1,7 +1,9 @@
 """What the configurations of the algorithms make of presets, rewards and lengths."""
 
 import dataclasses
+import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,9 +11,9 @@ from podrl.algorithms.presets import PRESETS, preset
 from podrl.algorithms.shaping import overlong_penalty
 from podrl.learner import ppo_config
 from podrl.learner.grpo_config import GRPOConfig, preset_fields
+from podrl.learner.kl_control import LossKL, RewardKL
 from podrl.learner.mismatch_gate import MismatchGate
 from podrl.learner.ppo_config import PPOConfig
-from podrl.learner.reward_kl import RewardKL
 from podrl.types import STOP_EOS, STOP_LENGTH, Prompts, Rollouts
 
 
@@ -85,21 +87,43 @@ def test_kl_in_the_reward_is_steered_and_survives_a_checkpoint():
     reward_BT = np.array([[0, 0, 2.0], [0, 1.0, 0]])
     logprob_BT = np.array([[0, -1.0, -2.0], [0, -1.0, np.nan]])
     ref_BT = np.array([[0, -1.5, -2.5], [0, -1.5, 0]])
-    penalty = RewardKL(GRPOConfig(kl_in_reward=0.1, kl_target=0.25, kl_horizon=20.0))
+    penalty = RewardKL(GRPOConfig(beta=0.0, kl_in_reward=0.1, kl_target=0.25, kl_horizon=20.0))
     result_BT, said = penalty.penalised(reward_BT, logprob_BT, ref_BT, mask_BT)
     np.testing.assert_allclose(result_BT, [[0, -0.05, 1.95], [0, 0.95, 0]])
     assert said == {"reward/kl": pytest.approx(0.5), "reward/kl_coef": 0.1}
     # Twice the target: the error is held at 0.2, so 2 samples of a horizon of 20 raise the coefficient by 2%.
     assert penalty.coef == pytest.approx(0.102)
-    other = RewardKL(GRPOConfig(kl_in_reward=0.1, kl_target=0.25))
+    other = RewardKL(GRPOConfig(beta=0.0, kl_in_reward=0.1, kl_target=0.25))
     other.restore(penalty.state())
     assert other.coef == penalty.coef
+
+
+def test_kl_in_the_loss_is_steered_and_survives_a_checkpoint():
+    config = GRPOConfig(beta=0.1, kl_target=0.25, kl_horizon=20.0)
+    control = LossKL(config, config.policy_loss(8).beta)
+    assert control.active and control.steered and control.scale == 1.0
+    # Updates that measured 0.4 and 0.6: twice the target, held at 0.2, so 2 samples of a horizon of 20 give 2% more.
+    said = control.trained([jnp.float32(0.4), jnp.float32(0.6)], 2)
+    assert said == {"actor/kl_coef": 0.1}
+    assert control.coef == pytest.approx(0.102) and control.scale == pytest.approx(1.02)
+    # At 0.2375 the error is -0.05: -0.5%. A KL that is no number moves nothing.
+    assert control.trained([jnp.float32(0.2375)], 2) == {"actor/kl_coef": pytest.approx(0.102)}
+    assert control.coef == pytest.approx(0.102 * 0.995)
+    control.trained([jnp.float32(np.nan)], 2)
+    other = LossKL(dataclasses.replace(config, beta=0.5), 0.5)
+    other.restore(json.loads(json.dumps(control.state())))
+    assert other.coef == control.coef == pytest.approx(0.102 * 0.995) and other.scale == other.coef / 0.5
+    fixed = LossKL(GRPOConfig(beta=0.1), 0.1)
+    fixed.trained([jnp.float32(9.0)], 2)
+    assert not fixed.steered and fixed.scale == 1.0 and not LossKL(PPOConfig(), 0.0).active
 
 
 @pytest.mark.parametrize(
     ("cls", "values", "message"),
     [
-        (GRPOConfig, {"kl_target": 1.0}, "grpo.kl_in_reward"),
+        (GRPOConfig, {"kl_target": 1.0, "beta": 0.0}, "grpo.beta or grpo.kl_in_reward"),
+        (GRPOConfig, {"kl_target": 1.0, "kl_in_reward": 0.1}, "set grpo.beta=0.04 or grpo.kl_in_reward=0.1 to 0"),
+        (GRPOConfig, {"kl_target": 1.0, "kl_horizon": 0.0}, "kl_horizon=0.0"),
         (PPOConfig, {"kl_target": 1.0, "beta": 0.0}, "ppo.beta"),
         (PPOConfig, {"dynamic_sampling": True}, "ppo.num_generations of at least 2"),
         (GRPOConfig, {"dynamic_sampling_batches": 1}, "at least 2"),

@@ -88,6 +88,23 @@ def test_mini_batch_metrics_of_the_first_update_are_on_policy(tiny):
     assert float(metrics["actor/entropy"]) > 1.0
 
 
+def test_the_kl_coefficient_is_scaled_without_compiling(tiny):
+    case = tiny()
+    step = case.step(PolicyLoss(beta=0.1, kl_loss_mode="k3"))
+    found = []
+    for scale in (1.0, 0.5, 0.0, 3.0):
+        before = jax.tree.map(np.asarray, case.state()[0].params)
+        state, _ = step(*case.state(), case.batch(kl_scale=scale))
+        found.append(jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params))
+    assert step._cache_size() == 1
+    halved, _ = _update(tiny(), PolicyLoss(beta=0.05, kl_loss_mode="k3"))
+    none, _ = _update(tiny(), PolicyLoss(beta=0.0))
+    for got, expected in ((found[1], halved), (found[2], none)):
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=SAME)
+    assert max(np.abs(x - y).max() for x, y in zip(*map(jax.tree.leaves, (found[0], found[3])), strict=True)) > 1e-2
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprob_fn_scores_every_token_of_filled_micro_batches(tiny, temperature):
     case = tiny("fsdp=2")
