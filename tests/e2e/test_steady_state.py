@@ -48,8 +48,9 @@ PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
         (None, {}, {"beta": 0.04}),
         (None, {"mini_batch_size": 8}, {"beta": 0.0, "num_iterations": 2}),
         (LoraConfig(rank=4), {"top_k": 20}, {"beta": 0.04, "max_staleness": 1}),
+        (None, {}, {"beta": 0.04, "kl_target": 0.01, "kl_horizon": 50.0}),
     ],
-    ids=["plain", "mu2-mini-batches", "stale-lora"],
+    ids=["plain", "mu2-mini-batches", "stale-lora", "steered"],
 )
 def test_nothing_compiles_after_the_first_step(lora, settings, algorithm):
     cluster = make_cluster(lora, **settings)
