@@ -21,6 +21,8 @@ KINDS = {
     "pass_at_k": "best of the group: R - second best; others: 0",
     "gae": "generalised advantage over sampled tokens (gamma {gamma:g}, lambda {gae_lambda:g})",
 }
+# Compare a sample with its group, so that in a group of one `singleton` decides.
+_OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
 ALIASES = {"group_relative": "grpo", "leave_one_out": "rloo", "grpo_passk": "pass_at_k"}
 
 
@@ -72,6 +74,11 @@ class AdvantageEstimator:
     def needs_greedy(self) -> bool:
         """True if every prompt needs a greedy completion's reward as its baseline."""
         return self.kind == "remax"
+
+    @property
+    def needs_group(self) -> bool:
+        """True if a group of one teaches nothing, whatever its reward."""
+        return self.kind == "pass_at_k" or (self.kind in _OF_A_GROUP and self.singleton == "zero")
 
     @property
     def needs_critic(self) -> bool:

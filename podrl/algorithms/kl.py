@@ -84,28 +84,21 @@ def _estimate(d_BT: Float[Array, "B T"], mode: str) -> Float[Array, "B T"]:
 
 def penalized_reward(
     reward_BT: Float[Array, "B T"],
-    logprob_BT: Float[Array, "B T"],
-    ref_logprob_BT: Float[Array, "B T"],
+    kl_BT: Float[Array, "B T"],
     mask_BT: Mask,
     *,
     coef: Float[Array, ""] | float,
-    mode: str = "k1",
-    clamp: float | None = None,
 ) -> Float[Array, "B T"]:
     """Token rewards less the KL penalty: the KL in the reward (PPO), as against the KL in the loss (GRPO).
 
     Args:
       reward_BT: token rewards; an outcome reward sits on the last sampled token.
-      logprob_BT: log-probabilities under the policy that sampled, no gradient.
-      ref_logprob_BT: log-probabilities under the reference.
+      kl_BT: `sampled_kl` of the policy that sampled; k1 is the unbiased choice here, its gradient plays no part.
       mask_BT: 1 on sampled tokens; elsewhere the result is 0.
       coef: nats to reward units.
-      mode: estimator; k1 is the unbiased choice here, its gradient plays no part.
-      clamp: as in `kl_divergence`.
 
     numpy or jax arrays; the answer is of the same kind.
     """
-    kl_BT = sampled_kl(logprob_BT, ref_logprob_BT, mask_BT, mode=mode, clamp=clamp)
     return namespace(reward_BT).where(mask_BT.astype(bool), reward_BT - coef * kl_BT, 0.0)
 
 

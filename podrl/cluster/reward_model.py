@@ -1,7 +1,6 @@
 """The reward model of a cluster: scores samples on the rollout side, on its own mesh."""
 
 import math
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.mesh import rules
 from podrl.models import decoder, scalar
 from podrl.models.pretrained import check_vocab
+from podrl.runtime.storage import locate
 from podrl.types import PyTree, Rollouts
 
 _PROBE = "The answer is 42.\n<answer>4 + 2 = 6</answer>"
@@ -39,7 +39,7 @@ class RewardModel:
         """Loads the model.
 
         Args:
-          directory: a Hugging Face directory with `score.weight`.
+          directory: a Hugging Face directory, local or gs://, with `score.weight`.
           mesh: where it goes.
           tokenizer: the policy's.
           longest: tokens of the policy's longest sample; one program of that width scores all, of OWN_TOKENS times
@@ -52,7 +52,7 @@ class RewardModel:
         self.mesh, self._policy = mesh, tokenizer
         self.model, self._params = scalar.load(directory, mesh, jnp.dtype(dtype))
         self.own: Tokenizer | None = None
-        if any((pathlib.Path(directory) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        if any((locate(directory) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
             found = Tokenizer(directory)
             self.own = found if found.encode(_PROBE) != tokenizer.encode(_PROBE) else None
         check_vocab(self.model, (self.own or tokenizer).vocab_size)

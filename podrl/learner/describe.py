@@ -54,7 +54,7 @@ def print_plan(
     console.print(f"Algorithm {job.algorithm}:")
     for line in [job.algo.estimator().formula(), *loss.formula().splitlines(), *job.algo.describe(limit)]:
         console.print(f"  {line}", markup=False)
-    for warning in loss.warnings():
+    for warning in job.algo.warnings(job.updates_per_step):
         console.print(f"Warning: {warning}", markup=False)
     console.print(f"Run directory: {workdir}\n")
 

@@ -215,7 +215,7 @@ class GRPOParts(LearnerParts):
             stale=self._config.max_staleness > 0,
             filtered=bool(rollout.top_k) or rollout.min_p > 0 or (rollout.top_p or 1.0) < 1.0,
         )
-        for warning in loss.warnings():
+        for warning in self._config.warnings(updates):
             run.console.print(f"Warning: {warning}")
         if self._needs_reference:
             self.cluster.keep_reference()

@@ -98,10 +98,12 @@ class GRPOConfig(AlgorithmConfig):
                 f"grpo.advantage_estimator={self.advantage_estimator!r} needs a critic, which the GRPO learner "
                 "lacks: set algorithm=ppo (PPOConfig, PPOLearner), or use a group estimator (grpo, rloo, opo, ...)."
             )
-        if self.num_generations == 1 and estimator.kind in ("grpo", "rloo", "opo", "gpg", "pass_at_k"):
+        if self.num_generations == 1 and estimator.needs_group:
+            raw = "" if estimator.kind == "pass_at_k" else ", or grpo.singleton='raw' for the bare reward as advantage"
             raise ValueError(
-                "grpo.num_generations=1 gives every sample the advantage 0, because a group of one has nothing to be "
-                "compared with: use at least 2."
+                f"grpo.num_generations=1 with grpo.advantage_estimator={self.advantage_estimator!r} gives no sample an "
+                "advantage other than 0, because a group of one has nothing to be compared with: use at least 2"
+                f"{raw}."
             )
 
     def reward_kl(self) -> tuple[float, str]:

@@ -232,8 +232,9 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
 def check_storage(workdir: str, values: Mapping[str, Any]) -> None:
     """Asks every bucket the job will use, before anything large is loaded; errors as in `storage.check`."""
     storage.check(workdir, "--workdir", writes=True)
-    for group, key in (("data", "path"), ("data", "eval_path"), ("model", "path"), ("model", "reference")):
-        storage.check(values[group].get(key) or "", f"{group}.{key}")
+    for place in ("data.path", "data.eval_path", "model.path", "model.reference", "model.critic", "reward.model"):
+        group, _, key = place.partition(".")
+        storage.check(values.get(group, {}).get(key) or "", place)
 
 
 @dataclasses.dataclass(frozen=True)

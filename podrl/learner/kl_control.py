@@ -58,10 +58,11 @@ class RewardKL(_Coefficient):
     ) -> tuple[Float[np.ndarray, "B T"], dict[str, float]]:
         """Token rewards less the penalty, and reward/{kl, kl_coef}; moves the coefficient for the next step."""
         arrays: Any = (logprob_BT, ref_logprob_BT, mask_BT)
-        kl_BT = np.asarray(kl.sampled_kl(*arrays, mode=self._mode, clamp=self._clamp))
+        kl_BT: Any = kl.sampled_kl(*arrays, mode=self._mode, clamp=self._clamp)
         mean = float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))
         metrics = {"reward/kl": mean, "reward/kl_coef": self.coef}
-        penalised_BT = np.where(mask_BT > 0, reward_BT - self.coef * kl_BT, 0.0)
+        rewards: Any = reward_BT
+        penalised_BT: Any = kl.penalized_reward(rewards, kl_BT, arrays[2], coef=self.coef)
         self._observe(mean, len(reward_BT))
         return penalised_BT, metrics
 

@@ -146,6 +146,25 @@ class AlgorithmConfig:
             return "sampler"
         return "current" if updates_per_step == 1 and not self.reward_kl()[0] else "trainer"
 
+    def warnings(self, updates_per_step: int) -> list[str]:
+        """Settings that are legal and probably not meant, the loss's included, one sentence each."""
+        name, old = self.section, self.old_source(updates_per_step)
+        found = list(self.policy_loss(max_tokens=1).warnings())
+        if old == "sampler" and self.sampler_correction != "none":
+            source = f"{name}.old_logprob={self.old_logprob!r}, {name}.max_staleness={self.max_staleness}"
+            found.append(
+                f"{name}.sampler_correction={self.sampler_correction!r} does nothing: the ratio starts from the "
+                f"sampler already ({source}), so the correction is 1. Set {name}.old_logprob='trainer', or "
+                f"{name}.sampler_correction='none'."
+            )
+        if old == "current" and updates_per_step > 1:
+            found.append(
+                f"{name}.old_logprob='current' with {updates_per_step} updates per step holds the ratio at 1 in all of "
+                f"them, so nothing is clipped: set {name}.old_logprob='auto', or make one update per step "
+                f"({name}.num_iterations=1, trainer.mini_batch_size=None)."
+            )
+        return found
+
     @property
     def prompt_batches(self) -> int:
         """Batches of prompts that a step takes from the data."""

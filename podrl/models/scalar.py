@@ -1,7 +1,7 @@
 """A decoder whose output is one number per token: the critic's value, the reward model's score."""
 
 import dataclasses
-import pathlib
+import os
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from podrl.models.hf_config import read_config
 from podrl.models.hf_load import load_entries
 from podrl.models.hf_names import Entry, entries
 from podrl.models.tensor_files import scan_directory
+from podrl.runtime.storage import locate
 from podrl.types import PyTree
 
 HEAD = "score"  # the leaf's name, as in Hugging Face's sequence classification
@@ -70,7 +71,7 @@ def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) 
 
 
 def load(
-    directory: str | pathlib.Path,
+    directory: str | os.PathLike,
     mesh: Mesh,
     dtype: Any = "float32",
     *,
@@ -81,7 +82,7 @@ def load(
     """Loads a Hugging Face directory of a sequence classification model with one label.
 
     Args:
-      directory: config.json and safetensors weights, the head as `score.weight` (1, D).
+      directory: local or gs://: config.json and safetensors weights, the head as `score.weight` (1, D).
       mesh: where the parameters go.
       dtype: of the parameters.
       lora_config: adds fresh adapters, random with `seed`.
@@ -90,8 +91,8 @@ def load(
     Raises:
       ValueError: an unsupported model, damaged files, or no head where one is needed.
     """
-    config = read_config(pathlib.Path(directory))
-    stored = dict(scan_directory(pathlib.Path(directory)))
+    config = read_config(directory)
+    stored = dict(scan_directory(locate(directory)))
     has_head = any(name.endswith("score.weight") for name in stored)
     if needs_head and not has_head:
         raise ValueError(

@@ -100,7 +100,7 @@ def test_reward_less_the_penalty():
     mask_BT = jnp.array([[0.0, 1.0, 1.0]])
     reward_BT = jnp.array([[jnp.nan, 0.0, 0.5]])
     logprob_BT, ref_BT = jnp.array([[jnp.nan, -1.0, -2.0]]), jnp.array([[0.0, -1.5, -1.0]])
-    out_BT = kl.penalized_reward(reward_BT, logprob_BT, ref_BT, mask_BT, coef=0.1)
+    out_BT = kl.penalized_reward(reward_BT, kl.sampled_kl(logprob_BT, ref_BT, mask_BT, mode="k1"), mask_BT, coef=0.1)
     np.testing.assert_allclose(out_BT, [[0.0, -0.05, 0.6]], rtol=1e-12)
 
 

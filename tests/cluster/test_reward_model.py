@@ -181,3 +181,14 @@ def test_same_scores_as_transformers(directory):
             for b in range(len(length_B))
         ]
     np.testing.assert_allclose(model.score(tokens_BT, length_B), expected, atol=2e-4)
+
+
+def test_a_model_in_a_bucket_scores_as_one_on_disk(directory, bucket):
+    for file in directory.iterdir():
+        bucket.put(f"models/reward/{file.name}", file.read_bytes())
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    here, there = (
+        RewardModel(place, mesh, Tokenizer(TINY), longest=24) for place in (str(directory), "gs://bucket/models/reward")
+    )
+    assert there.own is None
+    np.testing.assert_array_equal(there.score(*samples()), here.score(*samples()))

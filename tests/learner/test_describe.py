@@ -53,6 +53,23 @@ def test_every_preset_is_told(name):
     assert ("Warning" in text) == bool(found.algo.policy_loss(40).warnings())
 
 
+def test_a_correction_without_effect_is_told():
+    _, text = planned("dapo", grpo={"max_staleness": 1, "sampler_correction": "tis"})
+    assert "times the sampler correction" in text
+    assert "Warning: grpo.sampler_correction='tis' does nothing" in " ".join(text.split())
+    _, text = planned("dapo", grpo={"old_logprob": "current", "num_iterations": 2})
+    assert "Warning: grpo.old_logprob='current' with 2 updates per step" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("key", ["data.path", "model.reference", "model.critic", "reward.model"])
+def test_every_place_a_job_reads_is_asked_before_it_starts(key):
+    values = load_config(find_config("grpo_gemma.py")).to_dict()
+    group, _, name = key.partition(".")
+    values[group][name] = "s3://bucket/x"
+    with pytest.raises(ValueError, match="s3://bucket/x cannot be read"):
+        job.check_storage("runs/x", job.complete(values))
+
+
 def test_the_arithmetic_in_words():
     _, text = planned("dapo", trainer={"mini_batch_size": 32}, grpo={"num_iterations": 2})
     words = " ".join(text.split())

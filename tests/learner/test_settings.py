@@ -142,6 +142,48 @@ def test_bad_settings_name_the_key(cls, values, message):
         cls(**values)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "singleton", "learns"),
+    [
+        *((name, "zero", False) for name in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")),
+        *((name, "raw", True) for name in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")),
+        *(("pass_at_k", singleton, False) for singleton in ("zero", "raw")),
+        *((name, "zero", True) for name in ("remax", "reinforce_plus_plus")),
+    ],
+)
+def test_a_group_of_one_is_refused_where_it_teaches_nothing(estimator, singleton, learns):
+    values = {"advantage_estimator": estimator, "singleton": singleton, "num_generations": 1}
+    if learns:
+        mask_BT = np.array([[0, 1, 1], [0, 1, 0]], np.float32)
+        advantage_BT = GRPOConfig(**values).advantage(np.array([[0, 0, 1.0], [0, 0.25, 0]]), np.zeros(2), mask_BT)
+        assert np.any(advantage_BT != 0)
+        return
+    with pytest.raises(ValueError, match=f"num_generations=1 with grpo.advantage_estimator='{estimator}'") as error:
+        GRPOConfig(**values)
+    assert ("grpo.singleton='raw'" in str(error.value)) == (estimator != "pass_at_k")
+    if estimator == "pass_at_k":
+        return
+    estimated = GRPOConfig(**(values | {"num_generations": 2})).estimator()
+    advantage_BT = estimated(
+        np.array([[0, 0, 1.0], [0, 0.25, 0]]), np.zeros(2), np.array([[0, 1.0, 1], [0, 1, 0]]), group_size=1
+    )
+    assert not np.any(advantage_BT)
+
+
+def test_settings_that_undo_each_other_are_told():
+    corrected = {"sampler_correction": "tis", "max_staleness": 1}
+    (warning,) = GRPOConfig(beta=0.0, **corrected).warnings(1)
+    assert "grpo.sampler_correction='tis' does nothing" in warning and "grpo.old_logprob='trainer'" in warning
+    (warning,) = PPOConfig(sampler_correction="icepop", old_logprob="sampler").warnings(1)
+    assert "ppo.sampler_correction='icepop' does nothing" in warning
+    assert not GRPOConfig(beta=0.0, old_logprob="trainer", **corrected).warnings(1)
+    assert not GRPOConfig(beta=0.0, sampler_correction="tis").warnings(2)
+    (warning,) = GRPOConfig(beta=0.0, old_logprob="current").warnings(4)
+    assert "grpo.old_logprob='current' with 4 updates per step" in warning and "num_iterations=1" in warning
+    assert not GRPOConfig(beta=0.0, old_logprob="current").warnings(1)
+    assert GRPOConfig(kl_loss_mode="kl").warnings(1) == list(GRPOConfig(kl_loss_mode="kl").policy_loss(8).warnings())
+
+
 def test_fields_shared_by_both_algorithms_mean_the_same():
     mine = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
     for field in dataclasses.fields(PPOConfig):
@@ -159,5 +201,6 @@ def test_the_gate_warns_then_stops_with_a_diagnosis():
     with pytest.raises(ValueError, match=r"step 3 in a row.*exp_diff 1.4.*top_k.*max_staleness.*data_type") as error:
         gate.check(7, bad)
     assert "mismatch_bound=inf" in str(error.value)
+    assert "grpo.sampler_correction='tis' with grpo.old_logprob='trainer'" in str(error.value)
     forgiving = MismatchGate(0.1, 0, section="ppo", stale=False, filtered=False)
     assert all("ppo.mismatch_bound=0.1" in forgiving.check(step, bad) for step in range(9))
