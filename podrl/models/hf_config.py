@@ -149,6 +149,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
 }
 
 

@@ -23,6 +23,35 @@ LLAMA = {
 }
 
 
+# The published config.json of Qwen2.5-0.5B.
+QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
 @pytest.mark.parametrize("directory", FIXTURES, ids=lambda d: d.name)
 def test_fixtures_survive_a_round_trip(directory):
     config = read_config(directory)
@@ -104,6 +133,14 @@ def test_qwen_windows_begin_at_max_window_layers():
     qwen = LLAMA | {"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 1}
     assert config_from_hf(qwen).window_L == (GLOBAL_WINDOW,) * 3
     assert config_from_hf(qwen | {"use_sliding_window": True}).window_L == (GLOBAL_WINDOW, 7, 7)
+
+
+def test_the_published_fields_of_qwen25_are_read():
+    config = config_from_hf(QWEN25)
+    assert parameter_count(config) == 494_032_768
+    assert config.window_L == (GLOBAL_WINDOW,) * 24 and config.tie_embeddings
+    with pytest.raises(ValueError, match="use_mrope=True, which podrl does not compute: it must be False"):
+        config_from_hf(QWEN25 | {"use_mrope": True})
 
 
 @pytest.mark.parametrize(
