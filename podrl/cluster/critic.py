@@ -73,6 +73,7 @@ class Critic:
             self.optimizer,
             self.mesh,
             dtype=self.training_config.dtype,
+            param_dtype=self.training_config.param_dtype,
             remat=self.training_config.remat,
             seed=self._seed,
         )

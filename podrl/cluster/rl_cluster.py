@@ -142,7 +142,7 @@ class RLCluster:
             tokenizer = tokenizer or actor
             if self.trains:
                 dtype = jnp.dtype(self.training_config.param_dtype)
-                actor = from_pretrained(os.fspath(actor), mesh=self.actor_mesh, dtype=dtype, lora=lora)
+                actor = from_pretrained(os.fspath(actor), mesh=self.actor_mesh, dtype=dtype, lora=lora, seed=self.seed)
         if isinstance(actor, str | os.PathLike):
             self.model = dataclasses.replace(read_config(actor), lora=lora or LoraConfig())
         else:
@@ -319,6 +319,7 @@ class RLCluster:
             self.actor_mesh,
             temperature=self.temperature,
             dtype=self.training_config.dtype,
+            param_dtype=self.training_config.param_dtype,
             remat=self.training_config.remat,
             seed=self.seed,
         )

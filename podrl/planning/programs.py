@@ -154,6 +154,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         mesh,
         temperature=job.rollout.temperature,
         dtype=training.dtype,
+        param_dtype=training.param_dtype,
         remat=training.remat,
     )
     score = make_logprob_fn(model, mesh, temperature=job.rollout.temperature, dtype=training.dtype)
@@ -216,7 +217,15 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
     loss = functools.partial(
         value_loss, clip_range=algo.clip_range_value, mode=policy.mode, scale=policy.loss_agg_scale or 1.0
     )
-    update = make_critic_step(model, loss, optimizer, mesh, dtype=training.dtype, remat=training.remat)
+    update = make_critic_step(
+        model,
+        loss,
+        optimizer,
+        mesh,
+        dtype=training.dtype,
+        param_dtype=training.param_dtype,
+        remat=training.remat,
+    )
     score = make_value_fn(model, mesh, dtype=training.dtype)
     shape = setting.pack_shape(mesh)
     rows = state_lib.abstract_batch(shape, mesh)

@@ -12,8 +12,8 @@ from podrl.trainer.packing import PackShape
 from podrl.trainer.state import batch_shards
 
 # Where no key says otherwise, tokens of one micro-batch on one device, and what row lengths are multiples of. On CPU
-# small micro-batches stay in the caches and leave fewer empty rows; accelerators must fill their matrix units.
-_DEVICE_TOKENS = {"cpu": 384, "accelerator": 4096}
+# small micro-batches stay near the caches and leave fewer empty rows; accelerators must fill their matrix units.
+_DEVICE_TOKENS = {"cpu": 1280, "accelerator": 4096}
 _ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}
 _SHORT = 256
 

@@ -55,12 +55,13 @@ def make_critic_step(
     mesh: Mesh,
     *,
     dtype: str = "float32",
+    param_dtype: str = "float32",
     remat: str = "none",
     seed: int = 0,
 ) -> TrainStep:
     """train_step(state, frozen, CriticBatch) of a critic; see `podrl.trainer.step.make_update`."""
     forward = ValueForward(config=config, mesh=mesh, dtype=dtype, remat=remat)
-    trainable, _ = scalar.split_trainable(scalar.abstract_params(config, mesh, jnp.dtype("float32")), config)
+    trainable, _ = scalar.split_trainable(scalar.abstract_params(config, mesh, jnp.dtype(param_dtype)), config)
     return make_update(
         _objective(forward, loss), trainable, scalar.join_trainable, optimizer, mesh, prefix="critic", seed=seed
     )

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from podrl.mesh import rules
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
-from podrl.trainer.optimizer import Optimizer
+from podrl.trainer.optimizer import AdamState, Optimizer
 from podrl.trainer.packing import PackShape
 from podrl.types import CriticBatch, PyTree, TrainBatch, TrainState
 
@@ -44,13 +44,19 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
     def like_param(leaf: Any, param: Any) -> jax.ShapeDtypeStruct:
         return placed(leaf, param.sharding if leaf.shape == param.shape else whole)
 
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer.transform,
-        like_param,
-        jax.eval_shape(optimizer.transform.init, trainable),
-        trainable,
-        transform_non_params=lambda leaf: placed(leaf, whole),
-    )
+    opt_state: Any = jax.eval_shape(optimizer.transform.init, trainable)
+    if isinstance(opt_state, AdamState):  # whether there is a master copy depends on dtypes, which optax's walk hides
+        trees = {name: jax.tree.map(like_param, getattr(opt_state, name), trainable) for name in ("mu", "nu")}
+        master = jax.tree.map(like_param, opt_state.master, trainable) if opt_state.master else ()
+        opt_state = AdamState(cast(Any, placed(opt_state.count, whole)), **trees, master=master)
+    else:
+        opt_state = optax.tree_utils.tree_map_params(
+            optimizer.transform,
+            like_param,
+            opt_state,
+            trainable,
+            transform_non_params=lambda leaf: placed(leaf, whole),
+        )
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return TrainState(trainable, opt_state, step)
 

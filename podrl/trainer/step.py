@@ -29,6 +29,7 @@ def make_train_step(
     *,
     temperature: float = 1.0,
     dtype: str = "float32",
+    param_dtype: str = "float32",
     remat: str = "none",
     prefix: str = "actor",
     seed: int = 0,
@@ -40,12 +41,13 @@ def make_train_step(
       loss: e.g. a PolicyLoss of podrl.algorithms, or CrossEntropy.
       temperature: of the distribution the log-probabilities are those of: that of sampling.
       dtype: compute dtype.
+      param_dtype: of the stored parameters.
       remat: what the backward pass recomputes: 'none' keeps everything, see `podrl.models.decoder.hidden`.
       prefix: group of the metrics this function adds.
       seed: of the adapters' dropout.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype, remat=remat)
-    abstract = decoder.abstract_params(config, mesh, jnp.dtype("float32"))
+    abstract = decoder.abstract_params(config, mesh, jnp.dtype(param_dtype))
     trainable, _ = decoder.split_trainable(abstract, config)
     objective = token_objective(forward, loss)
     return make_update(objective, trainable, decoder.join_trainable, optimizer, mesh, prefix=prefix, seed=seed)

@@ -27,6 +27,7 @@ class Tiny:
     config: ModelConfig
     mesh: jax.sharding.Mesh
     optimizer: Optimizer
+    param_dtype: str = ""
 
     @property
     def dtype(self):
@@ -35,8 +36,10 @@ class Tiny:
 
     def params(self):
         """Random parameters; adapters are random too, so that they have an effect."""
-        abstract = decoder.abstract_params(self.config, self.mesh, jnp.dtype(self.dtype))
-        return jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), _host_params(self.config), abstract)
+        abstract = decoder.abstract_params(self.config, self.mesh, jnp.dtype(self.param_dtype or self.dtype))
+        return jax.tree.map(
+            lambda x, leaf: jax.device_put(x.astype(leaf.dtype), leaf.sharding), _host_params(self.config), abstract
+        )
 
     def state(self):
         return state_lib.init_state(self.params(), self.config, self.optimizer, self.mesh)
@@ -63,7 +66,8 @@ class Tiny:
         return state_lib.put_batch(packed, self.mesh)
 
     def step(self, loss, **kwargs):
-        return make_train_step(self.config, loss, self.optimizer, self.mesh, **({"dtype": self.dtype} | kwargs))
+        dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype or self.dtype}
+        return make_train_step(self.config, loss, self.optimizer, self.mesh, **(dtypes | kwargs))
 
 
 @functools.cache

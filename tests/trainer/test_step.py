@@ -1,5 +1,7 @@
 """The training step: one update however sequences are packed, split and sharded; only what should change does."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,9 +193,9 @@ def test_rematerialisation_does_not_change_the_update(tiny, remat):
     _assert_same((change, {k: float(v) for k, v in metrics.items()}), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_supervised_training_lowers_the_loss(tiny, dtype):
-    case = tiny("fsdp=2", learning_rate=3e-2)
+@pytest.mark.parametrize(("dtype", "param_dtype"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "bfloat16")])
+def test_supervised_training_lowers_the_loss(tiny, dtype, param_dtype):
+    case = dataclasses.replace(tiny("fsdp=2", learning_rate=3e-2), param_dtype=param_dtype)
     state, frozen = case.state()
     step, batch = case.step(CrossEntropy(), dtype=dtype), case.batch()
     losses = []
@@ -214,12 +216,14 @@ def test_any_optax_transformation_trains(tiny):
     assert "actor/lr" not in metrics and float(metrics["actor/grad_norm"]) > 0
 
 
-def test_abstract_state_is_the_state(tiny):
-    case = tiny("fsdp=2,tensor=2", lora=2, learning_rate=1e-3)
-    abstract, abstract_frozen = state_lib.abstract_state(case.config, case.optimizer, case.mesh)
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_abstract_state_is_the_state(tiny, param_dtype):
+    case = dataclasses.replace(tiny("fsdp=2,tensor=2", lora=2, learning_rate=1e-3), param_dtype=param_dtype)
+    abstract, abstract_frozen = state_lib.abstract_state(case.config, case.optimizer, case.mesh, param_dtype)
     real = case.state()
     described = jax.tree.map(lambda x: (x.shape, x.dtype), (abstract, abstract_frozen))
     assert described == jax.tree.map(lambda x: (x.shape, x.dtype), real)
     for a, x in zip(jax.tree.leaves((abstract, abstract_frozen)), jax.tree.leaves(real), strict=True):
         assert a.sharding.is_equivalent_to(x.sharding, x.ndim)
     assert abstract.opt_state.mu["layers"]["q_lora_a"].sharding == abstract.params["layers"]["q_lora_a"].sharding
+    assert bool(abstract.opt_state.master) == (param_dtype == "bfloat16")
