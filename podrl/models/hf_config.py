@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from podrl.config import nearest
 from podrl.models.config import GLOBAL_WINDOW, ModelConfig, RopeScaling
+from podrl.models.hf_fields import reads, refuse_unknown, refuse_unread
 from podrl.runtime.storage import locate
 
 
@@ -33,7 +33,13 @@ class Family:
     defaults: Mapping[str, Any]
 
 
-_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "rms_norm_eps": 1e-6}
+_GEMMA = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+}
 _LLAMA = {"hidden_act": "silu", "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 _GEMMA3 = _GEMMA | {
     "vocab_size": 262_208,
@@ -67,91 +73,6 @@ FAMILIES: Mapping[str, Family] = {
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "swish": "silu"}
 
-# Fields podrl computes with.
-_HANDLED = frozenset(
-    (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "hidden_activation",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "rope_local_base_freq",
-        "query_pre_attn_scalar",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "sliding_window",
-        "sliding_window_pattern",
-        "_sliding_window_pattern",
-        "layer_types",
-        "use_sliding_window",
-        "max_window_layers",
-    )
-)
-# Fields that say nothing about the logits: provenance, token ids (the tokenizer's business), sampling, caching.
-_IGNORABLE = frozenset(
-    (
-        "architectures",
-        "model_type",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "use_cache",
-        "initializer_range",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "_name_or_path",
-        "cache_implementation",
-        "pretraining_tp",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "torchscript",
-        "tokenizer_class",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "task_specific_params",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "max_length",
-        "min_length",
-        "num_beams",
-        "repetition_penalty",
-        "chunk_size_feed_forward",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "use_return_dict",
-        "bad_words_ids",
-        "length_penalty",
-    )
-)
-# Fields that change the mathematics when they have another value than the one podrl computes.
-_FIXED: Mapping[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "attention_dropout": (0, 0.0, None),
-    "mlp_bias": (False, None),
-    "use_bidirectional_attention": (False, None),
-    "partial_rotary_factor": (1, 1.0, None),
-    "quantization_config": (None,),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
-    "rope_interleaved": (False, None),
-    "use_mrope": (False, None),
-}
-
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:
     """ModelConfig of a Hugging Face directory.
@@ -174,8 +95,9 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
     """ModelConfig of the fields of a config.json; `where` names the file in errors. Raises as `read_config`."""
     name, fields = _family_of(raw, where)
     family = FAMILIES[name]
-    _refuse_unknown(fields, where)
-    known = {**family.defaults, **{k: v for k, v in fields.items() if v is not None}}
+    refuse_unknown(fields, where)
+    read = {k: v for k, v in fields.items() if reads(name, k)}
+    known = {**family.defaults, **{k: v for k, v in read.items() if v is not None}}
 
     def need(key: str) -> Any:
         if key not in known:
@@ -184,8 +106,11 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
 
     heads, model_dim, layers = need("num_attention_heads"), need("hidden_size"), need("num_hidden_layers")
     head_dim = known.get("head_dim") or model_dim // heads
-    sliding = _sliding_layers(name, known, fields, layers, where)
-    theta_L, scaling_L = _rope(known, fields, sliding, where)
+    window = _window(name, known, read)
+    sliding = _sliding_layers(name, known, layers, window, where)
+    theta_L, scaling_L = _rope(known, read, sliding, where)
+    given, activation = _activation(name, known, where)
+    refuse_unread(name, fields, head_dim=head_dim, theta_L=theta_L, activation=given, sliding=sliding, where=where)
     query_scale = known["query_pre_attn_scalar"] ** -0.5 if name in ("gemma2", "gemma3") else head_dim**-0.5
     return ModelConfig(
         family=name,
@@ -196,7 +121,7 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         num_heads=heads,
         num_kv_heads=known.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        activation=_activation(name, known, where),
+        activation=activation,
         norm_eps=need("rms_norm_eps"),
         norm_plus_one=family.gemma,
         post_norms=family.post_norms,
@@ -205,9 +130,9 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         embed_scale=model_dim**0.5 if family.gemma else 1.0,
         tie_embeddings=need("tie_word_embeddings"),
         query_scale=query_scale,
-        attn_softcap=_softcap("attn_logit_softcapping", fields, family),
-        logit_softcap=_softcap("final_logit_softcapping", fields, family),
-        window_L=tuple(known["sliding_window"] if s else GLOBAL_WINDOW for s in sliding),
+        attn_softcap=_softcap("attn_logit_softcapping", read, family),
+        logit_softcap=_softcap("final_logit_softcapping", read, family),
+        window_L=tuple(window if s and window else GLOBAL_WINDOW for s in sliding),
         rope_theta_L=theta_L,
         rope_scaling_L=scaling_L,
         max_length=need("max_position_embeddings"),
@@ -229,27 +154,14 @@ def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, An
     )
 
 
-def _refuse_unknown(fields: Mapping[str, Any], where: str) -> None:
-    for key, value in fields.items():
-        if key in _FIXED:
-            if value not in _FIXED[key]:
-                raise ValueError(
-                    f"{where} has {key}={value!r}, which podrl does not compute: it must be {_FIXED[key][0]!r}."
-                )
-        elif key not in _HANDLED and key not in _IGNORABLE:
-            raise ValueError(
-                f"{where} has the field {key}={value!r}, which podrl does not know: it may change the mathematics. "
-                f"If it does not, delete it from the file.{nearest(key, _HANDLED)}"
-            )
-
-
-def _activation(name: str, known: Mapping[str, Any], where: str) -> str:
-    given = known.get("hidden_activation") or known["hidden_act"]
+def _activation(name: str, known: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """The activation as the file names it, and podrl's name for it."""
+    given = known["hidden_activation" if reads(name, "hidden_activation") else "hidden_act"]
     if name == "gemma" and given == "gelu":
         given = "gelu_pytorch_tanh"  # early Gemma files say gelu and mean the tanh form
     if given not in _ACTIVATIONS:
         raise ValueError(f"{where} has activation {given!r}: {', '.join(_ACTIVATIONS)} are supported.")
-    return _ACTIVATIONS[given]
+    return given, _ACTIVATIONS[given]
 
 
 def _softcap(key: str, fields: Mapping[str, Any], family: Family) -> float:
@@ -257,11 +169,18 @@ def _softcap(key: str, fields: Mapping[str, Any], family: Family) -> float:
     return float(value or 0.0)
 
 
+def _window(name: str, known: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
+    """Tokens that a sliding layer sees; None where the model has no window, which a null means too."""
+    if "use_sliding_window" in known and not known["use_sliding_window"]:
+        return None
+    return fields["sliding_window"] if "sliding_window" in fields else known.get("sliding_window")
+
+
 def _sliding_layers(
-    name: str, known: Mapping[str, Any], fields: Mapping[str, Any], layers: int, where: str
+    name: str, known: Mapping[str, Any], layers: int, window: int | None, where: str
 ) -> tuple[bool, ...]:
     """Which layers have a sliding window."""
-    if "layer_types" in known and name != "mistral":
+    if "layer_types" in known:
         kinds = known["layer_types"]
         strange = sorted(set(kinds) - {"sliding_attention", "full_attention"})
         if strange or len(kinds) != layers:
@@ -269,18 +188,19 @@ def _sliding_layers(
                 f"{where} has layer_types={kinds!r}: it must name sliding_attention or full_attention for each of "
                 f"{layers} layers."
             )
-        return tuple(k == "sliding_attention" for k in kinds)
-    if name in ("gemma2", "gemma3"):
-        period = known.get("_sliding_window_pattern") or known["sliding_window_pattern"]
-        return tuple(bool((i + 1) % period) for i in range(layers))
-    if name in ("qwen2", "qwen3"):
-        return tuple(bool(known["use_sliding_window"]) and i >= known["max_window_layers"] for i in range(layers))
-    if name == "mistral":
-        on = fields["sliding_window"] is not None if "sliding_window" in fields else True
-        return (on,) * layers
-    if fields.get("sliding_window") is not None:
-        raise ValueError(f"{where} has sliding_window={fields['sliding_window']}, which a {name} model does not use.")
-    return (False,) * layers
+        sliding = tuple(k == "sliding_attention" for k in kinds)
+    elif name in ("gemma2", "gemma3"):
+        sliding = tuple(bool((i + 1) % known["sliding_window_pattern"]) for i in range(layers))
+    elif name in ("qwen2", "qwen3"):
+        return tuple(window is not None and i >= known["max_window_layers"] for i in range(layers))
+    else:
+        return (window is not None,) * layers
+    if any(sliding) and window is None:
+        switch = " and use_sliding_window must be true" if "use_sliding_window" in known else ""
+        raise ValueError(
+            f"{where} has layers of sliding_attention but no window: sliding_window must be a number of tokens{switch}."
+        )
+    return sliding
 
 
 def _rope(

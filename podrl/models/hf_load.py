@@ -53,7 +53,7 @@ def load(
 
     Raises:
       ValueError: an unsupported configuration; a missing or damaged file; tensors that are missing, unknown, of the
-        wrong shape or not floating point (all of them listed).
+        wrong shape or not floating point (counted, the first eight of each kind named).
     """
     directory = locate(directory)
     if not directory.is_dir():

@@ -133,6 +133,8 @@ def test_qwen_windows_begin_at_max_window_layers():
     qwen = LLAMA | {"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 1}
     assert config_from_hf(qwen).window_L == (GLOBAL_WINDOW,) * 3
     assert config_from_hf(qwen | {"use_sliding_window": True}).window_L == (GLOBAL_WINDOW, 7, 7)
+    none = {"use_sliding_window": True, "sliding_window": None}  # as transformers: no window, whatever the switch says
+    assert config_from_hf(qwen | none).window_L == (GLOBAL_WINDOW,) * 3
 
 
 def test_the_published_fields_of_qwen25_are_read():
@@ -159,7 +161,24 @@ def test_the_published_fields_of_qwen25_are_read():
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, r"rope field\(s\) beta_fast"),
         ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' without 'factor'"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"layer_types": ["full_attention"]}, "each of 2 layers"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "each of 2 layers"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which a llama model does not use"),
+        ({"query_pre_attn_scalar": 24}, "query_pre_attn_scalar=24, which a llama model"),
+        ({"rope_local_base_freq": 5e3}, "rope_local_base_freq=5000.0, which a llama model"),
+        ({"hidden_activation": "gelu"}, "hidden_activation='gelu', which a llama model"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types=.*, which a llama model"),
+        ({"model_type": "mistral", "use_sliding_window": False}, "use_sliding_window=False, which a mistral model"),
+        ({"model_type": "gemma2", "hidden_act": "silu"}, "hidden_act='silu', which a gemma2 model"),
+        ({"model_type": "gemma2", "sliding_window_pattern": 3}, "sliding_window_pattern=3, which a gemma2 model"),
+        ({"model_type": "gemma2", "sliding_window": None}, "no window: sliding_window must be a number"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "and use_sliding_window must be true"),
+        ({"hidden_size": "32"}, "hidden_size='32': it must be a whole number above 0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6': it must be a number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no': it must be true or false"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear': it must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor='2': it must be a number"),
+        ({"model_type": "qwen2", "layer_types": "full_attention"}, "layer_types='full_attention': it must be a list"),
+        ({"hidden_act": ["silu"]}, "hidden_act=.*: it must be a text"),
         ({"sliding_window": 12}, "sliding_window=12, which a llama model does not use"),
         ({"num_key_value_heads": 3}, "4 query heads do not split over 3"),
     ],
@@ -173,6 +192,25 @@ def test_fields_without_effect_are_accepted():
     assert config_from_hf(LLAMA | {"torch_dtype": "bfloat16", "use_cache": True, "eos_token_id": [1, 2]}) == (
         config_from_hf(LLAMA)
     )
+
+
+def test_unread_fields_that_say_what_is_computed_are_accepted():
+    said = {
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": 0.0,
+        "query_pre_attn_scalar": 8,
+        "rope_local_base_freq": 1e4,
+        "hidden_activation": "silu",
+        "layer_types": ["full_attention"] * 2,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+        "sliding_window": None,
+    }
+    assert config_from_hf(LLAMA | said) == config_from_hf(LLAMA)
+    gemma2 = LLAMA | {"model_type": "gemma2"}
+    assert config_from_hf(gemma2 | {"hidden_act": "gelu"}) == config_from_hf(gemma2)
+    listed = {"layer_types": ["full_attention", "sliding_attention"], "_sliding_window_pattern": 6}
+    assert config_from_hf(gemma2 | listed).window_L == (GLOBAL_WINDOW, 4096)
 
 
 def test_a_configuration_without_a_form_is_refused():

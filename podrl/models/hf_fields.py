@@ -1,0 +1,250 @@
+"""Which fields of a config.json a family's model reads, and what the others must hold to have no effect."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from podrl.config import nearest
+
+# Fields podrl computes with.
+_HANDLED = frozenset(
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "hidden_activation",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "sliding_window",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "layer_types",
+        "use_sliding_window",
+        "max_window_layers",
+    )
+)
+# Fields that say nothing about the logits: provenance, token ids (the tokenizer's business), sampling, caching.
+_IGNORABLE = frozenset(
+    (
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "_name_or_path",
+        "cache_implementation",
+        "pretraining_tp",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "torchscript",
+        "tokenizer_class",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "task_specific_params",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "max_length",
+        "min_length",
+        "num_beams",
+        "repetition_penalty",
+        "chunk_size_feed_forward",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "use_return_dict",
+        "bad_words_ids",
+        "length_penalty",
+    )
+)
+# Fields that change the mathematics when they have another value than the one podrl computes.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "attention_dropout": (0, 0.0, None),
+    "mlp_bias": (False, None),
+    "use_bidirectional_attention": (False, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "quantization_config": (None,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
+}
+_GEMMA23 = ("gemma2", "gemma3")
+_QWEN = ("qwen2", "qwen3")
+# Families whose model in transformers reads a field; those not named here are read by all.
+_READERS: Mapping[str, tuple[str, ...]] = {
+    "attn_logit_softcapping": _GEMMA23,
+    "final_logit_softcapping": _GEMMA23,
+    "query_pre_attn_scalar": _GEMMA23,
+    "rope_local_base_freq": ("gemma3",),
+    "hidden_activation": _GEMMA23,
+    "hidden_act": ("gemma", "llama", "mistral", *_QWEN),
+    "layer_types": (*_GEMMA23, *_QWEN),
+    "sliding_window": (*_GEMMA23, *_QWEN, "mistral"),
+    "sliding_window_pattern": ("gemma3",),
+    "_sliding_window_pattern": (),
+    "use_sliding_window": _QWEN,
+    "max_window_layers": _QWEN,
+}
+
+
+def _count(key: str, value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where} has {key}={value!r}: it must be a whole number above 0.")
+
+
+def _layers(key: str, value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{where} has {key}={value!r}: it must be a number of layers.")
+
+
+def _number(key: str, value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ValueError(f"{where} has {key}={value!r}: it must be a number, not negative.")
+
+
+def _flag(key: str, value: Any, where: str) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{where} has {key}={value!r}: it must be true or false.")
+
+
+def _text(key: str, value: Any, where: str) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{where} has {key}={value!r}: it must be a text.")
+
+
+def _texts(key: str, value: Any, where: str) -> None:
+    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+        raise ValueError(f"{where} has {key}={value!r}: it must be a list of texts.")
+
+
+def _rope(key: str, value: Any, where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} has {key}={value!r}: it must be an object with rope_type and what that type needs.")
+    for name, inner in value.items():
+        if name in ("full_attention", "sliding_attention"):
+            _rope(f"{key}.{name}", inner, where)
+        elif name in ("rope_type", "type"):
+            _text(f"{key}.{name}", inner, where)
+        elif name in _ROPE_NUMBERS and inner is not None:
+            _number(f"{key}.{name}", inner, where)
+
+
+_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
+    **dict.fromkeys(
+        (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
+            *("sliding_window_pattern", "_sliding_window_pattern"),
+        ),
+        _count,
+    ),
+    **dict.fromkeys(
+        (
+            *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"),
+            *("attn_logit_softcapping", "final_logit_softcapping"),
+        ),
+        _number,
+    ),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), _flag),
+    **dict.fromkeys(("hidden_act", "hidden_activation"), _text),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
+    "layer_types": _texts,
+    "max_window_layers": _layers,
+}
+
+
+def refuse_unknown(fields: Mapping[str, Any], where: str) -> None:
+    """Refuses fields that podrl does not know, values it does not compute, and values of the wrong type.
+
+    Raises:
+      ValueError: naming the field; `where` names the file.
+    """
+    for key, value in fields.items():
+        if key in _FIXED:
+            if value not in _FIXED[key]:
+                raise ValueError(
+                    f"{where} has {key}={value!r}, which podrl does not compute: it must be {_FIXED[key][0]!r}."
+                )
+        elif key not in _HANDLED and key not in _IGNORABLE:
+            raise ValueError(
+                f"{where} has the field {key}={value!r}, which podrl does not know: it may change the mathematics. "
+                f"If it does not, delete it from the file.{nearest(key, _HANDLED)}"
+            )
+        elif key in _TYPES and value is not None:
+            _TYPES[key](key, value, where)
+
+
+def reads(family: str, key: str) -> bool:
+    """Whether the family's model in transformers looks at a field."""
+    return family in _READERS.get(key, (family,))
+
+
+def refuse_unread(
+    family: str,
+    fields: Mapping[str, Any],
+    *,
+    head_dim: int,
+    theta_L: Sequence[float],
+    activation: str,
+    sliding: Sequence[bool],
+    where: str,
+) -> None:
+    """Refuses fields the family's model ignores, unless they say what it computes without them.
+
+    Args:
+      head_dim, theta_L, activation, sliding: what it computes; `activation` as the file spells it.
+
+    Raises:
+      ValueError: naming the field; `where` names the file.
+    """
+
+    def agrees(key: str, value: Any) -> bool:
+        if key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            return value == 0
+        if key == "query_pre_attn_scalar":
+            return value == head_dim
+        if key == "rope_local_base_freq":
+            return set(theta_L) == {value}
+        if key in ("hidden_act", "hidden_activation"):
+            # Early Gemma files say gelu and mean the tanh form.
+            return value == activation or (family.startswith("gemma") and value == "gelu")
+        if key == "layer_types":
+            return [kind == "sliding_attention" for kind in value] == list(sliding)
+        if key == "use_sliding_window":
+            return value == any(sliding)
+        if key == "sliding_window" or not any(sliding):
+            return not any(sliding) and key != "sliding_window"
+        if key == "max_window_layers":
+            return value == 0 and all(sliding)
+        # A pattern: layer types that are read have the last word.
+        listed = reads(family, "layer_types") and fields.get("layer_types") is not None
+        return listed or [bool((i + 1) % value) for i in range(len(sliding))] == list(sliding)
+
+    for key, value in fields.items():
+        if value is not None and not reads(family, key) and not agrees(key, value):
+            raise ValueError(
+                f"{where} has {key}={value!r}, which a {family} model does not use: computing without it may not be "
+                "what the file means. Delete it from the file if it is."
+            )
