@@ -14,6 +14,7 @@ from podrl.algorithms.aggregate import aggregate
 from podrl.algorithms.estimator import AdvantageEstimator
 from podrl.algorithms.mismatch import sequence_log_perplexity, sequence_mismatch
 from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms.presets import preset
 from podrl.algorithms.segments import masked
 from podrl.algorithms.surrogates import gmpo
 from podrl.algorithms.value_loss import value_loss
@@ -76,6 +77,31 @@ def test_outcome_advantages(key, settings, dtype, xp):
     advantage_BT = estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_size=2)
     assert isinstance(advantage_BT, np.ndarray) == (xp is np)
     close(advantage_BT, expected["adv"] if isinstance(expected, dict) else expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *((name, "grpo") for name in ("grpo", "dapo", "verl_grpo", "tunix_grpo")),
+        *((name, "dr_grpo") for name in ("dr_grpo", "reinforce")),
+        *((name, name) for name in ("rloo", "opo", "gpg", "remax")),
+        ("pass_at_k", "grpo_passk"),
+        ("reinforce_pp_baseline", "reinforce_plus_plus_baseline"),
+    ],
+)
+def test_advantages_of_presets(name, key, dtype):
+    x = Inputs(dtype)
+    expected = VECTORS["advantages"][key]
+    estimator = preset(name).advantage_estimator()
+    advantage_BT = estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_size=2)
+    close(advantage_BT, expected["adv"] if isinstance(expected, dict) else expected, dtype)
+
+
+def test_singleton_group_of_verl(dtype):
+    x = Inputs(dtype)
+    estimator = preset("verl_grpo").advantage_estimator()
+    advantage_BT = estimator(x.token_level_rewards[3:], x.remax_baseline[3:], x.mask[3:], group_size=1)
+    close(advantage_BT, VECTORS["advantages"]["grpo singleton group z"][3:], dtype)
 
 
 def test_singleton_group(dtype):
@@ -248,6 +274,55 @@ def test_gmpo_and_gradient(corrected, dtype):
     )
     np.testing.assert_allclose(composed.mean(), expected["loss"], rtol=1e-5, atol=1e-7)
     close(metrics["actor/approx_kl"].mean(), expected["metrics"]["actor/ppo_kl"], dtype)
+
+
+ASYMMETRIC = {"epsilon_low": 0.2, "epsilon_high": 0.28}
+# preset: its vector, and what the vector's settings change of it.
+PRESET_LOSSES = {
+    "verl_grpo": ("vanilla", {"epsilon_high": 0.28, "beta": 0.0}),
+    "dapo": ("vanilla", {"epsilon_c": 3.0}),
+    "gspo_token": ("gspo", ASYMMETRIC),
+    "sapo": ("sapo", {}),
+    "gpg": ("gpg", {}),
+    "reinforce": ("gpg", {}),
+    "cispo": ("cispo", ASYMMETRIC),
+    "kl_cov": ("kl_cov", {"cov_fraction": 0.25}),
+    "gmpo": ("geo_mean", ASYMMETRIC),
+}
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "tis"])
+@pytest.mark.parametrize("name", PRESET_LOSSES)
+def test_losses_of_presets(name, corrected, dtype):
+    x = Inputs(dtype, jnp)
+    key, changes = PRESET_LOSSES[name]
+    if corrected:
+        changes = changes | {"sampler_correction": "tis", "correction_high": 2.0}
+    policy_loss, zero_BT = preset(name).policy_loss(**changes), jnp.zeros_like(x.mask)
+
+    def loss(logprob_BT):
+        rest = (x.rollout_log_prob, _group_advantage(x), zero_BT, *x.where)
+        return policy_loss(logprob_BT, x.old_log_prob, zero_BT, *rest)[0].mean()
+
+    value, grad_BT = jax.value_and_grad(loss)(x.log_prob)
+    group = VECTORS["policy_loss (grpo advantages, clip .2/.28, c=3, tau 1/1.05, token-mean)"]
+    expected = group[key + (" +token TIS C=2" if corrected else "")]
+    # Means over a sequence are n and not verl's n + 1e-8 in all presets but verl_grpo.
+    tolerance = TOLERANCE[dtype] if policy_loss.mode == "token-mean" else 1e-5
+    np.testing.assert_allclose(value, expected["loss"], rtol=tolerance, atol=1e-7)
+    np.testing.assert_allclose(grad_BT, expected["grad"], rtol=tolerance, atol=1e-7)
+
+
+def test_kl_of_verl(dtype):
+    x = Inputs(dtype, jnp)
+    zero_BT = jnp.zeros_like(x.mask)
+    rest = (x.rollout_log_prob, zero_BT, zero_BT, *x.where)
+    loss, metrics = preset("verl_grpo").policy_loss()(x.log_prob, x.log_prob, x.ref_log_prob, *rest)
+    kl_BT = np.array(VECTORS["kl"]["k3"])
+    mask_BT = np.array(VECTORS["inputs"]["response_mask"])
+    mean = (kl_BT * mask_BT).sum() / mask_BT.sum()
+    close(metrics["actor/kl"].mean(), mean, dtype)
+    close(loss.mean(), 1e-3 * mean, dtype)
 
 
 def test_value_loss(dtype):
