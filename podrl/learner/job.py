@@ -138,6 +138,10 @@ def with_prompt_length(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def dry_run(values: Mapping[str, Any], workdir: str) -> int:
     """Prints the resolved configuration, the role table and the batch arithmetic."""
+    if values.get("algorithm") == "sft":
+        from podrl.learner import sft
+
+        return sft.dry_run(values, workdir)
     console = make_console()
     if not values["model"]["path"]:
         console.print("model.path is empty: the run itself needs --config.model.path=DIR.")

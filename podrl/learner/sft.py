@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rich.console
 from jax.sharding import Mesh
 
 from podrl.cluster.config import ClusterConfig, Role
@@ -18,6 +20,7 @@ from podrl.data.pipeline import DataConfig
 from podrl.data.sft import SFTBatch, SFTConfig, SFTStream
 from podrl.data.tokenizer import Tokenizer
 from podrl.learner import describe, job
+from podrl.learner.console import make_console, print_table
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.loop import InFlight, Schedule, train
 from podrl.learner.parts import Evaluator, LearnerParts, Ready
@@ -29,6 +32,7 @@ from podrl.models.pretrained import Decoder
 from podrl.rollout.config import RolloutConfig
 from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.metrics import LogConfig
+from podrl.runtime.watchdog import EXIT_DONE
 from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.objective import CrossEntropy
@@ -141,16 +145,63 @@ def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int) 
     return Decoder(model, make(jax.random.key(seed)), mesh)
 
 
-def run(values: Mapping[str, Any], workdir: str, *, command: str) -> int:
-    """Trains the supervised job a configuration describes; returns the exit code. Arguments as in job.run."""
+def parse(values: Mapping[str, Any]) -> SFTJob:
+    """The job a configuration describes, its model's directory there.
+
+    Raises:
+      ValueError: unknown or missing keys, no such directory, or adapters on a model that has nothing to keep.
+    """
     settings = build(SFTJob, values)
     if settings.trainer.max_steps is None:
         raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
+    if settings.model.path != SCRATCH:
+        _ = settings.model.directory
+    elif settings.model.lora.rank:
+        raise ValueError(
+            f"model.lora.rank={settings.model.lora.rank} with model.path={SCRATCH!r}: adapters on random weights that "
+            "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
+        )
+    return settings
+
+
+def dry_run(values: Mapping[str, Any], workdir: str) -> int:
+    """Prints the resolved configuration, the role table and the batch arithmetic of a supervised job."""
+    settings, console = parse(values), make_console()
+    console.print(json.dumps(dataclasses.asdict(settings), indent=2, default=str), markup=False)
+    print_plan(console, settings, *meshes(settings.roles), workdir)
+    return EXIT_DONE
+
+
+def print_plan(
+    console: rich.console.Console, settings: SFTJob, trainer_mesh: Mesh, rollout_mesh: Mesh, workdir: str
+) -> None:
+    """The tables a run starts with, and all that a dry run prints after the configuration."""
+    describe.print_roles(console, trainer_mesh, rollout_mesh)
+    sft, steps = settings.sft, settings.trainer.max_steps or 0
+    shape = settings.trainer.pack_shape(sequences=sft.batch_size, max_length=sft.max_length, mesh=trainer_mesh)
+    rows = [
+        ["examples per step", f"{sft.batch_size}", "sft.batch_size"],
+        ["updates per step", "1", "all examples of the step"],
+        ["micro-batches per update", f"at most {shape.micro_batches}", f"{shape.rows} rows of {shape.tokens} tokens"],
+        ["longest example", f"{sft.max_length} tokens", "sft.max_length"],
+        ["steps", f"{steps}", "trainer.max_steps"],
+        ["examples in all", f"{steps * sft.batch_size:,}", "steps x examples per step"],
+    ]
+    print_table(console, "Batch arithmetic", ["what", "number", "from"], rows)
+    rank = settings.model.lora.rank
+    trained = f"adapters of rank {rank}" if rank else "all parameters"
+    console.print(f"Algorithm sft: mean of -log p over the learned tokens; trains {trained} of {settings.model.path}.")
+    console.print(f"Run directory: {workdir}\n")
+
+
+def run(values: Mapping[str, Any], workdir: str, *, command: str) -> int:
+    """Trains the supervised job a configuration describes; returns the exit code. Arguments as in job.run."""
+    settings = parse(values)
+    assert settings.trainer.max_steps is not None, "parse refuses that"
     started = time.monotonic()
     trainer_mesh, rollout_mesh = meshes(settings.roles)
     with Run(workdir, log=settings.log, checkpoint=settings.checkpoint, config=dataclasses.asdict(settings)) as current:
-        console = current.console
-        describe.print_roles(console, trainer_mesh, rollout_mesh)
+        print_plan(current.console, settings, trainer_mesh, rollout_mesh, workdir)
         with current.watchdog.stage("start-up"):
             cluster = _cluster(settings, trainer_mesh, rollout_mesh)
             stream = SFTStream(settings.data, settings.sft, cluster.tokenizer)
