@@ -26,7 +26,8 @@ Message = Mapping[str, str]
 
 
 class _Backend(Protocol):
-    size: int
+    size: int  # largest id plus one
+    added: Mapping[int, str]  # special tokens put beside the vocabulary
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -43,7 +44,7 @@ class Tokenizer:
     Attributes:
       directory: where it was read from.
       files: the tokenizer files found there.
-      vocab_size: ids are below this; a model's embedding may have more rows.
+      vocab_size: largest id that `encode` gives, plus one; a model's embedding may have more rows.
       pad_id: fills rows; the first end id where the model names none.
       bos_id: starts a sequence; None where the model names none.
       eos_ids: every id that ends a completion, the tokenizer's own first.
@@ -67,8 +68,9 @@ class Tokenizer:
         self.files = tuple(self.directory / name for name in FILES if (self.directory / name).exists())
         self._config = _read_json(self.directory / "tokenizer_config.json")
         self._backend = _open_backend(self.directory, self._config)
-        self.vocab_size = self._backend.size
         model = _read_json(self.directory / "config.json")
+        self._beyond = self._special_tokens_beyond(model)
+        self.vocab_size = self._backend.size if not self._beyond else min(self._beyond)
         generation = _read_json(self.directory / "generation_config.json")
         self._tokens = self._special_tokens()
         self.eos_ids = self._end_ids(generation, model)
@@ -83,8 +85,18 @@ class Tokenizer:
         return cls(directory)
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
-        """Token ids of `text`; special tokens written in it become their ids, none is added unless `bos` is set."""
+        """Token ids of `text`; special tokens written in it become their ids, none is added unless `bos` is set.
+
+        Raises:
+          ValueError: the text holds a special token that the model beside the tokenizer has no embedding for.
+        """
         ids = self._backend.encode(text)
+        if self._beyond and (found := self._beyond.keys() & set(ids)):
+            names = ", ".join(f"{self._beyond[i]} (id {i})" for i in sorted(found))
+            raise ValueError(
+                f"The text {text[:80]!r} holds {names}, for which the model in {self.directory} has no embedding: its "
+                f"ids are below {self.vocab_size}. Take it out of the data."
+            )
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -135,6 +147,18 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             roles = [m.get("role") for m in messages]
             raise ValueError(f"The chat template of {self.directory} refuses roles {roles}: {error}") from error
+
+    def _special_tokens_beyond(self, model: Mapping[str, Any]) -> dict[int, str]:
+        """Special tokens at the end of the ids that the model has no embedding for, as Gemma 3's for images."""
+        inner = model.get("text_config")
+        rows = {**(inner if isinstance(inner, Mapping) else {}), **model}.get("vocab_size")
+        if not isinstance(rows, int):
+            return {}
+        found, last = {}, self._backend.size - 1
+        while last >= rows and last in self._backend.added:
+            found[last] = self._backend.added[last]
+            last -= 1
+        return found if last < rows else {}
 
     def _special_tokens(self) -> dict[str, str]:
         """Names such as 'bos_token' to their text."""
@@ -221,7 +245,9 @@ class _Json:
         except Exception as error:
             # The library raises plain Exception for any malformed file.
             raise ValueError(f"{path} is not a tokenizer file: {error}") from error
-        self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        tokens = self._tokenizer.get_added_tokens_decoder()
+        self.added = {i: token.content for i, token in tokens.items() if token.special}
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -245,6 +271,7 @@ class _SentencePiece:
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
         self.size = self._model.get_piece_size()
+        self.added = {}
         self._controls = {self._model.id_to_piece(i): i for i in range(self.size) if self._model.is_control(i)}
         added = config.get("added_tokens_decoder", {})
         self._skipped = set(self._controls.values()) | {int(i) for i, t in added.items() if t.get("special")}

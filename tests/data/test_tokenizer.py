@@ -107,6 +107,35 @@ def test_broken_files_are_named(tmp_path):
         Tokenizer(tmp_path / "t")
 
 
+def _with_added(directory, token, *, special):
+    shutil.copytree(TINY, directory)
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"].append({"id": 384, "content": token, "special": special, **flags})
+    file.write_text(json.dumps(content))
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 384}))
+
+
+def test_a_special_token_without_an_embedding_is_refused_only_in_text(tmp_path):
+    _with_added(tmp_path / "t", "<image_soft_token>", special=True)
+    tokenizer = Tokenizer(tmp_path / "t")
+    assert tokenizer.vocab_size == 384 and tokenizer.encode("7") == Tokenizer(TINY).encode("7")
+    with pytest.raises(ValueError, match=r"<image_soft_token> \(id 384\), for which the model in .* ids are below 384"):
+        tokenizer.encode("7<image_soft_token>")
+    (tmp_path / "t" / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 385}}))
+    assert Tokenizer(tmp_path / "t").vocab_size == 385
+    _with_added(tmp_path / "u", "<word>", special=False)
+    assert Tokenizer(tmp_path / "u").vocab_size == 385  # an ordinary token: the model does not belong to it
+
+
+def test_the_vocabulary_ends_after_the_largest_id(tmp_path):
+    shutil.copytree(TINY, tmp_path / "t")
+    model = {"type": "WordLevel", "vocab": {"<eos>": 0, "a": 900}, "unk_token": "<eos>"}
+    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+    assert Tokenizer(tmp_path / "t").vocab_size == 901
+
+
 def test_ids_come_from_the_model_files_where_the_tokenizer_names_none(tmp_path):
     shutil.copytree(TINY, tmp_path / "t")
     (tmp_path / "t" / "tokenizer_config.json").write_text(
