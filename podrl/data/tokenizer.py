@@ -247,7 +247,7 @@ class _Json:
             raise ValueError(f"{path} is not a tokenizer file: {error}") from error
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         tokens = self._tokenizer.get_added_tokens_decoder()
-        self.added = {i: token.content for i, token in tokens.items() if token.special}
+        self.added: Mapping[int, str] = {i: token.content for i, token in tokens.items() if token.special}
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -271,7 +271,7 @@ class _SentencePiece:
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
         self.size = self._model.get_piece_size()
-        self.added = {}
+        self.added: Mapping[int, str] = {}
         self._controls = {self._model.id_to_piece(i): i for i in range(self.size) if self._model.is_control(i)}
         added = config.get("added_tokens_decoder", {})
         self._skipped = set(self._controls.values()) | {int(i) for i, t in added.items() if t.get("special")}
