@@ -30,6 +30,20 @@ def test_rollout(capsys):
     assert figures["prefill_tokens"] == (lengths.integers(3, 10, 3) - 1).sum()
 
 
+def test_step(capsys):
+    options = (
+        "--layers=1 --dim=16 --ffn=16 --heads=2 --kv_heads=1 --head_dim=8 --vocab=16 --src=data=1 --prompts=3 "
+        "--group=2 --prompt_len=3:9 --completion_len=1:10 --steps=2"
+    )
+    assert bench.main(["podrl.bench", "step", *options.split(), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert 0 < figures["completion_tokens_per_second"] < figures["tokens_per_second"]
+    assert figures["seconds"] > 0 and figures["logprob_seconds"] > 0 and figures["cpu_seconds"] > 0
+    assert 0 <= figures["padding_share"] < 1
+    assert figures["mfu"] > 0 and figures["matmul_flops"] > 0 and figures["peak_bytes"] > 0
+    assert figures["compiles"] == 0
+
+
 def test_an_unknown_benchmark_and_a_bad_mesh_are_named(capsys):
     assert bench.main(["podrl.bench", "rolout"]) == 1
     assert "rollout" in capsys.readouterr().err
