@@ -78,7 +78,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     move = programs.weight_move(setting)
     for program in move.programs:
         measure_all([program], rollout.chip if program.side == programs.ROLLOUT else trainer.chip)
-    knobs = {m.name: variants.helping(setting, m) for m in measured if not m.fits and not m.name.startswith("move")}
+    knobs = {m.name: variants.helping(setting, m) for m in measured if not m.fits}
     prediction = predict(
         measured, move.seconds, max_staleness=setting.job.algo.max_staleness, colocated=job.roles.colocated
     )

@@ -23,6 +23,7 @@ class Measured:
       name, side, runs: of the program; `runs` per training step.
       fits: whether peak and resident bytes stay within the chip's.
       peak: bytes at the fullest moment, arguments and results included; what the compiler asked for where it refused.
+      at_least: the compiler refused and named its temporaries only: `peak` lacks the arguments.
       resident: bytes of arrays the program does not see.
       capacity: bytes a program may use.
       compile_s: seconds of tracing and of the compiler.
@@ -50,6 +51,7 @@ class Measured:
     memory_s: float = 0.0
     network_s: float = 0.0
     uncounted: tuple[str, ...] = ()
+    at_least: bool = False
 
     @property
     def seconds(self) -> float:
@@ -64,7 +66,7 @@ class Measured:
 
     @property
     def missing(self) -> float:
-        """Bytes by which the program does not fit; 0 where it does."""
+        """Bytes by which the program is known not to fit; 0 where it does, and may be 0 too where `at_least` is set."""
         return max(0.0, self.peak + self.resident - self.capacity)
 
 
@@ -83,7 +85,18 @@ def measure(program: Program, chip: Chip, *, quick: bool = False) -> Measured:
         if asked is None:
             raise
         seconds = time.perf_counter() - started
-        return Measured(program.name, program.side, program.runs, False, asked, program.resident, chip.hbm, seconds)
+        peak, at_least = asked
+        return Measured(
+            program.name,
+            program.side,
+            program.runs,
+            False,
+            peak,
+            program.resident,
+            chip.hbm,
+            seconds,
+            at_least=at_least,
+        )
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
     memory = compiled.memory_analysis()
     peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes)
@@ -114,13 +127,13 @@ def measure(program: Program, chip: Chip, *, quick: bool = False) -> Measured:
     )
 
 
-def _asked(message: str) -> float | None:
-    """Bytes the compiler wanted where it ran out of HBM; None for any other failure."""
+def _asked(message: str) -> tuple[float, bool] | None:
+    """(Bytes the compiler wanted where it ran out of HBM, whether without arguments); None for any other failure."""
     if "RESOURCE_EXHAUSTED" not in message or "hbm" not in message.lower():
         return None
-    found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available", message) or re.search(
-        r"Used ([\d.]+)([KMGT]) of", message
-    )
+    temporaries = re.search(r"\(([\d.]+)([KMGT])\) exceeds available", message)
+    found = re.search(r"Used ([\d.]+)([KMGT]) of", message) or temporaries
     if found is None:
         return None
-    return float(found.group(1)) * {"K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}[found.group(2)]
+    size = float(found.group(1)) * {"K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}[found.group(2)]
+    return size, found is temporaries

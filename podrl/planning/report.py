@@ -13,7 +13,7 @@ from podrl.planning.chips import GIB
 from podrl.planning.compile import Measured
 from podrl.planning.predict import Prediction
 from podrl.planning.programs import Move, Setting
-from podrl.planning.variants import Trial
+from podrl.planning.variants import Trial, shortfall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def as_mapping(report: Report) -> dict[str, Any]:
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
-    return {**dataclasses.asdict(trial), "keys": list(trial.keys), "fits": trial.fits}
+    return {**dataclasses.asdict(trial), "keys": list(trial.keys)}
 
 
 def print_report(console: rich.console.Console, report: Report) -> None:
@@ -140,11 +140,13 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
         if m.fits:
             continue
         console.print(
-            f"{m.name} does not fit: it needs {(m.peak + m.resident) / GIB:.2f} GiB of {m.capacity / GIB:.2f} GiB per "
-            f"chip, {m.missing / GIB:.2f} GiB too much."
+            f"{m.name} does not fit: it needs {'at least ' if m.at_least else ''}{(m.peak + m.resident) / GIB:.2f} GiB "
+            f"of {m.capacity / GIB:.2f} GiB per chip, {shortfall(m)}."
         )
+        if not report.knobs.get(m.name):
+            console.print("  None of the knobs podrl.plan tries makes it smaller.")
         for trial in report.knobs.get(m.name, []):
-            verdict = "fits" if trial.fits else f"still {trial.missing / GIB:.2f} GiB too much"
+            verdict = "fits" if trial.fits else f"still {shortfall(trial)}"
             keys = " ".join(f"--config.{key}" for key in trial.keys)
             console.print(f"  {keys}: {trial.peak / GIB:.2f} GiB, {verdict}", markup=False)
     console.print("Everything fits." if report.fits else "It does not fit.")

@@ -1,14 +1,25 @@
 """Other settings of the same job: the knobs that save memory, and the meshes and batch splits a search goes through."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from podrl.planning.chips import GIB
 from podrl.planning.compile import Measured, measure
-from podrl.planning.programs import ROLLOUT, TRAINER, Program, Setting, rollout_programs, training_programs
+from podrl.planning.programs import (
+    ROLLOUT,
+    TRAINER,
+    Program,
+    Setting,
+    rollout_programs,
+    training_programs,
+    weight_move,
+)
 from podrl.trainer.state import batch_shards
 
 _STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
+_OF_A_STEP = ("trainer.remat=", "trainer.train_micro_batch_size=")
 _TENSOR = (1, 2, 4, 8)
 MICRO_TRIES = 4
 
@@ -23,17 +34,32 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What the quick compile of one program says about a variant."""
+    """What the quick compile of one program, or of a side's, says about a variant.
+
+    Attributes:
+      keys: of the variant.
+      program: the one that needs most.
+      fits: whether every program does; the compiler may refuse one whose `missing` is 0.
+      peak: bytes of a chip, resident ones included.
+      missing: bytes too many.
+      seconds: of a step, at the roofline.
+      at_least: the compiler named only a part of `peak` and `missing`.
+    """
 
     keys: tuple[str, ...]
     program: str
+    fits: bool
     peak: float
     missing: float
     seconds: float
+    at_least: bool = False
 
-    @property
-    def fits(self) -> bool:
-        return self.missing == 0
+
+def shortfall(found: Trial | Measured) -> str:
+    """What something that does not fit lacks, in words."""
+    if not found.missing:
+        return "refused by the compiler, which does not say how much is too much"
+    return f"{'at least ' if found.at_least else ''}{found.missing / GIB:.2f} GiB too much"
 
 
 def programs_of(side: str, setting: Setting) -> list[Program]:
@@ -44,12 +70,9 @@ def programs_of(side: str, setting: Setting) -> list[Program]:
 def helping(setting: Setting, failed: Measured) -> list[Trial]:
     """What a program that does not fit needs with each knob turned alone; if none suffices, with all turned.
 
-    Raises:
-      ValueError: the program is neither the trainer's nor the rollout's.
+    Of a weight move only what makes it smaller is returned, which may be nothing.
     """
-    if failed.side not in (TRAINER, ROLLOUT):
-        raise ValueError(f"Program {failed.name!r} of side {failed.side!r} has no knobs of its own.")
-    knobs = _trainer_knobs if failed.side == TRAINER else _rollout_knobs
+    knobs = functools.partial(_knobs, failed)
     trials = [_try(variant, failed) for variant in knobs(setting)]
     if trials and not any(trial.fits for trial in trials):
         keys: tuple[str, ...] = ()
@@ -59,13 +82,45 @@ def helping(setting: Setting, failed: Measured) -> list[Trial]:
             if index < len(variants):
                 keys, together = keys + variants[index].keys, variants[index].setting
         trials.append(_try(Variant(keys, together), failed))
+    if _moves(failed):
+        return [trial for trial in trials if trial.fits or trial.peak < failed.peak + failed.resident]
     return trials
 
 
+def _moves(program: Measured) -> bool:
+    return program.name.startswith("move")
+
+
+def _knobs(failed: Measured, setting: Setting) -> Iterator[Variant]:
+    """The knobs of the sides a program occupies; for a weight move without those that split a training step."""
+    if failed.side != ROLLOUT:
+        for variant in _trainer_knobs(setting):
+            if not (_moves(failed) and variant.keys[0].startswith(_OF_A_STEP)):
+                yield variant
+    if failed.side != TRAINER:
+        yield from _rollout_knobs(setting)
+
+
 def _try(variant: Variant, failed: Measured) -> Trial:
-    program = next(p for p in programs_of(failed.side, variant.setting) if p.name == failed.name)
-    found = measure(program, _chip(variant.setting, failed.side), quick=True)
-    return Trial(variant.keys, found.name, found.peak + found.resident, found.missing, found.seconds * found.runs)
+    programs = weight_move(variant.setting).programs if _moves(failed) else programs_of(failed.side, variant.setting)
+    program = next((p for p in programs if p.name == failed.name), None)
+    if program is None:  # moved box by box instead, which needs no large program
+        return Trial(variant.keys, failed.name, True, 0.0, 0.0, 0.0)
+    return _trial(variant.keys, [measure(program, _chip(variant.setting, failed.side), quick=True)])
+
+
+def _trial(keys: tuple[str, ...], measured: Sequence[Measured]) -> Trial:
+    """One trial of programs that all must fit: the memory of the worst, and the seconds of all."""
+    worst = max(measured, key=lambda m: (not m.fits, m.peak + m.resident))
+    return Trial(
+        keys,
+        worst.name,
+        all(m.fits for m in measured),
+        worst.peak + worst.resident,
+        max(m.missing for m in measured),
+        sum(m.seconds * m.runs for m in measured),
+        any(m.at_least for m in measured),
+    )
 
 
 def _chip(setting: Setting, side: str):
@@ -155,7 +210,7 @@ def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, li
             for variant in group:
                 trial = _total(side, variant)
                 trials.append(trial)
-                verdict = f"{trial.seconds:.3g} s" if trial.fits else f"{trial.missing / 2**30:.2f} GiB too large"
+                verdict = f"{trial.seconds:.3g} s" if trial.fits else shortfall(trial)
                 say(f"{side}: {' '.join(trial.keys)}: peak {trial.peak / 2**30:.2f} GiB, {verdict}")
                 if trial.fits:
                     found.append((trial.seconds, variant.setting))
@@ -188,15 +243,7 @@ def _total(side: str, variant: Variant) -> Trial:
     """The programs of a side that run every step: the fullest one's memory, and the seconds of all."""
     chip = _chip(variant.setting, side)
     running = [program for program in programs_of(side, variant.setting) if program.runs]
-    measured = [measure(program, chip, quick=True) for program in running]
-    worst = max(measured, key=lambda m: m.peak + m.resident)
-    return Trial(
-        variant.keys,
-        worst.name,
-        worst.peak + worst.resident,
-        max(m.missing for m in measured),
-        sum(m.seconds * m.runs for m in measured),
-    )
+    return _trial(variant.keys, [measure(program, chip, quick=True) for program in running])
 
 
 def _tensors(setting: Setting, devices: int) -> Sequence[int]:

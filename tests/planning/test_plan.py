@@ -9,9 +9,13 @@ import sys
 
 import pytest
 
+from podrl import launch
+from podrl.learner import job as jobs
 from podrl.planning.chips import GIB, parse_topology, prepare
 from podrl.planning.compile import Measured, _asked
 from podrl.planning.predict import predict
+from podrl.planning.programs import Setting
+from podrl.planning.variants import _trial, helping, shortfall
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 
@@ -66,8 +70,21 @@ def test_what_the_compiler_asked_for():
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (22.50G) exceeds "
         "available HBM (15.75G)."
     )
-    assert _asked(message) == 22.5 * GIB
+    assert _asked(message) == (22.5 * GIB, True)  # without the arguments
+    whole = (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm. Exceeded hbm capacity "
+        "by 2.75G. Memory usage report: "
+    )
+    assert _asked(whole) == (18.5 * GIB, False)
     assert _asked("INVALID_ARGUMENT: hbm") is None
+
+
+def test_what_the_compiler_refused_does_not_fit_whatever_it_counted():
+    refused = dataclasses.replace(_program("trainer", 1, 0.0), fits=False, peak=0.5 * GIB, at_least=True)
+    trial = _trial(("k=1",), [dataclasses.replace(_program("trainer", 2, 1.0), peak=0.9 * GIB), refused])
+    assert not trial.fits and trial.missing == 0 and trial.peak == 0.5 * GIB and trial.seconds == 2.0
+    assert shortfall(trial).startswith("refused by the compiler")
+    assert shortfall(dataclasses.replace(refused, peak=3 * GIB)) == "at least 2.00 GiB too much"
 
 
 def _plan(*flags: str) -> subprocess.CompletedProcess:
@@ -105,6 +122,21 @@ def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
     step = next(program for program in plan["programs"] if program["name"] == "train step")
     assert not step["fits"] and step["missing"] > 0
     assert any(trial["fits"] and "trainer.remat=dots" in trial["keys"] for trial in plan["knobs"]["train step"])
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_move_that_does_not_fit_gets_only_knobs_that_make_it_smaller(monkeypatch: pytest.MonkeyPatch):
+    env = dict(os.environ)
+    prepare(env)
+    for name, value in env.items():  # what the command would set is taken back after the test
+        monkeypatch.setenv(name, value)
+    topology = parse_topology("v5e:2x2", key="--trainer")
+    values, _ = launch.resolve(launch.load_config(launch.find_config("grpo_gemma.py")), ["plan"])
+    setting = Setting(jobs.parse(jobs.with_prompt_length(values)), topology, topology, 64)
+    measured = Measured("move: pack", "trainer", 0, False, 9 * GIB, GIB, 8 * GIB, 1.0)
+    keys = [key for trial in helping(setting, measured) for key in trial.keys]
+    assert "model.lora.rank=16" in keys and not any("remat" in key or "micro" in key for key in keys)
 
 
 def test_a_missing_topology_is_a_user_error():
