@@ -278,10 +278,6 @@ class PolicyLoss:
             kl_BT = kl.kl_divergence(logprob_BT, ref_BT, self.kl_loss_mode, clamp=self.kl_clamp_value)
             loss_BT = loss_BT + self.beta * kl_scale * kl_BT
 
-        def reduce(value_BT: Float[Array, "B T"]) -> Ratio:
-            scale = 1.0 if self.loss_agg_scale is None else self.loss_agg_scale
-            return aggregation.aggregate(value_BT, mask_BT, length_BT, self.mode, scale=scale, eps=self.length_eps)
-
         means = {
             "actor/pg_clipfrac": surrogate.clipped_BT,
             "actor/pg_clipfrac_lower": surrogate.clipped_low_BT,
@@ -292,12 +288,16 @@ class PolicyLoss:
             "sampler/weight": weight_BT,
             "sampler/kept": weight_BT > 0,
         }
-        metrics = {"actor/pg_loss": reduce(pg_BT)}
+        metrics = {"actor/pg_loss": self._reduce(pg_BT, mask_BT, length_BT)}
         metrics |= {
             name: aggregation.token_mean(value_BT.astype(logprob_BT.dtype), mask_BT) for name, value_BT in means.items()
         }
         metrics |= mismatch(old_BT, sampler_BT, mask_BT)
-        return reduce(loss_BT), jax.lax.stop_gradient(metrics)
+        return self._reduce(loss_BT, mask_BT, length_BT), jax.lax.stop_gradient(metrics)
+
+    def _reduce(self, value_BT: Float[Array, "B T"], mask_BT: Mask, length_BT: Float[Array, "B T"]) -> Ratio:
+        scale = 1.0 if self.loss_agg_scale is None else self.loss_agg_scale
+        return aggregation.aggregate(value_BT, mask_BT, length_BT, self.mode, scale=scale, eps=self.length_eps)
 
     def _surrogate(self, logprob_BT, old_BT, advantage_BT, mask_BT, length_BT, segment_BT) -> surrogates.Surrogate:
         policy = (logprob_BT, old_BT, advantage_BT)

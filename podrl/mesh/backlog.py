@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+UNDER_WAY = 4
+
 
 class Backlog:
     """Lets at most `limit` programs be under way: a caller that is further ahead waits for the oldest.
@@ -14,7 +16,7 @@ class Backlog:
     older one ends. A collective whose devices wait for those threads never does.
     """
 
-    def __init__(self, limit: int = 4):
+    def __init__(self, limit: int = UNDER_WAY):
         self._limit = limit
         self._results: deque[Any] = deque()
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from podrl.mesh.backlog import UNDER_WAY
 from podrl.rollout.engine import Engine
 from podrl.rollout.state import Chunk, DecodeState, EngineShape
 from podrl.types import PyTree
-
-_UNDER_WAY = 4
 
 
 def cut_chunks(
@@ -56,6 +55,6 @@ def run_chunks(engine: Engine, params: PyTree, state: DecodeState, sequences: Se
                 flat = engine.put_rows(engine.pack_chunks(bucket, batch))
                 state = engine.prefills[bucket](params, state, flat)
                 calls += 1
-                if calls % _UNDER_WAY == 0:  # why they are bounded: podrl.mesh.backlog; the state is donated on
+                if calls % UNDER_WAY == 0:  # a Backlog could not wait for states that are donated on
                     jax.block_until_ready(state.token_R)
     return state

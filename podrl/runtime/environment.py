@@ -42,7 +42,7 @@ def keep_compiled(env: MutableMapping[str, str], where: str) -> None:
 
     Args:
       env: usually os.environ.
-      where: a directory or gs:// address; 'auto' for one of this user and processor under $XDG_CACHE_HOME or ~/.cache;
+      where: a directory; 'auto' for one of this user and processor under $XDG_CACHE_HOME or ~/.cache;
         empty keeps nothing.
     """
     if not where or "JAX_COMPILATION_CACHE_DIR" in env:

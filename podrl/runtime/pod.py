@@ -25,7 +25,7 @@ _log = logging.getLogger("podrl.pod")
 _FAREWELL_S = 5.0
 _OVER_S = 3600.0
 _LAST_S = 10.0
-_FIRST_SLICE_S, _LONGEST_SLICE_S = 2.0, 60.0  # between two looks at where a process is
+_FIRST_SLICE_S, _LONGEST_SLICE_S = 2.0, 10.0  # between two looks at where a process is
 
 
 @dataclasses.dataclass(frozen=True)
