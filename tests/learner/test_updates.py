@@ -13,6 +13,7 @@ from podrl.learner.loop import Schedule
 from podrl.learner.parts import fetched_means
 from podrl.learner.ppo import PPOLearner
 from podrl.learner.run import Run
+from podrl.mesh.backlog import Backlog
 from podrl.mesh.build import make_mesh
 from podrl.rewards.compose import NamedRewards
 from podrl.types import STOP_EOS, Experience, Prompts, Rollouts
@@ -126,6 +127,18 @@ def bench():
 
 def moved(before, after):
     return any(not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+
+
+def test_every_update_and_scoring_is_noted_as_under_way(bench, monkeypatch):
+    """What is not noted is not bounded, and an unbounded number of programs hangs pods on CPU."""
+    noted = []
+    monkeypatch.setattr(Backlog, "add", lambda self, result: noted.append(result))
+    bench._train(parsed("ppo", {}))
+    metrics = [set(result) for result in noted if isinstance(result, dict)]
+    steps, passes, scorings = 2, 2, 2  # the reward's KL scores the actor and the reference, once a step
+    assert sum("actor/pg_loss" in names for names in metrics) == steps * passes
+    assert sum("critic/vf_loss" in names for names in metrics) == steps * passes
+    assert len(noted) - len(metrics) == steps * scorings
 
 
 @pytest.mark.parametrize("name", PRESETS)
