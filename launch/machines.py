@@ -50,9 +50,10 @@ MACHINES = {
         Machine("v5e", "tpu-v5-lite-podslice", "ct5lp-hightpu-4t", 4, 2, 256, (2, 2), "v5litepod"),
         Machine("v5e-8t", "tpu-v5-lite-podslice", "ct5lp-hightpu-8t", 8, 2, 8, (2, 4), ""),
         Machine("v5p", "tpu-v5p-slice", "ct5p-hightpu-4t", 4, 3, 8960, (2, 2, 1), "v5p"),
-        Machine("v6e-1t", "tpu-v6e-slice", "ct6e-standard-1t", 1, 2, 1, (1, 1), ""),
+        Machine("v6e-1t", "tpu-v6e-slice", "ct6e-standard-1t", 1, 2, 1, (1, 1), "v6e"),
         Machine("v6e", "tpu-v6e-slice", "ct6e-standard-4t", 4, 2, 256, (2, 2), "v6e"),
         Machine("v6e-8t", "tpu-v6e-slice", "ct6e-standard-8t", 8, 2, 8, (2, 4), ""),
+        Machine("tpu7x-1t", "tpu7x", "tpu7x-standard-1t", 1, 3, 1, (1, 1, 1), "tpu7x"),
         Machine("tpu7x", "tpu7x", "tpu7x-standard-4t", 4, 3, 9216, (2, 2, 1), "tpu7x"),
     )
 }

@@ -1,8 +1,14 @@
 """The machine table: worked shapes, refusals, and agreement with xpk's own table where xpk is installed."""
 
+import json
+import subprocess
+
 import pytest
+import real_xpk
 
 from launch import machines
+
+ONE_CHIP = ("1x1", "1x1x1")
 
 
 @pytest.mark.parametrize(
@@ -15,6 +21,8 @@ from launch import machines
         ("v6e:2x4*2", 8, 2, 2, "tpu-v6e-slice", "v6e-2x4"),
         ("v6e:2x2", 4, 1, 1, "tpu-v6e-slice", "v6e-2x2"),
         ("tpu7x:2x2x1*3", 4, 1, 3, "tpu7x", "tpu7x-2x2x1"),
+        ("tpu7x-1t:1x1x1*2", 1, 1, 2, "tpu7x", "tpu7x-1x1x1"),
+        ("v6e-1t:1x1", 1, 1, 1, "tpu-v6e-slice", "v6e-1x1"),
     ],
 )
 def test_shapes(spec, chips, hosts, count, accelerator, xpk_type):
@@ -56,16 +64,30 @@ def test_machines_xpk_does_not_know(spec):
         _ = machines.parse_slices(spec, "--machine").xpk_type
 
 
-@pytest.mark.filterwarnings("ignore")  # xpk's own
-@pytest.mark.parametrize(
-    "spec",
-    ["v4:2x2x1", "v4:4x4x8", "v5e:2x4", "v5e:16x16", "v5p:2x2x2", "v5p:8x8x12", "v6e:2x2", "v6e:8x16", "tpu7x:2x4x4"],
-)
-def test_table_agrees_with_xpk(spec):
-    theirs = pytest.importorskip("xpk.core.system_characteristics").UserFacingNameToSystemCharacteristics
-    slices = machines.parse_slices(spec, "--machine")
-    system = theirs[slices.xpk_type]
-    assert system.topology == slices.topology
-    assert system.gke_accelerator == slices.machine.accelerator
-    assert system.gce_machine_type == slices.machine.machine_type
-    assert (system.chips_per_vm, system.vms_per_slice) == (slices.machine.chips_per_host, slices.hosts)
+# Every TPU slice that xpk knows, by the name it goes by there.
+TABLE = """
+import json
+from xpk.core.system_characteristics import UserFacingNameToSystemCharacteristics as table
+fields = ("topology", "gke_accelerator", "gce_machine_type", "chips_per_vm", "vms_per_slice")
+print(json.dumps({name: [getattr(system, field) for field in fields] for name, system in table.items()}))
+"""
+
+
+def test_table_agrees_with_xpk():
+    done = subprocess.run([str(real_xpk.interpreter()), "-c", TABLE], capture_output=True, text=True, check=True)
+    theirs = json.loads(done.stdout)
+    ours = {}
+    for machine in machines.MACHINES.values():
+        for name, (topology, *_) in theirs.items():
+            if name == f"{machine.xpk_prefix}-{topology}" and (topology in ONE_CHIP) == (machine.max_chips == 1):
+                slices = machines.parse_slices(f"{machine.name}:{topology}", "--machine")
+                shape = [machine.chips_per_host, slices.hosts]
+                ours[slices.xpk_type] = [topology, machine.accelerator, machine.machine_type, *shape]
+    generations = {machine.xpk_prefix for machine in machines.MACHINES.values()} - {""}
+    expected = {
+        name: system
+        for name, system in theirs.items()
+        if name.partition("-")[0] in generations and name.partition("-")[2] == system[0]
+    }
+    assert generations == {"v4", "v5litepod", "v5p", "v6e", "tpu7x"} and len(expected) > 1000
+    assert ours == expected
