@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 from podrl.data.tokenizer import Tokenizer
 from podrl.learner.setup import ModelSource
 from podrl.learner.sft import SCRATCH
-from podrl.models import decoder, hf_load, hf_save, lora, peft_files
+from podrl.mesh import build
+from podrl.models import decoder, hf_load, hf_save, lora, orbax_files, peft_files
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
 from podrl.models.hf_config import read_config
 from podrl.runtime.storage import Place, StorageError, absolute, check, complete_steps, is_remote, locate
@@ -65,7 +65,7 @@ def restore_params(workdir: Place, step: int | None, abstract: PyTree) -> tuple[
       (step, parameters).
 
     Raises:
-      ValueError: no such checkpoint; those that exist are listed.
+      ValueError: no such checkpoint (those that exist are listed), or one that cannot be read.
     """
     directory = absolute(workdir / "checkpoints")
     steps = complete_steps(directory)
@@ -73,17 +73,7 @@ def restore_params(workdir: Place, step: int | None, abstract: PyTree) -> tuple[
         wanted = "any step" if step is None else f"step {step}"
         raise ValueError(f"{directory} has no checkpoint of {wanted}: it has {steps or 'none'}.")
     step = steps[-1] if step is None else step
-    item = {"params": abstract}
-    with ocp.PyTreeCheckpointer() as reader:
-        restored = reader.restore(
-            directory / str(step) / "state",
-            args=ocp.args.PyTreeRestore(
-                item=item,  # pyright: ignore[reportCallIssue]
-                restore_args=ocp.checkpoint_utils.construct_restore_args(item),  # pyright: ignore[reportCallIssue]
-                partial_restore=True,  # pyright: ignore[reportCallIssue]
-            ),
-        )
-    return step, restored["params"]
+    return step, orbax_files.read_leaves(directory / str(step) / "state", {"params": abstract})["params"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +115,9 @@ def read_run(workdir: Place) -> RunModel:
 
 
 def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, PyTree]:
-    """(what it is, step, whole parameter tree) of a run's checkpoint, on this process's first device."""
+    """(what it is, step, whole parameter tree) of a run's checkpoint, spread over all devices of this process."""
     run = read_run(workdir)
-    mesh = hf_load.single_device_mesh()
+    mesh = build.make_mesh("fsdp=-1", jax.local_devices())
     trainable, _ = decoder.split_trainable(decoder.abstract_params(run.config, mesh, jnp.dtype(run.dtype)), run.config)
     step, params = restore_params(workdir, step, trainable)
     if run.config.lora.rank:

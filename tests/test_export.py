@@ -34,7 +34,7 @@ def make_run(workdir, variant: str, steps=(3,)):
     checkpoints = Checkpoints(workdir / "checkpoints", keep=len(steps))
     for step in steps:
         model = from_pretrained(TINY, lora=source.lora)
-        changed = jax.tree.map(lambda x, step=step: x + 0.02 * step, model.params)
+        changed = jax.tree.map(lambda x, step=step: x + 0.005 * step, model.params)
         trainable, frozen = decoder.split_trainable(changed, model.config)
         trainable, frozen = (
             (trainable, decoder.split_trainable(model.params, model.config)[1]) if frozen else (changed, {})

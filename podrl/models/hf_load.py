@@ -62,9 +62,7 @@ def load(
     mesh = single_device_mesh() if mesh is None else mesh
     adapted = dataclasses.replace(config, lora=lora_config or LoraConfig())
     if (checkpoint := orbax_files.find_checkpoint(directory)) is not None:
-        params = orbax_files.load(checkpoint, config, mesh, dtype)
-        for name in PROJECTIONS if adapted.lora.base_dtype else ():
-            params["layers"] |= quantized_leaves(name, params["layers"][name], adapted, mesh)
+        params = orbax_files.load(checkpoint, adapted, mesh, dtype)
     else:
         stored = scan_directory(directory)
         params = load_entries(entries(config), stored, adapted, mesh, dtype, where=str(directory))

@@ -1,24 +1,31 @@
 """Reads and writes weights as an Orbax checkpoint beside a config.json: podrl's parameter tree as it is."""
 
+import contextlib
+import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import Mesh
 
 from podrl.mesh import rules
-from podrl.models.config import ModelConfig
+from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.decoder import Param, is_param, param_specs
 from podrl.models.hf_config import config_to_hf
-from podrl.runtime.storage import Place, absolute
+from podrl.models.quantize import quantized_leaves
+from podrl.runtime.storage import Place, absolute, first_line
 from podrl.types import PyTree
 
-_MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
+CHUNK_BYTES = 1 << 26  # a reader takes whole chunks: those of a shard then hold little else
+
+_MARK = "_METADATA"  # lists the leaves; written when they are complete
 _FOLDERS = ("", "params", "default", "state")
 _LISTED = 8
 
@@ -27,7 +34,7 @@ def find_checkpoint(directory: Place) -> Place | None:
     """The Orbax checkpoint in a model directory (itself, or params/, default/, state/ in it); None if there is none."""
     for name in _FOLDERS:
         folder = directory / name
-        if any((folder / mark).is_file() for mark in _MARKS) and (folder / _MARKS[0]).is_file():
+        if (folder / _MARK).is_file():
             return folder
     return None
 
@@ -35,74 +42,156 @@ def find_checkpoint(directory: Place) -> Place | None:
 def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DTypeLike) -> PyTree:
     """The parameters of a checkpoint on `mesh`, cast to `dtype`; each process reads what its devices hold.
 
+    One leaf is read after the other, see `read_leaves`; projections are rounded as soon as they are there, as
+    `config.lora.base_dtype` says.
+
     Args:
       folder: a checkpoint of the tree of `podrl.models.decoder.param_specs`, alone or under one key 'params', of any
         floating dtype and any mesh.
-      config: the dense model.
+      config: the model; adapters are not read.
 
     Raises:
-      ValueError: a checkpoint that cannot be read; leaves that are missing, unknown or of the wrong shape (all listed).
+      ValueError: a checkpoint that cannot be read; leaves that are missing, unknown, of the wrong shape or not floating
+        point (counted, the first eight of each named).
     """
-    specs = param_specs(config)
-    with ocp.PyTreeCheckpointer() as reader:
-        stored, wrapped = _stored(reader, folder)
-        _check(stored, specs, config, folder)
+    specs = param_specs(dataclasses.replace(config, lora=LoraConfig()))
+    stored = _stored(folder)
+    wrapped = {path[0] for path in stored} == {"params"}
+    _check({path[wrapped:]: leaf for path, leaf in stored.items()}, specs, config, folder)
 
-        def argument(spec: Param) -> ocp.ArrayRestoreArgs:
-            place = rules.sharding_for(spec.axes, spec.shape, mesh)
-            return ocp.ArrayRestoreArgs(sharding=place, global_shape=spec.shape, dtype=jnp.dtype(dtype))
+    def shape(spec: Param) -> jax.ShapeDtypeStruct:
+        place = rules.sharding_for(spec.axes, spec.shape, mesh)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype), sharding=place)
 
-        def shape(spec: Param) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype))
+    def finish(path: tuple[str, ...], leaf: jax.Array) -> Mapping[str, jax.Array]:
+        if config.lora.base_dtype and path[-1] in PROJECTIONS:
+            return quantized_leaves(path[-1], leaf, config, mesh)
+        return {path[-1]: leaf}
 
-        wrap = (lambda tree: {"params": tree}) if wrapped else (lambda tree: tree)
+    abstract = jax.tree.map(shape, specs, is_leaf=is_param)
+    if wrapped:
+        return read_leaves(folder, {"params": abstract}, finish)["params"]
+    return read_leaves(folder, abstract, finish)
+
+
+def read_leaves(
+    folder: Place,
+    abstract: PyTree,
+    finish: Callable[[tuple[str, ...], jax.Array], Mapping[str, jax.Array]] = lambda path, leaf: {path[-1]: leaf},
+) -> PyTree:
+    """Reads a part of a checkpoint leaf by leaf onto the devices of this process.
+
+    Each part of a leaf is read once however many devices hold it; as many parts at a time as the leaf as stored has
+    bytes. No process waits for another, so one that fails does not hold up the rest.
+
+    Args:
+      folder: the checkpoint, whole on disk.
+      abstract: nested dict of jax.ShapeDtypeStruct with shardings; a leaf is cast to the dtype asked for.
+      finish: (path, leaf) -> what takes its place, by the last key of the path.
+
+    Raises:
+      ValueError: a leaf that cannot be read (named).
+    """
+    stored = _stored(folder)
+    tree: dict[str, Any] = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract)[0]:
+        path = tuple(key.key for key in keys)
+        name = "/".join(path)
+        if path not in stored:
+            raise ValueError(f"The Orbax checkpoint {folder} has no leaf {name}: it holds another model.")
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
         try:
-            tree = reader.restore(
-                absolute(folder),
-                args=ocp.args.PyTreeRestore(
-                    item=wrap(jax.tree.map(shape, specs, is_leaf=is_param)),  # pyright: ignore[reportCallIssue]
-                    restore_args=wrap(jax.tree.map(argument, specs, is_leaf=is_param)),  # pyright: ignore[reportCallIssue]
-                    partial_restore=True,  # pyright: ignore[reportCallIssue]
-                ),
-            )
+            node |= finish(path, jax.block_until_ready(_read_leaf(folder, path, leaf, stored[path])))
         except Exception as error:
-            raise ValueError(f"The Orbax checkpoint {folder} cannot be read: {str(error).splitlines()[0]}") from error
-    return tree["params"] if wrapped else tree
+            raise ValueError(
+                f"Leaf {name} of the Orbax checkpoint {folder} cannot be read: {first_line(error)}. Copy the "
+                "checkpoint again."
+            ) from error
+    return tree
+
+
+def _read_leaf(folder: Place, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, stored: Any) -> jax.Array:
+    argument = ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+    item, arguments = leaf, argument
+    for key in reversed(path):
+        item, arguments = {key: item}, {key: arguments}
+    args = ocp.args.PyTreeRestore(
+        item=item,  # pyright: ignore[reportCallIssue]
+        restore_args=arguments,  # pyright: ignore[reportCallIssue]
+        partial_restore=True,  # pyright: ignore[reportCallIssue]
+    )
+    gigabytes = (_bytes_read(stored) + 1) / 1e9  # one more: Orbax starts a read that is smaller than this
+    with contextlib.closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=gigabytes)) as handler:  # pyright: ignore[reportArgumentType]
+        return jax.tree.leaves(handler.restore(epath.Path(absolute(folder)), args=args))[0]
+
+
+def _bytes_read(stored: Any) -> int:
+    """Bytes of a leaf in whole chunks: the most that one read can take."""
+    chunk = stored.storage.chunk_shape if stored.storage is not None else stored.shape
+    whole = [math.ceil(size / part) * part for size, part in zip(stored.shape, chunk or stored.shape, strict=True)]
+    return math.prod(whole) * np.dtype(stored.dtype).itemsize
 
 
 def save(directory: str | pathlib.Path, config: ModelConfig, params: PyTree) -> None:
-    """Writes a dense model as config.json and params/, an Orbax checkpoint; every process of the mesh calls it.
+    """Writes a dense model as config.json and params/, an Orbax checkpoint.
+
+    Every process that holds a part of `params` calls this, and no other; all return when everything is on disk.
 
     Raises:
-      ValueError: the directory holds something already, or the model has adapters.
+      ValueError: the directory holds something already, the model has adapters, or a process other than the first of
+        several holds all of it.
     """
     directory = pathlib.Path(directory).absolute()
     if config.lora.rank:
         raise ValueError(
             "Adapters are not part of an Orbax model directory: merge them first (podrl.models.lora.merge)."
         )
+    devices = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) for d in leaf.sharding.device_set}
+    processes = {device.process_index for device in devices} or {jax.process_index()}
+    among = ocp.options.MultiprocessingOptions(
+        primary_host=min(processes),
+        active_processes=processes,
+        barrier_sync_key_prefix=f"podrl:{directory}",
+    )
+    if len(processes) == 1 and jax.process_count() > 1:  # Orbax takes such device arrays for a mistake
+        if jax.process_index():
+            raise ValueError(
+                f"Process {jax.process_index()} of {jax.process_count()} holds the whole model: of processes that save "
+                "alone, Orbax serves process 0 only. Spread the model over several, or save it with podrl.models.save."
+            )
+        params = jax.tree.map(np.asarray, params)
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: give a directory that does not exist yet.")
-    directory.mkdir(parents=True, exist_ok=True)
-    with ocp.PyTreeCheckpointer() as writer:
-        writer.save(directory / "params", args=ocp.args.PyTreeSave(params))  # pyright: ignore[reportCallIssue]
-    if jax.process_index() == 0:
+    chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), params)
+    # Beside `among`, the writer of arrays must be told which process writes their descriptions.
+    arrays = ocp.type_handlers.ArrayHandler(primary_host=min(processes))
+    types = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among, type_handler_registry=types)
+    with ocp.Checkpointer(handler, multiprocessing_options=among) as writer:
+        # Waits for every process first, so all have looked at the directory before one of them writes.
+        args = ocp.args.PyTreeSave(params, save_args=chunked)  # pyright: ignore[reportCallIssue]
+        writer.save(directory / "params", args=args)
+    if jax.process_index() == min(processes):
         (directory / "config.json").write_text(json.dumps(config_to_hf(config), indent=2))
+    ocp.multihost.sync_global_processes(f"podrl:{directory}/config.json", processes=processes)
 
 
-def _stored(reader: ocp.PyTreeCheckpointer, folder: Place) -> tuple[dict[tuple[str, ...], Any], bool]:
-    """(shape and dtype of every leaf by path, whether the tree is under one key 'params')."""
+def _stored(folder: Place) -> dict[tuple[str, ...], Any]:
+    """Shape, dtype and chunks of every leaf of a checkpoint, by path."""
     try:
-        found: Any = reader.metadata(absolute(folder))
-        tree: Any = getattr(getattr(found, "item_metadata", found), "tree", getattr(found, "tree", found))
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            found: Any = handler.metadata(epath.Path(absolute(folder)))
+        tree: Any = getattr(found, "tree", found)
     except Exception as error:
-        raise ValueError(f"The Orbax checkpoint {folder} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"The Orbax checkpoint {folder} cannot be read: {first_line(error)}") from error
     if not isinstance(tree, Mapping) or not tree:
         raise ValueError(f"The Orbax checkpoint {folder} cannot be read: it lists no arrays.")
-    wrapped = set(tree) == {"params"}
-    tree = tree["params"] if wrapped else tree
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {tuple(str(getattr(k, "key", k)) for k in path): leaf for path, leaf in leaves}, wrapped
+    return {tuple(str(getattr(k, "key", k)) for k in path): leaf for path, leaf in leaves}
 
 
 def _check(stored: Mapping[tuple[str, ...], Any], specs: PyTree, config: ModelConfig, folder: Place) -> None:

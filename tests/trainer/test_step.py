@@ -1,6 +1,7 @@
 """The training step: one update however sequences are packed, split and sharded; only what should change does."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 from podrl.algorithms.policy_loss import PolicyLoss
-from podrl.models import decoder
+from podrl.models import LoraConfig, decoder, from_pretrained
 from podrl.trainer import state as state_lib
 from podrl.trainer.objective import CrossEntropy
 from podrl.trainer.optimizer import Optimizer
@@ -203,6 +204,27 @@ def test_supervised_training_lowers_the_loss(tiny, dtype, param_dtype):
         state, metrics = step(state, frozen, batch)
         losses.append(float(metrics["sft/loss"]))
     assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("base_dtype", ["", "int8", "int4"])
+def test_adapters_on_stored_integers_lower_the_loss(tiny, base_dtype):
+    """QLoRA: the base of a checkpoint, rounded, stays as it is while its adapters learn."""
+    case = tiny("fsdp=2", learning_rate=3e-2)
+    fixture = pathlib.Path(__file__).parents[1] / "models" / "fixtures" / "gemma2"
+    model = from_pretrained(fixture, case.mesh, lora=LoraConfig(rank=4, base_dtype=base_dtype))
+    case = dataclasses.replace(case, config=model.config)
+    state, frozen = state_lib.init_state(model.params, model.config, case.optimizer, case.mesh)
+    assert frozen["layers"]["gate"].dtype == jnp.dtype(base_dtype or "float32")
+    base = jax.tree.map(np.asarray, frozen)
+    _, samples = case.samples()
+    batch = case.batch(tokens_BT=samples["tokens_BT"] % model.config.vocab_size)
+    step = case.step(CrossEntropy())
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, frozen, batch)
+        losses.append(float(metrics["sft/loss"]))
+    assert losses[-1] < 0.95 * losses[0], losses
+    jax.tree.map(np.testing.assert_array_equal, base, jax.tree.map(np.asarray, frozen))
 
 
 def test_any_optax_transformation_trains(tiny):
