@@ -15,7 +15,8 @@
 #   --detach           do not follow the logs after starting
 #   --project=P        project of the TPU; default: gcloud's
 #   --python=PATH      interpreter on the workers that has podrl's dependencies; nothing is installed then
-#   --extra=PACKAGE    installed beside requirements.lock; default jax[tpu]; '' for none
+#   --lock=FILE        what to install, from the root of the checkout; default requirements-tpu.lock
+#   --extra=PACKAGE    one more package, in the version that pip finds, such as wandb
 #   --env=NAME=VALUE   for the processes; may be repeated
 #   --max_restarts=N   restarts on exit codes 42 and 134 (a peer or the runtime failed); default 3
 #   --grace=SECONDS    for --kill; default 120
@@ -31,7 +32,7 @@ die() {
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-action=start dry_run=0 detach=0 project='' python='' extra='jax[tpu]' max_restarts=3 grace=120
+action=start dry_run=0 detach=0 project='' python='' lock=requirements-tpu.lock extra='' max_restarts=3 grace=120
 environment=() positional=() podrl=() scratch=''
 while (($#)); do
   case $1 in
@@ -40,6 +41,7 @@ while (($#)); do
     --detach) detach=1 ;;
     --project=*) project=${1#*=} ;;
     --python=*) python=${1#*=} ;;
+    --lock=*) lock=${1#*=} ;;
     --extra=*) extra=${1#*=} ;;
     --env=*) environment+=("${1#*=}") ;;
     --max_restarts=*) max_restarts=${1#*=} ;;
@@ -115,7 +117,7 @@ start() {
   copy_code "$archive"
   # All hosts are ready before any host starts: a late one would find its peers waiting.
   on_every_worker "mkdir -p $code && tar -xzf $archive -C $code"
-  worker "$code" install "--python=$python" "--extra=$extra"
+  worker "$code" install "--python=$python" "--lock=$lock" "--extra=$extra"
   worker "$code" start "--run=$identity" "--max_restarts=$max_restarts" "${exports[@]}" -- "${podrl[@]}"
   ((detach)) || worker podrl-run/code follow --lines=+1
 }

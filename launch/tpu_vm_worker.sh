@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # The worker's half of tpu_vm.sh: installs, starts, restarts, reports and stops podrl on the host it runs on.
 #
-#   tpu_vm_worker.sh install --python=PATH --extra=PACKAGE
+#   tpu_vm_worker.sh install --python=PATH --lock=FILE --extra=PACKAGE
 #   tpu_vm_worker.sh start --run=ID --max_restarts=N [--env=NAME=VALUE]... -- PODRL_FLAGS...
 #   tpu_vm_worker.sh follow --lines=N | status | stacks | kill --grace=SECONDS
 #
 # Everything lives in ~/podrl-run: code-ID (and `code`, the one that runs), venv, work (the working directory, kept from
-# run to run so that relative --workdir paths resume), logs/ID.log, and in state/ the files run, pid, restarts, exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
+# run to run so that relative --workdir paths resume), logs/ID.log, and in state/ the files run, pid, boot, restarts,
+# exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
 set -euo pipefail
 
 base=$HOME/podrl-run
 state=$base/state
 code=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 lock_file=${PODRL_TPU_LOCK_FILE:-/tmp/libtpu_lockfile}
+boot_file=${PODRL_BOOT_ID_FILE:-/proc/sys/kernel/random/boot_id}
 device_directory=${PODRL_TPU_DEVICES:-/dev}
 
 worker_number() {
@@ -34,10 +36,18 @@ read_state() { # NAME: the file's text, or nothing
   if [[ -s $state/$1 ]]; then cat "$state/$1"; fi
 }
 
+our_pid() { # of the supervisor that was started last, or nothing: after a reboot its number may be anybody's
+  if [[ $(read_state boot) == "$(boot)" ]]; then read_state pid; fi
+}
+
+boot() {
+  cat "$boot_file"
+}
+
 alive() {
   local pid
-  pid=$(read_state pid)
-  [[ -n $pid ]] && kill -0 "$pid" 2>/dev/null
+  pid=$(our_pid)
+  [[ -n $pid ]] && grep -qa tpu_vm_worker.sh "/proc/$pid/cmdline" 2>/dev/null
 }
 
 find_python() {
@@ -57,9 +67,9 @@ install() {
     printf '%s\n' "$python" >"$state/python"
     return
   fi
-  local lock=$code/requirements.lock stamp candidate
-  [[ -f $lock ]] || die "requirements.lock is missing from the copied checkout: nothing says what to install"
-  stamp="$(sha256sum <"$lock") $extra"
+  local stamp candidate pip=(-m pip --disable-pip-version-check install --quiet)
+  [[ -f $code/$lock ]] || die "$lock is missing from the copied checkout: nothing says what to install"
+  stamp="$lock $(cat "$code"/requirements*.lock | sha256sum) $extra"
   printf '%s\n' "$base/venv/bin/python" >"$state/python"
   if [[ $(read_state installed) == "$stamp" ]]; then
     say "dependencies are installed already"
@@ -69,15 +79,15 @@ install() {
   candidate=$(find_python)
   if [[ -z $candidate ]] || ! "$candidate" -m venv --clear "$base/venv" >/dev/null 2>&1; then
     say "no Python 3.11-3.13 with venv here: fetching one with uv"
-    python3 -m pip install --quiet --user 'uv>=0.5,<1'
+    # Newer images forbid pip to touch the system's Python unless told so; this is the user's own directory.
+    PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user 'uv>=0.5,<1'
     rm -rf "$base/venv"
     python3 -m uv venv --quiet --seed --python 3.12 "$base/venv"
   fi
-  local -a packages=(-r "$lock")
-  [[ -z $extra ]] || packages+=("$extra")
-  "$base/venv/bin/python" -m pip install --quiet "${packages[@]}"
+  "$base/venv/bin/python" "${pip[@]}" --require-hashes --only-binary=:all: -r "$code/$lock"
+  [[ -z $extra ]] || "$base/venv/bin/python" "${pip[@]}" "$extra"
   printf '%s\n' "$stamp" >"$state/installed"
-  say "installed $(wc -l <"$lock") locked packages ${extra:+and $extra}"
+  say "installed what $lock names${extra:+, and $extra}"
 }
 
 start() {
@@ -103,6 +113,7 @@ start() {
   cd "$base/work"
   setsid nohup env "PYTHONPATH=$code" "PODRL_SECRET_FILE=$code/.podrl-secret" "${environment[@]}" bash "$code/launch/tpu_vm_worker.sh" supervise "--max_restarts=$max_restarts" -- \
     "$interpreter" -m podrl.launch "${arguments[@]}" >"$base/logs/$identity.log" 2>&1 </dev/null &
+  boot >"$state/boot"
   printf '%s\n' "$!" >"$state/pid"
   say "started run $identity, pid $!"
 }
@@ -113,6 +124,7 @@ supervise() { # runs the command until it ends for good; its pid is that of the 
   while :; do
     PODRL_RESTART_ATTEMPT=$restarts PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 "${arguments[@]}" &
     child=$!
+    ((!stopping)) || kill -TERM "$child" 2>/dev/null || true # asked to stop before there was anything to stop
     while :; do
       interrupted=0 status=0
       wait "$child" || status=$?
@@ -129,11 +141,12 @@ supervise() { # runs the command until it ends for good; its pid is that of the 
 }
 
 follow() {
-  local pid log
-  pid=$(read_state pid)
-  [[ -n $pid ]] || die "nothing has been started here"
+  local log
+  [[ -n $(read_state pid) ]] || die "nothing has been started here"
   log=$base/logs/$(read_state run).log
-  tail -n "$lines" --follow=name --pid="$pid" "$log" 2>/dev/null | sed -u "s/^/[w$number] /"
+  local -a on=()
+  if alive; then on=(--follow=name "--pid=$(our_pid)"); fi
+  tail -n "$lines" "${on[@]}" "$log" 2>/dev/null | sed -u "s/^/[w$number] /"
   local ended
   ended=$(read_state exit_code)
   say "exit status ${ended:-unknown: killed}"
@@ -157,7 +170,7 @@ status() {
 
 session_processes() {
   local pid
-  pid=$(read_state pid)
+  pid=$(our_pid)
   if [[ -n $pid ]]; then ps -e -o sid=,pid= | awk -v session="$pid" '$1 == session {print $2}'; fi
 }
 
@@ -175,18 +188,14 @@ stacks() {
 }
 
 device_holders() {
-  local link target
-  for link in /proc/[0-9]*/fd/*; do
-    target=$(readlink "$link" 2>/dev/null) || continue
-    case $target in
-      "$device_directory"/accel[0-9]* | "$device_directory"/vfio/[0-9]*) cut -d/ -f3 <<<"$link" ;;
-    esac
-  done | sort -un
+  # Processes come and go meanwhile, and those of others do not show their files: find's complaints say nothing.
+  { find /proc/[0-9]*/fd -maxdepth 1 \( -lname "$device_directory/accel[0-9]*" -o -lname "$device_directory/vfio/[0-9]*" \) \
+    -printf '%h\n' 2>/dev/null || true; } | cut -d/ -f3 | sort -un
 }
 
 stop() {
   local pid left=$((grace * 2)) holder
-  pid=$(read_state pid)
+  pid=$(our_pid)
   if alive; then
     kill -TERM "$pid"
     while alive && ((left > 0)); do
@@ -212,11 +221,12 @@ stop() {
 
 action=${1:?install, start, supervise, follow, status, stacks or kill}
 shift
-python='' extra='' identity='' max_restarts=0 lines=200 grace=120
+python='' lock='' extra='' identity='' max_restarts=0 lines=200 grace=120
 environment=() arguments=()
 while (($#)); do
   case $1 in
     --python=*) python=${1#*=} ;;
+    --lock=*) lock=${1#*=} ;;
     --extra=*) extra=${1#*=} ;;
     --run=*) identity=${1#*=} ;;
     --max_restarts=*) max_restarts=${1#*=} ;;

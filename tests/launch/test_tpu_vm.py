@@ -1,15 +1,19 @@
 """tpu_vm.sh against a gcloud on PATH that records its calls and runs the commands for N workers on this machine."""
 
+import hashlib
 import http.server
 import json
 import os
 import pathlib
+import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 
 import pytest
 
@@ -33,6 +37,9 @@ if "--wait" in sys.argv:
     signal.signal(signal.SIGTERM, lambda *_: (print("saved"), os._exit(75)))
     print("ready", flush=True)
     time.sleep(60)
+fails = dict(a.removeprefix("--fails=").split(":") for a in sys.argv if a.startswith("--fails="))
+if str(cluster.process_index) in fails:
+    sys.exit(int(fails[str(cluster.process_index)]))
 codes = [int(a.split("=")[1]) for a in sys.argv if a.startswith("--exit=")]
 sys.exit(codes[min(attempt, len(codes) - 1)] if codes else 0)
 """
@@ -77,19 +84,22 @@ class Pod:
         (self.checkout / "podrl" / "runtime").mkdir(parents=True)
         shutil.copy(REPOSITORY / "podrl" / "runtime" / "detect.py", self.checkout / "podrl" / "runtime")
         (self.checkout / "podrl" / "launch.py").write_text(PROGRAM)
-        (self.checkout / "requirements.lock").touch()
+        (self.checkout / "requirements-tpu.lock").touch()
 
-    def __call__(self, *words: str, ok: bool = True) -> subprocess.CompletedProcess:
-        environment = {
+    def __call__(self, *words: str, ok: bool | None = True) -> subprocess.CompletedProcess:
+        command = [str(self.checkout / "launch" / "tpu_vm.sh"), *words]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120, check=False)
+        assert ok is None or (done.returncode == 0) == ok, done.stdout + done.stderr
+        return done
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
             **os.environ,
             "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
             "FAKE_TPU_ROOT": str(self.root),
             "FAKE_TPU_METADATA": f"127.0.0.1:{self.server.server_address[1]}",
         }
-        command = [str(self.checkout / "launch" / "tpu_vm.sh"), *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-        assert (done.returncode == 0) == ok, done.stdout + done.stderr
-        return done
 
     @property
     def calls(self) -> list[list[str]]:
@@ -137,14 +147,37 @@ def test_starts_one_process_per_worker_with_its_rank(pod):
     assert all({"--worker=all", "--zone=us-east5-b"} <= set(call) for call in run.calls)
 
 
-def test_dry_run_prints_every_command_and_calls_nothing(pod):
-    run = pod(1)
-    done = run("my-tpu", "z", "--project=p", "--dry_run", "--", "--config=c.py")
-    commands = [line for line in done.stderr.splitlines() if line.startswith("+ ")]
-    assert [line.split()[1] for line in commands] == ["tar", "gcloud", "gcloud", "gcloud", "gcloud", "gcloud"]
-    assert all("--zone=z --project=p --worker=all" in line for line in commands[1:])
-    assert run.calls == []
+def printed(done: subprocess.CompletedProcess) -> list[list[str]]:
+    """The commands that the script printed, as a shell would read them; less what is new in every run."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("+ ")]
+    words = [
+        subprocess.run(["bash", "-c", f"printf '%s\\0' {line[2:]}"], capture_output=True, text=True) for line in lines
+    ]
+    return [nameless(one.stdout.split("\0")[:-1]) for one in words]
+
+
+def nameless(words: list[str]) -> list[str]:
+    """Without the run's time and process id, and the scratch directory."""
+    return [re.sub(r"\d{8}-\d{6}-\d+", "RUN", re.sub(r"/\S*/tmp\.\w+", "SCRATCH", word)) for word in words]
+
+
+START = ["--project=p", "--env=NOTE=two words", "--", "--config=a b.py", '--config.note=it\'s $HOME; "x"']
+
+
+@pytest.mark.parametrize(
+    "flags", [START, ["--status"], ["--logs"], ["--stacks"], ["--kill", "--grace=1"]], ids=lambda flags: flags[0]
+)
+def test_a_dry_run_prints_exactly_what_a_run_calls_and_calls_nothing(pod, flags):
+    run = pod(2)
+    python = f"--python={sys.executable}"
+    dry = run("my-tpu", "z", python, "--dry_run", *flags)
+    assert run.calls == [] and dry.stdout == ""
     assert not list((run.root / "w0").glob("podrl*"))
+    done = run("my-tpu", "z", python, *flags, ok=None)
+    assert printed(done) == printed(dry)
+    gcloud = [words[1:] for words in printed(dry) if words[0] == "gcloud"]
+    assert gcloud == [nameless(words) for words in run.calls] and len(gcloud) >= 1
+    assert {words[0] for words in printed(dry)} <= {"gcloud", "tar"}
 
 
 def test_restarts_on_infrastructure_failure_only(pod):
@@ -186,16 +219,107 @@ def test_status_stacks_and_kill(pod):
     assert run("t", "z", "--status").stdout.count("ended with exit status 75") == 2
 
 
-@pytest.mark.slow
-def test_installs_from_the_lock_file_once(pod):
+def test_one_worker_that_fails_makes_the_whole_fail_with_its_code(pod):
+    run = pod(3)
+    done = run("t", "z", f"--python={sys.executable}", "--", "--fails=1:3", ok=False)
+    assert done.returncode == 3
+    assert [line for line in sorted(done.stdout.splitlines()) if "exit status" in line] == [
+        "[w0] exit status 0",
+        "[w1] exit status 3",
+        "[w2] exit status 0",
+    ]
+    assert run("t", "z", "--logs", ok=False).returncode == 3
+
+
+def test_a_worker_that_cannot_install_starts_nobody(pod):
+    run = pod(2)
+    (run.root / "w1" / "python").write_text("#!/bin/sh\nexit 1\n")
+    done = run("t", "z", f"--python={run.root}/w1/python", "--", "--config=c.py", ok=False)
+    assert "does not run on this worker" in done.stderr and "started run" not in done.stdout
+
+
+def test_ctrl_c_stops_following_and_not_the_run(pod):
+    run = pod(2)
+    command = [str(run.checkout / "launch" / "tpu_vm.sh"), "t", "z", f"--python={sys.executable}", "--", "--wait"]
+    following = subprocess.Popen(
+        command,
+        env=run.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert following.stdout is not None
+    ready = 0
+    for line in following.stdout:
+        ready += line.endswith("] ready\n")
+        if ready == 2:
+            break
+    os.killpg(following.pid, signal.SIGINT)  # as a terminal does
+    following.communicate(timeout=30)
+    assert following.returncode != 0
+    status = run("t", "z", "--status").stdout
+    assert "[w0] running, pid" in status and "[w1] running, pid" in status
+    assert run("t", "z", "--kill", "--grace=20").stdout.count("exit status 75") == 2
+
+
+def test_after_a_reboot_another_process_of_the_same_number_is_left_alone(pod):
     run = pod(1)
-    first = run("t", "z", "--extra=", "--", "--config=c.py").stdout
-    assert "installed 0 locked packages" in first
+    run("t", "z", f"--python={sys.executable}", "--", "--config=c.py")
+    state = run.root / "w0" / "podrl-run" / "state"
+    (state / "exit_code").unlink()
+    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    (state / "pid").write_text(f"{stranger.pid}\n")
+    for boot in (None, "another-boot"):
+        if boot is not None:
+            (state / "boot").write_text(boot)
+        assert "[w0] was killed" in run("t", "z", "--status").stdout
+        assert "[w0] exit status unknown" in run("t", "z", "--logs", ok=False).stdout
+    assert "podrl does not run here" in run("t", "z", "--kill", "--grace=1").stdout
+    assert stranger.poll() is None
+    assert "[w0] exit status 0" in run("t", "z", f"--python={sys.executable}", "--", "--config=c.py").stdout
+    stranger.kill()
+    stranger.wait()
+
+
+def wheel(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """An installable package with one module of its name."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", "")
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(
+            f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    return path
+
+
+@pytest.mark.slow
+def test_installs_what_the_lock_file_names_once_and_nothing_else(pod, tmp_path, monkeypatch):
+    run = pod(1)
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    lock = run.checkout / "requirements-tpu.lock"
+    digest = hashlib.sha256(wheel(folder, "locked").read_bytes()).hexdigest()
+    lock.write_text(f"locked==1.0 --hash=sha256:{digest}\n")
+    wheel(folder, "wanted")
+    first = run("t", "z", "--", "--config=c.py").stdout
+    assert "installed what requirements-tpu.lock names\n" in first
     python = (run.root / "w0/podrl-run/state/python").read_text().strip()
     assert python == str(run.root / "w0/podrl-run/venv/bin/python") and os.access(python, os.X_OK)
-    assert "installed already" in run("t", "z", "--extra=", "--", "--config=c.py").stdout
-    (run.checkout / "requirements.lock").unlink()
-    assert "requirements.lock is missing" in run("t", "z", "--extra=", "--", "--config=c.py", ok=False).stderr
+    assert subprocess.run([python, "-c", "import locked"], check=False).returncode == 0
+    assert subprocess.run([python, "-c", "import wanted"], capture_output=True, check=False).returncode == 1
+    assert "installed already" in run("t", "z", "--", "--config=c.py").stdout
+    assert "names, and wanted\n" in run("t", "z", "--extra=wanted", "--", "--config=c.py").stdout
+    assert subprocess.run([python, "-c", "import wanted"], check=False).returncode == 0
+    lock.write_text(f"locked==1.0 --hash=sha256:{'0' * 64}\n")
+    tampered = run("t", "z", "--", "--config=c.py", ok=False)
+    assert "DO NOT MATCH THE HASHES" in tampered.stderr and "started run" not in tampered.stdout
+    missing = run("t", "z", "--lock=other.lock", "--", "--config=c.py", ok=False)
+    assert "other.lock is missing from the copied checkout" in missing.stderr
 
 
 @pytest.mark.e2e

@@ -1,0 +1,79 @@
+"""Writes the lock files of launch/: `python .ci/lock.py`. What the images and TPU VMs install, to the byte.
+
+Versions are those of .ci/constraints.txt, so what CI tested; the hashes are those of every wheel that Linux on x86-64
+takes on Python 3.11 to 3.13. Needs pip 23 or later and a package index.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import tomllib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PYTHONS = ("3.11", "3.12", "3.13")
+PLATFORMS = ("manylinux_2_17", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(24, 32)))
+BASE = "requirements.lock"
+# A file holds what its extras add to the base, and begins with the base.
+LOCKS = {BASE: ("gcs",), "requirements-tpu.lock": ("gcs", "tpu"), "requirements-pathways.lock": ("gcs", "pathways")}
+
+
+def requirements(extras: tuple[str, ...]) -> list[str]:
+    """What pyproject.toml asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [
+        *project["dependencies"],
+        *(wanted for extra in extras for wanted in project["optional-dependencies"][extra]),
+    ]
+
+
+def resolve(extras: tuple[str, ...], python: str) -> dict[str, set[str]]:
+    """'name==version' to the sha256 of the wheel that this Python takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder, "report.json")
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+        command += ["--only-binary=:all:", f"--python-version={python}", f"--target={folder}", f"--report={report}"]
+        command += [f"--platform={platform}_x86_64" for platform in PLATFORMS]
+        command += [f"--constraint={ROOT / '.ci' / 'constraints.txt'}", *requirements(extras)]
+        subprocess.run(command, check=True)
+        installed = json.loads(report.read_text())["install"]
+    return {
+        f"{package['metadata']['name']}=={package['metadata']['version']}": {
+            package["download_info"]["archive_info"]["hashes"]["sha256"]
+        }
+        for package in installed
+    }
+
+
+def lock(extras: tuple[str, ...]) -> dict[str, set[str]]:
+    """'name==version' to the sha256 of all wheels that any of the Pythons takes."""
+    found: dict[str, set[str]] = {}
+    for python in PYTHONS:
+        for package, hashes in resolve(extras, python).items():
+            found.setdefault(package, set()).update(hashes)
+    names = [package.split("==")[0] for package in found]
+    assert len(names) == len(set(names)), "the Pythons disagree on a version: pin it in .ci/constraints.txt"
+    return found
+
+
+def main() -> None:
+    """Writes all files."""
+    base: dict[str, set[str]] = {}
+    for name, extras in LOCKS.items():
+        found = lock(extras)
+        lines = [
+            f"# podrl[{','.join(extras)}] on Linux, x86-64, Python {PYTHONS[0]} to {PYTHONS[-1]}: python .ci/lock.py"
+        ]
+        if name == BASE:
+            base = found
+        else:
+            lines.append(f"-r {BASE}")
+            found = {package: hashes for package, hashes in found.items() if package not in base}
+        for package in sorted(found, key=str.lower):
+            lines.append(" \\\n".join([package, *(f"    --hash=sha256:{one}" for one in sorted(found[package]))]))
+        (ROOT / name).write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
