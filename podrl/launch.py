@@ -225,7 +225,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     environment.prepare(os.environ, fake_devices=_early(rest, "fake_devices", devices, prefix="--"))
     environment.keep_compiled(os.environ, _early(rest, "compile_cache", config.get("compile_cache", "auto")))
     if cluster.topology == "pathways":
-        joining.start_pathways()
+        joining.start_pathways(cluster.coordinator)
     elif cluster.process_count > 1 or cluster.topology == "split":
         hosts = joining.hosts_of(cluster, *_hosts(rest, config))
         wait_s = _early(rest, "join_s", joining.JOIN_S, prefix="--")

@@ -6,10 +6,11 @@ import os
 import pathlib
 from collections.abc import Mapping
 
-from podrl.runtime.channel import interface_towards
+from podrl.runtime.channel import ChannelError, interface_towards
 from podrl.runtime.detect import Cluster, too_few_workers
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import ROLLOUT, Hosts, assign
+from podrl.runtime.storage import first_line
 
 JOIN_S = 300.0
 # Compiling a large model keeps a process silent for minutes.
@@ -91,8 +92,23 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float) -> Pod:
     return pod
 
 
-def start_pathways() -> None:
-    """Connects jax to the Pathways service; this process then controls every device, and no other process joins it."""
+def start_pathways(target: str) -> None:
+    """Connects jax to the Pathways service; this process then controls every device, and no other process joins it.
+
+    Args:
+      target: the proxy's address, for the message; jax itself reads JAX_BACKEND_TARGET.
+
+    Raises:
+      ChannelError: the proxy does not answer, within PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS if that is set.
+    """
+    import jax
     import pathwaysutils
 
     pathwaysutils.initialize()
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise ChannelError(
+            f"The Pathways proxy JAX_BACKEND_TARGET={target} cannot be reached: {first_line(error)} Is its pod Running "
+            "(kubectl get pods | grep pathways-head) and, where podrl runs elsewhere, is the port forwarded?"
+        ) from None

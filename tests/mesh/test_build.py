@@ -57,6 +57,24 @@ def test_devices_are_sorted_by_process_then_id():
     assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
 
 
+@dataclasses.dataclass(frozen=True)
+class PathwaysChip(Chip):
+    """A device behind the Pathways proxy, all of which belong to process 0; Orbax reads the same attributes."""
+
+    slice_index: int
+    virtual_task_index: int
+
+
+def test_one_controllers_devices_are_kept_together_by_slice_then_task():
+    # Two slices of two tasks of two chips; ids and order say nothing about either.
+    found = [PathwaysChip(0, i, slice_index=(i // 2) % 2, virtual_task_index=i % 2) for i in (5, 0, 3, 6, 1, 4, 7, 2)]
+    mesh = make_mesh("data=2,fsdp=2,tensor=2", found)
+    grid = [[[d.id for d in row] for row in plane] for plane in mesh.devices]
+    assert grid == [[[0, 4], [1, 5]], [[2, 6], [3, 7]]]
+    trainer, rollout = split_devices(found, "fsdp=4", "data=2,tensor=2")
+    assert {d.slice_index for d in trainer} == {0} and {d.slice_index for d in rollout} == {1}
+
+
 def test_the_rest():
     assert dict(make_mesh("data=-1,tensor=2", jax.devices()).shape) == {"data": 4, "fsdp": 1, "tensor": 2}
     assert dict(make_mesh("auto", jax.devices()[:3]).shape) == {"data": 1, "fsdp": 3, "tensor": 1}
