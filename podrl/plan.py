@@ -55,6 +55,12 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     trainer = chips.parse_topology(_TRAINER.value, key="--trainer")
     rollout = chips.parse_topology(_ROLLOUT.value, key="--rollout") if _ROLLOUT.value else trainer
     job = jobs.parse(jobs.with_prompt_length(values))
+    for name, guest, shared in (("critic", job.roles.critic, "trainer"), ("reward", job.roles.reward, "rollout")):
+        if guest.mesh != shared:
+            raise ValueError(
+                f"roles.{name}.mesh={guest.mesh!r} must be {shared!r} to be planned: podrl.plan lays trainer and "
+                "rollout over all chips of their topologies, so plan them without the devices set aside."
+            )
     completion = _COMPLETION.value or job.rollout.max_tokens_to_generate
     if not 0 < completion <= job.rollout.max_tokens_to_generate:
         raise ValueError(

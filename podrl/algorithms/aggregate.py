@@ -3,13 +3,15 @@
 With l the value of a loss token, n the number of loss tokens in its sequence, N the number of sequences that have at
 least one, and L a fixed length:
 
-| mode                     | value             | also known as                                                      |
-|--------------------------|-------------------|--------------------------------------------------------------------|
-| token-mean               | sum(l) / sum(n)   | DAPO; TRL "dapo"                                                   |
-| sequence-mean-token-mean | sum(l / n) / N    | GRPO; verl "seq-mean-token-mean"; TRL "grpo"                       |
-| sequence-mean-token-sum  | sum(l) / N        | "seq-mean-token-sum"; Tunix "sequence-mean-token-sum-norm"         |
-| sequence-mean-token-scale| sum(l) / (L N)    | Dr. GRPO; TRL "dr_grpo"; verl "seq-mean-token-sum-norm" since 2026 |
-| token-sum-scale          | sum(l) / L        | verl "seq-mean-token-sum-norm" before                              |
+| mode                     | value             | source                      |
+|--------------------------|-------------------|-----------------------------|
+| token-mean               | sum(l) / sum(n)   | DAPO, arXiv 2503.14476      |
+| sequence-mean-token-mean | sum(l / n) / N    | GRPO, arXiv 2402.03300      |
+| sequence-mean-token-sum  | sum(l) / N        | REINFORCE over sequences    |
+| sequence-mean-token-scale| sum(l) / (L N)    | Dr. GRPO, arXiv 2503.20783  |
+| token-sum-scale          | sum(l) / L        | the same without the mean   |
+
+`DIALECTS` says what frameworks call them.
 """
 
 import jax.numpy as jnp
@@ -27,29 +29,52 @@ MODES = (
 )
 SCALED_MODES = ("sequence-mean-token-scale", "token-sum-scale")
 
-# Names of other frameworks with one meaning. verl's "seq-mean-token-sum-norm" has two and is refused with both.
-ALIASES = {
+# What frameworks mean by their own names, read off their sources: verl's `agg_loss` (one name changed its meaning after
+# January 2026), TRL's `loss_type`, Tunix's `loss_agg_mode`. A preset that reproduces a framework speaks its names.
+_VERL = {
     "seq-mean-token-mean": "sequence-mean-token-mean",
     "seq-mean-token-sum": "sequence-mean-token-sum",
-    "sequence-mean-token-sum-norm": "sequence-mean-token-sum",
+    "seq-mean-token-sum-norm": "token-sum-scale",
+}
+DIALECTS = {
+    "verl": _VERL,
+    "verl after January 2026": _VERL | {"seq-mean-token-sum-norm": "sequence-mean-token-scale"},
+    "trl": {
+        "grpo": "sequence-mean-token-mean",
+        "bnpo": "token-mean",
+        "dapo": "token-mean",
+        "dr_grpo": "sequence-mean-token-scale",
+    },
+    "tunix": {
+        "seq-mean-token-sum": "sequence-mean-token-sum",
+        "sequence-mean-token-sum-norm": "sequence-mean-token-sum",
+    },
 }
 
 
-def canonical_mode(mode: str, *, key: str = "grpo.loss_agg_mode") -> str:
-    """podrl's name of an aggregation mode given under any name that has one meaning.
+def canonical_mode(mode: str, *, key: str = "grpo.loss_agg_mode", dialect: str = "") -> str:
+    """podrl's name of an aggregation mode.
+
+    Args:
+      mode: podrl's name; one of the dialect; or one that all dialects which have it mean alike.
+      key: the config key that messages name.
+      dialect: whose names go first, a key of `DIALECTS`; '' for nobody's.
 
     Raises:
-      ValueError: unknown or ambiguous name; `key` is the config key the message names.
+      ValueError: unknown or ambiguous name.
     """
-    mode = ALIASES.get(mode, mode)
-    if mode == "seq-mean-token-sum-norm":
-        raise ValueError(
-            f"{key}='seq-mean-token-sum-norm' has two meanings: say 'token-sum-scale' for sum / scale (verl until "
-            "January 2026) or 'sequence-mean-token-scale' for sum / (scale x sequences) (verl since, Dr. GRPO)."
-        )
-    if mode not in MODES:
-        raise ValueError(f"{key}={mode!r} is not an aggregation mode: use one of {', '.join((*MODES, *ALIASES))}.")
-    return mode
+    if mode in MODES:
+        return mode
+    meanings = {whose: names[mode] for whose, names in DIALECTS.items() if mode in names}
+    if dialect in meanings:
+        return meanings[dialect]
+    if not meanings:
+        others = sorted({name for names in DIALECTS.values() for name in names})
+        raise ValueError(f"{key}={mode!r} is not an aggregation mode: use one of {', '.join((*MODES, *others))}.")
+    if len(set(meanings.values())) > 1:
+        told = ", ".join(f"{meaning!r} ({whose})" for whose, meaning in meanings.items())
+        raise ValueError(f"{key}={mode!r} has more than one meaning: say which of {told}.")
+    return next(iter(meanings.values()))
 
 
 def aggregate(
@@ -71,7 +96,7 @@ def aggregate(
       value_BT: per-token values; masked tokens are ignored whatever they hold.
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
-      mode: a mode or alias of this module.
+      mode: a mode, or another name of one.
       scale: the fixed length L of the two scale modes, in tokens (usually the completion limit); unused by the others.
       eps: added to the length in sequence-mean-token-mean; 1e-8 is verl's arithmetic.
 

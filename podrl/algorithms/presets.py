@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from podrl.algorithms.aggregate import canonical_mode
 from podrl.algorithms.estimator import AdvantageEstimator
 from podrl.algorithms.policy_loss import PolicyLoss
 
@@ -19,6 +20,7 @@ class Preset:
       source: paper or program it follows.
       advantage: fields of `AdvantageEstimator`.
       loss: fields of `PolicyLoss`. Where the mode needs `loss_agg_scale`, the run gives it: its completion limit.
+      dialect: whose names of aggregation modes go first (`podrl.algorithms.aggregate.DIALECTS`); '' for nobody's.
       learner: what the loop does beside: `kl_in_reward` (coefficient) and `kl_reward_mode`; `dynamic_sampling` (groups
         without a signal are replaced); `overlong_shaping` (a penalty on the last tokens before the limit);
         `overlong_filter` (cut-off samples leave the loss).
@@ -29,6 +31,7 @@ class Preset:
     advantage: Mapping[str, Any]
     loss: Mapping[str, Any]
     learner: Mapping[str, Any]
+    dialect: str = ""
 
     def advantage_estimator(self, **overrides: Any) -> AdvantageEstimator:
         """The advantage of this preset, with the user's changes on top."""
@@ -36,7 +39,17 @@ class Preset:
 
     def policy_loss(self, **overrides: Any) -> PolicyLoss:
         """The loss of this preset, with the user's changes on top."""
-        return PolicyLoss(**(dict(self.loss) | overrides))
+        fields: dict[str, Any] = dict(self.loss) | overrides
+        fields["loss_agg_mode"] = self.mode(fields["loss_agg_mode"])
+        return PolicyLoss(**fields)
+
+    def mode(self, name: str, *, key: str = "grpo.loss_agg_mode") -> str:
+        """podrl's name of an aggregation mode given under the name that this preset's framework has for it.
+
+        Raises:
+          ValueError: unknown or ambiguous name; `key` is the config key the message names.
+        """
+        return canonical_mode(name, key=key, dialect=self.dialect)
 
 
 def _preset(
@@ -45,12 +58,14 @@ def _preset(
     advantage: Mapping[str, Any] | None = None,
     loss: Mapping[str, Any] | None = None,
     learner: Mapping[str, Any] | None = None,
+    *,
+    dialect: str = "",
 ) -> Preset:
     # beta is 0 unless the algorithm has a KL term: the reference policy costs a forward pass.
     frozen = (
         MappingProxyType(dict(part)) for part in (advantage or {}, {"beta": 0.0} | dict(loss or {}), learner or {})
     )
-    return Preset(about, source, *frozen)
+    return Preset(about, source, *frozen, dialect=dialect)
 
 
 def _loss(kind: str, mode: str, **fields: Any) -> dict[str, Any]:
@@ -183,18 +198,21 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 kl_clamp_value=10.0,
                 length_eps=1e-8,
             ),
+            dialect="verl",
         ),
         "trl_grpo": _preset(
             "TRL's arithmetic: GRPOTrainer's defaults (loss_type='dapo', scale_rewards='group', beta=0)",
             "TRL grpo_trainer.py",
             advantage={"advantage_eps": 1e-4},
             loss=_loss("clip", _TOKENS, kl_loss_mode="k3"),
+            dialect="trl",
         ),
         "tunix_grpo": _preset(
             "Tunix's arithmetic: GRPOConfig's defaults (version 0.1.7)",
             "Tunix algo_core.py",
             advantage={"advantage_eps": 1e-6},
             loss=_loss("grpo", _SEQUENCES, beta=0.04, kl_loss_mode="kl"),
+            dialect="tunix",
         ),
     }
 )

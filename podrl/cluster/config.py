@@ -63,8 +63,14 @@ class ClusterConfig:
                 "role_to_mesh puts Role.REFERENCE on another mesh than Role.ACTOR: podrl computes reference "
                 "log-probabilities on the actor's packed rows, so give both the same mesh."
             )
+        trains, generates = (set(self.role_to_mesh[role].devices.flat) for role in (Role.ACTOR, Role.ROLLOUT))
+        critic = self.role_to_mesh.get(Role.CRITIC, self.role_to_mesh[Role.ACTOR])
+        if set(critic.devices.flat) & (generates - trains):
+            raise ValueError(
+                "role_to_mesh puts Role.CRITIC on devices of Role.ROLLOUT: the critic learns while samples are made, "
+                "so give it the actor's mesh or devices of its own."
+            )
         reward = self.role_to_mesh.get(Role.REWARD, self.role_to_mesh[Role.ROLLOUT])
-        trains = set(self.role_to_mesh[Role.ACTOR].devices.flat)
         if reward != self.role_to_mesh[Role.ROLLOUT] and trains & set(reward.devices.flat):
             raise ValueError(
                 "role_to_mesh puts Role.REWARD on devices of Role.ACTOR: samples are scored while the actor trains, so "

@@ -132,9 +132,12 @@ class RLCluster:
             self._local_rollout_mesh = local_mesh(self.rollout_mesh, here, key="roles.rollout.mesh")
 
     def _make_reward_model(self) -> RewardModel:
-        mesh = self.config.role_to_mesh.get(Role.REWARD, self._local_rollout_mesh)
+        mesh = self.config.role_to_mesh.get(Role.REWARD, self.rollout_mesh)
+        local = self._local_rollout_mesh
+        if mesh != self.rollout_mesh:
+            local = local_mesh(mesh, jax.process_index(), key="roles.reward.mesh")
         dtype = self.training_config.dtype
-        return RewardModel(self.reward_source, mesh, self.tokenizer, longest=self.longest, dtype=dtype)
+        return RewardModel(self.reward_source, local, self.tokenizer, longest=self.longest, dtype=dtype)
 
     def _read_actor(self, actor: Any, tokenizer: Any, lora: LoraConfig | None) -> Any:
         """Sets model and tokenizer; returns the loaded actor, or its directory where no device of it is here."""

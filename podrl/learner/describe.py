@@ -2,7 +2,7 @@
 
 import collections
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,6 +10,7 @@ import rich.console
 from jax.sharding import Mesh
 
 from podrl.learner.console import print_table
+from podrl.learner.placement import Meshes
 from podrl.mesh.build import describe_mesh
 from podrl.trainer.packing import PackShape
 
@@ -23,32 +24,47 @@ def device_line() -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
 
-def role_rows(trainer_mesh: Mesh, rollout_mesh: Mesh) -> list[list[str]]:
-    """One row per role: its mesh and its devices."""
+def role_rows(on: Meshes, guests: Mapping[str, str]) -> list[list[str]]:
+    """One row per role: its mesh and its devices.
 
-    def row(role: str, mesh: Mesh, does: str) -> list[str]:
-        ids = [d.id for d in mesh.devices.flat]
-        return [role, describe_mesh(mesh), f"{len(ids)}", f"{ids[0]}-{ids[-1]}", does]
+    Args:
+      on: the meshes.
+      guests: what 'critic' and 'reward' do, as far as the job has them.
+    """
+    does = {
+        "trainer": "actor, reference: updates and log-probabilities",
+        "rollout": "rollout: batched decoding, evaluation",
+        **guests,
+    }
+    table = []
+    for role, what in does.items():
+        mesh: Mesh = getattr(on, role)
+        table.append([role, describe_mesh(mesh), f"{mesh.size}", _ranges([d.id for d in mesh.devices.flat]), what])
+    return table
 
-    return [
-        row("trainer", trainer_mesh, "actor, reference: updates and log-probabilities"),
-        row("rollout", rollout_mesh, "rollout: batched decoding, evaluation"),
-    ]
+
+def _ranges(ids: Sequence[int]) -> str:
+    """'0-3' or '0-1, 4'."""
+    runs: list[list[int]] = []
+    for number in sorted(ids):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def print_roles(console: rich.console.Console, trainer_mesh: Mesh, rollout_mesh: Mesh) -> None:
-    """Which devices do what."""
+def print_roles(console: rich.console.Console, on: Meshes, guests: Mapping[str, str] | None = None) -> None:
+    """Which devices do what; `guests` as in `role_rows`."""
     header = ["role", "mesh", "devices", "ids", "does"]
-    print_table(console, f"Roles ({device_line()})", header, role_rows(trainer_mesh, rollout_mesh))
+    print_table(console, f"Roles ({device_line()})", header, role_rows(on, guests or {}))
 
 
-def print_plan(
-    console: rich.console.Console, job: "RLJob", trainer_mesh: Mesh, rollout_mesh: Mesh, workdir: str
-) -> None:
+def print_plan(console: rich.console.Console, job: "RLJob", on: Meshes, workdir: str) -> None:
     """The tables a run starts with, and all that a dry run prints after the configuration."""
-    print_roles(console, trainer_mesh, rollout_mesh)
-    print_table(console, "Batch arithmetic", ["what", "number", "from"], batch_rows(job, trainer_mesh))
-    console.print(in_words(job, trainer_mesh), markup=False)
+    print_roles(console, on, _guests(job))
+    print_table(console, "Batch arithmetic", ["what", "number", "from"], batch_rows(job, on))
+    console.print(in_words(job, on.trainer), markup=False)
     limit = job.rollout.max_tokens_to_generate
     loss = job.algo.policy_loss(limit)
     console.print(f"Algorithm {job.algorithm}:")
@@ -59,17 +75,28 @@ def print_plan(
     console.print(f"Run directory: {workdir}\n")
 
 
-def batch_rows(job: "RLJob", trainer_mesh: Mesh) -> list[list[str]]:
+def _guests(job: "RLJob") -> dict[str, str]:
+    """What the models beside actor and rollout do, as far as the job has them."""
+    critic = {"critic": "critic: values and their updates"} if job.algo.section == "ppo" else {}
+    return critic | ({"reward": "reward model: scores of samples"} if job.reward.model else {})
+
+
+def batch_rows(job: "RLJob", on: Meshes) -> list[list[str]]:
     """How prompts become samples, mini-batches, micro-batches and updates."""
     prompts, group, section = job.rollout.prompts_per_step, job.algo.num_generations, job.algo.section
     samples, mini = job.samples_per_step, job.mini_batch_size
     length = job.rollout.max_prompt_length + job.rollout.max_tokens_to_generate
     steps = job.trainer.max_steps or 0
-    shape = _pack_shape(job, trainer_mesh)
+    shape = _pack_shape(job, on.trainer)
     drawn = prompts * job.algo.prompt_batches
     set_aside = []
     if drawn > prompts:
         set_aside = [["prompts set aside", f"{drawn}", f"{prompts} x {section}.dynamic_sampling_batches"]]
+    apart = []
+    if on.critic != on.trainer:
+        critic = _pack_shape(job, on.critic)
+        made = f"{critic.rows} rows of {critic.tokens} tokens"
+        apart = [["micro-batches per update, critic", f"at most {critic.micro_batches}", made]]
     return [
         *set_aside,
         ["prompts per step", f"{prompts}", "rollout.prompts_per_step"],
@@ -82,6 +109,7 @@ def batch_rows(job: "RLJob", trainer_mesh: Mesh) -> list[list[str]]:
             f"at most {shape.micro_batches}",
             f"{shape.rows} rows of {shape.tokens} tokens",
         ],
+        *apart,
         ["passes (mu)", f"{job.algo.num_iterations}", f"{section}.num_iterations"],
         ["updates per step", f"{job.updates_per_step}", "mini-batches x passes"],
         ["longest sequence", f"{length} tokens", "rollout.max_prompt_length + max_tokens_to_generate"],

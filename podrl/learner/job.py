@@ -22,11 +22,12 @@ from podrl.learner.console import make_console
 from podrl.learner.evaluate import AccuracyEvaluator, EvalConfig
 from podrl.learner.grpo import GRPOLearner
 from podrl.learner.grpo_config import GRPOConfig, preset_fields
+from podrl.learner.placement import Meshes, RolesConfig, meshes
 from podrl.learner.ppo import PPOLearner
 from podrl.learner.ppo_config import PPOConfig
 from podrl.learner.run import Run
 from podrl.learner.settings import AlgorithmConfig
-from podrl.learner.setup import ModelSource, RolesConfig, meshes
+from podrl.learner.setup import ModelSource
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rewards.reference import accuracies
 from podrl.rollout.config import RolloutConfig
@@ -34,6 +35,7 @@ from podrl.runtime import storage
 from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.metrics import LogConfig
 from podrl.runtime.pod import Pod
+from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
 from podrl.trainer.config import RLTrainingConfig
@@ -113,7 +115,7 @@ def parse(values: Mapping[str, Any]) -> RLJob:
     Raises:
       ValueError: unknown or missing keys, or sizes that do not divide.
     """
-    job = build(RLJob, values)
+    job = build(RLJob, _in_own_names(values))
     if job.samples_per_step % job.mini_batch_size:
         raise ValueError(
             f"Batch of {job.samples_per_step} sequences does not split into mini-batches of {job.mini_batch_size}: "
@@ -122,7 +124,34 @@ def parse(values: Mapping[str, Any]) -> RLJob:
         )
     if job.trainer.max_steps is None:
         raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
+    _check_guests(job)
     return job
+
+
+def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The aggregation mode under podrl's name, which the algorithm's preset may have another framework's names for."""
+    algorithm = values.get("algorithm", "grpo")
+    section = section_of(algorithm)
+    given = values.get(section, {}).get("loss_agg_mode")
+    if not isinstance(given, str):
+        return dict(values)
+    mode = preset(algorithm).mode(given, key=f"{section}.loss_agg_mode")
+    return merge(values, {section: {"loss_agg_mode": mode}})
+
+
+def _check_guests(job: RLJob) -> None:
+    """Raises ValueError where devices are set aside for a model that the job has not."""
+    critic, reward = job.roles.critic.mesh, job.roles.reward.mesh
+    if critic != TRAINER and job.algo.section != "ppo":
+        raise ValueError(
+            f"roles.critic.mesh={critic!r} sets devices aside for a critic, and algorithm={job.algorithm} has none: "
+            f"say {TRAINER!r}, or algorithm=ppo."
+        )
+    if reward != ROLLOUT and not job.reward.model:
+        raise ValueError(
+            f"roles.reward.mesh={reward!r} sets devices aside for a reward model, and there is none: say {ROLLOUT!r}, "
+            "or give reward.model=DIR."
+        )
 
 
 def with_prompt_length(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,15 +176,15 @@ def dry_run(values: Mapping[str, Any], workdir: str) -> int:
         console.print("model.path is empty: the run itself needs --config.model.path=DIR.")
     job = parse(with_prompt_length(values))
     console.print(json.dumps(dataclasses.asdict(job), indent=2, default=str))
-    trainer_mesh, rollout_mesh = meshes(job.roles)
-    describe.print_plan(console, job, trainer_mesh, rollout_mesh, workdir)
+    describe.print_plan(console, job, meshes(job.roles), workdir)
     return EXIT_DONE
 
 
-def build_cluster(job: RLJob, trainer_mesh: Any, rollout_mesh: Any, link: PullLink | None = None) -> RLCluster:
+def build_cluster(job: RLJob, on: Meshes, link: PullLink | None = None) -> RLCluster:
     """The models of a job on its meshes."""
+    roles = {Role.ACTOR: on.trainer, Role.REFERENCE: on.trainer, Role.ROLLOUT: on.rollout}
     config = ClusterConfig(
-        role_to_mesh={Role.ACTOR: trainer_mesh, Role.REFERENCE: trainer_mesh, Role.ROLLOUT: rollout_mesh},
+        role_to_mesh=roles | {Role.CRITIC: on.critic, Role.REWARD: on.reward},
         training_config=job.trainer,
         rollout_config=job.rollout,
     )
@@ -201,14 +230,12 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
     started = time.monotonic()
     share = Share.of(pod)
     link = _pull_link(job, pod)
-    trainer_mesh, rollout_mesh = meshes(
-        job.roles, pod.seat.hosts if pod else None, split=link is not None, trains=link is None or link.trains
-    )
+    on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, trains=link is None or link.trains)
     Rewards(job.reward).close()  # a misspelt reward function is told before models are loaded and compiled
     with _open_run(job, workdir, pod) as current:
-        describe.print_plan(current.console, job, trainer_mesh, rollout_mesh, workdir)
+        describe.print_plan(current.console, job, on, workdir)
         with current.watchdog.stage("start-up"):
-            cluster = build_cluster(job, trainer_mesh, rollout_mesh, link)
+            cluster = build_cluster(job, on, link)
             limit = job.rollout.max_prompt_length
             stream = PromptStream.from_config(
                 job.data,

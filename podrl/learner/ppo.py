@@ -1,5 +1,6 @@
 """PPO: a critic's values turn token rewards into advantages; critic and actor are updated in turn."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -14,12 +15,12 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.grpo import GRPOLearner, GRPOParts, MetricFn
 from podrl.learner.parts import gathered
 from podrl.learner.ppo_config import PPOConfig
-from podrl.learner.scoring import Scores
+from podrl.learner.scoring import Scores, compared
 from podrl.learner.trainer_side import TrainerSide
 from podrl.rewards.compose import RewardConfig
 from podrl.runtime.pod import Pod
 from podrl.trainer import packing
-from podrl.types import CriticBatch, Experience
+from podrl.types import CriticBatch, Experience, TrainBatch
 
 
 class PPOParts(GRPOParts):
@@ -56,7 +57,7 @@ class PPOParts(GRPOParts):
         ]
         said |= gathered([self.cluster.update_critic(batch) for batch in batches])
         if step < config.critic_warmup:
-            return said
+            return said | gathered(compared(self._trainers_batches(step, experience, scores)))
         return said | self._update_actor(step, experience, scores, advantage_BT)
 
     def _values(self, step: int, experience: Experience) -> np.ndarray:
@@ -75,6 +76,14 @@ class PPOParts(GRPOParts):
             )
             value_BT[chosen] = packing.unpack(placement, self._critic.values(batch), len(value_BT[0]))
         return np.where(rollouts.mask_BT > 0, value_BT, 0.0).astype(np.float32)
+
+    def _trainers_batches(self, step: int, experience: Experience, scores: Scores) -> list[TrainBatch]:
+        """The batches of a step's first pass, their old log-probabilities the trainer's; advantages are 0."""
+        batches = self._pass(step, 0, experience, scores, np.zeros(scores.old_logprob_BT.shape, np.float32))
+        if self._old == "trainer":
+            return batches
+        score = self.cluster.actor_logprobs
+        return [dataclasses.replace(batch, old_logprob_ABT=score(batch)) for batch in batches]
 
     def _value_batches(
         self, step: int, iteration: int, experience: Experience, value_BT: np.ndarray, return_BT: np.ndarray

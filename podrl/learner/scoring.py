@@ -1,14 +1,18 @@
 """What the models say of a batch before its first update, brought to the host for advantages over whole sequences."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
+from podrl.algorithms.mismatch import mismatch
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.trainer import packing
 from podrl.trainer.state import fetch
-from podrl.types import Rollouts
+from podrl.types import Rollouts, TrainBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +70,21 @@ def policy_scores(
         if reference:
             ref_BT[chosen] = read(cluster.reference_logprobs(batch))
     return Scores(old_BT, ref_BT)
+
+
+def compared(batches: Sequence[TrainBatch]) -> list[dict[str, Any]]:
+    """The measures of `mismatch` for batches that no update is made on; their old log-probabilities are the trainer's.
+
+    It waits for each, so that no more programs are under way than before.
+    """
+    return [
+        jax.device_get(_distances(batch.old_logprob_ABT, batch.sampler_logprob_ABT, batch.mask_ABT))
+        for batch in batches
+    ]
+
+
+@jax.jit
+def _distances(
+    logprob_ABT: Float[Array, "A B T"], sampler_logprob_ABT: Float[Array, "A B T"], mask_ABT: Float[Array, "A B T"]
+) -> dict[str, Float[Array, ""]]:
+    return {name: ratio.mean() for name, ratio in mismatch(logprob_ABT, sampler_logprob_ABT, mask_ABT).items()}

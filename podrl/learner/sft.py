@@ -24,14 +24,16 @@ from podrl.learner.console import make_console, print_table
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.loop import InFlight, Schedule, train
 from podrl.learner.parts import Evaluator, LearnerParts, Ready
+from podrl.learner.placement import Meshes, RolesConfig, meshes
 from podrl.learner.run import Run
-from podrl.learner.setup import ModelSource, RolesConfig, meshes
+from podrl.learner.setup import ModelSource
 from podrl.models import decoder
 from podrl.models.config import gemma2_config
 from podrl.models.pretrained import Decoder
 from podrl.rollout.config import RolloutConfig
 from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.metrics import LogConfig
+from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.watchdog import EXIT_DONE
 from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
@@ -161,6 +163,12 @@ def parse(values: Mapping[str, Any]) -> SFTJob:
             f"model.lora.rank={settings.model.lora.rank} with model.path={SCRATCH!r}: adapters on random weights that "
             "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
         )
+    roles = settings.roles
+    if (roles.critic.mesh, roles.reward.mesh) != (TRAINER, ROLLOUT):
+        raise ValueError(
+            f"roles.critic.mesh={roles.critic.mesh!r}, roles.reward.mesh={roles.reward.mesh!r}: supervised training "
+            f"has neither model, so leave them at {TRAINER!r} and {ROLLOUT!r}."
+        )
     return settings
 
 
@@ -168,17 +176,15 @@ def dry_run(values: Mapping[str, Any], workdir: str) -> int:
     """Prints the resolved configuration, the role table and the batch arithmetic of a supervised job."""
     settings, console = parse(values), make_console()
     console.print(json.dumps(dataclasses.asdict(settings), indent=2, default=str), markup=False)
-    print_plan(console, settings, *meshes(settings.roles), workdir)
+    print_plan(console, settings, meshes(settings.roles), workdir)
     return EXIT_DONE
 
 
-def print_plan(
-    console: rich.console.Console, settings: SFTJob, trainer_mesh: Mesh, rollout_mesh: Mesh, workdir: str
-) -> None:
+def print_plan(console: rich.console.Console, settings: SFTJob, on: Meshes, workdir: str) -> None:
     """The tables a run starts with, and all that a dry run prints after the configuration."""
-    describe.print_roles(console, trainer_mesh, rollout_mesh)
+    describe.print_roles(console, on)
     sft, steps = settings.sft, settings.trainer.max_steps or 0
-    shape = settings.trainer.pack_shape(sequences=sft.batch_size, max_length=sft.max_length, mesh=trainer_mesh)
+    shape = settings.trainer.pack_shape(sequences=sft.batch_size, max_length=sft.max_length, mesh=on.trainer)
     rows = [
         ["examples per step", f"{sft.batch_size}", "sft.batch_size"],
         ["updates per step", "1", "all examples of the step"],
@@ -199,11 +205,11 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str) -> int:
     settings = parse(values)
     assert settings.trainer.max_steps is not None, "parse refuses that"
     started = time.monotonic()
-    trainer_mesh, rollout_mesh = meshes(settings.roles)
+    on = meshes(settings.roles)
     with Run(workdir, log=settings.log, checkpoint=settings.checkpoint, config=dataclasses.asdict(settings)) as current:
-        print_plan(current.console, settings, trainer_mesh, rollout_mesh, workdir)
+        print_plan(current.console, settings, on, workdir)
         with current.watchdog.stage("start-up"):
-            cluster = _cluster(settings, trainer_mesh, rollout_mesh)
+            cluster = _cluster(settings, on)
             stream = SFTStream(settings.data, settings.sft, cluster.tokenizer)
         evaluator = job.make_evaluator(cluster, settings.data, settings.eval, settings.rollout.max_prompt_length)
         schedule = Schedule(
@@ -224,15 +230,15 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str) -> int:
         return job.finish(current, step, settings.trainer.max_steps, facts, command)
 
 
-def _cluster(settings: SFTJob, trainer_mesh: Mesh, rollout_mesh: Mesh) -> RLCluster:
-    roles = {Role.ACTOR: trainer_mesh, Role.ROLLOUT: rollout_mesh}
+def _cluster(settings: SFTJob, on: Meshes) -> RLCluster:
+    roles = {Role.ACTOR: on.trainer, Role.ROLLOUT: on.rollout}
     config = ClusterConfig(role_to_mesh=roles, training_config=settings.trainer, rollout_config=settings.rollout)
     scratch = settings.model.path == SCRATCH
     directory = settings.tokenizer or ModelSource("tiny" if scratch else settings.model.path).directory
     tokenizer = Tokenizer(directory)
     actor: Any
     if scratch:
-        actor = scratch_model(settings.scratch, tokenizer.vocab_size, trainer_mesh, settings.seed)
+        actor = scratch_model(settings.scratch, tokenizer.vocab_size, on.trainer, settings.seed)
     else:
         actor = settings.model.directory
     return RLCluster(

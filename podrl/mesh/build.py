@@ -128,6 +128,45 @@ def split_devices(
     return first, second
 
 
+def set_aside(
+    devices: Sequence[Any], spec: str, *, shared: str, key: str = "mesh", hosts: int = 0
+) -> tuple[list[Any], list[Any]]:
+    """(the devices that are left, the last ones of every host for a mesh of their own), each sorted.
+
+    Args:
+      devices: of all hosts, or of the only one that is seen.
+      spec: the mesh, all its sizes numbers; see `parse_mesh`.
+      shared: the word to say in place of `spec` for no devices of its own, for errors.
+      key: the configuration key the string came from, for errors.
+      hosts: hosts with equally many devices, where only one of them is seen; 0 for those of `devices`.
+
+    Raises:
+      ValueError: an open size, or a mesh that is no equal part of every host with something left.
+    """
+    sizes = parse_mesh(spec, key=key)
+    if REST in sizes:
+        raise ValueError(
+            f"{key}={spec!r} leaves a size open: write a number for each, or {shared!r} for no devices of its own."
+        )
+    ordered = sort_devices(devices)
+    count, seen = math.prod(sizes), sorted({d.process_index for d in ordered})
+    hosts = hosts or len(seen)
+    if count % hosts:
+        raise ValueError(
+            f"{key}={spec!r} needs {count} devices of {hosts} hosts, which give equally many each: its sizes must "
+            f"multiply to a multiple of {hosts}."
+        )
+    share = count // hosts
+    of_host = [[d for d in ordered if d.process_index == host] for host in seen]
+    if share >= (least := min(map(len, of_host))):
+        raise ValueError(
+            f"{key}={spec!r} takes {share} devices of every host, of which one has {least}: at least one must be left, "
+            f"so make the mesh smaller, or say {shared!r} for no devices of its own."
+        )
+    left, taken = ([d for own in of_host for d in own[part]] for part in (slice(None, -share), slice(-share, None)))
+    return left, taken
+
+
 def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "mesh", auto: str = "data=-1") -> Mesh:
     """One host's part of a mesh over `hosts` hosts with equally many devices each, where only this host's are seen.
 
@@ -149,7 +188,7 @@ def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "
     if data % hosts:
         raise ValueError(
             f"{key}={spec!r} spreads one copy of the weights (fsdp x tensor = {fsdp * tensor} devices) over several "
-            f"hosts, each has {len(devices)}: each host decodes on its own, so fsdp x tensor must divide them."
+            f"hosts, each has {len(devices)}: each host works on its own, so fsdp x tensor must divide them."
         )
     return make_mesh(f"data={data // hosts},fsdp={fsdp},tensor={tensor}", devices, key=key)
 
@@ -171,7 +210,7 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
         inner = mesh.shape["fsdp"] * mesh.shape["tensor"]
         raise ValueError(
             f"{key}={describe_mesh(mesh)!r} spreads one copy of the weights (fsdp x tensor = {inner} devices) over "
-            f"several hosts, process {process} has {int(mine.sum())} devices: each host decodes on its own, so fsdp x "
+            f"several hosts, process {process} has {int(mine.sum())} devices: each host works on its own, so fsdp x "
             "tensor must divide the devices of one host."
         )
     return Mesh(mesh.devices[whole], AXES)

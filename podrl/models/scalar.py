@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from podrl.mesh import rules
+from podrl.mesh.reshard.publish import Publisher
 from podrl.models import decoder, lora
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.decoder import Param
@@ -64,8 +65,12 @@ def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     head = _zeros(abstract[HEAD])
     trunk = {name: leaf for name, leaf in params.items() if name in shardings}
-    moved = jax.device_put(trunk, {name: leaf for name, leaf in shardings.items() if name in trunk})
-    trainable, frozen = split_trainable({**moved, HEAD: head}, config)
+    wanted = {name: leaf for name, leaf in shardings.items() if name in trunk}
+    if mesh.is_multi_process and any(leaf.sharding.mesh != mesh for leaf in jax.tree.leaves(trunk)):
+        trunk = Publisher(trunk, wanted).publish(trunk, 0).params
+    else:
+        trunk = jax.device_put(trunk, wanted)
+    trainable, frozen = split_trainable({**trunk, HEAD: head}, config)
     copy = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(x).astype(dtype), tree))
     return join_trainable(copy(trainable), frozen)
 

@@ -75,7 +75,8 @@ def init_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> Tra
     abstract = abstract_train_state(jax.tree.map(_abstract, trainable), optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
     opt_state = jax.jit(optimizer.transform.init, out_shardings=shardings)(trainable)
-    step = jax.device_put(jnp.zeros((), jnp.int32), rules.replicated(mesh))
+    # Made in place: an array put from a local device onto one device of each of several hosts cannot be saved.
+    step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=rules.replicated(mesh))()
     return TrainState(trainable, opt_state, step)
 
 

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.algorithms.aggregate import MODES, aggregate, canonical_mode, token_mean
+from podrl.algorithms.aggregate import DIALECTS, MODES, aggregate, canonical_mode, token_mean
+from podrl.algorithms.presets import preset
 from podrl.algorithms.segments import masked, segment_max, segment_sum, sequence_mean
 
 # Two sequences packed in one row: loss tokens (3, 5) and (2, 4, 6); a prompt token before each, padding at the end.
@@ -48,6 +49,43 @@ def test_boolean_mask_is_a_mask():
 def test_unknown_and_ambiguous_names(mode):
     with pytest.raises(ValueError, match=r"grpo\.loss_agg_mode"):
         canonical_mode(mode)
+
+
+# A row of two losses and a row of one: N = 2, and with L = 10 the five modes give five numbers.
+TWO_BT, TWO_MASK_BT = jnp.array([[3.0, 5.0], [4.0, 0.0]]), jnp.array([[1.0, 1.0], [1.0, 0.0]])
+NAMES = {  # (preset, name): what the framework's own code makes of the rows
+    ("verl_grpo", "token-mean"): 12 / 3,
+    ("verl_grpo", "seq-mean-token-mean"): (8 / 2 + 4) / 2,
+    ("verl_grpo", "seq-mean-token-sum"): (8 + 4) / 2,
+    ("verl_grpo", "seq-mean-token-sum-norm"): (8 + 4) / 10,
+    ("trl_grpo", "grpo"): (8 / 2 + 4) / 2,
+    ("trl_grpo", "bnpo"): 12 / 3,
+    ("trl_grpo", "dapo"): 12 / 3,
+    ("trl_grpo", "dr_grpo"): 12 / (2 * 10),
+    ("tunix_grpo", "seq-mean-token-sum"): (8 + 4) / 2,
+    ("tunix_grpo", "sequence-mean-token-scale"): (8 / 10 + 4 / 10) / 2,
+    ("tunix_grpo", "sequence-mean-token-sum-norm"): 12 / 2,
+    ("grpo", "dr_grpo"): 12 / (2 * 10),
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), NAMES)
+def test_a_preset_speaks_the_names_of_its_framework(name, mode):
+    loss = preset(name).policy_loss(loss_agg_mode=mode, loss_agg_scale=10.0)
+    length_BT = jnp.array([[2.0, 2.0], [1.0, 1.0]])
+    ratio = aggregate(TWO_BT, TWO_MASK_BT, length_BT, loss.mode, scale=10.0)
+    assert float(ratio.mean()) == pytest.approx(NAMES[name, mode], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "trl_grpo", "tunix_grpo"])
+def test_a_name_with_two_meanings_is_refused_with_both(name):
+    with pytest.raises(ValueError, match=r"'token-sum-scale' .verl., 'sequence-mean-token-scale' .verl after January"):
+        preset(name).policy_loss(loss_agg_mode="seq-mean-token-sum-norm", loss_agg_scale=10.0)
+
+
+def test_no_framework_renames_a_mode_of_podrl():
+    assert not {name for names in DIALECTS.values() for name in names} & set(MODES)
+    assert all(meaning in MODES for names in DIALECTS.values() for meaning in names.values())
 
 
 def test_segment_helpers():

@@ -1,6 +1,8 @@
 """The presets: each one builds, trains in the right direction, and says what it is."""
 
+import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -71,3 +73,37 @@ def test_the_documentation_lists_every_preset():
     text = (pathlib.Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     for name in PRESETS:
         assert f"`--config.algorithm={name}`" in text, name
+
+
+DOCS = (pathlib.Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+TESTS = pathlib.Path(__file__).parents[1]
+
+
+def test_the_tests_that_the_documentation_names_exist():
+    files = [path for path in TESTS.rglob("*.py") if path.name.startswith("test_")]
+    defined = set(re.findall(r"^def (test_\w+)\(", "\n".join(path.read_text() for path in files), re.MULTILINE))
+    named = set(re.findall(r"`(test_\w+)`", DOCS))
+    assert len(named) > 40 and not named - defined
+    places = set(re.findall(r"`((?:tests/[\w/]+/)?test_\w+\.py|tests/[\w/]+/)`", DOCS))
+    assert len(places) > 8
+    for place in places:
+        assert (TESTS.parent / place).exists() or place in {path.name for path in files}, place
+
+
+def test_every_row_of_the_tables_names_what_pins_it():
+    vectors = json.loads((pathlib.Path(__file__).parent / "core_algos.json").read_text())
+    groups = [group for group in vectors.values() if isinstance(group, dict)]
+    keys = [*vectors, *(key for group in groups for key in group)]
+    known = {word for key in keys for word in re.split("[ ,]+", key)}
+    for name in set(re.findall(r"vectors? `([^`]+)`", DOCS)):
+        assert set(name.split()) <= known, name
+    presets = [line for line in DOCS.splitlines() if line.startswith("| `--config.algorithm=")]
+    assert len(presets) == len(PRESETS)
+    for line in presets:
+        config, advantage, loss, aggregation, _, source, pinned = (cell.strip() for cell in line.strip("|").split("|"))
+        name = config.strip("`").partition("=")[2]
+        found = preset(name)
+        assert advantage.split(",")[0].split(" ")[0] == found.advantage_estimator().kind, name
+        assert loss.split(",")[0].split(" ")[0] == build(name)[1].kind, name
+        assert aggregation.split(",")[0] == build(name)[1].mode, name
+        assert source and ("vectors `" in pinned or "`test_" in pinned), name

@@ -21,6 +21,15 @@ from podrl.algorithms.value_loss import value_loss
 
 VECTORS = json.loads((pathlib.Path(__file__).parent / "core_algos.json").read_text())
 VERL_EPS = 1e-8
+# preset: its vector, and what the vector's settings change of it.
+PRESET_ADVANTAGES = {
+    **{name: ("grpo", {}) for name in ("grpo", "dapo", "verl_grpo", "tunix_grpo")},
+    **{name: ("dr_grpo", {}) for name in ("dr_grpo", "reinforce")},
+    **{name: (name, {}) for name in ("rloo", "opo", "gpg", "remax")},
+    "pass_at_k": ("grpo_passk", {}),
+    "reinforce_pp": ("reinforce_plus_plus g=.99", {"gamma": 0.99}),
+    "reinforce_pp_baseline": ("reinforce_plus_plus_baseline", {}),
+}
 TOLERANCE = {np.float64: 1e-9, np.float32: 1e-5}
 
 
@@ -79,20 +88,12 @@ def test_outcome_advantages(key, settings, dtype, xp):
     close(advantage_BT, expected["adv"] if isinstance(expected, dict) else expected, dtype)
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        *((name, "grpo") for name in ("grpo", "dapo", "verl_grpo", "tunix_grpo")),
-        *((name, "dr_grpo") for name in ("dr_grpo", "reinforce")),
-        *((name, name) for name in ("rloo", "opo", "gpg", "remax")),
-        ("pass_at_k", "grpo_passk"),
-        ("reinforce_pp_baseline", "reinforce_plus_plus_baseline"),
-    ],
-)
-def test_advantages_of_presets(name, key, dtype):
+@pytest.mark.parametrize("name", PRESET_ADVANTAGES)
+def test_advantages_of_presets(name, dtype):
     x = Inputs(dtype)
+    key, changes = PRESET_ADVANTAGES[name]
     expected = VECTORS["advantages"][key]
-    estimator = preset(name).advantage_estimator()
+    estimator = preset(name).advantage_estimator(**changes)
     advantage_BT = estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_size=2)
     close(advantage_BT, expected["adv"] if isinstance(expected, dict) else expected, dtype)
 

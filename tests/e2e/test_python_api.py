@@ -5,10 +5,12 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from processes import environment, trained_steps
 
 from podrl.runtime.checkpoint import read_state
+from podrl.runtime.metrics import read_metrics
 
 pytestmark = pytest.mark.e2e
 SCRIPT = '''
@@ -42,6 +44,14 @@ def train(root, steps):
     print("reached", learner.train(prompts, prompts_per_step=4))
 '''
 GUARDED = SCRIPT + '\n\nif __name__ == "__main__":\n    train(sys.argv[1], int(sys.argv[2]))\n'
+PPO = (
+    GUARDED.replace("fsdp=4", "fsdp=2")
+    .replace("jax.devices()[:4]", "jax.devices()[:2]")
+    .replace("roles = {", 'roles = {podrl.Role.CRITIC: podrl.make_mesh("fsdp=2", jax.devices()[2:4]), ')
+    .replace("learning_rate=1e-4,", "learning_rate=1e-4, critic_learning_rate=1e-3,")
+    .replace("podrl.GRPOConfig(num_generations=4)", "podrl.PPOConfig(num_generations=4, critic_warmup=1)")
+    .replace("GRPOLearner", "PPOLearner")
+)
 UNGUARDED = SCRIPT + '\n\ntrain("out", 3)\n'
 
 
@@ -71,6 +81,21 @@ def test_a_script_trains_writes_and_goes_on_where_it_stopped(tmp_path):
     assert "Resumed after step 3" in further.stdout and "reached 4" in further.stdout
     assert trained_steps(tmp_path / "out") == [1, 2, 3, 4]
     assert read_state(tmp_path / "out" / "checkpoints")[0] == 4
+
+
+def test_a_script_trains_a_critic_on_devices_of_its_own_and_goes_on_where_it_stopped(tmp_path):
+    done = run_script(tmp_path, PPO, "out", "2")
+    assert done.returncode == 0 and "reached 2" in done.stdout, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    further = run_script(tmp_path, PPO, "out", "3")
+    assert further.returncode == 0, further.stderr
+    assert "Resumed after step 2" in further.stdout and "reached 3" in further.stdout
+    records = read_metrics(tmp_path / "out")
+    assert trained_steps(tmp_path / "out") == [1, 2, 3]
+    assert ["actor/pg_loss" in record for record in records] == [False, True, True]
+    assert all(record["critic/vf_loss"] > 0 and record["sampler/abs_diff"] < 1e-4 for record in records)
+    step, state = read_state(tmp_path / "out" / "checkpoints")
+    assert step == 3 and np.any(state["critic"]["params"]["score"] != 0.0)
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):

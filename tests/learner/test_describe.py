@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from podrl.algorithms.presets import PRESETS
 from podrl.launch import find_config, load_config
-from podrl.learner import describe, job
+from podrl.learner import describe, job, placement
 from podrl.mesh.build import make_mesh
 
 TELLS = {
@@ -25,7 +25,7 @@ TELLS = {
 }
 
 
-def planned(name, **changes):
+def planned(name, critic=None, **changes):
     """(job, everything a run prints first) of the default configuration with another algorithm."""
     values = load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": name}
     values["rollout"] |= {"max_prompt_length": 64}
@@ -34,7 +34,8 @@ def planned(name, **changes):
     found = job.parse(ConfigDict(job.complete(values)).to_dict())  # as the launcher reads it
     trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
     console = describe_console()
-    describe.print_plan(console, found, trainer, rollout, "runs/x")
+    on = placement.Meshes(trainer, rollout, critic or trainer, rollout)
+    describe.print_plan(console, found, on, "runs/x")
     return found, console.file.getvalue()
 
 
@@ -70,6 +71,16 @@ def test_every_place_a_job_reads_is_asked_before_it_starts(key):
         job.check_storage("runs/x", job.complete(values))
 
 
+def test_the_models_beside_actor_and_rollout_are_told():
+    _, text = planned("grpo")
+    assert "critic" not in text and "reward model" not in text
+    _, text = planned("ppo", critic=make_mesh("fsdp=2", jax.devices()[2:4]), reward={"model": "DIR"})
+    rows = {line.split("│")[1].strip(): line for line in text.splitlines() if line.startswith("│")}
+    assert "fsdp=2" in rows["critic"] and "2-3" in rows["critic"] and "values and their updates" in rows["critic"]
+    assert "data=4" in rows["reward"] and "4-7" in rows["reward"]
+    assert "micro-batches per update, critic" in rows and "micro-batches per update" in rows
+
+
 def test_the_arithmetic_in_words():
     _, text = planned("dapo", trainer={"mini_batch_size": 32}, grpo={"num_iterations": 2})
     words = " ".join(text.split())
@@ -88,3 +99,12 @@ def test_a_configuration_keeps_its_batch_sizes_under_an_algorithm_of_the_other_k
     assert "grpo" not in back and back["ppo"]["num_generations"] == 8 and back["ppo"]["kl_method"] == "k3"
     with pytest.raises(ValueError, match="algorithm='pppo' is not known"):
         job.complete({"algorithm": "pppo"})
+
+
+def test_an_aggregation_under_a_frameworks_name():
+    found, text = planned("verl_grpo", grpo={"loss_agg_mode": "seq-mean-token-sum-norm"})
+    assert found.algo.loss_agg_mode == "token-sum-scale" and "token-sum-scale: sum over tokens / 40" in text
+    found, _ = planned("trl_grpo", grpo={"loss_agg_mode": "dr_grpo"})
+    assert found.algo.loss_agg_mode == "sequence-mean-token-scale"
+    with pytest.raises(ValueError, match=r"grpo.loss_agg_mode='seq-mean-token-sum-norm' has more than one meaning"):
+        planned("grpo", grpo={"loss_agg_mode": "seq-mean-token-sum-norm"})

@@ -1,5 +1,9 @@
 """Every number of every preset, written out: what a run trains with when nothing else is said."""
 
+import json
+import pathlib
+
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
@@ -86,3 +90,29 @@ def test_numbers(name):
 
 def test_every_preset_is_written_out():
     assert list(NUMBERS) == list(PRESETS)
+
+
+VECTORS = json.loads((pathlib.Path(__file__).parents[1] / "algorithms" / "core_algos.json").read_text())
+# preset: the outputs of verl that a run of it reproduces, and what their settings change of it.
+ADVANTAGES = {
+    **{name: ("grpo", {}) for name in ("grpo", "dapo", "verl_grpo", "tunix_grpo")},
+    **{name: ("dr_grpo", {}) for name in ("dr_grpo", "reinforce")},
+    **{name: (name, {}) for name in ("rloo", "opo", "gpg", "remax")},
+    "pass_at_k": ("grpo_passk", {}),
+    "reinforce_pp": ("reinforce_plus_plus g=.99", {"gamma": 0.99, "kl_in_reward": 0.0}),
+    "reinforce_pp_baseline": ("reinforce_plus_plus_baseline", {}),
+}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_run_computes_the_advantages_of_the_vectors(name):
+    """From the configuration line to the array that the learner packs, in float64 up to there."""
+    key, changes = ADVANTAGES[name]
+    values = {"algorithm": name, "trainer": {"max_steps": 1, "eval_every_n_steps": 0}}
+    values["grpo"] = {"num_generations": 2} | changes
+    config = job.parse(ConfigDict(job.complete(values)).to_dict()).algo
+    given = {field: np.array(VECTORS["inputs"][field]) for field in VECTORS["inputs"]}
+    found_BT = config.advantage(given["token_level_rewards"], given["remax_baseline"], given["response_mask"])
+    expected = VECTORS["advantages"][key]
+    expected_BT = np.array(expected["adv"] if isinstance(expected, dict) else expected)
+    np.testing.assert_allclose(found_BT, expected_BT, rtol=1e-9, atol=1e-9)

@@ -11,6 +11,7 @@ from podrl.learner import job
 from podrl.learner.grpo import GRPOLearner
 from podrl.learner.loop import Schedule
 from podrl.learner.parts import fetched_means
+from podrl.learner.placement import Meshes
 from podrl.learner.ppo import PPOLearner
 from podrl.learner.run import Run
 from podrl.mesh.backlog import Backlog
@@ -65,7 +66,7 @@ class Bench:
 
     def __init__(self):
         mesh = make_mesh("fsdp=1", jax.devices()[:1])
-        self.cluster = job.build_cluster(parsed("grpo", {}), mesh, mesh)
+        self.cluster = job.build_cluster(parsed("grpo", {}), Meshes(mesh, mesh, mesh, mesh))
         self.start = jax.tree.map(np.array, self.cluster.state)
         self._placed = jax.tree.map(lambda x: x.sharding, self.cluster.state)
         self.experience = self._experience()
@@ -160,6 +161,21 @@ def test_every_preset_trains(name, bench):
     assert (critic is not None) == ("critic/vf_loss" in last) == preset(name).advantage_estimator().needs_critic
     if critic is not None:
         assert np.any(critic["score"] != 0.0) and {"critic/explained_variance", "critic/vf_clipfrac"} <= set(last)
+
+
+MISMATCH = [f"sampler/{name}" for name in ("abs_diff", "exp_diff", "kl", "kl_reverse", "moment_x", "moment_xy")]
+
+
+@pytest.mark.parametrize("changes", [{}, {"beta": 0.0, "num_iterations": 1, "old_logprob": "sampler"}])
+def test_the_sampler_is_compared_while_only_the_critic_learns(changes, bench):
+    """By the very numbers that an update of the actor would give of it."""
+    _, plain, *_ = bench.train("ppo", **changes)
+    _, records, actor, critic = bench.train("ppo", **changes, critic_warmup=2)
+    assert not moved(bench.start.params, actor) and np.any(critic["score"] != 0.0)
+    for record in records:
+        assert "actor/pg_loss" not in record and record["sampler/abs_diff"] > 0.1
+        for name in MISMATCH:
+            assert record[name] == pytest.approx(plain[0][name], rel=1e-4), name
 
 
 @pytest.mark.parametrize("name", SETTINGS)

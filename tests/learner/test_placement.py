@@ -1,0 +1,101 @@
+"""Which devices the roles of a configuration get, in one process and in pods."""
+
+import jax
+import pytest
+
+from podrl.config import build
+from podrl.learner import placement
+from podrl.learner.placement import RolesConfig, meshes
+from podrl.mesh.build import describe_mesh
+from podrl.runtime.roles import Hosts
+
+
+class Chip:
+    """A device of some host, as the mesh builder and jax's Mesh see it."""
+
+    platform, device_kind, client = "cpu", "cpu", None
+
+    def __init__(self, process_index, number):
+        self.process_index, self.id = process_index, number
+
+
+def pod(monkeypatch, hosts, per_host, here=0):
+    """Devices of `hosts` hosts in one cluster, of which `here` is this process."""
+    chips = [Chip(host, host * 2048 + i) for host in range(hosts) for i in range(per_host)]
+    monkeypatch.setattr(jax, "devices", lambda: chips)
+    monkeypatch.setattr(jax, "local_devices", lambda: [c for c in chips if c.process_index == here])
+    return Hosts(tuple(range(hosts // 2)), tuple(range(hosts // 2, hosts)))
+
+
+def roles(**given):
+    return build(RolesConfig, {name: {"mesh": mesh} for name, mesh in given.items()}, "config.roles")
+
+
+def placed(mesh):
+    return describe_mesh(mesh), [d.id for d in mesh.devices.flat]
+
+
+def test_guests_share_unless_they_are_given_devices():
+    found = meshes(RolesConfig())
+    assert found.critic is found.trainer and found.reward is found.rollout
+    found = meshes(roles(critic="fsdp=2", reward="data=1", trainer="fsdp=3"))
+    assert [placed(m)[1] for m in (found.trainer, found.rollout, found.critic, found.reward)] == [
+        *([0, 1, 2], [3, 4], [5, 6], [7])
+    ]
+    assert describe_mesh(found.critic) == "fsdp=2" and describe_mesh(found.rollout) == "data=2"
+
+
+def test_colocated_roles_may_lay_the_critic_out_otherwise():
+    found = meshes(RolesConfig(critic=placement.GuestConfig("fsdp=2,tensor=4"), colocated=True))
+    assert describe_mesh(found.critic) == "fsdp=2,tensor=4" and describe_mesh(found.trainer) == "fsdp=8"
+    assert set(found.critic.devices.flat) == set(found.trainer.devices.flat) == set(found.rollout.devices.flat)
+
+
+def test_every_host_of_a_pod_gives_equally_many(monkeypatch):
+    hosts = pod(monkeypatch, 4, 4)
+    found = meshes(roles(critic="fsdp=4", reward="data=2"), hosts)
+    assert placed(found.trainer) == ("fsdp=4", [0, 1, 2048, 2049])
+    assert placed(found.critic) == ("fsdp=4", [2, 3, 2050, 2051])
+    assert placed(found.rollout) == ("data=6", [4096, 4097, 4098, 6144, 6145, 6146])
+    assert placed(found.reward) == ("data=2", [4099, 6147])
+
+
+def test_split_clusters_see_their_own_part(monkeypatch):
+    hosts = pod(monkeypatch, 2, 4)
+    given = roles(critic="fsdp=2,tensor=2", reward="data=2,tensor=1")
+    trainers = meshes(given, Hosts((0, 1), (2, 3)), split=True, trains=True)
+    assert placed(trainers.trainer) == ("fsdp=4", [0, 1, 2048, 2049])
+    assert placed(trainers.critic) == ("fsdp=2,tensor=2", [2, 3, 2050, 2051])
+    pod(monkeypatch, 1, 4)
+    rollout = meshes(given, Hosts((0, 1), (2, 3)), split=True, trains=False)
+    assert placed(rollout.rollout) == ("data=3", [0, 1, 2]) and placed(rollout.reward) == ("one device", [3])
+    assert hosts.count == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"critic": "fsdp=3"}, r"roles.critic.mesh='fsdp=3' needs 3 devices of 2 hosts.*a multiple of 2"),
+        ({"critic": "fsdp=8"}, r"takes 4 devices of every host, of which one has 4: at least one must be left"),
+        ({"reward": "data=-1"}, r"roles.reward.mesh='data=-1' leaves a size open.*or 'rollout'"),
+        ({"critic": "rollout"}, r"roles.critic.mesh='rollout' must be 'trainer', whose hosts it lies on"),
+        ({"reward": "fdsp=2"}, r"roles.reward.mesh='fdsp=2' names axis 'fdsp'"),
+    ],
+)
+def test_what_a_pod_cannot_give_is_refused(given, message, monkeypatch):
+    hosts = pod(monkeypatch, 4, 4)
+    with pytest.raises(ValueError, match=message):
+        meshes(roles(**given), hosts)
+
+
+def test_a_reward_model_over_hosts_that_see_only_themselves(monkeypatch):
+    pod(monkeypatch, 1, 4)
+    with pytest.raises(ValueError, match=r"roles.reward.mesh='tensor=2' spreads one copy of the weights"):
+        meshes(roles(reward="tensor=2"), Hosts((0,), (1, 2)), split=True, trains=False)
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(ValueError, match=r"roles.reward.mesh='data=2' must be 'rollout' with roles.colocated=True"):
+        RolesConfig(reward=placement.GuestConfig("data=2"), colocated=True)
+    with pytest.raises(ValueError, match=r"no field config\.roles\.critic\.hosts: a critic lies on"):
+        build(RolesConfig, {"critic": {"mesh": "fsdp=2", "hosts": "1"}}, "config.roles")
