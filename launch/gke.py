@@ -70,7 +70,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for every container; may be repeated")
     parser.add_argument("--apply", action="store_true", help="submit with kubectl apply")
     parser.add_argument("--dry_run", action="store_true", help="with --apply: print the kubectl command, run nothing")
-    return parser.parse_args(own), extra
+    args = parser.parse_args(own)
+    # A set that runs keeps the Secret it was started with: what is submitted under its name by mistake is refused,
+    # because pods of a set cannot be changed, and takes no key away from them.
+    args.channel = f"{args.name}-channel-{secrets.token_hex(3)}"
+    return args, extra
 
 
 def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
     trainer = machines.parse_slices(args.trainer, "--trainer")
     rollout = machines.parse_slices(args.rollout, "--rollout")
     name = command.job_name(args.name, NAME_LIMIT)
-    labels = {"app.kubernetes.io/name": "podrl"}
+    labels = _labels(args)
     if args.queue:
         labels["kueue.x-k8s.io/queue-name"] = args.queue
     return {
@@ -113,6 +117,10 @@ def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _labels(args: argparse.Namespace) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "podrl", "app.kubernetes.io/instance": args.name}
+
+
 def _replicated_job(
     role: str,
     slices: machines.Slices,
@@ -134,7 +142,7 @@ def _replicated_job(
         rule = {"action": "FailJob", "onExitCodes": user_error, "onPodConditions": []}
         job["podFailurePolicy"] = {"rules": [rule]}
     job["template"] = {
-        "metadata": {"labels": {"app.kubernetes.io/name": "podrl", "app.kubernetes.io/component": role}},
+        "metadata": {"labels": {**_labels(args), "app.kubernetes.io/component": role}},
         "spec": _pod(role, slices, args, extra, trainer, rollout),
     }
     # A slice of several hosts is a node pool, which one job must have for itself; a slice of one host is a node.
@@ -215,7 +223,7 @@ def _environment(
         "PODRL_CHANNEL": f"$(PODRL_JOBSET)-trainer-0-0.$(PODRL_JOBSET):{CHANNEL_PORT}",
         **command.environment(args.env),
     }
-    key = {"name": f"{args.name}-channel", "key": "secret"}
+    key = {"name": args.channel, "key": "secret"}
     secret = {"name": "PODRL_SECRET", "valueFrom": {"secretKeyRef": key}}
     return [*from_labels, secret, *({"name": name, "value": value} for name, value in values.items())]
 
@@ -225,7 +233,7 @@ def channel_secret(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": f"{args.name}-channel", "namespace": args.namespace},
+        "metadata": {"name": args.channel, "namespace": args.namespace, "labels": _labels(args)},
         "type": "Opaque",
         "stringData": {"secret": secrets.token_hex(16)},
     }

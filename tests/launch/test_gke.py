@@ -2,6 +2,7 @@
 
 import copy
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -22,8 +23,9 @@ FLAGS = [
 ]
 
 
-def jobset(*flags: str) -> dict:
+def jobset(*flags: str, channel: str | None = None) -> dict:
     args, extra = gke.parse([*FLAGS, *flags])
+    args.channel = channel or args.channel
     return yaml.safe_load(gke.to_yaml(gke.manifest(args, extra)))
 
 
@@ -140,6 +142,59 @@ def check_schema(document: dict) -> None:
     assert read.to_dict() == document
 
 
+# What the API server and JobSet's webhook refuse and their schemas do not say.
+DNS_LABEL = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
+JOB_FAILURES = {"BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded"} | {
+    "PodFailurePolicy"
+}
+SET_ACTIONS = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
+
+
+def check_admission(document: dict) -> None:
+    name, spec = document["metadata"]["name"], document["spec"]
+    assert re.fullmatch(DNS_LABEL, spec["network"]["subdomain"]) and spec["successPolicy"]["operator"] in {"All", "Any"}
+    roles = {replicated["name"] for replicated in spec["replicatedJobs"]}
+    assert set(spec["successPolicy"]["targetReplicatedJobs"]) <= roles
+    for rule in spec["failurePolicy"]["rules"]:
+        assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"]) and rule["action"] in SET_ACTIONS
+        assert set(rule["targetReplicatedJobs"]) <= roles and set(rule["onJobFailureReasons"]) <= JOB_FAILURES
+    for replicated in spec["replicatedJobs"]:
+        batch = replicated["template"]["spec"]
+        pod = batch["template"]["spec"]
+        last = f"{name}-{replicated['name']}-{replicated['replicas'] - 1}-{batch['completions'] - 1}-abcde"
+        assert re.fullmatch(DNS_LABEL, last), last
+        (container,) = pod["containers"]
+        for rule in batch.get("podFailurePolicy", {"rules": []})["rules"]:
+            assert pod["restartPolicy"] == "Never" and rule["action"] in {"FailJob", "Ignore", "Count"}
+            codes = rule["onExitCodes"]["values"]
+            assert codes == sorted(set(codes)) and 1 <= len(codes) <= 255
+            assert rule["onExitCodes"]["operator"] in {"In", "NotIn"}
+            assert rule["onExitCodes"]["containerName"] == container["name"]
+        for port in container["ports"]:  # on a host's network the container's port is the host's
+            assert re.fullmatch(r"(?=.*[a-z])[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?", port["name"])
+            assert port.get("hostPort", port["containerPort"]) == port["containerPort"]
+        assert len({port["name"] for port in container["ports"]}) == len(container["ports"])
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
+        assert container["resources"]["limits"] == container["resources"]["requests"]  # as for every device
+        labels = batch["template"]["metadata"]["labels"] | document["metadata"]["labels"]
+        assert all(re.fullmatch(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", value) for value in labels.values())
+        for variable in container["env"]:
+            assert re.fullmatch(r"[A-Za-z_]\w*", variable["name"]) and ("value" in variable) != (
+                "valueFrom" in variable
+            )
+        defined = [variable["name"] for variable in container["env"]]
+        assert len(set(defined)) == len(defined)
+
+
+@pytest.mark.parametrize("flags", [[], ["--name=" + "a" * gke.NAME_LIMIT, "--rollout=v6e:16x16*100", "--spot"]])
+def test_the_servers_would_admit_it(flags):
+    document = jobset(*flags)
+    check_admission(document)
+    document["spec"]["failurePolicy"]["rules"][0]["action"] = "Sometimes"
+    with pytest.raises(AssertionError):
+        check_admission(document)
+
+
 @pytest.mark.parametrize("flags", [[], ["--spot", "--service_account=s", "--run_as_root", "--rollout=v5e-1t:1x1*4"]])
 def test_validates_against_the_published_schemas(flags):
     check_schema(jobset(*flags))
@@ -190,13 +245,24 @@ def test_prints_without_apply_and_pipes_to_kubectl_with_it(tmp_path, monkeypatch
     assert gke.main(FLAGS) == 0
     printed = capfd.readouterr().out
     secret, printed_jobset = yaml.safe_load_all(printed)
-    assert printed_jobset == jobset() and not received.exists()
-    assert secret["metadata"] == {"name": "podrl-channel", "namespace": "default"}
+    channel = secret["metadata"]["name"]
+    assert printed_jobset == jobset(channel=channel) and not received.exists()
+    assert re.fullmatch(r"podrl-channel-[0-9a-f]{6}", channel)
+    labels = {"app.kubernetes.io/name": "podrl", "app.kubernetes.io/instance": "podrl"}
+    assert secret["metadata"] == {"name": channel, "namespace": "default", "labels": labels}
+    assert labels.items() <= printed_jobset["metadata"]["labels"].items()
     assert len(secret["stringData"]["secret"]) == 32
     assert gke.main([*FLAGS, "--apply", "--dry_run"]) == 0
     assert "kubectl apply" in capfd.readouterr().err and not received.exists()
     assert gke.main([*FLAGS, "--apply"]) == 3
-    assert list(yaml.safe_load_all(received.read_text()))[1] == printed_jobset
+    submitted, applied = yaml.safe_load_all(received.read_text())
+    channel = submitted["metadata"]["name"]
+    assert channel != secret["metadata"]["name"] and applied == jobset(channel=channel)
+    for role in ("trainer", "rollout"):
+        (container,) = pod_spec(applied, role)["containers"]
+        found = [v["valueFrom"] for v in container["env"] if v["name"] == "PODRL_SECRET"]
+        assert found == [{"secretKeyRef": {"name": channel, "key": "secret"}}]
+    assert submitted["stringData"]["secret"] != secret["stringData"]["secret"]
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
 
 
