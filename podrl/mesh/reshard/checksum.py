@@ -5,6 +5,7 @@ the product of one odd hash per dimension: any single flipped bit changes it, an
 values. A device sums its own shard; no values cross devices. Every replica is summed, so that a bad copy is found.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from jaxtyping import Array, UInt32
 from podrl.mesh.reshard.plan import Layout
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_RUNS = 8
+_BLOCK = 1 << 12  # elements
 # l counts leaves, W devices of the mesh.
 Sums = UInt32[Array, "W l"]
 
@@ -59,20 +62,48 @@ def fold(sums_Wl: UInt32[np.ndarray, "W l"], layouts: Sequence[Layout]) -> tuple
 
 
 def _sum_shard(shard: Array, layout: Layout, index: Sequence[Array]) -> UInt32[Array, ""]:
-    total = _bits(shard)
-    for d in reversed(range(shard.ndim)):
-        block: Any = 0
-        for axis in layout.dims[d]:
-            block = block * layout.mesh_shape[axis] + index[axis]
-        size = shard.shape[d]
-        position = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(block * size).astype(jnp.uint32)
-        weight = _hash(position + jnp.uint32(0x9E3779B9 * (d + 1) % 2**32)) | jnp.uint32(1)
-        total = jnp.sum(total * weight, axis=-1, dtype=jnp.uint32)  # one dimension at a time: a multiply per element
-    return total
+    """The sum over a shard, seen as rows by columns: columns are its last dimension, rows all others."""
+    words = _words(shard)
+    if not shard.ndim:
+        return words
+    weights = [_weights(d, size, layout, index) for d, size in enumerate(shard.shape)]
+    weight_r = functools.reduce(lambda outer, w: (outer[:, None] * w).ravel(), weights[:-1], jnp.ones(1, jnp.uint32))
+    words_rc = words.reshape(weight_r.size, shard.shape[-1]) * weight_r[:, None]
+    return jnp.sum(_sum_rows(words_rc) * weights[-1], dtype=jnp.uint32)
 
 
-def _bits(x: Array) -> Array:
-    """The bit pattern of every element as uint32; a 64-bit element gives the sum of its halves, one weighted."""
+def _sum_rows(words_rc: UInt32[Array, "r c"]) -> UInt32[Array, " c"]:
+    """The sum over all rows, written as additions of runs of rows: XLA's CPU compiler vectorises those, not reduces.
+
+    The loop keeps it from merging the first additions with the reduce of what little is left.
+    """
+    rows, columns = words_rc.shape
+    run = rows // _RUNS
+    block = min(max(1, _BLOCK // max(1, columns)), run // 2)
+    if not block:
+        return jnp.sum(words_rc, axis=0, dtype=jnp.uint32)
+    sum_rc = functools.reduce(jnp.add, [words_rc[k * run : (k + 1) * run] for k in range(_RUNS)])
+
+    def add(k: Array, sum_bc: Array) -> Array:
+        return sum_bc + jax.lax.dynamic_slice_in_dim(sum_rc, k * block, block)
+
+    looped = run // block * block
+    sum_bc = jax.lax.fori_loop(0, run // block, add, jnp.zeros((block, columns), jnp.uint32))
+    left = (sum_bc, sum_rc[looped:], words_rc[_RUNS * run :])
+    return functools.reduce(jnp.add, [jnp.sum(part, axis=0, dtype=jnp.uint32) for part in left])
+
+
+def _weights(d: int, size: int, layout: Layout, index: Sequence[Array]) -> UInt32[Array, " i"]:
+    """The weight of every position of a shard along dimension d."""
+    block: Any = 0
+    for axis in layout.dims[d]:
+        block = block * layout.mesh_shape[axis] + index[axis]
+    position = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(block * size).astype(jnp.uint32)
+    return _hash(position + jnp.uint32(0x9E3779B9 * (d + 1) % 2**32)) | jnp.uint32(1)
+
+
+def _words(x: Array) -> UInt32[Array, "..."]:
+    """The bit pattern of every element; a 64-bit element gives the sum of its halves, one weighted."""
     if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # narrower than a byte: the value itself
         return x.astype(jnp.uint32)
     if x.dtype.itemsize == 8:
