@@ -34,8 +34,8 @@ class LocalTransport:
           targets: sharding of each leaf after.
         """
         self._plan = plan
-        self._sources = [_named(s) for s in sources]
-        self._targets = [_named(t) for t in targets]
+        self._sources = [named(s) for s in sources]
+        self._targets = [named(t) for t in targets]
         self._wires = [_Wire(leaf, t) for leaf, t in zip(plan.leaves, self._targets, strict=True)]
         self._starts: dict[Any, Array] = {}
 
@@ -154,7 +154,7 @@ class _Wire:
         self.whole_source = math.prod(leaf.source_slots) == 1 and leaf.parts == 1 and not leaf.casts and not aliases
 
 
-def _named(sharding: Any) -> NamedSharding:
+def named(sharding: Any) -> NamedSharding:
     """The sharding itself, or a mesh of one device for an array that lies on one."""
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set

@@ -10,17 +10,16 @@ import jax
 from jax.sharding import Sharding
 from jaxtyping import Array
 
+from podrl.mesh.reshard.in_place import InPlaceTransport
 from podrl.mesh.reshard.local import LocalTransport
 from podrl.mesh.reshard.pathways import PathwaysTransport, chosen, platforms
 from podrl.mesh.reshard.plan import Plan, make_plan
 from podrl.mesh.reshard.relayout import RelayoutTransport
 from podrl.types import PyTree
 
-# Staging small enough to stay in a CPU's caches is fastest there; accelerators want transfers long enough to pay off,
-# and so do several processes, for which every bucket is a meeting.
-_BUCKET_BYTES = {"cpu": 4 << 20}
+# Small enough to stay in a CPU's caches where boxes are staged there; accelerators want transfers long enough to pay.
+_BUCKET_BYTES = {"cpu": 16 << 20}
 _DEFAULT_BUCKET_BYTES = 64 << 20
-_MEETING_BUCKET_BYTES = 16 << 20
 
 
 class Transport(Protocol):
@@ -31,19 +30,20 @@ class Transport(Protocol):
         ...
 
 
-def default_bucket_bytes(sharding: Sharding, *, processes: bool = False) -> int:
-    """Bytes a device may stage at once, by its platform, and whether `processes` must meet for every bucket."""
+def default_bucket_bytes(sharding: Sharding) -> int:
+    """Bytes a device may stage at once, by its platform."""
     platform = next(iter(sharding.device_set)).platform
-    size = _BUCKET_BYTES.get(platform, _DEFAULT_BUCKET_BYTES)
-    return max(size, _MEETING_BUCKET_BYTES) if processes else size
+    return _BUCKET_BYTES.get(platform, _DEFAULT_BUCKET_BYTES)
 
 
 def transport_for(plan: Plan, sources: Sequence[Any], targets: Sequence[Any]) -> Transport:
     """The transport for meshes that this process sees whole."""
+    pathways = chosen(platforms())
+    if not pathways and InPlaceTransport.fits(sources, targets):
+        return InPlaceTransport(plan, sources, targets)
     if RelayoutTransport.fits(plan):
         return RelayoutTransport(plan, sources, targets)
-    kind = PathwaysTransport if chosen(platforms()) else LocalTransport
-    return kind(plan, sources, targets)
+    return (PathwaysTransport if pathways else LocalTransport)(plan, sources, targets)
 
 
 def reshard(

@@ -90,7 +90,7 @@ def join_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Sequence[Col
     """For each leaf its slots, lifted -> the leaf on the mesh."""
 
     def join(columns: Sequence[Columns]) -> list[Array]:
-        return [_assemble(list(pieces), form.slots) for pieces, form in zip(columns, boxes, strict=True)]
+        return [joined(list(pieces), form.slots) for pieces, form in zip(columns, boxes, strict=True)]
 
     specs_in = ([[_every_device(form.box, mesh)] * math.prod(form.slots) for form in boxes],)
     return _on_all_devices(join, mesh, specs_in, [form.spec for form in boxes])
@@ -141,7 +141,7 @@ def cut_at(shard: Array, slot: Any, form: Boxes, start: Int[Array, ""] | None) -
 
 def assemble(pieces: Sequence[Array], form: Boxes) -> Array:
     """A shard from its boxes, row-major."""
-    return _assemble(list(pieces), form.slots)
+    return joined(list(pieces), form.slots)
 
 
 def overwrite(shard: Array, pieces: Sequence[Array], form: Boxes, start: Int[Array, ""]) -> Array:
@@ -161,7 +161,7 @@ def _slice(shard: Array, corner: tuple[int, ...], form: Boxes, start: Int[Array,
     return jax.lax.slice(shard, corner, [at + n for at, n in zip(corner, form.box, strict=True)])
 
 
-def _assemble(pieces: list[Array], slots: tuple[int, ...]) -> Array:
+def joined(pieces: Sequence[Array], slots: tuple[int, ...]) -> Array:
     """Concatenates row-major pieces along every dimension, the last one first."""
     for d in reversed(range(len(slots))):
         count = slots[d]

@@ -20,10 +20,7 @@ class RelayoutTransport:
         """Args are those of `LocalTransport`."""
         self._plan = plan
         self._targets = targets
-        self._stays = [
-            not leaf.casts and source.is_equivalent_to(target, len(leaf.shape))
-            for leaf, source, target in zip(plan.leaves, sources, targets, strict=True)
-        ]
+        self._stays = stays(plan, sources, targets)
         self._programs: dict[tuple[int, ...], Callable[[Sequence[Array]], Sequence[Array]]] = {}
 
     @staticmethod
@@ -65,3 +62,11 @@ class RelayoutTransport:
         if indices not in self._programs:
             self._programs[indices] = jax.jit(relayout, out_shardings=[self._targets[i] for i in indices])
         return self._programs[indices]
+
+
+def stays(plan: Plan, sources: Sequence[Any], targets: Sequence[Any]) -> list[bool]:
+    """Whether each leaf is already what it should become."""
+    return [
+        not leaf.casts and source.is_equivalent_to(target, len(leaf.shape))
+        for leaf, source, target in zip(plan.leaves, sources, targets, strict=True)
+    ]

@@ -13,19 +13,21 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl.mesh.build import make_mesh
+from podrl.mesh.reshard.in_place import InPlaceTransport
 from podrl.mesh.reshard.local import LocalTransport
-from podrl.mesh.reshard.move import reshard
+from podrl.mesh.reshard.move import reshard, transport_for
 from podrl.mesh.reshard.plan import make_plan
 from podrl.mesh.reshard.relayout import RelayoutTransport
 
 
+@pytest.mark.parametrize("kind", [LocalTransport, InPlaceTransport])
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(transfers())
-def test_any_layout_to_any_layout(case):
+@given(case=transfers())
+def test_any_layout_to_any_layout(kind, case):
     leaves, before, after, dtype, bucket_bytes = case
     placed = [jax.device_put(x, s) for x, s in zip(leaves, before, strict=True)]
     plan = make_plan(placed, after, dtype=dtype, bucket_bytes=bucket_bytes)
-    arrived(LocalTransport(plan, before, after).move(placed), leaves, after, dtype)
+    arrived(kind(plan, before, after).move(placed), leaves, after, dtype)
     for leaf, array in zip(leaves, placed, strict=True):
         assert (bits(array) == bits(leaf)).all()
 
@@ -85,19 +87,68 @@ def test_compile_log_does_log(caplog):
     assert any("ompil" in r.message for r in caplog.records)
 
 
+def test_steady_moves_in_place_compile_nothing_and_copy_nothing_but_the_result(caplog):
+    trainer, rollout = trainer_and_rollout()
+    values, before = a_tree(trainer)
+    _, after = a_tree(rollout)
+    moved = reshard(jax.device_put(values, before), after, dtype=jnp.bfloat16)
+    tree = jax.device_put(jax.tree.map(lambda x: x + 1, values), before)
+    plan = make_plan(tree, after, dtype=jnp.bfloat16)
+    transport = transport_for(plan, jax.tree.leaves(before), jax.tree.leaves(after))
+    assert isinstance(transport, InPlaceTransport)
+    at = {s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards}
+    for lender, leaf in zip(transport.lenders, jax.tree.leaves(tree), strict=True):
+        lent = {s.data.unsafe_buffer_pointer() for x in lender.columns(leaf) for s in x.addressable_shards}
+        assert lent <= at
+    with (
+        jax.log_compiles(True),
+        caplog.at_level(logging.WARNING),
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+    ):
+        moved = jax.block_until_ready(reshard(tree, after, dtype=jnp.bfloat16))
+    assert not [r.message for r in caplog.records if "ompil" in r.message]
+    assert (bits(moved["embed"]) == bits((values["embed"] + 1).astype(jnp.bfloat16))).all()
+
+
+def test_what_was_lent_can_be_donated_after_a_move():
+    trainer, rollout = trainer_and_rollout()
+    x = jax.device_put(np.ones((64, 64), np.float32), NamedSharding(trainer, Spec("fsdp")))
+    at = x.addressable_data(0).unsafe_buffer_pointer()
+    reshard([x], [NamedSharding(rollout, Spec("tensor"))])
+    updated = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    assert x.is_deleted()
+    assert updated.addressable_data(0).unsafe_buffer_pointer() == at
+
+
+def moved_by(kind, tree, shardings, *, donate=False, dtype=None):
+    """The tree, moved by a transport of this kind."""
+    leaves, treedef = jax.tree.flatten(tree)
+    targets = jax.tree.leaves(shardings)
+    plan = make_plan(tree, shardings, dtype=dtype)
+    moved = kind(plan, [leaf.sharding for leaf in leaves], targets).move(leaves, donate=donate)
+    return jax.tree.unflatten(treedef, moved)
+
+
+def same(tree, values):
+    return all(map(lambda x, y: (bits(x) == bits(y)).all(), jax.tree.leaves(tree), jax.tree.leaves(values)))
+
+
+@pytest.mark.parametrize("kind", [LocalTransport, InPlaceTransport])
 @pytest.mark.parametrize("donate", [False, True])
-def test_sources_survive_unless_given_up(donate):
+def test_sources_survive_unless_given_up(kind, donate):
     trainer, rollout = trainer_and_rollout()
     values, before = a_tree(trainer)
     _, after = a_tree(rollout)
     tree = jax.device_put(values, before)
-    moved = reshard(tree, after, donate=donate)
+    moved = moved_by(kind, tree, after, donate=donate)
     assert all(x.is_deleted() == donate for x in jax.tree.leaves(tree))
-    assert all(map(lambda x, y: (bits(x) == bits(y)).all(), jax.tree.leaves(moved), jax.tree.leaves(values)))
+    assert same(moved, values)
 
 
+@pytest.mark.parametrize("kind", [RelayoutTransport, InPlaceTransport])
 @pytest.mark.parametrize("target", ["fsdp=2,tensor=2", "tensor=4"])
-def test_colocated_result_shares_no_memory_with_its_source(target):
+def test_colocated_result_shares_no_memory_with_its_source(kind, target):
     devices = jax.devices()[:4]
     values, before = a_tree(make_mesh(TRAINER, devices))
     _, after = a_tree(make_mesh(target, devices))
@@ -105,24 +156,32 @@ def test_colocated_result_shares_no_memory_with_its_source(target):
     plan = make_plan(tree, after)
     assert RelayoutTransport.fits(plan)
     assert plan.moved_bytes == 0 or target == "tensor=4"
-    moved = reshard(tree, after)
+    moved = moved_by(kind, tree, after)
+    pointers = [
+        {s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(t) for s in x.addressable_shards}
+        for t in (tree, moved)
+    ]
+    assert not pointers[0] & pointers[1]
     jax.tree.map(lambda x: x.delete(), tree)
-    assert all(map(lambda x, y: (bits(x) == bits(y)).all(), jax.tree.leaves(moved), jax.tree.leaves(values)))
+    assert same(moved, values)
 
 
-def test_colocated_donation_hands_unchanged_leaves_on():
+@pytest.mark.parametrize("kind", [RelayoutTransport, InPlaceTransport])
+def test_colocated_donation_hands_unchanged_leaves_on(kind):
     mesh = make_mesh(TRAINER, jax.devices()[:4])
     values, before = a_tree(mesh)
     tree = jax.device_put(values, before)
-    moved = reshard(tree, before, donate=True)
+    moved = moved_by(kind, tree, before, donate=True)
     assert moved["embed"] is tree["embed"]
+    assert same(moved, values)
 
 
-def test_overlapping_meshes_share_no_memory():
+@pytest.mark.parametrize("kind", [LocalTransport, InPlaceTransport])
+def test_overlapping_meshes_share_no_memory(kind):
     source = make_mesh("auto", jax.devices()[:2])
     target = make_mesh("auto", jax.devices()[1:4], auto="data=-1")
     x = jax.device_put(np.arange(12, dtype=np.float32), NamedSharding(source, Spec()))
-    moved = reshard(x, NamedSharding(target, Spec()))
+    moved = moved_by(kind, x, NamedSharding(target, Spec()))
     x.delete()
     assert np.array_equal(moved, np.arange(12))
 
