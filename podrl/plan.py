@@ -48,8 +48,11 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     from podrl.planning.report import Report
 
     say = say or (lambda line: None)
-    if values.get("algorithm") == "sft":
-        raise ValueError("podrl.plan plans reinforcement learning: give a configuration of another algorithm than sft.")
+    if values.get("algorithm") in jobs.SUPERVISED:
+        raise ValueError(
+            f"podrl.plan plans reinforcement learning: give a configuration of another algorithm than "
+            f"{values['algorithm']}."
+        )
     if not _TRAINER.value:
         raise ValueError("--trainer is missing: name the trainer's topology, for example --trainer=v5e:2x4.")
     trainer = chips.parse_topology(_TRAINER.value, key="--trainer")

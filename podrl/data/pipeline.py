@@ -255,8 +255,11 @@ class Renderer:
 
     def __call__(self, record: Record | problems.Problem) -> tuple[str, Mapping[str, Any]]:
         fields = task_fields(record, self._config)
-        text = template.wrap(self._tokenizer, fields["question"], system=self._system, form=self._config.template)
-        return text, ({"system_prompt": self._system} if self._system else {}) | dict(fields)
+        return self.prompt(fields["question"]), ({"system_prompt": self._system} if self._system else {}) | dict(fields)
+
+    def prompt(self, question: str) -> str:
+        """Prompt text of a question."""
+        return template.wrap(self._tokenizer, question, system=self._system, form=self._config.template)
 
 
 def task_fields(record: Record | problems.Problem, config: DataConfig) -> dict[str, Any]:

@@ -72,8 +72,21 @@ class SFTBatch:
     text: Sequence[str]
     data_state: bytes
 
+    @staticmethod
+    def of(examples: Sequence["Example"], max_length: int, pad_id: int, data_state: bytes) -> "SFTBatch":
+        """The batch of examples of at most `max_length` tokens."""
+        tokens_BT = np.full((len(examples), max_length), pad_id, np.int32)
+        mask_BT = np.zeros(tokens_BT.shape, np.float32)
+        for b, example in enumerate(examples):
+            tokens_BT[b, : len(example.tokens)] = example.tokens
+            mask_BT[b, : len(example.tokens)] = example.learned
+        length_B = np.array([len(example.tokens) for example in examples], np.int32)
+        return SFTBatch(tokens_BT, length_B, mask_BT, [example.text for example in examples], data_state)
 
-class _Example(NamedTuple):
+
+class Example(NamedTuple):
+    """A text, its tokens, and 1 for each of them that is learned."""
+
     text: str
     tokens: Sequence[int]
     learned: Sequence[int]
@@ -120,10 +133,10 @@ class SFTStream:
         source: Any = problems.Problems("train", data.size, data.seed)
         if data.path != PROBLEMS:
             source = _with_form(sources.read(data.path), data)
-            if not data.eval_path and all(_solved(source[i], data) for i in range(len(source))):
+            if not data.eval_path and all(solved(source[i], data) for i in range(len(source))):
                 source, _ = pipeline.by_question(source, data)
         writer = _Writer(data, config, tokenizer, limit)
-        self._stream: Stream[_Example] = Stream(source, writer, data.seed if data.shuffle else None, limit)
+        self._stream: Stream[Example] = Stream(source, writer, data.seed if data.shuffle else None, limit)
         self.steps_per_epoch = max(1, len(source) // config.batch_size)
         self._config, self._pad_id = config, tokenizer.pad_id
         rows = config.batch_size // shard_count
@@ -134,13 +147,7 @@ class SFTStream:
 
     def __next__(self) -> SFTBatch:
         examples = self._stream.take(self._config.batch_size)[self._rows]
-        shape = (len(examples), self._config.max_length)
-        tokens_BT, mask_BT = np.full(shape, self._pad_id, np.int32), np.zeros(shape, np.float32)
-        for b, example in enumerate(examples):
-            tokens_BT[b, : len(example.tokens)] = example.tokens
-            mask_BT[b, : len(example.tokens)] = example.learned
-        length_B = np.array([len(example.tokens) for example in examples], np.int32)
-        return SFTBatch(tokens_BT, length_B, mask_BT, [example.text for example in examples], self.state())
+        return SFTBatch.of(examples, self._config.max_length, self._pad_id, self.state())
 
     @property
     def skipped(self) -> int:
@@ -167,16 +174,16 @@ class _Writer:
         self._data, self._config, self._tokenizer, self._limit = data, config, tokenizer, limit
         self._render = pipeline.Renderer(data, tokenizer)
 
-    def __call__(self, index: int, record: Any) -> _Example | TooLong:
+    def __call__(self, index: int, record: Any) -> Example | TooLong:
         if isinstance(record, Mapping) and "messages" in record:
             parts = _turns(record["messages"], self._tokenizer)
         elif isinstance(record, Mapping) and "completion" in record:
             parts = [(record["prompt"], False), (record["completion"], True)]
         else:
             prompt, fields = self._render(record)
-            reasoning = _CALCULATION.sub("", fields["solution"].rpartition("\n####")[0] or fields["solution"])
+            reasoning = plain_solution(fields["solution"])
             parts = [(prompt, False), (self._style(index).format(reasoning=reasoning, answer=fields["answer"]), True)]
-        return self._encode(parts)
+        return encode(parts, self._tokenizer, self._limit)
 
     def _style(self, index: int) -> str:
         reference = template.completion("{reasoning}", "{answer}")
@@ -187,20 +194,25 @@ class _Writer:
             return reference
         return STYLES[draw.random_raw() % len(STYLES)]
 
-    def _encode(self, parts: Sequence[tuple[str, bool]]) -> _Example | TooLong:
-        """Parts of (text, whether it is learned); the end of a learned part is the model's end mark."""
-        tokenizer = self._tokenizer
-        tokens, learned = [], []
-        for i, (text, target) in enumerate(parts):
-            opens = not i and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-            ids = tokenizer.encode(text, bos=opens)
-            ids = [*ids, tokenizer.turn_end_id] if target else ids
-            tokens += ids
-            learned += [int(target)] * len(ids)
-        text = "".join(text for text, _ in parts)
-        if len(tokens) > self._limit.tokens:
-            return self._limit.exceeded(text, len(tokens))
-        return _Example(text, tokens, learned)
+
+def encode(parts: Sequence[tuple[str, bool]], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
+    """Parts of (text, whether it is learned) as one example; the end of a learned part is the model's end mark."""
+    tokens, learned = [], []
+    for i, (text, target) in enumerate(parts):
+        opens = not i and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+        ids = tokenizer.encode(text, bos=opens)
+        ids = [*ids, tokenizer.turn_end_id] if target else ids
+        tokens += ids
+        learned += [int(target)] * len(ids)
+    text = "".join(text for text, _ in parts)
+    if len(tokens) > limit.tokens:
+        return limit.exceeded(text, len(tokens))
+    return Example(text, tokens, learned)
+
+
+def plain_solution(solution: str) -> str:
+    """The reasoning of a solution in GSM8K's form: without the answer's line and the calculator's marks."""
+    return _CALCULATION.sub("", solution.rpartition("\n####")[0] or solution)
 
 
 def _with_form(records: sources.Records, data: DataConfig) -> sources.Records:
@@ -215,7 +227,7 @@ def _with_form(records: sources.Records, data: DataConfig) -> sources.Records:
         pair = all(isinstance(record.get(name), str) for name in ("prompt", "completion"))
         if isinstance(chat, list) and any(_is_assistant(turn) for turn in chat) and all(map(_is_turn, chat)):
             continue
-        if chat is not None or not (pair or _solved(record, data)):
+        if chat is not None or not (pair or solved(record, data)):
             raise ValueError(
                 f"{records.place(i)} has {', '.join(record) or 'no fields'}: an example needs 'messages' (a list of "
                 "{'role', 'content'} with an assistant's turn), or the texts 'prompt' and 'completion', or "
@@ -224,7 +236,8 @@ def _with_form(records: sources.Records, data: DataConfig) -> sources.Records:
     return records
 
 
-def _solved(record: sources.Record, data: DataConfig) -> bool:
+def solved(record: sources.Record, data: DataConfig) -> bool:
+    """Whether a record holds a question and its answer."""
     return all(str(record.get(name) or "").strip() for name in (data.question_field, data.answer_field))
 
 
@@ -252,7 +265,7 @@ def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -> list[
         target = message["content"].strip()
         parts += [(before[len(shown) :], False), (target, True)]
         after = tokenizer.apply_chat_template(messages[: i + 1], add_generation_prompt=False)
-        # The turn with its end mark, which _encode writes; what follows the mark belongs to the next part.
+        # The turn with its end mark, which `encode` writes; what follows the mark belongs to the next part.
         end = after.find(target, len(before)) + len(target)
         mark = tokenizer.token_text(tokenizer.turn_end_id)
         shown = after[: end + len(mark)] if after[end:].startswith(mark) else after[:end]

@@ -41,6 +41,7 @@ from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
 from podrl.trainer.config import RLTrainingConfig
 from podrl.types import Prompts
 
+SUPERVISED = ("sft", "dpo")  # algorithms that learn from given answers: podrl.learner.sft
 _log = logging.getLogger("podrl.job")
 
 
@@ -84,10 +85,10 @@ class RLJob:
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with every key there is: defaults, then the algorithm's preset, then `values`."""
-    if values.get("algorithm") == "sft":
+    if values.get("algorithm") in SUPERVISED:
         from podrl.learner import sft
 
-        return merge(defaults(sft.SFTJob), values)
+        return sft.complete(values)
     name = values.get("algorithm", "grpo")
     section = section_of(name)
     base, given = defaults(RLJob), dict(values)
@@ -167,7 +168,7 @@ def with_prompt_length(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def dry_run(values: Mapping[str, Any], workdir: str) -> int:
     """Prints the resolved configuration, the role table and the batch arithmetic."""
-    if values.get("algorithm") == "sft":
+    if values.get("algorithm") in SUPERVISED:
         from podrl.learner import sft
 
         return sft.dry_run(values, workdir)
@@ -218,11 +219,13 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
       command: how the process was started, for the message that says how to resume.
       pod: the job's processes where there are several; each calls this.
     """
-    if values.get("algorithm") == "sft":
+    if values.get("algorithm") in SUPERVISED:
         from podrl.learner import sft
 
         if pod is not None:
-            raise ValueError("algorithm=sft runs in one process: start it on one host, without --local_processes.")
+            raise ValueError(
+                f"algorithm={values['algorithm']} runs in one process: start it on one host, without --local_processes."
+            )
         check_storage(workdir, values)
         return sft.run(values, workdir, command=command)
     check_storage(workdir, values)

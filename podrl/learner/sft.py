@@ -1,32 +1,32 @@
-"""Supervised fine-tuning on the same trainer, loop and checkpoints; makes the embedded checkpoint."""
+"""Jobs that learn from given answers, on the same trainer, loop and checkpoints: supervised fine-tuning and DPO."""
 
 import dataclasses
 import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import rich.console
 from jax.sharding import Mesh
 
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.config import build
+from podrl.config import build, defaults, merge
+from podrl.data.pairs import PairStream
 from podrl.data.pipeline import DataConfig
-from podrl.data.sft import SFTBatch, SFTConfig, SFTStream
+from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.tokenizer import Tokenizer
 from podrl.learner import describe, job
 from podrl.learner.console import make_console, print_table
 from podrl.learner.evaluate import EvalConfig
-from podrl.learner.loop import InFlight, Schedule, train
-from podrl.learner.parts import Evaluator, LearnerParts, Ready
+from podrl.learner.loop import Schedule, train
 from podrl.learner.placement import Meshes, RolesConfig, meshes
 from podrl.learner.run import Run
 from podrl.learner.setup import ModelSource
+from podrl.learner.supervised import DPOConfig, DPOParts, SFTParts
 from podrl.models import decoder
 from podrl.models.config import gemma2_config
 from podrl.models.pretrained import Decoder
@@ -35,10 +35,8 @@ from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.metrics import LogConfig
 from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.watchdog import EXIT_DONE
-from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.objective import CrossEntropy
-from podrl.types import Policy
+from podrl.trainer.packing import PackShape
 
 SCRATCH = "scratch"
 
@@ -59,7 +57,7 @@ class ScratchModel:
 
 @dataclasses.dataclass(frozen=True)
 class SFTJob:
-    """Everything `--config` says about a supervised job.
+    """Everything `--config` says about a supervised job; of sft and dpo the algorithm reads one.
 
     Attributes:
       tokenizer: directory of the tokenizer; '' is that of the model ('tiny' with model.path='scratch').
@@ -77,66 +75,34 @@ class SFTJob:
     scratch: ScratchModel = ScratchModel()
     data: DataConfig = DataConfig()
     sft: SFTConfig = SFTConfig()
+    dpo: DPOConfig = DPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     roles: RolesConfig = RolesConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
+    @property
+    def answers(self) -> int:
+        """Sequences of a batch."""
+        return 2 * self.dpo.batch_size if self.algorithm == "dpo" else self.sft.batch_size
 
-class SFTParts(LearnerParts):
-    """The loop's parts for supervised fine-tuning: a batch is data, weights move only to be evaluated."""
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest of them."""
+        return self.dpo.max_length if self.algorithm == "dpo" else self.sft.max_length
 
-    def __init__(
-        self,
-        cluster: RLCluster,
-        stream: SFTStream,
-        run: Run,
-        schedule: Schedule,
-        evaluator: Evaluator | None,
-        config: SFTConfig,
-    ):
-        super().__init__(cluster, stream, run, schedule, evaluator)
-        cluster.prepare_actor(CrossEntropy())
-        self._shape = cluster.training_config.pack_shape(
-            sequences=config.batch_size, max_length=config.max_length, mesh=cluster.actor_mesh
-        )
+    def pack_shape(self, mesh: Mesh) -> PackShape:
+        """The shape of a packed batch on the trainer's mesh."""
+        return self.trainer.pack_shape(sequences=self.answers, max_length=self.longest, mesh=mesh)
 
-    def publish(self, step: int) -> Policy:
-        return Policy({}, step)
 
-    def submit(self, policy: Policy, step: int) -> InFlight:
-        return Ready(self.next_batch())
-
-    def update(self, step: int, experience: Any) -> Mapping[str, Any]:
-        batch: SFTBatch = experience
-        with self.run.watchdog.stage("update"):
-            zeros_BT = np.zeros(batch.tokens_BT.shape, np.float32)
-            packed = packing.pack(
-                packing.place(batch.length_B, self._shape),
-                tokens_BT=batch.tokens_BT,
-                mask_BT=batch.mask_BT,
-                advantage_BT=zeros_BT,
-                old_logprob_BT=zeros_BT,
-                ref_logprob_BT=zeros_BT,
-                sampler_logprob_BT=zeros_BT,
-            )
-            metrics = self.cluster.update_actor(self.cluster.put_batch(packed))
-            jax.block_until_ready(self.cluster.state.step)
-        return metrics
-
-    def evaluate(self, policy: Policy, step: int) -> None:
-        if self._evaluator is not None:
-            super().evaluate(self.cluster.sync_weights(step), step)
-
-    def step_metrics(self, batch: SFTBatch) -> dict[str, float]:
-        return {"tokens/learned": float(batch.mask_BT.sum()), "tokens/all": float(batch.length_B.sum())}
-
-    def samples(self, batch: SFTBatch) -> Sequence[Mapping[str, Any]]:
-        return [{"text": text} for text in batch.text]
-
-    def watched(self) -> Sequence[tuple[str, str]]:
-        return (("sft/loss", "loss"), ("actor/grad_norm", "grad norm"), ("actor/lr", "lr"))
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of a supervised job with every key there is."""
+    base = defaults(SFTJob)
+    del base["sft" if values["algorithm"] == "dpo" else "dpo"]
+    # Given answers teach the distribution itself; at another temperature it is that of sampling which learns them.
+    return merge(merge(base, {"rollout": {"temperature": 1.0}}), values)
 
 
 def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int) -> Decoder:
@@ -183,21 +149,35 @@ def dry_run(values: Mapping[str, Any], workdir: str) -> int:
 def print_plan(console: rich.console.Console, settings: SFTJob, on: Meshes, workdir: str) -> None:
     """The tables a run starts with, and all that a dry run prints after the configuration."""
     describe.print_roles(console, on)
-    sft, steps = settings.sft, settings.trainer.max_steps or 0
-    shape = settings.trainer.pack_shape(sequences=sft.batch_size, max_length=sft.max_length, mesh=on.trainer)
+    section, steps, shape = settings.algorithm, settings.trainer.max_steps or 0, settings.pack_shape(on.trainer)
+    batch = settings.dpo.batch_size if section == "dpo" else settings.sft.batch_size
+    what = "pairs" if section == "dpo" else "examples"
     rows = [
-        ["examples per step", f"{sft.batch_size}", "sft.batch_size"],
-        ["updates per step", "1", "all examples of the step"],
+        [f"{what} per step", f"{batch}", f"{section}.batch_size"],
+        ["updates per step", "1", f"all {what} of the step"],
         ["micro-batches per update", f"at most {shape.micro_batches}", f"{shape.rows} rows of {shape.tokens} tokens"],
-        ["longest example", f"{sft.max_length} tokens", "sft.max_length"],
+        ["longest example", f"{settings.longest} tokens", f"{section}.max_length"],
         ["steps", f"{steps}", "trainer.max_steps"],
-        ["examples in all", f"{steps * sft.batch_size:,}", "steps x examples per step"],
+        [f"{what} in all", f"{steps * batch:,}", f"steps x {what} per step"],
     ]
     print_table(console, "Batch arithmetic", ["what", "number", "from"], rows)
     rank = settings.model.lora.rank
     trained = f"adapters of rank {rank}" if rank else "all parameters"
-    console.print(f"Algorithm sft: mean of -log p over the learned tokens; trains {trained} of {settings.model.path}.")
+    formula = _formula(settings)
+    console.print(f"Algorithm {section}: {formula}; trains {trained} of {settings.model.path}.", markup=False)
     console.print(f"Run directory: {workdir}\n")
+
+
+def _formula(settings: SFTJob) -> str:
+    if settings.algorithm == "sft":
+        return "mean of -log p over the learned tokens"
+    dpo, s = settings.dpo, settings.dpo.label_smoothing
+    turned = f" - {s:g} log sigmoid(-m)" if s else ""
+    weight = f"{1 - s:g} " if s else ""
+    return (
+        f"mean over pairs of -{weight}log sigmoid(m){turned}, m = {dpo.beta:g} (log p / p_ref of the chosen answer - "
+        "that of the rejected)"
+    )
 
 
 def run(values: Mapping[str, Any], workdir: str, *, command: str) -> int:
@@ -210,14 +190,15 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str) -> int:
         print_plan(current.console, settings, on, workdir)
         with current.watchdog.stage("start-up"):
             cluster = _cluster(settings, on)
-            stream = SFTStream(settings.data, settings.sft, cluster.tokenizer)
+            stream = _stream(settings, cluster.tokenizer)
         evaluator = job.make_evaluator(cluster, settings.data, settings.eval, settings.rollout.max_prompt_length)
         schedule = Schedule(
             max_steps=settings.trainer.max_steps,
             save_every=settings.checkpoint.every,
             eval_every=settings.trainer.eval_every_n_steps,
         )
-        parts = SFTParts(cluster, stream, current, schedule, evaluator, settings.sft)
+        given = (cluster, stream, current, schedule, evaluator, settings.pack_shape(on.trainer))
+        parts = DPOParts(settings.dpo, *given) if settings.algorithm == "dpo" else SFTParts(*given)
         try:
             step = train(parts, schedule)
         finally:
@@ -228,6 +209,13 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str) -> int:
             "wall_s": round(time.monotonic() - started, 1),
         }
         return job.finish(current, step, settings.trainer.max_steps, facts, command)
+
+
+def _stream(settings: SFTJob, tokenizer: Tokenizer) -> SFTStream | PairStream:
+    if settings.algorithm == "sft":
+        return SFTStream(settings.data, settings.sft, tokenizer)
+    dpo = settings.dpo
+    return PairStream(settings.data, tokenizer, pairs=dpo.batch_size, max_length=dpo.max_length)
 
 
 def _cluster(settings: SFTJob, on: Meshes) -> RLCluster:
@@ -242,5 +230,10 @@ def _cluster(settings: SFTJob, on: Meshes) -> RLCluster:
     else:
         actor = settings.model.directory
     return RLCluster(
-        actor=actor, tokenizer=tokenizer, cluster_config=config, lora=settings.model.lora, seed=settings.seed
+        actor=actor,
+        tokenizer=tokenizer,
+        cluster_config=config,
+        reference=settings.model.reference or None,
+        lora=settings.model.lora,
+        seed=settings.seed,
     )

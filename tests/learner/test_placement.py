@@ -1,13 +1,18 @@
 """Which devices the roles of a configuration get, in one process and in pods."""
 
+import contextlib
+
 import jax
 import pytest
 
+from podrl.cluster.config import ClusterConfig, Role
 from podrl.config import build
 from podrl.learner import placement
 from podrl.learner.placement import RolesConfig, meshes
-from podrl.mesh.build import describe_mesh
+from podrl.mesh.build import describe_mesh, make_mesh
+from podrl.rollout.config import RolloutConfig
 from podrl.runtime.roles import Hosts
+from podrl.trainer.config import RLTrainingConfig
 
 
 class Chip:
@@ -92,6 +97,15 @@ def test_a_reward_model_over_hosts_that_see_only_themselves(monkeypatch):
     pod(monkeypatch, 1, 4)
     with pytest.raises(ValueError, match=r"roles.reward.mesh='tensor=2' spreads one copy of the weights"):
         meshes(roles(reward="tensor=2"), Hosts((0,), (1, 2)), split=True, trains=False)
+
+
+def test_a_critic_among_the_rollouts_devices_is_refused_from_python_too():
+    trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:])
+    training, generation = RLTrainingConfig(eval_every_n_steps=0), RolloutConfig()
+    for critic, fine in ((trainer, True), (make_mesh("tensor=4", jax.devices()[:4]), True), (rollout, False)):
+        on = {Role.ACTOR: trainer, Role.ROLLOUT: rollout, Role.CRITIC: critic}
+        with contextlib.nullcontext() if fine else pytest.raises(ValueError, match=r"Role.CRITIC on devices of Role.R"):
+            ClusterConfig(role_to_mesh=on, training_config=training, rollout_config=generation)
 
 
 def test_settings_that_cannot_be():

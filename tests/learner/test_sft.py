@@ -37,6 +37,11 @@ def test_a_dry_run_tells_the_roles_and_the_arithmetic(tmp_path, monkeypatch, cap
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_likelihood_is_that_of_the_distribution_itself_unless_the_configuration_says_otherwise():
+    assert job.complete({"algorithm": "sft"})["rollout"]["temperature"] == 1.0
+    assert configured()["rollout"]["temperature"] == 0.9
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,0 +1,48 @@
+"""Direct preference optimisation: what two answers' log-probabilities make of a pair, and the weight it gives each."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Pairs(NamedTuple):
+    """What DPO makes of P pairs; column 0 is the chosen answer, column 1 the rejected one.
+
+    Attributes:
+      loss_P: loss of each pair, nats.
+      margin_P: implicit reward of the chosen answer less that of the rejected one, beta times nats.
+      weight_P2: minus the derivative of each loss by the answers' log-probabilities, so that the gradient of the loss
+        is that of -weight logprob with the weight held: a policy gradient whose advantages the pair itself gives.
+    """
+
+    loss_P: Float[Array, " P"]
+    margin_P: Float[Array, " P"]
+    weight_P2: Float[Array, "P 2"]
+
+
+def dpo(
+    logprob_P2: Float[Array, "P 2"],
+    ref_logprob_P2: Float[Array, "P 2"],
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> Pairs:
+    """Direct preference optimisation (arXiv 2305.18290, eq. 7), with a share of labels taken for wrong.
+
+    With m = beta ((logprob - ref) of the chosen - (logprob - ref) of the rejected) and s the share, the loss is
+    -(1 - s) log sigmoid(m) - s log sigmoid(-m) (the conservative form, ericmitchell.ai/cdpo.pdf, eq. 3).
+
+    Args:
+      logprob_P2: log-probability of each whole answer under the policy, nats.
+      ref_logprob_P2: the same under the reference.
+      beta: how much a nat of difference to the reference is worth, above 0.
+      label_smoothing: the share s, in [0, 0.5).
+    """
+    reward_P2 = beta * (logprob_P2 - ref_logprob_P2)
+    margin_P = reward_P2[:, 0] - reward_P2[:, 1]
+    s = label_smoothing
+    loss_P = -(1 - s) * jax.nn.log_sigmoid(margin_P) - s * jax.nn.log_sigmoid(-margin_P)
+    slope_P = beta * ((1 - s) * jax.nn.sigmoid(-margin_P) - s * jax.nn.sigmoid(margin_P))
+    return Pairs(loss_P, margin_P, jnp.stack([slope_P, -slope_P], axis=1))

@@ -1,0 +1,114 @@
+"""Pairs of answers to one prompt, one preferred to the other, as batches of tokens."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from podrl.data import pipeline, problems, sources, template
+from podrl.data.pipeline import PROBLEMS, DataConfig
+from podrl.data.sft import STYLES, Example, SFTBatch, encode, plain_solution, solved
+from podrl.data.stream import Limit, Stream, TooLong
+from podrl.data.tokenizer import Tokenizer
+
+
+class _Pair(NamedTuple):
+    chosen: Example
+    rejected: Example
+
+
+class PairStream:
+    """An endless, exactly resumable stream of `SFTBatch`: rows 2p and 2p + 1 are the chosen and rejected of pair p.
+
+    Attributes:
+      steps_per_epoch: batches that use as many pairs as there are records.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, *, pairs: int, max_length: int) -> None:
+        """Starts at the first pair.
+
+        Args:
+          data: where records come from. A file holds, in each record, the texts 'chosen' and 'rejected', and before
+            them either the text 'prompt', used as it is, or data.question_field, put into data.template; where all
+            records also have data.answer_field, the questions that an evaluation uses are left out. 'problems' is the
+            embedded task: the reference form is chosen, what a base model might write of the same solution rejected.
+          tokenizer: of the model that learns.
+          pairs: of a batch.
+          max_length: tokens of prompt and answer; pairs with a longer one are left out, or an error, as
+            data.long_prompts says.
+
+        Raises:
+          ValueError: bad data.
+        """
+        limit = Limit(max_length, "dpo.max_length", data.long_prompts)
+        source: Any = problems.Problems("train", data.size, data.seed)
+        if data.path != PROBLEMS:
+            source = _with_form(sources.read(data.path), data)
+            if not data.eval_path and all(solved(source[i], data) for i in range(len(source))):
+                source, _ = pipeline.by_question(source, data)
+        writer = _Writer(data, tokenizer, limit)
+        self._stream: Stream[_Pair] = Stream(source, writer, data.seed if data.shuffle else None, limit)
+        self.steps_per_epoch = max(1, len(source) // pairs)
+        self._pairs, self._max_length, self._pad_id = pairs, max_length, tokenizer.pad_id
+
+    def __iter__(self) -> "PairStream":
+        return self
+
+    def __next__(self) -> SFTBatch:
+        examples = [example for pair in self._stream.take(self._pairs) for example in pair]
+        return SFTBatch.of(examples, self._max_length, self._pad_id, self.state())
+
+    @property
+    def skipped(self) -> int:
+        """Pairs left out so far because an answer was too long."""
+        return self._stream.skipped
+
+    def state(self) -> bytes:
+        """Where the stream stands, as JSON."""
+        return self._stream.state()
+
+    def restore(self, state: bytes) -> None:
+        """Continues after the batch whose `data_state` this is; errors as those of SFTStream."""
+        self._stream.restore(state)
+
+
+class _Writer:
+    """Makes a pair of a record and its position in the stream."""
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, limit: Limit) -> None:
+        self._data, self._tokenizer, self._limit = data, tokenizer, limit
+        self._render = pipeline.Renderer(data, tokenizer)
+
+    def __call__(self, index: int, record: Any) -> _Pair | TooLong:
+        if self._data.path == PROBLEMS:
+            prompt, fields = self._render(record)
+            parts = {"reasoning": plain_solution(fields["solution"]), "answer": fields["answer"]}
+            draw = np.random.PCG64(np.random.SeedSequence([self._data.seed, 3, index])).random_raw()
+            answers = [template.completion(**parts), STYLES[draw % len(STYLES)].format(**parts)]
+        else:
+            question = record.get(self._data.question_field, "").strip()
+            prompt = record["prompt"] if "prompt" in record else self._render.prompt(question)
+            answers = [record["chosen"], record["rejected"]]
+        chosen, rejected = (encode([(prompt, False), (text, True)], self._tokenizer, self._limit) for text in answers)
+        if isinstance(chosen, TooLong) or isinstance(rejected, TooLong):
+            return TooLong()
+        return _Pair(chosen, rejected)
+
+
+def _with_form(records: sources.Records, data: DataConfig) -> sources.Records:
+    """The records, once each is known to hold a pair.
+
+    Raises:
+      ValueError: a record that does not; names file and line.
+    """
+    for i in range(len(records)):
+        record: Mapping[str, Any] = records[i]
+        before = "prompt" if "prompt" in record else data.question_field
+        if not all(isinstance(record.get(name), str) for name in (before, "chosen", "rejected")):
+            raise ValueError(
+                f"{records.place(i)} has {', '.join(record) or 'no fields'}: a pair needs the texts 'chosen' and "
+                f"'rejected', and before them 'prompt' or {data.question_field!r}."
+            )
+        if record["chosen"] == record["rejected"]:
+            raise ValueError(f"{records.place(i)} prefers an answer to itself: 'chosen' and 'rejected' must differ.")
+    return records

@@ -1,0 +1,88 @@
+"""Pairs of answers: which tokens are learned, files and the embedded task, exact resume."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+import podrl
+from podrl.data.pairs import PairStream
+from podrl.data.pipeline import DataConfig
+from podrl.data.tokenizer import Tokenizer
+from podrl.rewards import reference
+
+TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(TINY)
+
+
+def write(tmp_path, *rows):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def learned(tokenizer, batch, b):
+    return tokenizer.decode([int(t) for t, m in zip(batch.tokens_BT[b], batch.mask_BT[b], strict=True) if m])
+
+
+def test_the_embedded_task_prefers_the_reference_form(tokenizer):
+    batch = next(PairStream(DataConfig(), tokenizer, pairs=6, max_length=112))
+    assert batch.tokens_BT.shape == batch.mask_BT.shape == (12, 112)
+    for b in range(0, 12, 2):
+        chosen, rejected = (learned(tokenizer, batch, i) for i in (b, b + 1))
+        assert reference.accuracies(chosen, "0")["format"] and not reference.accuracies(rejected, "0")["format"]
+        before = [batch.tokens_BT[i, : int(batch.mask_BT[i].argmax())].tolist() for i in (b, b + 1)]
+        assert before[0] == before[1] and len(before[0]) > 4
+        for i in (b, b + 1):
+            assert batch.tokens_BT[i, batch.length_B[i] - 1] == tokenizer.turn_end_id
+            assert not batch.mask_BT[i, batch.length_B[i] :].any()
+
+
+def test_files_of_prompts_and_of_questions(tokenizer, tmp_path):
+    path = write(
+        tmp_path,
+        {"prompt": "Say yes:", "chosen": " yes", "rejected": " no"},
+        {"question": "1 + 1?", "chosen": "2", "rejected": "3"},
+    )
+    stream = PairStream(DataConfig(path=path, shuffle=False), tokenizer, pairs=2, max_length=96)
+    batch = next(stream)
+    assert [learned(tokenizer, batch, b).strip() for b in range(4)] == ["yes", "no", "2", "3"]
+    assert batch.text[0] == "Say yes: yes"
+    assert "<start_of_turn>user" in batch.text[2] and "1 + 1?" in batch.text[2]
+
+
+def test_a_stream_goes_on_where_it_was(tokenizer):
+    def stream():
+        return PairStream(DataConfig(size=40), tokenizer, pairs=4, max_length=112)
+
+    whole = stream()
+    batches = [next(whole) for _ in range(3)]
+    other = stream()
+    other.restore(batches[0].data_state)
+    for expected in batches[1:]:
+        np.testing.assert_array_equal(next(other).tokens_BT, expected.tokens_BT)
+
+
+def test_pairs_with_a_long_answer_are_left_out(tokenizer, tmp_path):
+    short = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    path = write(tmp_path, short, {"prompt": "p", "chosen": "a", "rejected": "b " * 50})
+    stream = PairStream(DataConfig(path=path), tokenizer, pairs=4, max_length=16)
+    assert set(next(stream).text) == {"pa", "pb"} and stream.skipped > 0
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "p", "chosen": "a"}, r"pairs.jsonl line 1 has prompt, chosen: a pair needs .*'rejected'"),
+        ({"chosen": "a", "rejected": "b"}, "before them 'prompt' or 'question'"),
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "line 1 prefers an answer to itself"),
+    ],
+)
+def test_what_is_no_pair_is_refused(tokenizer, tmp_path, row, message):
+    with pytest.raises(ValueError, match=message):
+        PairStream(DataConfig(path=write(tmp_path, row)), tokenizer, pairs=1, max_length=16)

@@ -1,0 +1,157 @@
+"""DPO as a job: its update against the loss written out, what a dry run says, a run that learns and is resumed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ml_collections import ConfigDict
+
+from podrl.cluster.config import ClusterConfig, Role
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.data.pairs import PairStream
+from podrl.data.pipeline import DataConfig
+from podrl.launch import find_config, load_config
+from podrl.learner import job
+from podrl.learner.loop import Schedule
+from podrl.learner.parts import fetched_means
+from podrl.learner.run import Run
+from podrl.learner.setup import TINY
+from podrl.learner.supervised import DPOConfig, DPOParts
+from podrl.mesh.build import make_mesh
+from podrl.models import decoder
+from podrl.rollout.config import RolloutConfig
+from podrl.runtime.checkpoint import read_state
+from podrl.runtime.metrics import read_metrics
+from podrl.runtime.watchdog import EXIT_DONE
+from podrl.trainer.config import RLTrainingConfig
+
+PAIRS, LENGTH, BETA, SMOOTHING = 3, 112, 0.3, 0.1
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def trained(spec, devices, **packing):
+    """(parameters before, after two steps of plain gradient descent, metrics of both, the two batches)."""
+    mesh = make_mesh(spec, jax.devices()[:devices])
+    training = RLTrainingConfig(
+        max_steps=2, eval_every_n_steps=0, actor_optimizer=optax.sgd(0.1), remat="none", **packing
+    )
+    config = ClusterConfig(
+        role_to_mesh={Role.ACTOR: mesh, Role.ROLLOUT: mesh},
+        training_config=training,
+        rollout_config=RolloutConfig(temperature=1.0),
+    )
+    cluster = RLCluster(actor=TINY, cluster_config=config)
+    stream = PairStream(DataConfig(), cluster.tokenizer, pairs=PAIRS, max_length=LENGTH)
+    shape = training.pack_shape(sequences=2 * PAIRS, max_length=LENGTH, mesh=mesh)
+    dpo = DPOConfig(batch_size=PAIRS, max_length=LENGTH, beta=BETA, label_smoothing=SMOOTHING)
+    before = jax.tree.map(np.array, cluster.state.params)
+    parts = DPOParts(dpo, cluster, stream, Run(None), Schedule(max_steps=2), None, shape)
+    batches = [next(stream), next(stream)]
+    metrics = [fetched_means(parts.update(step, batch)) for step, batch in enumerate(batches)]
+    parts.close()
+    return cluster.model, before, jax.device_get(cluster.state.params), metrics, batches
+
+
+@pytest.fixture(scope="module")
+def once():
+    return trained("fsdp=1", 1, max_tokens_per_row=LENGTH, train_micro_batch_size=1)
+
+
+def test_the_update_is_the_gradient_of_the_loss(once):
+    """Against eq. 7 on padded rows with all logits, differentiated by jax; the reference is where the policy began."""
+    model, before, after, metrics, batches = once
+
+    def sums(params, tokens_BT, mask_BT, length_B):
+        place_BT = jnp.tile(jnp.arange(LENGTH), (2 * PAIRS, 1))
+        segment_BT = (place_BT < length_B[:, None]).astype(jnp.int32)
+        hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, place_BT, model)
+        logp_BTV = jax.nn.log_softmax(decoder.unembed(params, hidden_BTD, model))
+        picked_BT = jnp.take_along_axis(logp_BTV[:, :-1], tokens_BT[:, 1:, None], axis=-1)[..., 0]
+        return (picked_BT * mask_BT[:, 1:]).sum(axis=1).reshape(PAIRS, 2)
+
+    def loss(params, *batch):
+        reward_P2 = BETA * (sums(params, *batch) - sums(start, *batch))
+        p_P = jax.nn.sigmoid(reward_P2[:, 0] - reward_P2[:, 1])
+        return -((1 - SMOOTHING) * jnp.log(p_P) + SMOOTHING * jnp.log(1 - p_P)).mean()
+
+    step = jax.jit(jax.value_and_grad(loss))
+    start = params = jax.tree.map(jnp.asarray, before)
+    for batch, said in zip(batches, metrics, strict=True):
+        value, grads = step(params, batch.tokens_BT, batch.mask_BT, batch.length_B)
+        assert said["dpo/loss"] == pytest.approx(float(value), rel=1e-4)
+        assert said["actor/grad_norm"] == pytest.approx(float(optax.tree_utils.tree_norm(grads)), rel=1e-3)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    assert metrics[0]["dpo/loss"] == pytest.approx(np.log(2), rel=1e-5) and metrics[0]["dpo/margin"] == 0.0
+    far = max(float(np.abs(x - y).max()) for x, y in zip(*map(jax.tree.leaves, (after, before)), strict=True))
+    for found, expected in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-3 * far)
+
+
+@pytest.mark.parametrize(("spec", "devices", "rows"), [("fsdp=1", 1, 6), ("fsdp=2,tensor=2", 4, 1)])
+def test_packing_micro_batches_and_meshes_change_nothing(once, spec, devices, rows):
+    before, after, metrics = once[1:4]
+    _, _, other, said, _ = trained(spec, devices, max_tokens_per_row=2 * LENGTH, train_micro_batch_size=rows)
+    for name in metrics[1]:
+        assert said[1][name] == pytest.approx(metrics[1][name], rel=1e-3, abs=1e-5), name
+    for found, expected, start in zip(*map(jax.tree.leaves, (other, after, before)), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-3 * float(np.abs(expected - start).max()))
+
+
+def configured(**changes):
+    values = load_config(find_config("dpo_tiny.py")).to_dict()
+    for group, fields in changes.items():
+        values[group] = values.get(group, {}) | fields
+    return ConfigDict(job.complete(values)).to_dict()
+
+
+def test_a_dry_run_tells_the_formula_and_the_arithmetic(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert job.dry_run(configured(dpo={"label_smoothing": 0.1}), "runs/x") == EXIT_DONE
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("pairs per step", "dpo.batch_size", "1,280", "-0.9 log sigmoid(m) - 0.1 log sigmoid(-m), m = 0.1"):
+        assert part in text, part
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beta": 0.0}, r"dpo\.beta=0.0 must be a finite number above 0"),
+        ({"label_smoothing": 0.5}, r"dpo\.label_smoothing=0.5 at least 0 and below 0.5"),
+        ({"batch_size": 0}, r"dpo\.batch_size=0 must be at least 1"),
+        ({"temperature": 1.0}, "temperature"),
+    ],
+)
+def test_settings_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        job.dry_run(configured(dpo=changes), "runs/x")
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["full", "lora"])
+def test_a_short_run_learns_to_tell_the_answers_apart(rank, tmp_path):
+    values = configured(
+        model={"lora": {"rank": rank, "alpha": 4.0}},
+        roles={"colocated": False, "trainer": {"mesh": "fsdp=1"}, "rollout": {"mesh": "data=7"}},
+        dpo={"batch_size": 4},
+        trainer={"max_steps": 3, "learning_rate": 1e-2 if rank else 1e-3},
+        eval={"problems": 0},
+        checkpoint={"every": 1, "keep": 3},
+        log={"tensorboard": False},
+    )
+    assert job.run(values, str(tmp_path / "run"), command="again") == EXIT_DONE
+    records = [r for r in read_metrics(tmp_path / "run") if "time/step" in r]
+    assert records[0]["dpo/loss"] == pytest.approx(np.log(2), rel=1e-5)
+    assert records[2]["dpo/loss"] < 0.9 * records[0]["dpo/loss"] and records[2]["dpo/margin"] > 0
+    assert records[2]["dpo/accuracy"] > 0.5
+    names = {
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(read_state(tmp_path / "run" / "checkpoints")[1]["params"])
+    }
+    assert all(("lora" in name) == bool(rank) for name in names), names
