@@ -24,7 +24,7 @@ from podrl.runtime import detect, environment, joining, local_pod, roles
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.pod import Pod
 from podrl.runtime.storage import StorageError, is_remote
-from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER, stacks_on_signal
 
 _PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, its connection is given up seconds later
 _COMMAND = "PODRL_COMMAND"  # what the user typed, told to the processes of a local pod
@@ -256,6 +256,7 @@ def _unraisable(args: "sys.UnraisableHookArgs") -> None:
 
 def main() -> None:
     """Runs the command and leaves hard with its exit code, so that no background thread can hold the process."""
+    stacks_on_signal()  # before the first wait for other processes
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sys.unraisablehook = _unraisable
     code, said = EXIT_USER, ""

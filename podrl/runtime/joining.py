@@ -70,6 +70,7 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float) -> Pod:
 
     Raises:
       ChannelError: not all came within the deadline; names those that did not.
+      ValueError: jax finds no TPU hosts where the platform says there are some.
     """
     import jax
 
@@ -87,7 +88,16 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float) -> Pod:
             else {**(arguments or {}), "num_processes": len(trainers), "process_id": seat.hosts.rank(seat.process)}
         )
     if arguments is not None:
-        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_HEARTBEAT_S)
+        try:
+            jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_HEARTBEAT_S)
+        except ValueError as error:
+            if arguments:
+                raise
+            raise ValueError(
+                f"jax does not see the TPU hosts that this process's platform ({cluster.kind}, {cluster.process_count} "
+                f"processes) names: {error} Are there chips on this host (ls /dev/accel* /dev/vfio; on GKE the limit "
+                "google.com/tpu), and is libtpu installed (requirements-tpu.lock)?"
+            ) from None
     os.environ.pop("PODRL_SECRET", None)  # not for reward functions and other children
     return pod
 

@@ -12,12 +12,17 @@ from collections.abc import Iterator
 EXIT_DONE, EXIT_USER, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED = 0, 1, 42, 75
 
 
+def stacks_on_signal() -> None:
+    """From now on SIGUSR1, which would end the process otherwise, prints the stacks of all threads to stderr."""
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+
+
 class Watchdog:
     """Watches one stage at a time on behalf of the thread that runs the loop.
 
     After `stall_s` seconds in one stage it prints the stage, its age and all stacks to stderr, once per stage; after
     four times as long it exits the process with code 42 (infrastructure: restart me), because nothing else would.
-    SIGUSR1 prints the stacks at any time.
     """
 
     def __init__(self, stall_s: float):
@@ -27,8 +32,6 @@ class Watchdog:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="podrl-watchdog", daemon=True)
         self._thread.start()
-        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR1"):
-            faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

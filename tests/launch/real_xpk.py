@@ -1,10 +1,13 @@
-"""Where the real xpk is: beside this interpreter (CI links it there from an environment of its own) or on PATH."""
+"""The real xpk, beside this interpreter (CI links it there from an environment of its own) or on PATH."""
 
 import pathlib
 import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
+import yaml
 
 
 def program() -> pathlib.Path:
@@ -19,3 +22,14 @@ def program() -> pathlib.Path:
 def interpreter() -> pathlib.Path:
     """The interpreter that has xpk's modules; skips the test as `program`."""
     return program().parent / "python"
+
+
+def manifest(command: Sequence[str], folder: pathlib.Path) -> dict:
+    """The JobSet that xpk would submit for a command of launch.xpk; written to `folder` on the way."""
+    path = folder / "manifest.yaml"
+    # --dry-run --skip-validation: no cluster, no gcloud, no docker; --project-number spares a look-up.
+    more = [f"--output-manifest-file={path}", "--dry-run", "--skip-validation", "--project-number=1"]
+    words = [str(program()), *command[1:], *more]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return yaml.safe_load(path.read_text())

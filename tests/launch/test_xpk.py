@@ -9,7 +9,6 @@ import time
 
 import pytest
 import real_xpk
-import yaml
 
 from launch import xpk
 
@@ -110,14 +109,7 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(tmp_path, monkeypatch, c
 
 
 def real_manifest(tmp_path: pathlib.Path, *flags: str) -> dict:
-    path = tmp_path / "manifest.yaml"
-    words = build(*flags, f"--manifest={path}")
-    assert "--project=p" in words
-    # --dry-run --skip-validation: no cluster, no gcloud, no docker; --project-number spares a look-up.
-    words = [str(real_xpk.program()), *words[1:], "--dry-run", "--skip-validation", "--project-number=1"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return yaml.safe_load(path.read_text())
+    return real_xpk.manifest(build(*flags), tmp_path)
 
 
 @pytest.mark.slow

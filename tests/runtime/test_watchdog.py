@@ -1,9 +1,14 @@
 """A stage that does not end is named, its stacks are printed, and the process exits 42."""
 
+import os
+import pathlib
+import re
+import signal
 import subprocess
 import sys
 import time
 
+from podrl.runtime.local_pod import free_ports
 from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE, Watchdog
 
 _HANG = """
@@ -32,3 +37,31 @@ def test_time_is_kept_by_stage(capfd):
     watchdog.close()
     assert spent["a"] >= 0.02 and watchdog.take_spent() == {}
     assert capfd.readouterr().err == ""
+
+
+_ALONE = {
+    "PODRL_PLATFORM": "local",
+    "PODRL_PROCESS_INDEX": "0",
+    "PODRL_PROCESS_COUNT": "2",
+    "PODRL_COORDINATOR": "127.0.0.1:1",
+    "PODRL_SECRET": "s",
+}
+
+
+def test_the_signal_prints_stacks_and_ends_nothing_while_hosts_are_missing(tmp_path):
+    place = {**_ALONE, "PODRL_CHANNEL": f"127.0.0.1:{free_ports(1)[0]}"}
+    command = [sys.executable, "-m", "podrl.launch", "--config=grpo_gemma.py", f"--workdir={tmp_path}", "--join_s=600"]
+    with (tmp_path / "stderr").open("w") as stderr:
+        waiting = subprocess.Popen(command, env=os.environ | place, stderr=stderr)
+    try:
+        end = time.monotonic() + 60
+        while "_host_roster" not in (tmp_path / "stderr").read_text() and time.monotonic() < end:
+            status = pathlib.Path(f"/proc/{waiting.pid}/status").read_text()
+            caught = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
+            if caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1:
+                waiting.send_signal(signal.SIGUSR1)
+            time.sleep(0.1)
+        assert "_host_roster" in (tmp_path / "stderr").read_text() and waiting.poll() is None
+    finally:
+        waiting.kill()
+        waiting.wait()
