@@ -194,24 +194,39 @@ def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, li
     """The fastest meshes, micro-batches and remat policies that fit, found by quick compiles.
 
     Trainer and rollout are searched one after the other. For each mesh and policy the largest micro-batch that fits
-    is taken.
+    is taken. A trial ends with the first program that does not fit.
 
     Args:
-      say: called with a line per trial.
+      say: called with the number of trials there can be, then with a line per trial.
 
     Returns:
       (the setting with the best of each side, all trials). A side of which nothing fits keeps its settings.
     """
+    sides = {
+        TRAINER: [list(group) for group in _trainer_candidates(setting)],
+        ROLLOUT: [list(group) for group in _rollout_candidates(setting)],
+    }
+    most = {side: sum(map(len, groups)) for side, groups in sides.items()}
+    say(
+        f"search: at most {sum(most.values())} trials: trainer {most[TRAINER]} ({len(sides[TRAINER])} meshes and remat "
+        f"policies, up to {MICRO_TRIES} micro-batches each), rollout {most[ROLLOUT]} meshes"
+    )
     trials: list[Trial] = []
     best = setting
-    for side, candidates in ((TRAINER, _trainer_candidates(setting)), (ROLLOUT, _rollout_candidates(setting))):
+    for side, groups in sides.items():
         found: list[tuple[float, Setting]] = []
-        for group in candidates:
-            for variant in group:
+        left = most[side]
+        for group in groups:
+            left -= len(group)
+            for index, variant in enumerate(group):
                 trial = _total(side, variant)
                 trials.append(trial)
                 verdict = f"{trial.seconds:.3g} s" if trial.fits else shortfall(trial)
-                say(f"{side}: {' '.join(trial.keys)}: peak {trial.peak / 2**30:.2f} GiB, {verdict}")
+                rest = left if trial.fits else left + len(group) - 1 - index
+                say(
+                    f"{side}: {' '.join(trial.keys)}: peak {trial.peak / GIB:.2f} GiB ({trial.program}), {verdict}; "
+                    f"at most {rest} trials left"
+                )
                 if trial.fits:
                     found.append((trial.seconds, variant.setting))
                     break
@@ -240,10 +255,15 @@ def differences(before: Setting, after: Setting) -> list[str]:
 
 
 def _total(side: str, variant: Variant) -> Trial:
-    """The programs of a side that run every step: the fullest one's memory, and the seconds of all."""
+    """The programs of a side that run every step: the fullest one's memory, and the seconds of all up to a misfit."""
     chip = _chip(variant.setting, side)
-    running = [program for program in programs_of(side, variant.setting) if program.runs]
-    return _trial(variant.keys, [measure(program, chip, quick=True) for program in running])
+    measured: list[Measured] = []
+    for program in programs_of(side, variant.setting):
+        if program.runs:
+            measured.append(measure(program, chip, quick=True))
+            if not measured[-1].fits:
+                break
+    return _trial(variant.keys, measured)
 
 
 def _tensors(setting: Setting, devices: int) -> Sequence[int]:
@@ -260,7 +280,7 @@ def _trainer_candidates(setting: Setting) -> Iterator[Iterator[Variant]]:
         spec += f",tensor={tensor}" if tensor > 1 else ""
         spec = f"data={slices},{spec}" if slices > 1 else spec
         meshed = _meshed(setting, "trainer", spec)
-        for remat in ("dots", "full"):
+        for remat in ("none", "dots", "full"):
             yield _split(meshed, (f"roles.trainer.mesh={spec}", f"trainer.remat={remat}"), remat)
 
 

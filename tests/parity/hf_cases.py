@@ -52,27 +52,43 @@ CASES = [
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 16},
     ),
     (
+        "gemma2_mqa",
+        "Gemma2Config",
+        {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": 3, "attn_logit_softcapping": 4.0},
+    ),
+    ("gemma2_mha", "Gemma2Config", {"num_key_value_heads": 4, "num_hidden_layers": 2, "sliding_window": 7}),
+    (
         "gemma3_windows",
         "Gemma3TextConfig",
         {"layer_types": ALTERNATING, "sliding_window": 4, "rope_parameters": GEMMA3_ROPE, "query_pre_attn_scalar": 12},
     ),
     ("gemma3_pattern", "Gemma3TextConfig", {"num_hidden_layers": 7, "sliding_window": 6, "num_key_value_heads": 1}),
+    (
+        "gemma3_wide_heads",
+        "Gemma3TextConfig",
+        {"head_dim": 16, "num_key_value_heads": 4, "sliding_window": 5, "layer_types": ALTERNATING[::-1]},
+    ),
     ("llama_untied", "LlamaConfig", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 500_000.0}}),
     ("llama3_rope", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
     ("llama_mha", "LlamaConfig", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
     ("qwen2_bias", "Qwen2Config", {"tie_word_embeddings": True}),
     ("qwen2_windows", "Qwen2Config", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ("qwen2_wide_heads", "Qwen2Config", {"head_dim": 16, "num_key_value_heads": 1}),
+    ("qwen2_mha", "Qwen2Config", {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 1_000_000.0}}),
     ("qwen3_untied", "Qwen3Config", {"head_dim": 16, "num_key_value_heads": 1}),
     ("qwen3_tied", "Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1_000_000.0}}),
     ("mistral_window", "MistralConfig", {"sliding_window": 5}),
+    ("mistral_mqa", "MistralConfig", {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": 3}),
+    ("mistral_tied", "MistralConfig", {"num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 9}),
     ("mistral_global", "MistralConfig", {"sliding_window": None, "head_dim": 16}),
 ]
+BY_NAME = {name: changes for name, _, changes in CASES}
 # The sizes of the committed fixtures (tests/models/fixtures), one case per family.
 FIXTURE_SIZES = {"vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
 FIXTURE_CASES = [
     ("gemma", "GemmaConfig", {"num_key_value_heads": 1}),
-    ("gemma2", "Gemma2Config", dict(CASES[2][2], num_key_value_heads=1)),
-    ("gemma3", "Gemma3TextConfig", dict(CASES[4][2], num_key_value_heads=1)),
+    ("gemma2", "Gemma2Config", dict(BY_NAME["gemma2_caps"], num_key_value_heads=1)),
+    ("gemma3", "Gemma3TextConfig", dict(BY_NAME["gemma3_windows"], num_key_value_heads=1)),
     ("llama", "LlamaConfig", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}),
     ("qwen2", "Qwen2Config", {"num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True}),
     ("qwen3", "Qwen3Config", {"num_key_value_heads": 1}),

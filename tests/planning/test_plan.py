@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -137,6 +138,25 @@ def test_a_move_that_does_not_fit_gets_only_knobs_that_make_it_smaller(monkeypat
     measured = Measured("move: pack", "trainer", 0, False, 9 * GIB, GIB, 8 * GIB, 1.0)
     keys = [key for trial in helping(setting, measured) for key in trial.keys]
     assert "model.lora.rank=16" in keys and not any("remat" in key or "micro" in key for key in keys)
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_search_settles_on_keys_that_fit():
+    done = _plan("--trainer=v5e:2x2", "--search", "--quick")
+    assert done.returncode == 0, done.stderr[-2000:]
+    # One row per chip at least: 2 meshes x 3 policies on the trainer, 2 meshes on the rollout; all fit at once.
+    bound = re.search(r"search: at most (\d+) trials: trainer (\d+) \(6 meshes", done.stderr)
+    assert bound, done.stderr
+    trials = re.findall(r"^(trainer|rollout): (\S.*): peak ([\d.]+) GiB \(.*\), (.*); at most (\d+)", done.stderr, re.M)
+    assert len({keys for _, keys, *_ in trials}) == len(trials) == 6 + 2 <= int(bound[1])
+    assert all(verdict.endswith(" s") for *_, verdict, _ in trials)
+    seconds = {keys: float(verdict.removesuffix(" s")) for side, keys, _, verdict, _ in trials if side == "trainer"}
+    best = re.search(r"Best found: (.*?)\nEverything fits", done.stdout, re.S)
+    assert best, done.stdout
+    chosen = [key.removeprefix("--config.") for key in best[1].split() if key.startswith("--config.")]
+    fastest = {keys for keys, s in seconds.items() if s == min(seconds.values())}
+    assert any({k for k in chosen if "rollout" not in k} <= set(keys.split()) for keys in fastest), (chosen, seconds)
 
 
 def test_a_missing_topology_is_a_user_error():
