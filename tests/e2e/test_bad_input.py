@@ -5,8 +5,11 @@ import os
 import pathlib
 import shutil
 
+import ml_dtypes  # noqa: F401 - bfloat16 for safetensors
+import numpy as np
 import pytest
 from processes import Job, run
+from safetensors.numpy import load_file, save_file
 
 from podrl.learner.setup import TINY
 
@@ -92,6 +95,65 @@ def test_a_truncated_model_file_names_the_tensor(model, tmp_path):
     weights = model / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 1000)
     refused(run(tmp_path / "run", f"--config.model.path={model}", code=1), "Tensor ", "truncated", str(weights))
+
+
+def _tensors(model):
+    return dict(load_file(model / "model.safetensors"))
+
+
+def _lost_shard(model):
+    """Two files by the index, of which the second is not there."""
+    there, lost = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    tensors = _tensors(model)
+    files = {name: lost if name == "model.norm.weight" else there for name in tensors}
+    save_file({name: x for name, x in tensors.items() if files[name] == there}, model / there)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def _change(model, **changed):
+    """Tensors by name, dots written as double underscores; None takes one away."""
+    tensors = _tensors(model) | {name.replace("__", "."): x for name, x in changed.items()}
+    save_file({name: x for name, x in tensors.items() if x is not None}, model / "model.safetensors")
+
+
+def _fewer_embeddings(model):
+    config = json.loads((model / "config.json").read_text())
+    _change(model, model__embed_tokens__weight=_tensors(model)["model.embed_tokens.weight"][:200])
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "args", "texts"),
+    [
+        (_lost_shard, [], ["lacks 1 of 2 weight files", "model-00002-of-00002.safetensors"]),
+        (
+            lambda model: _change(model, model__norm__weight=np.zeros(7, np.float32)),
+            [],
+            ["1 tensors have the wrong shape: model.norm.weight is (7,) but must be (128,)"],
+        ),
+        (
+            lambda model: _change(model, model__norm__weight=np.zeros(128, np.int8)),
+            [],
+            ["model.norm.weight", "dtype I8", "F32"],
+        ),
+        (
+            lambda model: _change(model, model__norm__weight=None, model__bonus__weight=np.zeros(3, np.float32)),
+            [],
+            ["1 tensors are missing: model.norm.weight", "1 tensors are unknown: model.bonus.weight"],
+        ),
+        (_fewer_embeddings, [], ["The tokenizer has", "200 embeddings", "model.path"]),
+        (
+            lambda model: None,
+            ["--config.model.lora.rank=4", "--config.model.lora.pattern=q_einsum"],
+            ["lora.pattern='q_einsum' matches no projection", "q_proj"],
+        ),
+    ],
+    ids=["lost shard", "wrong shape", "wrong dtype", "missing and extra tensors", "vocabulary", "LoRA pattern"],
+)
+def test_a_damaged_model_is_refused_before_training(damage, args, texts, model, tmp_path):
+    damage(model)
+    refused(run(tmp_path / "run", f"--config.model.path={model}", *args, code=1), *texts)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 def test_a_model_without_its_configuration_or_tokenizer(model, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import rich.console
 
 from podrl import launch
 from podrl.learner import job as jobs
@@ -16,7 +18,8 @@ from podrl.planning.chips import GIB, parse_topology, prepare
 from podrl.planning.compile import Measured, _asked
 from podrl.planning.predict import predict
 from podrl.planning.programs import Setting
-from podrl.planning.variants import _trial, helping, shortfall
+from podrl.planning.report import Report, _print_step
+from podrl.planning.variants import Trial, _trial, helping, shortfall
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 
@@ -86,6 +89,31 @@ def test_what_the_compiler_refused_does_not_fit_whatever_it_counted():
     assert not trial.fits and trial.missing == 0 and trial.peak == 0.5 * GIB and trial.seconds == 2.0
     assert shortfall(trial).startswith("refused by the compiler")
     assert shortfall(dataclasses.replace(refused, peak=3 * GIB)) == "at least 2.00 GiB too much"
+
+
+def test_what_is_printed_of_a_plan_that_does_not_fit():
+    whole = dataclasses.replace(_program("trainer", 1, 0.0), fits=False, peak=18.0 * GIB, resident=0.5 * GIB)
+    whole = dataclasses.replace(whole, name="train step", capacity=15.75 * GIB)
+    stubborn = dataclasses.replace(whole, name="move: pack", peak=16 * GIB)
+    knobs = {
+        "train step": [
+            Trial(("trainer.remat=full",), "train step", True, 8.0 * GIB, 0.0, 1.0),
+            Trial(("model.lora.rank=16",), "train step", False, 16.0 * GIB, 0.25 * GIB, 1.0, at_least=True),
+        ]
+    }
+    step = predict([_program("trainer", 1, 2.0), whole], 0.5, max_staleness=0, colocated=False)
+    report = Report(None, [whole, stubborn], None, step, knobs, [], ["trainer.remat=full"])
+    assert not report.fits
+    console = rich.console.Console(file=io.StringIO(), width=140)
+    _print_step(console, report)
+    lines = console.file.getvalue().splitlines()
+    assert "train step does not fit: it needs 18.50 GiB of 15.75 GiB per chip, 2.75 GiB too much." in lines
+    assert "  --config.trainer.remat=full: 8.00 GiB, fits" in lines
+    assert "  --config.model.lora.rank=16: 16.00 GiB, still at least 0.25 GiB too much" in lines
+    assert "move: pack does not fit: it needs 16.50 GiB of 15.75 GiB per chip, 0.75 GiB too much." in lines
+    assert "  None of the knobs podrl.plan tries makes it smaller." in lines
+    assert "Best found: --config.trainer.remat=full" in lines and lines[-1] == "It does not fit."
+    assert any(line.startswith("Who waits: the trainer waits") for line in lines)
 
 
 def _plan(*flags: str) -> subprocess.CompletedProcess:
