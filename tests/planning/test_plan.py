@@ -170,6 +170,20 @@ def test_a_move_that_does_not_fit_gets_only_knobs_that_make_it_smaller(monkeypat
 
 @pytest.mark.slow
 @needs_libtpu
+def test_two_slices_exchange_gradients_and_nothing_else():
+    flags = ["--config.roles.trainer.mesh=data=2,fsdp=4", "--trainer=v5e:2x2*2", "--rollout=v5e:2x2"]
+    done = _plan(*flags, "--quick", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan = json.loads(done.stdout)
+    crossing = {p["name"]: [c for c in p["collectives"] if c["crosses"]] for p in plan["programs"]}
+    (sent,) = crossing.pop("train step")
+    # At least a chip's share of the float32 gradient, at most the whole of it.
+    assert plan["parameters"] <= sent["bytes"] < 4 * plan["parameters"]
+    assert not any(crossing.values())
+
+
+@pytest.mark.slow
+@needs_libtpu
 def test_a_search_settles_on_keys_that_fit():
     done = _plan("--trainer=v5e:2x2", "--search", "--quick")
     assert done.returncode == 0, done.stderr[-2000:]
