@@ -273,6 +273,10 @@ class _Request:
             self.done = True
             self._future.set_result((status, frames))
 
+    def fail(self, text: str) -> None:
+        """Lets `wait` raise ChannelError, unless the answer is there already."""
+        self.answer(b"error", encode(Message(text)))
+
     def wait(self, deadline_s: float, what: str) -> Message:
         try:
             status, frames = self._future.result(deadline_s)

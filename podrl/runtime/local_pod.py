@@ -96,7 +96,7 @@ class LocalPod:
                     end = time.monotonic() + _GRACE_S
                     if self._children:
                         self._say(f"{self._hosts.name(process)} ended with {_words(code)}; the others have to end too.")
-            if time.monotonic() > end:
+            if self._children and time.monotonic() > end:
                 self._say(f"{', '.join(map(self._hosts.name, self._children))} did not end: killed.")
                 self._kill()
             time.sleep(0.05)

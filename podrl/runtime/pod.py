@@ -91,8 +91,8 @@ class Pod:
         me = {"process": self.seat.process, "address": self.channel.address, "host": socket.gethostname()}
         end = time.monotonic() + deadline_s
         try:
-            self.channel.call(self._leader, "join", Message({**me, "pid": os.getpid()}), deadline_s=deadline_s)
-            roster = self.channel.get(self._leader, "roster", deadline_s=max(end - time.monotonic(), 1.0))
+            self._ask_leader("call", "join", Message({**me, "pid": os.getpid()}), deadline_s)
+            roster = self._ask_leader("get", "roster", Message(), max(end - time.monotonic(), 1.0))
         except ChannelError as error:
             raise ChannelError(
                 f"{self.name} did not get into the job at {self._leader} ({error}): is trainer 0 running, is "
@@ -102,6 +102,12 @@ class Pod:
         self.channel.watch(self._leader, self._lost_leader)
         threading.Thread(target=self._await_verdict, name="podrl-verdict", daemon=True).start()
         return self
+
+    def _ask_leader(self, kind: str, key: str, message: Message, deadline_s: float) -> Message:
+        """The leader's answer, or ChannelError as soon as a connection to it that stood has broken."""
+        request = self.channel.request(self._leader, kind, key, message)
+        self.channel.watch(self._leader, lambda: request.fail("the connection broke and did not come back"))
+        return request.wait(deadline_s, f"{self._leader}: {key}")
 
     def address(self, process: int) -> str:
         """Where a process is reached; a rollout that was replaced has a new address."""
