@@ -1,5 +1,7 @@
 """DPO as a job: its update against the loss written out, what a dry run says, a run that learns and is resumed."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,8 +152,14 @@ def test_a_short_run_learns_to_tell_the_answers_apart(rank, tmp_path):
     assert records[0]["dpo/loss"] == pytest.approx(np.log(2), rel=1e-5)
     assert records[2]["dpo/loss"] < 0.9 * records[0]["dpo/loss"] and records[2]["dpo/margin"] > 0
     assert records[2]["dpo/accuracy"] > 0.5
-    names = {
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(read_state(tmp_path / "run" / "checkpoints")[1]["params"])
-    }
+    _, end = read_state(tmp_path / "run" / "checkpoints")
+    names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(end["params"])}
     assert all(("lora" in name) == bool(rank) for name in names), names
+    # As if it had been killed after its second step: the reference is where the policy began, not where it goes on.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "3")
+    assert job.run(values, str(tmp_path / "run"), command="again") == EXIT_DONE
+    again = [r for r in read_metrics(tmp_path / "run") if "time/step" in r]
+    assert [r["dpo/loss"] for r in again] == [r["dpo/loss"] for r in records]
+    jax.tree.map(
+        np.testing.assert_array_equal, read_state(tmp_path / "run" / "checkpoints")[1]["params"], end["params"]
+    )
