@@ -94,7 +94,7 @@ def test_lost_files_are_named(directory, damage):
     """Of a model so small that its arrays share files with the table of contents."""
     for path in _data_files(directory):
         damage(path)
-    with pytest.raises(ValueError, match=r"The Orbax checkpoint .*params cannot be read: .* \"layers\."):
+    with pytest.raises(ValueError, match=r"The Orbax checkpoint .*params cannot be read: .* \"(embed|layers|final)"):
         from_pretrained(directory)
 
 
