@@ -136,6 +136,16 @@ def test_nothing_outlives_a_pod_that_is_killed(tmp_path):
     assert gone(hosts) == []
 
 
+def test_ctrl_c_on_a_pod_saves_and_leaves_nobody_behind(tmp_path):
+    with job(tmp_path / "run", "--local_processes=2") as running:
+        running.wait_for_step(1)
+        hosts = running.children()
+        running.signal(signal.SIGINT)
+        assert running.end() == 75, running.stderr
+    assert "Resume with: python -m podrl.launch" in running.stdout and "Traceback" not in running.stderr
+    assert gone(hosts) == []
+
+
 def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
