@@ -6,7 +6,9 @@ A config is looked up as given, then in configs/. Exit codes: 0 done, 1 user err
 75 preempted after saving (the same command resumes).
 """
 
+import errno
 import importlib.util
+import io
 import logging
 import os
 import pathlib
@@ -247,10 +249,11 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
 
 
 def _unraisable(args: "sys.UnraisableHookArgs") -> None:
-    """Leaves out the reads that Orbax abandoned when it gave up a damaged checkpoint; what matters has been said."""
+    """Leaves out what has been said: reads Orbax abandoned with a damaged checkpoint, files that a full disk left."""
     code = getattr(args.object, "cr_code", None)
     abandoned = "orbax" in getattr(code, "co_filename", "") or str(args.exc_value) == "Event loop is closed"
-    if not abandoned or "--debug" in sys.argv:
+    full = isinstance(args.object, io.IOBase) and getattr(args.exc_value, "errno", None) == errno.ENOSPC
+    if not (abandoned or full) or "--debug" in sys.argv:
         sys.__unraisablehook__(args)
 
 
