@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrl.data import pipeline, problems, sources, template
+from podrl.data import pipeline, sources, template
 from podrl.data.pipeline import PROBLEMS, DataConfig
-from podrl.data.sft import STYLES, Example, SFTBatch, encode, plain_solution, solved
-from podrl.data.stream import Limit, Stream, TooLong
+from podrl.data.sft import STYLES, Example, SFTBatch, encode, given_answers, plain_solution
+from podrl.data.stream import Batches, Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
 
 
@@ -17,7 +17,7 @@ class _Pair(NamedTuple):
     rejected: Example
 
 
-class PairStream:
+class PairStream(Batches[_Pair]):
     """An endless, exactly resumable stream of `SFTBatch`: rows 2p and 2p + 1 are the chosen and rejected of pair p.
 
     Attributes:
@@ -41,13 +41,9 @@ class PairStream:
           ValueError: bad data.
         """
         limit = Limit(max_length, "dpo.max_length", data.long_prompts)
-        source: Any = problems.Problems("train", data.size, data.seed)
-        if data.path != PROBLEMS:
-            source = _with_form(sources.read(data.path), data)
-            if not data.eval_path and all(solved(source[i], data) for i in range(len(source))):
-                source, _ = pipeline.by_question(source, data)
+        source = given_answers(data, _with_form)
         writer = _Writer(data, tokenizer, limit)
-        self._stream: Stream[_Pair] = Stream(source, writer, data.seed if data.shuffle else None, limit)
+        super().__init__(Stream(source, writer, data.seed if data.shuffle else None, limit))
         self.steps_per_epoch = max(1, len(source) // pairs)
         self._pairs, self._max_length, self._pad_id = pairs, max_length, tokenizer.pad_id
 
@@ -57,19 +53,6 @@ class PairStream:
     def __next__(self) -> SFTBatch:
         examples = [example for pair in self._stream.take(self._pairs) for example in pair]
         return SFTBatch.of(examples, self._max_length, self._pad_id, self.state())
-
-    @property
-    def skipped(self) -> int:
-        """Pairs left out so far because an answer was too long."""
-        return self._stream.skipped
-
-    def state(self) -> bytes:
-        """Where the stream stands, as JSON."""
-        return self._stream.state()
-
-    def restore(self, state: bytes) -> None:
-        """Continues after the batch whose `data_state` this is; errors as those of SFTStream."""
-        self._stream.restore(state)
 
 
 class _Writer:

@@ -10,7 +10,7 @@ import numpy as np
 
 from podrl.data import problems, sources, template
 from podrl.data.sources import Record
-from podrl.data.stream import Limit, Stream, TooLong
+from podrl.data.stream import Batches, Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
 from podrl.types import Prompts
 
@@ -66,7 +66,7 @@ class _Task(NamedTuple):
     fields: Mapping[str, Any]
 
 
-class PromptStream:
+class PromptStream(Batches[_Task]):
     """An endless, exactly resumable stream of `Prompts`, the same whatever the number of processes.
 
     Every process walks the whole stream and keeps its rows of each batch, so what is skipped, and where a batch ends,
@@ -113,9 +113,8 @@ class PromptStream:
             )
         assert 0 <= shard_index < shard_count, (shard_index, shard_count)
         limit = Limit(max_prompt_length, "rollout.max_prompt_length", long_prompts)
-        self._stream: Stream[_Task] = Stream(
-            source, lambda index, record: _tokenise(*render(record), tokenizer, limit), shuffle_seed, limit
-        )
+        tasks = Stream(source, lambda index, record: _tokenise(*render(record), tokenizer, limit), shuffle_seed, limit)
+        super().__init__(tasks)
         self.prompts_per_step = prompts_per_step
         self.steps_per_epoch = max(1, len(source) // prompts_per_step)
         self._width, self._pad_id = max_prompt_length, tokenizer.pad_id
@@ -186,23 +185,6 @@ class PromptStream:
         rows = self.prompts_per_step // self._shard_count
         first = self._shard_index * rows
         return _batch(tasks[first : first + rows], start + first, self._width, self._pad_id, self.state())
-
-    @property
-    def skipped(self) -> int:
-        """Prompts left out so far because they were too long."""
-        return self._stream.skipped
-
-    def state(self) -> bytes:
-        """Where the stream stands, as JSON; the same on every shard."""
-        return self._stream.state()
-
-    def restore(self, state: bytes) -> None:
-        """Continues after the batch whose `data_state` this is.
-
-        Raises:
-          ValueError: the state belongs to another number of records or another seed.
-        """
-        self._stream.restore(state)
 
 
 def held_out_prompts(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from podrl.data import pipeline, problems, sources, template
 from podrl.data.pipeline import PROBLEMS, DataConfig
-from podrl.data.stream import Limit, Stream, TooLong
+from podrl.data.stream import Batches, Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
 
 # What a base model writes instead of the reference form.
@@ -92,7 +92,7 @@ class Example(NamedTuple):
     learned: Sequence[int]
 
 
-class SFTStream:
+class SFTStream(Batches[Example]):
     """An endless, exactly resumable stream of `SFTBatch`.
 
     Attributes:
@@ -130,13 +130,9 @@ class SFTStream:
             )
         assert 0 <= shard_index < shard_count, (shard_index, shard_count)
         limit = Limit(config.max_length, "sft.max_length", data.long_prompts)
-        source: Any = problems.Problems("train", data.size, data.seed)
-        if data.path != PROBLEMS:
-            source = _with_form(sources.read(data.path), data)
-            if not data.eval_path and all(solved(source[i], data) for i in range(len(source))):
-                source, _ = pipeline.by_question(source, data)
+        source = given_answers(data, _with_form)
         writer = _Writer(data, config, tokenizer, limit)
-        self._stream: Stream[Example] = Stream(source, writer, data.seed if data.shuffle else None, limit)
+        super().__init__(Stream(source, writer, data.seed if data.shuffle else None, limit))
         self.steps_per_epoch = max(1, len(source) // config.batch_size)
         self._config, self._pad_id = config, tokenizer.pad_id
         rows = config.batch_size // shard_count
@@ -148,23 +144,6 @@ class SFTStream:
     def __next__(self) -> SFTBatch:
         examples = self._stream.take(self._config.batch_size)[self._rows]
         return SFTBatch.of(examples, self._config.max_length, self._pad_id, self.state())
-
-    @property
-    def skipped(self) -> int:
-        """Examples left out so far because they were too long."""
-        return self._stream.skipped
-
-    def state(self) -> bytes:
-        """Where the stream stands, as JSON; the same on every shard."""
-        return self._stream.state()
-
-    def restore(self, state: bytes) -> None:
-        """Continues after the batch whose `data_state` this is.
-
-        Raises:
-          ValueError: the state belongs to another number of records or another seed.
-        """
-        self._stream.restore(state)
 
 
 class _Writer:
@@ -227,7 +206,7 @@ def _with_form(records: sources.Records, data: DataConfig) -> sources.Records:
         pair = all(isinstance(record.get(name), str) for name in ("prompt", "completion"))
         if isinstance(chat, list) and any(_is_assistant(turn) for turn in chat) and all(map(_is_turn, chat)):
             continue
-        if chat is not None or not (pair or solved(record, data)):
+        if chat is not None or not (pair or _solved(record, data)):
             raise ValueError(
                 f"{records.place(i)} has {', '.join(record) or 'no fields'}: an example needs 'messages' (a list of "
                 "{'role', 'content'} with an assistant's turn), or the texts 'prompt' and 'completion', or "
@@ -236,7 +215,25 @@ def _with_form(records: sources.Records, data: DataConfig) -> sources.Records:
     return records
 
 
-def solved(record: sources.Record, data: DataConfig) -> bool:
+def given_answers(data: DataConfig, with_form: Callable[[sources.Records, DataConfig], sources.Records]) -> Any:
+    """The records to learn answers from: of a file, without the questions that an evaluation uses.
+
+    Args:
+      data: where they come from.
+      with_form: gives a file's records back, once each is known to hold what is needed.
+
+    Raises:
+      ValueError: bad data.
+    """
+    if data.path == PROBLEMS:
+        return problems.Problems("train", data.size, data.seed)
+    records = with_form(sources.read(data.path), data)
+    if data.eval_path or not all(_solved(records[i], data) for i in range(len(records))):
+        return records
+    return pipeline.by_question(records, data)[0]
+
+
+def _solved(record: sources.Record, data: DataConfig) -> bool:
     """Whether a record holds a question and its answer."""
     return all(str(record.get(name) or "").strip() for name in (data.question_field, data.answer_field))
 

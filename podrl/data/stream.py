@@ -129,3 +129,27 @@ class Stream(Generic[Item]):
                 _log.warning("%d skipped so far: longer than %d tokens.", self.skipped, self._limit.tokens)
         which = f"All of {self._records} records" if tried == 2 * self._records else f"{tried} records in a row"
         raise ValueError(f"{which} are longer than {self._limit.tokens} tokens: raise {self._limit.key}.")
+
+
+class Batches(Generic[Item]):
+    """What every stream of batches has: a walk that it draws from, and the walk's position."""
+
+    def __init__(self, stream: Stream[Item]) -> None:
+        self._stream = stream
+
+    @property
+    def skipped(self) -> int:
+        """Items left out so far because they were too long."""
+        return self._stream.skipped
+
+    def state(self) -> bytes:
+        """Where the stream stands, as JSON; the same on every shard."""
+        return self._stream.state()
+
+    def restore(self, state: bytes) -> None:
+        """Continues after the batch whose `data_state` this is.
+
+        Raises:
+          ValueError: the state belongs to another number of records or another seed.
+        """
+        self._stream.restore(state)

@@ -23,6 +23,7 @@ class Watchdog:
 
     After `stall_s` seconds in one stage it prints the stage, its age and all stacks to stderr, once per stage; after
     four times as long it exits the process with code 42 (infrastructure: restart me), because nothing else would.
+    SIGUSR1 prints the stacks at any time.
     """
 
     def __init__(self, stall_s: float):
@@ -32,6 +33,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="podrl-watchdog", daemon=True)
         self._thread.start()
+        stacks_on_signal()
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

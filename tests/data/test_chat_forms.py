@@ -3,12 +3,12 @@
 The templates are written here in the manner of each family: the constructs its real one uses, not its text.
 """
 
-import io
 import json
 
 import pytest
 import sentencepiece
 import tokenizers
+from pieces import train as pieces_file
 
 from podrl.data import problems
 from podrl.data.tokenizer import Tokenizer
@@ -181,26 +181,8 @@ def test_roles_that_do_not_alternate_are_refused_in_the_templates_words(director
 def pieces(request, tmp_path_factory):
     """A SentencePiece file with byte fallback, as Llama 2, Mistral and Gemma have."""
     directory = tmp_path_factory.mktemp(request.param)
-    stored = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([problems.problem("train", i).question for i in range(200)]),
-        model_writer=stored,
-        model_type=request.param,
-        vocab_size=420,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
-        split_digits=True,
-        bos_id=2,
-        eos_id=1,
-        pad_id=0,
-        unk_id=3,
-        minloglevel=2,
-        num_threads=1,
-    )
-    (directory / "tokenizer.model").write_bytes(stored.getvalue())
+    stored = pieces_file(model_type=request.param, vocab_size=420, byte_fallback=True)
+    (directory / "tokenizer.model").write_bytes(stored)
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     return directory
 

@@ -1,23 +1,13 @@
 """Pairs of answers: which tokens are learned, files and the embedded task, exact resume."""
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
 
-import podrl
 from podrl.data.pairs import PairStream
 from podrl.data.pipeline import DataConfig
-from podrl.data.tokenizer import Tokenizer
 from podrl.rewards import reference
-
-TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer(TINY)
 
 
 def write(tmp_path, *rows):

@@ -10,16 +10,10 @@ import podrl
 from podrl.config import build
 from podrl.data import problems, sources
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
-from podrl.data.tokenizer import Tokenizer
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
 GSM8K = pathlib.Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k_train.jsonl"
 LIMIT = 52
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer(TINY)
 
 
 @pytest.fixture

@@ -1,23 +1,13 @@
 """Supervised examples: which tokens are learned, the mixture of styles, other files, exact resume."""
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
 
-import podrl
 from podrl.data.pipeline import DataConfig, held_out_prompts
 from podrl.data.sft import STYLES, SFTConfig, SFTStream
-from podrl.data.tokenizer import Tokenizer
 from podrl.rewards import reference
-
-TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer(TINY)
 
 
 def write(tmp_path, *rows):

@@ -1,12 +1,11 @@
 """Tokenizers from files: the embedded one, SentencePiece models, special ids, chat templates, broken directories."""
 
-import io
 import json
 import pathlib
 import shutil
 
 import pytest
-import sentencepiece
+from pieces import train as pieces_file
 
 import podrl
 from podrl.data import problems, template, train_tokenizer
@@ -163,27 +162,13 @@ def test_chat_template_file_wins_and_may_not_touch_python(tmp_path):
 def piece_model(tmp_path_factory):
     """A directory with a SentencePiece model made like Gemma's: specials first, turn marks as user symbols."""
     directory = tmp_path_factory.mktemp("sp")
-    stored = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([problems.problem("train", i).question for i in range(200)]),
-        model_writer=stored,
+    stored = pieces_file(
         vocab_size=120,
-        hard_vocab_limit=False,
-        add_dummy_prefix=False,
-        split_digits=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        pad_id=0,
-        eos_id=1,
-        bos_id=2,
-        unk_id=3,
         eos_piece="<eos>",
         bos_piece="<bos>",
         user_defined_symbols=["<start_of_turn>", "<end_of_turn>", "\n"],
-        minloglevel=2,
-        num_threads=1,
     )
-    (directory / "tokenizer.model").write_bytes(stored.getvalue())
+    (directory / "tokenizer.model").write_bytes(stored)
     config = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "pad_token": "<pad>"}
     added = {"added_tokens_decoder": {"4": {"special": True}, "5": {"special": True}}}
     chat = {"chat_template": train_tokenizer.CHAT_TEMPLATE}

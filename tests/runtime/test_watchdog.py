@@ -28,6 +28,22 @@ def test_a_hang_ends_with_its_name_its_stack_and_code_42():
     assert "log.stall_s=0.2" in done.stderr
 
 
+_SIGNAL = """
+import os, signal
+from podrl.runtime.watchdog import Watchdog
+def asked():
+    os.kill(os.getpid(), signal.SIGUSR1)
+Watchdog(100.0)
+asked()
+print("alive")
+"""
+
+
+def test_a_script_of_the_library_survives_the_signal_and_prints_its_stacks():
+    done = subprocess.run([sys.executable, "-c", _SIGNAL], capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout == "alive\n" and "in asked" in done.stderr
+
+
 def test_time_is_kept_by_stage(capfd):
     watchdog = Watchdog(100.0)
     for _ in range(2):

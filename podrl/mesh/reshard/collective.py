@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
 from podrl.mesh.reshard.plan import Plan, make_plan
-from podrl.mesh.reshard.programs import Boxes, assemble, blank_program, cut_at, overwrite
+from podrl.mesh.reshard.programs import Boxes, blank_program, cut_at, joined, overwrite
 from podrl.mesh.reshard.rounds import Links, Rounds, landing
 from podrl.mesh.reshard.tables import Tables
 from podrl.mesh.reshard.wire import from_words, to_words, word, word_shape
@@ -364,7 +364,7 @@ class CollectiveTransport:
             for place, form in enumerate(forms):
                 rounds = [tables.value(place, m, table[0]) for m in tables.columns(place)]
                 slots = [from_words(box, form.dtype) for box in _pick(boxes[place], rounds)]
-                out.append(overwrite(so_far[place], slots, form, start) if in_parts else assemble(slots, form))
+                out.append(overwrite(so_far[place], slots, form, start) if in_parts else joined(slots, form.slots))
             return out, start + 1
 
         every = Spec(self.target.axis_names)

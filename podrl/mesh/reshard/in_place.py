@@ -34,13 +34,7 @@ class InPlaceTransport:
     """
 
     def __init__(self, plan: Plan, sources: Sequence[Any], targets: Sequence[Any]):
-        """Prepares the wiring; programs compile at the first move.
-
-        Args:
-          plan: made from the same shardings.
-          sources: sharding of each leaf before, in the plan's order.
-          targets: sharding of each leaf after.
-        """
+        """Args are those of `LocalTransport`."""
         self._plan = plan
         self._stays = stays(plan, sources, targets)
         self._targets = [named(t) for t in targets]

@@ -90,7 +90,7 @@ def join_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Sequence[Col
     """For each leaf its slots, lifted -> the leaf on the mesh."""
 
     def join(columns: Sequence[Columns]) -> list[Array]:
-        return [joined(list(pieces), form.slots) for pieces, form in zip(columns, boxes, strict=True)]
+        return [joined(pieces, form.slots) for pieces, form in zip(columns, boxes, strict=True)]
 
     specs_in = ([[_every_device(form.box, mesh)] * math.prod(form.slots) for form in boxes],)
     return _on_all_devices(join, mesh, specs_in, [form.spec for form in boxes])
@@ -137,11 +137,6 @@ def cut_at(shard: Array, slot: Any, form: Boxes, start: Int[Array, ""] | None) -
     if start is not None:
         corner[form.part_axis] += start
     return jax.lax.dynamic_slice(shard, [jnp.asarray(at, jnp.int32) for at in corner], form.travelling)
-
-
-def assemble(pieces: Sequence[Array], form: Boxes) -> Array:
-    """A shard from its boxes, row-major."""
-    return joined(list(pieces), form.slots)
 
 
 def overwrite(shard: Array, pieces: Sequence[Array], form: Boxes, start: Int[Array, ""]) -> Array:
