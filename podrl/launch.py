@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import pathlib
+import re
 import shlex
 import sys
 import traceback
@@ -29,6 +30,10 @@ from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER, stacks_on_signal
 
 _PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, its connection is given up seconds later
+# How errors of XLA's runtime start, which jax raises as RuntimeError or ValueError: all that another process may cause.
+_STATUS = re.compile(
+    r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
+)
 _COMMAND = "PODRL_COMMAND"  # what the user typed, told to the processes of a local pod
 
 _WORKDIR = flags.DEFINE_string(
@@ -51,6 +56,11 @@ _FAKE = flags.DEFINE_integer(
 )
 _JOIN_S = flags.DEFINE_float(
     "join_s", joining.JOIN_S, "Seconds within which all processes of the job must have come together."
+)
+_HEARTBEAT_S = flags.DEFINE_float(
+    "heartbeat_s",
+    joining.HEARTBEAT_S,
+    "Seconds without a sign of life after which jax gives a process up for dead: longer than any compilation.",
 )
 _SHARED = flags.DEFINE_bool(
     "shared_workdir", False, "All hosts see one --workdir, though its file system looks like this host's own."
@@ -231,7 +241,9 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     elif cluster.process_count > 1 or cluster.topology == "split":
         hosts = joining.hosts_of(cluster, *_hosts(rest, config))
         wait_s = _early(rest, "join_s", joining.JOIN_S, prefix="--")
-        joined.append(joining.join(cluster, joining.take_seat(cluster, hosts, os.environ), deadline_s=wait_s))
+        silence_s = _early(rest, "heartbeat_s", joining.HEARTBEAT_S, prefix="--")
+        seat = joining.take_seat(cluster, hosts, os.environ)
+        joined.append(joining.join(cluster, seat, deadline_s=wait_s, heartbeat_s=silence_s))
     from podrl.learner import job  # after the environment is prepared: this imports jax
 
     values, extra = resolve(config, rest)
@@ -257,6 +269,29 @@ def _unraisable(args: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(args)
 
 
+def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
+    """Prints why this process ends, in full only where no other process of the job has; (exit code, the reason)."""
+    if isinstance(error, KeyboardInterrupt):
+        print("podrl: interrupted; the same command resumes from the newest checkpoint, if any.", file=sys.stderr)
+        return 130, "interrupted"
+    if isinstance(error, ChannelError | StorageError):
+        print(f"podrl: error: {error}", file=sys.stderr)
+        return EXIT_INFRASTRUCTURE, str(error)
+    runtimes = _STATUS.match(str(error)) is not None and isinstance(error, RuntimeError | ValueError)
+    for pod in joined if runtimes else ():  # likely a collective that lost a process: who knows which one says it
+        pod.await_end(_PEER_LOSS_S)
+    users = isinstance(error, ValueError | OSError | ImportError) and not runtimes
+    bug = not users or (isinstance(error, ImportError) and error.name is not None)  # ours name the extra to install
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    said = f"{error}{notes}" if users else f"{type(error).__name__}: {error}"
+    first = all([pod.first_to_fail() for pod in joined])
+    if first and (bug or "--debug" in sys.argv):
+        traceback.print_exception(error)
+    if users or not first:
+        print("podrl: error:", said if first else said.partition("\n")[0], file=sys.stderr)
+    return EXIT_USER, said
+
+
 def main() -> None:
     """Runs the command and leaves hard with its exit code, so that no background thread can hold the process."""
     stacks_on_signal()  # before the first wait for other processes
@@ -266,27 +301,10 @@ def main() -> None:
     joined: list[Pod] = []
     try:
         code = _run(sys.argv, joined)
-    except (ChannelError, StorageError) as error:
-        code, said = EXIT_INFRASTRUCTURE, str(error)
-        print(f"podrl: error: {error}", file=sys.stderr)
-    except (ValueError, OSError, ImportError) as error:
-        if isinstance(error, ImportError) and error.name is not None:  # a bug; ours name the extra to install
-            traceback.print_exc()
-        if "--debug" in sys.argv:
-            traceback.print_exc()
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        said = f"{error}{notes}"
-        print(f"podrl: error: {said}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("podrl: interrupted; the same command resumes from the newest checkpoint, if any.", file=sys.stderr)
-        code, said = 130, "interrupted"
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_USER
-    except BaseException as error:  # noqa: BLE001 - the last frame: print once and leave
-        traceback.print_exc()
-        said = f"{type(error).__name__}: {error}"
-        for pod in joined if isinstance(error, RuntimeError) else ():
-            pod.await_end(_PEER_LOSS_S)
+    except BaseException as error:  # noqa: BLE001 - the last frame: say it once and leave
+        code, said = _report(error, joined)
     for pod in joined:
         pod.leave(code) if code in (EXIT_DONE, EXIT_PREEMPTED) else pod.fail(code, said)
     sys.stdout.flush()

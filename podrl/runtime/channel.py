@@ -25,7 +25,8 @@ import zmq.utils.z85
 from podrl.runtime.message import Message, MessageError, decode, encode
 
 RESEND_S = 5.0
-_HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
+SILENCE_S = 30.0  # of a whole machine: heartbeats are the business of threads that no compilation holds up
+_HEARTBEATS = 6  # in that time
 
 Handler = Callable[[Message], Message]
 
@@ -45,7 +46,7 @@ class Channel:
       address: 'host:port' at which others reach it.
     """
 
-    def __init__(self, name: str, *, secret: str, host: str = "127.0.0.1", port: int = 0):
+    def __init__(self, name: str, *, secret: str, host: str = "127.0.0.1", port: int = 0, silence_s: float = SILENCE_S):
         """Starts listening.
 
         Args:
@@ -54,6 +55,7 @@ class Channel:
             let in.
           host: address of the interface to listen on; see `interface_towards`.
           port: 0 for a free one.
+          silence_s: seconds without a sign of life after which a connection counts as broken.
 
         Raises:
           ValueError: no secret, or an address that cannot be listened on.
@@ -61,6 +63,7 @@ class Channel:
         if not secret:
             raise ValueError("The processes' channel needs a secret: set PODRL_SECRET to the same text on all hosts.")
         self.name = name
+        self._silence_ms = int(1000 * silence_s)
         self._public, self._private = _keys(secret)
         self._context = zmq.Context()
         self._guard = zmq.auth.thread.ThreadAuthenticator(self._context)
@@ -252,9 +255,9 @@ class Channel:
             sock.curve_server = True
         else:
             sock.curve_serverkey = self._public
-        sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
-        sock.setsockopt(zmq.HEARTBEAT_TTL, _SILENCE_MS)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, self._silence_ms // _HEARTBEATS)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._silence_ms)
+        sock.setsockopt(zmq.HEARTBEAT_TTL, self._silence_ms)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         sock.setsockopt(zmq.SNDHWM, 0)
         sock.setsockopt(zmq.RCVHWM, 0)

@@ -22,15 +22,16 @@ def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
       fake_devices: CPU devices to fake; 0 leaves the environment alone.
 
     Raises:
-      RuntimeError: jax is imported already, so the flags would be ignored.
+      ValueError: jax is imported already, so the flags would be ignored.
     """
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     if fake_devices <= 0 or _FAKE in env.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in env:
         return
     if "jax" in sys.modules:
-        raise RuntimeError(
+        raise ValueError(
             "jax was initialised before podrl.launch, so XLA_FLAGS can no longer take effect: start the job with "
-            "`python -m podrl.launch`, or set XLA_FLAGS yourself before the first import of jax."
+            "`python -m podrl.launch` and a configuration that imports no jax, or set XLA_FLAGS yourself before the "
+            "first import of jax."
         )
     env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {_FAKE}={fake_devices}".strip()
 

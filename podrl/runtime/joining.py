@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 from podrl.runtime.channel import ChannelError, interface_towards
 from podrl.runtime.detect import Cluster, too_few_workers
@@ -13,8 +14,9 @@ from podrl.runtime.roles import ROLLOUT, Hosts, assign
 from podrl.runtime.storage import first_line
 
 JOIN_S = 300.0
-# Compiling a large model keeps a process silent for minutes.
-_HEARTBEAT_S = 600
+# Compiling a large model may keep a process silent for minutes. Processes that are gone are noticed much sooner, by the
+# channel: their connections break.
+HEARTBEAT_S = 600.0
 _CHANNEL_PORT_AFTER_COORDINATOR = 1
 
 
@@ -65,33 +67,54 @@ def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) ->
     return Seat(process, hosts, leader, secret, disposable=cluster.topology == "split")
 
 
-def join(cluster: Cluster, seat: Seat, *, deadline_s: float) -> Pod:
+def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -> dict[str, Any] | None:
+    """Keyword arguments of `jax.distributed.initialize` for this process, or None where it must not be called.
+
+    Args:
+      cluster: this process's place.
+      seat: the same, with the roles.
+      heartbeat_s: seconds without a sign of life after which jax gives a process up for dead.
+
+    Raises:
+      ValueError: jax counts heartbeats in whole seconds, of which there must be one.
+    """
+    if heartbeat_s < 1:
+        raise ValueError(f"--heartbeat_s={heartbeat_s:g} must be at least 1 second, and longer than any compilation.")
+    arguments = cluster.distributed_arguments
+    if cluster.kind == "local" and seat.disposable:  # one cluster per role
+        trainers = seat.hosts.trainer
+        if seat.process not in trainers or len(trainers) == 1:
+            return None
+        own = {"num_processes": len(trainers), "process_id": seat.hosts.rank(seat.process)}
+        arguments = {**(arguments or {}), **own}
+    return None if arguments is None else {**arguments, "heartbeat_timeout_seconds": int(heartbeat_s)}
+
+
+def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float = HEARTBEAT_S) -> Pod:
     """Meets the other processes, then starts jax's own cluster, whose members are known to be alive by then.
+
+    Args:
+      cluster: this process's place.
+      seat: the same, with the roles.
+      deadline_s: within which all must have come.
+      heartbeat_s: as in `distributed_arguments`.
 
     Raises:
       ChannelError: not all came within the deadline; names those that did not.
-      ValueError: jax finds no TPU hosts where the platform says there are some.
+      ValueError: heartbeats that cannot be, or jax finds no TPU hosts where the platform says there are some.
     """
     import jax
 
+    arguments = distributed_arguments(cluster, seat, heartbeat_s=heartbeat_s)
     host = seat.leader.rpartition(":")[0]
     pod = Pod(seat, host=interface_towards(host)).join(
         deadline_s, functools.partial(too_few_workers, dataclasses.replace(cluster, process_count=seat.hosts.count))
     )
-    arguments = cluster.distributed_arguments
-    if cluster.kind == "local" and seat.disposable:  # one cluster per role
-        trainers = seat.hosts.trainer
-        alone = seat.process not in trainers or len(trainers) == 1
-        arguments = (
-            None
-            if alone
-            else {**(arguments or {}), "num_processes": len(trainers), "process_id": seat.hosts.rank(seat.process)}
-        )
     if arguments is not None:
         try:
-            jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_HEARTBEAT_S)
+            jax.distributed.initialize(**arguments)
         except ValueError as error:
-            if arguments:
+            if cluster.distributed_arguments:
                 raise
             raise ValueError(
                 f"jax does not see the TPU hosts that this process's platform ({cluster.kind}, {cluster.process_count} "

@@ -6,6 +6,7 @@ Nothing it starts outlives it: children die with it, even when it is killed.
 import contextlib
 import ctypes
 import os
+import re
 import secrets
 import signal
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, TextIO
 
@@ -23,6 +24,12 @@ from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE
 _GRACE_S = 20.0  # after one process failed, for the others to say why and go
 _RESTARTS = 5
 _PR_SET_PDEATHSIG = 1
+# What Gloo says on stdout of each of its collectives, and jax, before _ABORT, of a cluster whose process 0 is gone.
+_CHATTER = re.compile(
+    rb"\[Gloo\] Rank|[EW]\d{4} .*(preemption_sync_manager|coordination_service_agent)\.cc:"
+    rb"|Additional GRPC error information|:UNKNOWN:Error received from peer"
+)
+_ABORT = b"Terminating process because the JAX distributed service detected fatal errors"
 
 
 class LocalPod:
@@ -148,10 +155,20 @@ def free_ports(count: int) -> list[int]:
 
 
 def _copy(pipe: IO[bytes], out: TextIO, name: str) -> None:
-    for line in pipe:
-        if line.startswith(b"[Gloo] Rank"):  # each of its collectives greets on stdout
-            continue
-        print(f"[{name}] {line.decode(errors='replace').rstrip()}", file=out, flush=True)
+    with pipe:
+        for line in _told(pipe):
+            print(f"[{name}] {line.decode(errors='replace').rstrip()}", file=out, flush=True)
+
+
+def _told(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """What a person should see of a process's output."""
+    lines = iter(lines)
+    for line in lines:
+        if not _CHATTER.match(line):
+            yield line
+        if _ABORT in line:  # the process is ending; only the stack of jax's own thread follows
+            for _ in lines:
+                pass
 
 
 def _words(code: int) -> str:

@@ -25,6 +25,8 @@ _log = logging.getLogger("podrl.pod")
 _FAREWELL_S = 5.0
 _OVER_S = 3600.0
 _LAST_S = 10.0
+_OTHERS_S = 30.0
+_LAST_STEP_S = 0.2  # from saying that one leaves to having left
 _FIRST_SLICE_S, _LONGEST_SLICE_S = 2.0, 10.0  # between two looks at where a process is
 
 
@@ -72,6 +74,7 @@ class Pod:
         self._gone: set[int] = set()
         self._ended = threading.Event()
         self._changed = threading.Condition()
+        self._first_failure: int | None = None
 
     # Coming together.
 
@@ -159,6 +162,7 @@ class Pod:
         self.channel.serve("join", self._joined)
         self.channel.serve("roster", lambda _: self._roster())
         self.channel.serve("leave", self._on_leave)
+        self.channel.serve("failing", self._on_failing)
         end = time.monotonic() + deadline_s
         with self._changed:
             while missing := everyone - set(self._addresses):
@@ -205,25 +209,45 @@ class Pod:
         self._ended.set()
         if self.leads:
             self.channel.put("over", Message())
-            end = time.monotonic() + 30
-            with self._changed:
-                while set(self._addresses) - {LEADER} - self._left - self._gone and time.monotonic() < end:
-                    self._changed.wait(0.5)
+            self._await_others(_OTHERS_S)
         else:
             self._tell_leader(code, "")
         self.channel.close()
 
+    def first_to_fail(self) -> bool:
+        """Whether this process is the one that says in full why the job fails; to the others a line is enough.
+
+        One error often strikes several processes at once, or is brought to them. Call before `fail`.
+        """
+        me = Message({"process": self.seat.process})
+        if self._ended.is_set():
+            return False
+        if self.leads:
+            return bool(self._on_failing(me).value["first"])
+        try:
+            return bool(self.channel.call(self._leader, "failing", me, deadline_s=_FAREWELL_S).value["first"])
+        except ChannelError:
+            return not self._ended.is_set()
+
     def fail(self, code: int, text: str) -> None:
-        """Tells the others that this process ends the job, and why."""
+        """Tells the others that this process ends the job, and why: the first line of `text`."""
         if self._ended.is_set():
             return
         self._ended.set()
         if self.leads:
-            self.channel.put("verdict", Message({"code": code, "text": f"{self.name}: {text}"}))
-            time.sleep(0.5)
+            self.channel.put("verdict", Message({"code": code, "text": f"{self.name}: {_first_line(text)}"}))
+            self._await_others(_FAREWELL_S)  # with this process goes the service of jax's cluster, and all still in it
         else:
             self._tell_leader(code, text)
         self.channel.close()
+
+    def _await_others(self, deadline_s: float) -> None:
+        """On the leader: until every other process has left or is gone; it goes last."""
+        end = time.monotonic() + deadline_s
+        with self._changed:
+            while set(self._addresses) - {LEADER} - self._left - self._gone and time.monotonic() < end:
+                self._changed.wait(0.5)
+        time.sleep(_LAST_STEP_S)
 
     def await_end(self, deadline_s: float) -> None:
         """Waits whether the job turns out to be over, for a reason that others know better; then it does not return.
@@ -240,6 +264,13 @@ class Pod:
         except ChannelError:
             _log.info("The leader did not answer the farewell.")
 
+    def _on_failing(self, message: Message) -> Message:
+        process = int(message.value["process"])
+        with self._changed:
+            if self._first_failure is None:
+                self._first_failure = process
+            return Message({"first": self._first_failure == process})  # the same again where one asks twice
+
     def _on_leave(self, message: Message) -> Message:
         process, code = int(message.value["process"]), int(message.value["code"])
         with self._changed:
@@ -247,9 +278,8 @@ class Pod:
             self._changed.notify_all()
         replaced = self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT and code == EXIT_INFRASTRUCTURE
         if code not in (EXIT_DONE, EXIT_PREEMPTED) and not replaced:
-            first = str(message.value["text"]).splitlines()[:1]
             # A user's error often strikes several processes at once: this one says and saves its own first.
-            text = f"{self.seat.hosts.name(process)} ended with exit code {code}: {''.join(first)}"
+            text = f"{self.seat.hosts.name(process)} ended with exit code {code}: {_first_line(message.value['text'])}"
             self._end(code, text, grace_s=_FAREWELL_S)
         return Message()
 
@@ -275,10 +305,10 @@ class Pod:
             verdict = request.wait(1e9, "trainer 0: verdict").value
         except ChannelError:
             return
-        self._end(int(verdict["code"]), str(verdict["text"]))
+        self._end(int(verdict["code"]), str(verdict["text"]), farewell=True)
 
-    def _end(self, code: int, text: str, *, grace_s: float = 0.2) -> None:
-        """Ends this process from whatever thread noticed that the job is over."""
+    def _end(self, code: int, text: str, *, grace_s: float = 0.2, farewell: bool = False) -> None:
+        """Ends this process from whatever thread noticed that the job is over; the leader may wait for a farewell."""
 
         def finish() -> None:
             time.sleep(grace_s)  # a process that is failing for the same reason says it better itself
@@ -287,6 +317,12 @@ class Pod:
             self.fail(code, text) if self.leads else self._ended.set()
             print(f"podrl: {self.name} ends with exit code {code}: {text}", file=sys.stderr, flush=True)
             sys.stdout.flush()
+            if farewell:
+                self._tell_leader(code, "")
             os._exit(code)
 
         threading.Thread(target=finish, name="podrl-end", daemon=True).start()
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]

@@ -1,5 +1,8 @@
 """Messages between processes: what arrives is what was sent, or it is refused."""
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -98,6 +101,42 @@ def test_an_endpoint_that_comes_back_is_found_and_a_lost_one_is_noticed(pair):
     second.put("y", Message(2))
     assert pending.wait(20, "second: y").value == 2
     second.close()
+
+
+# Answers "alive", keeps the interpreter's lock in one C call at the first line of input, and answers "still".
+_PEER = """
+import ctypes, sys
+from podrl.runtime.channel import Channel
+from podrl.runtime.message import Message
+peer = Channel("peer", secret="s3cret", silence_s=0.6)
+print(peer.address, flush=True)
+peer.put("alive", Message(1))
+sys.stdin.readline()
+ctypes.PyDLL(None).sleep(6)
+peer.put("still", Message(2))
+sys.stdin.read()
+"""
+
+
+@pytest.mark.e2e
+def test_a_process_busy_in_c_is_not_lost_and_a_stopped_one_is():
+    watcher, lost = Channel("w", secret="s3cret", silence_s=0.6), threading.Event()
+    peer = subprocess.Popen([sys.executable, "-c", _PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert peer.stdin is not None and peer.stdout is not None
+        address = peer.stdout.readline().strip()
+        assert watcher.get(address, "alive", deadline_s=30).value == 1
+        watcher.watch(address, lost.set)
+        peer.stdin.write("\n")
+        peer.stdin.flush()
+        assert watcher.get(address, "still", deadline_s=60).value == 2  # ten times the silence later
+        assert not lost.is_set()
+        peer.send_signal(signal.SIGSTOP)
+        assert lost.wait(30)
+    finally:
+        peer.kill()
+        peer.communicate()
+        watcher.close()
 
 
 def test_closing_delivers_what_was_offered_before(pair):

@@ -1,10 +1,139 @@
-"""Coming into a job where that needs a service: Pathways' client is the real one, its proxy is not there."""
+"""Coming into a job: jax's own cluster with patient heartbeats on every platform, and a service that is not there."""
 
+import contextlib
+import inspect
 import os
+import pathlib
+import signal
 import subprocess
 import sys
+import time
 
+import jax
 import pytest
+from test_detect import GKE, LOCAL, MULTISLICE, SPLIT, TPU_VM
+
+from podrl.runtime import detect, joining
+from podrl.runtime.local_pod import free_ports
+
+_TRAINER = {**SPLIT, "PODRL_ROLE": "trainer", "PODRL_SLICES": "1", "PODRL_SLICE_INDEX": "0"}
+_PLATFORMS = {
+    "local, shared": (LOCAL, {}),
+    "local, split": ({**LOCAL, "PODRL_ROLE": "", "PODRL_PROCESS_INDEX": "1"}, {"topology": "split"}),
+    "tpu_vm": ({}, {"metadata": TPU_VM}),
+    "gke": (GKE, {}),
+    "multislice": (MULTISLICE, {}),
+    "jobset, rollout": (SPLIT, {}),
+    "jobset, trainer": ({**_TRAINER, "PODRL_HOSTS_PER_SLICE": "4", "TPU_WORKER_HOSTNAMES": "a,b,c,d"}, {}),
+}
+
+
+@pytest.mark.parametrize("platform", _PLATFORMS)
+def test_every_platform_starts_jax_with_heartbeats_longer_than_a_compilation(platform):
+    environment, more = _PLATFORMS[platform]
+    cluster = detect.detect(environment, **more)
+    seat = joining.take_seat(cluster, joining.hosts_of(cluster, "", ""), {"PODRL_SECRET": "s"})
+    default = inspect.signature(joining.join).parameters["heartbeat_s"].default
+    arguments = joining.distributed_arguments(cluster, seat, heartbeat_s=default)
+    assert arguments is not None and arguments["heartbeat_timeout_seconds"] >= 600
+    bound = inspect.signature(jax.distributed.initialize).bind(**arguments).arguments
+    assert bound["heartbeat_timeout_seconds"] == arguments["heartbeat_timeout_seconds"] == default
+    if cluster.kind in ("local", "jobset_split"):
+        assert 0 <= arguments["process_id"] < arguments["num_processes"]
+
+
+def _place(count: int) -> dict[str, str]:
+    coordinator, channel = free_ports(2)
+    return {
+        **{key: value for key, value in os.environ.items() if key != "XLA_FLAGS"},
+        "PODRL_PLATFORM": "local",
+        "PODRL_PROCESS_COUNT": str(count),
+        "PODRL_COORDINATOR": f"127.0.0.1:{coordinator}",
+        "PODRL_CHANNEL": f"127.0.0.1:{channel}",
+        "PODRL_SECRET": "s",
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+def test_the_heartbeat_is_a_flag(tmp_path):
+    command = [sys.executable, "-m", "podrl.launch", "--config=grpo_gemma.py", f"--workdir={tmp_path / 'run'}"]
+    place = _place(2) | {"PODRL_PROCESS_INDEX": "1"}
+    command.append("--heartbeat_s=0.5")
+    done = subprocess.run(command, env=place, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "--heartbeat_s=0.5 must be at least 1 second" in done.stderr, done.stderr
+
+
+# Joins as the launcher does. The second process then keeps the interpreter's lock for `held_s`, as a compilation would
+# at worst; all end when their input does.
+_MEMBER = """
+import ctypes, os, sys
+from podrl.runtime import detect, joining
+cluster = detect.detect(os.environ)
+seat = joining.take_seat(cluster, joining.hosts_of(cluster, "", ""), os.environ)
+held_s, settings = int(sys.argv[1]), {"heartbeat_s": float(sys.argv[2])} if len(sys.argv) > 2 else {}
+pod = joining.join(cluster, seat, deadline_s=60, **settings)
+print("joined", flush=True)
+if cluster.process_index == 1:
+    ctypes.PyDLL(None).sleep(held_s)
+print("free", flush=True)
+sys.stdin.read()
+import jax
+print(jax.device_count(), flush=True)
+os._exit(0)
+"""
+
+
+@contextlib.contextmanager
+def _members(tmp_path: pathlib.Path, *args: str):
+    place, members = _place(2), []
+    try:
+        for index in range(2):
+            with (tmp_path / f"said{index}").open("w") as said:
+                members.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", _MEMBER, *args],
+                        env=place | {"PODRL_PROCESS_INDEX": str(index)},
+                        stdin=subprocess.PIPE,
+                        stdout=said,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        yield members
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+            member.stdin.close()
+
+
+def _wait_until_said(word: str, tmp_path: pathlib.Path, members: list[subprocess.Popen]) -> None:
+    end = time.monotonic() + 100
+    while not all(word in (tmp_path / f"said{index}").read_text() for index in range(2)):
+        said = [(tmp_path / f"said{index}").read_text() for index in range(2)]
+        assert all(member.poll() is None for member in members) and time.monotonic() < end, said
+        time.sleep(0.05)
+
+
+@pytest.mark.e2e
+def test_a_compilation_is_not_taken_for_a_death_and_a_stopped_process_is(tmp_path):
+    with _members(tmp_path, "9", "3") as members:
+        _wait_until_said("free", tmp_path, members)  # three heartbeats of nothing but one C call
+        os.kill(members[1].pid, signal.SIGSTOP)
+        assert members[0].wait(60) != 0
+    assert "stopped sending heartbeats" in (tmp_path / "said0").read_text()
+
+
+@pytest.mark.e2e
+def test_with_the_default_heartbeat_a_pause_is_survived(tmp_path):
+    with _members(tmp_path, "0") as members:
+        _wait_until_said("free", tmp_path, members)
+        os.kill(members[1].pid, signal.SIGSTOP)
+        time.sleep(12.0)
+        os.kill(members[1].pid, signal.SIGCONT)
+        for member in members:
+            member.stdin.close()
+        assert [member.wait(60) for member in members] == [0, 0], (tmp_path / "said0").read_text()
+    assert all((tmp_path / f"said{index}").read_text().split()[-1] == "2" for index in range(2))
 
 
 def test_a_pathways_proxy_that_cannot_be_reached_is_told_in_one_line_and_worth_a_restart(tmp_path):

@@ -1,11 +1,11 @@
-"""Coming together: what a process is told whose leader goes before everyone is there."""
+"""Coming together, waiting for each other and failing: what a process is told, and which of them says why."""
 
 import threading
 import time
 
 import pytest
 
-from podrl.runtime.channel import Channel, ChannelError
+from podrl.runtime.channel import Channel, ChannelError, LateError
 from podrl.runtime.local_pod import free_ports
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
@@ -49,3 +49,34 @@ def test_a_leader_that_is_not_there_yet_is_waited_for():
     assert not joining.is_alive() and member.address(1) == leader.address(1) == member.channel.address
     member.channel.close()
     leader.channel.close()
+
+
+@pytest.fixture
+def three():
+    """A joined job of two trainers and a rollout host, as three endpoints of this process."""
+    (port,) = free_ports(1)
+    hosts = Hosts((0, 1), (2,))
+    pods = [Pod(Seat(process, hosts, f"127.0.0.1:{port}", "s"), host="127.0.0.1") for process in range(3)]
+    joining = [threading.Thread(target=pod.join, args=(60, lambda reached, waited_s: "")) for pod in pods]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join(60)
+    yield pods
+    for pod in reversed(pods):
+        pod.channel.close()
+
+
+def test_one_process_of_a_job_says_in_full_why_it_fails(three):
+    leader, trainer, rollout = three
+    assert [pod.first_to_fail() for pod in (trainer, leader, rollout, trainer)] == [True, False, False, True]
+
+
+def test_a_wait_ends_with_the_name_of_who_is_late_and_of_what(three):
+    leader, trainer, rollout = three
+    with pytest.raises(LateError, match=r"trainer 1 waited 1 s for header/7 from rollout 0 \(host 2\): .*log\.stall_s"):
+        trainer.get(2, "header/7", 1.0)
+    with pytest.raises(LateError, match=r"rollout 0 waited 1 s for rows from trainer 0 \(host 0\)"):
+        rollout.call(0, "rows", Message(), 1.0)
+    rollout.channel.put("header/7", Message("here"))
+    assert trainer.get(2, "header/7", 30.0).value == leader.get(2, "header/7", 30.0).value == "here"

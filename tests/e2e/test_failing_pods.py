@@ -1,0 +1,140 @@
+"""What a pod says when it fails: the true error once and in full, a line at most from every other host, nobody left."""
+
+import os
+import pathlib
+import re
+import signal
+import time
+
+import pytest
+from processes import job
+from test_pods import process
+
+from podrl.launch import find_config
+
+pytestmark = pytest.mark.e2e
+
+FOUR = (
+    "--local_processes=4",
+    "--fake_devices=1",
+    "--config.eval.problems=0",
+    "--config.rollout.max_tokens_to_generate=8",
+)
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+@pytest.fixture
+def descendants(tmp_path, monkeypatch):
+    """Call it for the ids of all live processes that this test has started, theirs included."""
+    monkeypatch.setenv("PODRL_TEST", str(tmp_path))
+    mark = f"PODRL_TEST={tmp_path}".encode()
+
+    def found() -> list[int]:
+        pids = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if mark in pathlib.Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                    pids.append(int(name))
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return pids
+
+    return found
+
+
+def _lines_by_host(stderr: str) -> dict[str, list[str]]:
+    """The lines of podrl that each host printed."""
+    said: dict[str, list[str]] = {}
+    for host, line in re.findall(r"^\[(\w+ \d)\] (podrl: .*)$", stderr, re.MULTILINE):
+        said.setdefault(host, []).append(line)
+    return said
+
+
+def _is_over(descendants) -> bool:
+    """Whether all descendants are gone, soon."""
+    end = time.monotonic() + 10
+    while descendants() and time.monotonic() < end:
+        time.sleep(0.1)
+    return not descendants()
+
+
+def test_a_reward_function_that_raises_is_shown_once(tmp_path, descendants):
+    (tmp_path / "rewards.py").write_text("def broken(prompts, completions, **fields):\n    return fields['no such']\n")
+    with job(tmp_path / "run", *FOUR, "--config.reward.fns=('rewards.py:broken',)") as running:
+        assert running.end() == 1, running.stderr
+    assert running.stderr.count(_TRACEBACK) == 1, running.stderr
+    assert running.stderr.count("return fields['no such']") == 1
+    said = _lines_by_host(running.stderr)
+    assert {host: len(lines) for host, lines in said.items()} == dict.fromkeys(said, 1) and len(said) == 4, said
+    assert all("Reward function broken failed" in lines[0] for lines in said.values())
+    assert _is_over(descendants)
+
+
+# Makes publishing fail after the first step on the named hosts, as an error of podrl would.
+_FAILING = """
+import os
+import runpy
+
+from podrl.runtime import joining
+
+join = joining.join
+
+
+def changed(parts):
+    before = parts.publish
+
+    def publish(self, step):
+        if step == 1:
+            raise LookupError("not there")
+        return before(self, step)
+
+    parts.publish = publish
+
+
+def join_and_change(*args, **settings):
+    pod = join(*args, **settings)
+    from podrl.learner import rollout_side, trainer_side  # not before: they import jax
+
+    changed(rollout_side.RolloutParts)
+    changed(trainer_side.TrainerSide)
+    return pod
+
+
+def get_config():
+    if os.environ.get("PODRL_PROCESS_INDEX", "") in HOSTS:
+        joining.join = join_and_change
+    return runpy.run_path(BASE)["get_config"]()
+"""
+
+
+@pytest.mark.parametrize("hosts", [("0", "1", "2", "3"), ("1",), ("3",)], ids=["all", "trainer 1", "rollout 1"])
+def test_an_error_on_one_host_or_on_all_is_shown_once(hosts, tmp_path, descendants):
+    (tmp_path / "failing.py").write_text(f"HOSTS, BASE = {hosts!r}, {find_config('grpo_gemma.py')!r}\n{_FAILING}")
+    with job(tmp_path / "run", *FOUR, "--config=failing.py") as running:
+        assert running.end() == 1, running.stderr
+    assert running.stderr.count(_TRACEBACK) == 1, running.stderr
+    assert re.search(r"^\[\w+ \d\] LookupError: not there$", running.stderr, re.MULTILINE)
+    said = _lines_by_host(running.stderr)
+    assert all(len(lines) == 1 and "LookupError: not there" in lines[0] for lines in said.values()), said
+    assert len(said) == 3  # and the fourth is the one that shows it in full
+    assert _is_over(descendants)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_trainer_that_dies_in_a_collective_is_told_in_a_line(host, tmp_path, descendants):
+    with job(tmp_path / "run", *FOUR) as running:
+        running.wait_for_step(1)
+        pid = process(running.process.pid, host)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.0)  # the others get as far as they do without it
+        os.kill(pid, signal.SIGKILL)
+        assert running.end() == 42, running.stderr
+    assert _TRACEBACK not in running.stderr and "stack trace" not in running.stderr, running.stderr
+    said = _lines_by_host(running.stderr)
+    assert all(len(lines) == 1 for lines in said.values()), said
+    if host == 1:
+        assert len(said) == 3 and all("trainer 1 (host 1" in lines[0] for lines in said.values()), said
+    else:  # with it goes the service of jax's cluster, whose members jax ends
+        assert running.stderr.count("Terminating process because the JAX distributed service") + len(said) == 3
+    assert f"trainer {host} ended with signal SIGKILL; the others have to end too" in running.stderr
+    assert _is_over(descendants)
