@@ -35,7 +35,7 @@ class RemoteBatch:
         return self._experience
 
     def complete(self) -> Experience:
-        """The batch with all its rows and texts, for a checkpoint."""
+        """The batch with all its rows and texts, for a checkpoint; only the leader's copy of it is written."""
         if not self._complete:
             self._experience = self._parts.gather(self._step, everything=True)
             self._complete = True
@@ -88,7 +88,7 @@ class TrainerSide(LearnerParts):
         return metrics
 
     def save(self, step: int, in_flight: list[InFlight]) -> None:
-        done: list[InFlight] = [Ready(b.complete()) if isinstance(b, RemoteBatch) else b for b in in_flight]
+        done = [Ready(b.complete()) if self.pod.leads and isinstance(b, RemoteBatch) else b for b in in_flight]
         self._data_state = done[-1].result().rollouts.prompts.data_state if done else self._last_state
         super().save(step, done)
 

@@ -73,7 +73,7 @@ def assemble(headers: Sequence[Message], pad_id: int) -> Experience:
     B = len(length_B)
     masks = [_unpacked(h, width) for h in headers]
     prompts = Prompts(
-        tokens_PT=np.full((len(length_P), 0), pad_id, np.int32),
+        tokens_PT=np.full((len(length_P), length_P.max(initial=1)), pad_id, np.int32),
         length_P=length_P,
         index_P=joined("index_P"),
         text=[""] * len(length_P),

@@ -1,0 +1,117 @@
+"""What travels between the hosts of a pod: every trainer host receives the samples its own devices train on."""
+
+import collections
+import json
+import os
+import pathlib
+import signal
+
+import pytest
+from processes import job, run, same_end
+from test_pods import process
+
+from podrl.launch import find_config
+
+pytestmark = pytest.mark.e2e
+
+FOUR = ("--local_processes=4", "--fake_devices=1", "--config=noted.py", "--config.log.samples_every=1")
+STALE = ("--config.grpo.max_staleness=1",)
+
+# The shipped configuration, and a note of every answer that a process gets from another.
+_NOTED = """
+import json
+import os
+import runpy
+
+from podrl.runtime import joining
+from podrl.runtime.message import encode
+
+join = joining.join
+
+
+def noted(ask, name):
+    def asked(process, key, *args):
+        message = ask(process, key, *args)
+        note = {
+            "key": key.partition("/")[0],
+            "bytes": sum(len(frame) for frame in encode(message)),
+            "tokens": int(message.arrays["length_B"].sum()) if "length_B" in message.arrays else 0,
+            "sizes": {field: int(array.size) for field, array in message.arrays.items()},
+        }
+        if key == "rows":
+            note["step"] = args[0].value["step"]
+        elif "/" in key:
+            note["step"] = int(key.partition("/")[2])
+        with open(f"traffic{os.environ['PODRL_PROCESS_INDEX']}.jsonl", "a") as out:
+            out.write(json.dumps(note) + "\\n")
+        return message
+
+    return asked
+
+
+def join_and_note(*args, **settings):
+    pod = join(*args, **settings)
+    pod.get, pod.call = noted(pod.get, "get"), noted(pod.call, "call")
+    return pod
+
+
+joining.join = join_and_note
+get_config = runpy.run_path(BASE)["get_config"]
+"""
+
+
+@pytest.fixture
+def workdir(tmp_path) -> pathlib.Path:
+    (tmp_path / "noted.py").write_text(f"BASE = {find_config('grpo_gemma.py')!r}\n{_NOTED}")
+    return tmp_path / "run"
+
+
+def _notes(directory: pathlib.Path, host: int) -> dict[tuple[str, int], list[dict]]:
+    """What a host received, by kind and step."""
+    notes = collections.defaultdict(list)
+    for line in (directory / f"traffic{host}.jsonl").read_text().splitlines():
+        note = json.loads(line)
+        notes[note["key"], note.get("step", -1)].append(note)
+    return notes
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(staleness, workdir):
+    """With one batch in flight at every checkpoint too, which the first host alone completes for it."""
+    run(workdir, *FOUR, *(STALE if staleness else ()))
+    received = [_notes(workdir.parent, host) for host in (0, 1)]
+    steps_completed, bytes_ = 0, [0, 0]
+    for step in range(6):
+        known = [sum(note["tokens"] for note in notes["header", step]) for notes in received]
+        assert known[0] == known[1] > 0  # both know the lengths of all samples
+        tokens = known[0]
+        sizes = [[note["sizes"] for note in notes["rows", step]] for notes in received]
+        mine = [sum(size["tokens_BT"] for size in host) for host in sizes]
+        assert all(set(size) == {"tokens_BT", "logprob_BT"} for size in sizes[1])
+        assert 0.25 * tokens <= mine[1] <= 0.75 * tokens, (step, mine, tokens)
+        if any(len(size) > 2 for size in sizes[0]):
+            steps_completed += 1
+            assert mine[0] == tokens
+            continue
+        assert mine[0] == tokens - mine[1], (step, mine, tokens)
+        assert received[0]["texts", step] and ("texts", step) not in received[1]  # for samples.jsonl
+        bytes_ = [
+            total + sum(n["bytes"] for n in notes["rows", step]) for total, notes in zip(bytes_, received, strict=True)
+        ]
+    assert steps_completed == (2 if staleness else 0)  # in flight after steps 2 and 4
+    assert max(bytes_) < 0.65 * sum(bytes_)
+    assert not any(notes for (key, _), notes in received[1].items() if key in ("texts", "evaluation"))
+    # Rollout hosts are told when to start and go on, and at the end that it is over; samples never come back to them.
+    for host in (2, 3):
+        assert {key for key, _ in _notes(workdir.parent, host)} <= {"start", "word", "over", "stop"}
+
+
+def test_a_pod_that_is_killed_with_a_batch_in_flight_ends_as_one_that_never_was(workdir, tmp_path):
+    undisturbed = run(workdir, *FOUR, *STALE).workdir
+    with job(tmp_path / "killed", *FOUR, *STALE) as running:
+        running.wait_for_step(3)
+        os.kill(process(running.process.pid, 1), signal.SIGKILL)
+        assert running.end() == 42, running.stderr
+    again = run(tmp_path / "killed", *FOUR, *STALE)
+    assert "Resumed after step 2" in again.stdout
+    same_end(again.workdir, undisturbed)
