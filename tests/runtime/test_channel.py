@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from podrl.runtime.channel import Channel, ChannelError, interface_towards
-from podrl.runtime.message import Message, MessageError, decode, encode
+from podrl.runtime.channel import Channel, ChannelError, _Request, interface_towards
+from podrl.runtime.message import Message, MessageError, _digest, decode, encode
 
 
 @pytest.fixture
@@ -77,6 +77,34 @@ def test_a_stranger_gets_no_answer(pair):
     with pytest.raises(ChannelError, match="No answer"):
         stranger.get(a.address, "x", deadline_s=1.0)
     stranger.close()
+
+
+def _of_version_2(frames):
+    body = frames[1].replace(b'"version": 1', b'"version": 2')
+    return [_digest([body, *frames[2:]]), body, *frames[2:]]
+
+
+DAMAGE = {
+    "cut": (lambda frames: [*frames[:-1], frames[-1][:-1]], "arrived changed: its checksum does not match"),
+    "short": (lambda frames: frames[:1], "it was cut"),
+    "flipped": (lambda frames: [*frames[:-1], bytes([frames[-1][0] ^ 1]) + frames[-1][1:]], "checksum does not match"),
+    "version": (_of_version_2, "version 2 arrived, this process speaks 1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_arrives_damaged_is_refused_on_either_end_and_the_next_message_is_not(damage, pair):
+    (change, said), (a, b) = DAMAGE[damage], pair
+    good = Message("good", {"x": np.arange(4)})
+    a.serve("echo", lambda message: message)
+    asked = _Request(b, 10**6, a.address, [(10**6).to_bytes(8, "little"), b'["call", "echo"]', *change(encode(good))])
+    b._do(lambda: b._send(asked))
+    with pytest.raises(ChannelError, match=f"a: echo was refused: MessageError: .*{said}"):
+        asked.wait(10, "a: echo")
+    a._do(lambda: a._offer("offer", change(encode(good))))
+    with pytest.raises(ChannelError, match=f"{a.address}: offer: .*{said}"):
+        b.get(a.address, "offer", deadline_s=10)
+    assert b.call(a.address, "echo", good, deadline_s=10).value == "good"
 
 
 def test_what_is_no_request_is_passed_over(pair):

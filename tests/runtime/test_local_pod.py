@@ -1,7 +1,10 @@
 """A pod on this machine: whose exit code counts, what of its processes' output is shown, and that nobody is left."""
 
 import os
+import signal
 import sys
+import threading
+import time
 
 import pytest
 
@@ -52,6 +55,50 @@ def test_a_stack_trace_of_something_else_is_shown(capfd):
     said = ["F1121 22:33:19 2077 array.cc:80] Check failed: n > 0", "*** Check failure stack trace: ***", "    @  0x7f"]
     assert _pod(f"for line in {said!r} if index == 0 else ():\n    print(line)").run() == 0
     assert capfd.readouterr().out.splitlines() == [f"[trainer 0] {line}" for line in said]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_every_process_once(number, tmp_path, capfd):
+    program = f"""
+import pathlib
+def heard(number, frame):
+    print("heard", signal.Signals(number).name, flush=True)
+    time.sleep(0.5)
+    sys.exit(0)
+signal.signal({int(number)}, heard)
+pathlib.Path({str(tmp_path)!r}, str(index)).touch()
+time.sleep(600)
+"""
+
+    def send() -> None:
+        while len(list(tmp_path.iterdir())) < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    threading.Thread(target=send).start()
+    assert _pod(program).run() == 0
+    names = ("trainer 0", "rollout 0", "rollout 1")
+    assert sorted(capfd.readouterr().out.splitlines()) == sorted(f"[{name}] heard {number.name}" for name in names)
+    assert signal.getsignal(number) is before
+
+
+def test_only_rollouts_that_were_killed_are_started_again_and_not_for_ever(tmp_path, capfd):
+    program = f"""
+import pathlib
+started = pathlib.Path({str(tmp_path)!r}, "started")
+if index == 2:
+    with started.open("a") as out:
+        out.write(".")
+    if len(started.read_text()) < 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert _pod(program, replace_rollouts=True).run() == 0
+    assert capfd.readouterr().err.count("rollout 1 ended with signal SIGKILL; it is started again.") == 2
+    assert _pod("sys.exit(42 if index == 2 else 0)", replace_rollouts=True).run() == 42
+    assert capfd.readouterr().err.count("it is started again") == 5
+    assert _pod("sys.exit(1 if index == 2 else 0)", replace_rollouts=True).run() == 1
+    assert "started again" not in capfd.readouterr().err
 
 
 def test_a_process_that_does_not_end_when_another_failed_is_killed(monkeypatch, capfd):
