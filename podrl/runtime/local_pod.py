@@ -157,7 +157,8 @@ def free_ports(count: int) -> list[int]:
 def _copy(pipe: IO[bytes], out: TextIO, name: str) -> None:
     with pipe:
         for line in _told(pipe):
-            print(f"[{name}] {line.decode(errors='replace').rstrip()}", file=out, flush=True)
+            out.write(f"[{name}] {line.decode(errors='replace').rstrip()}\n")  # at once: others write there too
+            out.flush()
 
 
 def _told(lines: Iterable[bytes]) -> Iterator[bytes]:

@@ -1,22 +1,45 @@
 """A pod on this machine: whose exit code counts, what of its processes' output is shown, and that nobody is left."""
 
 import os
+import pathlib
 import signal
+import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
-from podrl.runtime.local_pod import LocalPod
+# A process of its own, as in real life: children are forked, which a process that has started jax should not do.
+_POD = """
+import os, sys
+from podrl.runtime import local_pod
 from podrl.runtime.roles import Hosts
+program, replace, grace_s = sys.argv[1:]
+local_pod._GRACE_S = float(grace_s)
+command = [sys.executable, "-c", program]
+pod = local_pod.LocalPod(command, Hosts((0,), (1, 2)), replace_rollouts=replace == "True", environment=os.environ)
+sys.exit(pod.run())
+"""
+_PREAMBLE = "import os, pathlib, signal, sys, time\nindex = int(os.environ['PODRL_PROCESS_INDEX'])\n"
 
-_PREAMBLE = "import os, signal, sys, time\nindex = int(os.environ['PODRL_PROCESS_INDEX'])\n"
+
+def _start(program: str, *, replace_rollouts: bool = False, grace_s: float = 20.0) -> subprocess.Popen:
+    """One trainer (index 0) and two rollouts (1, 2) that run `program`."""
+    command = [sys.executable, "-c", _POD, _PREAMBLE + program, str(replace_rollouts), str(grace_s)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _pod(program: str, *, replace_rollouts: bool = False) -> LocalPod:
-    command = [sys.executable, "-c", _PREAMBLE + program]
-    return LocalPod(command, Hosts((0,), (1, 2)), replace_rollouts=replace_rollouts, environment=os.environ)
+def _end(pod: subprocess.Popen) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    try:
+        out, err = pod.communicate(timeout=50)
+    finally:
+        pod.kill()
+    return pod.returncode, out, err
+
+
+def _run(program: str, **settings) -> tuple[int, str, str]:
+    return _end(_start(program, **settings))
 
 
 @pytest.mark.parametrize(
@@ -28,12 +51,17 @@ def _pod(program: str, *, replace_rollouts: bool = False) -> LocalPod:
         ("os.abort()", 42, "signal SIGABRT"),
     ],
 )
-def test_the_first_that_fails_gives_the_exit_code(first, code, words, capfd):
-    assert _pod(f"if index == 2:\n    {first}\ntime.sleep(0.5)\nsys.exit(7)").run() == code
-    assert f"podrl: rollout 1 ended with {words}; the others have to end too." in capfd.readouterr().err
+def test_the_first_that_fails_gives_the_exit_code(first, code, words, tmp_path):
+    wait = f"while not pathlib.Path({str(tmp_path)!r}, 'go').exists(): time.sleep(0.05)"
+    pod = _start(f"if index == 2:\n    {first}\n{wait}\nsys.exit(7)")
+    assert pod.stderr is not None
+    said = pod.stderr.readline()
+    (tmp_path / "go").touch()
+    assert _end(pod)[0] == code
+    assert said == f"podrl: rollout 1 ended with {words}; the others have to end too.\n"
 
 
-def test_lines_have_a_name_and_the_chatter_of_collectives_is_left_out(capfd):
+def test_lines_have_a_name_and_the_chatter_of_collectives_is_left_out():
     said = [
         "[Gloo] Rank 0 is connected to 1 peer ranks.",
         "a line of podrl",
@@ -46,21 +74,28 @@ def test_lines_have_a_name_and_the_chatter_of_collectives_is_left_out(capfd):
         "*** Check failure stack trace: ***",
         "    @     0x7f8b26258634  absl::lts_20260107::log_internal::LogMessage::SendToLog()",
     ]
-    assert _pod(f"for line in {said!r} if index == 1 else ():\n    print(line)").run() == 0
-    out = capfd.readouterr().out.splitlines()
-    assert out == [f"[rollout 0] {said[1]}", f"[rollout 0] {said[5]}"]
+    code, out, _ = _run(f"for line in {said!r} if index == 1 else ():\n    print(line)")
+    assert code == 0 and out.splitlines() == [f"[rollout 0] {said[1]}", f"[rollout 0] {said[5]}"]
 
 
-def test_a_stack_trace_of_something_else_is_shown(capfd):
+def test_a_stack_trace_of_something_else_is_shown():
     said = ["F1121 22:33:19 2077 array.cc:80] Check failed: n > 0", "*** Check failure stack trace: ***", "    @  0x7f"]
-    assert _pod(f"for line in {said!r} if index == 0 else ():\n    print(line)").run() == 0
-    assert capfd.readouterr().out.splitlines() == [f"[trainer 0] {line}" for line in said]
+    code, out, _ = _run(f"for line in {said!r} if index == 0 else ():\n    print(line)")
+    assert code == 0 and out.splitlines() == [f"[trainer 0] {line}" for line in said]
+
+
+def test_lines_of_several_processes_stay_whole():
+    code, out, _ = _run("for n in range(3000):\n    print(n)")
+    assert code == 0
+    for name in ("trainer 0", "rollout 0", "rollout 1"):
+        mine = [line for line in out.splitlines() if line.startswith(f"[{name}] ")]
+        assert mine == [f"[{name}] {n}" for n in range(3000)]
+    assert len(out.splitlines()) == 9000
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM])
-def test_signals_reach_every_process_once(number, tmp_path, capfd):
-    program = f"""
-import pathlib
+def test_signals_reach_every_process_once(number, tmp_path):
+    pod = _start(f"""
 def heard(number, frame):
     print("heard", signal.Signals(number).name, flush=True)
     time.sleep(0.5)
@@ -68,46 +103,49 @@ def heard(number, frame):
 signal.signal({int(number)}, heard)
 pathlib.Path({str(tmp_path)!r}, str(index)).touch()
 time.sleep(600)
-"""
-
-    def send() -> None:
-        while len(list(tmp_path.iterdir())) < 3:
-            time.sleep(0.05)
-        os.kill(os.getpid(), number)
-
-    before = signal.getsignal(number)
-    threading.Thread(target=send).start()
-    assert _pod(program).run() == 0
+""")
+    end = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < end:
+        time.sleep(0.05)
+    pod.send_signal(number)
+    code, out, err = _end(pod)
     names = ("trainer 0", "rollout 0", "rollout 1")
-    assert sorted(capfd.readouterr().out.splitlines()) == sorted(f"[{name}] heard {number.name}" for name in names)
-    assert signal.getsignal(number) is before
+    assert code == 0, err
+    assert sorted(out.splitlines()) == sorted(f"[{name}] heard {number.name}" for name in names)
 
 
-def test_only_rollouts_that_were_killed_are_started_again_and_not_for_ever(tmp_path, capfd):
-    program = f"""
-import pathlib
+def test_only_rollouts_that_were_killed_are_started_again_and_not_for_ever(tmp_path):
+    code, _, err = _run(
+        f"""
 started = pathlib.Path({str(tmp_path)!r}, "started")
 if index == 2:
     with started.open("a") as out:
         out.write(".")
     if len(started.read_text()) < 3:
         os.kill(os.getpid(), signal.SIGKILL)
+""",
+        replace_rollouts=True,
+    )
+    assert code == 0 and err.count("rollout 1 ended with signal SIGKILL; it is started again.") == 2
+    code, _, err = _run("sys.exit(42 if index == 2 else 0)", replace_rollouts=True)
+    assert code == 42 and err.count("it is started again") == 5
+    code, _, err = _run("sys.exit(1 if index == 2 else 0)", replace_rollouts=True)
+    assert code == 1 and "started again" not in err
+
+
+def test_a_process_that_does_not_end_when_another_failed_is_killed(tmp_path):
+    program = f"""
+pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()
+while len(os.listdir({str(tmp_path)!r})) < 3:
+    time.sleep(0.05)
+if index == 0:
+    sys.exit(3)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(600)
 """
-    assert _pod(program, replace_rollouts=True).run() == 0
-    assert capfd.readouterr().err.count("rollout 1 ended with signal SIGKILL; it is started again.") == 2
-    assert _pod("sys.exit(42 if index == 2 else 0)", replace_rollouts=True).run() == 42
-    assert capfd.readouterr().err.count("it is started again") == 5
-    assert _pod("sys.exit(1 if index == 2 else 0)", replace_rollouts=True).run() == 1
-    assert "started again" not in capfd.readouterr().err
-
-
-def test_a_process_that_does_not_end_when_another_failed_is_killed(monkeypatch, capfd):
-    monkeypatch.setattr("podrl.runtime.local_pod._GRACE_S", 0.3)
-    program = "print(os.getpid(), flush=True)\nif index == 0:\n    time.sleep(0.5)\n    sys.exit(3)\ntime.sleep(600)"
-    assert _pod(program).run() == 3
-    said = capfd.readouterr()
-    assert "rollout 0, rollout 1 did not end: killed." in said.err
-    pids = [int(line.split()[-1]) for line in said.out.splitlines()]
+    code, _, err = _run(program, grace_s=0.3)
+    assert code == 3 and "rollout 0, rollout 1 did not end: killed." in err
+    pids = [int(file.name) for file in pathlib.Path(tmp_path).iterdir()]
     assert len(pids) == 3
     for pid in pids:
         with pytest.raises(ProcessLookupError):
