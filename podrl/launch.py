@@ -34,6 +34,8 @@ _PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, its connec
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
 )
+# Of these, what a healthy process meets where another one, or the network between them, fails.
+_LOST = re.compile(r"^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): |[Gg]loo")
 _COMMAND = "PODRL_COMMAND"  # what the user typed, told to the processes of a local pod
 
 _WORKDIR = flags.DEFINE_string(
@@ -284,12 +286,13 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
     bug = not users or (isinstance(error, ImportError) and error.name is not None)  # ours name the extra to install
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     said = f"{error}{notes}" if users else f"{type(error).__name__}: {error}"
+    code = EXIT_INFRASTRUCTURE if joined and runtimes and _LOST.search(str(error)) else EXIT_USER
     first = all([pod.first_to_fail() for pod in joined])
     if first and (bug or "--debug" in sys.argv):
         traceback.print_exception(error)
     if users or not first:
         print("podrl: error:", said if first else said.partition("\n")[0], file=sys.stderr)
-    return EXIT_USER, said
+    return code, said
 
 
 def main() -> None:

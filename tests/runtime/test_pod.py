@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from podrl import launch
 from podrl.runtime.channel import Channel, ChannelError, LateError
 from podrl.runtime.local_pod import free_ports
 from podrl.runtime.message import Message
@@ -70,6 +71,21 @@ def three():
 def test_one_process_of_a_job_says_in_full_why_it_fails(three):
     leader, trainer, rollout = three
     assert [pod.first_to_fail() for pod in (trainer, leader, rollout, trainer)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("error", "alone", "several"),
+    [
+        (RuntimeError("UNAVAILABLE: Socket closed"), 1, 42),
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), 1, 42),
+        (RuntimeError("INTERNAL: Mosaic failed to compile"), 1, 1),
+        (RuntimeError("a reward said UNAVAILABLE: later"), 1, 1),
+        (ValueError("trainer.b2 is 2: it must be below 1"), 1, 1),
+    ],
+)
+def test_a_job_whose_network_failed_asks_for_a_restart(three, monkeypatch, error, alone, several):
+    monkeypatch.setattr(launch, "_PEER_LOSS_S", 0.1)
+    assert [launch._report(error, pods)[0] for pods in ([], three[:1])] == [alone, several]
 
 
 def test_a_wait_ends_with_the_name_of_who_is_late_and_of_what(three):
