@@ -286,13 +286,13 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
     bug = not users or (isinstance(error, ImportError) and error.name is not None)  # ours name the extra to install
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     said = f"{error}{notes}" if users else f"{type(error).__name__}: {error}"
-    code = EXIT_INFRASTRUCTURE if joined and runtimes and _LOST.search(str(error)) else EXIT_USER
-    first = all([pod.first_to_fail() for pod in joined])
-    if first and (bug or "--debug" in sys.argv):
+    lost = joined and runtimes and _LOST.search(str(error))  # a rollout host may be replaced and the job go on
+    first = not lost and all([pod.first_to_fail() for pod in joined])
+    if (first and bug) or ((first or lost) and "--debug" in sys.argv):
         traceback.print_exception(error)
     if users or not first:
         print("podrl: error:", said if first else said.partition("\n")[0], file=sys.stderr)
-    return code, said
+    return EXIT_INFRASTRUCTURE if lost else EXIT_USER, said
 
 
 def main() -> None:

@@ -83,9 +83,14 @@ def test_one_process_of_a_job_says_in_full_why_it_fails(three):
         (ValueError("trainer.b2 is 2: it must be below 1"), 1, 1),
     ],
 )
-def test_a_job_whose_network_failed_asks_for_a_restart(three, monkeypatch, error, alone, several):
+def test_a_job_whose_network_failed_asks_for_a_restart(three, monkeypatch, capsys, error, alone, several):
     monkeypatch.setattr(launch, "_PEER_LOSS_S", 0.1)
-    assert [launch._report(error, pods)[0] for pods in ([], three[:1])] == [alone, several]
+    assert launch._report(error, [])[0] == alone
+    capsys.readouterr()
+    assert launch._report(error, three[1:2])[0] == several
+    in_full = several == 1 and isinstance(error, RuntimeError)
+    assert capsys.readouterr().err.startswith("RuntimeError:" if in_full else "podrl: error:")
+    assert three[0].first_to_fail() == (several == 42)  # a process that is replaced does not take the last word
 
 
 def test_a_wait_ends_with_the_name_of_who_is_late_and_of_what(three):
