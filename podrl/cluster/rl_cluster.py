@@ -21,6 +21,7 @@ from podrl.mesh.backlog import Backlog
 from podrl.mesh.build import local_mesh
 from podrl.mesh.reshard.publish import Publisher
 from podrl.models import decoder
+from podrl.models import lora as lora_lib
 from podrl.models.config import LoraConfig
 from podrl.models.hf_config import read_config
 from podrl.models.pretrained import check_vocab, from_pretrained
@@ -38,11 +39,12 @@ class RLCluster:
     """Actor, reference and rollout of one job, as far as they lie on this process's devices.
 
     The trainer's parameters are the only truth: `sync_weights` moves them to the rollout mesh by the cached transfer
-    plan. Under LoRA the frozen base crosses once, at the first sync, and the adapters at every one; the reference is
-    the base without adapters, not a second copy.
+    plan. Under LoRA the frozen base crosses once, at the first sync, and the adapters at every one, or (with
+    `rollout.merge_adapters`) the model with them folded in; the reference is the base, not a second copy.
 
     Attributes:
       model: the actor's configuration.
+      rollout_model: what the rollout decodes: the same, without adapters where they are merged.
       state: trainable parameters, optimizer state and step, on the actor's mesh.
       frozen: parameters that are not trained (empty without LoRA).
       trains, generates: whether devices of the actor's and of the rollout's mesh belong to this process. Where it does
@@ -170,27 +172,26 @@ class RLCluster:
     def _build_rollout(self) -> None:
         config = self.config.rollout()
         self.rollout_dtype = jnp.dtype(config.data_type or self.training_config.dtype)
-        target = decoder.abstract_params(self.model, self.rollout_mesh, self.rollout_dtype)
-        if self._link is not None:
-            self._build_link(self._link, target)
-            return
-        trainable, frozen = decoder.split_trainable(jax.tree.map(lambda leaf: leaf.sharding, target), self.model)
-        self._publisher: Any = Publisher(self.state.params, trainable, target_dtype=self.rollout_dtype)
-        self._base_publisher: Any = (
-            Publisher(self.frozen, frozen, target_dtype=self.rollout_dtype) if self.frozen else None
-        )
-        self._rollout_base: PyTree | None = None if self._base_publisher is not None else {}
+        self._merge: Callable[[PyTree, PyTree], PyTree] | None = None
+        self.rollout_model, sent, base = self.model, self.state.params, self.frozen
+        if config.merge_adapters and self.model.lora.rank:
+            self.rollout_model = dataclasses.replace(self.model, lora=LoraConfig())
+            sent, base = decoder.abstract_params(self.rollout_model, self.actor_mesh, self.rollout_dtype), {}
+            self._merge = lora_lib.merging(self.model, sent)
+        target = decoder.abstract_params(self.rollout_model, self.rollout_mesh, self.rollout_dtype)
+        trainable, frozen = decoder.split_trainable(target, self.rollout_model)
+        self._publisher: Any = self._publisher_of("trainable", sent, trainable)
+        self._base_publisher: Any = self._publisher_of("base", base, frozen, lasting=True) if base else None
+        self._rollout_base: PyTree | None = None if base else {}
 
-    def _build_link(self, link: PullLink, target: PyTree) -> None:
-        dtype = self.rollout_dtype
-        if link.trains:
-            self._publisher = link.sender("trainable", self.state.params, dtype)
-            self._base_publisher = link.sender("base", self.frozen, dtype, lasting=True) if self.frozen else None
-        else:
-            trainable, frozen = decoder.split_trainable(target, self.model)
-            self._publisher = link.receiver("trainable", trainable)
-            self._base_publisher = link.receiver("base", frozen) if self.frozen else None
-        self._rollout_base = None if self._base_publisher is not None else {}
+    def _publisher_of(self, name: str, source: PyTree, target: PyTree, *, lasting: bool = False) -> Any:
+        """What moves a tree of arrays or shapes to the places of `target`, from this process's point of view."""
+        if self._link is None:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+            return Publisher(source, shardings, target_dtype=self.rollout_dtype)
+        if self._link.trains:
+            return self._link.sender(name, source, self.rollout_dtype, lasting=lasting)
+        return self._link.receiver(name, target)
 
     @functools.cached_property
     def rollout(self) -> Any:
@@ -203,7 +204,7 @@ class RLCluster:
             config = dataclasses.replace(config, lanes=max(config.lanes // share, 1))
         worker_class = RolloutWorker if isinstance(engine, str) else engine
         return worker_class(
-            self.model,
+            self.rollout_model,
             self._local_rollout_mesh,
             config,
             pad_id=self.tokenizer.pad_id,
@@ -215,7 +216,7 @@ class RLCluster:
     # Weights.
 
     def sync_weights(self, version: int | None = None) -> Policy:
-        """Moves the trainer's weights to the rollout mesh; adapters only, once the base is there.
+        """Moves the trainer's weights to the rollout mesh; under LoRA the adapters, once the base is there.
 
         Args:
           version: recorded with every token sampled from these weights; by default the optimizer's step.
@@ -226,7 +227,10 @@ class RLCluster:
         version = int(self.state.step) if version is None else version
         if self._base_publisher is not None and self._rollout_base is None:
             self._rollout_base = self._base_publisher.publish(self.frozen if self.trains else None, 0).params
-        moved = self._publisher.publish(self.state.params if self.trains else None, version)
+        sent = self.state.params if self.trains else None
+        if self._merge is not None and self.trains:
+            sent = self._merge(self.state.params, self.frozen)
+        moved = self._publisher.publish(sent, version)
         if not self.generates:
             return moved
         return Policy(self._local(decoder.join_trainable(moved.params, self._rollout_base)), version)
@@ -406,7 +410,7 @@ class RLCluster:
     def warm_up(self, policy: Policy | None = None) -> None:
         """Compiles the rollout's programs before the first step; without a policy, around weights of zero."""
         if policy is None:
-            abstract = decoder.abstract_params(self.model, self._local_rollout_mesh, self.rollout_dtype)
+            abstract = decoder.abstract_params(self.rollout_model, self._local_rollout_mesh, self.rollout_dtype)
             zeros = jax.jit(
                 lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract),
                 out_shardings=jax.tree.map(lambda x: x.sharding, abstract),

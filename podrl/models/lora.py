@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 from podrl.mesh import rules
 from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
-from podrl.models.decoder import Param, is_adapter, param_specs, projection_inputs
-from podrl.models.quantize import dequantized
+from podrl.models.decoder import Param, is_adapter, join_trainable, param_specs, projection_inputs
+from podrl.models.quantize import dequantized, sharding_of
 from podrl.types import PyTree
 
 
@@ -80,6 +80,16 @@ def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
     return dataclasses.replace(config, lora=LoraConfig()), {**params, "layers": layers}
 
 
+def merging(config: ModelConfig, merged: PyTree) -> Callable[[PyTree, PyTree], PyTree]:
+    """`merge` as one program: (adapters, base) -> the dense model in the dtypes and places of `merged`."""
+
+    def fold(adapters: PyTree, base: PyTree) -> PyTree:
+        _, params = merge(join_trainable(adapters, base), config)
+        return jax.tree.map(lambda x, to: x.astype(to.dtype), params, merged)
+
+    return jax.jit(fold, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, merged))
+
+
 def _merged(weight: Array, a: Array, b: Array, scale: float, inputs: int) -> Array:
     def fold(weight: Array, a: Array, b: Array) -> Array:
         a_LIR = a.reshape(a.shape[0], -1, a.shape[-1]).astype(jnp.float32)
@@ -88,5 +98,4 @@ def _merged(weight: Array, a: Array, b: Array, scale: float, inputs: int) -> Arr
         return (weight.astype(jnp.float32) + scale * delta_LIO.reshape(weight.shape)).astype(weight.dtype)
 
     assert a.ndim == inputs + 2, (a.shape, inputs)
-    out = weight.sharding if isinstance(weight, jax.Array) else None
-    return jax.jit(fold, out_shardings=out)(weight, a, b)
+    return jax.jit(fold, out_shardings=sharding_of(weight))(weight, a, b)

@@ -1,10 +1,12 @@
 """Integer storage of frozen projection weights (QLoRA): int8 or int4 values with a scale per group of inputs."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.core import Tracer
+from jax.sharding import Mesh, Sharding
 from jaxtyping import Array
 
 from podrl.mesh import rules
@@ -60,4 +62,9 @@ def dequantized(name: str, layers: Mapping[str, Array], dtype: jax.typing.DTypeL
         return jax.vmap(lambda layer: dense_weight(name, layer, dtype))(parts)
 
     parts = {n: layers[n] for n in (name, f"{name}_scale")}
-    return jax.jit(convert, out_shardings=layers[name].sharding)(parts)
+    return jax.jit(convert, out_shardings=sharding_of(layers[name]))(parts)
+
+
+def sharding_of(x: Any) -> Sharding | None:
+    """Where an array lies; None for one on the host, or one that is being traced."""
+    return x.sharding if isinstance(x, jax.Array) and not isinstance(x, Tracer) else None

@@ -24,7 +24,7 @@ from podrl.mesh.reshard.plan import Plan, make_plan
 from podrl.mesh.reshard.relayout import RelayoutTransport
 from podrl.models import decoder, scalar
 from podrl.models.attention import BLOCK
-from podrl.models.config import ModelConfig
+from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.sizes import config_of
 from podrl.planning.chips import Topology
@@ -116,6 +116,11 @@ class Setting:
 
     def pack_shape(self, mesh: Mesh) -> PackShape:
         return self.job.trainer.pack_shape(sequences=self.job.mini_batch_size, max_length=self.longest, mesh=mesh)
+
+    @property
+    def rollout_model(self) -> ModelConfig:
+        merged = self.job.rollout.merge_adapters
+        return dataclasses.replace(self.model, lora=LoraConfig()) if merged else self.model
 
     def rollout_dtype(self) -> jnp.dtype:
         return jnp.dtype(self.job.rollout.data_type or self.job.trainer.dtype)
@@ -269,7 +274,7 @@ def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trip
 
 def rollout_programs(setting: Setting) -> list[Program]:
     """The engine's programs."""
-    job, model, mesh = setting.job, setting.model, setting.rollout_mesh()
+    job, model, mesh = setting.job, setting.rollout_model, setting.rollout_mesh()
     engine = _engine(setting, mesh)
     shards, shape = engine.shards, engine.shape
     params = decoder.abstract_params(model, mesh, setting.rollout_dtype())
@@ -311,7 +316,7 @@ def rollout_programs(setting: Setting) -> list[Program]:
 
 def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work:
     """A dispatch on one chip: weights and the tokens seen are read once per step, prompts once per group."""
-    model, job = setting.model, setting.job
+    model, job = setting.rollout_model, setting.job
     tensor = mesh.shape["tensor"]
     item = setting.rollout_dtype().itemsize
     specs = jax.tree.leaves(decoder.param_specs(model), is_leaf=decoder.is_param)
@@ -437,22 +442,24 @@ class _Ends:
         target = make_mesh(job.roles.rollout.mesh, targets, key="roles.rollout.mesh", auto="data=-1")
         optimizer = job.trainer.optimizer(updates_per_step=job.updates_per_step)
         state, frozen = state_lib.abstract_state(model, optimizer, source, job.trainer.param_dtype)
-        params = decoder.abstract_params(model, target, wire)
-        moved, base = decoder.split_trainable(params, model)
+        params = decoder.abstract_params(setting.rollout_model, target, wire)
+        moved, base = decoder.split_trainable(params, setting.rollout_model)
+        merged = setting.rollout_model != model
+        sent = decoder.abstract_params(setting.rollout_model, source, wire) if merged else state.params
         shardings = jax.tree.map(lambda leaf: leaf.sharding, moved)
-        plan = make_plan(state.params, shardings, dtype=wire)
-        leaves, places = jax.tree.leaves(state.params), jax.tree.leaves(shardings)
+        plan = make_plan(sent, shardings, dtype=wire)
+        leaves, places = jax.tree.leaves(sent), jax.tree.leaves(shardings)
         pools = next(p.args[0] for p in _engine(setting, target).programs(params) if p.name == "insert")
         return cls(
             plan,
             CollectiveTransport(plan, [leaf.sharding for leaf in leaves], places) if transport else None,
             leaves,
             places,
-            bytes_per_chip(state) + bytes_per_chip(frozen),
+            bytes_per_chip(state) + bytes_per_chip(frozen) + (bytes_per_chip(sent) if merged else 0.0),
             bytes_per_chip(base) + 2 * bytes_per_chip(moved) + bytes_per_chip(pools),
         )
 
 
 def _engine(setting: Setting, mesh: Mesh) -> Engine:
     shape = engine_shape(setting.job.rollout, mesh.shape["data"] * mesh.shape["fsdp"])
-    return Engine(setting.model, mesh, shape, setting.rollout_dtype())
+    return Engine(setting.rollout_model, mesh, shape, setting.rollout_dtype())

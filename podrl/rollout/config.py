@@ -98,6 +98,9 @@ class RolloutConfig:
         makes the scheduler spill samples to the host when it runs dry.
       prefill_tokens: tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
       members_per_visit: samples of one prompt that read a prompt segment together; about the group size.
+      merge_adapters: under LoRA, fold the adapters into the weights on the trainer and move the whole model at every
+        version: decoding is that of a model without adapters, a move costs that of full training. Otherwise the base
+        crosses once, and the engine applies the adapters.
 
     Raises:
       ValueError: sizes that do not fit together.
@@ -122,6 +125,7 @@ class RolloutConfig:
     prefill_tokens: int = 256
     members_per_visit: int = 16
     prompts_per_step: int = 8
+    merge_adapters: bool = False
 
     def __post_init__(self):
         for name in (

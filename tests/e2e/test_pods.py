@@ -71,6 +71,17 @@ def test_a_pod_trains_like_one_process(tmp_path, alone, pod):
     assert "[trainer 0] " in finished.stdout and "[Gloo]" not in finished.stdout
 
 
+@pytest.mark.parametrize("topology", ["shared", "split"])
+def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
+    pod = ("--local_processes=2", f"--topology={topology}", "--config.rollout.merge_adapters=True")
+    lora = ("--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3", "--config.eval.problems=0")
+    finished = run(tmp_path / "run", *pod, *lora)
+    records = [record for record in comparable(finished.workdir) if "sampler/abs_diff" in record]
+    assert len(records) == 6
+    # From the second step on the adapters do something: the trainer's policy is the one that sampled.
+    assert all(record["sampler/abs_diff"] < 1e-5 for record in records), records
+
+
 def test_trainer_hosts_steer_the_kl_alike(tmp_path):
     """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill."""
     steered = ("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0")

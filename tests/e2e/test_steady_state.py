@@ -1,5 +1,8 @@
 """After the first step nothing is compiled, and weights reach the rollout mesh without becoming host arrays."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -16,17 +19,21 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
-def make_cluster(lora: LoraConfig | None = None, top_k: int | None = None, **training) -> podrl.RLCluster:
+def make_cluster(
+    lora: LoraConfig | None = None, rollout: Mapping[str, Any] | None = None, **training
+) -> podrl.RLCluster:
     trainer = podrl.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
-    rollout = podrl.make_mesh("data=2,tensor=2", jax.devices()[4:])
-    roles = {podrl.Role.ACTOR: trainer, podrl.Role.REFERENCE: trainer, podrl.Role.ROLLOUT: rollout}
+    sampler = podrl.make_mesh("data=2,tensor=2", jax.devices()[4:])
+    roles = {podrl.Role.ACTOR: trainer, podrl.Role.REFERENCE: trainer, podrl.Role.ROLLOUT: sampler}
     return podrl.RLCluster(
         actor=TINY,
         lora=lora,
         cluster_config=podrl.ClusterConfig(
             role_to_mesh=roles,
             training_config=podrl.RLTrainingConfig(eval_every_n_steps=0, max_steps=5, learning_rate=1e-3, **training),
-            rollout_config=podrl.RolloutConfig(max_prompt_length=64, max_tokens_to_generate=16, lanes=8, top_k=top_k),
+            rollout_config=podrl.RolloutConfig(
+                max_prompt_length=64, max_tokens_to_generate=16, lanes=8, **(rollout or {})
+            ),
         ),
     )
 
@@ -47,10 +54,11 @@ PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
     [
         (None, {}, {"beta": 0.04}),
         (None, {"mini_batch_size": 8}, {"beta": 0.0, "num_iterations": 2}),
-        (LoraConfig(rank=4), {"top_k": 20}, {"beta": 0.04, "max_staleness": 1}),
+        (LoraConfig(rank=4), {"rollout": {"top_k": 20}}, {"beta": 0.04, "max_staleness": 1}),
+        (LoraConfig(rank=4), {"rollout": {"merge_adapters": True}}, {"beta": 0.04}),
         (None, {}, {"beta": 0.04, "kl_target": 0.01, "kl_horizon": 50.0}),
     ],
-    ids=["plain", "mu2-mini-batches", "stale-lora", "steered"],
+    ids=["plain", "mu2-mini-batches", "stale-lora", "merged-lora", "steered"],
 )
 def test_nothing_compiles_after_the_first_step(lora, settings, algorithm):
     cluster = make_cluster(lora, **settings)
