@@ -4,6 +4,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -12,7 +13,11 @@ from podrl.planning.hlo import Collective, cost_of
 from podrl.planning.programs import Program
 
 # Says only whether a program fits, in a sixth of the time: schedules and tiles are not searched.
-QUICK: Mapping[str, float] = {"exec_time_optimization_effort": -1.0}
+QUICK: Mapping[str, Any] = (
+    {"exec_time_optimization_effort": -1.0}
+    if hasattr(jax.config, "jax_exec_time_optimization_effort")  # jax 0.10; later ones have levels
+    else {"optimization_level": "O0"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
