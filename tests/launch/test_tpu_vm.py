@@ -240,7 +240,9 @@ def test_a_worker_that_cannot_install_starts_nobody(pod):
 
 def test_ctrl_c_stops_following_and_not_the_run(pod):
     run = pod(2)
-    command = [str(run.checkout / "launch" / "tpu_vm.sh"), "t", "z", f"--python={sys.executable}", "--", "--wait"]
+    script = str(run.checkout / "launch" / "tpu_vm.sh")
+    # What is started in the background, as these tests may be, ignores SIGINT and hands that on.
+    command = ["env", "--default-signal=INT", script, "t", "z", f"--python={sys.executable}", "--", "--wait"]
     following = subprocess.Popen(
         command,
         env=run.environment,
