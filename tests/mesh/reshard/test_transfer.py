@@ -113,7 +113,8 @@ def test_steady_moves_in_place_compile_nothing_and_copy_nothing_but_the_result(c
 
 def test_what_was_lent_can_be_donated_after_a_move():
     trainer, rollout = trainer_and_rollout()
-    x = jax.device_put(np.ones((64, 64), np.float32), NamedSharding(trainer, Spec("fsdp")))
+    # By a program: device_put may lend the memory of an aligned numpy array, which no program may then write to.
+    x = jnp.ones((64, 64), device=NamedSharding(trainer, Spec("fsdp")))
     at = x.addressable_data(0).unsafe_buffer_pointer()
     reshard([x], [NamedSharding(rollout, Spec("tensor"))])
     updated = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
