@@ -13,7 +13,7 @@ from podrl.types import Policy, PyTree
 class WeightPublisher(Protocol):
     """One tree on its way from trainer to rollout, on either side."""
 
-    def publish(self, params: Any, version: int) -> Policy: ...
+    def publish(self, params: Any, version: int, *, replacing: PyTree | None = None) -> Policy: ...
 
 
 class PullLink:
@@ -64,5 +64,6 @@ class _Lasting:
     def __init__(self, publisher: PullPublisher):
         self._publisher = publisher
 
-    def publish(self, params: Any, version: int) -> Policy:
+    def publish(self, params: Any, version: int, *, replacing: PyTree | None = None) -> Policy:
+        assert replacing is None, "trainers hold no policy"
         return self._publisher.publish(params, version, lasting=True)

@@ -180,6 +180,8 @@ class RLCluster:
             self._merge = lora_lib.merging(self.model, sent)
         target = decoder.abstract_params(self.rollout_model, self.rollout_mesh, self.rollout_dtype)
         trainable, frozen = decoder.split_trainable(target, self.rollout_model)
+        self._trained_places = trainable
+        self._in_place: PyTree | None = None  # what moved, of the last policy that was made in place
         self._publisher: Any = self._publisher_of("trainable", sent, trainable)
         self._base_publisher: Any = self._publisher_of("base", base, frozen, lasting=True) if base else None
         self._rollout_base: PyTree | None = None if base else {}
@@ -215,11 +217,13 @@ class RLCluster:
 
     # Weights.
 
-    def sync_weights(self, version: int | None = None) -> Policy:
+    def sync_weights(self, version: int | None = None, *, in_place: bool = False) -> Policy:
         """Moves the trainer's weights to the rollout mesh; under LoRA the adapters, once the base is there.
 
         Args:
           version: recorded with every token sampled from these weights; by default the optimizer's step.
+          in_place: the new policy takes the memory of the last one made so, leaf by leaf, and that one is gone, even
+            if this call fails: the rollout mesh never has to hold both. The training loop does this.
 
         Returns:
           The policy on the rollout mesh, its checksums equal to the trainer's.
@@ -230,10 +234,21 @@ class RLCluster:
         sent = self.state.params if self.trains else None
         if self._merge is not None and self.trains:
             sent = self._merge(self.state.params, self.frozen)
-        moved = self._publisher.publish(sent, version)
+        old = None
+        if in_place and self.generates:
+            old, self._in_place = self._in_place or self._blank(), None
+        moved = self._publisher.publish(sent, version, replacing=old)
         if not self.generates:
             return moved
+        if in_place:
+            self._in_place = moved.params
         return Policy(self._local(decoder.join_trainable(moved.params, self._rollout_base)), version)
+
+    def _blank(self) -> PyTree:
+        """What the first policy made in place replaces, so that it compiles the programs of all that follow."""
+        places = jax.tree.map(lambda leaf: leaf.sharding, self._trained_places)
+        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._trained_places)  # noqa: E731
+        return jax.jit(zeros, out_shardings=places)()
 
     def _local(self, params: PyTree) -> PyTree:
         """Weights of the rollout mesh as arrays of this process's part of it; nothing is copied."""

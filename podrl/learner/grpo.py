@@ -229,7 +229,7 @@ class GRPOParts(LearnerParts):
     def publish(self, step: int) -> Policy:
         # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
         with self.run.watchdog.stage("publish"):
-            return self._thread.submit(self.cluster.sync_weights, step).result()
+            return self._thread.submit(self.cluster.sync_weights, step, in_place=True).result()
 
     def submit(self, policy: Policy, step: int) -> InFlight:
         assert self._generate is not None, "trainer hosts do not generate"

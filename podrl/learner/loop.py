@@ -26,7 +26,10 @@ class Parts(Protocol):
         ...
 
     def publish(self, step: int) -> Policy:
-        """Moves the trainer's weights to the rollout mesh as version `step`, verified on arrival."""
+        """Moves the trainer's weights to the rollout mesh as version `step`, verified on arrival.
+
+        They take the memory of the policy before, which no batch in flight may need any more.
+        """
         ...
 
     def submit(self, policy: Policy, step: int) -> InFlight:

@@ -120,7 +120,7 @@ class LearnerParts:
 
     def publish(self, step: int) -> Policy:
         with self.run.watchdog.stage("publish"):
-            return self.cluster.sync_weights(step)
+            return self.cluster.sync_weights(step, in_place=True)
 
     def stopping(self) -> bool:
         return self.run.stopping()

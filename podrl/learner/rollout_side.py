@@ -79,7 +79,7 @@ class RolloutParts:
             self._pod.channel.drop(f"evaluation/{self._evaluations.pop(0)}")
         # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
         with self.run.watchdog.stage("publish"):
-            return self._thread.submit(self.cluster.sync_weights, step).result()
+            return self._thread.submit(self.cluster.sync_weights, step, in_place=True).result()
 
     def submit(self, policy: Policy, step: int) -> InFlight:
         prompts = next(self.stream)

@@ -77,7 +77,7 @@ class TrainerSide(LearnerParts):
     def publish(self, step: int) -> Policy:
         self._agree(step)
         with self.run.watchdog.stage("publish"):
-            return self.cluster.sync_weights(step)
+            return self.cluster.sync_weights(step, in_place=True)
 
     def submit(self, policy: Policy, step: int) -> InFlight:
         return RemoteBatch(self, step)

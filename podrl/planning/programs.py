@@ -376,7 +376,7 @@ def weight_move(setting: Setting) -> Move:
             ROLLOUT,
             lambda: received.unpack.lower(*arriving["unpack"]),
             0,
-            out.kept,
+            out.kept - out.successors(buckets[largest].leaves),
         ),
     ]
     note = "The crossing is planned but not compiled: one program spans both topologies, which differ."
@@ -401,6 +401,7 @@ def _colocated_move(setting: Setting) -> Move:
     if not RelayoutTransport.fits(plan):
         return Move(plan, rate, (), len(plan.buckets), "Copied between devices box by box: there is no large program.")
     bucket = max(plan.buckets, key=lambda b: b.bytes).leaves
+    read = sum(bytes_per_chip(ends.leaves[i]) for i in bucket)
     dtypes = [plan.leaves[i].target_dtype for i in bucket]
 
     def cast(arrays: list[Any]) -> list[Any]:
@@ -412,7 +413,7 @@ def _colocated_move(setting: Setting) -> Move:
         BOTH,
         lambda: relayout.lower([ends.leaves[i] for i in bucket]),
         0,
-        ends.held + ends.kept - sum(bytes_per_chip(ends.leaves[i]) for i in bucket),
+        ends.held + ends.kept - read - ends.successors(bucket),
     )
     return Move(plan, rate, (program,), len(plan.buckets), "")
 
@@ -424,8 +425,8 @@ class _Ends:
     Attributes:
       plan, transport: of the moved leaves.
       leaves, places: shapes at the source, shardings at the target.
-      held: bytes of a trainer chip beside the move's own.
-      kept: the same of a rollout chip: the policy in use stays until the new one is complete.
+      held: bytes of a trainer chip, the leaves that move included.
+      kept: the same of a rollout chip; the policy is there once, as every leaf is given up before its successor comes.
     """
 
     plan: Plan
@@ -435,6 +436,14 @@ class _Ends:
     held: float
     kept: float
 
+    def successors(self, indices: Sequence[int]) -> float:
+        """Bytes of some leaves on a rollout chip, old or new."""
+        leaves = [(self.plan.leaves[i], self.places[i]) for i in indices]
+        return sum(
+            bytes_per_chip(jax.ShapeDtypeStruct(leaf.shape, leaf.target_dtype, sharding=place))
+            for leaf, place in leaves
+        )
+
     @classmethod
     def of(cls, setting: Setting, sources: Sequence[Any], targets: Sequence[Any], *, transport: bool = True) -> "_Ends":
         job, model, wire = setting.job, setting.model, setting.rollout_dtype()
@@ -443,7 +452,7 @@ class _Ends:
         optimizer = job.trainer.optimizer(updates_per_step=job.updates_per_step)
         state, frozen = state_lib.abstract_state(model, optimizer, source, job.trainer.param_dtype)
         params = decoder.abstract_params(setting.rollout_model, target, wire)
-        moved, base = decoder.split_trainable(params, setting.rollout_model)
+        moved, _ = decoder.split_trainable(params, setting.rollout_model)
         merged = setting.rollout_model != model
         sent = decoder.abstract_params(setting.rollout_model, source, wire) if merged else state.params
         shardings = jax.tree.map(lambda leaf: leaf.sharding, moved)
@@ -456,7 +465,7 @@ class _Ends:
             leaves,
             places,
             bytes_per_chip(state) + bytes_per_chip(frozen) + (bytes_per_chip(sent) if merged else 0.0),
-            bytes_per_chip(base) + 2 * bytes_per_chip(moved) + bytes_per_chip(pools),
+            bytes_per_chip(params) + bytes_per_chip(pools),
         )
 
 

@@ -78,9 +78,10 @@ def test_nothing_compiles_after_the_first_step(lora, settings, algorithm):
     cluster.close()
 
 
-def test_publishing_makes_no_host_array_and_compiles_nothing(monkeypatch):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_publishing_makes_no_host_array_and_compiles_nothing(monkeypatch, in_place):
     cluster = make_cluster()
-    jax.block_until_ready(cluster.sync_weights(0).params)
+    first = jax.block_until_ready(cluster.sync_weights(0, in_place=in_place))
     leaves = jax.tree.leaves(cluster.state.params)
     array_type, reads, compiled = type(leaves[0]), [], len(COMPILES)
     to_host = array_type.__array__
@@ -94,13 +95,14 @@ def test_publishing_makes_no_host_array_and_compiles_nothing(monkeypatch):
         jax.transfer_guard_host_to_device("disallow_explicit"),
         jax.transfer_guard_device_to_host("disallow_explicit"),
     ):
-        policy = jax.block_until_ready(cluster.sync_weights(1))
+        policy = jax.block_until_ready(cluster.sync_weights(1, in_place=in_place))
     monkeypatch.undo()
     # The checksums, 4 bytes per leaf and device of both meshes, are all the host sees.
     assert reads and all(dtype == np.uint32 for dtype, _ in reads)
     assert sum(size for _, size in reads) <= len(leaves) * 8
     assert len(COMPILES) == compiled
     assert policy.version == 1
+    assert all(x.is_deleted() == in_place for x in jax.tree.leaves(first.params))
     for sent, arrived in zip(leaves, jax.tree.leaves(policy.params), strict=True):
         assert (np.asarray(sent.astype(arrived.dtype)) == np.asarray(arrived)).all()
     cluster.close()

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
 from podrl.mesh.reshard.plan import Plan, make_plan
-from podrl.mesh.reshard.programs import Boxes, blank_program, cut_at, joined, overwrite
+from podrl.mesh.reshard.programs import Boxes, blank_program, cut_at, give_up, joined, overwrite
 from podrl.mesh.reshard.rounds import Links, Rounds, landing
 from podrl.mesh.reshard.tables import Tables
 from podrl.mesh.reshard.wire import from_words, to_words, word, word_shape
@@ -210,12 +210,14 @@ class CollectiveTransport:
             "unpack": (*common(self.target, programs.rounds), landed, so_far if bucket.parts > 1 else []),
         }
 
-    def move(self, leaves: Sequence[Array] | None, *, donate: bool = False) -> list[Array] | None:
+    def move(
+        self, leaves: Sequence[Array] | None, *, donate: bool = False, replacing: Sequence[Array] | None = None
+    ) -> list[Array] | None:
         """The leaves on their target shardings, in the target dtypes.
 
         Args:
           leaves: arrays placed as the plan says; None on a process outside the source mesh.
-          donate: delete each source leaf as soon as it has been read.
+          donate, replacing: as in `Transport.move`.
 
         Returns:
           New arrays, possibly still being written; None on a process outside the target mesh. At most two buckets of
@@ -227,13 +229,12 @@ class CollectiveTransport:
         out: list[Any] = [None] * len(self.plan.leaves)
         flying: deque[Sequence[Array]] = deque()
         for bucket, programs in zip(self.crossing.buckets, self.programs, strict=True):
+            give_up(replacing, bucket.leaves)
             for part in range(bucket.parts):
                 if len(flying) == IN_FLIGHT:
                     jax.block_until_ready(flying.popleft())
                 flying.append(self._move_bucket(bucket.leaves, programs, part, leaves, out))
-            if donate and leaves is not None:
-                for i in bucket.leaves:
-                    leaves[i].delete()
+            give_up(leaves if donate else None, bucket.leaves)
             if bucket.parts > 1 and self.receives:
                 out[bucket.leaves[0]] = self._spread(bucket.leaves[0], out[bucket.leaves[0]])
         self._landing_ground = None, []

@@ -15,6 +15,7 @@ from podrl.mesh.reshard.ends import Joiner, Slots
 from podrl.mesh.reshard.handshake import Ask, Message, Reads, Side, pull_plan
 from podrl.mesh.reshard.ledger import Expected, Ledger, WeightMismatchError
 from podrl.mesh.reshard.peer import Peer, TransferTimeoutError
+from podrl.mesh.reshard.programs import give_up
 from podrl.types import Policy, PyTree
 
 IN_FLIGHT = 2
@@ -62,13 +63,16 @@ class PullReceiver:
             mesh = cast(Mesh, self._shardings[0].mesh)
             self._devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
 
-    def publish(self, params: None, version: int | None, *, donate: bool = False) -> Policy:
+    def publish(
+        self, params: None, version: int | None, *, donate: bool = False, replacing: PyTree | None = None
+    ) -> Policy:
         """The weights of a version, pulled from the trainer and compared with what was published there.
 
         Args:
           params: None; they are the trainer's.
           version: the one wanted, waited for if it is not there yet; None for the newest, on a rollout of one process.
           donate: means nothing here.
+          replacing: as of `Publisher.publish`.
 
         Raises:
           VersionGoneError: the trainer has gone on and does not hold it any more.
@@ -80,11 +84,12 @@ class PullReceiver:
         if not self._shardings:
             return Policy(params=self._target.tree([]), version=version or 0)
         self._deadline = time.monotonic() + self._timeout
+        old = None if replacing is None else self._target.check(replacing, "Weights to replace")
         while True:
             try:
                 joined = self._joined = self._joined or self._join()
                 version = max(joined.versions) if version is None else version
-                leaves, totals = self._pull(joined, version)
+                leaves, totals = self._pull(joined, version, old)
                 break
             except (_AgainError, OSError) as error:
                 self._leave()
@@ -147,7 +152,9 @@ class PullReceiver:
                 self._peer.forget(trainer.address)
         self._joined = None
 
-    def _pull(self, joined: "_Joined", version: int) -> tuple[list[Array], list[int]]:
+    def _pull(
+        self, joined: "_Joined", version: int, replacing: Sequence[Array] | None
+    ) -> tuple[list[Array], list[int]]:
         """All leaves of a version, bucket by bucket, at most two of them staged; and the checksums told with them."""
         out: list[Any] = [None] * len(joined.plan.leaves)
         flying: deque[_Flight] = deque()
@@ -155,10 +162,10 @@ class PullReceiver:
         for bucket, chosen in enumerate(joined.plan.buckets):
             for part in range(chosen.parts):
                 if len(flying) == IN_FLIGHT:
-                    self._land(joined, flying.popleft(), out)
+                    self._land(joined, flying.popleft(), out, replacing)
                 flying.append(self._take_off(joined, version, bucket, part, totals))
         while flying:
-            self._land(joined, flying.popleft(), out)
+            self._land(joined, flying.popleft(), out, replacing)
         for process, trainer in joined.trainers.items():
             self._ask(process, "end", done=trainer.take_done(), session=trainer.session, receiver=trainer.receiver)
         return joined.joiner.finish(out, self._shardings), totals
@@ -201,12 +208,13 @@ class PullReceiver:
                 )
         return flight
 
-    def _land(self, joined: "_Joined", flight: "_Flight", out: list[Any]) -> None:
+    def _land(self, joined: "_Joined", flight: "_Flight", out: list[Any], replacing: Sequence[Array] | None) -> None:
         """Waits for a bucket, hands its boxes to all devices that want them, and puts them together."""
         who = f"Pulling {self._name!r} from trainer process {', '.join(str(p) for p, _ in flight.offers)}"
         self._peer.wait(list(flight.boxes.values()), self._deadline, who)
         for process, number in flight.offers:
             joined.trainers[process].done.append(number)
+        give_up(replacing, flight.leaves)
         joined.joiner.join(joined.spread(flight), flight.part, out)
         jax.block_until_ready([out[i] for i in flight.leaves])
 

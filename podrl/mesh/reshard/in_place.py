@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from podrl.mesh.reshard.local import named
 from podrl.mesh.reshard.plan import LeafPlan, Plan
-from podrl.mesh.reshard.programs import joined
+from podrl.mesh.reshard.programs import give_up, joined
 from podrl.mesh.reshard.relayout import stays
 
 IN_FLIGHT = 4
@@ -46,25 +46,31 @@ class InPlaceTransport:
         devices = {device for sharding in (*sources, *targets) for device in sharding.device_set}
         return all(d.platform == "cpu" and d.process_index == jax.process_index() for d in devices)
 
-    def move(self, leaves: Sequence[Array], *, donate: bool = False) -> list[Array]:
+    def move(
+        self, leaves: Sequence[Array], *, donate: bool = False, replacing: Sequence[Array] | None = None
+    ) -> list[Array]:
         """The leaves on their target shardings, in the target dtypes; all of them are written when it returns.
 
         Args:
           leaves: arrays placed as the plan says.
           donate: the sources are given up: leaves that need no change are handed on, the others deleted once read.
+          replacing: as in `Transport.move`; what is new is written over them, which spares fresh memory its faults.
         """
         out: list[Any] = [leaf if donate and stays else None for leaf, stays in zip(leaves, self._stays, strict=True)]
         flying: deque[tuple[Sequence[int], list[Any]]] = deque()
         for bucket in self._plan.buckets:
             changed = [i for i in bucket.leaves if out[i] is None]
+            give_up(replacing, [i for i in bucket.leaves if out[i] is not None])
             if len(flying) == IN_FLIGHT:
                 self._landed(*flying.popleft(), leaves, out, donate)
-            flying.append((changed, self._read(leaves, changed, out)))
+            flying.append((changed, self._read(leaves, changed, out, replacing)))
         for landing in flying:
             self._landed(*landing, leaves, out, donate)
         return out
 
-    def _read(self, leaves: Sequence[Array], indices: Sequence[int], out: list[Any]) -> list[Any]:
+    def _read(
+        self, leaves: Sequence[Array], indices: Sequence[int], out: list[Any], replacing: Sequence[Array] | None
+    ) -> list[Any]:
         """Starts the program that writes some leaves into `out`; returns the aliases it reads, to be kept so long."""
         groups: dict[Mesh, list[int]] = {}
         for i in indices:
@@ -73,8 +79,9 @@ class InPlaceTransport:
         for mesh, members in groups.items():
             with jax.transfer_guard("allow"):  # aliases: nothing is copied to or from the host
                 columns = [self.lenders[i].columns(leaves[i]) for i in members]
-            program = _join_program(mesh, tuple(self.lenders[i].reading for i in members))
-            for i, array in zip(members, program(columns), strict=True):
+            old = [] if replacing is None else [replacing[i] for i in members]
+            program = _join_program(mesh, tuple(self.lenders[i].reading for i in members), replacing is not None)
+            for i, array in zip(members, program(old, columns), strict=True):
                 out[i] = array
             lent.append(columns)
         return lent
@@ -85,9 +92,7 @@ class InPlaceTransport:
         """Waits for leaves, so that no alias outlives the move: jit copies an array given up while it is lent."""
         jax.block_until_ready([out[i] for i in indices])
         lent.clear()
-        if donate:
-            for i in indices:
-                leaves[i].delete()
+        give_up(leaves if donate else None, indices)
 
 
 class Lender:
@@ -162,10 +167,13 @@ class _Reading:
 
 
 @functools.lru_cache(maxsize=1024)
-def _join_program(mesh: Mesh, readings: tuple[_Reading, ...]) -> Callable[[Sequence[Sequence[Array]]], Sequence[Array]]:
-    """For each leaf its lent shards by slot -> the leaf on the mesh."""
+def _join_program(
+    mesh: Mesh, readings: tuple[_Reading, ...], overwriting: bool
+) -> Callable[[Sequence[Array], Sequence[Sequence[Array]]], Sequence[Array]]:
+    """(leaves to write over, if any; for each leaf its lent shards by slot) -> the leaves on the mesh."""
 
-    def join(columns: Sequence[Sequence[Array]]) -> list[Array]:
+    def join(old: Sequence[Array], columns: Sequence[Sequence[Array]]) -> list[Array]:
+        del old  # only its memory is wanted
         w = jax.lax.axis_index(mesh.axis_names)
         return [
             reading.read([jnp.squeeze(shard, 0) for shard in lent], w)
@@ -173,8 +181,10 @@ def _join_program(mesh: Mesh, readings: tuple[_Reading, ...]) -> Callable[[Seque
         ]
 
     specs_out = [reading.spec for reading in readings]
-    mapped = jax.shard_map(join, mesh=mesh, in_specs=Spec(mesh.axis_names), out_specs=specs_out, check_vma=False)
-    return jax.jit(mapped, out_shardings=[NamedSharding(mesh, spec) for spec in specs_out])
+    specs_in = (specs_out if overwriting else [], Spec(mesh.axis_names))
+    mapped = jax.shard_map(join, mesh=mesh, in_specs=specs_in, out_specs=specs_out, check_vma=False)
+    places = [NamedSharding(mesh, spec) for spec in specs_out]
+    return jax.jit(mapped, out_shardings=places, donate_argnums=0, keep_unused=True)
 
 
 def _words(dtype: np.dtype) -> np.dtype:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
 from podrl.mesh.reshard.plan import LeafPlan, Plan
-from podrl.mesh.reshard.programs import Boxes, blank_program, cut_program, join_program, lifted, write_program
+from podrl.mesh.reshard.programs import Boxes, blank_program, cut_program, give_up, join_program, lifted, write_program
 
 IN_FLIGHT = 2
 
@@ -39,12 +39,13 @@ class LocalTransport:
         self._wires = [_Wire(leaf, t) for leaf, t in zip(plan.leaves, self._targets, strict=True)]
         self._starts: dict[Any, Array] = {}
 
-    def move(self, leaves: Sequence[Array], *, donate: bool = False) -> list[Array]:
+    def move(
+        self, leaves: Sequence[Array], *, donate: bool = False, replacing: Sequence[Array] | None = None
+    ) -> list[Array]:
         """The leaves on their target shardings, in the target dtypes.
 
         Args:
-          leaves: arrays placed as the plan says.
-          donate: delete each source leaf as soon as it has been read.
+          leaves, donate, replacing: as in `Transport.move`.
 
         Returns:
           New arrays, possibly still being written; at most two buckets are staged at any time.
@@ -52,14 +53,13 @@ class LocalTransport:
         out: list[Any] = [None] * len(leaves)
         flying: deque[list[Array]] = deque()
         for bucket in self._plan.buckets:
+            give_up(replacing, bucket.leaves)
             for part in range(bucket.parts):
                 if len(flying) == IN_FLIGHT:
                     jax.block_until_ready(flying.popleft())
                 done = self._move_bucket(leaves, bucket.leaves, part if bucket.parts > 1 else None, out)
                 flying.append(done)
-            if donate:
-                for i in bucket.leaves:
-                    leaves[i].delete()
+            give_up(leaves if donate else None, bucket.leaves)
         return out
 
     def _move_bucket(

@@ -25,8 +25,17 @@ _DEFAULT_BUCKET_BYTES = 64 << 20
 class Transport(Protocol):
     """Carries out one plan."""
 
-    def move(self, leaves: Sequence[Array], *, donate: bool = False) -> list[Array]:
-        """The leaves at their target, in the order of the plan."""
+    def move(
+        self, leaves: Sequence[Array], *, donate: bool = False, replacing: Sequence[Array] | None = None
+    ) -> list[Array]:
+        """The leaves at their target, in the order of the plan.
+
+        Args:
+          leaves: arrays placed as the plan says.
+          donate: the sources are given up, each deleted once it has been read.
+          replacing: arrays like the result that are given up, bucket by bucket, as their successors are made: a target
+            never holds more than the new leaves, the old ones still to be replaced, and what is staged.
+        """
         ...
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from podrl.mesh.reshard.plan import Plan
+from podrl.mesh.reshard.programs import give_up
 
 IN_FLIGHT = 2
 MODULE = "pathwaysutils.experimental.reshard"
@@ -74,11 +75,13 @@ class PathwaysTransport:
             for leaf, source in zip(plan.leaves, sources, strict=True)
         ]
 
-    def move(self, leaves: Sequence[Array], *, donate: bool = False) -> list[Array]:
+    def move(
+        self, leaves: Sequence[Array], *, donate: bool = False, replacing: Sequence[Array] | None = None
+    ) -> list[Array]:
         """The leaves on their target shardings, in the target dtypes.
 
         Args:
-          leaves: arrays placed as the plan says.
+          leaves, replacing: as in `Transport.move`.
           donate: the sources are given up; what was cast on the way always is.
 
         Returns:
@@ -89,13 +92,12 @@ class PathwaysTransport:
         for bucket in self._plan.buckets:
             if len(flying) == IN_FLIGHT:
                 jax.block_until_ready(flying.popleft())
+            give_up(replacing, bucket.leaves)
             cast = [i for i in bucket.leaves if self._casts[i]]
             plain = [i for i in bucket.leaves if not self._casts[i]]
             self._send(cast, [self._casts[i](leaves[i]) for i in cast], out, donate=True)
             self._send(plain, [leaves[i] for i in plain], out, donate=donate)
-            if donate:
-                for i in cast:
-                    leaves[i].delete()
+            give_up(leaves if donate else None, cast)
             flying.append([out[i] for i in bucket.leaves])
         return out
 

@@ -60,6 +60,13 @@ class Boxes:
         return (*self.box[: self.part_axis], self.part_size, *self.box[self.part_axis + 1 :])
 
 
+def give_up(arrays: Sequence[Array] | None, indices: Sequence[int]) -> None:
+    """Frees the memory of some of the arrays, where there are any, once the programs that read them have."""
+    if arrays is not None:
+        for i in indices:
+            arrays[i].delete()
+
+
 def lifted(shape: tuple[int, ...], mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
     """Global shape and sharding of the array that holds one box of `shape` on every device of `mesh`."""
     if not shape:

@@ -69,7 +69,9 @@ class Publisher:
         else:
             self._transport = transport_for(self.plan, sources, targets)
 
-    def publish(self, params: PyTree | None, version: int, *, donate: bool = False) -> Policy:
+    def publish(
+        self, params: PyTree | None, version: int, *, donate: bool = False, replacing: PyTree | None = None
+    ) -> Policy:
         """The parameters on the rollout mesh, in the rollout dtype, compared with what was sent.
 
         Args:
@@ -77,19 +79,22 @@ class Publisher:
             the trainer mesh.
           version: the training step that made them, the same on every process.
           donate: the parameters are given up: each leaf is deleted as soon as it has been read.
+          replacing: weights of an earlier policy that nobody uses any more, not even where this call fails: their
+            memory is taken for the new ones, leaf by leaf. None leaves all earlier policies as they are.
 
         Returns:
           The policy; on a process outside the rollout mesh one without weights (an empty tree).
 
         Raises:
-          ValueError: the parameters are not those the plan was made for.
+          ValueError: the parameters, or those to replace, are not those the plan was made for.
           WeightMismatchError: a leaf arrived changed, or another version than the one asked for.
         """
         leaves, sums_Wl = None, None
         if params is not None:
             leaves = self._source.check(params, "Parameters")
             sums_Wl = self._source.sums(leaves)
-        moved = self._transport.move(leaves, donate=donate)
+        old = None if replacing is None else self._target.check(replacing, "Weights to replace")
+        moved = self._transport.move(leaves, donate=donate, replacing=old)
         if self._receipts is not None:
             sums_Wl, sent_version = self._receipts.send(sums_Wl, version)
             if (sent := int(read(sent_version))) != version:

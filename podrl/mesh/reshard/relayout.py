@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from podrl.mesh.reshard.plan import Plan
+from podrl.mesh.reshard.programs import give_up
 
 IN_FLIGHT = 2
 
@@ -28,11 +29,13 @@ class RelayoutTransport:
         """Whether every leaf stays on its devices, in their order."""
         return all(leaf.source.device_ids == leaf.target.device_ids for leaf in plan.leaves)
 
-    def move(self, leaves: Sequence[Array], *, donate: bool = False) -> list[Array]:
+    def move(
+        self, leaves: Sequence[Array], *, donate: bool = False, replacing: Sequence[Array] | None = None
+    ) -> list[Array]:
         """The leaves on their target shardings, in the target dtypes; none shares memory with its source.
 
         Args:
-          leaves: arrays placed as the plan says.
+          leaves, replacing: as in `Transport.move`.
           donate: the sources are given up: leaves that need no change are handed on, the others deleted once read.
         """
         out: list[Any] = [None] * len(leaves)
@@ -44,12 +47,12 @@ class RelayoutTransport:
             changed = tuple(i for i in bucket.leaves if i not in handed_on)
             if len(flying) == IN_FLIGHT:
                 jax.block_until_ready(flying.popleft())
+            give_up(replacing, bucket.leaves)
             done = self._program(changed)([leaves[i] for i in changed]) if changed else []
             flying.append(done)
             for i, array in zip(changed, done, strict=True):
                 out[i] = array
-                if donate:
-                    leaves[i].delete()
+            give_up(leaves if donate else None, changed)
         return out
 
     def _program(self, indices: tuple[int, ...]) -> Callable[[Sequence[Array]], Sequence[Array]]:

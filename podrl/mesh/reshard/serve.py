@@ -147,7 +147,15 @@ class PullPublisher:
             out_shardings=shardings,
         )
 
-    def publish(self, params: PyTree, version: int, *, donate: bool = False, lasting: bool = False) -> Policy:
+    def publish(
+        self,
+        params: PyTree,
+        version: int,
+        *,
+        donate: bool = False,
+        lasting: bool = False,
+        replacing: PyTree | None = None,
+    ) -> Policy:
         """Holds the parameters for receivers to pull.
 
         Args:
@@ -156,6 +164,7 @@ class PullPublisher:
           donate: the parameters are given up, each leaf deleted once it has been copied.
           lasting: the caller never changes nor donates these arrays (a frozen base): they are served where they are,
             and cast as they are cut.
+          replacing: None; the policies are the rollout's.
 
         Returns:
           A policy without weights, as on every process outside the rollout mesh.
@@ -164,6 +173,7 @@ class PullPublisher:
           ValueError: the parameters are not those the publisher was made for.
           WeightMismatchError: replicas of a leaf differ.
         """
+        assert replacing is None, "a trainer process holds no policy"
         self._peer.expire()
         leaves = self._source.check(params, "Parameters")
         if leaves:
