@@ -62,11 +62,12 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     source, targets = bench_trees.trees(args)
     tree = bench_trees.random_tree(source)
     leaves = jax.tree.leaves(tree)
-    bucket_bytes = args.bucket_bytes or default_bucket_bytes(jax.tree.leaves(targets)[0])
+    sides = [leaf.sharding for leaf in leaves], jax.tree.leaves(targets)
+    bucket_bytes = args.bucket_bytes or default_bucket_bytes(sides[1], sides[0] if args.transport == "auto" else ())
     make = functools.partial(make_plan, tree, targets, dtype=args.dst_dtype, bucket_bytes=bucket_bytes)
     plan_s, plan = bench_trees.timed(make)
     kind = CollectiveTransport if args.transport == "collective" else transport_for
-    transport = kind(plan, [leaf.sharding for leaf in leaves], jax.tree.leaves(targets))
+    transport = kind(plan, *sides)
 
     def fresh() -> list[Any]:
         return jax.block_until_ready(transport.move(leaves))
@@ -93,7 +94,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     put, few = _device_put(tree, targets, args.dst_dtype), max(3, args.repeats // 3)
     device_put_s = bench_trees.median(put, few)
     policies = [publisher.publish(tree, 1)]
-    sides = [plan.leaves[0].source.device_ids, plan.leaves[0].target.device_ids]
+    meshes = [plan.leaves[0].source.device_ids, plan.leaves[0].target.device_ids]
     return {
         "plan_ms": plan_s * 1e3,
         "plan_cached_ms": min(bench_trees.timed(make)[0] for _ in range(5)) * 1e3,
@@ -104,7 +105,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "bytes_moved": plan.moved_bytes,
         "gb_s": gb_s,
         "peak_extra_bytes": bench_trees.peak_extra_bytes(move, 0),
-        "bucket_bytes": plan.largest_bucket * max(map(len, sides)),
+        "bucket_bytes": plan.largest_bucket * max(map(len, meshes)),
         "compiles_after_first": built,
         "device_put_ms": device_put_s * 1e3,
         "cpu_ms": bench_trees.median_cpu(move, few) * 1e3,

@@ -106,7 +106,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     sends = any(d.process_index == jax.process_index() for d in places[0].device_set)
     tree = bench_trees.random_tree(source) if sends else None
     leaves = jax.tree.leaves(tree) if sends else None
-    bucket_bytes = args.bucket_bytes or default_bucket_bytes(jax.tree.leaves(targets)[0])
+    bucket_bytes = args.bucket_bytes or default_bucket_bytes(jax.tree.leaves(targets))
     plan_s, plan = bench_trees.timed(
         lambda: make_plan(source, targets, dtype=args.dst_dtype, bucket_bytes=bucket_bytes)
     )

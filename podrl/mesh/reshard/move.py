@@ -20,6 +20,8 @@ from podrl.types import PyTree
 # Small enough to stay in a CPU's caches where boxes are staged there; accelerators want transfers long enough to pay.
 _BUCKET_BYTES = {"cpu": 16 << 20}
 _DEFAULT_BUCKET_BYTES = 64 << 20
+# Nothing is staged in place: larger buckets are fewer programs to start (a tenth of a move), but longer to compile.
+_IN_PLACE_BUCKET_BYTES = 32 << 20
 
 
 class Transport(Protocol):
@@ -39,9 +41,13 @@ class Transport(Protocol):
         ...
 
 
-def default_bucket_bytes(sharding: Sharding) -> int:
-    """Bytes a device may stage at once, by its platform."""
-    platform = next(iter(sharding.device_set)).platform
+def default_bucket_bytes(targets: Sequence[Sharding], sources: Sequence[Sharding] = ()) -> int:
+    """Bytes a device may stage at once, by its platform; with `sources` where any transport inside one process does."""
+    if not targets:
+        return _DEFAULT_BUCKET_BYTES
+    if sources and InPlaceTransport.fits(sources, targets):
+        return _IN_PLACE_BUCKET_BYTES
+    platform = next(iter(targets[0].device_set)).platform
     return _BUCKET_BYTES.get(platform, _DEFAULT_BUCKET_BYTES)
 
 
@@ -81,7 +87,7 @@ def reshard(
     began = time.perf_counter()
     leaves, treedef = jax.tree.flatten(tree)
     targets = jax.tree.leaves(shardings)
-    bucket_bytes = default_bucket_bytes(targets[0]) if targets else _DEFAULT_BUCKET_BYTES
+    bucket_bytes = default_bucket_bytes(targets, [leaf.sharding for leaf in leaves])
     plan = make_plan(tree, shardings, dtype=dtype, bucket_bytes=bucket_bytes)
     if plan not in _transports:
         _transports[plan] = transport_for(plan, [leaf.sharding for leaf in leaves], targets)

@@ -41,8 +41,8 @@ class Publisher:
           source: the parameters, or ShapeDtypeStructs with their shardings; all on one mesh.
           target_shardings: one NamedSharding per leaf, all on one mesh; it may share devices with the source mesh.
           target_dtype: what floating-point leaves are cast to before they move; None keeps theirs.
-          bucket_bytes: bound on the bytes a device stages at once; by default 16 MiB on CPU, 64 MiB elsewhere.
-
+          bucket_bytes: bound on the bytes a device stages at once; by default 16 MiB on CPU (32 inside one process),
+            64 MiB elsewhere.
           transport: 'auto', or 'collective' to go the way of several processes inside one (disjoint meshes only).
 
         Raises:
@@ -52,9 +52,9 @@ class Publisher:
         sources = [leaf.sharding for leaf in leaves]
         targets = jax.tree.leaves(target_shardings)
         everywhere = all(s.is_fully_addressable for s in [*sources, *targets])
-        if bucket_bytes is None and targets:
-            bucket_bytes = default_bucket_bytes(targets[0])
-        self.plan: Plan = make_plan(source, target_shardings, dtype=target_dtype, bucket_bytes=bucket_bytes or 1)
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(targets, sources if everywhere and transport == "auto" else ())
+        self.plan: Plan = make_plan(source, target_shardings, dtype=target_dtype, bucket_bytes=bucket_bytes)
         paths = [leaf.path for leaf in self.plan.leaves]
         shapes = [leaf.shape for leaf in self.plan.leaves]
         before, after = ([getattr(leaf, k) for leaf in self.plan.leaves] for k in ("source_dtype", "target_dtype"))

@@ -141,7 +141,7 @@ class PullPublisher:
             return
         self._mesh = cast(Mesh, shardings[0].mesh)
         self._side = Side.of(source, after)
-        self._bucket_bytes = bucket_bytes or default_bucket_bytes(shardings[0])
+        self._bucket_bytes = bucket_bytes or default_bucket_bytes(shardings)
         self._copy: Callable[[Sequence[Array]], Sequence[Array]] = jax.jit(
             lambda leaves: [jnp.copy(x).astype(dtype) for x, dtype in zip(leaves, after, strict=True)],
             out_shardings=shardings,
