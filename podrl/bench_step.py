@@ -24,6 +24,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--src", default="fsdp=2,tensor=2", help="trainer mesh; faked CPU devices are made for it")
     parser.add_argument("--max_tokens_per_row", type=int, default=None)
     parser.add_argument("--max_seq_token_per_tpu", type=int, default=None)
+    parser.add_argument(
+        "--share_prompts", choices=("auto", "yes", "no"), default="auto", help="see trainer.share_prompts"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--remat", default="dots", choices=("none", "dots", "full", "offload"))
     parser.add_argument("--steps", type=int, default=5, help="timed updates, each on other samples; the median counts")
@@ -87,16 +90,24 @@ def _make_update(args: argparse.Namespace) -> _Update:
         eval_every_n_steps=0,
         max_tokens_per_row=args.max_tokens_per_row,
         max_seq_token_per_tpu=args.max_seq_token_per_tpu,
+        share_prompts={"auto": None, "yes": True, "no": False}[args.share_prompts],
         dtype=args.dtype,
         remat=args.remat,
         learning_rate=1e-4,
     )
     optimizer = training.optimizer()
     shape = training.pack_shape(
-        sequences=args.prompts * args.group, max_length=args.prompt_len[1] + args.completion_len[1], mesh=mesh
+        sequences=args.prompts * args.group,
+        max_length=args.prompt_len[1] + args.completion_len[1],
+        mesh=mesh,
+        group_size=args.group,
+        max_prompt_length=args.prompt_len[1],
     )
     samples = [_samples(args, seed) for seed in range(args.seed, args.seed + args.steps + 1)]
-    placements = [packing.place(sample["length_B"], shape) for sample in samples]
+    placements = [
+        packing.place(sample["length_B"], shape, packing.Heads.of_prompts(sample["prompt_P"], len(sample["length_B"])))
+        for sample in samples
+    ]
     batches = [
         state_lib.put_batch(_pack(sample, placement), mesh)
         for sample, placement in zip(samples, placements, strict=True)
@@ -132,7 +143,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         scoring.append(scored - start)
     built = len(compiles)
     flops, parameters = _matmul_flops(job.mesh), parameter_count(job.model)
-    work = [_model_flops(job.model, parameters, sample["length_B"]) for sample in samples]
+    work = [
+        _model_flops(job.model, parameters, sample["length_B"], placement.packed)
+        for sample, placement in zip(samples, placements, strict=True)
+    ]
     timed = range(1, len(samples))
     rates = lambda count: statistics.median(count(i) / seconds[i] for i in timed)  # noqa: E731
     return {
@@ -171,14 +185,18 @@ def _samples(args: argparse.Namespace, seed: int) -> dict[str, np.ndarray]:
     """Random sequences: one prompt length per group, one completion length per sample, both uniform."""
     rng = np.random.default_rng(seed)
     B = args.prompts * args.group
-    prompt_B = np.repeat(rng.integers(args.prompt_len[0], args.prompt_len[1] + 1, args.prompts), args.group)
+    prompt_P = rng.integers(args.prompt_len[0], args.prompt_len[1] + 1, args.prompts)
+    prompt_B = np.repeat(prompt_P, args.group)
     length_B = prompt_B + rng.integers(args.completion_len[0], args.completion_len[1] + 1, B)
     T = args.prompt_len[1] + args.completion_len[1]
     place_T = np.arange(T)
     logprob_BT = -rng.exponential(2.0, (B, T)).astype(np.float32)
+    tokens_BT = rng.integers(0, args.vocab, (B, T))
+    first_BT = np.repeat(tokens_BT[:: args.group], args.group, axis=0)
     return {
+        "prompt_P": prompt_P,
         "length_B": length_B,
-        "tokens_BT": rng.integers(0, args.vocab, (B, T)),
+        "tokens_BT": np.where(place_T < prompt_B[:, None], first_BT, tokens_BT),
         "mask_BT": (place_T >= prompt_B[:, None]) & (place_T < length_B[:, None]),
         "advantage_BT": rng.normal(size=B).astype(np.float32),
         "logprob_BT": logprob_BT,
@@ -199,9 +217,9 @@ def _pack(sample: dict[str, np.ndarray], placement: Any) -> Any:
     )
 
 
-def _model_flops(model: Any, parameters: int, length_B: np.ndarray) -> float:
-    """FLOP of forward and backward on real tokens: 6 per parameter and token, plus causal attention."""
-    tokens, squares = float(length_B.sum()), float((length_B.astype(np.float64) ** 2).sum())
+def _model_flops(model: Any, parameters: int, length_B: np.ndarray, tokens: int) -> float:
+    """FLOP of forward and backward: 6 per parameter and packed token, plus the causal attention of every sequence."""
+    squares = float((length_B.astype(np.float64) ** 2).sum())
     attention = 12 * model.num_layers * model.num_heads * model.head_dim * squares / 2
     return 6.0 * parameters * tokens + attention
 

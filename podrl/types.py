@@ -102,7 +102,9 @@ class TrainBatch:
 
     Attributes:
       tokens_ABT: packed sequences.
-      segment_ABT: 1, 2, ... within a row; 0 is padding. Attention never crosses segments.
+      segment_ABT: 1, 2, ... within a row; 0 is padding. Attention never crosses segments but for prefixes.
+      prefix_ABT: where samples of a prompt share its tokens, the segment of those that come before this one's own; 0 is
+        none. None where nothing is shared.
       position_ABT: position of the token inside its own sequence.
       mask_ABT: 1 where the token counts in the loss.
       advantage_ABT: advantage of the token.
@@ -126,6 +128,7 @@ class TrainBatch:
     length_ABT: Float[Array, "A B T"]
     micro_batches: Int[Array, ""]
     kl_scale: Float[Array, ""]
+    prefix_ABT: Int[Array, "A B T"] | None = None
 
 
 @flax.struct.dataclass
@@ -145,6 +148,7 @@ class CriticBatch:
     return_ABT: Float[Array, "A B T"]
     length_ABT: Float[Array, "A B T"]
     micro_batches: Int[Array, ""]
+    prefix_ABT: Int[Array, "A B T"] | None = None
 
 
 @flax.struct.dataclass

@@ -91,9 +91,9 @@ class Critic:
         self._backlog.add(metrics)
         return metrics
 
-    def pack_shape(self, sequences: int, max_length: int) -> PackShape:
-        """The fixed shape of batches of at most `sequences` samples on the critic's mesh."""
-        return self.training_config.pack_shape(sequences=sequences, max_length=max_length, mesh=self.mesh)
+    def pack_shape(self, **sizes: int) -> PackShape:
+        """The fixed shape of batches on the critic's mesh; sizes are those of `RLTrainingConfig.pack_shape`."""
+        return self.training_config.pack_shape(mesh=self.mesh, **sizes)
 
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of `state`, for restoring a checkpoint."""

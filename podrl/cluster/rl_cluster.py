@@ -410,9 +410,20 @@ class RLCluster:
         values_ABT = np.asarray(jax.device_get(score(self.put_batch(batch))))
         return packing.unpack(placement, values_ABT, tokens_BT.shape[1])
 
-    def pack_shape(self, sequences: int) -> packing.PackShape:
-        """The fixed shape of batches of at most `sequences` samples of this job's longest length."""
-        return self.training_config.pack_shape(sequences=sequences, max_length=self.longest, mesh=self.actor_mesh)
+    def pack_shape(self, sequences: int, group_size: int = 1) -> packing.PackShape:
+        """The fixed shape of batches of at most `sequences` samples of this job's longest length.
+
+        Args:
+          sequences: of one update.
+          group_size: how many of them have the same prompt.
+        """
+        return self.training_config.pack_shape(
+            sequences=sequences,
+            max_length=self.longest,
+            mesh=self.actor_mesh,
+            group_size=group_size,
+            max_prompt_length=self.config.rollout().max_prompt_length,
+        )
 
     @property
     def longest(self) -> int:

@@ -95,7 +95,7 @@ def batch_rows(job: "RLJob", on: Meshes) -> list[list[str]]:
     apart = []
     if on.critic != on.trainer:
         critic = _pack_shape(job, on.critic)
-        made = f"{critic.rows} rows of {critic.tokens} tokens"
+        made = _rows_of(critic)
         apart = [["micro-batches per update, critic", f"at most {critic.micro_batches}", made]]
     return [
         *set_aside,
@@ -107,7 +107,7 @@ def batch_rows(job: "RLJob", on: Meshes) -> list[list[str]]:
         [
             "micro-batches per update",
             f"at most {shape.micro_batches}",
-            f"{shape.rows} rows of {shape.tokens} tokens",
+            _rows_of(shape),
         ],
         *apart,
         ["passes (mu)", f"{job.algo.num_iterations}", f"{section}.num_iterations"],
@@ -133,12 +133,23 @@ def in_words(job: "RLJob", trainer_mesh: Mesh) -> str:
         text += f" (from up to {prompts * job.algo.prompt_batches} prompts, until {prompts} groups have a signal)"
     text += f", and makes {job.updates_per_step} updates: {passes} pass{'es' if passes > 1 else ''} over "
     text += f"{samples // mini} mini-batches of {mini} sequences, each packed into at most {shape.micro_batches} "
-    return text + f"micro-batches of {shape.rows} rows of {shape.tokens} tokens. The split changes no gradient."
+    return text + f"micro-batches of {_rows_of(shape)}. The split changes no gradient."
+
+
+def _rows_of(shape: PackShape) -> str:
+    shared = ", in which samples share their prompt" if shape.shared else ""
+    return f"{shape.rows} rows of {shape.tokens} tokens{shared}"
 
 
 def _pack_shape(job: "RLJob", mesh: Mesh) -> PackShape:
-    length = job.rollout.max_prompt_length + job.rollout.max_tokens_to_generate
-    return job.trainer.pack_shape(sequences=job.mini_batch_size, max_length=length, mesh=mesh)
+    prompt = job.rollout.max_prompt_length
+    return job.trainer.pack_shape(
+        sequences=job.mini_batch_size,
+        max_length=prompt + job.rollout.max_tokens_to_generate,
+        mesh=mesh,
+        group_size=job.algo.num_generations,
+        max_prompt_length=prompt,
+    )
 
 
 def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str, summary: Mapping[str, Any]) -> None:

@@ -221,7 +221,7 @@ class GRPOParts(LearnerParts):
             self.cluster.keep_reference()
         wrap = {"current": CurrentAsOld, "sampler": SamplerAsOld}.get(self._old)
         self.cluster.prepare_actor(wrap(loss) if wrap else loss)
-        self._shape = self.cluster.pack_shape(self._mini)
+        self._shape = self.cluster.pack_shape(self._mini, self._config.num_generations)
         self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
 
     # Generation: on the rollout thread.
@@ -290,7 +290,7 @@ class GRPOParts(LearnerParts):
         batches = []
         for chosen in self._mini_batches(step, iteration, len(advantage_BT)):
             host = packing.pack(
-                packing.place(rollouts.length_B[chosen], self._shape),
+                packing.place_samples(rollouts, chosen, self._shape),
                 tokens_BT=rollouts.tokens_BT[chosen],
                 mask_BT=mask_BT[chosen],
                 advantage_BT=advantage_BT[chosen],
@@ -315,12 +315,12 @@ class GRPOParts(LearnerParts):
 
     def needed_samples(self, step: int, experience: Experience) -> np.ndarray:
         """Indices of the samples whose packed rows lie on this process's devices, in any pass of the step."""
-        length_B = experience.rollouts.length_B
+        rollouts = experience.rollouts
         needed = [
-            chosen[np.isin(packing.place(length_B[chosen], shape).row_B, local_rows(shape, mesh))]
+            chosen[np.isin(packing.place_samples(rollouts, chosen, shape).row_B, local_rows(shape, mesh))]
             for shape, mesh in self._layouts()
             for i in range(self._config.num_iterations)
-            for chosen in self._mini_batches(step, i, len(length_B))
+            for chosen in self._mini_batches(step, i, len(rollouts.length_B))
         ]
         return np.unique(np.concatenate(needed))
 

@@ -36,7 +36,12 @@ class PPOParts(GRPOParts):
         loss = self._config.policy_loss(self.cluster.config.rollout().max_tokens_to_generate)
         clip, scale = self._config.clip_range_value, loss.loss_agg_scale or 1.0
         critic.prepare(functools.partial(value_loss, clip_range=clip, mode=loss.mode, scale=scale))
-        self._critic_shape = critic.pack_shape(self._mini, self.cluster.longest)
+        self._critic_shape = critic.pack_shape(
+            sequences=self._mini,
+            max_length=self.cluster.longest,
+            group_size=self._config.num_generations,
+            max_prompt_length=self.cluster.config.rollout().max_prompt_length,
+        )
 
     def _learn(self, step: int, experience: Experience, scores: Scores, reward_BT: np.ndarray) -> dict[str, Any]:
         config, mask_BT = self._config, experience.rollouts.mask_BT
@@ -66,7 +71,7 @@ class PPOParts(GRPOParts):
         blank_BT = np.zeros(rollouts.tokens_BT.shape, np.float32)
         value_BT = blank_BT.copy()
         for chosen in self._mini_batches(step, 0, len(rollouts.length_B)):
-            placement = packing.place(rollouts.length_B[chosen], self._critic_shape)
+            placement = packing.place_samples(rollouts, chosen, self._critic_shape)
             batch = packing.pack_values(
                 placement,
                 tokens_BT=rollouts.tokens_BT[chosen],
@@ -92,7 +97,7 @@ class PPOParts(GRPOParts):
         mask_BT = self._config.loss_mask(rollouts)
         return [
             packing.pack_values(
-                packing.place(rollouts.length_B[chosen], self._critic_shape),
+                packing.place_samples(rollouts, chosen, self._critic_shape),
                 tokens_BT=rollouts.tokens_BT[chosen],
                 mask_BT=mask_BT[chosen],
                 value_BT=value_BT[chosen],

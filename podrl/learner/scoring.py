@@ -49,7 +49,7 @@ def policy_scores(
     """
     old_BT, ref_BT = (np.zeros(rollouts.tokens_BT.shape, np.float32) for _ in range(2))
     for chosen in mini_batches:
-        placement = packing.place(rollouts.length_B[chosen], shape)
+        placement = packing.place_samples(rollouts, chosen, shape)
         sampler_BT = rollouts.logprob_BT[chosen]
         batch = cluster.put_batch(
             packing.pack(

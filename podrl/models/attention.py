@@ -1,4 +1,4 @@
-"""Self-attention over packed rows: causal within a segment, windows and soft caps, in three interchangeable forms."""
+"""Self-attention over packed rows: causal within segments and what they begin with, windows, soft caps; three forms."""
 
 import functools
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ def attention(
     *,
     window: Int[Array, ""],
     softcap: float,
+    shared: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
     mesh: Mesh | None = None,
     windows: Sequence[int] = (),
     form: Form = "auto",
@@ -44,26 +45,37 @@ def attention(
       segment_BT: 0 is padding; its outputs are finite and meaningless.
       window: how many tokens back are seen, itself included; traced, so it may differ per layer.
       softcap: c in c * tanh(score / c); 0 is off.
+      shared: where segments may begin with another one: (prefix_BT, position_BT). Token t then sees the earlier tokens
+        of segment prefix_BT[t] too (0 is none), and windows count positions instead of places in the row.
       mesh: where given, rows and heads are computed where `podrl.mesh.rules` puts them.
       windows: every value `window` can take; the TPU kernel is compiled once for each that is shorter than T.
       form: 'dense' holds all T x T scores of a row, forward and backward; 'blockwise' holds `block` x `block` of them
         and skips blocks in which nothing is seen; 'splash' is the TPU kernel. 'auto' is splash on TPU where it applies
-        (T a multiple of 128, head dimension of 64, `windows` given) and blockwise elsewhere.
+        (T a multiple of 128, head dimension of 64, `windows` given, nothing shared) and blockwise elsewhere.
       block: tokens of a block.
       interpret: run the TPU kernel on CPU, slowly.
 
     Scores and softmax are float32; the output has q's dtype.
+
+    Raises:
+      ValueError: the TPU kernel was asked for and segments share beginnings, which it cannot express.
     """
     if form == "auto":
-        form = "splash" if _on_tpu(mesh) and _splash_applies(q_BTNH.shape, windows) else "blockwise"
+        splash = shared is None and _on_tpu(mesh) and _splash_applies(q_BTNH.shape, windows)
+        form = "splash" if splash else "blockwise"
     if form == "dense":
-        return dense(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=window, softcap=softcap)
+        return dense(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=window, softcap=softcap, shared=shared)
     if form == "splash":
+        if shared is not None:
+            raise ValueError(
+                "form='splash' sees equal segments only: use 'blockwise' where segments share a beginning."
+            )
         run = functools.partial(_splash, softcap=softcap, windows=tuple(sorted(set(windows))), interpret=interpret)
     else:
         run = functools.partial(_blockwise, softcap=softcap, block=block)
+    also = shared or ()
     if mesh is None or mesh.size == 1:
-        return run(q_BTNH, k_BTKH, v_BTKH, segment_BT, window)
+        return run(q_BTNH, k_BTKH, v_BTKH, segment_BT, window, *also)
     tensor = mesh.shape["tensor"]
     N, K = q_BTNH.shape[2], k_BTKH.shape[2]
     if N % tensor == 0 and tensor % K == 0:  # fewer key/value heads than shards: each shard gets a copy of its one
@@ -72,9 +84,9 @@ def attention(
     q_spec = rules.spec_for(("batch", "time", split, "head_dim"), q_BTNH.shape, mesh)
     k_spec = rules.spec_for(("batch", "time", split, "head_dim"), k_BTKH.shape, mesh)
     segment_spec = rules.spec_for(("batch", "time"), segment_BT.shape, mesh)
-    specs = (q_spec, k_spec, k_spec, segment_spec, Spec())
+    specs = (q_spec, k_spec, k_spec, segment_spec, Spec(), *[segment_spec] * len(also))
     shard = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=q_spec, check_vma=False)
-    return shard(q_BTNH, k_BTKH, v_BTKH, segment_BT, window)
+    return shard(q_BTNH, k_BTKH, v_BTKH, segment_BT, window, *also)
 
 
 def dense(
@@ -85,6 +97,7 @@ def dense(
     *,
     window: Int[Array, ""],
     softcap: float,
+    shared: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
 ) -> Float[Array, "B T N H"]:
     """The definition, term by term: what the other forms are compared with."""
     B, T, N, H = q_BTNH.shape
@@ -97,6 +110,11 @@ def dense(
     back_TS = t_T[:, None] - t_T[None, :]
     same_BTS = (segment_BT[:, :, None] == segment_BT[:, None, :]) & (segment_BT[:, :, None] > 0)
     seen_BTS = same_BTS & (back_TS >= 0) & (back_TS < window)
+    if shared is not None:
+        prefix_BT, position_BT = shared
+        begins_BTS = (segment_BT[:, None, :] == prefix_BT[:, :, None]) & (prefix_BT[:, :, None] > 0)
+        back_BTS = position_BT[:, :, None] - position_BT[:, None, :]
+        seen_BTS = (same_BTS | begins_BTS) & (back_TS >= 0) & (back_BTS < window)
     score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, NEG_INF)
     weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BTKH.dtype)
     return jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BTKH).reshape(B, T, N, H)
@@ -120,7 +138,14 @@ def einsum_f32(equation: str, a: Array, b: Array) -> Array:
 
 
 def _blockwise(
-    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segment_BT: Array, window: Array, *, softcap: float, block: int
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    segment_BT: Array,
+    window: Array,
+    *shared: Array,
+    softcap: float,
+    block: int,
 ) -> Array:
     """Online softmax over key blocks (arXiv 2205.14135); the backward pass makes the scores again, block by block."""
     B, T, N, H = q_BTNH.shape
@@ -129,20 +154,28 @@ def _blockwise(
     pad = -T % size
     if pad:
         q_BTNH, k_BTKH, v_BTKH = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q_BTNH, k_BTKH, v_BTKH))
-        segment_BT = jnp.pad(segment_BT, ((0, 0), (0, pad)))
+    segment_BT, *also = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x for x in (segment_BT, *shared))
+    where = (segment_BT, jnp.asarray(window, jnp.int32), *also)
     q_BKHGT = q_BTNH.reshape(B, T + pad, K, N // K, H).transpose(0, 2, 4, 3, 1)
     k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
-    out_BKHGT: Any = _flash(q_BKHGT, k_BKSH, v_BKSH, segment_BT, jnp.asarray(window, jnp.int32), softcap, size)
+    out_BKHGT: Any = _flash(q_BKHGT, k_BKSH, v_BKSH, where, softcap, size)
     return out_BKHGT.transpose(0, 4, 1, 3, 2).reshape(B, T + pad, N, H)[:, :T]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _flash(q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, softcap: float, size: int) -> Array:
-    return _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, softcap, size)[0]
+# (segment_BT, window), and prefix_BT and position_BT where segments share beginnings.
+Where = tuple[Array, ...]
 
 
-def _key_blocks(index: Array, window: Array, size: int) -> tuple[Array, Array]:
-    """[first, last) key blocks in which a query of block `index` sees anything."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _flash(q_BKHGT, k_BKSH, v_BKSH, where: Where, softcap: float, size: int) -> Array:
+    return _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where, softcap, size)[0]
+
+
+def _key_blocks(index: Array, where: Where, size: int) -> tuple[Array, Array]:
+    """[first, last) key blocks in which a query of block `index` may see anything."""
+    _, window, *shared = where
+    if shared:
+        return jnp.zeros_like(index), index + 1
     return jnp.maximum(index * size - jnp.minimum(window, index * size + 1) + 1, 0) // size, index + 1
 
 
@@ -152,55 +185,80 @@ def _cut(x: Array, index: Array, size: int, axis: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=axis)
 
 
-def _scores(q_BKHGt, k_BKsH, segment_BT, window, i, j, softcap: float, size: int) -> tuple[Array, Array]:
-    """(capped scores, which of them count) of query block i against key block j, float32."""
+def _scores(q_BKHGt, k_BKsH, softcap: float) -> Array:
+    """Capped scores of a query block against a key block, float32."""
     score = einsum_f32("BKsH,BKHGt->BKsGt", k_BKsH, q_BKHGt)
-    if softcap:
-        score = jnp.tanh(score * (1.0 / softcap)) * softcap
+    return jnp.tanh(score * (1.0 / softcap)) * softcap if softcap else score
+
+
+def _seen(where: Where, i: Array, j: Array, size: int) -> Array:
+    """Which scores of query block i against key block j count, [B, 1, s, 1, t]."""
+    segment_BT, window, *shared = where
     t_T = jnp.arange(size)
-    back_Tt = (i - j) * size + t_T[None, :] - t_T[:, None]
-    key_Bs, query_Bt = _cut(segment_BT, j, size, 1), _cut(segment_BT, i, size, 1)
-    same_Bst = (key_Bs[:, :, None] == query_Bt[:, None, :]) & (query_Bt[:, None, :] > 0)
-    return score, (same_Bst & (back_Tt >= 0) & (back_Tt < window))[:, None, :, None]
+    back_st = (i - j) * size + t_T[None, :] - t_T[:, None]
+    key_Bs1, query_B1t = _cut(segment_BT, j, size, 1)[:, :, None], _cut(segment_BT, i, size, 1)[:, None, :]
+    seen_Bst = (key_Bs1 == query_B1t) & (query_B1t > 0)
+    if shared:
+        prefix_BT, position_BT = shared
+        prefix_B1t = _cut(prefix_BT, i, size, 1)[:, None, :]
+        seen_Bst = (seen_Bst | (key_Bs1 == prefix_B1t) & (prefix_B1t > 0)) & (back_st >= 0)
+        back_st = _cut(position_BT, i, size, 1)[:, None, :] - _cut(position_BT, j, size, 1)[:, :, None]
+    return (seen_Bst & (back_st >= 0) & (back_st < window))[:, None, :, None]
 
 
-def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, softcap: float, size: int):
+def _where_seen(where: Where, seen: Array, body, carry):
+    """The body's new carry; where what a token sees is scattered over the row, blocks without any of it are skipped."""
+    if len(where) == 2 or seen.shape[-1] == where[0].shape[1]:
+        return body(carry)
+    return jax.lax.cond(jnp.any(seen), body, lambda carry: carry, carry)
+
+
+def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, softcap: float, size: int):
     def attend(i: Array) -> tuple[Array, Array]:
         q = _cut(q_BKHGT, i, size, -1)
 
         def add(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, out = carry
-            score, seen = _scores(q, _cut(k_BKSH, j, size, -2), segment_BT, window, i, j, softcap, size)
-            score = jnp.where(seen, score, NEG_INF)
-            new_top = jnp.maximum(top, jnp.max(score, axis=2, keepdims=True))
-            weight = jnp.exp(score - new_top)
-            shrink = jnp.exp(top - new_top)
-            total = total * shrink + jnp.sum(weight, axis=2, keepdims=True)
-            v = _cut(v_BKSH, j, size, -2)
-            part = einsum_f32("BKsH,BKsGt->BKHGt", v, weight.astype(v.dtype))
-            return new_top, total, out * shrink + part
+            seen = _seen(where, i, j, size)
+
+            def added(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                top, total, out = carry
+                score = jnp.where(seen, _scores(q, _cut(k_BKSH, j, size, -2), softcap), NEG_INF)
+                new_top = jnp.maximum(top, jnp.max(score, axis=2, keepdims=True))
+                weight = jnp.exp(score - new_top)
+                shrink = jnp.exp(top - new_top)
+                total = total * shrink + jnp.sum(weight, axis=2, keepdims=True)
+                v = _cut(v_BKSH, j, size, -2)
+                part = einsum_f32("BKsH,BKsGt->BKHGt", v, weight.astype(v.dtype))
+                return new_top, total, out * shrink + part
+
+            return _where_seen(where, seen, added, carry)
 
         B, K, _, G, t = q.shape
         row = jnp.full((B, K, 1, G, t), NEG_INF, jnp.float32)
         carry = (row, jnp.zeros_like(row), jnp.zeros(q.shape, jnp.float32))
-        top, total, out = _loop(*_key_blocks(i, window, size), add, carry, single=t == q_BKHGT.shape[-1])
+        top, total, out = _loop(*_key_blocks(i, where, size), add, carry, single=t == q_BKHGT.shape[-1])
         return (out / total).astype(q.dtype), top + jnp.log(total)
 
     parts = _over_blocks(attend, q_BKHGT.shape[-1] // size)
     out_BKHGT, lse_BK1GT = (checkpoint_name(x, ATTENTION_NAME) for x in parts)
-    return out_BKHGT, (q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, out_BKHGT, lse_BK1GT)
+    return out_BKHGT, (q_BKHGT, k_BKSH, v_BKSH, where, out_BKHGT, lse_BK1GT)
 
 
 def _flash_bwd(softcap: float, size: int, saved, dout_BKHGT):
-    q_BKHGT, k_BKSH, v_BKSH, segment_BT, window, out_BKHGT, lse_BK1GT = saved
+    q_BKHGT, k_BKSH, v_BKSH, where, out_BKHGT, lse_BK1GT = saved
     f32 = jnp.float32
     delta_BK1GT = jnp.sum(dout_BKHGT.astype(f32) * out_BKHGT.astype(f32), axis=2, keepdims=True)
     single = q_BKHGT.shape[-1] == size
 
     def add(j, carry, i, q, dout, lse, delta):
+        seen = _seen(where, i, j, size)
+        added = functools.partial(add_seen, j=j, seen=seen, q=q, dout=dout, lse=lse, delta=delta)
+        return _where_seen(where, seen, added, carry)
+
+    def add_seen(carry, j, seen, q, dout, lse, delta):
         dq, dk_BKSH, dv_BKSH = carry
         k, v = _cut(k_BKSH, j, size, -2), _cut(v_BKSH, j, size, -2)
-        score, seen = _scores(q, k, segment_BT, window, i, j, softcap, size)
+        score = _scores(q, k, softcap)
         weight = jnp.where(seen, jnp.exp(score - lse), 0.0)
         dweight = einsum_f32("BKsH,BKHGt->BKsGt", v, dout)
         dscore = weight * (dweight - delta)
@@ -222,7 +280,7 @@ def _flash_bwd(softcap: float, size: int, saved, dout_BKHGT):
         q, dout, lse, delta = (_cut(x, i, size, -1) for x in (q_BKHGT, dout_BKHGT, lse_BK1GT, delta_BK1GT))
         step = functools.partial(add, i=i, q=q, dout=dout, lse=lse, delta=delta)
         start = (jnp.zeros(q.shape, f32), *carry)
-        dq, dk, dv = _loop(*_key_blocks(i, window, size), step, start, single=single)
+        dq, dk, dv = _loop(*_key_blocks(i, where, size), step, start, single=single)
         return (dk, dv), dq.astype(q.dtype)
 
     zeros = (jnp.zeros(k_BKSH.shape, f32), jnp.zeros(v_BKSH.shape, f32))
@@ -231,7 +289,7 @@ def _flash_bwd(softcap: float, size: int, saved, dout_BKHGT):
     else:
         (dk_BKSH, dv_BKSH), parts = jax.lax.scan(through, zeros, jnp.arange(q_BKHGT.shape[-1] // size))
         dq_BKHGT = _join(parts)
-    return dq_BKHGT, dk_BKSH.astype(k_BKSH.dtype), dv_BKSH.astype(v_BKSH.dtype), None, None
+    return dq_BKHGT, dk_BKSH.astype(k_BKSH.dtype), dv_BKSH.astype(v_BKSH.dtype), None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)

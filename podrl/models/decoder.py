@@ -371,18 +371,20 @@ def hidden(
     remat: str = "none",
     mesh: Mesh | None = None,
     dropout_key: PRNGKeyArray | None = None,
+    prefix_BT: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Final normalised hidden states of packed rows.
 
     Args:
       params: the whole parameter tree (adapters joined in).
       segment_BT: attention is causal within equal, non-zero segments; 0 is padding.
-      position_BT: position inside the segment.
+      position_BT: position inside the sequence.
       dtype: compute dtype; parameters are cast where they are used.
       remat: 'none', 'dots' (keep outputs of projections and attention), 'full' (keep layer inputs only) or 'offload'
         (keep what 'dots' keeps in the host's memory).
       mesh: where given, activations are pinned to the batch sharding.
       dropout_key: turns on the adapters' dropout (training only); without it, or at rate 0, nothing is dropped.
+      prefix_BT: where segments share beginnings, the segment each token sees before its own; 0 is none.
 
     Raises:
       ValueError: 'offload' on devices that cannot reach the host's memory.
@@ -397,6 +399,7 @@ def hidden(
             segment_BT,
             window=info.window,
             softcap=config.attn_softcap,
+            shared=None if prefix_BT is None else (prefix_BT, position_BT),
             mesh=mesh,
             windows=config.window_L,
         )

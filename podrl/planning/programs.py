@@ -115,7 +115,13 @@ class Setting:
         return make_mesh(roles.rollout.mesh, topology.devices(), key="roles.rollout.mesh", auto="data=-1")
 
     def pack_shape(self, mesh: Mesh) -> PackShape:
-        return self.job.trainer.pack_shape(sequences=self.job.mini_batch_size, max_length=self.longest, mesh=mesh)
+        return self.job.trainer.pack_shape(
+            sequences=self.job.mini_batch_size,
+            max_length=self.longest,
+            mesh=mesh,
+            group_size=self.job.algo.num_generations,
+            max_prompt_length=self.job.rollout.max_prompt_length,
+        )
 
     @property
     def rollout_model(self) -> ModelConfig:
@@ -243,6 +249,7 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
         return_ABT=rows.advantage_ABT,
         length_ABT=rows.length_ABT,
         micro_batches=rows.micro_batches,
+        prefix_ABT=rows.prefix_ABT,
     )
     programs = [
         Program(

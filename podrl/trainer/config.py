@@ -16,6 +16,8 @@ from podrl.trainer.state import batch_shards
 _DEVICE_TOKENS = {"cpu": 1280, "accelerator": 4096}
 _ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}
 _SHORT = 256
+# Batches that share prompts have fewer tokens, of which the last micro-batch should not leave many rows empty.
+_SHARING_TOKENS = 480
 
 
 @refuses(
@@ -54,6 +56,8 @@ class RLTrainingConfig:
 
       max_tokens_per_row: length of a packed row; None is the longest sequence, rounded up to a multiple of 32 (CPU) or
         128, or 1.65 times that where sequences are short (up to 256 tokens), so that two of most share a row.
+      share_prompts: whether samples of a prompt that lie in one row share its tokens; None does so but on TPU, whose
+        attention kernel cannot express it. The gradient is the same.
       param_dtype: how trainable parameters are stored. bfloat16 keeps a float32 master copy in the optimizer.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 whatever it is.
       remat: what the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
@@ -79,6 +83,7 @@ class RLTrainingConfig:
     train_micro_batch_size: int | None = None
 
     max_tokens_per_row: int | None = None
+    share_prompts: bool | None = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full", "offload"] = "dots"
@@ -139,23 +144,38 @@ class RLTrainingConfig:
             return Optimizer(self.critic_optimizer)
         return make_optimizer(self._adamw(self.critic_learning_rate, updates_per_step, max_steps))
 
-    def pack_shape(self, *, sequences: int, max_length: int, mesh: Mesh) -> PackShape:
+    def pack_shape(
+        self, *, sequences: int, max_length: int, mesh: Mesh, group_size: int = 1, max_prompt_length: int = 0
+    ) -> PackShape:
         """The shape of every packed batch of `sequences` sequences (one mini-batch) of at most `max_length` tokens.
+
+        Args:
+          sequences, max_length: what a batch must hold.
+          mesh: where it is trained on.
+          group_size: sequences that begin with the same prompt.
+          max_prompt_length: tokens of the longest prompt.
 
         Raises:
           ValueError: rows that cannot hold the longest sequence, or a device limit that cannot hold a row.
         """
-        kind = "cpu" if mesh.devices.flat[0].platform == "cpu" else "accelerator"
+        platform = mesh.devices.flat[0].platform
+        kind = "cpu" if platform == "cpu" else "accelerator"
+        limit, multiple = self.max_seq_token_per_tpu, _ROW_MULTIPLE[kind]
         wanted = max_length if max_length > _SHORT else int(1.65 * max_length)
-        tokens = self.max_tokens_per_row or -(-wanted // _ROW_MULTIPLE[kind]) * _ROW_MULTIPLE[kind]
+        share = platform != "tpu" if self.share_prompts is None else self.share_prompts
+        shared = share and group_size > 1 and max_prompt_length > 1
+        if shared and max_length > _SHORT:
+            group = max_prompt_length + group_size * (max_length - max_prompt_length + 1)
+            wanted = max(wanted, min(group, (limit or _DEVICE_TOKENS[kind]) // multiple * multiple))
+        tokens = self.max_tokens_per_row or -(-wanted // multiple) * multiple
         shards = batch_shards(mesh)
-        limit = self.max_seq_token_per_tpu
         if limit is not None and limit < tokens:
             raise ValueError(
                 f"trainer.max_seq_token_per_tpu={limit} cannot hold a packed row of {tokens} tokens: raise it, or "
                 "lower trainer.max_tokens_per_row."
             )
-        per_device = max(1, (limit or _DEVICE_TOKENS[kind]) // tokens)
+        full = _SHARING_TOKENS if shared and kind == "cpu" else _DEVICE_TOKENS[kind]
+        per_device = max(1, (limit or full) // tokens)
         micro = self.train_micro_batch_size
         if micro is None and self.gradient_accumulation_steps is not None:
             micro = -(-sequences // self.gradient_accumulation_steps)
@@ -165,7 +185,12 @@ class RLTrainingConfig:
             if limit is not None:
                 rows = min(rows, per_device * shards)
         return PackShape.for_worst_case(
-            sequences, max_length, max_tokens_per_row=tokens, rows_per_micro_batch=rows, shards=shards
+            sequences,
+            max_length,
+            max_tokens_per_row=tokens,
+            rows_per_micro_batch=rows,
+            shards=shards,
+            shared=shared,
         )
 
     def _adamw(self, peak: float, updates_per_step: int, max_steps: int | None) -> OptimizerConfig:

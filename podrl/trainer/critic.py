@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from podrl.models import scalar
 from podrl.models.config import ModelConfig
+from podrl.trainer.logprob import continues
 from podrl.trainer.objective import CriticRows, Objective, Trunk
 from podrl.trainer.optimizer import Optimizer
 from podrl.trainer.step import TrainStep, make_score_fn, make_update
@@ -40,12 +41,16 @@ class ValueForward(Trunk):
         tokens_BT: Int[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         position_BT: Int[Array, "B T"],
+        prefix_BT: Int[Array, "B T"] | None = None,
         dropout_key: PRNGKeyArray | None = None,
     ) -> Float[Array, "B T"]:
-        """Value of what was there before each token; 0 on first tokens and padding. Dropout as in `hidden`."""
-        hidden_BTD = self.hidden(params, tokens_BT, segment_BT, position_BT, dropout_key)
+        """Value of what was there before each token; 0 on padding and the first of a segment.
+
+        Fields as in TrainBatch, dropout as in `hidden`.
+        """
+        hidden_BTD = self.hidden(params, tokens_BT, segment_BT, position_BT, prefix_BT, dropout_key)
         value_BT = jnp.roll(scalar.scores(params, hidden_BTD), 1, axis=1)
-        return jnp.where((position_BT > 0) & (segment_BT > 0), value_BT, 0.0)
+        return jnp.where(continues(segment_BT), value_BT, 0.0)
 
 
 def make_critic_step(
@@ -74,7 +79,8 @@ def make_value_fn(config: ModelConfig, mesh: Mesh, *, dtype: str = "float32") ->
 
 def _objective(forward: ValueForward, loss: ValueLoss) -> Objective:
     def objective(params: PyTree, rows: CriticRows) -> tuple[Ratio, Mapping[str, Ratio]]:
-        value_BT = forward(params, rows.tokens_BT, rows.segment_BT, rows.position_BT, rows.key)
+        where = (rows.segment_BT, rows.position_BT, rows.prefix_BT)
+        value_BT = forward(params, rows.tokens_BT, *where, rows.key)
         return loss(value_BT, rows.value_BT, rows.return_BT, rows.mask_BT, rows.length_BT)
 
     return objective

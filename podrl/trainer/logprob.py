@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from podrl.mesh import rules
 from podrl.models.attention import einsum_f32
@@ -67,10 +67,14 @@ def token_logprobs(
     head = _head(matrix_VD.shape, B, T, config, temperature, mesh, chunk_elements)
     next_BT = jnp.roll(tokens_BT, -1, axis=1)
     logprob_BT, entropy_BT = _logprob(hidden_BTD, matrix_VD, next_BT, head)  # pyright: ignore[reportGeneralTypeIssues]
-    continues_BT = (segment_BT == jnp.roll(segment_BT, 1, axis=1)) & (segment_BT > 0)
-    continues_BT = continues_BT & (jnp.arange(T) > 0)
-    keep = lambda x_BT: jnp.where(continues_BT, jnp.roll(x_BT, 1, axis=1), 0.0)  # noqa: E731
+    keep = lambda x_BT: jnp.where(continues(segment_BT), jnp.roll(x_BT, 1, axis=1), 0.0)  # noqa: E731
     return keep(logprob_BT), keep(entropy_BT)
+
+
+def continues(segment_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Whether the token before it in the row is of the same segment: what is predicted for a token comes from there."""
+    same_BT = (segment_BT == jnp.roll(segment_BT, 1, axis=1)) & (segment_BT > 0)
+    return same_BT & (jnp.arange(segment_BT.shape[1]) > 0)
 
 
 def _head(

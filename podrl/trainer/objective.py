@@ -31,6 +31,7 @@ class Rows:
     ref_logprob_BT: Float[Array, "B T"]
     sampler_logprob_BT: Float[Array, "B T"]
     length_BT: Float[Array, "B T"]
+    prefix_BT: Int[Array, "B T"] | None = None
 
 
 @flax.struct.dataclass
@@ -45,6 +46,7 @@ class CriticRows:
     value_BT: Float[Array, "B T"]
     return_BT: Float[Array, "B T"]
     length_BT: Float[Array, "B T"]
+    prefix_BT: Int[Array, "B T"] | None = None
 
 
 def rows_of(batch: TrainBatch | CriticBatch, index: Int[Array, ""], key: PRNGKeyArray) -> Any:
@@ -55,13 +57,16 @@ def rows_of(batch: TrainBatch | CriticBatch, index: Int[Array, ""], key: PRNGKey
         key=jax.random.fold_in(key, index),
         **scalars,
         **{
-            field.name: jax.lax.dynamic_index_in_dim(
-                getattr(batch, field.name.replace("_BT", "_ABT")), index, axis=0, keepdims=False
-            )
+            field.name: micro_batch(getattr(batch, field.name.replace("_BT", "_ABT")), index)
             for field in dataclasses.fields(kind)
             if field.name.endswith("_BT")
         },
     )
+
+
+def micro_batch(x_ABT: Array | None, index: Int[Array, ""]) -> Any:
+    """One micro-batch of a field, where the batch has it."""
+    return None if x_ABT is None else jax.lax.dynamic_index_in_dim(x_ABT, index, axis=0, keepdims=False)
 
 
 class TokenLoss(Protocol):
@@ -115,6 +120,7 @@ class Trunk:
         tokens_BT: Int[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         position_BT: Int[Array, "B T"],
+        prefix_BT: Int[Array, "B T"] | None,
         dropout_key: PRNGKeyArray | None,
     ) -> Float[Array, "B T D"]:
         """Hidden states; with a key, the inputs of adapters are dropped at the rate of the model's configuration."""
@@ -128,6 +134,7 @@ class Trunk:
             remat=self.remat,
             mesh=self.mesh,
             dropout_key=dropout_key,
+            prefix_BT=prefix_BT,
         )
 
 
@@ -147,10 +154,14 @@ class Forward(Trunk):
         tokens_BT: Int[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         position_BT: Int[Array, "B T"],
+        prefix_BT: Int[Array, "B T"] | None = None,
         dropout_key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """(log-probability, entropy) of every token, nats; 0 on first tokens and padding. Dropout as in `hidden`."""
-        hidden_BTD = self.hidden(params, tokens_BT, segment_BT, position_BT, dropout_key)
+        """(log-probability, entropy) of every token, nats; 0 on padding and the first of a segment.
+
+        Fields as in TrainBatch, dropout as in `hidden`.
+        """
+        hidden_BTD = self.hidden(params, tokens_BT, segment_BT, position_BT, prefix_BT, dropout_key)
         return logprob.token_logprobs(
             params, hidden_BTD, tokens_BT, segment_BT, self.config, temperature=self.temperature, mesh=self.mesh
         )
@@ -160,7 +171,8 @@ def token_objective(forward: Forward, loss: TokenLoss) -> Objective:
     """The objective of every loss that looks at token log-probabilities: GRPO, PPO's actor, supervised fine-tuning."""
 
     def objective(params: PyTree, rows: Rows) -> tuple[Ratio, Mapping[str, Ratio]]:
-        logprob_BT, entropy_BT = forward(params, rows.tokens_BT, rows.segment_BT, rows.position_BT, rows.key)
+        where = (rows.segment_BT, rows.position_BT, rows.prefix_BT)
+        logprob_BT, entropy_BT = forward(params, rows.tokens_BT, *where, rows.key)
         return loss(
             logprob_BT,
             rows.old_logprob_BT,

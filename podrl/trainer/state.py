@@ -101,6 +101,7 @@ def abstract_batch(shape: PackShape, mesh: Mesh) -> TrainBatch:
         length_ABT=real,
         micro_batches=cast(Any, count),
         kl_scale=cast(Any, scale),
+        prefix_ABT=whole if shape.shared else None,
     )
 
 

@@ -12,7 +12,7 @@ from podrl.mesh import rules
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.trainer import state as state_lib
-from podrl.trainer.objective import Forward, Objective, TokenLoss, rows_of, token_objective
+from podrl.trainer.objective import Forward, Objective, TokenLoss, micro_batch, rows_of, token_objective
 from podrl.trainer.optimizer import Optimizer, apply_updates, global_norm
 from podrl.types import PyTree, Ratio, TrainBatch, TrainState
 
@@ -133,14 +133,14 @@ def make_score_fn(score: Callable[..., Float[Array, "B T"]], mesh: Mesh) -> Call
     """score_fn(params, batch) -> values_ABT, jitted; micro-batches beyond `batch.micro_batches` are 0.
 
     Args:
-      score: (params, tokens_BT, segment_BT, position_BT) -> one value per token of a micro-batch.
+      score: (params, tokens_BT, segment_BT, position_BT, prefix_BT or None) -> a value per token of a micro-batch.
       mesh: where it runs.
     """
 
     def scores(params: PyTree, batch: Any) -> Float[Array, "A B T"]:
         def body(index: Array, out_ABT: Array) -> Array:
-            pick = lambda x_ABT: jax.lax.dynamic_index_in_dim(x_ABT, index, axis=0, keepdims=False)  # noqa: E731
-            rows_BT = (pick(x_ABT) for x_ABT in (batch.tokens_ABT, batch.segment_ABT, batch.position_ABT))
+            fields = (batch.tokens_ABT, batch.segment_ABT, batch.position_ABT, batch.prefix_ABT)
+            rows_BT = (micro_batch(x_ABT, index) for x_ABT in fields)
             return jax.lax.dynamic_update_index_in_dim(out_ABT, score(params, *rows_BT), index, axis=0)
 
         out_ABT = rules.constrain(jnp.zeros(batch.tokens_ABT.shape), ("layers", "batch", "time"), mesh)

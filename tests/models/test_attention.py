@@ -57,6 +57,57 @@ def test_blockwise_equals_dense(block, window, softcap):
     )
 
 
+def _shared(T=37):
+    """Row 0: a beginning of 9, three segments that go on from it, one alone; row 1: one of 20 and two, then padding."""
+    segment_BT, prefix_BT, position_BT = (np.zeros((2, T), np.int32) for _ in range(3))
+    for row, parts in enumerate([[(9, 0), (6, 1), (4, 1), (8, 1), (10, 0)], [(20, 0), (7, 1), (6, 1)]]):
+        at = 0
+        for number, (size, prefix) in enumerate(parts, 1):
+            segment_BT[row, at : at + size], prefix_BT[row, at : at + size] = number, prefix
+            position_BT[row, at : at + size] = np.arange(size) + (parts[prefix - 1][0] if prefix else 0)
+            at += size
+    return jnp.asarray(segment_BT), (jnp.asarray(prefix_BT), jnp.asarray(position_BT))
+
+
+@pytest.mark.parametrize("window", [GLOBAL_WINDOW, 5, 23])
+@pytest.mark.parametrize("form", [dict(form="dense"), dict(block=64), dict(block=8), dict(spec="fsdp=2,tensor=2")])
+def test_a_shared_beginning_is_seen_as_if_each_had_its_own(window, form):
+    """Against attention over every sequence by itself, values and gradients."""
+    segment_BT, shared = _shared()
+    q_BTNH, k_BTKH, v_BTKH, _ = _inputs()
+    kwargs = dict(window=jnp.int32(window), softcap=3.0)
+    spec = form.get("spec")
+    mesh = make_mesh(spec, jax.devices()[:4]) if spec else None
+    options = {name: value for name, value in form.items() if name != "spec"}
+
+    segments, prefixes = np.asarray(segment_BT), np.asarray(shared[0])
+
+    def one_by_one(q_BTNH, k_BTKH, v_BTKH):
+        out_BTNH = jnp.zeros_like(q_BTNH)
+        for row, number in ((0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2), (1, 3)):
+            segment_T, prefix_T = segments[row], prefixes[row]
+            own = np.flatnonzero(segment_T == number)
+            begins = np.flatnonzero((segment_T == prefix_T[own[0]]) & (segment_T > 0))
+            whole = np.concatenate([begins, own])
+            q, k, v = (x[row : row + 1, whole] for x in (q_BTNH, k_BTKH, v_BTKH))
+            out = dense(q, k, v, jnp.ones((1, len(whole)), jnp.int32), **kwargs)
+            out_BTNH = out_BTNH.at[row, own].set(out[0, len(begins) :])
+        return out_BTNH
+
+    _compare(
+        lambda q, k, v: attention(q, k, v, segment_BT, shared=shared, mesh=mesh, **options, **kwargs),
+        one_by_one,
+        (q_BTNH, k_BTKH, v_BTKH, segment_BT),
+        atol=5e-6,
+    )
+
+
+def test_the_tpu_kernel_is_not_asked_to_share():
+    segment_BT, shared = _shared()
+    with pytest.raises(ValueError, match="'splash' sees equal segments only: use 'blockwise'"):
+        attention(*_inputs()[:3], segment_BT, shared=shared, window=jnp.int32(5), softcap=0.0, form="splash")
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4"])
 def test_mesh_does_not_change_attention(heads, spec):

@@ -73,6 +73,28 @@ def test_pack_shape_follows_the_keys():
         shape(max_tokens_per_row=64)
 
 
+def test_rows_are_made_for_samples_that_share_their_prompt():
+    mesh = make_mesh("fsdp=4", jax.devices()[:4])
+
+    def shape(max_length=700, max_prompt_length=500, group_size=8, **fields):
+        return _config(**fields).pack_shape(
+            sequences=64, max_length=max_length, mesh=mesh, group_size=group_size, max_prompt_length=max_prompt_length
+        )
+
+    assert shape().shared and not shape(share_prompts=False).shared
+    assert not shape(group_size=1).shared and not shape(max_prompt_length=0).shared
+    assert not shape(max_prompt_length=1).shared  # a prompt of one token has nothing to share
+    # A whole group is 500 + 8 x 201 tokens, a CPU device takes 1,280: rows hold as much of one as they may.
+    assert (shape(share_prompts=False).tokens, shape().tokens) == (704, 1280)
+    assert shape(group_size=2).tokens == 928  # 500 + 2 x 201, in rows of whole 32
+    assert shape(max_seq_token_per_tpu=1000).tokens == 992
+    assert shape(max_tokens_per_row=800).tokens == 800
+    short = shape(max_length=100, max_prompt_length=60)
+    alone = shape(max_length=100, max_prompt_length=60, share_prompts=False)
+    assert short.tokens == alone.tokens and short.rows < alone.rows
+    assert short.rows * short.micro_batches >= 64
+
+
 def test_errors_name_values_and_keys():
     with pytest.raises(ValueError, match=r"mini_batch_size=8 is not trainer.train_micro_batch_size=3 x"):
         _config(mini_batch_size=8, train_micro_batch_size=3, gradient_accumulation_steps=2)

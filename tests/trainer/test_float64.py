@@ -13,6 +13,8 @@ TESTS = (
     "test_step.py::test_mesh_does_not_change_the_update",
     "test_step.py::test_gradient_equals_the_naive_one",
     *("test_critic.py::test_gradient_equals_the_naive_one_on_any_mesh_and_packing",),
+    "test_shared_prompts.py::test_the_update_is_the_same[0-64-fsdp=1]",
+    "test_shared_prompts.py::test_the_critics_update_is_the_same",
 )
 
 
@@ -26,4 +28,4 @@ def test_gradients_agree_to_1e_12_in_float64():
     )
     if done.returncode:
         pytest.fail(done.stdout[-6000:] + done.stderr[-2000:])
-    assert "6 passed" in done.stdout, done.stdout
+    assert "8 passed" in done.stdout, done.stdout

@@ -1,0 +1,192 @@
+"""Samples that share the tokens of their prompt in a row: the same loss, gradient and scores as without."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms.value_loss import value_loss
+from podrl.models import decoder, scalar
+from podrl.trainer import packing
+from podrl.trainer import state as state_lib
+from podrl.trainer.critic import make_critic_step
+from podrl.trainer.optimizer import Optimizer
+from podrl.trainer.packing import Heads, PackShape, pack, place, unpack
+from podrl.trainer.step import make_logprob_fn
+
+SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
+
+
+def groups(prompts, completions, vocabulary=40, seed=0):
+    """(lengths, heads, arrays for `pack`) of samples: for each prompt's length the lengths of its completions."""
+    rng = np.random.default_rng(seed)
+    length_P = np.array(prompts)
+    prompt_B = np.repeat(length_P, [len(c) for c in completions])
+    length_B = prompt_B + np.concatenate([np.array(c, np.int64) for c in completions])
+    B, T = len(length_B), int(length_B.max())
+    group_B = np.repeat(np.arange(len(prompts)), [len(c) for c in completions])
+    tokens_BT = rng.integers(0, vocabulary, (B, T))
+    for b, g in enumerate(group_B):
+        first = int(np.flatnonzero(group_B == g)[0])
+        tokens_BT[b, : length_P[g]] = tokens_BT[first, : length_P[g]]
+    place_T = np.arange(T)
+    mask_BT = (place_T >= prompt_B[:, None]) & (place_T < length_B[:, None])
+    mask_BT[:, 12:13] = False  # a token that came from a tool
+    samples = {
+        "tokens_BT": tokens_BT,
+        "mask_BT": mask_BT,
+        "advantage_BT": rng.normal(size=B).astype(np.float32),
+        **{
+            name: -rng.uniform(2, 5, (B, T)).astype(np.float32)
+            for name in ("old_logprob_BT", "ref_logprob_BT", "sampler_logprob_BT")
+        },
+    }
+    return length_B, Heads(group_B, np.maximum(prompt_B - 1, 0)), samples
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 14), st.lists(st.integers(0, 16), min_size=1, max_size=6)), min_size=1, max_size=6
+    ),
+    st.sampled_from([30, 37, 64, 200]),
+    st.sampled_from([1, 2]),
+)
+def test_every_token_is_packed_and_comes_back(drawn, row, shards):
+    prompts, completions = zip(*drawn, strict=True)
+    length_B, heads, samples = groups(prompts, completions)
+    shape = PackShape.for_worst_case(
+        len(length_B), 30, max_tokens_per_row=row, rows_per_micro_batch=4, shards=shards, shared=True
+    )
+    placement = place(length_B, shape, heads)
+    batch = pack(placement, **samples)
+    used = int((batch.segment_ABT > 0).sum())
+    assert used == placement.packed <= length_B.sum()
+    alone = place(length_B, PackShape(shape.micro_batches, shape.rows, row, shards))
+    assert alone.packed == length_B.sum()
+    for name in ("tokens_BT", "old_logprob_BT"):
+        returned_BT = unpack(placement, getattr(batch, name.replace("_BT", "_ABT")), samples["tokens_BT"].shape[1])
+        real_BT = np.arange(returned_BT.shape[1]) < length_B[:, None]
+        kept_BT = real_BT if name == "tokens_BT" else samples["mask_BT"]
+        np.testing.assert_array_equal(returned_BT, np.where(kept_BT, samples[name], 0))
+    position_BT = unpack(placement, batch.position_ABT, samples["tokens_BT"].shape[1])
+    np.testing.assert_array_equal(position_BT, np.where(real_BT, np.arange(position_BT.shape[1]), 0))
+    assert batch.mask_ABT.sum() == samples["mask_BT"].sum()
+    # What a token sees before its own segment is one segment, earlier in its row.
+    for rows in zip(*(x.reshape(-1, row) for x in (batch.segment_ABT, batch.prefix_ABT)), strict=True):
+        segment_T, prefix_T = rows
+        for prefix in np.unique(prefix_T[prefix_T > 0]):
+            assert np.flatnonzero(segment_T == prefix).max() < np.flatnonzero(prefix_T == prefix).min()
+            assert (prefix_T[segment_T == prefix] == 0).all()
+
+
+def test_a_group_is_split_where_that_saves_more_padding_than_its_prompt_costs():
+    """Worked by hand: 4 + 4 x 5 = 24 tokens a group; two groups fill rows of 40 with one prompt told twice."""
+    length_B, heads, samples = groups([5, 5], [[4] * 4, [4] * 4])
+    placement = place(length_B, PackShape(1, 3, 40, shared=True), heads)
+    assert placement.micro_batches == 1
+    assert placement.packed == 2 * 24 + 4
+    assert len(np.unique(placement.row_B)) == 2
+    whole = place(length_B, PackShape(1, 3, 28, shared=True), heads)  # 4 are left: no room for another prompt
+    assert whole.packed == 2 * 24
+    assert pack(whole, **samples).prefix_ABT.max() == 1
+
+
+def test_nothing_is_shared_where_that_needs_more_rows():
+    """Pairs of 5 + 2 x 7 = 19 tokens need a row of 20 each, three singles of 12, 12, 12 in rows of 36 do not."""
+    length_B, heads, _ = groups([6, 6, 6], [[6, 6], [6, 6], [6, 6]])
+    assert place(length_B, PackShape(1, 3, 24, shared=True), heads).packed == 3 * 19
+    assert place(length_B, PackShape(1, 2, 36, shared=True), heads).packed <= 72
+
+
+def test_a_loss_on_a_shared_token_is_refused():
+    length_B, heads, samples = groups([5], [[4, 4]])
+    samples["mask_BT"][1, 3] = True
+    with pytest.raises(ValueError, match="Token 3 of sequence 1 counts in the loss and is shared"):
+        pack(place(length_B, PackShape(1, 1, 40, shared=True), heads), **samples)
+
+
+# Prompts longer than the window of 6, of one token, and one of a single sample; a completion without tokens.
+CASE = groups([9, 1, 11, 4], [[5, 8, 2, 10], [6, 3], [7], [12, 0, 4]])
+
+
+def batches(case, row, rows):
+    """The same samples packed alone and sharing."""
+    length_B, heads, samples = CASE
+    shards = state_lib.batch_shards(case.mesh)
+    for shared in (False, True):
+        shape = PackShape.for_worst_case(
+            len(length_B), 20, max_tokens_per_row=row, rows_per_micro_batch=rows, shards=shards, shared=shared
+        )
+        placement = place(length_B, shape, heads)
+        yield placement, state_lib.put_batch(pack(placement, **samples), case.mesh)
+
+
+@pytest.mark.parametrize("spec", ["fsdp=1", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("row", [24, 64])
+@pytest.mark.parametrize("lora", [0, 2])
+def test_the_update_is_the_same(tiny, spec, row, lora):
+    case, found = tiny(spec, lora=lora), []
+    for _, batch in batches(case, row, rows=2):
+        before = jax.tree.map(np.asarray, case.state()[0].params)
+        state, metrics = case.step(PolicyLoss(beta=0.1, loss_agg_mode="sequence-mean-token-mean"))(*case.state(), batch)
+        found.append((jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params), metrics))
+    (alone, one), (sharing, other) = found
+    assert max(np.abs(x).max() for x in jax.tree.leaves(alone)) > 1e-2
+    for x, y in zip(jax.tree.leaves(sharing), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(x, y, rtol=SAME, atol=SAME)
+    assert one.keys() == other.keys()
+    for name in one:
+        assert float(other[name]) == pytest.approx(float(one[name]), rel=1e-4, abs=1e-5), name
+
+
+def test_scores_are_the_same_and_fewer_tokens_are_computed(tiny):
+    case = tiny("fsdp=2")
+    params, mask_BT, width = case.params(), CASE[2]["mask_BT"], CASE[2]["tokens_BT"].shape[1]
+    found, packed = [], []
+    for placement, batch in batches(case, 64, rows=2):
+        values_ABT = np.asarray(make_logprob_fn(case.config, case.mesh)(params, batch))
+        found.append(np.where(mask_BT, unpack(placement, values_ABT, width), 0.0))
+        packed.append(placement.packed)
+    np.testing.assert_allclose(found[1], found[0], rtol=SAME, atol=SAME)
+    assert packed[1] <= packed[0] - 8 * 3 - 10 * 0 - 3 * 1
+
+
+def test_the_critics_update_is_the_same(tiny):
+    case, found = tiny(), []
+    length_B, heads, samples = CASE
+    values = {"value_BT": samples["old_logprob_BT"], "return_BT": samples["ref_logprob_BT"]}
+    keep = {name: samples[name] for name in ("tokens_BT", "mask_BT")}
+    for shared in (False, True):
+        shape = PackShape.for_worst_case(
+            len(length_B), 20, max_tokens_per_row=64, rows_per_micro_batch=2, shared=shared
+        )
+        batch = packing.pack_values(place(length_B, shape, heads), **keep, **values)
+        params = scalar.on_trunk(case.params(), case.config, case.mesh, np.dtype(case.dtype))
+        trainable, frozen = scalar.split_trainable(params, case.config)
+        before = jax.tree.map(np.asarray, trainable)
+        optimizer: Optimizer = case.optimizer
+        step = make_critic_step(
+            case.config,
+            lambda *args: value_loss(*args, clip_range=0.3),
+            optimizer,
+            case.mesh,
+            dtype=case.dtype,
+            param_dtype=case.dtype,
+        )
+        state = state_lib.init_train_state(trainable, optimizer, case.mesh)
+        state, _ = step(state, frozen, state_lib.put_batch(batch, case.mesh))
+        found.append(jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params))
+    assert max(np.abs(x).max() for x in jax.tree.leaves(found[0])) > 1e-2
+    for x, y in zip(jax.tree.leaves(found[1]), jax.tree.leaves(found[0]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=SAME, atol=SAME)
+
+
+def test_a_batch_that_shares_nothing_keeps_its_program(tiny):
+    """Where the shape does not share, the batch has no prefixes and the model is asked as ever."""
+    case = tiny()
+    (_, alone), (_, sharing) = batches(case, 64, rows=2)
+    assert alone.prefix_ABT is None and sharing.prefix_ABT is not None
+    assert decoder.split_trainable(case.params(), case.config)[1] == {}
