@@ -55,7 +55,8 @@ class RLTrainingConfig:
       train_micro_batch_size: sequences of the longest kind that a micro-batch must hold.
 
       max_tokens_per_row: length of a packed row; None is the longest sequence, rounded up to a multiple of 32 (CPU) or
-        128, or 1.65 times that where sequences are short (up to 256 tokens), so that two of most share a row.
+        128, or 1.65 times that where sequences are short (up to 256 tokens), so that two of most share a row; where
+        prompts are shared and sequences are not short, as much of a group as a device takes.
       share_prompts: whether samples of a prompt that lie in one row share its tokens; None does so but on TPU, whose
         attention kernel cannot express it. The gradient is the same.
       param_dtype: how trainable parameters are stored. bfloat16 keeps a float32 master copy in the optimizer.

@@ -251,7 +251,8 @@ class _Rows:
                         row, taken = self._opened(), _that_fit(left, own_B, self._tokens - head)
                 assert row is not None
                 self._put_alike(taken, row, head, own_B)
-                left = [b for b in left if b not in set(taken)]
+                placed = set(taken)
+                left = [b for b in left if b not in placed]
 
     def _put_alike(self, members: list[int], row: int, head: int, own_B: Int[np.ndarray, " B"]) -> None:
         if head:
