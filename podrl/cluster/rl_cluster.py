@@ -222,8 +222,8 @@ class RLCluster:
 
         Args:
           version: recorded with every token sampled from these weights; by default the optimizer's step.
-          in_place: the new policy takes the memory of the last one made so, leaf by leaf, and that one is gone, even
-            if this call fails: the rollout mesh never has to hold both. The training loop does this.
+          in_place: where the last call said so too, the new policy takes the memory of that one, leaf by leaf, and that
+            one is gone, even if this call fails: the rollout mesh never has to hold both. The training loop does this.
 
         Returns:
           The policy on the rollout mesh, its checksums equal to the trainer's.
@@ -234,9 +234,9 @@ class RLCluster:
         sent = self.state.params if self.trains else None
         if self._merge is not None and self.trains:
             sent = self._merge(self.state.params, self.frozen)
-        old = None
+        old, self._in_place = (self._in_place if in_place else None), None
         if in_place and self.generates:
-            old, self._in_place = self._in_place or self._blank(), None
+            old = old or self._blank()
         moved = self._publisher.publish(sent, version, replacing=old)
         if not self.generates:
             return moved
@@ -514,6 +514,7 @@ class RLCluster:
 
     def close(self) -> None:
         """Frees the engine's device memory; the models go with the object."""
+        self._in_place = None
         if "rollout" in self.__dict__:
             self.rollout.sleep()
 

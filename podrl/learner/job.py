@@ -249,7 +249,7 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
                 shard_count=share.count,
             )
             if pod is None:
-                cluster.warm_up(cluster.sync_weights(0))
+                cluster.warm_up(cluster.sync_weights(0, in_place=True))
             elif cluster.generates:  # the weights come when everybody knows from which step
                 cluster.warm_up()
         evaluator = make_evaluator(cluster, job.data, job.eval, limit, share)

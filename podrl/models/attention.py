@@ -237,6 +237,8 @@ def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, softcap: float, size: int)
         row = jnp.full((B, K, 1, G, t), NEG_INF, jnp.float32)
         carry = (row, jnp.zeros_like(row), jnp.zeros(q.shape, jnp.float32))
         top, total, out = _loop(*_key_blocks(i, where, size), add, carry, single=t == q_BKHGT.shape[-1])
+        if len(where) > 2:  # a block of padding alone has passed all keys by
+            total = jnp.where(total > 0, total, 1.0)
         return (out / total).astype(q.dtype), top + jnp.log(total)
 
     parts = _over_blocks(attend, q_BKHGT.shape[-1] // size)

@@ -58,7 +58,8 @@ class RLTrainingConfig:
         128, or 1.65 times that where sequences are short (up to 256 tokens), so that two of most share a row; where
         prompts are shared and sequences are not short, as much of a group as a device takes.
       share_prompts: whether samples of a prompt that lie in one row share its tokens; None does so but on TPU, whose
-        attention kernel cannot express it. The gradient is the same.
+        attention kernel cannot express it (True takes XLA's attention there). The gradient is the same, but that
+        adapters drop the same inputs of a shared token for all its samples.
       param_dtype: how trainable parameters are stored. bfloat16 keeps a float32 master copy in the optimizer.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 whatever it is.
       remat: what the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
@@ -166,8 +167,10 @@ class RLTrainingConfig:
         share = platform != "tpu" if self.share_prompts is None else self.share_prompts
         shared = share and group_size > 1 and max_prompt_length > 1
         if shared and max_length > _SHORT:
-            group = max_prompt_length + group_size * (max_length - max_prompt_length + 1)
-            wanted = max(wanted, min(group, (limit or _DEVICE_TOKENS[kind]) // multiple * multiple))
+            # A prompt and as many of the longest completions as a device takes, each with its own last prompt token.
+            own, room = max_length - max_prompt_length + 1, (limit or _DEVICE_TOKENS[kind]) // multiple * multiple
+            fit = min(group_size, (room - max_prompt_length) // own)
+            wanted = max_prompt_length + fit * own if fit > 1 else wanted
         tokens = self.max_tokens_per_row or -(-wanted // multiple) * multiple
         shards = batch_shards(mesh)
         if limit is not None and limit < tokens:
@@ -182,7 +185,8 @@ class RLTrainingConfig:
             micro = -(-sequences // self.gradient_accumulation_steps)
         rows = per_device * shards
         if micro is not None and max_length <= tokens:
-            rows = -(-micro // (tokens // max_length))
+            # Rows that are longer for the sake of sharing are fewer: the memory is that of `micro` sequences.
+            rows = -(-micro * max_length // tokens) if shared else -(-micro // (tokens // max_length))
             if limit is not None:
                 rows = min(rows, per_device * shards)
         return PackShape.for_worst_case(

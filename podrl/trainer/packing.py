@@ -92,7 +92,12 @@ class Heads:
         """Of samples that come prompt by prompt, as many of each.
 
         The last token of a prompt is not among those shared: what it predicts is another token in each sample.
+
+        Raises:
+          ValueError: samples that are not as many of each prompt.
         """
+        if samples % max(len(length_P), 1):
+            raise ValueError(f"{samples} samples of {len(length_P)} prompts are not as many of each.")
         group_B = np.arange(samples) // max(samples // max(len(length_P), 1), 1)
         return Heads(group_B, np.maximum(np.asarray(length_P, np.int64)[group_B] - 1, 0))
 
@@ -316,7 +321,8 @@ def pack(
       kl_scale: as in TrainBatch.
 
     Raises:
-      ValueError: arrays whose first dimension is not the number of placed sequences, or a loss on shared tokens.
+      ValueError: arrays whose first dimension is not the number of placed sequences; shared tokens that differ or count
+        in a loss.
     """
     sequence_X, offset_X, flat_X = placement.flat_indices()
     B = len(placement.length_B)
@@ -343,10 +349,18 @@ def pack(
     def masked(values_BT: np.ndarray) -> Any:
         return rows(np.where(mask_X, values_BT[sequence_X, offset_X], 0.0), np.float32)
 
+    tokens_X = np.asarray(tokens_BT)[sequence_X, offset_X]
+    tokens_ABT = rows(tokens_X, np.int32)
+    if (bad := np.flatnonzero(tokens_ABT.reshape(-1)[flat_X] != tokens_X)).size:
+        raise ValueError(
+            f"Sequence {sequence_X[bad[0]]} has token {tokens_X[bad[0]]} at {offset_X[bad[0]]}, where another of its "
+            "group has a different one: samples of a prompt must begin with that prompt; or set "
+            "trainer.share_prompts=False."
+        )
     micro_batches: Any = np.asarray(placement.micro_batches, np.int32)
     scale: Any = np.asarray(kl_scale, np.float32)
     return TrainBatch(
-        tokens_ABT=rows(tokens_BT[sequence_X, offset_X], np.int32),
+        tokens_ABT=tokens_ABT,
         segment_ABT=rows(np.where(own_X, placement.segment_B[sequence_X], placement.prefix_B[sequence_X]), np.int32),
         position_ABT=rows(offset_X, np.int32),
         mask_ABT=rows(mask_X, np.float32),

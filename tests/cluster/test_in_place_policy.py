@@ -41,9 +41,9 @@ def places(tree) -> list[list[int]]:
 @pytest.mark.parametrize("merged", [False, True])
 def test_every_policy_lies_where_the_one_before_lay(merged):
     cluster = make_cluster(rank=2 if merged else 0, merged=merged)
+    kept = cluster.sync_weights(1)
     first = cluster.sync_weights(1, in_place=True)
     at = places(first.params)
-    kept = cluster.sync_weights(1)
     change(cluster)
     second = cluster.sync_weights(2, in_place=True)
     assert places(second.params) == at

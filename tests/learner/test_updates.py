@@ -78,6 +78,7 @@ class Bench:
         place_BT = np.tile(np.arange(T), (B, 1))
         mask_BT = ((place_BT >= PROMPT) & (place_BT < length_B[:, None])).astype(np.float32)
         tokens_BT = np.where(place_BT < length_B[:, None], rng.integers(5, 200, (B, T)), 0).astype(np.int32)
+        tokens_BT[:, :PROMPT] = np.repeat(tokens_BT[::G, :PROMPT], G, axis=0)
         # The sampler differs from the trainer by enough that clips and corrections have work.
         logprob_BT = self.cluster.get_actor_per_token_logps(tokens_BT, length_B) + 0.2 * rng.normal(size=(B, T))
         logprob_BT = np.where(mask_BT > 0, logprob_BT, 0.0).astype(np.float32)

@@ -57,7 +57,7 @@ def test_blockwise_equals_dense(block, window, softcap):
     )
 
 
-def _shared(T=37):
+def _shared(T=64):
     """Row 0: a beginning of 9, three segments that go on from it, one alone; row 1: one of 20 and two, then padding."""
     segment_BT, prefix_BT, position_BT = (np.zeros((2, T), np.int32) for _ in range(3))
     for row, parts in enumerate([[(9, 0), (6, 1), (4, 1), (8, 1), (10, 0)], [(20, 0), (7, 1), (6, 1)]]):
@@ -74,7 +74,7 @@ def _shared(T=37):
 def test_a_shared_beginning_is_seen_as_if_each_had_its_own(window, form):
     """Against attention over every sequence by itself, values and gradients."""
     segment_BT, shared = _shared()
-    q_BTNH, k_BTKH, v_BTKH, _ = _inputs()
+    q_BTNH, k_BTKH, v_BTKH, _ = _inputs(T=64)
     kwargs = dict(window=jnp.int32(window), softcap=3.0)
     spec = form.get("spec")
     mesh = make_mesh(spec, jax.devices()[:4]) if spec else None
@@ -100,6 +100,8 @@ def test_a_shared_beginning_is_seen_as_if_each_had_its_own(window, form):
         (q_BTNH, k_BTKH, v_BTKH, segment_BT),
         atol=5e-6,
     )
+    out = attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, shared=shared, mesh=mesh, **options, **kwargs)
+    assert jnp.isfinite(out).all()  # on padding too, blocks of nothing else included
 
 
 def test_the_tpu_kernel_is_not_asked_to_share():

@@ -84,10 +84,13 @@ def test_rows_are_made_for_samples_that_share_their_prompt():
     assert shape().shared and not shape(share_prompts=False).shared
     assert not shape(group_size=1).shared and not shape(max_prompt_length=0).shared
     assert not shape(max_prompt_length=1).shared  # a prompt of one token has nothing to share
-    # A whole group is 500 + 8 x 201 tokens, a CPU device takes 1,280: rows hold as much of one as they may.
-    assert (shape(share_prompts=False).tokens, shape().tokens) == (704, 1280)
-    assert shape(group_size=2).tokens == 928  # 500 + 2 x 201, in rows of whole 32
-    assert shape(max_seq_token_per_tpu=1000).tokens == 992
+    # A whole group is 500 + 8 x 201 tokens, a CPU device takes 1,280: rows of whole 32 hold 500 + 3 x 201.
+    assert (shape(share_prompts=False).tokens, shape().tokens) == (704, 1120)
+    assert shape(group_size=2).tokens == 928
+    assert shape(max_seq_token_per_tpu=1000).tokens == 928
+    assert shape(max_length=1000).tokens == shape(max_length=1000, share_prompts=False).tokens  # two do not fit
+    small = shape(train_micro_batch_size=8)
+    assert small.rows * small.tokens <= 8 * 704 + 4 * small.tokens  # of the memory asked for, but whole shards
     assert shape(max_tokens_per_row=800).tokens == 800
     short = shape(max_length=100, max_prompt_length=60)
     alone = shape(max_length=100, max_prompt_length=60, share_prompts=False)

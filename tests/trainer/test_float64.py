@@ -13,7 +13,7 @@ TESTS = (
     "test_step.py::test_mesh_does_not_change_the_update",
     "test_step.py::test_gradient_equals_the_naive_one",
     *("test_critic.py::test_gradient_equals_the_naive_one_on_any_mesh_and_packing",),
-    "test_shared_prompts.py::test_the_update_is_the_same[0-64-fsdp=1]",
+    "test_shared_prompts.py::test_the_update_is_the_same[64-fsdp=1-0]",
     "test_shared_prompts.py::test_the_critics_update_is_the_same",
 )
 
