@@ -16,11 +16,15 @@ PYTHONS = ("3.11", "3.12", "3.13")
 PLATFORMS = ("manylinux_2_17", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(24, 32)))
 BASE = "requirements.lock"
 # A file holds what its extras add to the base, and begins with the base.
-LOCKS = {BASE: ("gcs",), "requirements-tpu.lock": ("gcs", "tpu"), "requirements-pathways.lock": ("gcs", "pathways")}
+LOCKS = {
+    BASE: ("gcs", "tools"),
+    "requirements-tpu.lock": ("gcs", "tools", "tpu"),
+    "requirements-pathways.lock": ("gcs", "tools", "pathways"),
+}
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:
-    """What pyproject.toml asks for."""
+    """Reads the requirements of pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [
         *project["dependencies"],

@@ -1,1 +1,1 @@
-"""Configurations: plain data."""
+"""Configurations shipped with podrl, as plain data."""

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """The configuration, as plain data."""
+    """Returns the configuration, as plain data."""
     config = ConfigDict()
     config.algorithm = "dpo"
     config.seed = 0

@@ -18,7 +18,7 @@ VARIANTS = ("tiny", "lora", "gemma2_2b_v5e16")
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
-    """The configuration of a variant, as plain data."""
+    """Returns the configuration of a variant, as plain data."""
     if variant not in VARIANTS:
         raise ValueError(f"grpo_gemma.py has no variant {variant!r}: use one of {', '.join(VARIANTS)}.")
     config = _tiny()
@@ -66,7 +66,7 @@ def _tiny() -> ConfigDict:
 
 
 def _gemma2_2b(config: ConfigDict) -> None:
-    """Tunix's published recipe for GSM8K, on two v5e 2x4 slices' worth of chips."""
+    """Returns Tunix's published recipe for GSM8K, on two v5e 2x4 slices' worth of chips."""
     config.model.path = ""
     config.model.size = "gemma2-2b"  # what podrl.plan plans without the weights
     config.fake_devices = 16  # for --dry_run on a laptop

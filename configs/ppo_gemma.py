@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """The configuration, as plain data."""
+    """Returns the configuration, as plain data."""
     config = ConfigDict()
     config.algorithm = "ppo"
     config.seed = 0

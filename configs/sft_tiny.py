@@ -1,4 +1,4 @@
-"""Makes the checkpoint that comes with podrl: a Gemma 2 of half a million parameters that half knows word problems.
+"""Trains the checkpoint that comes with podrl: a Gemma 2 of half a million parameters that half knows word problems.
 
 First it learns to solve them in the reference form; then, for the last steps, most targets leave the form, as a base
 model's text would, so that reinforcement learning has something to find. From a fixed seed:
@@ -15,7 +15,7 @@ FULL_STEPS, MIXED_STEPS = 1500, 220
 
 
 def get_config() -> ConfigDict:
-    """The configuration, as plain data."""
+    """Returns the configuration, as plain data."""
     config = ConfigDict()
     config.algorithm = "sft"
     config.seed = 0

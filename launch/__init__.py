@@ -1,1 +1,1 @@
-"""Gets `python -m podrl.launch` onto machines. Nothing here imports podrl or jax."""
+"""Submits `python -m podrl.launch` to machines; imports neither podrl nor jax. Installed as podrl.launchers."""

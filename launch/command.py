@@ -1,4 +1,4 @@
-"""What every pod runs, whoever submits it: the podrl command line, its exit codes and its environment."""
+"""The podrl command line, exit codes and environment that every launcher submits."""
 
 import itertools
 import re
@@ -14,10 +14,12 @@ RESTART_CODES = (42, 75)
 SIGNAL_CODES = (134, 137, 139, 143)
 
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+# Named as variables are that hold something to keep: HF_TOKEN, WANDB_API_KEY.
+_SECRET = re.compile(r"(^|_)(SECRETS?|TOKENS?|PASS(WD|WORD|PHRASE)?|CREDENTIALS?|(API)?KEYS?|AUTH)(_|$)", re.IGNORECASE)
 
 
 def podrl_command(config: str, workdir: str, extra: Sequence[str]) -> list[str]:
-    """The command of one process.
+    """Builds the command of one process.
 
     Args:
       config: value of podrl's --config.
@@ -36,7 +38,7 @@ def podrl_command(config: str, workdir: str, extra: Sequence[str]) -> list[str]:
 
 
 def job_name(name: str, limit: int) -> str:
-    """`name` if Kubernetes accepts it as the start of pod and host names.
+    """Returns `name` if Kubernetes accepts it as the start of pod and host names.
 
     Args:
       name: the name asked for.
@@ -54,30 +56,49 @@ def job_name(name: str, limit: int) -> str:
 
 
 def environment(pairs: Sequence[str]) -> dict[str, str]:
-    """podrl's environment in a pod, with the user's NAME=VALUE pairs over it.
+    """Returns podrl's environment in a pod, with the user's NAME=VALUE pairs over it.
 
     Raises:
-      ValueError: a pair without '=', a bad name, or a value xpk's template would break on.
+      ValueError: a pair without '=', a bad name, the job's secret, or a value xpk's template would break on.
     """
     values = dict(ENVIRONMENT)
     for pair in pairs:
         name, separator, value = pair.partition("=")
+        if name == "PODRL_SECRET":
+            raise ValueError(
+                "--env=PODRL_SECRET=... would show the job's secret to everyone who lists processes: leave it out, "
+                "every submission is given a new one. PODRL_SECRET_FILE may name a file of your own."
+            )
         if not separator or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"--env={pair} must be NAME=VALUE.")
         if re.search(r'["\\\n]', value):
-            raise ValueError(f"--env={pair} holds a quote, backslash or newline: put such a value into a file instead.")
+            raise ValueError(
+                f"--env={name}=... holds a quote, backslash or newline: put such a value into a file instead."
+            )
         values[name] = value
     return values
 
 
+def is_secret(name: str) -> bool:
+    """True if an environment variable, by its name, should not be printed."""
+    return name != "PODRL_SECRET_FILE" and _SECRET.search(name) is not None
+
+
+def redacted(word: str) -> str:
+    """Hides the values of variables with secret-sounding names in a flag, for printing."""
+    given = re.match(r"--env=(\w+)=", word)
+    return f"{given[0]}REDACTED" if given and is_secret(given[1]) else word
+
+
 def show(command: Sequence[str]) -> str:
-    """The command as a shell would read it: its name and verbs, then one flag to a line."""
+    """Formats a command as a shell reads it, secrets hidden: its name and verbs, then one flag to a line."""
+    command = [redacted(word) for word in command]
     verbs = list(itertools.takewhile(lambda word: not word.startswith("-"), command))
     return " \\\n  ".join([shlex.join(verbs), *map(shlex.quote, command[len(verbs) :])])
 
 
 def split_extra(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own arguments, and those after the first `--`, which are podrl's."""
+    """Splits arguments at the first `--` into our own and podrl's."""
     argv = list(argv)
     if "--" not in argv:
         return argv, []

@@ -4,8 +4,9 @@
     --image=REGISTRY/podrl:1 --workdir=gs://bucket/run [--apply] [-- --config.trainer.learning_rate=1e-6]
 
 Without --apply the manifest is printed and nothing else happens; with --apply --dry_run the kubectl command is printed
-after it. Needs pyyaml here, and in the cluster JobSet 0.8 or later (https://jobset.sigs.k8s.io) and, for the queue
-label, Kueue.
+after it. What the hosts encrypt their channel with, and variables of --env whose names sound secret, go by a Secret
+that is never printed; a NetworkPolicy lets only the job's own pods reach them. Needs pyyaml here, and in the cluster
+JobSet 0.8 or later (https://jobset.sigs.k8s.io) and, for the queue label, Kueue.
 
 What happens to a failure:
   trainer pod   exit 42, 75 or death by signal: all jobs of the set are recreated, at most --max_restarts times, and
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from launch import command, machines
+from . import command, machines
 
 MISSING = {"kubectl": "https://cloud.google.com/kubernetes-engine/docs/how-to/cluster-access-for-kubectl."}
 # Host names are NAME-rollout-SLICE-HOST and must fit 63 characters, pod names add 6 more.
@@ -45,10 +46,10 @@ _JOBSET_LABELS = {
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags, and podrl's own after `--`."""
+    """Parses our flags, and podrl's own after `--`."""
     own, extra = command.split_extra(argv)
     parser = argparse.ArgumentParser(
-        prog="python -m launch.gke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}.gke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True, help="podrl configuration, as grpo_gemma.py")
     parser.add_argument("--workdir", required=True, help="run directory, gs://BUCKET/RUN")
@@ -68,6 +69,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--grace_seconds", type=int, default=300, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for every container; may be repeated")
+    parser.add_argument(
+        "--host_network", action="store_true", help="pods on the network of their hosts, where no NetworkPolicy holds"
+    )
     parser.add_argument("--apply", action="store_true", help="submit with kubectl apply")
     parser.add_argument("--dry_run", action="store_true", help="with --apply: print the kubectl command, run nothing")
     args = parser.parse_args(own)
@@ -78,7 +82,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
-    """The JobSet for our flags, as kubectl would read it.
+    """Builds the JobSet for our flags, as kubectl reads it.
 
     Raises:
       ValueError: a machine, name, environment or workdir that cannot run.
@@ -188,14 +192,14 @@ def _pod(
     pod = {
         # A trainer host that fails takes its peers along, so the whole set restarts; a rollout host restarts alone.
         "restartPolicy": "Never" if role == "trainer" else "OnFailure",
-        "hostNetwork": True,
-        "dnsPolicy": "ClusterFirstWithHostNet",
         "terminationGracePeriodSeconds": args.grace_seconds,
         "nodeSelector": selector,
         "tolerations": tolerations,
         "containers": [container],
         "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
     }
+    if args.host_network:
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if args.service_account:
         pod["serviceAccountName"] = args.service_account
     return pod
@@ -204,7 +208,7 @@ def _pod(
 def _environment(
     role: str, slices: machines.Slices, args: argparse.Namespace, trainer: machines.Slices, rollout: machines.Slices
 ) -> list[dict[str, Any]]:
-    """Role and rank as podrl/runtime/detect.py reads them; $(NAME) is filled in by the kubelet."""
+    """Sets role and rank for podrl/runtime/detect.py; the kubelet fills in $(NAME)."""
     from_labels = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
         for name, label in _JOBSET_LABELS.items()
@@ -223,24 +227,58 @@ def _environment(
         "PODRL_CHANNEL": f"$(PODRL_JOBSET)-trainer-0-0.$(PODRL_JOBSET):{CHANNEL_PORT}",
         **command.environment(args.env),
     }
-    key = {"name": args.channel, "key": "secret"}
-    secret = {"name": "PODRL_SECRET", "valueFrom": {"secretKeyRef": key}}
-    return [*from_labels, secret, *({"name": name, "value": value} for name, value in values.items())]
+    variables: list[dict[str, Any]] = [_from_secret("PODRL_SECRET", args.channel, "secret")]
+    for name, value in values.items():
+        variables.append(
+            _from_secret(name, args.channel, name) if command.is_secret(name) else {"name": name, "value": value}
+        )
+    return [*from_labels, *variables]
+
+
+def _from_secret(name: str, secret: str, key: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
 def channel_secret(args: argparse.Namespace) -> dict[str, Any]:
-    """The Secret whose key the pods encrypt what they tell each other with; a new one for every submission."""
+    """Makes the Secret with the key that encrypts the pods' messages, new for every submission.
+
+    Variables given by --env whose names sound secret lie there too.
+    """
+    given = {name: value for name, value in command.environment(args.env).items() if command.is_secret(name)}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {"name": args.channel, "namespace": args.namespace, "labels": _labels(args)},
         "type": "Opaque",
-        "stringData": {"secret": secrets.token_hex(16)},
+        "stringData": {"secret": secrets.token_hex(16), **given},
     }
 
 
+def network_policy(args: argparse.Namespace) -> dict[str, Any]:
+    """Admits only the job's own pods to its ports, some of which do not authenticate."""
+    pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": args.name}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": args.name, "namespace": args.namespace, "labels": _labels(args)},
+        "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]},
+    }
+
+
+def _without_secret(args: argparse.Namespace, keys: Sequence[str]) -> str:
+    """Writes comments in the place of the Secret where the manifest is printed."""
+    more = "".join(f" --from-file={key}=FILE" for key in keys if key != "secret")
+    labels = " ".join(f"{name}={value}" for name, value in _labels(args).items())
+    return (
+        f"# The Secret {args.channel} is not printed; --apply makes it. By hand:\n"
+        f"#   openssl rand -hex 16 | kubectl create secret generic {args.channel} --namespace={args.namespace} "
+        f"--from-file=secret=/dev/stdin{more}\n"
+        f"#   kubectl label secret {args.channel} --namespace={args.namespace} {labels}\n"
+    )
+
+
 def to_yaml(document: dict[str, Any]) -> str:
-    """The manifest as YAML, without anchors, keys in the order written here."""
+    """Writes the manifest as YAML, without anchors, keys in the order written here."""
     import yaml  # here, so that `--help` works where pyyaml is not installed
 
     class Plain(yaml.SafeDumper):
@@ -254,20 +292,26 @@ def main(argv: Sequence[str]) -> int:
     """Prints the manifest, submits it on --apply; returns the exit code."""
     args, extra = parse(argv)
     try:
-        jobset = manifest(args, extra)
-        text = f"{to_yaml(channel_secret(args))}---\n{to_yaml(jobset)}"
+        secret = channel_secret(args)
+        documents = [manifest(args, extra)]
+        if not args.host_network:
+            documents.insert(0, network_policy(args))
+        shown = "---\n".join(map(to_yaml, documents))
+        text = f"{to_yaml(secret)}---\n{shown}"
     except ValueError as error:
         sys.stderr.write(f"launch.gke: {error}\n")
         return 1
     except ModuleNotFoundError as error:
         sys.stderr.write(f"launch.gke: {error}: pip install pyyaml\n")
         return 1
-    print(text, end="", flush=True)
+    print(_without_secret(args, list(secret["stringData"])), shown, sep="", end="", flush=True)
     apply = ["kubectl", "apply", "-f", "-"]
     if not args.apply:
         return 0
     if args.dry_run:
-        sys.stderr.write(f"would run, with the manifest above as its input: {command.show(apply)}\n")
+        sys.stderr.write(
+            f"would run, with a Secret {args.channel} and the manifest above as its input: {command.show(apply)}\n"
+        )
         return 0
     return command.run(apply, stdin=text, missing=MISSING)
 

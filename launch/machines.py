@@ -1,4 +1,4 @@
-"""The table of TPU machine shapes: what one row of a vendor's page becomes in node selectors and process counts.
+"""The table of TPU machine shapes: node selectors and process counts for each row of the vendor's page.
 
 Sources, by column:
   machine type, accelerator label, chips per host, shapes of GKE node pools
@@ -75,17 +75,17 @@ class Slices:
 
     @property
     def chips(self) -> int:
-        """Chips of one slice."""
+        """Number of chips of one slice."""
         return math.prod(int(n) for n in self.topology.split("x"))
 
     @property
     def hosts(self) -> int:
-        """Hosts, pods and processes of one slice."""
+        """Number of hosts, pods and processes of one slice."""
         return self.chips // self.machine.chips_per_host
 
     @property
     def xpk_type(self) -> str:
-        """The value of xpk's --tpu-type.
+        """Returns the value of xpk's --tpu-type.
 
         Raises:
           ValueError: xpk has no such machine.

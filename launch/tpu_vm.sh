@@ -64,7 +64,8 @@ done
 [[ $max_restarts =~ ^[0-9]+$ ]] || die "--max_restarts=$max_restarts must be a number"
 [[ $grace =~ ^[0-9]+$ ]] || die "--grace=$grace must be a number of seconds"
 for pair in "${environment[@]}"; do
-  [[ $pair =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || die "--env=$pair must be NAME=VALUE"
+  [[ $pair =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || die "--env=${pair%%=*}... must be NAME=VALUE"
+  [[ $pair != PODRL_SECRET=* ]] || die "--env=PODRL_SECRET=... would show the job's secret to everyone who lists processes: leave it out, every run is given a new one"
 done
 tpu=${positional[0]}
 where=("--zone=${positional[1]}")
@@ -88,7 +89,7 @@ worker() { # CODE ARGUMENTS...: the worker's half of this script, from the copy 
 }
 
 copy_code() {
-  local archive=$1
+  local archive=$1 pair
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   if git -C "$root" rev-parse --is-inside-work-tree >/dev/null 2>&1; then
@@ -102,23 +103,25 @@ copy_code() {
   fi
   # What the hosts encrypt their channel with: the same on all, new for every run, on no command line.
   (umask 077 && od -An -N16 -tx1 /dev/urandom | tr -d ' \n' >"$scratch/.podrl-secret")
-  run tar -czf "$scratch/$archive" -C "$scratch" .podrl-secret -C "$root" --null -T "$scratch/names"
+  # The variables of --env go the same way, for tokens are given so.
+  (umask 077 && : >"$scratch/.podrl-environment")
+  for pair in "${environment[@]}"; do printf '%s\0' "$pair"; done >>"$scratch/.podrl-environment"
+  run tar -czf "$scratch/$archive" -C "$scratch" .podrl-secret .podrl-environment -C "$root" --null -T "$scratch/names"
   run gcloud compute tpus tpu-vm scp "$scratch/$archive" "$tpu:$archive" "${where[@]}" --worker=all
 }
 
 start() {
   ((${#podrl[@]})) || die "nothing to run: give podrl's flags after --, as -- --config=grpo_gemma.py"
-  local identity archive code pair
+  [[ -e $root/podrl/launch.py ]] || die "this copies a checkout of podrl, and $root is none: run launch/tpu_vm.sh of a clone"
+  local identity archive code
   identity=$(date -u +%Y%m%d-%H%M%S)-$$
   archive=podrl-$identity.tar.gz
   code=podrl-run/code-$identity
-  local -a exports=()
-  for pair in "${environment[@]}"; do exports+=("--env=$pair"); done
   copy_code "$archive"
   # All hosts are ready before any host starts: a late one would find its peers waiting.
   on_every_worker "mkdir -p $code && tar -xzf $archive -C $code"
   worker "$code" install "--python=$python" "--lock=$lock" "--extra=$extra"
-  worker "$code" start "--run=$identity" "--max_restarts=$max_restarts" "${exports[@]}" -- "${podrl[@]}"
+  worker "$code" start "--run=$identity" "--max_restarts=$max_restarts" -- "${podrl[@]}"
   ((detach)) || worker podrl-run/code follow --lines=+1
 }
 

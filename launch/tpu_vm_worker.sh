@@ -2,7 +2,7 @@
 # The worker's half of tpu_vm.sh: installs, starts, restarts, reports and stops podrl on the host it runs on.
 #
 #   tpu_vm_worker.sh install --python=PATH --lock=FILE --extra=PACKAGE
-#   tpu_vm_worker.sh start --run=ID --max_restarts=N [--env=NAME=VALUE]... -- PODRL_FLAGS...
+#   tpu_vm_worker.sh start --run=ID --max_restarts=N -- PODRL_FLAGS...
 #   tpu_vm_worker.sh follow --lines=N | status | stacks | kill --grace=SECONDS
 #
 # Everything lives in ~/podrl-run: code-ID (and `code`, the one that runs), venv, work (the working directory, kept from
@@ -97,7 +97,7 @@ start() {
   fi
   # A retry of this very start after the run has ended already must not run it again.
   [[ $(read_state run) != "$identity" ]] || return 0
-  local old interpreter
+  local old interpreter pair
   interpreter=$(read_state python)
   [[ -n $interpreter ]] || die "nothing is installed: run install first"
   ln -sfn "$code" "$base/code"
@@ -111,8 +111,13 @@ start() {
   mkdir -p "$base/work"
   ln -sfn "$base/code/configs" "$base/work/configs"
   cd "$base/work"
-  setsid nohup env "PYTHONPATH=$code" "PODRL_SECRET_FILE=$code/.podrl-secret" "${environment[@]}" bash "$code/launch/tpu_vm_worker.sh" supervise "--max_restarts=$max_restarts" -- \
-    "$interpreter" -m podrl.launch "${arguments[@]}" >"$base/logs/$identity.log" 2>&1 </dev/null &
+  local -a environment podrl_command=(setsid nohup bash "$code/launch/tpu_vm_worker.sh" supervise
+    "--max_restarts=$max_restarts" -- "$interpreter" -m podrl.launch "${arguments[@]}")
+  mapfile -d '' environment <"$code/.podrl-environment" # not on a command line, where everyone reads: tokens are given so
+  (
+    for pair in "PYTHONPATH=$code" "PODRL_SECRET_FILE=$code/.podrl-secret" "${environment[@]}"; do export "${pair?}"; done
+    exec "${podrl_command[@]}"
+  ) >"$base/logs/$identity.log" 2>&1 </dev/null &
   boot >"$state/boot"
   printf '%s\n' "$!" >"$state/pid"
   say "started run $identity, pid $!"
@@ -222,7 +227,7 @@ stop() {
 action=${1:?install, start, supervise, follow, status, stacks or kill}
 shift
 python='' lock='' extra='' identity='' max_restarts=0 lines=200 grace=120
-environment=() arguments=()
+arguments=()
 while (($#)); do
   case $1 in
     --python=*) python=${1#*=} ;;
@@ -232,7 +237,6 @@ while (($#)); do
     --max_restarts=*) max_restarts=${1#*=} ;;
     --lines=*) lines=${1#*=} ;;
     --grace=*) grace=${1#*=} ;;
-    --env=*) environment+=("${1#*=}") ;;
     --)
       shift
       arguments=("$@")

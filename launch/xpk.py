@@ -10,6 +10,9 @@ What xpk adds, and what it lacks:
   McJAX     one pod per host, all restarted together on exit codes 42, 75 and 127-255, at most --max_restarts times.
   Pathways  (`create-pathways`) takes no restart codes and its manifest has no restart limit; the grace period reaches
             the workers only. The user container gets JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET from xpk.
+
+xpk writes every variable into the manifest and knows no Secrets. What the hosts encrypt their channel with goes by a
+file beside the run, gs://BUCKET/RUN.secret-..., which whoever may read the run may read.
 """
 
 import argparse
@@ -18,9 +21,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from launch import command, machines
+from . import command, machines
 
-MISSING = {"xpk": "pip install xpk==1.16.0 (podrl's extra [launch])."}
+MISSING = {
+    "xpk": "pip install xpk==1.16.0 (podrl's extra [launch]).",
+    "gcloud": "https://cloud.google.com/sdk/docs/install.",
+}
 # Room in a 63-character pod name for what xpk appends ('-slice-job-99-99-abcde'); for Pathways Google's own limit,
 # https://cloud.google.com/ai-hypercomputer/docs/workloads/pathways-on-cloud/pathways-interactive-mode
 NAME_LIMIT = 40
@@ -28,10 +34,10 @@ PATHWAYS_NAME_LIMIT = 22
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags, and podrl's own after `--`."""
+    """Parses our flags, and podrl's own after `--`."""
     own, extra = command.split_extra(argv)
     parser = argparse.ArgumentParser(
-        prog="python -m launch.xpk", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}.xpk", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cluster", required=True, help="cluster made by xpk cluster create[-pathways]")
     parser.add_argument("--config", help="podrl configuration, as grpo_gemma.py (not for --headless)")
@@ -54,11 +60,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for the container; may be repeated")
     parser.add_argument("--manifest", help="also write the manifest to this file (xpk's --output-manifest-file)")
     parser.add_argument("--dry_run", action="store_true", help="print the command and run nothing")
-    return parser.parse_args(own), extra
+    args = parser.parse_args(own)
+    args.secret_file = f"{(args.workdir or '').rstrip('/')}.secret-{secrets.token_hex(4)}"  # new for every submission
+    return args, extra
 
 
 def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
-    """The xpk command line for our flags.
+    """Builds the xpk command line for our flags.
 
     Raises:
       ValueError: flags that contradict one another or that xpk would refuse only after minutes.
@@ -77,8 +85,8 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
         # exec: xpk runs `(COMMAND) &` and sends SIGTERM to that subshell, which without exec would not pass it on.
         words += [f"--docker-image={args.image}", f"--command=exec {shlex.join(podrl)}"]
         environment = command.environment(args.env)
-        if not args.pathways:  # what the hosts encrypt their channel with, new for every submission
-            environment.setdefault("PODRL_SECRET", secrets.token_hex(16))
+        if needs_secret(args):
+            environment["PODRL_SECRET_FILE"] = args.secret_file
         words += [f"--env={name}={value}" for name, value in environment.items()]
     if args.pathways:
         words += [f"--pathways-gcs-location={args.scratch}"]
@@ -89,6 +97,12 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     if args.manifest:
         words += [f"--output-manifest-file={args.manifest}"]
     return words
+
+
+def needs_secret(args: argparse.Namespace) -> bool:
+    """True if the hosts need a secret: a single controller has no peers."""
+    own = any(pair.startswith("PODRL_SECRET_FILE=") for pair in args.env)
+    return not (args.pathways or args.headless or own)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -113,8 +127,16 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         sys.stderr.write(f"launch.xpk: {error}\n")
         return 1
+    write = ["gcloud", "storage", "cp", "-", args.secret_file]
+    if needs_secret(args):
+        print(f"openssl rand -hex 16 | {command.show(write)}", flush=True)
     print(command.show(words), flush=True)
-    return 0 if args.dry_run else command.run(words, missing=MISSING)
+    if args.dry_run:
+        return 0
+    if needs_secret(args) and (code := command.run(write, stdin=secrets.token_hex(16), missing=MISSING)):
+        sys.stderr.write(f"launch.xpk: {args.secret_file} cannot be written (gcloud's exit code {code}); see above.\n")
+        return 1
+    return command.run(words, missing=MISSING)
 
 
 if __name__ == "__main__":

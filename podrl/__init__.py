@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from podrl.cluster.config import ClusterConfig, Mode, Role
     from podrl.cluster.rl_cluster import RLCluster
-    from podrl.learner.grpo import GRPOLearner
-    from podrl.learner.grpo_config import GRPOConfig
-    from podrl.learner.ppo import PPOLearner
-    from podrl.learner.ppo_config import PPOConfig
+    from podrl.environments.config import EnvironmentConfig, MCPServer
+    from podrl.environments.protocol import Ended, Environment, Model, OutsideError, Result, Task, Turn
+    from podrl.environments.stepped import SteppedEnvironment
+    from podrl.environments.tools import ToolEnvironment
+    from podrl.job.config import TINY
+    from podrl.job.from_python import run
+    from podrl.learner.learner import GRPOLearner, PPOLearner
+    from podrl.learner.settings import GRPOConfig, PPOConfig
     from podrl.mesh.build import make_mesh
     from podrl.models.pretrained import from_pretrained
     from podrl.rewards.compose import RewardConfig
@@ -21,36 +25,62 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ClusterConfig": "podrl.cluster.config",
-    "GRPOConfig": "podrl.learner.grpo_config",
-    "GRPOLearner": "podrl.learner.grpo",
+    "Ended": "podrl.environments.protocol",
+    "Environment": "podrl.environments.protocol",
+    "EnvironmentConfig": "podrl.environments.config",
+    "GRPOConfig": "podrl.learner.settings",
+    "GRPOLearner": "podrl.learner.learner",
+    "MCPServer": "podrl.environments.config",
     "Mode": "podrl.cluster.config",
-    "PPOConfig": "podrl.learner.ppo_config",
-    "PPOLearner": "podrl.learner.ppo",
+    "Model": "podrl.environments.protocol",
+    "OutsideError": "podrl.environments.protocol",
+    "PPOConfig": "podrl.learner.settings",
+    "PPOLearner": "podrl.learner.learner",
     "RLCluster": "podrl.cluster.rl_cluster",
     "RLTrainingConfig": "podrl.trainer.config",
+    "Result": "podrl.environments.protocol",
     "RewardConfig": "podrl.rewards.compose",
     "Role": "podrl.cluster.config",
     "RolloutConfig": "podrl.rollout.config",
     "Sampling": "podrl.rollout.config",
+    "SteppedEnvironment": "podrl.environments.stepped",
+    "TINY": "podrl.job.config",
+    "Task": "podrl.environments.protocol",
+    "ToolEnvironment": "podrl.environments.tools",
+    "Turn": "podrl.environments.protocol",
     "from_pretrained": "podrl.models.pretrained",
     "make_mesh": "podrl.mesh.build",
+    "run": "podrl.job.from_python",
 }
 
 __all__ = [
+    "TINY",
     "ClusterConfig",
+    "Ended",
+    "Environment",
+    "EnvironmentConfig",
     "GRPOConfig",
     "GRPOLearner",
+    "MCPServer",
     "Mode",
+    "Model",
+    "OutsideError",
     "PPOConfig",
     "PPOLearner",
     "RLCluster",
     "RLTrainingConfig",
+    "Result",
     "RewardConfig",
     "Role",
     "RolloutConfig",
     "Sampling",
+    "SteppedEnvironment",
+    "Task",
+    "ToolEnvironment",
+    "Turn",
     "from_pretrained",
     "make_mesh",
+    "run",
 ]
 
 

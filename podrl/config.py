@@ -1,55 +1,151 @@
-"""Turns configuration mappings into frozen dataclasses, refusing by name whatever they do not know."""
+"""Settings: frozen dataclasses whose fields state type and range; wrong values are refused by name."""
 
 import dataclasses
 import difflib
 import fnmatch
 import functools
+import inspect
+import math
+import numbers as abc
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
-
-from ml_collections import config_dict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """' Did you mean X?' for the known name closest to `name`, or the list of known names."""
+    """Suggests the known name closest to `name` (' Did you mean X?'), else lists the known names."""
     known = sorted(known)
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(known)}."
 
 
-def refuses(advice: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Class decorator: keyword arguments matching a pattern of `advice` raise with podrl's way to do the same.
+def known_arguments(call: Call) -> Call:
+    """Decorates a function, so that a keyword it does not have raises a TypeError that names those it has."""
+    names = [name for name in inspect.signature(call).parameters if name != "self"]
 
-    Other unknown keywords raise with the nearest field name. Positional arguments are untouched.
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in names:
+                called = call.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{called} has no argument {name!r}.{nearest(name, names)}")
+        return call(*args, **kwargs)
+
+    return typing.cast(Call, checked)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The range of a numeric setting, for `typing.Annotated`: an interval as in mathematics, such as '[0, 1)'.
+
+    Both ends are finite numbers; a bracket includes its end, a parenthesis does not.
+    """
+
+    text: str
+
+    @functools.cached_property
+    def _bounds(self) -> tuple[float, float]:
+        low, _, high = self.text[1:-1].partition(",")
+        assert self.text[0] in "[(" and self.text[-1] in "])" and math.isfinite(float(low) + float(high)), self.text
+        return float(low), float(high)
+
+    def __contains__(self, value: float) -> bool:
+        low, high = self._bounds
+        return (low <= value if self.text[0] == "[" else low < value) and (
+            value <= high if self.text[-1] == "]" else value < high
+        )
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Natural = Annotated[int, Range("[0, 2147483647]")]
+Count = Annotated[int, Range("[1, 2147483647]")]
+Devices = Annotated[int, Range("[0, 4096]")]
+Seed = Annotated[int, Range("[0, 4294967295]")]
+Workers = Annotated[int, Range("[1, 1024]")]
+Share = Annotated[float, Range("[0, 1]")]
+NonNegative = Annotated[float, Range("[0, 1e9]")]
+Positive = Annotated[float, Range("(0, 1e9]")]
+Finite = Annotated[float, Range("[-1e9, 1e9]")]
+
+
+def section(name: str, advice: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
+    """Decorates a frozen dataclass of settings, so that every instance is checked.
+
+    Values of other types than the fields', and numbers outside their `Range`, raise a ValueError that names the key,
+    the value and what it must be. Unknown keywords raise one with podrl's way to do the same, or the nearest name, for
+    all of them at once; a field of another system that asks for nothing (None or False) is passed over.
+    Whole numbers become floats, lists tuples and mappings the dataclass where the field is one.
 
     Args:
+      name: the group of the configuration that holds these settings, such as 'trainer'; '' for the whole.
       advice: shell-style patterns of field names (of other systems) to a sentence saying what to use instead.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         original = cls.__init__
-        names = [f.name for f in dataclasses.fields(cls) if f.init]  # pyright: ignore[reportArgumentType]
+        signature = inspect.signature(original)
 
         @functools.wraps(original)
         def init(self, *args: Any, **kwargs: Any) -> None:
-            for key in kwargs:
-                if key not in names:
-                    raise ValueError(refusal(cls, key, names))
-            original(self, *args, **kwargs)
+            hints = _hints(cls)
+            kwargs = _fields_of(cls, kwargs)
+            bound = signature.bind(self, *args, **kwargs)
+            for key in [key for key in bound.arguments if key in hints]:
+                bound.arguments[key] = check(bound.arguments[key], hints[key], f"{name}.{key}" if name else key)
+            original(*bound.args, **bound.kwargs)
 
         cls.__init__ = init  # pyright: ignore[reportAttributeAccessIssue]
-        cls.__refused__ = dict(advice)  # pyright: ignore[reportAttributeAccessIssue]
+        cls.__section__ = name  # pyright: ignore[reportAttributeAccessIssue]
+        cls.__refused__ = dict(advice or {})  # pyright: ignore[reportAttributeAccessIssue]
         return cls
 
     return decorate
 
 
+def group_of(settings: Any) -> str:
+    """Returns the configuration group of these settings, as given to `section`."""
+    return settings.__section__
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Returns the types of a dataclass's fields, their ranges included."""
+    fields: Any = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = {f.name: hints[f.name] for f in fields if f.init}
+    for name, hint in found.items():
+        for leaf in _leaves(hint):
+            assert leaf not in (int, float), f"{cls.__name__}.{name} is a number and has no Range"
+            assert hasattr(leaf, "__section__") or not dataclasses.is_dataclass(leaf), (
+                f"{cls.__name__}.{name}: no section"
+            )
+    return found
+
+
+def hint_at(cls: type, path: Sequence[str]) -> Any:
+    """Returns the type of the field at a path of names below `cls`; None where there is none."""
+    hint: Any = cls
+    for name in path:
+        if not hasattr(hint, "__section__") or name not in _hints(hint):
+            return None
+        hint = _hints(hint)[name]
+    return hint
+
+
+def numbers(cls: type) -> dict[str, Range]:
+    """Lists the numeric fields of a dataclass (numbers, tuples of numbers) with their ranges."""
+    ranges = {name: [o for o in _leaves(hint) if _range_of(o)] for name, hint in _hints(cls).items()}
+    return {name: typing.cast(Range, _range_of(found[0])) for name, found in ranges.items() if found}
+
+
 def refusal(cls: type, key: str, names: typing.Iterable[str], prefix: str = "") -> str:
-    """The sentence that refuses `key` as a field of `cls`."""
+    """Writes the sentence that refuses `key` as a field of `cls`."""
     for pattern, advice in getattr(cls, "__refused__", {}).items():
         if fnmatch.fnmatchcase(key, pattern):
             return f"{cls.__name__} has no field {prefix}{key}: {advice}"
@@ -57,42 +153,45 @@ def refusal(cls: type, key: str, names: typing.Iterable[str], prefix: str = "") 
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "config") -> T:
-    """Makes the frozen dataclass `cls` from a mapping, recursing into dataclass fields.
+    """Makes a dataclass of settings (see `section`) from a mapping, with its nested settings.
 
     Args:
-      cls: a dataclass.
-      values: field values; lists become tuples, mappings become the dataclass the field is annotated with.
-      prefix: dotted path of `values` in the user's config, for messages.
+      cls: the dataclass.
+      values: field values.
+      prefix: dotted path of `values` in the user's config, for messages about keys.
 
     Raises:
-      ValueError: an unknown key (with the nearest known one), a missing required key, or a value of the wrong type.
+      ValueError: an unknown key (with the nearest known one), a missing required key, or a value that is not allowed.
     """
-    assert dataclasses.is_dataclass(cls), cls
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    hints = typing.get_type_hints(cls)
-    for key in values:
-        if key not in fields:
-            raise ValueError(refusal(cls, key, fields, prefix=f"{prefix}."))
-    missing = [
-        name
-        for name, f in fields.items()
-        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
+    values = _fields_of(cls, values, prefix=f"{prefix}.")
+    fields: Any = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in required if name not in values]:
         raise ValueError(f"{prefix} lacks {', '.join(missing)}: set --{prefix}.{missing[0]}=...")
-    converted = {key: _convert(values[key], hints[key], f"{prefix}.{key}") for key in values}
-    try:
-        return cls(**converted)
-    except ValueError as error:
-        error.add_note(f"while reading {prefix}")
-        raise
+    return cls(**values)
+
+
+def _fields_of(cls: type, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of the fields of `cls`; refuses all others that ask for something."""
+    hints, advice = _hints(cls), getattr(cls, "__refused__", {})
+    asking = [
+        key
+        for key, value in values.items()
+        if key not in hints
+        and not ((value is None or value is False) and any(fnmatch.fnmatchcase(key, pattern) for pattern in advice))
+    ]
+    if asking:
+        raise ValueError("\n".join(refusal(cls, key, hints, prefix) for key in asking))
+    return {key: value for key, value in values.items() if key in hints}
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Default values of a dataclass as nested plain mappings; fields without a default are left out.
+    """Returns a dataclass's defaults as nested plain mappings; fields without a default are left out.
 
     A field whose default is None becomes an empty reference of its type, so that command-line overrides are converted.
     """
+    from ml_collections import config_dict  # slow to import, and reward workers have settings too
+
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     value: Any
@@ -107,7 +206,8 @@ def defaults(cls: type) -> dict[str, Any]:
                 k: v for k, v in dataclasses.asdict(value).items() if v is not None
             }
         elif value is None:
-            simple = [t for t in typing.get_args(hints[field.name]) if t in (int, float, str, bool)]
+            choices = [type(c) for t in typing.get_args(hints[field.name]) for c in typing.get_args(t)]
+            simple = [t for t in (*typing.get_args(hints[field.name]), *choices) if t in (int, float, str, bool)]
             values[field.name] = config_dict.placeholder(simple[0]) if simple else None
         else:
             values[field.name] = value
@@ -115,7 +215,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over` on top, group by group."""
+    """Merges `over` into `base`, group by group."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -123,40 +223,90 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _convert(value: Any, hint: Any, path: str) -> Any:
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if value is None:
-        if type(None) in options or hint is Any:
-            return None
-        raise ValueError(f"--{path} is None but must be {_names(options)}.")
-    if Any in options:
-        return value
+def check(value: Any, hint: Any, key: str) -> Any:
+    """Checks and converts `value` to type `hint`, such as `Count` or `Share | None`; `key` names it in messages.
+
+    Raises:
+      ValueError: another type, or a number outside the range.
+    """
+    options = _options(hint)
     for option in options:
-        done, result = _try(value, option, path)
+        done, result = _try(value, option, key)
         if done:
             return result
-    raise ValueError(f"--{path}={value!r} is {type(value).__name__} but must be {_names(options)}.")
+    raise ValueError(f"{key}={value!r} must be {_names(options)}.")
 
 
-def _try(value: Any, option: Any, path: str) -> tuple[bool, Any]:
-    origin = typing.get_origin(option) or option
-    if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
-        return True, build(typing.cast(type, option), value, path)
-    if origin is tuple and isinstance(value, list | tuple):
-        args = typing.get_args(option)
-        if len(args) == 2 and args[1] is Ellipsis:
-            return True, tuple(_convert(v, args[0], f"{path}[{i}]") for i, v in enumerate(value))
-        return True, tuple(value)
-    if origin is float and isinstance(value, int) and not isinstance(value, bool):
-        return True, float(value)
-    if origin is typing.Literal:
+def check_text(text: str, hint: Any, key: str) -> None:
+    """Refuses, with the ValueError of `check`, a command-line text that is no number where only numbers fit."""
+    options = _options(hint)
+    for option in options:
+        if option is type(None) and text.lower() == "none":
+            return
+        if typing.get_origin(option) is typing.Literal and text in typing.get_args(option):
+            return
+        if _range_of(option) is not None:
+            try:
+                typing.get_args(option)[0](text)
+                return
+            except ValueError:
+                continue
+        if option is not type(None) and typing.get_origin(option) is not typing.Literal:
+            return  # texts, tuples and switches are left to the parser of flags
+    raise ValueError(f"{key}={text} must be {_names(options)}.")
+
+
+def _try(value: Any, option: Any, key: str) -> tuple[bool, Any]:
+    """Checks a value against one type of a union: (fits, converted value)."""
+    kind, limits = typing.get_origin(option) or option, _range_of(option)
+    if limits is not None:
+        kind = typing.get_args(option)[0]
+        number = isinstance(value, abc.Integral if kind is int else abc.Real) and not isinstance(value, bool)
+        fits = number and typing.cast(Any, value) in limits
+        return fits, kind(typing.cast(Any, value)) if fits else None
+    if kind is typing.Literal:
         return value in typing.get_args(option), value
-    if isinstance(origin, type) and isinstance(value, origin) and not (isinstance(value, bool) and origin is int):
-        return True, value
-    if callable(value) and "Callable" in str(option):
-        return True, value
-    return False, None
+    if hasattr(option, "__section__"):
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            return True, build(typing.cast(type, option), value, f"config.{key}")
+        return isinstance(value, option), value
+    if kind is tuple:
+        item, *_ = typing.get_args(option)
+        several = isinstance(value, list | tuple)
+        return several, tuple(check(v, item, f"{key}[{i}]") for i, v in enumerate(value)) if several else None
+    if option in (str, bool, type(None)):
+        return isinstance(value, option), value
+    return True, value  # an object that Python callers give
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _leaves(hint: Any) -> list[Any]:
+    """Lists the plain types in a hint, those inside unions and tuples."""
+    inner = _options(hint)
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)
+    return [hint] if inner == (hint,) else [leaf for option in inner for leaf in _leaves(option)]
+
+
+def _range_of(option: Any) -> Range | None:
+    metadata = getattr(option, "__metadata__", ())
+    return next((data for data in metadata if isinstance(data, Range)), None)
 
 
 def _names(options: typing.Iterable[Any]) -> str:
-    return " or ".join("None" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
+    """Describes a hint in words: 'a number in [0, 1] or None', "'a', 'b' or 'c'"."""
+    said: list[str] = []
+    for option in options:
+        if (limits := _range_of(option)) is not None:
+            said.append(f"a {'whole ' if typing.get_args(option)[0] is int else ''}number in {limits}")
+        elif typing.get_origin(option) is typing.Literal:
+            said += [repr(value) for value in typing.get_args(option)]
+        elif typing.get_origin(option) is tuple:
+            said.append(f"a list of which each is {_names(_options(typing.get_args(option)[0]))}")
+        else:
+            words = {str: "text", bool: "True or False", type(None): "None"}
+            said.append(words.get(option) or getattr(option, "__name__", str(option)))
+    return f"{', '.join(said[:-1])} or {said[-1]}" if len(said) > 1 else said[0]

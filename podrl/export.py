@@ -5,25 +5,38 @@
 DIR loads in `transformers` (with --adapter: in `peft`, on top of the base model). Adapters are merged unless --adapter.
 """
 
+import os
+
+from podrl.runtime import environment, signals
+
+if __name__ == "__main__":  # before the imports below, which take their time, and of which one is jax
+    signals.leave_on_signals(unwind=False)
+    environment.prepare(os.environ, fake_devices=0)
+
 import argparse
 import dataclasses
-import json
+import logging
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from podrl.data.tokenizer import Tokenizer
-from podrl.learner.setup import ModelSource
-from podrl.learner.sft import SCRATCH
+from podrl.job.config import SCRATCH, ModelSource
 from podrl.mesh import build
 from podrl.models import decoder, hf_load, hf_save, lora, orbax_files, peft_files
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
 from podrl.models.hf_config import read_config
+from podrl.rundir import identity
+from podrl.runtime.arguments import Parser
+from podrl.runtime.record import Record
 from podrl.runtime.storage import Place, StorageError, absolute, check, complete_steps, is_remote, locate
 from podrl.types import PyTree
+
+_log = logging.getLogger("podrl.export")
 
 
 def export_params(
@@ -34,7 +47,7 @@ def export_params(
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> None:
-    """Writes weights (adapters merged), config.json and the tokenizer's files to `out`, complete or not at all.
+    """Writes weights (adapters merged), config.json and tokenizer files to `out`, complete or not at all.
 
     Args:
       config, params: the model, with or without adapters.
@@ -54,11 +67,11 @@ def export_params(
 
 
 def restore_params(workdir: Place, step: int | None, abstract: PyTree) -> tuple[int, PyTree]:
-    """The trained parameters of a run's checkpoint, without its optimizer state.
+    """Restores the trained parameters of a run's checkpoint, without its optimizer state, bit for bit.
 
     Args:
       workdir: the run; it may still be training.
-      step: which checkpoint; None is the newest.
+      step: which checkpoint; None is the newest that is not damaged.
       abstract: shapes, dtypes and shardings of the trained parameters.
 
     Returns:
@@ -72,13 +85,24 @@ def restore_params(workdir: Place, step: int | None, abstract: PyTree) -> tuple[
     if not steps or (step is not None and step not in steps):
         wanted = "any step" if step is None else f"step {step}"
         raise ValueError(f"{directory} has no checkpoint of {wanted}: it has {steps or 'none'}.")
-    step = steps[-1] if step is None else step
-    return step, orbax_files.read_leaves(directory / str(step) / "state", {"params": abstract})["params"]
+    problems = []
+    for chosen in reversed(steps) if step is None else [step]:
+        folder = directory / str(chosen)
+        try:
+            record = Record.read(folder)
+            params = orbax_files.read_leaves(folder / "state", {"params": abstract})
+            record.check_state(params["params"], "params/")
+        except ValueError as error:
+            problems.append(f"Checkpoint {folder} cannot be read: {error}")
+            _log.warning("%s", problems[-1])
+            continue
+        return chosen, params["params"]
+    raise ValueError(" ".join(problems[:1] if step is None else problems))
 
 
 @dataclasses.dataclass(frozen=True)
 class RunModel:
-    """What a run trained, from its config.json.
+    """The model a run trained, read from its config.json.
 
     Attributes:
       config: the model, adapters included.
@@ -94,28 +118,42 @@ class RunModel:
 
 
 def read_run(workdir: Place) -> RunModel:
-    """Reads which model a run directory holds.
+    """Reads the description of a run directory's model from its config.json.
 
     Raises:
       ValueError: not a run directory.
     """
-    path = workdir / "config.json"
-    if not path.exists():
+    raw = identity.read(workdir, absolute(workdir / "checkpoints"))
+    if raw is None:
         raise ValueError(f"--workdir={workdir} has no config.json: give the directory a run of podrl.launch wrote to.")
-    raw = json.loads(path.read_text())
+    try:
+        return _run_model(raw)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{workdir}/config.json is not what podrl.launch wrote ({type(error).__name__}: {error}): give the "
+            "directory of a run."
+        ) from error
+
+
+def _run_model(raw: Mapping[str, Any]) -> RunModel:
+    if not raw["model"]["path"]:
+        raise ValueError(
+            "The run was given its model as an object, so config.json names no model.path: train with actor=DIRECTORY "
+            "or podrl.from_pretrained(DIRECTORY), or write the weights with podrl.export.export_params."
+        )
     adapters = LoraConfig(**raw["model"]["lora"])
     dtype = raw["trainer"]["param_dtype"]
-    if raw["model"]["path"] == SCRATCH:
-        tokenizer = locate(raw["tokenizer"] or ModelSource("tiny").directory)
+    source = ModelSource(raw["model"]["path"])
+    tokenizer = source.tokenizer(raw.get("tokenizer", ""))
+    if source.path == SCRATCH:
         config = gemma2_config(vocab_size=Tokenizer(tokenizer).vocab_size, **raw["scratch"])
         return RunModel(dataclasses.replace(config, lora=adapters), None, tokenizer, dtype)
-    base = ModelSource(raw["model"]["path"]).directory
-    tokenizer = locate(raw.get("tokenizer") or base)
+    base = source.directory
     return RunModel(dataclasses.replace(read_config(base), lora=adapters), base, tokenizer, dtype)
 
 
 def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, PyTree]:
-    """(what it is, step, whole parameter tree) of a run's checkpoint, spread over all devices of this process."""
+    """Loads a run's checkpoint over all devices of this process: (description, step, whole parameter tree)."""
     run = read_run(workdir)
     mesh = build.make_mesh("fsdp=-1", jax.local_devices())
     trainable, _ = decoder.split_trainable(decoder.abstract_params(run.config, mesh, jnp.dtype(run.dtype)), run.config)
@@ -130,8 +168,8 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; see the module's docstring."""
-    parser = argparse.ArgumentParser("python -m podrl.export", description="Writes a run's model as a directory.")
+    """Parses the command line; see the module's docstring."""
+    parser = Parser("podrl.export", description="Writes a run's model as a directory.")
     parser.add_argument("--workdir", required=True, help="the run, as given to podrl.launch")
     parser.add_argument("--out", required=True, help="directory to write; must not exist, or be empty")
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
@@ -141,7 +179,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    """Exports as the command line says; returns what was written in one line.
+    """Exports as the command line says; returns one line about what was written.
 
     Raises:
       SystemExit: a user error, in one line.
@@ -158,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> str:
             peft_files.save_adapters(out, run.config, params, base=str(run.base), dtype=dtype)
         else:
             export_params(run.config, params, run.tokenizer, out, dtype=dtype)
-    except (ValueError, FileNotFoundError, ImportError, StorageError) as error:
+    except (ValueError, OSError, ImportError, StorageError) as error:
         raise SystemExit(f"podrl.export: {error}") from None
     return f"Step {step} of {args.workdir} was written to {args.out} ({args.dtype})."
 

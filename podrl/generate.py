@@ -2,34 +2,42 @@
 
     python -m podrl.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl [--n=8 --temperature=0.7 ...]
 
-Each input line is a JSON object with "prompt" (text) or "messages" (a conversation for the model's chat template); its
-other fields are copied to the output. Each output line holds one prompt with its completions, written as soon as they
-are all there, so not in the order of the input: "index" is the line it came from.
+Each record holds "prompt" (text), "messages" (a conversation for the model's chat template) or, as a task file does,
+"question", which is put as in training. Its other fields are copied to the output, which holds one line per prompt, in
+their order: "index" counts them. Until all are there, what is done lies in FILE.jsonl.partial, and the same command
+goes on from there.
 """
 
 import argparse
+import contextlib
+import hashlib
 import json
+import math
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from podrl.runtime import environment
+from podrl.data import sources
+from podrl.runtime import environment, signals, storage
+from podrl.runtime.arguments import Parser
+from podrl.runtime.storage import StorageError, is_remote
 
-STOP_NAMES = ("eos", "length", "stop_string")
+STOP_NAMES = ("eos", "length", "stop_string", "failed", "environment", "deadline")
+DTYPES = ("float32", "bfloat16", "float16")
+# Arguments that change no completion, so that they may differ where a command goes on.
+_FREE = ("out", "prompts", "devices")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="podrl.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="podrl.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=pathlib.Path, help="Hugging Face directory")
-    parser.add_argument("--prompts", required=True, type=pathlib.Path, help="JSON lines")
-    parser.add_argument("--out", required=True, type=pathlib.Path, help="JSON lines; overwritten")
+    parser.add_argument("--prompts", required=True, help="JSON lines; also .csv and what data.path may name")
+    parser.add_argument("--out", required=True, type=pathlib.Path, help="JSON lines; replaced when complete")
     parser.add_argument("--n", type=int, default=1, help="completions per prompt")
     parser.add_argument("--preset", choices=("greedy", "standard", "liberal"), default=None)
     parser.add_argument("--temperature", type=float, default=None)
@@ -39,8 +47,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_new", type=int, default=256, help="most new tokens per completion")
     parser.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt as a user's turn")
+    parser.add_argument("--system_prompt", default="auto", help='before a "question"; as data.system_prompt')
+    parser.add_argument("--env", default="", help="environment of every completion: file.py:Name or module:Name")
+    parser.add_argument("--tool", action="append", default=[], help="a tool it may call; may be given several times")
+    parser.add_argument("--max_response", type=int, default=None, help="new and given tokens; default: --max_new")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default=None, help="of weights and cache; bfloat16 where there is an accelerator")
+    parser.add_argument(
+        "--dtype", default=None, choices=DTYPES, help="of weights and cache; bfloat16 where there is an accelerator"
+    )
     parser.add_argument("--mesh", default="auto", help="for example data=2,tensor=4; auto: data over all devices")
     parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
     parser.add_argument("--lanes", type=int, default=128)
@@ -54,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     environment.keep_compiled(os.environ, "auto")
     try:
         return _generate(args)
-    except ValueError as error:
+    except (ValueError, OSError, ImportError, StorageError) as error:
         _say(f"podrl.generate: error: {error}")
         return 1
 
@@ -64,6 +78,8 @@ def _say(line: str) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    _check(args)
+    records = read_prompts(args.prompts)
     import jax
     import jax.numpy as jnp
 
@@ -74,57 +90,180 @@ def _generate(args: argparse.Namespace) -> int:
     from podrl.rollout.rollout import RolloutWorker
     from podrl.types import Policy
 
-    if args.n < 1 or args.max_new < 1:
-        raise ValueError(f"--n={args.n} and --max_new={args.max_new} must be at least 1.")
-    records = list(read_prompts(args.prompts))
     sampling = _sampling(args)
     mesh = make_mesh(args.mesh, jax.local_devices(), key="--mesh", auto="data=-1")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    model, params = hf_load.load(args.model, mesh, dtype)
     tokenizer = Tokenizer.load(args.model)
-    prompts = _tokenise(records, tokenizer, args.chat)
-    longest = int(prompts.length_P.max())
-    config = RolloutConfig(
-        max_tokens_to_generate=args.max_new,
-        max_prompt_length=longest,
-        kv_cache_size=longest + args.max_new,
-        lanes=min(args.lanes, len(records) * args.n),
-    )
-    worker = RolloutWorker(
-        model, mesh, config, pad_id=tokenizer.pad_id, eos_ids=tokenizer.eos_ids, decode=tokenizer.decode, seed=args.seed
-    )
-    worker.warm_up(params, _say)
-    stream = worker.stream(Policy(params, 0), prompts, group_size=args.n, step=0, sampling=sampling)
-    with open(args.out, "w", encoding="utf-8") as out:
-        _write(stream, records, args.n, out)
-    stats = worker.stats
-    _say(f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / stats.seconds:.0f} tokens/s)")
+    rows = _tokenise(records, tokenizer, args)
+    output = Output(args.out, _settings(args, records), args.n)
+    left = [index for index in range(len(records)) if index not in output.done]
+    if output.done:
+        _say(f"{output.partial} holds {len(output.done)} of {len(records)} prompts; going on from there.")
+    if left:
+        model, params = hf_load.load(args.model, mesh, dtype)
+        longest = max(map(len, rows))
+        config = RolloutConfig(
+            max_tokens_to_generate=args.max_new,
+            max_response_tokens=args.max_response,
+            max_prompt_length=longest,
+            kv_cache_size=longest + (args.max_response or args.max_new),
+            lanes=min(args.lanes, len(records) * args.n),
+        )
+        given = {"pad_id": tokenizer.pad_id, "eos_ids": tokenizer.eos_ids, "decode": tokenizer.decode}
+        worker = RolloutWorker(model, mesh, config, seed=args.seed, **given)
+        worker.warm_up(params, _say)
+        prompts = _prompts(rows, left, records, tokenizer)
+        with _partner(args, tokenizer) as worker.partner:
+            given = {"group_size": args.n, "step": 0, "sampling": sampling, "mode": "eval"}
+            _write(worker.stream(Policy(params, 0), prompts, **given), records, left, output)
+        stats = worker.stats
+        _say(f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / stats.seconds:.0f} tokens/s)")
+    output.finish()
     return 0
 
 
-def read_prompts(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of prompts.
+def _check(args: argparse.Namespace) -> None:
+    """Refuses, before anything is loaded, requests that would fail at the end.
 
     Raises:
-      ValueError: no such file, a line that is not an object with "prompt" or "messages", or no line at all.
+      ValueError: the arguments contradict each other, or the output cannot be written.
     """
-    if not path.is_file():
-        raise ValueError(f"--prompts={path} does not exist.")
-    empty = True
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}).") from None
-            if not isinstance(record, dict) or not ("prompt" in record or "messages" in record):
-                raise ValueError(f'{path}, line {number}: must be an object with "prompt" or "messages".')
-            empty = False
-            yield record
-    if empty:
-        raise ValueError(f"--prompts={path} holds no prompt.")
+    for name in ("n", "max_new", "lanes", "devices"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}={getattr(args, name)} must be at least 1.")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed={args.seed} must be at least 0 and below 2**32.")
+    if args.temperature is not None and not (args.temperature >= 0 and math.isfinite(args.temperature)):
+        raise ValueError(f"--temperature={args.temperature} must be 0 (greedy) or a positive number.")
+    out: pathlib.Path = args.out
+    if is_remote(os.fspath(out)) or ":/" in os.fspath(out):
+        raise ValueError(f"--out={out} must be a local file: copy it to the bucket then.")
+    if not is_remote(args.prompts) and os.path.realpath(out) == os.path.realpath(args.prompts):
+        raise ValueError(f"--out={out} is the file of --prompts={args.prompts}: give another name.")
+    with contextlib.suppress(OSError):  # another name of the same file
+        if os.path.samefile(out, args.prompts):
+            raise ValueError(f"--out={out} is the file of --prompts={args.prompts}: give another name.")
+    if out.is_dir():
+        raise ValueError(f"--out={out} is a directory: name a file.")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out={out}: the directory {out.parent} does not exist.")
+    if out.exists() and not out.is_file():
+        raise ValueError(f"--out={out} is no regular file, so it cannot be replaced when all is there.")
+    if not os.access(out.parent, os.W_OK):
+        raise ValueError(f"--out={out}: the directory {out.parent} cannot be written to.")
+    if not args.model.is_dir():
+        raise ValueError(f"--model={args.model} is not a directory: give a Hugging Face directory.")
+
+
+def read_prompts(path: str | os.PathLike) -> sources.Records:
+    """Reads the records of a file of prompts.
+
+    Raises:
+      ValueError: a file without records, or a record without a prompt; names file, line and field.
+      FileNotFoundError: no such file.
+    """
+    path = os.fspath(path)
+    storage.check(path, "--prompts")
+    named = not is_remote(path) and not path.startswith("tfds:") and "*" not in path
+    if named and not os.path.isfile(path):
+        raise FileNotFoundError(f"--prompts={path} {'is no file' if os.path.exists(path) else 'does not exist'}.")
+    return sources.read(path, check=_check_prompt)
+
+
+def _check_prompt(record: Mapping[str, Any], place: str) -> None:
+    name = next((name for name in ("messages", "prompt", "question") if name in record), None)
+    if name is None:
+        raise ValueError(
+            f'{place} has {", ".join(record) or "no fields"}: it must hold "prompt", "messages" or "question".'
+        )
+    value = record[name]
+    if name == "messages":
+        turns = value if isinstance(value, list) else []
+        texts = [turn.get(key) for turn in turns if isinstance(turn, Mapping) for key in ("role", "content")]
+        if not turns or len(texts) != 2 * len(turns) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{place}: 'messages' must be a list of objects with the texts 'role' and 'content'.")
+    elif not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty.")
+
+
+def _settings(args: argparse.Namespace, records: sources.Records) -> dict[str, Any]:
+    """Lists everything completions depend on, as JSON; the prompts by their checksum."""
+    digest = hashlib.sha256()
+    for i in range(len(records)):
+        digest.update(json.dumps(records[i], sort_keys=True, default=str).encode() + b"\n")
+    given = {name: value for name, value in vars(args).items() if name not in _FREE}
+    return json.loads(json.dumps(given | {"prompts": digest.hexdigest()}, default=str))
+
+
+class Output:
+    """Collects completed prompts in a file beside the output, which gets its name when all are there.
+
+    Attributes:
+      partial: where they are collected; its first line says for which settings.
+      done: index of every prompt that is complete, and where its line lies.
+    """
+
+    def __init__(self, path: pathlib.Path, settings: Mapping[str, Any], completions: int) -> None:
+        """Resumes the partial output of an earlier start of the same command.
+
+        Raises:
+          ValueError: what is there belongs to other settings.
+        """
+        self.path, self.completions = path, completions
+        self.partial = path.with_name(path.name + ".partial")
+        self.done: dict[int, tuple[int, int]] = {}
+        self._header = json.dumps({"podrl.generate": dict(settings)}).encode() + b"\n"
+        raw = self.partial.read_bytes() if self.partial.exists() else b""
+        self._end = raw.rfind(b"\n") + 1  # what follows was being written when the command ended
+        if raw.count(b"\n") > 1:
+            self._take(raw[: self._end], settings)
+        else:
+            self._end = 0
+
+    def _take(self, raw: bytes, settings: Mapping[str, Any]) -> None:
+        head, *lines = raw.split(b"\n")[:-1]
+        try:
+            theirs = json.loads(head)["podrl.generate"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{self.partial} is no unfinished output of podrl.generate: move it away, or give another --out."
+            ) from None
+        changed = [
+            f"--{k} was {theirs.get(k)!r}, now {settings.get(k)!r}"
+            for k in sorted({*theirs, *settings})
+            if theirs.get(k) != settings.get(k)
+        ]
+        if changed:
+            raise ValueError(
+                f"{self.partial} holds an unfinished output of other settings: {'; '.join(changed)}. Give the same to "
+                "go on with it, or remove it."
+            )
+        offset = len(head) + 1
+        for line in lines:
+            self.done[json.loads(line)["index"]] = (offset, len(line) + 1)
+            offset += len(line) + 1
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Writes a prompt's line."""
+        line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        with open(self.partial, "r+b" if self._end else "wb") as file:
+            if not self._end:
+                self._end = file.write(self._header)
+            file.truncate(self._end)
+            file.seek(self._end)
+            file.write(line)
+        self.done[record["index"]] = (self._end, len(line))
+        self._end += len(line)
+
+    def finish(self) -> None:
+        """Writes all lines, in the order of the prompts, under the file's name."""
+        ready = self.path.with_name(self.path.name + ".complete")
+        with open(ready, "wb") as out, open(self.partial, "rb") as file:
+            for _, (start, size) in sorted(self.done.items()):
+                file.seek(start)
+                out.write(file.read(size))
+        ready.replace(os.path.realpath(self.path))
+        self.partial.unlink()
 
 
 def _sampling(args: argparse.Namespace) -> Any:
@@ -136,48 +275,86 @@ def _sampling(args: argparse.Namespace) -> Any:
     return preset(args.preset, **given) if args.preset else Sampling(**given)
 
 
-def _tokenise(records: Sequence[dict[str, Any]], tokenizer: Any, chat: bool) -> Any:
+def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:
+    """Encodes every prompt."""
+    from podrl.data import template
+
+    rows = []
+    for i in range(len(records)):
+        record = records[i]
+        messages = record.get("messages")
+        if messages is None and args.chat and "prompt" in record:
+            messages = [{"role": "user", "content": record["prompt"]}]
+        if messages is not None:
+            text = tokenizer.apply_chat_template(messages)
+        elif "prompt" in record:
+            text = record["prompt"]
+        else:
+            system = template.SYSTEM_PROMPT if args.system_prompt == "auto" else args.system_prompt
+            form = "chat" if tokenizer.has_chat_template else "plain"
+            text = template.wrap(tokenizer, record["question"].strip(), system=system, form=form)
+        # A chat template writes the start token itself.
+        opened = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+        rows.append(tokenizer.encode(text, bos=not (args.chat or messages is not None or opened)))
+    return rows
+
+
+@contextlib.contextmanager
+def _partner(args: argparse.Namespace, tokenizer: Any) -> Iterator[Any]:
+    """The environments of all completions; None without."""
+    from podrl.data.dialogue import Dialogue
+    from podrl.environments.config import EnvironmentConfig
+    from podrl.environments.workers import Episodes
+    from podrl.rollout.episodes import Partner
+    from podrl.runtime.user_code import Limits
+
+    if not args.env and not args.tool:
+        yield None
+        return
+    config = EnvironmentConfig(environment=args.env or "tools", tools=tuple(args.tool))
+    with Episodes(config, Limits(), journal=None) as host:
+        yield Partner(host, Dialogue(tokenizer))
+
+
+def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sources.Records, tokenizer: Any) -> Any:
+    """Some of the prompts, each with its index among all, which its random numbers depend on."""
+    from podrl.data.tokenizer import right_padded
     from podrl.types import Prompts
 
-    texts = []
-    for record in records:
-        messages = record.get("messages") or ([{"role": "user", "content": record["prompt"]}] if chat else None)
-        texts.append(tokenizer.apply_chat_template(messages) if messages else record["prompt"])
-    # A chat template writes the start token itself.
-    rows = [
-        tokenizer.encode(text, bos=not (chat or "messages" in record))
-        for text, record in zip(texts, records, strict=True)
-    ]
-    length_P = np.array([len(row) for row in rows])
-    tokens_PT = np.full((len(rows), max(length_P.max(), 1)), tokenizer.pad_id, np.int32)
-    for p, row in enumerate(rows):
-        tokens_PT[p, : len(row)] = row
-    return Prompts(tokens_PT, length_P, np.arange(len(rows)), texts, {}, b"")
+    tokens_PT, length_P = right_padded([rows[index] for index in wanted], tokenizer.pad_id)
+    names = dict.fromkeys(name for index in wanted for name in records[index])
+    fields = {name: [records[index].get(name) for index in wanted] for name in names}
+    texts = [tokenizer.decode(rows[index]) for index in wanted]
+    return Prompts(tokens_PT, length_P, np.array(wanted), texts, fields, b"")
 
 
-def _write(stream: Iterator[Any], records: Sequence[dict[str, Any]], n: int, out: TextIO) -> None:
-    """Writes each prompt when its last completion is there, and shows how far it is."""
-    from rich.console import Console
-    from rich.progress import track
+def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int], output: Output) -> None:
+    """Writes each prompt when its last completion is there, and shows progress."""
+    from podrl.rundir.console import Progress, make_console
 
-    done: dict[int, dict[int, dict[str, Any]]] = {}
-    started = time.perf_counter()
-    total = len(records) * n
-    for sample in track(stream, "generating", total=total, console=Console(stderr=True)):
-        group = done.setdefault(sample.prompt, {})
+    n, groups = output.completions, dict[int, dict[int, dict[str, Any]]]()
+    total, tokens, started = len(wanted) * n, 0, time.perf_counter()
+    progress = Progress(make_console(stderr=True), "generating", 0, total, max(total // 20, 1))
+    for count, sample in enumerate(stream, 1):
+        seconds = time.perf_counter() - started
+        tokens += len(sample.tokens)
+        group = groups.setdefault(sample.prompt, {})
         group[sample.sample] = {
             "text": sample.completion,
             "tokens": len(sample.tokens),
             "logprob": float(np.sum(sample.raw_logprobs)),
             "stop": STOP_NAMES[sample.stop],
-            "seconds": round(time.perf_counter() - started, 3),
+            "seconds": round(seconds, 3),
+            **({"turns": sample.episode["turns"]} if sample.episode["turns"] else {}),
         }
         if len(group) == n:
-            record = {"index": sample.prompt, **records[sample.prompt], "completions": [group[g] for g in range(n)]}
-            out.write(json.dumps(record, ensure_ascii=False) + "\n")
-            out.flush()
-            del done[sample.prompt]
+            index = wanted[sample.prompt]
+            output.add({"index": index, **records[index], "completions": [group[g] for g in range(n)]})
+            del groups[sample.prompt]
+        progress.update(count, {"tokens/s": tokens / max(seconds, 1e-9)}, seconds / count * (total - count))
+    progress.close()
 
 
 if __name__ == "__main__":
+    signals.leave_on_signals(unwind=False)
     sys.exit(main(sys.argv[1:]))

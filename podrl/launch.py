@@ -1,15 +1,20 @@
-"""The command: reads flags and configuration, prepares the environment before jax is imported, sets the exit code.
+"""The launch command: reads flags and configuration, prepares the environment before jax is imported, sets exit codes.
 
     python -m podrl.launch --config=grpo_gemma.py [--workdir=DIR] [--dry_run] [--config.group.key=value ...]
 
 A config is looked up as given, then in configs/. Exit codes: 0 done, 1 user error, 42 infrastructure (restart me),
-75 preempted after saving (the same command resumes).
+75 preempted after saving, or before there was anything to save (the same command resumes), 130 Ctrl-C before that.
 """
 
+from podrl.runtime import signals
+
+if __name__ == "__main__":  # before the imports below, which take their time
+    signals.leave_on_signals(unwind=False)
+
 import errno
-import importlib.util
 import io
 import logging
+import math
 import os
 import pathlib
 import re
@@ -23,19 +28,23 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from podrl.config import nearest
+from podrl.job.config_file import default_workdir, find_config, load_config
 from podrl.runtime import detect, environment, joining, local_pod, roles
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.pod import Pod
-from podrl.runtime.storage import StorageError, is_remote
+from podrl.runtime.service import ServiceError
+from podrl.runtime.storage import StorageError, disk_trouble, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER, stacks_on_signal
 
 _PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, its connection is given up seconds later
-# How errors of XLA's runtime start, which jax raises as RuntimeError or ValueError: all that another process may cause.
+# Prefixes of XLA runtime errors that another process may cause; jax raises them as RuntimeError or ValueError.
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
 )
 # Of these, what a healthy process meets where another one, or the network between them, fails.
 _LOST = re.compile(r"^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): |[Gg]loo")
+# Flags that are read before absl parses them: their type, and the least value.
+_NUMBERS = {"local_processes": (int, 0), "fake_devices": (int, 0), "join_s": (float, 0.0), "heartbeat_s": (float, 1.0)}
 _COMMAND = "PODRL_COMMAND"  # what the user typed, told to the processes of a local pod
 
 _WORKDIR = flags.DEFINE_string(
@@ -70,60 +79,53 @@ _SHARED = flags.DEFINE_bool(
 _DEBUG = flags.DEFINE_bool("debug", False, "Print the whole traceback of user errors too.")
 
 
-def find_config(name: str, cwd: pathlib.Path | None = None) -> str:
-    """Path of a configuration named on the command line: as given, else in ./configs, else in the installed configs/.
-
-    Args:
-      name: 'file.py' or 'file.py:variant'.
-
-    Raises:
-      ValueError: no such file; names the nearest one there is.
-    """
-    path, colon, variant = name.partition(":")
-    here = pathlib.Path.cwd() if cwd is None else cwd
-    shipped = pathlib.Path(__file__).resolve().parent.parent / "configs"
-    candidates = [here / path, here / "configs" / path, shipped / path]
-    for candidate in candidates:
-        if candidate.is_file():
-            return f"{candidate}{colon}{variant}"
-    known = {p.name for d in (here / "configs", shipped) if d.is_dir() for p in d.glob("*.py")} - {"__init__.py"}
-    raise ValueError(f"--config={name}: no such file, neither here nor in configs/.{nearest(path, known)}")
-
-
-def load_config(path: str) -> ConfigDict:
-    """Runs get_config of a configuration file named 'file.py' or 'file.py:variant'."""
-    file, colon, variant = path.partition(":")
-    spec = importlib.util.spec_from_file_location("podrl_config_file", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise ValueError(f"--config={file} defines no get_config(): a configuration is a file with that function.")
-    return module.get_config(variant) if colon else module.get_config()
-
-
 def take_config(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """(value of --config, the other arguments).
+    """Splits the arguments: (value of --config, the others, each as --name=value).
 
     Raises:
       ValueError: --config is missing.
     """
-    rest, config = [], None
-    waiting = False
-    for arg in argv:
-        if waiting or arg.startswith("--config="):
-            config, waiting = arg.removeprefix("--config="), False
-        elif arg == "--config":
-            waiting = True
-        else:
+    rest, config = [], ""
+    for arg in _joined(argv):
+        if arg.startswith("--config="):
+            config = arg.removeprefix("--config=")
+        elif arg != "--config":
             rest.append(arg)
-    if config is None:
+    if not config:
         raise ValueError("--config is missing: name a configuration, for example --config=grpo_gemma.py.")
     return config, rest
 
 
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Rewrites every '-name' or '--name VALUE' as --name=VALUE."""
+    joined: list[str] = []
+    for arg in argv:
+        option = re.match(r"--?[A-Za-z]", arg) is not None
+        if not option and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={arg}"
+        else:
+            joined.append(f"--{arg.lstrip('-')}" if option else arg)
+    return joined
+
+
+def _check_numbers(argv: Sequence[str]) -> None:
+    """Refuses values out of range for the flags in `_NUMBERS`."""
+    for arg in argv:
+        name, _, text = arg.removeprefix("--").partition("=")
+        if name not in _NUMBERS or "=" not in arg:
+            continue
+        kind, least = _NUMBERS[name]
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not math.isfinite(value) or value < least:
+            what = "a whole number" if kind is int else "a number of seconds"
+            raise ValueError(f"--{name}={text} must be {what}, at least {least}.")
+
+
 def _early(argv: Sequence[str], key: str, default: Any, prefix: str = "--config.") -> Any:
-    """The value the command line gives to a key that is needed before all flags can be read."""
+    """Reads a key from the command line before all flags can be parsed."""
     given = [arg.partition("=")[2] for arg in argv if arg.startswith(f"{prefix}{key}=")]
     try:
         return type(default)(given[-1]) if given else default
@@ -132,7 +134,7 @@ def _early(argv: Sequence[str], key: str, default: Any, prefix: str = "--config.
 
 
 def _switched_on(argv: Sequence[str], key: str) -> bool:
-    """Whether the command line sets a switch that is needed before all flags can be read."""
+    """True if the command line sets a switch, read before absl parses the flags."""
     given = [arg.partition("=")[2].lower() for arg in argv if arg.partition("=")[0] == f"--{key}"]
     return bool(given) and given[-1] in ("", "true", "t", "yes", "y", "1")
 
@@ -150,10 +152,12 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
                 where = ".".join(["config", *path.split(".")[:i]])
                 raise ValueError(f"{where} has no key {key!r}.{nearest(key, known)}")
             group = group.get_ref(key).get() if group.get(key) is None else group[key]
+        if isinstance(group, ConfigDict):
+            raise ValueError(f"{arg}: config.{path} is a group of keys; set one of them: {', '.join(group)}.")
 
 
 def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
-    """This process's place; refuses what cannot work there."""
+    """Determines this process's place in the cluster; refuses settings that cannot work there."""
     topology = _early(argv, "topology", "auto", prefix="--")
     cluster = detect.detect(os.environ, topology=topology, metadata=detect.tpu_vm_metadata(os.environ))
     detect.check_pathways(cluster)
@@ -170,7 +174,7 @@ def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
 
 
 def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str]:
-    """Host lists of trainers and rollouts, from the configuration and its overrides."""
+    """Reads the host lists of trainers and rollouts from the configuration and its overrides."""
     given = config.to_dict().get("roles", {})
 
     def hosts(role: str) -> str:
@@ -180,9 +184,15 @@ def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str]:
 
 
 def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: int) -> int:
-    """Runs this very command in several processes of this machine."""
-    hosts = roles.assign(*_hosts(argv, config), processes)
+    """Runs this same command in several processes of this machine."""
     devices = _early(argv, "fake_devices", config.get("fake_devices", 0))
+    if 1 < devices < processes and not any(arg.startswith("--fake_devices=") for arg in argv):
+        raise ValueError(
+            f"--local_processes={processes} share config.fake_devices={devices}, and each needs one: start at most "
+            f"{devices} processes, or say --fake_devices=1 for one of their own."
+        )
+    local_pod.check_memory(processes)
+    hosts = roles.assign(*_hosts(argv, config), processes)
     share = _early(argv, "fake_devices", max(devices // processes, 1), prefix="--")
     own = ("--local_processes", "--fake_devices")
     passed = [arg for arg in argv[1:] if arg.partition("=")[0] not in own]
@@ -193,12 +203,12 @@ def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: in
 
 
 def _command_line(argv: Sequence[str]) -> str:
-    """What to type to run this again."""
+    """Writes the shell command that runs this again."""
     return shlex.join(["python", "-m", "podrl.launch", *argv[1:]])
 
 
 def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """(the whole configuration with defaults and overrides, arguments that are no flags); parses absl's flags.
+    """Parses absl's flags: (the whole configuration with defaults and overrides, arguments that are no flags).
 
     The environment must be ready: this imports jax.
 
@@ -209,12 +219,16 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
     Raises:
       ValueError: an unknown key or flag.
     """
-    from podrl.learner import job
+    from podrl.job.config import check_text, complete
 
     config.algorithm = _early(argv, "algorithm", config.get("algorithm", "grpo"))
-    complete = ConfigDict(job.complete(config.to_dict()))
-    _check_overrides(argv, complete)
-    holder = config_flags.DEFINE_config_dict("config", complete, sys_argv=list(argv))
+    values = ConfigDict(complete(config.to_dict()))
+    _check_overrides(argv, values)
+    for arg in argv:
+        key, given, text = arg.removeprefix("--config.").partition("=")
+        if arg.startswith("--config.") and given:
+            check_text(key, text, config.algorithm)
+    holder = config_flags.DEFINE_config_dict("config", values, sys_argv=list(argv))
     try:
         extra = flags.FLAGS(list(argv))[1:]
     except (flags.Error, AttributeError, KeyError, TypeError) as error:
@@ -224,11 +238,12 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
 
 
 def _run(argv: Sequence[str], joined: list[Pod]) -> int:
-    """Everything but the exit; `joined` receives the job's processes where there are several."""
+    """Runs the command up to its exit code; appends the job's processes, where there are several, to `joined`."""
     if {"--help", "--helpfull", "-h"} & set(argv):
         print(__doc__, flags.FLAGS.main_module_help(), sep="\n")
         return EXIT_DONE
     name, rest = take_config(argv)
+    _check_numbers(rest)
     path = find_config(name)
     config = load_config(path)
     processes = _early(rest, "local_processes", 0, prefix="--")
@@ -246,13 +261,15 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
         silence_s = _early(rest, "heartbeat_s", joining.HEARTBEAT_S, prefix="--")
         seat = joining.take_seat(cluster, hosts, os.environ)
         joined.append(joining.join(cluster, seat, deadline_s=wait_s, heartbeat_s=silence_s))
-    from podrl.learner import job  # after the environment is prepared: this imports jax
+        signals.leave_on_signals(unwind=True)  # jax's cluster has installed a handler of its own
+    elif not _switched_on(rest, "dry_run"):
+        joining.hosts_of(cluster, *_hosts(rest, config))  # refuses a list of hosts where there is one
+    from podrl.job import job  # after the environment is prepared: this imports jax
 
     values, extra = resolve(config, rest)
     if extra:
         raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")
-    file, _, variant = path.partition(":")
-    workdir = _WORKDIR.value or f"runs/{pathlib.Path(file).stem}{'_' if variant else ''}{variant}"
+    workdir = _WORKDIR.value or default_workdir(path)
     if not _DEBUG.value:  # they log tracebacks of failures that podrl.runtime reports in one line
         for noisy in ("absl", "gcsfs", "google", "asyncio"):
             logging.getLogger(noisy).setLevel(logging.CRITICAL)
@@ -263,7 +280,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
 
 
 def _unraisable(args: "sys.UnraisableHookArgs") -> None:
-    """Leaves out what has been said: reads Orbax abandoned with a damaged checkpoint, files that a full disk left."""
+    """Ignores exceptions already reported: reads that Orbax abandoned at a damaged checkpoint, files on a full disk."""
     code = getattr(args.object, "cr_code", None)
     abandoned = "orbax" in getattr(code, "co_filename", "") or str(args.exc_value) == "Event loop is closed"
     full = isinstance(args.object, io.IOBase) and getattr(args.exc_value, "errno", None) == errno.ENOSPC
@@ -272,11 +289,14 @@ def _unraisable(args: "sys.UnraisableHookArgs") -> None:
 
 
 def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
-    """Prints why this process ends, in full only where no other process of the job has; (exit code, the reason)."""
+    """Prints why this process ends, in full if no other process of the job did: (exit code, the reason)."""
+    if isinstance(error, signals.StoppedError):
+        print(f"podrl: {error}", file=sys.stderr)
+        return signals.exit_code(error.number), str(error)
     if isinstance(error, KeyboardInterrupt):
         print("podrl: interrupted; the same command resumes from the newest checkpoint, if any.", file=sys.stderr)
         return 130, "interrupted"
-    if isinstance(error, ChannelError | StorageError):
+    if isinstance(error, ChannelError | StorageError | ServiceError):
         print(f"podrl: error: {error}", file=sys.stderr)
         return EXIT_INFRASTRUCTURE, str(error)
     runtimes = _STATUS.match(str(error)) is not None and isinstance(error, RuntimeError | ValueError)
@@ -285,7 +305,7 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
     users = isinstance(error, ValueError | OSError | ImportError) and not runtimes
     bug = not users or (isinstance(error, ImportError) and error.name is not None)  # ours name the extra to install
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    said = f"{error}{notes}" if users else f"{type(error).__name__}: {error}"
+    said = disk_trouble(error) or f"{error}{notes}" if users else f"{type(error).__name__}: {error}"
     lost = joined and runtimes and _LOST.search(str(error))  # a rollout host may be replaced and the job go on
     first = not lost and all([pod.first_to_fail() for pod in joined])
     if (first and bug) or ((first or lost) and "--debug" in sys.argv):
@@ -296,7 +316,8 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
 
 
 def main() -> None:
-    """Runs the command and leaves hard with its exit code, so that no background thread can hold the process."""
+    """Runs the command and exits hard with its code, so that no background thread can hold the process."""
+    signals.leave_on_signals(unwind=True)
     stacks_on_signal()  # before the first wait for other processes
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sys.unraisablehook = _unraisable
@@ -309,7 +330,7 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001 - the last frame: say it once and leave
         code, said = _report(error, joined)
     for pod in joined:
-        pod.leave(code) if code in (EXIT_DONE, EXIT_PREEMPTED) else pod.fail(code, said)
+        pod.leave(code) if code in (EXIT_DONE, EXIT_PREEMPTED) and not said else pod.fail(code, said)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

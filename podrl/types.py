@@ -1,8 +1,8 @@
-"""The types that cross a layer boundary, and the one dimension key every array name in podrl is spelled with.
+"""Types that cross layers, and the dimension key: the letters that end every array name of podrl.
 
 Dimension key:
   P prompts        G samples per prompt    B sequences or packed rows (samples are group-major: b = p * G + g)
-  T tokens         S cache length          R decode lanes           C segment length of the key/value pool
+  T tokens         S cache length          R decode lanes           C tokens of a page of the key/value pool
   V vocabulary     D model                 F feed-forward           L layers
   N query heads    K key/value heads       H head dimension         A micro-batches (gradient accumulation)
   F is also the number of reward functions, on the host.
@@ -12,7 +12,7 @@ Index t describes token t everywhere: `logprob_BT[b, t]` is log p(token t | toke
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
 import flax.struct
 import numpy as np
@@ -21,9 +21,13 @@ from jaxtyping import Array, Bool, Float, Int
 PyTree = Any
 
 
+class BatchError(ValueError):
+    """A batch cannot be trained on: the run saves the steps before it, then ends with this message."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """P distinct prompts on the host, with what their rewards need and where the data stream stands after them.
+    """P distinct prompts on the host, with the fields their rewards need and the data position after them.
 
     Attributes:
       tokens_PT: prompt tokens, right-padded with the pad id.
@@ -42,8 +46,14 @@ class Prompts:
     data_state: bytes
 
 
-# Why a sample ended; values of `Rollouts.stop_B`.
-STOP_EOS, STOP_LENGTH, STOP_STRING = 0, 1, 2
+Mode = Literal["train", "eval"]  # what samples are made for
+
+# Why a sample ended; values of `Rollouts.stop_B`. A failed one met logits without a distribution (NaN, infinity); an
+# environment ended one by returning, or had no time left for it.
+STOP_EOS, STOP_LENGTH, STOP_STRING, STOP_FAILED, STOP_ENV, STOP_DEADLINE = range(6)
+
+# `Rollouts.episodes` of a sample that has no environment.
+NO_EPISODE: Mapping[str, Any] = {"turns": [], "metrics": {}, "seconds": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +65,18 @@ class Rollouts:
       tokens_BT: prompt then completion, padded with the pad id.
       length_B: prompt plus completion tokens.
       mask_BT: 1 where the policy sampled the token (the end token included), 0 on prompt, tool output and padding.
-      logprob_BT: log-probability under the distribution the token was drawn from (temperature, top-k, top-p), nats.
+      logprob_BT: log-probability at the sampling temperature over the whole vocabulary, nats: the distribution the
+        trainer computes too.
+      kept_BT: share of that distribution that top-k, top-p and min-p left, 1 without them and where mask is 0: the
+        token was drawn with log-probability logprob_BT - log(kept_BT).
       raw_logprob_BT: log-probability under the model's own distribution at temperature 1, nats.
       version_BT: version of the weights that sampled each token; -1 where mask is 0.
-      stop_B: STOP_EOS, STOP_LENGTH or STOP_STRING.
+      turn_reward_BT: what the sample's environment gave, on the last sampled token of the turn it was given for; what
+        it gave for the whole sample is on the last of all. 0 elsewhere, and without an environment.
+      stop_B: why each ended: STOP_EOS to STOP_DEADLINE.
       completions: decoded completions without end tokens.
+      episodes: of each sample, as JSON: `turns` (of the model: by, text, tokens, versions of the first and last, stop,
+        reward; of others: by, text, tokens, seconds, failed, replayed), `metrics` by name, `seconds`.
       seconds: wall time the batch took to generate.
     """
 
@@ -68,10 +85,13 @@ class Rollouts:
     length_B: Int[np.ndarray, " B"]
     mask_BT: Float[np.ndarray, "B T"]
     logprob_BT: Float[np.ndarray, "B T"]
+    kept_BT: Float[np.ndarray, "B T"]
     raw_logprob_BT: Float[np.ndarray, "B T"]
     version_BT: Int[np.ndarray, "B T"]
+    turn_reward_BT: Float[np.ndarray, "B T"]
     stop_B: Int[np.ndarray, " B"]
     completions: Sequence[str]
+    episodes: Sequence[Mapping[str, Any]]
     seconds: float
 
 
@@ -95,65 +115,70 @@ class Experience:
     seconds: float
     counts: Mapping[str, float]
 
-
-@flax.struct.dataclass
-class TrainBatch:
-    """Packed rows for one optimizer update: A micro-batches of B rows, of which the first `micro_batches` hold tokens.
-
-    Attributes:
-      tokens_ABT: packed sequences.
-      segment_ABT: 1, 2, ... within a row; 0 is padding. Attention never crosses segments but for prefixes.
-      prefix_ABT: where samples of a prompt share its tokens, the segment of those that come before this one's own; 0 is
-        none. None where nothing is shared.
-      position_ABT: position of the token inside its own sequence.
-      mask_ABT: 1 where the token counts in the loss.
-      advantage_ABT: advantage of the token.
-      old_logprob_ABT: log-probability of the token under the policy before the first update on this batch (the ratio's
-        denominator), nats.
-      sampler_logprob_ABT: log-probability the rollout engine reported when it drew the token, nats.
-      ref_logprob_ABT: log-probability under the reference policy; zeros when no KL term is used.
-      length_ABT: number of loss tokens in this token's sequence (1 on padding): weights of the sequence-mean modes.
-      micro_batches: how many of the A micro-batches are filled, at least 1.
-      kl_scale: what the loss multiplies its KL coefficient by; 1 unless the coefficient is steered.
-    """
-
-    tokens_ABT: Int[Array, "A B T"]
-    segment_ABT: Int[Array, "A B T"]
-    position_ABT: Int[Array, "A B T"]
-    mask_ABT: Float[Array, "A B T"]
-    advantage_ABT: Float[Array, "A B T"]
-    old_logprob_ABT: Float[Array, "A B T"]
-    sampler_logprob_ABT: Float[Array, "A B T"]
-    ref_logprob_ABT: Float[Array, "A B T"]
-    length_ABT: Float[Array, "A B T"]
-    micro_batches: Int[Array, ""]
-    kl_scale: Float[Array, ""]
-    prefix_ABT: Int[Array, "A B T"] | None = None
+    @property
+    def data_state(self) -> bytes:
+        """The data iterator's state after this batch's prompts, as JSON bytes."""
+        return self.rollouts.prompts.data_state
 
 
 @flax.struct.dataclass
-class CriticBatch:
-    """Packed rows for one update of the critic; fields that TrainBatch has too mean the same.
+class Layout:
+    """Packed tokens with their segment ids and positions: all that a forward pass reads.
 
     Attributes:
-      value_ABT: the critic's value before the token, as it was before the first update on this batch; reward units.
-      return_ABT: what the value should have been.
+      tokens_BT: packed sequences.
+      segment_BT: 1, 2, ... within a row; 0 is padding. Attention never crosses segments but for shared prefixes.
+      position_BT: position of the token inside its own sequence.
     """
 
-    tokens_ABT: Int[Array, "A B T"]
-    segment_ABT: Int[Array, "A B T"]
-    position_ABT: Int[Array, "A B T"]
-    mask_ABT: Float[Array, "A B T"]
-    value_ABT: Float[Array, "A B T"]
-    return_ABT: Float[Array, "A B T"]
-    length_ABT: Float[Array, "A B T"]
+    tokens_BT: Int[Array, "B T"]
+    segment_BT: Int[Array, "B T"]
+    position_BT: Int[Array, "B T"]
+
+    def prefix(self) -> Int[Array, "B T"] | None:
+        """Segment id of the shared prefix that each token attends to besides its own segment."""
+        return None
+
+
+@flax.struct.dataclass
+class SharedLayout(Layout):
+    """A layout in which samples of a prompt share its tokens (a shared prefix).
+
+    Attributes:
+      prefix_BT: the segment that comes before the token's own; 0 where its sequence shares nothing.
+    """
+
+    prefix_BT: Int[Array, "B T"]
+
+    def prefix(self) -> Int[Array, "B T"] | None:
+        return self.prefix_BT
+
+
+Rows = TypeVar("Rows")
+
+
+@flax.struct.dataclass
+class Batch(Generic[Rows]):
+    """Packed rows for one call of a compiled program: A micro-batches of B rows each.
+
+    Attributes:
+      rows: what the program reads of every token: a Layout for scoring, else a dataclass that lies beside the loss that
+        reads it. Its fields are named for one micro-batch; here each array has a dimension A before those of its name.
+      micro_batches: how many of the A micro-batches hold tokens, at least 1; they come first.
+    """
+
+    rows: Rows
     micro_batches: Int[Array, ""]
-    prefix_ABT: Int[Array, "A B T"] | None = None
+
+    def layout(self) -> "Batch[Layout]":
+        """The part of the batch that scoring reads; shares the arrays."""
+        rows: Any = self.rows
+        return Batch(rows.layout, self.micro_batches)
 
 
 @flax.struct.dataclass
 class TrainState:
-    """What a training step changes. `params` holds the trainable leaves only (under LoRA: the adapters)."""
+    """State that a training step changes. `params` holds the trainable leaves only (under LoRA: the adapters)."""
 
     params: PyTree
     opt_state: PyTree
@@ -162,7 +187,7 @@ class TrainState:
 
 @flax.struct.dataclass
 class ActorCriticState:
-    """What a checkpoint holds of a job with a critic: the actor's TrainState under its own names, and the critic's."""
+    """Checkpoint content of a job with a critic: the actor's TrainState under its own names, and the critic's."""
 
     params: PyTree
     opt_state: PyTree
@@ -180,7 +205,7 @@ class Policy:
 
 @flax.struct.dataclass
 class Ratio:
-    """A mean that is not divided yet: micro-batches and hosts add both parts, division happens once."""
+    """Numerator and denominator of a mean: micro-batches and hosts add both, division happens once."""
 
     total: Float[Array, ""]
     count: Float[Array, ""]

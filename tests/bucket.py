@@ -1,6 +1,7 @@
-"""A bucket of the storage emulator on this machine: what tests put in it, and what they find in it afterwards."""
+"""A bucket of a local storage emulator, whose objects tests write and read."""
 
 import contextlib
+import http
 import json
 import pathlib
 import urllib.error
@@ -9,13 +10,12 @@ import urllib.request
 
 from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers import objects
-from gcp_storage_emulator.server import create_server
 
 from podrl.runtime.local_pod import free_ports
 
 
 def _with_generation(download):
-    """Downloads that name the object's generation, as Google's do and tensorstore needs to write it again."""
+    """Names the object's generation in downloads, as Google's do and tensorstore needs to overwrite it."""
 
     def answer(request, response, storage, *args, **kwargs):
         with contextlib.suppress(NotFound):
@@ -27,15 +27,38 @@ def _with_generation(download):
     return answer
 
 
+def _with_precondition(insert):
+    """Refuses to write over another version than the request names, as Google does; the server takes one at a time."""
+
+    def answer(request, response, storage, *args, **kwargs):
+        wanted = request.query.get("ifGenerationMatch")
+        if wanted:
+            name = request.query["name"][0] if "name" in request.query else request.data["meta"]["name"]
+            try:
+                there = storage.get_file_obj(request.params["bucket_name"], name)["generation"]
+            except NotFound:
+                there = "0"
+            if wanted[0] != there:
+                response.status = http.HTTPStatus.PRECONDITION_FAILED
+                response.json({"error": {"code": 412, "message": f"{name} is of generation {there}."}})
+                return None
+        return insert(request, response, storage, *args, **kwargs)
+
+    return answer
+
+
 objects.download = _with_generation(objects.download)
+objects.insert = _with_precondition(objects.insert)
 
 
 class Bucket:
-    """A bucket, served over the JSON API of Google Cloud Storage from this process; used as a `with` block."""
+    """A bucket served over the JSON API of Google Cloud Storage from this process; used as a `with` block."""
 
     NAME = "bucket"
 
     def __init__(self):
+        from gcp_storage_emulator.server import create_server  # takes note of the handlers, so not before they are ours
+
         (port,) = free_ports(1)
         self._url = f"http://127.0.0.1:{port}"
         self._server = create_server("127.0.0.1", port, in_memory=True, default_bucket=self.NAME)
@@ -48,7 +71,7 @@ class Bucket:
         self._server.stop()
 
     def environment(self) -> dict[str, str]:
-        """What makes gcsfs, Google's client and tensorstore talk to this server."""
+        """Returns the variables that make gcsfs, Google's client and tensorstore use this server."""
         return {
             "STORAGE_EMULATOR_HOST": self._url,
             "TENSORSTORE_GCS_HTTP_URL": self._url,
@@ -58,14 +81,14 @@ class Bucket:
         }
 
     def names(self, prefix: str = "") -> list[str]:
-        """Names of the objects below a prefix."""
+        """Lists names of the objects below a prefix."""
         query = urllib.parse.urlencode({"prefix": prefix})
         listed = json.loads(self._get(f"/storage/v1/b/{self.NAME}/o?{query}"))
         assert "nextPageToken" not in listed
         return sorted(item["name"] for item in listed.get("items", []))
 
     def read(self, name: str) -> bytes:
-        """The content of an object; b'' when there is none."""
+        """Reads the content of an object; b'' when there is none."""
         try:
             return self._get(f"/storage/v1/b/{self.NAME}/o/{urllib.parse.quote(name, safe='')}?alt=media")
         except urllib.error.HTTPError as error:

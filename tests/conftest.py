@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, which share their compiled programs: set before any test module imports jax."""
+"""Fakes eight CPU devices for every test before any test module imports jax, and shares compiled programs."""
 
 import atexit
 import os
@@ -27,7 +27,7 @@ def _buckets():
 
 @pytest.fixture
 def bucket(_buckets, monkeypatch):
-    """A bucket of a storage emulator, which gs:// leads to in this process and its children."""
+    """Starts a bucket of a storage emulator, to which gs:// leads in this process and its children."""
     for name, value in _buckets.environment().items():
         monkeypatch.setenv(name, value)
     return _buckets

@@ -10,7 +10,7 @@ import pytest
 
 from podrl import export
 from podrl.data.tokenizer import Tokenizer
-from podrl.learner.setup import TINY, ModelSource
+from podrl.job.config import TINY, ModelSource
 from podrl.models import LoraConfig, decoder, from_pretrained
 from podrl.runtime.checkpoint import Checkpoints
 from podrl.trainer.config import RLTrainingConfig
@@ -25,7 +25,7 @@ TOKENS_BT = np.random.default_rng(0).integers(0, 384, (2, 16)).astype(np.int32)
 
 
 def make_run(workdir, variant: str, steps=(3,)):
-    """A run directory with checkpoints at `steps`, and the model of each."""
+    """Makes a run directory with checkpoints at `steps`, and the model of each."""
     source = ModelSource(lora=LORAS[variant])
     settings = {"model": source, "trainer": RLTrainingConfig(eval_every_n_steps=0, max_steps=9)}
     workdir.mkdir()

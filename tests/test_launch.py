@@ -1,4 +1,4 @@
-"""The command line: where a config is found, and what a user reads when something is misspelt."""
+"""The command line: where a config is found, and the errors for misspelt keys."""
 
 import os
 import pathlib

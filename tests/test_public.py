@@ -6,13 +6,17 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 import podrl
+from podrl.algorithms.kl import canonical_mode
+from podrl.job.config import unset
 
 FIELDS = pathlib.Path(__file__).resolve().parents[2] / "shared" / "vectors" / "config_fields.json"
-# Fields podrl renders differently on purpose: Tunix's default is not representable, or podrl's differs and says why.
-_DIFFERENT = {"data_type", "eos_tokens", "seed"}
+# Fields podrl renders differently on purpose: Tunix's default is not representable, or does harm (docs/algorithms.md).
+_DIFFERENT = {"data_type", "eos_tokens", "seed", "kl_loss_mode"}
 
 
 def test_every_public_name_exists():
@@ -40,11 +44,65 @@ def test_fields_have_tunix_defaults_or_are_refused_with_advice(name):
                 assert repr(default) == about["default"], field
         else:
             with pytest.raises(ValueError, match=r"has no field \w+: \w+"):
-                cls(**{field: None})
+                cls(**{field: "asked for"})
     for field in spec["documented_only"]:
         if field not in mine:
             with pytest.raises(ValueError, match=r"has no field \w+: \w+"):
-                cls(**{field: None})
+                cls(**{field: "asked for"})
+
+
+def test_an_argument_that_is_not_one_says_what_is():
+    with pytest.raises(TypeError, match=r"^run has no argument 'reward_fn'\. Did you mean 'reward_fns'\?$"):
+        podrl.run("grpo_gemma.py", reward_fn=len)
+    with pytest.raises(TypeError, match=r"GRPOLearner has no argument 'steps'"):
+        podrl.GRPOLearner(None, podrl.GRPOConfig(), steps=3)
+    with pytest.raises(TypeError, match=r"RLCluster has no argument 'model'\..*cluster_config"):
+        podrl.RLCluster(actor="", model=None)
+
+
+def test_podrl_run_refuses_what_the_command_refuses(tmp_path):
+    for overrides, message in (
+        ({"trainer.max_stepz": 3}, "max_stepz.*'max_steps'"),
+        ({"trainer": {"max_stepz": 3}}, "max_stepz.*'max_steps'"),
+        ({"trainers.max_steps": 3}, "trainers.*'trainer'"),
+        ({"algorithm": "grop"}, "grop"),
+        ({"fake_devices": -1}, "fake_devices=-1 must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            podrl.run("grpo_gemma.py", overrides, workdir=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"no such file.*'grpo_gemma\.py'"):
+        podrl.run("grpo_gema.py")
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_refused_fields_are_told_at_once_and_what_asks_for_nothing_is_passed_over():
+    asking = {"metrics_prefix": "a", "max_stepz": 1, "rollout_micro_batch_size": 4}
+    with pytest.raises(ValueError, match=r"(?s)field metrics_prefix: .*field max_stepz\. Did.*rollout_micro_batch"):
+        podrl.RLTrainingConfig(eval_every_n_steps=0, **asking)
+    plain = podrl.RLTrainingConfig(eval_every_n_steps=0)
+    assert podrl.RLTrainingConfig(eval_every_n_steps=0, profiler_options=None, checkpointing_options=None) == plain
+    with pytest.raises(ValueError, match="max_stepz"):
+        podrl.RLTrainingConfig(eval_every_n_steps=0, max_stepz=None)
+
+
+def test_a_mesh_of_other_axes_is_one_sentence():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
+    roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
+    training = podrl.RLTrainingConfig(eval_every_n_steps=0)
+    with pytest.raises(ValueError, match=r"Role\.ACTOR a mesh with the axes \('fsdp', 'tp'\).*'tp' is called 'tensor'"):
+        podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=podrl.RolloutConfig())
+
+
+@pytest.mark.parametrize(("name", "cls"), [("grpo", podrl.GRPOConfig), ("ppo", podrl.PPOConfig)])
+def test_an_algorithm_has_the_same_defaults_from_python_and_from_the_command(name, cls):
+    mine, commanded = cls(), cls(**unset(name)[name])
+    names = {"policy_loss_fn", "kl_method"}  # texts that have several spellings
+    assert {f: getattr(mine, f) for f in vars(mine).keys() - names} == {
+        f: getattr(commanded, f) for f in vars(commanded).keys() - names
+    }
+    assert mine.policy_loss(64).formula() == commanded.policy_loss(64).formula()
+    assert canonical_mode(mine.reward_kl.mode) == canonical_mode(commanded.reward_kl.mode)
+    assert mine.warnings(1) == commanded.warnings(1) == []
 
 
 def test_roles_are_those_of_the_field():

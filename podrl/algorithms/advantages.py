@@ -1,17 +1,21 @@
-"""Advantages from outcome rewards alone: what each estimator takes as the baseline of a sample, and its scale.
+"""Advantage estimators for outcome rewards: each one's baseline and scale.
 
 Rows are group-major: `p * group_size + g` is sample g of prompt p. Everything here takes numpy arrays or jax arrays and
 answers in kind, in the precision it was given (integers become floats: a reward of 0.5 stays 0.5).
 
 Singleton groups (`group_size` 1) have no baseline of their own: their advantage is 0, so that they teach nothing. verl
-keeps the bare reward instead; `singleton="raw"` does so.
+keeps the bare reward instead; `singleton="raw"` does so. The arguments the estimators share:
+  reward_B: task rewards, any range.
+  mask_BT: 1 on tokens the policy sampled.
+  group_size: samples per prompt. ValueError where B is not a multiple of it.
+  singleton: what a group of one gets, "zero" or "raw". ValueError for any other.
 """
 
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from podrl.algorithms.gae import discounted_return, masked_whiten, namespace, outcome_reward
+from podrl.algorithms.gae import discounted_return, masked_whiten, namespace
 from podrl.types import Mask
 
 
@@ -29,7 +33,7 @@ def _grouped(reward_B: Any, group_size: int) -> Any:
 
 
 def _centred(reward_PG: Any, baseline_PG: Any) -> Any:
-    """Rewards less their baseline, exactly 0 in a group of equal rewards.
+    """Subtracts the baseline; the result is exactly 0 in a group of equal rewards.
 
     The mean of equal numbers can be off by a rounding, and a division by a tiny standard deviation makes that a signal.
     """
@@ -57,8 +61,6 @@ def group_relative(
     """Centres and scales each reward within its group (GRPO, arXiv 2402.03300, section 4.1.2).
 
     Args:
-      reward_B: task rewards, any range.
-      group_size: samples per prompt; must divide B.
       scale: "std" divides by the group's standard deviation + eps; "none" only centres (Dr. GRPO, arXiv 2503.20783).
       ddof: 1 is the sample standard deviation (Tunix, TRL, verl), 0 the population's (NumPy, open-instruct).
       eps: added to the standard deviation; a group of equal rewards gives exactly 0.
@@ -68,7 +70,7 @@ def group_relative(
       Advantages, unitless, mean 0 in every group.
 
     Raises:
-      ValueError: B is not a multiple of `group_size`; unknown `scale` or `singleton`.
+      ValueError: unknown `scale`.
     """
     reward_PG = _grouped(reward_B, group_size)
     advantage_PG = _centred(reward_PG, reward_PG.mean(axis=1, keepdims=True))
@@ -84,16 +86,7 @@ def group_relative(
 
 
 def leave_one_out(reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero") -> Float[Array, " B"]:
-    """Each reward less the mean of the other rewards of its group (RLOO, arXiv 2402.14740).
-
-    Args:
-      reward_B: task rewards.
-      group_size: samples per prompt; must divide B.
-      singleton: what a group of one gets, "zero" or "raw".
-
-    Raises:
-      ValueError: B is not a multiple of `group_size`; unknown `singleton`.
-    """
+    """Subtracts the mean reward of the group's other samples (RLOO, arXiv 2402.14740)."""
     reward_PG = _grouped(reward_B, group_size)
     others = max(group_size - 1, 1)
     baseline_PG = (reward_PG.sum(axis=1, keepdims=True) - reward_PG) / others
@@ -103,16 +96,10 @@ def leave_one_out(reward_B: Float[Array, " B"], *, group_size: int, singleton: s
 def opo(
     reward_B: Float[Array, " B"], length_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero"
 ) -> Float[Array, " B"]:
-    """Each reward less the length-weighted mean of its group (OPO, arXiv 2505.23585, eq. 8).
+    """Subtracts the length-weighted mean reward of the group (OPO, arXiv 2505.23585, eq. 8).
 
     Args:
-      reward_B: task rewards.
       length_B: sampled tokens of each completion.
-      group_size: samples per prompt; must divide B.
-      singleton: what a group of one gets, "zero" or "raw".
-
-    Raises:
-      ValueError: B is not a multiple of `group_size`; unknown `singleton`.
     """
     reward_PG = _grouped(reward_B, group_size)
     length_PG = _grouped(length_B, group_size).astype(reward_PG.dtype)
@@ -122,17 +109,9 @@ def opo(
 
 
 def gpg(reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero") -> Float[Array, " B"]:
-    """Centred rewards times B / (B - M), M the samples whose group has no spread (GPG, arXiv 2504.02546, eq. 8).
+    """Scales centred rewards by B / (B - M), M the samples in groups of equal rewards (GPG, arXiv 2504.02546, eq. 8).
 
     The factor makes up for the groups that contribute no gradient. (verl counts samples of reward 0 as M instead.)
-
-    Args:
-      reward_B: task rewards.
-      group_size: samples per prompt; must divide B.
-      singleton: what a group of one gets, "zero" or "raw".
-
-    Raises:
-      ValueError: B is not a multiple of `group_size`; unknown `singleton`.
     """
     reward_PG = _grouped(reward_B, group_size)
     xp = namespace(reward_PG)
@@ -145,16 +124,15 @@ def gpg(reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero
 def pass_at_k(
     reward_B: Float[Array, " B"], *, group_size: int, scale: str = "std", eps: float = 1e-6
 ) -> Float[Array, " B"]:
-    """Only the best of a group learns, by its lead over the second best (pass@k with k = G, arXiv 2503.19595).
+    """Gives the best sample of a group its lead over the second best, others 0 (pass@k with k = G, arXiv 2503.19595).
 
     Args:
-      reward_B: task rewards.
       group_size: samples per prompt, at least 2; must divide B.
       scale: "std" divides by the group's sample standard deviation + eps, "none" does not.
       eps: as above.
 
     Raises:
-      ValueError: a group of one; B is not a multiple of `group_size`; unknown `scale`.
+      ValueError: a group of one, or an unknown `scale`.
     """
     if group_size < 2:
         raise ValueError(f"pass@k needs at least 2 samples per prompt, got grpo.num_generations={group_size}.")
@@ -171,7 +149,7 @@ def pass_at_k(
 
 
 def remax(reward_B: Float[Array, " B"], greedy_reward_B: Float[Array, " B"]) -> Float[Array, " B"]:
-    """Each reward less the reward of the greedy completion of the same prompt (ReMax, arXiv 2310.10505).
+    """Subtracts the reward of the prompt's greedy completion (ReMax, arXiv 2310.10505).
 
     Args:
       reward_B: task rewards of the samples.
@@ -183,11 +161,10 @@ def remax(reward_B: Float[Array, " B"], greedy_reward_B: Float[Array, " B"]) -> 
 def reinforce_plus_plus(
     reward_BT: Float[Array, "B T"], mask_BT: Mask, *, gamma: float = 1.0
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Discounted returns, whitened over every sampled token of the batch (REINFORCE++, arXiv 2501.03262).
+    """Whitens discounted returns over all sampled tokens of the batch (REINFORCE++, arXiv 2501.03262).
 
     Args:
       reward_BT: token rewards, the KL penalty included; outcome rewards through `outcome_reward`.
-      mask_BT: 1 on tokens the policy sampled.
       gamma: discount per sampled token.
 
     Returns:
@@ -200,53 +177,11 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     reward_B: Float[Array, " B"], mask_BT: Mask, *, group_size: int, singleton: str = "zero"
 ) -> Float[Array, "B T"]:
-    """Rewards centred within the group, then whitened over every sampled token of the batch (arXiv 2501.03262).
+    """Centres rewards within the group, then whitens over all sampled tokens of the batch (arXiv 2501.03262).
 
     Args:
-      reward_B: task rewards.
       mask_BT: 1 on tokens the policy sampled; longer completions weigh more in the whitening.
-      group_size: samples per prompt; must divide B.
       singleton: what a group of one gets before whitening, "zero" or "raw".
-
-    Raises:
-      ValueError: B is not a multiple of `group_size`; unknown `singleton`.
     """
     centred_B = group_relative(reward_B, group_size=group_size, scale="none", singleton=singleton)
     return masked_whiten(centred_B[:, None] * mask_BT.astype(centred_B.dtype), mask_BT)
-
-
-def optimal_token_baseline(
-    reward_B: Float[Array, " B"],
-    logprob_BT: Float[Array, "B T"],
-    square_sum_BT: Float[Array, "B T"],
-    mask_BT: Mask,
-    *,
-    group_size: int,
-    eps: float = 1e-8,
-) -> Float[Array, "B T"]:
-    """Each reward less a baseline per position, the group's rewards weighted by gradient energy so far (OTB, in verl).
-
-    The energy of token j is 1 - 2 p_j + sum over the vocabulary of p^2; the weight at t is its sum over j <= t, for the
-    samples that have a token at t.
-
-    Args:
-      reward_B: task rewards.
-      logprob_BT: log-probabilities of the sampled tokens under the policy that sampled.
-      square_sum_BT: sum of the squared probabilities of the whole vocabulary at each token.
-      mask_BT: 1 on tokens the policy sampled, one sequence per row, aligned at the same column.
-      group_size: samples per prompt; must divide B.
-      eps: added to the weights' sum.
-
-    Raises:
-      ValueError: B is not a multiple of `group_size`.
-    """
-    groups = _grouped(reward_B, group_size).shape[0]
-    xp = namespace(reward_B)
-    keep_BT = mask_BT.astype(bool)
-    energy_BT = xp.where(keep_BT, 1.0 - 2.0 * xp.exp(xp.where(keep_BT, logprob_BT, 0.0)) + square_sum_BT, 0.0)
-    weight_BT = xp.where(keep_BT, xp.cumsum(energy_BT, axis=1), 0.0)
-    return_BT = discounted_return(outcome_reward(reward_B, mask_BT), mask_BT, gamma=1.0)
-    weight_PGT = weight_BT.reshape(groups, group_size, -1)
-    return_PGT = return_BT.reshape(groups, group_size, -1)
-    baseline_P1T = (return_PGT * weight_PGT).sum(axis=1, keepdims=True) / (weight_PGT.sum(axis=1, keepdims=True) + eps)
-    return xp.where(keep_BT, (return_PGT - baseline_P1T).reshape(weight_BT.shape), 0.0)

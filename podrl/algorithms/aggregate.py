@@ -1,4 +1,4 @@
-"""How per-token values become one number: the aggregation modes, as numerators and denominators that add.
+"""Aggregation modes: turn per-token losses into one number, as numerators and denominators that add.
 
 With l the value of a loss token, n the number of loss tokens in its sequence, N the number of sequences that have at
 least one, and L a fixed length:
@@ -29,7 +29,7 @@ MODES = (
 )
 SCALED_MODES = ("sequence-mean-token-scale", "token-sum-scale")
 
-# What frameworks mean by their own names, read off their sources: verl's `agg_loss` (one name changed its meaning after
+# The meaning of frameworks' own names, read off their sources: verl's `agg_loss` (one name changed its meaning after
 # January 2026), TRL's `loss_type`, Tunix's `loss_agg_mode`. A preset that reproduces a framework speaks its names.
 _VERL = {
     "seq-mean-token-mean": "sequence-mean-token-mean",
@@ -53,7 +53,7 @@ DIALECTS = {
 
 
 def canonical_mode(mode: str, *, key: str = "grpo.loss_agg_mode", dialect: str = "") -> str:
-    """podrl's name of an aggregation mode.
+    """Returns podrl's name of an aggregation mode that is given under any name.
 
     Args:
       mode: podrl's name; one of the dialect; or one that all dialects which have it mean alike.
@@ -86,7 +86,7 @@ def aggregate(
     scale: float = 1.0,
     eps: float = 0.0,
 ) -> Ratio:
-    """Numerator and denominator of an aggregation mode; both add over micro-batches, hosts and packings.
+    """Reduces per-token losses by a mode: numerator and denominator, which add over micro-batches, hosts, packings.
 
     A sequence counts by the sum of mask / length over its tokens, which is 1 however it is packed and 0 when it has no
     loss token. `token-sum-scale` has no denominator that depends on data: its count is 0, and `Ratio.mean` then divides
@@ -117,5 +117,5 @@ def aggregate(
 
 
 def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
-    """The mean over loss tokens, undivided: what metrics use whatever the loss is aggregated by."""
+    """Averages over loss tokens, undivided: the mean that metrics use, whatever mode aggregates the loss."""
     return Ratio(masked(value_BT, mask_BT).sum(), masked(jnp.ones_like(value_BT), mask_BT).sum())

@@ -1,4 +1,4 @@
-"""How a sampler that is not quite the trainer's policy is corrected for: importance weights and rejection masks.
+"""Corrections for a sampler that differs from the trainer's policy: importance weights and rejection masks.
 
 The rollout engine samples with other kernels and other precision than the trainer, so a token's probability differs
 between the two: w = exp(old_logprob - sampler_logprob), trainer over sampler. A weight made of w on the loss repairs
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from podrl.algorithms.kl import LOG_RATIO_LIMIT
-from podrl.algorithms.segments import masked, segment_max, segment_sum, sequence_mean
+from podrl.algorithms.segments import masked, segment_sum, sequence_mean
 from podrl.types import Mask
 
 # kind: (default low, default high, formula of the weight)
@@ -28,7 +28,7 @@ CORRECTIONS = {
 def log_weight(
     old_logprob_BT: Float[Array, "B T"], sampler_logprob_BT: Float[Array, "B T"], mask_BT: Mask
 ) -> Float[Array, "B T"]:
-    """log w, nats, without gradient; 0 on masked tokens whatever they hold."""
+    """Log importance weight, nats, without gradient; 0 on masked tokens whatever they hold."""
     return jax.lax.stop_gradient(masked(old_logprob_BT, mask_BT) - masked(sampler_logprob_BT, mask_BT))
 
 
@@ -43,7 +43,7 @@ def importance_weight(
     low: float,
     high: float,
 ) -> Float[Array, "B T"]:
-    """The factor on each token's policy loss; 1 on masked tokens, no gradient.
+    """Computes the factor on each token's policy loss; 1 on masked tokens, no gradient.
 
     Aggregation goes on dividing by all loss tokens, those of weight 0 included. Sources: TIS (truncated importance
     sampling, fengyao.notion.site/off-policy-rl), IcePop (arXiv 2510.18855), geometric-mean masking of sequences
@@ -80,43 +80,3 @@ def within(log_x_BT: Float[Array, "B T"], low: float, high: float):
     """True where low <= exp(log_x) <= high."""
     x_BT = jnp.exp(jnp.clip(log_x_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     return (x_BT >= low) & (x_BT <= high)
-
-
-def divergence_statistic(
-    old_logprob_BT: Float[Array, "B T"],
-    sampler_logprob_BT: Float[Array, "B T"],
-    mask_BT: Mask,
-    length_BT: Float[Array, "B T"],
-    segment_BT: Int[Array, "B T"],
-    *,
-    estimator: str,
-    reduce: str,
-) -> Float[Array, "B T"]:
-    """How far sampler and trainer are apart on each token or sequence, for rules that drop samples.
-
-    Args:
-      old_logprob_BT: trainer's log-probabilities under the weights that sampled.
-      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens.
-      mask_BT: 1 on loss tokens.
-      length_BT: number of loss tokens in this token's sequence, 1 on padding.
-      segment_BT: sequence numbers.
-      estimator: of KL(sampler || trainer): "k1" is -log w (signed), "k3" is w - 1 - log w (at least 0).
-      reduce: "token", or over each sequence "sum", "mean" or "max".
-
-    Returns:
-      The statistic, nats, on every token of the sequence it belongs to; no gradient.
-    """
-    log_w_BT = log_weight(old_logprob_BT, sampler_logprob_BT, mask_BT)
-    assert estimator in ("k1", "k3"), estimator
-    statistic_BT = -log_w_BT
-    if estimator == "k3":
-        log_w_BT = jnp.clip(log_w_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        statistic_BT = jnp.expm1(log_w_BT) - log_w_BT
-    if reduce == "sum":
-        return segment_sum(statistic_BT, segment_BT)
-    if reduce == "mean":
-        return sequence_mean(statistic_BT, mask_BT, length_BT, segment_BT)
-    if reduce == "max":
-        return segment_max(jnp.where(mask_BT.astype(bool), statistic_BT, -jnp.inf), segment_BT)
-    assert reduce == "token", reduce
-    return statistic_BT

@@ -1,14 +1,19 @@
-"""Direct preference optimisation: what two answers' log-probabilities make of a pair, and the weight it gives each."""
+"""Direct preference optimisation: loss, gradient weight and margin of a pair from its answers' log-probabilities."""
 
 from typing import NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from podrl.algorithms.aggregate import aggregate, token_mean
+from podrl.algorithms.segments import masked
+from podrl.types import Layout, Mask, Ratio
+
 
 class Pairs(NamedTuple):
-    """What DPO makes of P pairs; column 0 is the chosen answer, column 1 the rejected one.
+    """DPO's loss, weights and margins for P pairs; column 0 is the chosen answer, column 1 the rejected one.
 
     Attributes:
       loss_P: loss of each pair, nats.
@@ -29,7 +34,7 @@ def dpo(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> Pairs:
-    """Direct preference optimisation (arXiv 2305.18290, eq. 7), with a share of labels taken for wrong.
+    """Computes DPO's loss and weights (arXiv 2305.18290, eq. 7), with a share of labels assumed wrong.
 
     With m = beta ((logprob - ref) of the chosen - (logprob - ref) of the rejected) and s the share, the loss is
     -(1 - s) log sigmoid(m) - s log sigmoid(-m) (the conservative form, ericmitchell.ai/cdpo.pdf, eq. 3).
@@ -46,3 +51,29 @@ def dpo(
     loss_P = -(1 - s) * jax.nn.log_sigmoid(margin_P) - s * jax.nn.log_sigmoid(-margin_P)
     slope_P = beta * ((1 - s) * jax.nn.sigmoid(-margin_P) - s * jax.nn.sigmoid(margin_P))
     return Pairs(loss_P, margin_P, jnp.stack([slope_P, -slope_P], axis=1))
+
+
+@flax.struct.dataclass
+class WeightedRows:
+    """Packed rows that `weighted_likelihood` reads.
+
+    Attributes:
+      layout: the tokens and where they lie.
+      mask_BT: 1 on the tokens of the answers.
+      length_BT: number of such tokens in this token's sequence, 1 on padding.
+      weight_BT: weight of the token's answer.
+    """
+
+    layout: Layout
+    mask_BT: Mask
+    length_BT: Float[Array, "B T"]
+    weight_BT: Float[Array, "B T"]
+
+
+def weighted_likelihood(
+    logprob_BT: Float[Array, "B T"], entropy_BT: Float[Array, "B T"], rows: WeightedRows
+) -> tuple[Ratio, dict[str, Ratio]]:
+    """Sums -weight x logprob over each answer and averages over answers; the metric is actor/entropy."""
+    logprob_BT, weight_BT = masked(logprob_BT, rows.mask_BT), masked(rows.weight_BT, rows.mask_BT)
+    loss = aggregate(-weight_BT * logprob_BT, rows.mask_BT, rows.length_BT, "sequence-mean-token-sum")
+    return loss, {"actor/entropy": token_mean(jax.lax.stop_gradient(entropy_BT), rows.mask_BT)}

@@ -1,12 +1,13 @@
-"""Which advantage a run trains on: its settings, checked, and the call that turns rewards into advantages."""
+"""The advantage of a run: its checked settings, and the call that turns rewards into advantages."""
 
 import dataclasses
-import math
+from typing import Annotated, Literal
 
 from jaxtyping import Array, Float
 
 from podrl.algorithms import advantages
 from podrl.algorithms.gae import namespace
+from podrl.config import Positive, Range, Share, group_of, section
 from podrl.types import Mask
 
 # kind: formula, R the reward of a sample.
@@ -26,49 +27,74 @@ _OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
 ALIASES = {"group_relative": "grpo", "leave_one_out": "rloo", "grpo_passk": "pass_at_k"}
 
 
-@dataclasses.dataclass(frozen=True)
-class AdvantageEstimator:
-    """Settings of the advantage; calling it turns token rewards into token advantages.
+@section("grpo")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdvantageSettings:
+    """Settings of the advantage that every algorithm shares.
 
     Attributes:
       advantage_estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg, pass_at_k, or
         gae, which needs a critic's values (`podrl.algorithms.gae`).
+      gamma: discount per sampled token; reinforce_plus_plus and gae only.
+    """
+
+    advantage_estimator: str = "grpo"
+    gamma: Share = 1.0
+
+    @property
+    def section(self) -> str:
+        """Section of the configuration that messages name, such as 'grpo'."""
+        return group_of(self)
+
+    def __post_init__(self):
+        self.check_advantage()
+
+    def check_advantage(self) -> None:
+        """Raises ValueError for an unknown estimator."""
+        if ALIASES.get(self.advantage_estimator, self.advantage_estimator) not in KINDS:
+            raise ValueError(
+                f"{self.section}.advantage_estimator={self.advantage_estimator!r} is not an estimator: use one of "
+                f"{', '.join((*KINDS, *ALIASES))}."
+            )
+
+
+@section("grpo")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupSettings(AdvantageSettings):
+    """Settings of advantages that compare the samples of a prompt.
+
+    Attributes:
       advantage_scale: "std" divides grpo and pass_at_k by the group's standard deviation, "none" does not (Dr. GRPO).
       advantage_ddof: 1 for the sample standard deviation, 0 for the population's; grpo only.
       advantage_eps: added to the standard deviation.
       singleton: what a group of one gets, "zero" or "raw".
-      gamma: discount per sampled token; reinforce_plus_plus and gae only.
-      gae_lambda: lambda of gae.
-      section: config section that error messages name.
     """
 
-    advantage_estimator: str = "grpo"
-    advantage_scale: str = "std"
-    advantage_ddof: int = 1
-    advantage_eps: float = 1e-6
-    singleton: str = "zero"
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-    section: str = "grpo"
+    advantage_scale: Literal["std", "none"] = "std"
+    advantage_ddof: Annotated[int, Range("[0, 1]")] = 1
+    advantage_eps: Positive = 1e-6
+    singleton: Literal["zero", "raw"] = "zero"
 
-    def __post_init__(self):
-        names = ", ".join((*KINDS, *ALIASES))
-        self._check(self.kind in KINDS, "advantage_estimator", f"is not an estimator: use one of {names}")
-        self._check(self.advantage_scale in ("std", "none"), "advantage_scale", "must be 'std' or 'none'")
-        self._check(self.advantage_ddof in (0, 1), "advantage_ddof", "must be 1 (sample) or 0 (population)")
-        self._check(0 < self.advantage_eps < math.inf, "advantage_eps", "must be above 0")
-        self._check(self.singleton in ("zero", "raw"), "singleton", "must be 'zero' or 'raw'")
-        self._check(0 <= self.gamma <= 1, "gamma", "must lie in [0, 1]")
-        self._check(0 <= self.gae_lambda <= 1, "gae_lambda", "must lie in [0, 1]")
 
-    def _check(self, holds: bool, name: str, requirement: str):
-        if not holds:
-            raise ValueError(f"{self.section}.{name}={getattr(self, name)!r} {requirement}.")
+@section("ppo")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GAESettings(AdvantageSettings):
+    """Settings of generalised advantage estimation; `gae_lambda` is its lambda, per sampled token."""
+
+    advantage_estimator: str = "gae"
+    gae_lambda: Share = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class AdvantageEstimator:
+    """The configured advantage estimator; calling it turns token rewards into token advantages."""
+
+    settings: GroupSettings | GAESettings = GroupSettings()
 
     @property
     def kind(self) -> str:
-        """The estimator under podrl's name."""
-        return ALIASES.get(self.advantage_estimator, self.advantage_estimator)
+        """Canonical name of the estimator."""
+        return ALIASES.get(self.settings.advantage_estimator, self.settings.advantage_estimator)
 
     @property
     def needs_greedy(self) -> bool:
@@ -77,26 +103,31 @@ class AdvantageEstimator:
 
     @property
     def needs_group(self) -> bool:
-        """True if a group of one teaches nothing, whatever its reward."""
-        return self.kind == "pass_at_k" or (self.kind in _OF_A_GROUP and self.singleton == "zero")
+        """True if a group of one sample always has advantage 0."""
+        return self.kind == "pass_at_k" or (self.kind in _OF_A_GROUP and self._group.singleton == "zero")
 
     @property
     def needs_critic(self) -> bool:
         """True if advantages come from a critic's values, by `podrl.algorithms.gae.gae` instead of a call."""
         return self.kind == "gae"
 
+    @property
+    def _group(self) -> GroupSettings:
+        assert isinstance(self.settings, GroupSettings), self.kind
+        return self.settings
+
     def formula(self) -> str:
-        """The advantage with its numbers in plain text, for the dry run."""
-        text = KINDS[self.kind].format(gamma=self.gamma, gae_lambda=self.gae_lambda)
-        if self.kind in ("grpo", "pass_at_k") and self.advantage_scale == "std":
-            ddof = 1 if self.kind == "pass_at_k" else self.advantage_ddof
-            text += f", divided by (standard deviation of the group (ddof {ddof}) + {self.advantage_eps:g})"
+        """Writes the advantage with its numbers in plain text, for the dry run."""
+        text = KINDS[self.kind].format(**dataclasses.asdict(self.settings))
+        if self.kind in ("grpo", "pass_at_k") and self._group.advantage_scale == "std":
+            ddof = 1 if self.kind == "pass_at_k" else self._group.advantage_ddof
+            text += f", divided by (standard deviation of the group (ddof {ddof}) + {self._group.advantage_eps:g})"
         return f"advantage: {text}"
 
     def __call__(
         self, reward_BT: Float[Array, "B T"], greedy_reward_B: Float[Array, " B"], mask_BT: Mask, *, group_size: int
     ) -> Float[Array, "B T"]:
-        """Advantage of every sampled token, one sequence per row, 0 where mask is 0; numpy or jax arrays.
+        """Computes every sampled token's advantage, one sequence per row, 0 where mask is 0; numpy or jax arrays.
 
         Args:
           reward_BT: token rewards: the outcome's on the last sampled token (`gae.outcome_reward`), less the KL penalty
@@ -110,16 +141,16 @@ class AdvantageEstimator:
           ValueError: B is not a multiple of `group_size`; a group too small for the estimator.
         """
         assert not self.needs_critic, "gae needs a critic's values"
-        xp = namespace(reward_BT)
+        xp, settings = namespace(reward_BT), self._group
         keep_BT = mask_BT.astype(bool)
         if self.kind == "reinforce_plus_plus":
-            return advantages.reinforce_plus_plus(reward_BT, mask_BT, gamma=self.gamma)[0]
+            return advantages.reinforce_plus_plus(reward_BT, mask_BT, gamma=settings.gamma)[0]
         reward_B = xp.where(keep_BT, reward_BT, 0.0).sum(axis=1)
-        group = {"group_size": group_size, "singleton": self.singleton}
-        scale = {"scale": self.advantage_scale, "eps": self.advantage_eps}
+        group = {"group_size": group_size, "singleton": settings.singleton}
+        scale = {"scale": settings.advantage_scale, "eps": settings.advantage_eps}
         match self.kind:
             case "grpo":
-                advantage_B = advantages.group_relative(reward_B, **group, **scale, ddof=self.advantage_ddof)
+                advantage_B = advantages.group_relative(reward_B, **group, **scale, ddof=settings.advantage_ddof)
             case "rloo":
                 advantage_B = advantages.leave_one_out(reward_B, **group)
             case "reinforce_plus_plus_baseline":

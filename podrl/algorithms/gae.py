@@ -14,7 +14,7 @@ from podrl.types import Mask
 
 
 def namespace(x: Any) -> Any:
-    """numpy for a numpy array, jax.numpy for a jax array."""
+    """Returns numpy for a numpy array, jax.numpy for a jax array."""
     return x.__array_namespace__()
 
 
@@ -26,7 +26,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Advantages A_t = delta_t + gamma lam A_t', returns A_t + value_t (arXiv 1506.02438, eq. 16).
+    """Computes advantages A_t = delta_t + gamma lam A_t' and returns A_t + value_t (arXiv 1506.02438, eq. 16).
 
     delta_t = reward_t + gamma value_t' - value_t, where t' is the next token with mask 1: tool output, prompt and
     padding are stepped over, their rewards and values are ignored. The last sampled token looks ahead to 0. One
@@ -61,7 +61,7 @@ def gae(
 
 
 def discounted_return(reward_BT: Float[Array, "B T"], mask_BT: Mask, *, gamma: float) -> Float[Array, "B T"]:
-    """Sum of the rewards from each sampled token on, discounted by gamma per sampled token; 0 where mask is 0."""
+    """Sums rewards from each sampled token on, discounted by gamma per sampled token; 0 where mask is 0."""
     advantage_BT, _ = gae(reward_BT, namespace(reward_BT).zeros_like(reward_BT), mask_BT, gamma=gamma, lam=1.0)
     return advantage_BT
 
@@ -79,7 +79,7 @@ def _backwards(xp: Any, step: Callable[[Any, Any], tuple[Any, Any]], init: Any, 
 
 
 def outcome_reward(reward_B: Float[Array, " B"], mask_BT: Mask) -> Float[Array, "B T"]:
-    """Token rewards with each sequence's reward on its last token with mask 1, 0 elsewhere.
+    """Puts each sequence's reward on its last token with mask 1, 0 elsewhere.
 
     A sequence without a sampled token has nowhere to put its reward and loses it.
     """
@@ -92,7 +92,7 @@ def outcome_reward(reward_B: Float[Array, " B"], mask_BT: Mask) -> Float[Array, 
 def masked_whiten(
     x_BT: Float[Array, "B T"], mask_BT: Mask, *, shift_mean: bool = True, eps: float = 1e-8
 ) -> Float[Array, "B T"]:
-    """Scales the counted tokens of the whole batch to variance 1 and, unless told otherwise, mean 0.
+    """Scales the unmasked tokens of the whole batch to variance 1 and, by default, mean 0.
 
     (x - mean) / sqrt(variance + eps), the variance with Bessel's correction, both sums divided by count + eps: the
     arithmetic of TRL and verl. Equal values become exactly 0 (before a mean is added back).

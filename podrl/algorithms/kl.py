@@ -1,4 +1,4 @@
-"""How far two policies are apart, estimated from sampled tokens, and how strongly that is held against them.
+"""KL estimators on sampled tokens, and the controller that adapts the KL coefficient.
 
 Estimators after J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html), with
 d = logprob - ref_logprob, the tokens drawn from the policy of `logprob`.
@@ -6,6 +6,7 @@ d = logprob - ref_logprob, the tokens drawn from the policy of `logprob`.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,16 @@ MODES = tuple(FORMULAS)
 ALIASES = {"kl": "k1", "mse": "k2", "mse_kl": "k2", "low_var": "k3", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 
 
+class Penalty(NamedTuple):
+    """A KL to the reference: its coefficient (0 for none), its estimator, and a bound on a token's value or None."""
+
+    coef: float = 0.0
+    mode: str = "k3"
+    clamp: float | None = None
+
+
 def canonical_mode(mode: str, *, key: str = "grpo.kl_loss_mode") -> str:
-    """podrl's name of a KL estimator given under any name.
+    """Returns podrl's name of a KL estimator that is given under any name.
 
     Raises:
       ValueError: unknown name; `key` is the config key the message names.
@@ -44,7 +53,7 @@ def canonical_mode(mode: str, *, key: str = "grpo.kl_loss_mode") -> str:
 def kl_divergence(
     logprob_BT: Float[Array, "B T"], ref_logprob_BT: Float[Array, "B T"], mode: str, *, clamp: float | None = None
 ) -> Float[Array, "B T"]:
-    """Per-token estimate of KL(policy || reference) in nats.
+    """Estimates KL(policy || reference) per token, in nats.
 
     The values of k1 and k3 are unbiased, but on-policy the gradient of k1 is zero in expectation and that of k3 is the
     gradient of the other direction, KL(reference || policy). k2 has the right gradient; `k1+` and `k3+` join the value
@@ -89,7 +98,7 @@ def penalized_reward(
     *,
     coef: Float[Array, ""] | float,
 ) -> Float[Array, "B T"]:
-    """Token rewards less the KL penalty: the KL in the reward (PPO), as against the KL in the loss (GRPO).
+    """Subtracts the KL penalty from token rewards: the KL in the reward (PPO), not in the loss (GRPO).
 
     Args:
       reward_BT: token rewards; an outcome reward sits on the last sampled token.
@@ -110,7 +119,7 @@ def sampled_kl(
     mode: str,
     clamp: float | None = None,
 ) -> Float[Array, "B T"]:
-    """The value of `kl_divergence` on sampled tokens, 0 elsewhere; numpy or jax arrays, no gradient meant."""
+    """Estimates the KL of sampled tokens, 0 elsewhere; numpy or jax arrays, without gradient."""
     xp = namespace(logprob_BT)
     d_BT = xp.where(mask_BT.astype(bool), logprob_BT - ref_logprob_BT, 0.0)
     kl_BT = _estimate(d_BT, canonical_mode(mode).removesuffix("+"))
@@ -139,7 +148,7 @@ class AdaptiveKL:
             )
 
     def update(self, coef: float, *, kl: float, samples: int) -> float:
-        """The coefficient after a step of `samples` samples on which the mean KL was `kl`; NaN moves nothing.
+        """Updates the coefficient after a step of `samples` samples with mean KL `kl`; NaN leaves it unchanged.
 
         Raises:
           ValueError: a step of five horizons, whose fifth each would turn the coefficient negative.

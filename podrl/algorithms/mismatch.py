@@ -1,14 +1,14 @@
-"""How far the sampler's log-probabilities are from the trainer's: measures that add over micro-batches and hosts."""
+"""Measures how far sampler and trainer log-probabilities differ; the measures add over micro-batches and hosts."""
 
 from collections.abc import Mapping
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from podrl.algorithms.aggregate import aggregate, token_mean
+from podrl.algorithms.aggregate import token_mean
 from podrl.algorithms.corrections import log_weight
 from podrl.algorithms.kl import LOG_RATIO_LIMIT
-from podrl.algorithms.segments import masked, segment_sum, sequence_mean
+from podrl.algorithms.segments import masked
 from podrl.types import Mask, Ratio
 
 # Moments of the two probabilities, from which `pearson` makes the correlation once everything has been added up.
@@ -18,7 +18,7 @@ MOMENTS = ("x", "y", "xx", "yy", "xy")
 def mismatch(
     logprob_BT: Float[Array, "B T"], sampler_logprob_BT: Float[Array, "B T"], mask_BT: Mask
 ) -> dict[str, Ratio]:
-    """Per-token distances between trainer and sampler; all are 0 (ratios 1) when the two agree to the bit.
+    """Measures per-token distances between trainer and sampler; 0 (ratios 1) when they agree bit for bit.
 
     With d = logprob - sampler_logprob and w = exp(d), tokens drawn by the sampler:
 
@@ -49,7 +49,7 @@ def mismatch(
 
 
 def pearson(mean: Mapping[str, float]) -> float:
-    """Correlation of trainer and sampler probabilities, from the means of the `sampler/moment_*` entries.
+    """Correlates trainer and sampler probabilities, from the means of the `sampler/moment_*` entries.
 
     1 when either side does not vary: there is nothing to disagree about. Float32 means leave about three digits.
     """
@@ -58,63 +58,3 @@ def pearson(mean: Mapping[str, float]) -> float:
     if variance_x <= 0 or variance_y <= 0:
         return 1.0
     return min(max((xy - x * y) / (variance_x * variance_y) ** 0.5, -1.0), 1.0)
-
-
-def sequence_log_perplexity(
-    logprob_BT: Float[Array, "B T"],
-    mask_BT: Mask,
-    length_BT: Float[Array, "B T"],
-    segment_BT: Int[Array, "B T"],
-    *,
-    eps: float = 0.0,
-) -> Float[Array, "B T"]:
-    """Minus the mean log-probability of each token's sequence, nats per token, on every token of it."""
-    return -sequence_mean(logprob_BT, mask_BT, length_BT, segment_BT, eps=eps)
-
-
-def sequence_mismatch(
-    logprob_BT: Float[Array, "B T"],
-    sampler_logprob_BT: Float[Array, "B T"],
-    mask_BT: Mask,
-    length_BT: Float[Array, "B T"],
-    segment_BT: Int[Array, "B T"],
-    *,
-    eps: float = 0.0,
-) -> dict[str, Ratio]:
-    """Distances between trainer and sampler by sequence: perplexities, their ratio, and chi-squared divergences.
-
-    Every sequence counts once. chi2_token = mean(w^2) - 1 and chi2_sequence = mean((product of w)^2) - 1 measure the
-    variance an importance-weighted estimate would have.
-
-    Args:
-      logprob_BT: trainer's log-probabilities under the weights that sampled.
-      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens.
-      mask_BT: 1 on loss tokens.
-      length_BT: number of loss tokens in this token's sequence, 1 on padding.
-      segment_BT: sequence numbers.
-      eps: added to lengths; 1e-8 is verl's arithmetic.
-    """
-    where = (mask_BT, length_BT, segment_BT)
-    trainer_BT = sequence_log_perplexity(logprob_BT, *where, eps=eps)
-    sampler_BT = sequence_log_perplexity(sampler_logprob_BT, *where, eps=eps)
-    log_w_BT = log_weight(logprob_BT, sampler_logprob_BT, mask_BT)
-    log_product_BT = segment_sum(log_w_BT, segment_BT)
-
-    def square_less_1(log_x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-        return jnp.expm1(2.0 * jnp.clip(log_x_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-
-    per_sequence = {
-        "sampler/trainer_ppl": jnp.exp(trainer_BT),
-        "sampler/trainer_log_ppl": trainer_BT,
-        "sampler/sampler_ppl": jnp.exp(sampler_BT),
-        "sampler/sampler_log_ppl": sampler_BT,
-        "sampler/log_ppl_diff": trainer_BT - sampler_BT,
-        "sampler/log_ppl_abs_diff": jnp.abs(trainer_BT - sampler_BT),
-        "sampler/ppl_ratio": jnp.exp(trainer_BT - sampler_BT),
-        "sampler/chi2_sequence": square_less_1(log_product_BT),
-    }
-    result = {
-        name: aggregate(value_BT, mask_BT, length_BT, "sequence-mean-token-mean")
-        for name, value_BT in per_sequence.items()
-    }
-    return result | {"sampler/chi2_token": token_mean(square_less_1(log_w_BT), mask_BT)}

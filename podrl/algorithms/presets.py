@@ -1,4 +1,4 @@
-"""The named algorithms: for each, which settings of the advantage, the loss and the learner make it up."""
+"""The named algorithms: each one's settings of advantage, loss and learner."""
 
 import dataclasses
 import difflib
@@ -7,23 +7,23 @@ from types import MappingProxyType
 from typing import Any
 
 from podrl.algorithms.aggregate import canonical_mode
-from podrl.algorithms.estimator import AdvantageEstimator
-from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms.estimator import AdvantageEstimator, GAESettings, GroupSettings
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Settings that make up an algorithm; what a preset does not name keeps its default.
+    """Settings that define an algorithm; the rest keep their defaults.
 
     Attributes:
       about: what it is, one line.
       source: paper or program it follows.
-      advantage: fields of `AdvantageEstimator`.
-      loss: fields of `PolicyLoss`. Where the mode needs `loss_agg_scale`, the run gives it: its completion limit.
+      advantage: fields of `GroupSettings`, of `GAESettings` for gae.
+      loss: fields of `KLLossSettings`. Where the mode needs `loss_agg_scale`, the run gives it: its completion limit.
       dialect: whose names of aggregation modes go first (`podrl.algorithms.aggregate.DIALECTS`); '' for nobody's.
-      learner: what the loop does beside: `kl_in_reward` (coefficient) and `kl_reward_mode`; `dynamic_sampling` (groups
-        without a signal are replaced); `overlong_shaping` (a penalty on the last tokens before the limit);
-        `overlong_filter` (cut-off samples leave the loss).
+      learner: what the loop does beside: the KL in the reward (`kl_in_reward` and `kl_reward_mode`; of PPO `beta` and
+        `kl_method`); `dynamic_sampling` (groups without a signal are replaced); `overlong_shaping` (a penalty on the
+        last tokens before the limit); `overlong_filter` (cut-off samples leave the loss).
     """
 
     about: str
@@ -33,18 +33,25 @@ class Preset:
     learner: Mapping[str, Any]
     dialect: str = ""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields of GRPOConfig (of PPOConfig for gae) that the preset sets."""
+        return {**self.advantage, **self.loss, **self.learner}
+
     def advantage_estimator(self, **overrides: Any) -> AdvantageEstimator:
-        """The advantage of this preset, with the user's changes on top."""
-        return AdvantageEstimator(**(dict(self.advantage) | overrides))
+        """Builds the preset's advantage estimator, with the user's changes."""
+        fields = dict(self.advantage) | overrides
+        kind = GAESettings if fields.get("advantage_estimator") == "gae" else GroupSettings
+        return AdvantageEstimator(kind(**fields))
 
     def policy_loss(self, **overrides: Any) -> PolicyLoss:
-        """The loss of this preset, with the user's changes on top."""
+        """Builds the preset's loss, with the user's changes."""
         fields: dict[str, Any] = dict(self.loss) | overrides
         fields["loss_agg_mode"] = self.mode(fields["loss_agg_mode"])
-        return PolicyLoss(**fields)
+        return PolicyLoss(KLLossSettings(**fields))
 
     def mode(self, name: str, *, key: str = "grpo.loss_agg_mode") -> str:
-        """podrl's name of an aggregation mode given under the name that this preset's framework has for it.
+        """Translates an aggregation mode from the name in the preset's framework to podrl's.
 
         Raises:
           ValueError: unknown or ambiguous name; `key` is the config key the message names.
@@ -183,7 +190,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "arXiv 1707.06347, 1909.08593",
             advantage={"advantage_estimator": "gae", "gamma": 1.0, "gae_lambda": 0.95},
             loss=_loss("clip", _TOKENS),
-            learner={"kl_in_reward": 0.04, "kl_reward_mode": "k3"},
+            learner={"beta": 0.04, "kl_method": "k3"},
         ),
         "verl_grpo": _preset(
             "verl's arithmetic: adv_estimator=grpo with its KL loss (vanilla policy loss, January 2026)",
@@ -219,7 +226,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def preset(name: str) -> Preset:
-    """The preset of a name.
+    """Looks up a preset by name.
 
     Raises:
       ValueError: unknown name; the message gives the nearest ones.

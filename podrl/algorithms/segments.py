@@ -1,4 +1,4 @@
-"""How a packed row is read: which tokens count, and sums over the sequences that share a row.
+"""Masks and sums over the sequences that share a packed row.
 
 A packed row holds several sequences; `segment_BT` numbers them 1, 2, ... and is 0 on padding. A padded layout is the
 special case of one segment per row, so everything here serves both.
@@ -12,7 +12,7 @@ from podrl.types import Mask
 
 
 def masked(x_BT: Float[Array, "B T"], mask_BT: Mask) -> Float[Array, "B T"]:
-    """Values where the mask is set, 0 elsewhere.
+    """Keeps values where the mask is set, 0 elsewhere.
 
     A masked token loses its value and its gradient whatever it held, NaN and infinity included, provided this is
     applied before the arithmetic (a NaN that enters the arithmetic comes back through the chain rule as 0 * NaN).
@@ -25,7 +25,7 @@ def masked(x_BT: Float[Array, "B T"], mask_BT: Mask) -> Float[Array, "B T"]:
 
 
 def segment_sum(x_BT: Float[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """The sum over each token's own sequence, written back to every token of it.
+    """Sums over each token's own sequence, and writes the sum to every token of it.
 
     The terms of a sequence are added in token order starting from 0, so a sum does not depend on what else shares the
     row: packing leaves it unchanged to the bit. Differentiable.
@@ -42,21 +42,6 @@ def segment_sum(x_BT: Float[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Flo
     return jax.vmap(one_row)(x_BT, segment_BT)
 
 
-def segment_max(x_BT: Float[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """The largest value of each token's own sequence, written back to every token of it.
-
-    Args:
-      x_BT: values; tokens that must not count hold -inf.
-      segment_BT: sequence numbers, each at most T.
-    """
-    slots = x_BT.shape[1] + 1
-
-    def one_row(x_T: Float[Array, " T"], segment_T: Int[Array, " T"]) -> Float[Array, " T"]:
-        return jnp.full(slots, -jnp.inf, x_T.dtype).at[segment_T].max(x_T)[segment_T]
-
-    return jax.vmap(one_row)(x_BT, segment_BT)
-
-
 def sequence_mean(
     x_BT: Float[Array, "B T"],
     mask_BT: Mask,
@@ -65,7 +50,7 @@ def sequence_mean(
     *,
     eps: float = 0.0,
 ) -> Float[Array, "B T"]:
-    """The mean over the loss tokens of each token's own sequence, written back to every token of it.
+    """Averages over the loss tokens of each token's own sequence, and writes the mean to every token of it.
 
     Args:
       x_BT: values; masked tokens are ignored whatever they hold.

@@ -1,4 +1,4 @@
-"""What is added to a reward for how long a completion is."""
+"""Reward shaping by completion length."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from podrl.algorithms.gae import namespace
 def overlong_penalty(
     length_B: Int[Array, " B"], *, limit: int, buffer: int, penalty: float = 1.0
 ) -> Float[Array, " B"]:
-    """0 up to limit - buffer tokens, then falling linearly to -penalty at the limit (DAPO, arXiv 2503.14476, eq. 13).
+    """Penalises long completions: 0 up to limit - buffer tokens, then linear to -penalty at the limit (DAPO, eq. 13).
 
     Args:
       length_B: sampled tokens of each completion, tokens and not characters.

@@ -1,7 +1,11 @@
-"""The policy-gradient losses, one pure function each: per-token values to be aggregated, and what was clipped.
+"""The policy-gradient surrogates, one pure function each: per-token losses, and which tokens were clipped.
 
 r = exp(logprob - old_logprob) is the probability ratio of a token, A its advantage. Every function takes finite arrays
-(`segments.masked` first); the values it gives on masked tokens mean nothing.
+(`segments.masked` first); the values it gives on masked tokens mean nothing. The arguments they share:
+  logprob_BT, old_logprob_BT: log-probabilities under the policy being trained, and under the one that sampled, nats.
+  advantage_BT: advantages, unitless.
+  mask_BT: 1 on loss tokens.
+  length_BT, segment_BT: number of loss tokens in the token's sequence, 1 on padding; sequence numbers.
 """
 
 from typing import NamedTuple
@@ -19,7 +23,7 @@ SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
 
 class Surrogate(NamedTuple):
-    """Per-token policy loss with what the metrics need.
+    """Per-token policy losses with the numbers that metrics need.
 
     Attributes:
       loss_BT: loss of each token.
@@ -35,7 +39,7 @@ class Surrogate(NamedTuple):
 
 
 def token_ratio(logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """exp(logprob - old_logprob), its logarithm held within +-20; no gradient flows beyond."""
+    """Computes exp(logprob - old_logprob), with the logarithm held within +-20; no gradient flows beyond."""
     return jnp.exp(jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
@@ -48,14 +52,11 @@ def clip(
     epsilon_high: float,
     epsilon_c: float | None = None,
 ) -> Surrogate:
-    """max(-r A, -clip(r, 1 - epsilon_low, 1 + epsilon_high) A), bounded by -epsilon_c A where A < 0.
+    """Takes max(-r A, -clip(r, 1 - epsilon_low, 1 + epsilon_high) A), bounded by -epsilon_c A where A < 0 (PPO).
 
     PPO (arXiv 1707.06347, eq. 7), clip-higher (DAPO, arXiv 2503.14476, eq. 10), dual clip (arXiv 1912.09729, eq. 5).
 
     Args:
-      logprob_BT: log-probabilities under the policy being trained.
-      old_logprob_BT: log-probabilities under the policy that sampled.
-      advantage_BT: advantages.
       epsilon_low: how far the ratio may fall below 1.
       epsilon_high: how far it may rise above 1.
       epsilon_c: largest ratio that counts when the advantage is negative, above 1; None for no dual clip.
@@ -93,19 +94,13 @@ def gspo(
     epsilon_high: float,
     token_form: bool = False,
 ) -> Surrogate:
-    """The clipped loss on the sequence ratio s = exp(mean over the sequence of log r) (GSPO, arXiv 2507.18071).
+    """Clips the sequence ratio s = exp(mean over the sequence of log r) (GSPO, arXiv 2507.18071).
 
     The token form (section 4.3) has the value of s but each token's own gradient: s enters as
     stop_gradient(s) * exp(logprob - stop_gradient(logprob)). With one advantage per sequence both forms have the same
     gradient under sequence-mean-token-mean; with advantages per token only the token form credits tokens separately.
 
     Args:
-      logprob_BT: log-probabilities under the policy being trained.
-      old_logprob_BT: log-probabilities under the policy that sampled.
-      advantage_BT: advantages.
-      mask_BT: 1 on loss tokens.
-      length_BT: number of loss tokens in this token's sequence, 1 on padding.
-      segment_BT: sequence numbers.
       epsilon_low: how far s may fall below 1 (3e-4 in the paper).
       epsilon_high: how far s may rise above 1 (4e-4 in the paper).
       token_form: gradient per token.
@@ -125,12 +120,9 @@ def cispo(
     epsilon_low: float,
     epsilon_high: float,
 ) -> Surrogate:
-    """-stop_gradient(clip(r)) A logprob: the weight is clipped, every token keeps a gradient (arXiv 2506.13585, eq. 4).
+    """Weighs -A logprob by a clipped ratio without gradient: every token learns (CISPO, arXiv 2506.13585, eq. 4).
 
     Args:
-      logprob_BT: log-probabilities under the policy being trained.
-      old_logprob_BT: log-probabilities under the policy that sampled.
-      advantage_BT: advantages.
       epsilon_low: lower bound of the weight is 1 - epsilon_low; 1 leaves it free.
       epsilon_high: upper bound of the weight is 1 + epsilon_high.
     """
@@ -148,14 +140,11 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Surrogate:
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a smooth gate in place of the clip (SAPO, arXiv 2511.20347).
+    """Replaces the clip by a smooth gate, -(4 / tau) sigmoid(tau (r - 1)) A (SAPO, arXiv 2511.20347).
 
     At r = 1 the gradient is that of -r A, and it fades as r leaves 1, the faster the larger tau.
 
     Args:
-      logprob_BT: log-probabilities under the policy being trained.
-      old_logprob_BT: log-probabilities under the policy that sampled.
-      advantage_BT: advantages.
       tau_positive: temperature of tokens with A > 0.
       tau_negative: temperature of the others.
     """
@@ -178,18 +167,13 @@ def gmpo(
     epsilon_high: float,
     eps: float = 0.0,
 ) -> Surrogate:
-    """-exp(mean of log r) mean(A), each log r clipped on the side its advantage pushes to (GMPO, arXiv 2507.20673).
+    """Takes -exp(mean of log r) mean(A), each log r clipped on the side A pushes to (GMPO, arXiv 2507.20673).
 
     The clip acts on log r, at -epsilon_low and epsilon_high. The value of a sequence stands on each of its tokens, so
     sequence-mean-token-mean gives the paper's mean over sequences.
 
     Args:
-      logprob_BT: log-probabilities under the policy being trained.
-      old_logprob_BT: log-probabilities under the policy that sampled.
       advantage_BT: advantages, one per sequence in the paper; their mean counts.
-      mask_BT: 1 on loss tokens.
-      length_BT: number of loss tokens in this token's sequence, 1 on padding.
-      segment_BT: sequence numbers.
       epsilon_low: how far log r may fall below 0 (0.4 in the paper).
       epsilon_high: how far it may rise above 0 (0.4 in the paper).
       eps: added to lengths; 1e-8 is verl's arithmetic.
@@ -207,12 +191,9 @@ def gmpo(
 def reinforce(
     logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"], advantage_BT: Float[Array, "B T"]
 ) -> Surrogate:
-    """-A logprob: the plain policy gradient (Williams 1992), also the loss of GPG (arXiv 2504.02546).
+    """Takes -A logprob, the plain policy gradient (Williams 1992), also the loss of GPG (arXiv 2504.02546).
 
-    Args:
-      logprob_BT: log-probabilities under the policy being trained.
-      old_logprob_BT: log-probabilities under the policy that sampled; only the reported ratio uses them.
-      advantage_BT: advantages.
+    The old log-probabilities enter only the ratio that is reported.
     """
     ratio_BT = jax.lax.stop_gradient(token_ratio(logprob_BT, old_logprob_BT))
     never_BT = jnp.zeros(ratio_BT.shape, bool)
@@ -231,16 +212,12 @@ def clip_cov(
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
 ) -> Surrogate:
-    """The clipped loss, with a few tokens of large covariance between advantage and logprob cut off (arXiv 2505.22617).
+    """Clips, and drops a few tokens of large covariance between advantage and logprob (Clip-Cov, arXiv 2505.22617).
 
     Chosen among the unclipped tokens whose covariance lies between the bounds. The paper draws them at random; here
     those with the largest covariance are taken, so that a step is a function of its batch.
 
     Args:
-      logprob_BT: log-probabilities under the policy being trained.
-      old_logprob_BT: log-probabilities under the policy that sampled.
-      advantage_BT: advantages.
-      mask_BT: 1 on loss tokens.
       epsilon_low: how far the ratio may fall below 1.
       epsilon_high: how far it may rise above 1.
       fraction: share of the loss tokens of this call that is cut off, at least one token.
@@ -264,13 +241,9 @@ def kl_cov(
     fraction: float = 2e-4,
     coef: float = 1.0,
 ) -> Surrogate:
-    """-r A, plus coef |log r| on the tokens of largest covariance between advantage and logprob (arXiv 2505.22617).
+    """Takes -r A, plus coef |log r| on the tokens of largest covariance of advantage and logprob (arXiv 2505.22617).
 
     Args:
-      logprob_BT: log-probabilities under the policy being trained.
-      old_logprob_BT: log-probabilities under the policy that sampled.
-      advantage_BT: advantages.
-      mask_BT: 1 on loss tokens.
       fraction: share of the loss tokens of this call that is penalised, at least one token.
       coef: weight of the penalty.
     """
@@ -285,7 +258,7 @@ def kl_cov(
 def token_covariance(
     logprob_BT: Float[Array, "B T"], advantage_BT: Float[Array, "B T"], mask_BT: Mask
 ) -> Float[Array, "B T"]:
-    """(A - mean A) (logprob - mean logprob), means over the loss tokens of this call, no gradient."""
+    """Computes (A - mean A) (logprob - mean logprob), means over the loss tokens of this call, without gradient."""
     count = jnp.maximum(mask_BT.astype(logprob_BT.dtype).sum(), 1.0)
 
     def centred(x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:

@@ -1,32 +1,46 @@
 """The critic's loss: squared error of the values, clipped around the values before the update."""
 
+import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from podrl.algorithms.aggregate import aggregate, token_mean
 from podrl.algorithms.segments import masked
-from podrl.types import Mask, Ratio
+from podrl.types import Layout, Mask, Ratio
+
+
+@flax.struct.dataclass
+class CriticRows:
+    """Packed rows that the critic's loss reads.
+
+    Attributes:
+      layout: the tokens and where they lie.
+      mask_BT: 1 on loss tokens.
+      length_BT: number of loss tokens in this token's sequence, 1 on padding.
+      value_BT: the critic's value before the token, as it was before the first update on this batch; reward units.
+      return_BT: what the value should have been.
+    """
+
+    layout: Layout
+    mask_BT: Mask
+    length_BT: Float[Array, "B T"]
+    value_BT: Float[Array, "B T"]
+    return_BT: Float[Array, "B T"]
 
 
 def value_loss(
     value_BT: Float[Array, "B T"],
-    old_value_BT: Float[Array, "B T"],
-    return_BT: Float[Array, "B T"],
-    mask_BT: Mask,
-    length_BT: Float[Array, "B T"],
+    rows: CriticRows,
     *,
     clip_range: float = 0.2,
     mode: str = "token-mean",
     scale: float = 1.0,
 ) -> tuple[Ratio, dict[str, Ratio]]:
-    """max((v - R)^2, (clip(v, v_old - clip_range, v_old + clip_range) - R)^2) / 2, aggregated (PPO, as in TRL, verl).
+    """Aggregates max((v - R)^2, (clip(v, v_old - clip_range, v_old + clip_range) - R)^2) / 2 (PPO, as in TRL, verl).
 
     Args:
       value_BT: the critic's values, differentiated.
-      old_value_BT: its values before the update.
-      return_BT: targets.
-      mask_BT: 1 on loss tokens.
-      length_BT: number of loss tokens in this token's sequence, 1 on padding.
+      rows: its values before the update, the targets, and which tokens count.
       clip_range: how far a value may move in one update before its gradient stops, reward units; infinity for no clip.
       mode: aggregation mode.
       scale: fixed length of the scale modes, tokens.
@@ -39,7 +53,8 @@ def value_loss(
     """
     if not clip_range > 0:
         raise ValueError(f"ppo.clip_range_value={clip_range} must be above 0; use inf for no clipping.")
-    value_BT, old_value_BT, return_BT = (masked(x_BT, mask_BT) for x_BT in (value_BT, old_value_BT, return_BT))
+    mask_BT, length_BT = rows.mask_BT, rows.length_BT
+    value_BT, old_value_BT, return_BT = (masked(x_BT, mask_BT) for x_BT in (value_BT, rows.value_BT, rows.return_BT))
     near_BT = jnp.clip(value_BT, old_value_BT - clip_range, old_value_BT + clip_range)
     free_BT, bound_BT = jnp.square(value_BT - return_BT), jnp.square(near_BT - return_BT)
     loss = aggregate(0.5 * jnp.maximum(free_BT, bound_BT), mask_BT, length_BT, mode, scale=scale)

@@ -1,1 +1,1 @@
-"""Models in their roles on meshes."""
+"""Models in their roles on meshes, under RLCluster."""

@@ -1,4 +1,4 @@
-"""Roles, and the configuration that puts them on meshes."""
+"""ClusterConfig: the roles of models, and the mesh of each role."""
 
 import dataclasses
 import enum
@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
-from podrl.config import refuses
+from podrl.config import section
+from podrl.mesh.build import AXES
 from podrl.rollout.config import RolloutConfig
 from podrl.trainer.config import RLTrainingConfig
 
 
 class Role(enum.Enum):
-    """What a model does in the cluster."""
+    """Roles of models in the cluster."""
 
     ACTOR = "actor"
     CRITIC = "critic"
@@ -22,23 +23,24 @@ class Role(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """Which rollout configuration a generation uses."""
+    """Selects a rollout configuration: training or evaluation."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
-@refuses(
+@section(
+    "cluster_config",
     {
         "role_to_logical_axis_rule": "logical axes are mapped to mesh axes in podrl/mesh/rules.py, one table for all.",
         "offload_to_cpu": "podrl frees the rollout's pools with RolloutWorker.sleep() and shares the base weights "
         "between policy and reference; give the roles disjoint meshes if memory is short.",
         "rollout_vllm_*": "podrl decodes with its own engine; see RolloutConfig.",
-    }
+    },
 )
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
-    """Which role runs where, and how it trains and generates.
+    """Settings of the cluster: the mesh of each role, training and generation.
 
     Attributes:
       role_to_mesh: mesh of every role used; the same mesh for two roles is a colocated pair. The reference must share
@@ -57,6 +59,12 @@ class ClusterConfig:
         for role in (Role.ACTOR, Role.ROLLOUT):
             if role not in self.role_to_mesh:
                 raise ValueError(f"role_to_mesh has no mesh for {role}: the actor and the rollout both need one.")
+        for role, mesh in self.role_to_mesh.items():
+            if mesh.axis_names != AXES:
+                raise ValueError(
+                    f"role_to_mesh gives {role} a mesh with the axes {mesh.axis_names}, which must be {AXES}: make it "
+                    "by podrl.make_mesh('fsdp=4,tensor=2', devices); 'tp' is called 'tensor' here, 'dp' 'data'."
+                )
         reference = self.role_to_mesh.get(Role.REFERENCE, self.role_to_mesh[Role.ACTOR])
         if reference != self.role_to_mesh[Role.ACTOR]:
             raise ValueError(
@@ -82,8 +90,21 @@ class ClusterConfig:
                 "methods of podrl.rollout.rollout.RolloutWorker."
             )
 
+    def roles_of(self, process: int) -> tuple[bool, bool]:
+        """Returns (trains, generates): whether the process has devices of the actor's and of the rollout's mesh."""
+        trains, generates = (
+            any(device.process_index == process for device in self.role_to_mesh[role].devices.flat)
+            for role in (Role.ACTOR, Role.ROLLOUT)
+        )
+        return trains, generates
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence the rollout can make."""
+        return self.rollout().longest
+
     def rollout(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
-        """The rollout configuration of a mode."""
+        """Returns the rollout configuration of a mode."""
         if isinstance(self.rollout_config, RolloutConfig):
             return self.rollout_config
         if mode not in self.rollout_config:

@@ -1,25 +1,25 @@
-"""The critic of a cluster: its parameters and optimizer on its mesh, and what is done with them."""
+"""The critic: a value model with its parameters and optimizer on its mesh."""
 
 import os
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from podrl.algorithms.value_loss import CriticRows
 from podrl.mesh.backlog import Backlog
 from podrl.models import scalar
-from podrl.models.config import LoraConfig, ModelConfig
+from podrl.models.config import LoraConfig
+from podrl.models.pretrained import Decoder
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.critic import ValueLoss, make_critic_step, make_value_fn
-from podrl.trainer.packing import PackShape
-from podrl.trainer.state import abstract_train_state, fetch, init_train_state, put_batch
-from podrl.types import CriticBatch, PyTree, TrainState
+from podrl.trainer.state import abstract_like, fetch, init_train_state, put_batch
+from podrl.types import Batch, Layout, TrainState
 
 
 class Critic:
-    """A value model with an optimizer of its own.
+    """A value model with its own optimizer.
 
     Attributes:
       model: configuration of its trunk.
@@ -30,7 +30,7 @@ class Critic:
 
     def __init__(
         self,
-        source: str | os.PathLike | tuple[ModelConfig, PyTree],
+        source: str | os.PathLike | Decoder,
         mesh: Mesh,
         training: RLTrainingConfig,
         *,
@@ -41,8 +41,8 @@ class Critic:
         """Puts the critic on its mesh.
 
         Args:
-          source: a Hugging Face directory (a sequence classification model keeps its head), or the configuration and
-            whole parameter tree of a decoder, which is copied.
+          source: a Hugging Face directory (a sequence classification model keeps its head), or a decoder, which is
+            copied.
           mesh: where it goes.
           training: optimizer, dtypes, batch sizes.
           lora: adapters, where `source` is a directory.
@@ -56,8 +56,8 @@ class Critic:
                 os.fspath(source), mesh, dtype, lora_config=lora, needs_head=False, seed=seed
             )
         else:
-            self.model, decoder_params = source
-            params = scalar.on_trunk(decoder_params, self.model, mesh, dtype)
+            self.model = source.config
+            params = scalar.on_trunk(source.params, self.model, mesh, dtype)
         self.optimizer = training.critic(updates_per_step=updates_per_step)
         trainable, self.frozen = scalar.split_trainable(params, self.model)
         self.state = init_train_state(trainable, self.optimizer, mesh)
@@ -66,7 +66,7 @@ class Critic:
         self._backlog = Backlog()
 
     def prepare(self, loss: ValueLoss) -> None:
-        """Sets the loss that `update` minimises."""
+        """Builds the train step that minimises `loss`."""
         self._step = make_critic_step(
             self.model,
             loss,
@@ -78,26 +78,19 @@ class Critic:
             seed=self._seed,
         )
 
-    def values(self, batch: CriticBatch) -> Any:
-        """The value before every packed token (A, B, T), on the host; `batch` is a host batch."""
+    def values(self, batch: Batch[Layout]) -> Any:
+        """Computes the value before every packed token (A, B, T), on the host; `batch` is a host batch."""
         params = scalar.join_trainable(self.state.params, self.frozen)
         return fetch(self._values(params, put_batch(batch, self.mesh)), self.mesh)
 
-    def update(self, batch: CriticBatch) -> dict[str, Any]:
-        """One optimizer update on a host batch; metrics stay on the device."""
+    def update(self, batch: Batch[CriticRows]) -> dict[str, Any]:
+        """Makes one optimizer update from a host batch; metrics stay on the device."""
         if self._step is None:
             raise ValueError("The critic needs a loss: call prepare(loss) first; PPOLearner does.")
         self.state, metrics = self._step(self.state, self.frozen, put_batch(batch, self.mesh))
         self._backlog.add(metrics)
         return metrics
 
-    def pack_shape(self, **sizes: int) -> PackShape:
-        """The fixed shape of batches on the critic's mesh; sizes are those of `RLTrainingConfig.pack_shape`."""
-        return self.training_config.pack_shape(mesh=self.mesh, **sizes)
-
     def abstract_state(self) -> TrainState:
-        """Shapes and shardings of `state`, for restoring a checkpoint."""
-        trainable = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state.params
-        )
-        return abstract_train_state(trainable, self.optimizer, self.mesh)
+        """Returns shapes and shardings of `state`, for restoring a checkpoint."""
+        return abstract_like(self.state, self.optimizer, self.mesh)

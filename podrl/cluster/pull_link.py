@@ -1,30 +1,34 @@
-"""How RLCluster moves weights where trainers and rollouts are separate clusters: rollouts pull, trainers only offer."""
+"""The weight transfer of separate clusters, for RLCluster: trainers offer versions, rollouts receive them."""
 
+import itertools
 from typing import Any, Protocol
 
-from podrl.mesh.reshard.fetch import PullReceiver
-from podrl.mesh.reshard.peer import Peer
-from podrl.mesh.reshard.serve import PullPublisher, PullServer
+from podrl.runtime.channel import Channel
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod
+from podrl.transfer.pull.fetch import PullReceiver
+from podrl.transfer.pull.handshake import Reply, Words
+from podrl.transfer.pull.serve import PullServer, ServedTree
 from podrl.types import Policy, PyTree
+
+_LANES = 4
 
 
 class WeightPublisher(Protocol):
-    """One tree on its way from trainer to rollout, on either side."""
+    """Moves one tree from trainer to rollout, from either side; `Publisher` implements it."""
 
     def publish(self, params: Any, version: int, *, replacing: PyTree | None = None) -> Policy: ...
 
 
 class PullLink:
-    """This process's end of the weights' way between clusters.
+    """This process's end of the weight transfer between clusters.
 
     Attributes:
       trains: whether it offers (a trainer process) or pulls.
     """
 
     def __init__(self, pod: Pod, *, keep: int, deadline_s: float):
-        """Opens the data sockets on the interface of the channel.
+        """Opens an endpoint for weights alone, on the interface of the channel.
 
         Args:
           pod: the job's processes, all there.
@@ -35,35 +39,51 @@ class PullLink:
         self.trains = pod.seat.process in hosts.trainer
         self._pod, self._keep, self._deadline_s = pod, keep, deadline_s
         host = pod.channel.address.rpartition(":")[0]
-        self._server: PullServer | None = None
-        self._peer: Peer | None = None
-        if self.trains:
-            server = self._server = PullServer(host)
-            pod.channel.serve("pull", lambda message: Message(server.answer(message.value)))
-        else:
-            self._peer = Peer(host)
+        self._channel = Channel(f"{pod.name}, weights", secret=pod.seat.secret, host=host, threads=_LANES)
+        self._addresses: dict[int, str] = {}
+        self._requests = itertools.count()
+        self._server = PullServer() if self.trains else None
+        if self._server is not None:
+            self._channel.serve("pull", self._server.answer)
+            pod.channel.put("weights", Message(self._channel.address))
 
     def sender(self, name: str, source: PyTree, dtype: Any, *, lasting: bool = False) -> WeightPublisher:
-        """Offers a tree; `lasting` for one that never changes."""
+        """Returns a publisher that offers a tree; one that never changes (`lasting`) is served without a copy."""
         assert self._server is not None
-        publisher = self._server.publisher(name, source, target_dtype=dtype, keep=self._keep)
-        return _Lasting(publisher) if lasting else publisher
+        return _Sender(self._server.serve(name, source, target_dtype=dtype, keep=self._keep), lasting)
 
     def receiver(self, name: str, target: PyTree) -> WeightPublisher:
-        """Pulls a tree onto the shardings of `target`."""
-        assert self._peer is not None
-        return PullReceiver(name, target, self._peer, self._ask, timeout=self._deadline_s)  # pyright: ignore[reportReturnType]
+        """Returns a publisher that pulls a tree onto the shardings of `target`."""
+        assert not self.trains
+        return _Receiver(PullReceiver(name, target, self._ask, timeout=self._deadline_s))
 
-    def _ask(self, process: int, request: Any, *, timeout: float) -> Any:
-        return self._pod.call(self._pod.seat.hosts.trainer[process], "pull", Message(request), timeout).value
+    def _ask(self, process: int, request: Words) -> Reply:
+        if process not in self._addresses:
+            trainer = self._pod.seat.hosts.trainer[process]
+            self._addresses[process] = self._pod.get(trainer, "weights", self._deadline_s).value
+        # Each of several connections is encrypted and sent by a thread of its own.
+        lane = 1 + next(self._requests) % _LANES
+        return self._channel.request(self._addresses[process], "call", "pull", Message(request), lane=lane)
 
 
-class _Lasting:
-    """Offers arrays that stay as they are, without a copy."""
+class _Sender:
+    """The trainer's end of one tree; the policies it returns hold no weights."""
 
-    def __init__(self, publisher: PullPublisher):
-        self._publisher = publisher
+    def __init__(self, tree: ServedTree, lasting: bool):
+        self._tree, self._lasting = tree, lasting
 
     def publish(self, params: Any, version: int, *, replacing: PyTree | None = None) -> Policy:
-        assert replacing is None, "trainers hold no policy"
-        return self._publisher.publish(params, version, lasting=True)
+        assert replacing is None, "a trainer process holds no policy"
+        self._tree.offer(params, version, lasting=self._lasting)
+        return Policy(params={}, version=version)
+
+
+class _Receiver:
+    """The rollout's end of one tree."""
+
+    def __init__(self, receiver: PullReceiver):
+        self._receiver = receiver
+
+    def publish(self, params: Any, version: int, *, replacing: PyTree | None = None) -> Policy:
+        assert params is None, "a rollout process has nothing to send"
+        return self._receiver.receive(version, replacing=replacing)

@@ -1,6 +1,5 @@
-"""The reward model of a cluster: scores samples on the rollout side, on its own mesh."""
+"""The reward model: scores samples on the rollout side, on its own mesh."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from podrl.data.template import user_turn
-from podrl.data.tokenizer import Tokenizer
+from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.mesh import rules
 from podrl.models import decoder, scalar
 from podrl.models.pretrained import check_vocab
@@ -25,7 +24,7 @@ OWN_TOKENS = 2
 
 
 class RewardModel:
-    """A sequence classification model with one label; its score of a sample is that of the sample's last token.
+    """A sequence classification model with one label; a sample's score is that of its last token.
 
     A model with the policy's tokenizer, or with none in its directory, scores the very tokens that were sampled. One
     with another tokenizer is given the sample's text: as a conversation in its own chat template where it has one and
@@ -57,7 +56,7 @@ class RewardModel:
             self.own = found if found.encode(_PROBE) != tokenizer.encode(_PROBE) else None
         check_vocab(self.model, (self.own or tokenizer).vocab_size)
         self._longest = longest if self.own is None else OWN_TOKENS * longest
-        self._rows = _ROWS * math.prod(mesh.shape[axis] for axis in rules.DEFAULT_RULES["batch"])
+        self._rows = _ROWS * rules.batch_shards(mesh)
         self._placed = rules.sharding_for(("batch", "time"), (self._rows, self._longest), mesh)
 
         @jax.jit
@@ -73,7 +72,7 @@ class RewardModel:
         self._run = run
 
     def score_samples(self, rollouts: Rollouts, fields: Mapping[str, Sequence[Any]]) -> Float[np.ndarray, " B"]:
-        """The score of every sample.
+        """Scores every sample.
 
         Args:
           rollouts: the samples.
@@ -89,7 +88,7 @@ class RewardModel:
         return self.score(*self._encoded(texts))
 
     def _text(self, rollouts: Rollouts, fields: Mapping[str, Sequence[Any]], b: int) -> str:
-        """What the model reads of a sample, in another tokenizer than the policy's."""
+        """Formats a sample as text for the reward model, whose tokenizer is not the policy's."""
         assert self.own is not None
         if not self.own.has_chat_template or "question" not in fields:
             return self._policy.decode(rollouts.tokens_BT[b, : rollouts.length_B[b]])
@@ -101,18 +100,15 @@ class RewardModel:
         return self.own.apply_chat_template(turns, add_generation_prompt=False)
 
     def _encoded(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
-        """Right-padded own tokens of texts, each with one start token, cut off at the bound."""
+        """Encodes texts in the model's own tokens, right-padded, each with one start token, cut off at the bound."""
         assert self.own is not None
         start = self.own.bos_token
         rows = [self.own.encode(text, bos=not (start and text.startswith(start)))[: self._longest] for text in texts]
-        length_B = np.array([max(len(row), 1) for row in rows], np.int32)
-        tokens_BT = np.full((len(rows), int(length_B.max(initial=1))), self.own.pad_id, np.int32)
-        for b, row in enumerate(rows):
-            tokens_BT[b, : len(row)] = row
-        return tokens_BT, length_B
+        tokens_BT, length_B = right_padded(rows, self.own.pad_id)
+        return tokens_BT, np.maximum(length_B, 1)
 
     def score(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
-        """The score of every right-padded sequence of the model's own tokens.
+        """Scores every right-padded sequence of the model's own tokens.
 
         Raises:
           ValueError: a sequence longer than the model was set up for.

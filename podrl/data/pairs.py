@@ -1,14 +1,13 @@
-"""Pairs of answers to one prompt, one preferred to the other, as batches of tokens."""
+"""Streams of preference pairs: two answers to one prompt, one preferred, as batches of tokens."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from podrl.data import pipeline, sources, template
-from podrl.data.pipeline import PROBLEMS, DataConfig
-from podrl.data.sft import STYLES, Example, SFTBatch, encode, given_answers, plain_solution
+from podrl.data import pipeline, sources
+from podrl.data.generated import Draw
+from podrl.data.pipeline import EMBEDDED, DataConfig
+from podrl.data.sft import Example, SFTBatch, encode, forms, given_answers
 from podrl.data.stream import Batches, Limit, Stream, TooLong
+from podrl.data.template import Part, turn
 from podrl.data.tokenizer import Tokenizer
 
 
@@ -18,7 +17,7 @@ class _Pair(NamedTuple):
 
 
 class PairStream(Batches[_Pair]):
-    """An endless, exactly resumable stream of `SFTBatch`: rows 2p and 2p + 1 are the chosen and rejected of pair p.
+    """An endless, exactly resumable stream of `SFTBatch`: rows 2p and 2p + 1 are chosen and rejected of pair p.
 
     Attributes:
       steps_per_epoch: batches that use as many pairs as there are records.
@@ -41,7 +40,7 @@ class PairStream(Batches[_Pair]):
           ValueError: bad data.
         """
         limit = Limit(max_length, "dpo.max_length", data.long_prompts)
-        source = given_answers(data, _with_form)
+        source = given_answers(data, _check_form)
         writer = _Writer(data, tokenizer, limit)
         super().__init__(Stream(source, writer, data.seed if data.shuffle else None, limit))
         self.steps_per_epoch = max(1, len(source) // pairs)
@@ -56,42 +55,33 @@ class PairStream(Batches[_Pair]):
 
 
 class _Writer:
-    """Makes a pair of a record and its position in the stream."""
+    """Makes a pair from a record and its position in the stream."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._tokenizer, self._limit = data, tokenizer, limit
         self._render = pipeline.Renderer(data, tokenizer)
 
     def __call__(self, index: int, record: Any) -> _Pair | TooLong:
-        if self._data.path == PROBLEMS:
+        if self._data.path in EMBEDDED:
             prompt, fields = self._render(record)
-            parts = {"reasoning": plain_solution(fields["solution"]), "answer": fields["answer"]}
-            draw = np.random.PCG64(np.random.SeedSequence([self._data.seed, 3, index])).random_raw()
-            answers = [template.completion(**parts), STYLES[draw % len(STYLES)].format(**parts)]
+            answers = forms(record, fields, Draw(self._data.seed, 3, index))
         else:
             question = record.get(self._data.question_field, "").strip()
             prompt = record["prompt"] if "prompt" in record else self._render.prompt(question)
-            answers = [record["chosen"], record["rejected"]]
-        chosen, rejected = (encode([(prompt, False), (text, True)], self._tokenizer, self._limit) for text in answers)
+            answers = [turn(record["chosen"])], [turn(record["rejected"])]
+        chosen, rejected = (encode([Part(prompt), *answer], self._tokenizer, self._limit) for answer in answers)
         if isinstance(chosen, TooLong) or isinstance(rejected, TooLong):
             return TooLong()
         return _Pair(chosen, rejected)
 
 
-def _with_form(records: sources.Records, data: DataConfig) -> sources.Records:
-    """The records, once each is known to hold a pair.
-
-    Raises:
-      ValueError: a record that does not; names file and line.
-    """
-    for i in range(len(records)):
-        record: Mapping[str, Any] = records[i]
-        before = "prompt" if "prompt" in record else data.question_field
-        if not all(isinstance(record.get(name), str) for name in (before, "chosen", "rejected")):
-            raise ValueError(
-                f"{records.place(i)} has {', '.join(record) or 'no fields'}: a pair needs the texts 'chosen' and "
-                f"'rejected', and before them 'prompt' or {data.question_field!r}."
-            )
-        if record["chosen"] == record["rejected"]:
-            raise ValueError(f"{records.place(i)} prefers an answer to itself: 'chosen' and 'rejected' must differ.")
-    return records
+def _check_form(record: sources.Record, place: str, data: DataConfig) -> None:
+    """Refuses a record that holds no pair, with its file and line."""
+    before = "prompt" if "prompt" in record else data.question_field
+    if not all(isinstance(record.get(name), str) for name in (before, "chosen", "rejected")):
+        raise ValueError(
+            f"{place} has {', '.join(record) or 'no fields'}: a pair needs the texts 'chosen' and 'rejected', and "
+            f"before them 'prompt' or {data.question_field!r}."
+        )
+    if record["chosen"] == record["rejected"]:
+        raise ValueError(f"{place} prefers an answer to itself: 'chosen' and 'rejected' must differ.")

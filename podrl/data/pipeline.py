@@ -1,65 +1,68 @@
-"""From records to batches of prompts: order, length limit, resumable position, and which records are held out."""
+"""Turns records into batches of prompts: order, length limit, resumable position, held-out records."""
 
+import array
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
-from podrl.data import problems, sources, template
+from podrl.config import Count, Range, Seed, section
+from podrl.data import problems, sources, sums, template
+from podrl.data.generated import Generator, Problem
 from podrl.data.sources import Record
 from podrl.data.stream import Batches, Limit, Stream, TooLong
-from podrl.data.tokenizer import Tokenizer
+from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.types import Prompts
 
 PROBLEMS = "problems"
+# The tasks that come with podrl, by the names that data.path has for them.
+EMBEDDED: Mapping[str, Generator[Any]] = {PROBLEMS: problems.GENERATOR, "sums": sums.GENERATOR}
 AUTO = "auto"
 
 
+@section("data")
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where prompts come from.
+    """Settings of the source of prompts: file or generator, template, order.
 
     Attributes:
-      path: 'problems' for the embedded task, or a file (see podrl.data.sources.read).
+      path: an embedded task, 'problems' or 'sums', or a file (see podrl.data.sources.read).
       eval_path: a file of held-out records; '' holds out a part of `path`.
-      eval_fraction: share of the questions of `path` that is held out where `eval_path` is ''. The embedded task
+      eval_fraction: share of the questions of `path` that is held out where `eval_path` is ''. An embedded task
         always holds out its own tenth.
       question_field: the record's field with the question.
       answer_field: the record's field with the answer; of a GSM8K solution, what follows '####'.
-      system_prompt: instructions before the question; 'auto' is the reference text, and none for the embedded task.
+      system_prompt: instructions before the question; 'auto' is the reference text, and none for an embedded task.
       template: 'chat' for the model's own turns, 'plain' for a model without a chat template.
-      seed: of the shuffling, and of the embedded task's problems.
+      seed: of the shuffling, and of an embedded task's problems.
       shuffle: new order every epoch; False keeps the order of the file.
       long_prompts: what happens to a prompt longer than rollout.max_prompt_length: 'skip' (counted) or 'error'.
-      size: problems of the embedded task in an epoch.
+      size: problems of an embedded task in an epoch.
     """
 
     path: str = PROBLEMS
     eval_path: str = ""
-    eval_fraction: float = 0.05
+    eval_fraction: Annotated[float, Range("[0, 1)")] = 0.05
     question_field: str = "question"
     answer_field: str = "answer"
     system_prompt: str = AUTO
     template: Literal["chat", "plain"] = "chat"
-    seed: int = 42
+    seed: Seed = 42
     shuffle: bool = True
     long_prompts: Literal["skip", "error"] = "skip"
-    size: int = 1_000_000
+    size: Count = 1_000_000
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ValueError("data.path is '': name a file of records, or 'problems' for the embedded task.")
-        if not 0 <= self.eval_fraction < 1:
-            raise ValueError(f"data.eval_fraction={self.eval_fraction} must be at least 0 and below 1.")
-        if self.seed < 0 or self.size < 1:
-            raise ValueError(f"data.seed={self.seed} must be 0 or more and data.size={self.size} at least 1.")
+            raise ValueError(f"data.path is '': name a file of records, or an embedded task: {' or '.join(EMBEDDED)}.")
 
 
 class _Task(NamedTuple):
-    """A record made ready: the prompt as text and ids, and the fields its rewards see."""
+    """A record ready for use: the prompt as text and ids, and the fields for its rewards."""
 
     text: str
     tokens: Sequence[int]
@@ -131,7 +134,7 @@ class PromptStream(Batches[_Task]):
         shard_index: int = 0,
         shard_count: int = 1,
     ) -> "PromptStream":
-        """The training stream a configuration describes; see the constructor and `DataConfig`."""
+        """Builds the training stream of a configuration; see the constructor and `DataConfig`."""
         train, _ = split(config)
         return cls(
             train,
@@ -155,7 +158,7 @@ class PromptStream(Batches[_Task]):
         max_prompt_length: int,
         shuffle_seed: int | None = None,
     ) -> "PromptStream":
-        """A stream over prompts given as texts, used as they are, or as mappings with 'prompt' and further fields.
+        """Builds a stream over prompts given as texts, used as they are, or as mappings with 'prompt' and other fields.
 
         Raises:
           ValueError: a mapping without 'prompt', or an item that is neither; names its position.
@@ -175,7 +178,7 @@ class PromptStream(Batches[_Task]):
         return self
 
     def __next__(self) -> Prompts:
-        """The next batch (this shard's P / shard_count rows of it), every row `max_prompt_length` wide.
+        """Returns the next batch (this shard's P / shard_count rows of it), every row `max_prompt_length` wide.
 
         Raises:
           ValueError: a prompt is too long under 'error', or all of them are under 'skip'.
@@ -190,7 +193,7 @@ class PromptStream(Batches[_Task]):
 def held_out_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, count: int, max_prompt_length: int, batch_size: int | None = None
 ) -> list[Prompts]:
-    """The fixed evaluation set: no question of it is in the training stream of the same configuration.
+    """Makes the fixed evaluation set, whose questions the same configuration's training stream never has.
 
     Args:
       config: see `DataConfig`.
@@ -204,8 +207,8 @@ def held_out_prompts(
     """
     if not count:
         return []
-    if config.path == PROBLEMS and not config.eval_path:
-        records: Iterable[Any] = problems.distinct("held_out", count, config.seed)
+    if config.path in EMBEDDED and not config.eval_path:
+        records: Iterable[Any] = EMBEDDED[config.path].distinct("held_out", count, config.seed)
     else:
         held = split(config)[1]
         records = (held[i] for i in range(len(held)))
@@ -221,33 +224,33 @@ def held_out_prompts(
 
 
 def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192) -> int:
-    """Tokens of the longest of the first `look` training prompts, rounded up to a multiple of 64."""
+    """Length of the longest of the first `look` training prompts, in tokens, rounded up to a multiple of 64."""
     train, render = split(config)[0], Renderer(config, tokenizer)
     lengths = (len(tokenizer.encode(render(train[i])[0])) for i in range(min(look, len(train))))
     return -(-max(lengths, default=1) // 64) * 64
 
 
 class Renderer:
-    """Prompt text and reward fields of a record, by the configuration's template."""
+    """Renders a record's prompt text and reward fields by the configuration's template."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
-        reference = "" if config.path == PROBLEMS else template.SYSTEM_PROMPT
+        reference = "" if config.path in EMBEDDED else template.SYSTEM_PROMPT
         self._system = reference if config.system_prompt == AUTO else config.system_prompt
 
-    def __call__(self, record: Record | problems.Problem) -> tuple[str, Mapping[str, Any]]:
+    def __call__(self, record: Record | Problem) -> tuple[str, Mapping[str, Any]]:
         fields = task_fields(record, self._config)
         return self.prompt(fields["question"]), ({"system_prompt": self._system} if self._system else {}) | dict(fields)
 
     def prompt(self, question: str) -> str:
-        """Prompt text of a question."""
+        """Renders the prompt text of a question."""
         return template.wrap(self._tokenizer, question, system=self._system, form=self._config.template)
 
 
-def task_fields(record: Record | problems.Problem, config: DataConfig) -> dict[str, Any]:
+def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
     """question, answer and solution under these names, and every other field of the record under its own."""
-    if isinstance(record, problems.Problem):
-        return {"question": record.question, "answer": record.answer, "solution": record.reasoning}
+    if not isinstance(record, Mapping):
+        return dict(record.fields)
     question, answer = str(record[config.question_field]).strip(), str(record[config.answer_field]).strip()
     others = {k: v for k, v in record.items() if k not in (config.question_field, config.answer_field)}
     final = template.gsm8k_answer(answer) if "####" in answer else answer
@@ -255,39 +258,66 @@ def task_fields(record: Record | problems.Problem, config: DataConfig) -> dict[s
 
 
 def split(config: DataConfig) -> tuple[sources.Source, sources.Source]:
-    """(training records, held-out records)."""
+    """(training records, held-out records); files are read again only when they have changed."""
+    files = [config.eval_path, "" if config.path in EMBEDDED else config.path]
+    return _split(config, *map(sources.identity, files))
+
+
+@functools.lru_cache(maxsize=2)
+def _split(config: DataConfig, *identities: tuple[Any, ...]) -> tuple[sources.Source, sources.Source]:
+    del identities
     required = (config.question_field, config.answer_field)
     evaluation = sources.read(config.eval_path, required) if config.eval_path else None
-    if config.path == PROBLEMS:
-        train: Any = problems.Problems("train", config.size, config.seed)
-        return train, evaluation or problems.Problems("held_out", config.size, config.seed)  # pyright: ignore[reportReturnType]
-    records = sources.read(config.path, required)
-    return (records, evaluation) if evaluation is not None else by_question(records, config)
+    if config.path in EMBEDDED:
+        generator = EMBEDDED[config.path]
+        train: Any = generator.source("train", config.size, config.seed)
+        return train, evaluation or generator.source("held_out", config.size, config.seed)  # pyright: ignore[reportReturnType]
+    if evaluation is not None:
+        return sources.read(config.path, required), evaluation
+    held = HeldOut(config)
+    return held.divide(sources.read(config.path, required, held.check))
 
 
-def by_question(records: sources.Source, config: DataConfig) -> tuple[sources.Source, sources.Source]:
-    """(training records, held-out records) of one file; `config.eval_fraction` of its questions are held out."""
-    held = [_held_out(str(records[i][config.question_field]), config.eval_fraction) for i in range(len(records))]
-    return _Subset(records, [i for i, h in enumerate(held) if not h]), _Subset(records, np.flatnonzero(held).tolist())
+class HeldOut:
+    """Chooses a file's held-out records: `config.eval_fraction` of its questions."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self._field, self._fraction = config.question_field, config.eval_fraction
+        self._held = array.array("b")
+
+    def check(self, record: Record, place: str) -> None:
+        """Records whether the next record is for training or held out."""
+        del place
+        self._held.append(_held_out(str(record.get(self._field)), self._fraction))
+
+    def divide(self, records: sources.Source) -> tuple[sources.Source, sources.Source]:
+        """Divides the noted records into (training, held-out)."""
+        held = np.frombuffer(self._held, np.int8)
+        if len(held) and held.all():
+            raise ValueError(
+                f"data.eval_fraction={self._fraction} holds out all {len(held)} records of data.path, so that none is "
+                "left to train on: lower it, or give data.eval_path."
+            )
+        return _Subset(records, np.flatnonzero(held == 0)), _Subset(records, np.flatnonzero(held))
 
 
 def _held_out(question: str, fraction: float) -> bool:
-    """By the question's hash, so that a question asked twice is on one side only, whatever the order of the file."""
+    """Decides by the question's hash, so that a repeated question is on one side only, whatever the file's order."""
     digest = hashlib.sha256(question.strip().encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
 
 
 class _Subset(Sequence[Record]):
-    """Some records of a source, in its order."""
+    """A part of a source's records, in the source's order."""
 
-    def __init__(self, source: sources.Source, indices: Sequence[int]) -> None:
+    def __init__(self, source: sources.Source, indices: np.ndarray) -> None:
         self._source, self._indices = source, indices
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._source[self._indices[index]]
+        return self._source[int(self._indices[index])]
 
 
 def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
@@ -304,13 +334,11 @@ def _tokenise(text: str, fields: Mapping[str, Any], tokenizer: Tokenizer, limit:
 
 
 def _batch(tasks: Sequence[_Task], first_index: int, width: int, pad_id: int, state: bytes) -> Prompts:
-    tokens_PT = np.full((len(tasks), width), pad_id, np.int32)
-    for p, task in enumerate(tasks):
-        tokens_PT[p, : len(task.tokens)] = task.tokens
+    tokens_PT, length_P = right_padded([task.tokens for task in tasks], pad_id, width=width)
     names = dict.fromkeys(name for task in tasks for name in task.fields)
     return Prompts(
         tokens_PT=tokens_PT,
-        length_P=np.array([len(task.tokens) for task in tasks], np.int32),
+        length_P=length_P,
         index_P=np.arange(first_index, first_index + len(tasks), dtype=np.int64),
         text=[task.text for task in tasks],
         fields={name: [task.fields.get(name) for task in tasks] for name in names},

@@ -1,19 +1,23 @@
-"""Supervised examples: which text follows a prompt, and which of its tokens the model is to learn."""
+"""Streams of supervised examples: prompt and answer, with a mask over the tokens to learn."""
 
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from podrl.data import pipeline, problems, sources, template
-from podrl.data.pipeline import PROBLEMS, DataConfig
+from podrl.config import Count, Natural, Range, Share, section
+from podrl.data import pipeline, sources, template
+from podrl.data.generated import Draw
+from podrl.data.pipeline import EMBEDDED, DataConfig
 from podrl.data.stream import Batches, Limit, Stream, TooLong
-from podrl.data.tokenizer import Tokenizer
+from podrl.data.sums import Sum
+from podrl.data.template import Part, turn
+from podrl.data.tokenizer import Tokenizer, right_padded
 
-# What a base model writes instead of the reference form.
+# Styles in which a base model answers instead of the reference form.
 STYLES = (
     "{reasoning} The answer is {answer}.",
     "{reasoning}<answer>{answer}</answer>",
@@ -25,33 +29,23 @@ STYLES = (
 _CALCULATION = re.compile(r"<<.*?>>")
 
 
+@section("sft")
 @dataclasses.dataclass(frozen=True)
 class SFTConfig:
-    """What is learned from each example.
+    """Settings of supervised fine-tuning: the part of each example that is learned.
 
     Attributes:
       batch_size: examples per step.
       max_length: tokens of prompt and target; longer examples are left out, or an error, as data.long_prompts says.
-      tagged_share: of the targets written by podrl (the embedded task, and files of questions and answers), the share
-        that keeps the reference form; the others are written as a base model might.
+      tagged_share: of the targets written by podrl (the embedded tasks, and files of questions and answers), the share
+        that keeps the reference form, for sums a call of the calculator; the others are written as a base model might.
       full_steps: first steps in which every target keeps the form, whatever `tagged_share` says.
     """
 
-    batch_size: int = 64
-    max_length: int = 96
-    tagged_share: float = 1.0
-    full_steps: int = 0
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.max_length < 2:
-            raise ValueError(
-                f"sft.batch_size={self.batch_size} must be at least 1 and sft.max_length={self.max_length} at least 2."
-            )
-        if not 0 <= self.tagged_share <= 1 or self.full_steps < 0:
-            raise ValueError(
-                f"sft.tagged_share={self.tagged_share} must be between 0 and 1, sft.full_steps={self.full_steps} "
-                "0 or more."
-            )
+    batch_size: Count = 64
+    max_length: Annotated[int, Range("[2, 2147483647]")] = 96
+    tagged_share: Share = 1.0
+    full_steps: Natural = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,18 +68,16 @@ class SFTBatch:
 
     @staticmethod
     def of(examples: Sequence["Example"], max_length: int, pad_id: int, data_state: bytes) -> "SFTBatch":
-        """The batch of examples of at most `max_length` tokens."""
-        tokens_BT = np.full((len(examples), max_length), pad_id, np.int32)
+        """Makes the batch of examples of at most `max_length` tokens."""
+        tokens_BT, length_B = right_padded([example.tokens for example in examples], pad_id, width=max_length)
         mask_BT = np.zeros(tokens_BT.shape, np.float32)
         for b, example in enumerate(examples):
-            tokens_BT[b, : len(example.tokens)] = example.tokens
-            mask_BT[b, : len(example.tokens)] = example.learned
-        length_B = np.array([len(example.tokens) for example in examples], np.int32)
+            mask_BT[b, : length_B[b]] = example.learned
         return SFTBatch(tokens_BT, length_B, mask_BT, [example.text for example in examples], data_state)
 
 
 class Example(NamedTuple):
-    """A text, its tokens, and 1 for each of them that is learned."""
+    """A text, its tokens, and a mask with 1 on each token that is learned."""
 
     text: str
     tokens: Sequence[int]
@@ -111,7 +103,7 @@ class SFTStream(Batches[Example]):
         """Starts at the first example.
 
         Args:
-          data: where records come from. 'problems' is the embedded task. A file holds, in each record, 'messages' (a
+          data: where records come from: an embedded task, or a file that holds, in each record, 'messages' (a
             chat; every assistant turn is learned), or 'prompt' and 'completion' (used as they are), or the fields
             data.question_field and data.answer_field, written in the reference form; of such a file, the questions
             that an evaluation uses are left out.
@@ -130,7 +122,7 @@ class SFTStream(Batches[Example]):
             )
         assert 0 <= shard_index < shard_count, (shard_index, shard_count)
         limit = Limit(config.max_length, "sft.max_length", data.long_prompts)
-        source = given_answers(data, _with_form)
+        source = given_answers(data, _check_form)
         writer = _Writer(data, config, tokenizer, limit)
         super().__init__(Stream(source, writer, data.seed if data.shuffle else None, limit))
         self.steps_per_epoch = max(1, len(source) // config.batch_size)
@@ -147,7 +139,7 @@ class SFTStream(Batches[Example]):
 
 
 class _Writer:
-    """Makes an example of a record and its position in the stream."""
+    """Makes an example from a record and its position in the stream."""
 
     def __init__(self, data: DataConfig, config: SFTConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._config, self._tokenizer, self._limit = data, config, tokenizer, limit
@@ -157,84 +149,86 @@ class _Writer:
         if isinstance(record, Mapping) and "messages" in record:
             parts = _turns(record["messages"], self._tokenizer)
         elif isinstance(record, Mapping) and "completion" in record:
-            parts = [(record["prompt"], False), (record["completion"], True)]
+            parts = [Part(record["prompt"]), turn(record["completion"])]
         else:
             prompt, fields = self._render(record)
-            reasoning = plain_solution(fields["solution"])
-            parts = [(prompt, False), (self._style(index).format(reasoning=reasoning, answer=fields["answer"]), True)]
+            # Draws of the form are apart from those of the problem.
+            draw = Draw(self._data.seed, 2, index)
+            tagged = index < self._config.full_steps * self._config.batch_size
+            tagged = tagged or draw.share() < self._config.tagged_share
+            reference, plain = forms(record, fields, draw)
+            parts = [Part(prompt), *(reference if tagged else plain)]
         return encode(parts, self._tokenizer, self._limit)
 
-    def _style(self, index: int) -> str:
-        reference = template.completion("{reasoning}", "{answer}")
-        if index < self._config.full_steps * self._config.batch_size:
-            return reference
-        draw = np.random.PCG64(np.random.SeedSequence([self._data.seed, 2, index]))
-        if draw.random_raw() / 2.0**64 < self._config.tagged_share:
-            return reference
-        return STYLES[draw.random_raw() % len(STYLES)]
+
+def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part], list[Part]]:
+    """A record's answer in the reference form, and as a base model might write it."""
+    if isinstance(record, Sum):
+        return record.called(), record.guessed(draw)
+    words = {"reasoning": plain_solution(fields["solution"]), "answer": fields["answer"]}
+    return [turn(template.completion(**words))], [turn(draw.one(STYLES).format(**words))]
 
 
-def encode(parts: Sequence[tuple[str, bool]], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
-    """Parts of (text, whether it is learned) as one example; the end of a learned part is the model's end mark."""
+def encode(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
+    """Parts as one example; the end of the model's turn is its end mark."""
     tokens, learned = [], []
-    for i, (text, target) in enumerate(parts):
-        opens = not i and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-        ids = tokenizer.encode(text, bos=opens)
-        ids = [*ids, tokenizer.turn_end_id] if target else ids
+    for i, part in enumerate(parts):
+        opens = not i and not (tokenizer.bos_token and part.text.startswith(tokenizer.bos_token))
+        ids = tokenizer.encode(part.text, bos=opens)
+        ids = [*ids, tokenizer.turn_end_id] if part.ends else ids
         tokens += ids
-        learned += [int(target)] * len(ids)
-    text = "".join(text for text, _ in parts)
+        learned += [int(part.learned)] * len(ids)
+    text = "".join(part.text for part in parts)
     if len(tokens) > limit.tokens:
         return limit.exceeded(text, len(tokens))
     return Example(text, tokens, learned)
 
 
 def plain_solution(solution: str) -> str:
-    """The reasoning of a solution in GSM8K's form: without the answer's line and the calculator's marks."""
+    """Extracts the reasoning of a GSM8K solution, without the answer's line and the calculator's marks."""
     return _CALCULATION.sub("", solution.rpartition("\n####")[0] or solution)
 
 
-def _with_form(records: sources.Records, data: DataConfig) -> sources.Records:
-    """The records, once each is known to hold one of the three forms.
-
-    Raises:
-      ValueError: a record in none of them; names file and line.
-    """
-    for i in range(len(records)):
-        record = records[i]
-        chat = record.get("messages")
-        pair = all(isinstance(record.get(name), str) for name in ("prompt", "completion"))
-        if isinstance(chat, list) and any(_is_assistant(turn) for turn in chat) and all(map(_is_turn, chat)):
-            continue
-        if chat is not None or not (pair or _solved(record, data)):
-            raise ValueError(
-                f"{records.place(i)} has {', '.join(record) or 'no fields'}: an example needs 'messages' (a list of "
-                "{'role', 'content'} with an assistant's turn), or the texts 'prompt' and 'completion', or "
-                f"{data.question_field!r} and {data.answer_field!r}."
-            )
-    return records
+def _check_form(record: sources.Record, place: str, data: DataConfig) -> None:
+    """Refuses a record in none of the three forms, with its file and line."""
+    chat = record.get("messages")
+    pair = all(isinstance(record.get(name), str) for name in ("prompt", "completion"))
+    if isinstance(chat, list) and any(_is_assistant(turn) for turn in chat) and all(map(_is_turn, chat)):
+        return
+    if chat is not None or not (pair or _solved(record, data)):
+        raise ValueError(
+            f"{place} has {', '.join(record) or 'no fields'}: an example needs 'messages' (a list of "
+            "{'role', 'content'} with an assistant's turn), or the texts 'prompt' and 'completion', or "
+            f"{data.question_field!r} and {data.answer_field!r}."
+        )
 
 
-def given_answers(data: DataConfig, with_form: Callable[[sources.Records, DataConfig], sources.Records]) -> Any:
-    """The records to learn answers from: of a file, without the questions that an evaluation uses.
+def given_answers(data: DataConfig, check_form: Callable[[sources.Record, str, DataConfig], None]) -> Any:
+    """Reads a file's records for learning answers, without the questions that an evaluation uses.
 
     Args:
       data: where they come from.
-      with_form: gives a file's records back, once each is known to hold what is needed.
+      check_form: called with every record of a file and its place; raises where it does not hold what is needed.
 
     Raises:
       ValueError: bad data.
     """
-    if data.path == PROBLEMS:
-        return problems.Problems("train", data.size, data.seed)
-    records = with_form(sources.read(data.path), data)
-    if data.eval_path or not all(_solved(records[i], data) for i in range(len(records))):
-        return records
-    return pipeline.by_question(records, data)[0]
+    if data.path in EMBEDDED:
+        return EMBEDDED[data.path].source("train", data.size, data.seed)
+    held, solved = pipeline.HeldOut(data), True
+
+    def check(record: sources.Record, place: str) -> None:
+        nonlocal solved
+        check_form(record, place, data)
+        solved = solved and _solved(record, data)
+        held.check(record, place)
+
+    records = sources.read(data.path, check=check)
+    return records if data.eval_path or not solved else held.divide(records)[0]
 
 
 def _solved(record: sources.Record, data: DataConfig) -> bool:
-    """Whether a record holds a question and its answer."""
+    """True if a record holds a question and its answer."""
     return all(str(record.get(name) or "").strip() for name in (data.question_field, data.answer_field))
 
 
@@ -246,9 +240,9 @@ def _is_assistant(turn: Any) -> bool:
     return _is_turn(turn) and turn["role"] == "assistant"
 
 
-def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -> list[Part]:
     """A chat as parts: what stands between the assistant's turns, and the turns themselves without end mark."""
-    parts: list[tuple[str, bool]] = []
+    parts: list[Part] = []
     shown = ""
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -260,7 +254,7 @@ def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -> list[
                 "learned turn by turn; give 'prompt' and 'completion' instead."
             )
         target = message["content"].strip()
-        parts += [(before[len(shown) :], False), (target, True)]
+        parts += [Part(before[len(shown) :]), turn(target)]
         after = tokenizer.apply_chat_template(messages[: i + 1], add_generation_prompt=False)
         # The turn with its end mark, which `encode` writes; what follows the mark belongs to the next part.
         end = after.find(target, len(before)) + len(target)

@@ -1,8 +1,16 @@
-"""Records from files: which formats are read, and what is said when a file is not what it should be."""
+"""Reads records from files of several formats, and refuses malformed files with file and line.
 
+Records stay in their files. Every one is checked when its file is opened, and read again when it is asked for; what is
+held is where each begins, so a file of many gigabytes takes a few bytes per record.
+"""
+
+import array
+import bisect
 import csv
 import io
+import itertools
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,7 +19,9 @@ from etils import epath
 from podrl.runtime.storage import is_remote, locate
 
 Record = Mapping[str, Any]
+Check = Callable[[Record, str], None]  # of a record and its place; raises ValueError
 _ARRAY_RECORD = ".array_record"
+_MARK = b"\xef\xbb\xbf"  # some programs begin UTF-8 files with it
 
 
 class Source(Protocol):
@@ -23,11 +33,10 @@ class Source(Protocol):
 
 
 class Records(Sequence[Record]):
-    """Records held in memory, each with the place it came from."""
+    """Records held in memory."""
 
-    def __init__(self, name: str, records: Sequence[Record], places: Sequence[str] | None = None) -> None:
+    def __init__(self, name: str, records: Sequence[Record]) -> None:
         self.name, self._records = name, records
-        self._places = places
 
     def __len__(self) -> int:
         return len(self._records)
@@ -36,15 +45,15 @@ class Records(Sequence[Record]):
         return self._records[index]
 
     def place(self, index: int) -> str:
-        """File and line of a record, for messages."""
-        return self._places[index] if self._places else f"{self.name} record {index}"
+        """Returns file and line of a record, for messages."""
+        return f"{self.name} record {index}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {len(self)} records)"
 
 
 class ParsedOnAccess(Records):
-    """Records another reader holds on disk; each is parsed when it is asked for."""
+    """Records that another reader holds on disk; each is parsed on access."""
 
     def __init__(self, name: str, stored: Any, parse: Callable[[Any, str], Record]) -> None:
         super().__init__(name, stored)
@@ -54,36 +63,116 @@ class ParsedOnAccess(Records):
         return self._parse(self._records[index], self.place(index))
 
 
-def read(path: str, required: Sequence[str] = ()) -> Records:
+class _Lines(Records):
+    """Records that are lines of text in a file; held are each one's place and checksum."""
+
+    def __init__(self, file: epath.Path, parse: Callable[[str, str], Record]) -> None:
+        super().__init__(str(file), ())
+        self._file, self._parse = file, parse
+        # Of a bucket's file every read would be a request.
+        self._held = file.read_bytes() if is_remote(file) else None
+        self._starts, self._sizes = array.array("q"), array.array("q")
+        self._lines, self._sums = array.array("I"), array.array("I")
+
+    def open(self) -> io.BufferedIOBase:
+        """Opens the file's bytes at the beginning."""
+        return open(self._file, "rb") if self._held is None else io.BytesIO(self._held)
+
+    def add(self, start: int, raw: bytes, line: int) -> None:
+        """Appends the next record's place in the file, its line and its checksum."""
+        self._starts.append(start)
+        self._sizes.append(len(raw))
+        self._lines.append(line)
+        self._sums.append(zlib.crc32(raw))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
+        start, size = self._starts[index], self._sizes[index]
+        with self.open() as content:
+            content.seek(start)
+            raw = content.read(size)
+        if zlib.crc32(raw) != self._sums[index]:
+            raise ValueError(
+                f"{self.place(index)} is no longer what it was when the file was opened: a data file must stay as it "
+                "is while a run uses it. Give the changed file another name, and start with it in a new --workdir."
+            )
+        return self._parse(raw.decode(), self.place(index))
+
+    def place(self, index: int) -> str:
+        return f"{self._file} line {self._lines[index]}"
+
+
+class _Joined(Records):
+    """The records of several files, one after the other."""
+
+    def __init__(self, name: str, parts: Sequence[Records]) -> None:
+        super().__init__(name, ())
+        self._parts = parts
+        self._ends = list(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
+        part, inside = self._find(index)
+        return part[inside]
+
+    def place(self, index: int) -> str:
+        part, inside = self._find(index)
+        return part.place(inside)
+
+    def _find(self, index: int) -> tuple[Records, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        which = bisect.bisect_right(self._ends, index)
+        return self._parts[which], index - (self._ends[which - 1] if which else 0)
+
+
+def read(path: str, required: Sequence[str] = (), check: Check | None = None) -> Records:
     """Opens a file of records.
 
     Args:
       path: a .jsonl, .csv (with a header, as Kaggle's GSM8K), .parquet or .array_record file, or 'tfds:NAME/SPLIT';
         local or gs://; `*` in the last part stands for several files, read in the order of their names.
       required: fields every record must have, as text that is not empty or as numbers.
+      check: called with every record, in their order, and its place.
 
     Raises:
       FileNotFoundError: nothing matches the path.
       ValueError: an unknown format, an empty file, or a record that does not hold what it must; names file and line.
       ImportError: the library of the format, or of gs://, is not installed; names the extra.
     """
-    if path.startswith("tfds:"):
-        return _tfds(path, required)
-    suffix = _suffix(path)
-    if suffix == _ARRAY_RECORD:
-        return _array_record(path, _files(path), required)
+    suffix = "" if path.startswith("tfds:") else _suffix(path)
+    if path.startswith("tfds:") or suffix == _ARRAY_RECORD:
+        records = _tfds(path, required) if not suffix else _array_record(path, _files(path), required)
+        for i in range(len(records) if check is not None else 0):
+            check(records[i], records.place(i))  # pyright: ignore[reportOptionalCall]
+        return records
     if suffix not in _READERS:
         known = ", ".join((*_READERS, _ARRAY_RECORD))
         raise ValueError(f"{path} ends in {suffix!r}, which is no known format: use {known}, or tfds:NAME/SPLIT.")
-    files = _files(path)
-    found: list[tuple[Record, str]] = []
-    for file in files:
-        before = len(found)
-        for record, place in _READERS[suffix](file, required):
-            found.append((_checked(record, place, required), place))
-        if len(found) == before:
+
+    def accept(record: Record, place: str) -> None:
+        checked = _checked(record, place, required)
+        if check is not None:
+            check(checked, place)
+
+    parts = []
+    for file in _files(path):
+        parts.append(_READERS[suffix](file, required, accept))
+        if not len(parts[-1]):
             raise ValueError(f"{file} is empty: it must hold at least one record.")
-    return Records(path, [record for record, _ in found], [place for _, place in found])
+    return parts[0] if len(parts) == 1 else _Joined(path, parts)
+
+
+def identity(path: str) -> tuple[Any, ...]:
+    """Identifies the content of a path's files: changes when they do; errors as in `read`."""
+    if not path or path.startswith("tfds:"):
+        return ()
+    found = [(str(file), file.stat()) for file in _files(path)]
+    return tuple((name, stat.mtime, stat.length) for name, stat in found)
 
 
 def _suffix(path: str) -> str:
@@ -93,7 +182,7 @@ def _suffix(path: str) -> str:
 
 
 def _files(path: str) -> list[epath.Path]:
-    """The files a path or pattern stands for; the name the user gave is taken as it is where it exists."""
+    """Resolves a path or pattern to files; an existing name is taken as it is."""
     whole = epath.Path(locate(path))
     if whole.is_file():
         return [whole]
@@ -104,27 +193,40 @@ def _files(path: str) -> list[epath.Path]:
     return files
 
 
-def _text(file: epath.Path) -> str:
+def _decoded_line(raw: bytes, file: epath.Path, number: int) -> str:
     try:
-        return file.read_bytes().decode("utf-8-sig")
+        return raw.decode()
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{file} line {line} is not UTF-8 text: {error.reason}.") from error
+        raise ValueError(f"{file} line {number} is not UTF-8 text: {error.reason}.") from error
 
 
-def _jsonl(file: epath.Path, required: Sequence[str]) -> Iterator[tuple[Record, str]]:
+def _numbered(content: io.BufferedIOBase) -> Iterator[tuple[int, int, bytes]]:
+    """Yields (offset, number, bytes) of every line, without the byte-order mark; lines end at line feeds only."""
+    offset = 0
+    for number, raw in enumerate(content, start=1):
+        mark = len(_MARK) if not offset and raw.startswith(_MARK) else 0
+        yield offset + mark, number, raw[mark:]
+        offset += len(raw)
+
+
+def _jsonl(file: epath.Path, required: Sequence[str], accept: Check) -> Records:
     del required
-    for number, line in enumerate(_text(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{file} line {number}"
-        yield _object(line, place), place
+    records = _Lines(file, _object)
+    with records.open() as content:
+        for start, number, raw in _numbered(content):
+            text = _decoded_line(raw, file, number).rstrip("\n")
+            if not text.strip():
+                continue
+            place = f"{file} line {number}"
+            accept(_object(text, place), place)
+            records.add(start, raw, number)
+    return records
 
 
 def _object(text: str | bytes, place: str) -> Record:
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"{place} is not JSON ({reason}): {text[:80]!r}.") from error
     if not isinstance(record, dict):
@@ -132,23 +234,41 @@ def _object(text: str | bytes, place: str) -> Record:
     return record
 
 
-def _csv(file: epath.Path, required: Sequence[str]) -> Iterator[tuple[Record, str]]:
-    reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
+def _csv(file: epath.Path, required: Sequence[str], accept: Check) -> Records:
     header: list[str] = []
-    try:
-        for row in reader:
-            place = f"{file} line {reader.line_num}"
-            if not row:
-                continue
-            if not header:
-                header = [name.strip() for name in row]
-                _has_columns(header, required, place)
-            elif len(row) != len(header):
-                raise ValueError(f"{place} has {len(row)} values for the {len(header)} columns {', '.join(header)}.")
-            else:
-                yield dict(zip(header, row, strict=True)), place
-    except csv.Error as error:
-        raise ValueError(f"{file} line {reader.line_num} is not CSV: {error}.") from error
+    records = _Lines(file, lambda text, _: dict(zip(header, next(_csv_rows([text])), strict=True)))
+    taken: list[tuple[int, int, bytes]] = []  # the lines of the row that is being read
+
+    def lines(content: io.BufferedIOBase) -> Iterator[str]:
+        for start, number, raw in _numbered(content):
+            taken.append((start, number, raw))
+            yield _decoded_line(raw, file, number)
+
+    with records.open() as content:
+        try:
+            for row in _csv_rows(lines(content)):
+                (start, _, _), (_, last, _) = taken[0], taken[-1]
+                raw, place = b"".join(raw for _, _, raw in taken), f"{file} line {last}"
+                taken.clear()
+                if not row:
+                    continue
+                if not header:
+                    header += [name.strip() for name in row]
+                    _has_columns(header, required, place)
+                elif len(row) != len(header):
+                    raise ValueError(
+                        f"{place} has {len(row)} values for the {len(header)} columns {', '.join(header)}."
+                    )
+                else:
+                    accept(dict(zip(header, row, strict=True)), place)
+                    records.add(start, raw, last)
+        except csv.Error as error:
+            raise ValueError(f"{file} line {taken[-1][1] if taken else 1} is not CSV: {error}.") from error
+    return records
+
+
+def _csv_rows(lines: Iterator[str] | Sequence[str]) -> Iterator[list[str]]:
+    return csv.reader(lines, strict=True)
 
 
 def _has_columns(header: Sequence[str], required: Sequence[str], place: str) -> None:
@@ -159,7 +279,24 @@ def _has_columns(header: Sequence[str], required: Sequence[str], place: str) -> 
             )
 
 
-def _parquet(file: epath.Path, required: Sequence[str]) -> Iterator[tuple[Record, str]]:
+class _Table(Records):
+    """Rows of an Arrow table, which stores columns."""
+
+    def __init__(self, file: epath.Path, table: Any) -> None:
+        super().__init__(str(file), ())
+        self._table = table
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def place(self, index: int) -> str:
+        return f"{self.name} row {index}"
+
+
+def _parquet(file: epath.Path, required: Sequence[str], accept: Check) -> Records:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -170,11 +307,15 @@ def _parquet(file: epath.Path, required: Sequence[str]) -> Iterator[tuple[Record
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file} is not a Parquet file: {error}") from error
     _has_columns(table.column_names, required, str(file))
-    for number, record in enumerate(table.to_pylist()):
-        yield record, f"{file} row {number}"
+    records, row = _Table(file, table), 0
+    for batch in table.to_batches(max_chunksize=4096):
+        for record in batch.to_pylist():
+            accept(record, records.place(row))
+            row += 1
+    return records
 
 
-_READERS: dict[str, Callable[[epath.Path, Sequence[str]], Iterator[tuple[Record, str]]]] = {
+_READERS: dict[str, Callable[[epath.Path, Sequence[str], Check], Records]] = {
     ".jsonl": _jsonl,
     ".csv": _csv,
     ".parquet": _parquet,
@@ -182,7 +323,7 @@ _READERS: dict[str, Callable[[epath.Path, Sequence[str]], Iterator[tuple[Record,
 
 
 def _array_record(path: str, files: Sequence[epath.Path], required: Sequence[str]) -> Records:
-    """Array records whose every record is a JSON object."""
+    """Reads array records whose every record is a JSON object."""
     if is_remote(path):
         raise ValueError(f"{path}: ArrayRecord files are read from disks only: copy it, or use .parquet or .jsonl.")
     import grain
@@ -198,7 +339,7 @@ def _array_record(path: str, files: Sequence[epath.Path], required: Sequence[str
 
 
 def _tfds(path: str, required: Sequence[str]) -> Records:
-    """A data set of TensorFlow Datasets, read without TensorFlow from its ArrayRecord files."""
+    """Reads a data set of TensorFlow Datasets, without TensorFlow, from its ArrayRecord files."""
     name, _, split = path.removeprefix("tfds:").rpartition("/")
     if not name or not split:
         raise ValueError(f"{path!r} must name data set and split, as in tfds:gsm8k/train.")

@@ -1,4 +1,4 @@
-"""The order in which records are drawn, what is left out, and the position a run resumes from."""
+"""The base of batch streams: shuffled order, skipped records, and the position a run resumes from."""
 
 import dataclasses
 import json
@@ -17,19 +17,19 @@ _MOST_IN_A_ROW = 10_000
 
 
 class TooLong:
-    """Stands in for an item that is left out."""
+    """A placeholder for an item that is left out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """The most tokens an item may have, the key that sets it, and what happens to a longer one."""
+    """The length limit of an item in tokens, the key that sets it, and the policy for longer ones."""
 
     tokens: int
     key: str
     beyond: Literal["skip", "error"]
 
     def exceeded(self, text: str, tokens: int) -> TooLong:
-        """Stands in for an item of so many tokens.
+        """Refuses an item of too many tokens, or returns its placeholder.
 
         Raises:
           ValueError: longer items are errors.
@@ -43,7 +43,7 @@ class Limit:
 
 
 class Stream(Generic[Item]):
-    """An endless, exactly resumable walk through a source, reshuffled every time round.
+    """An endless, exactly resumable walk through a source, reshuffled in every epoch.
 
     Attributes:
       emitted: items given out so far.
@@ -81,7 +81,7 @@ class Stream(Generic[Item]):
         self._iterator = iter(dataset.to_iter_dataset(options))
 
     def take(self, count: int) -> list[Item]:
-        """The next `count` items.
+        """Returns the next `count` items.
 
         Raises:
           ValueError: every record is too long.
@@ -91,7 +91,7 @@ class Stream(Generic[Item]):
         return items
 
     def state(self) -> bytes:
-        """Where the stream stands, as JSON."""
+        """Returns the stream's position, as JSON."""
         state = {
             "iterator": self._iterator.get_state(),
             "emitted": self.emitted,
@@ -102,7 +102,7 @@ class Stream(Generic[Item]):
         return json.dumps(state).encode()
 
     def restore(self, state: bytes) -> None:
-        """Continues where `state` was taken.
+        """Continues at a position that `state` returned.
 
         Raises:
           ValueError: the state belongs to another number of records or another seed.
@@ -121,33 +121,41 @@ class Stream(Generic[Item]):
         # A record that fits may be the first of one epoch and the last of the next.
         tried = min(2 * self._records, _MOST_IN_A_ROW)
         for _ in range(tried):
-            item = next(self._iterator)
+            try:
+                item = next(self._iterator)
+            except ValueError as error:
+                vars(error).pop("__notes__", None)  # Grain's, about its own frames
+                raise
             if not isinstance(item, TooLong):
                 return item
             self.skipped += 1
             if str(self.skipped).rstrip("0") == "1":  # 1, 10, 100, ...
-                _log.warning("%d skipped so far: longer than %d tokens.", self.skipped, self._limit.tokens)
+                _log.warning(
+                    "%d skipped so far: longer than %d tokens, which is %s.",
+                    *(self.skipped, self._limit.tokens, self._limit.key),
+                )
         which = f"All of {self._records} records" if tried == 2 * self._records else f"{tried} records in a row"
-        raise ValueError(f"{which} are longer than {self._limit.tokens} tokens: raise {self._limit.key}.")
+        most = self._limit.tokens
+        raise ValueError(f"{which} are longer than {most} tokens: raise {self._limit.key}={most}.")
 
 
 class Batches(Generic[Item]):
-    """What every stream of batches has: a walk that it draws from, and the walk's position."""
+    """Base of all batch streams: draws records from a Stream and reports its position."""
 
     def __init__(self, stream: Stream[Item]) -> None:
         self._stream = stream
 
     @property
     def skipped(self) -> int:
-        """Items left out so far because they were too long."""
+        """Number of items left out so far because they were too long."""
         return self._stream.skipped
 
     def state(self) -> bytes:
-        """Where the stream stands, as JSON; the same on every shard."""
+        """Returns the stream's position, as JSON; the same on every shard."""
         return self._stream.state()
 
     def restore(self, state: bytes) -> None:
-        """Continues after the batch whose `data_state` this is.
+        """Continues after the batch with this `data_state`.
 
         Raises:
           ValueError: the state belongs to another number of records or another seed.

@@ -1,11 +1,14 @@
-"""The reference prompt: which words and tags surround a question, and where a GSM8K solution keeps its answer."""
+"""The reference prompt: words and tags around a question; and the answer in a GSM8K solution."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from podrl.data.tokenizer import Tokenizer
 
 REASONING_START, REASONING_END = "<reasoning>", "</reasoning>"
 ANSWER_START, ANSWER_END = "<answer>", "</answer>"
+# A call of the calculator and its output, as a model and its environment write them (podrl/environments).
+CALL_START, CALL_END = '<call_tool name="calculator">', "</call_tool>"
+OUTPUT_START, OUTPUT_END = "<tool_output>", "</tool_output>"
 
 SYSTEM_PROMPT = (
     "You are given a problem. Think it through step by step and write your reasoning between "
@@ -16,8 +19,32 @@ SYSTEM_PROMPT = (
 Form = Literal["chat", "plain"]
 
 
+class Part(NamedTuple):
+    """A stretch of an example that is learned from.
+
+    Attributes:
+      text: as the model reads or writes it.
+      learned: the model is to write it; else it is given.
+      ends: the model is to end its turn behind it.
+    """
+
+    text: str
+    learned: bool = False
+    ends: bool = False
+
+
+def turn(text: str) -> Part:
+    """A whole turn of the model, or the end of one, to be learned."""
+    return Part(text, learned=True, ends=True)
+
+
+def answered(answer: str) -> Part:
+    """The answer alone between its tags, which ends the turn."""
+    return turn(f"{ANSWER_START}{answer}{ANSWER_END}")
+
+
 def wrap(tokenizer: Tokenizer, question: str, *, system: str = "", form: Form = "chat") -> str:
-    """The text of a prompt, start token included where the model has one.
+    """Wraps a turn into the text of a prompt, start token included where the model has one.
 
     Args:
       tokenizer: its chat template forms the turns.
@@ -32,17 +59,17 @@ def wrap(tokenizer: Tokenizer, question: str, *, system: str = "", form: Form = 
 
 
 def user_turn(question: str, system: str = "") -> str:
-    """What the user says: the instructions, where there are any, and the question."""
+    """Builds the user's turn: the instructions, if any, and the question."""
     return f"{system}\n\n{question}" if system else question
 
 
 def completion(reasoning: str, answer: str) -> str:
-    """The completion that earns every reference reward."""
+    """Builds the completion that earns every reference reward."""
     return f"{REASONING_START}{reasoning}{REASONING_END}{ANSWER_START}{answer}{ANSWER_END}"
 
 
 def gsm8k_answer(solution: str) -> str:
-    """The number after `####` in a GSM8K solution, without thousands separators: '1,200' becomes '1200'.
+    """Extracts the number after `####` in a GSM8K solution, without thousands separators: '1,200' becomes '1200'.
 
     Raises:
       ValueError: the solution has no `####`.

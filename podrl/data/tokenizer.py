@@ -1,18 +1,20 @@
-"""Text to token ids and back, read from the tokenizer files of a Hugging Face directory."""
+"""Tokenizers: text to token ids and back, from the tokenizer files of a Hugging Face directory."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
+import numpy as np
 import sentencepiece
 import tokenizers
 from etils import epath
+from jaxtyping import Int
 
+from podrl.data.chat import ChatTemplate, Message
 from podrl.runtime.storage import locate
+from podrl.types import Prompts
 
 # Read where a file exists; a model's exporter copies those that do, to keep the directory loadable elsewhere.
 FILES = (
@@ -22,12 +24,11 @@ FILES = (
 # Tokens that end a turn in the chat forms of Gemma, Llama 3, Qwen and Gemma's successors.
 TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<turn|>")
 
-Message = Mapping[str, str]
-
 
 class _Backend(Protocol):
     size: int  # largest id plus one
     added: Mapping[int, str]  # special tokens put beside the vocabulary
+    special: Mapping[int, str]  # all special tokens
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -77,15 +78,16 @@ class Tokenizer:
         self.bos_id = self._one_id("bos", generation, model)
         pad = self._one_id("pad", generation, model)
         self.pad_id = self.eos_ids[0] if pad is None else pad
+        self._special, self._starts = self._find_special()
         self._template = self._read_template()
 
     @classmethod
     def load(cls, directory: str | epath.PathLike) -> "Tokenizer":
-        """Same as the constructor."""
+        """Loads a tokenizer, as the constructor does."""
         return cls(directory)
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
-        """Token ids of `text`; special tokens written in it become their ids, none is added unless `bos` is set.
+        """Encodes `text`; special tokens written in it become their ids, none is added unless `bos` is set.
 
         Raises:
           ValueError: the text holds a special token that the model beside the tokenizer has no embedding for.
@@ -99,16 +101,32 @@ class Tokenizer:
             )
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Encodes text of unknown origin, such as a tool's output: special tokens written in it stay text."""
+        if not self.holds_special(text):
+            return self._backend.encode(text)
+        # Cut behind the first character of every special token, so that none is whole.
+        cuts = [0, *(found.start() + 1 for found in self._starts.finditer(text)), len(text)]
+        ids = [i for start, end in itertools.pairwise(cuts) for i in self._backend.encode(text[start:end])]
+        if self._special.isdisjoint(ids):
+            return ids
+        # Found in the normalised text only, or of one character.
+        return [i for part in map(self._backend.encode, text) if self._special.isdisjoint(part) for i in part]
+
+    def holds_special(self, text: str) -> bool:
+        """True where special tokens are written in a text."""
+        return bool(self._starts.search(text)) or not self._special.isdisjoint(self._backend.encode(text))
+
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` without special tokens."""
+        """Decodes `ids` without special tokens."""
         return self._backend.decode([int(i) for i in ids])
 
     def token_id(self, token: str) -> int | None:
-        """The id of a piece, or None when the vocabulary lacks it."""
+        """Returns the id of a piece, or None when the vocabulary lacks it."""
         return self._backend.token_id(token)
 
     def token_text(self, token: int) -> str:
-        """The piece with this id, special or not."""
+        """Returns the piece with this id, special or not."""
         return self._backend.token_text(token)
 
     @property
@@ -118,7 +136,7 @@ class Tokenizer:
 
     @property
     def turn_end_id(self) -> int:
-        """What the model writes at the end of its turn: the chat form's mark, else the first end id."""
+        """The id that ends the model's turn: the chat template's end mark, else the first end id."""
         marks = (self._backend.token_id(token) for token in TURN_ENDS)
         return next((i for i in marks if i is not None), self.eos_ids[0])
 
@@ -127,7 +145,7 @@ class Tokenizer:
         return self._template is not None
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as the model's text, start token included; pass it to `encode` without `bos`.
+        """Formats a conversation as the model's text, start token included; pass it to `encode` without `bos`.
 
         Args:
           messages: mappings with 'role' (system, user or assistant) and 'content'.
@@ -140,16 +158,10 @@ class Tokenizer:
             raise ValueError(
                 f"{self.directory} has no chat template: add chat_template.jinja or set data.template=plain."
             )
-        try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, **self._tokens
-            )
-        except jinja2.TemplateError as error:
-            roles = [m.get("role") for m in messages]
-            raise ValueError(f"The chat template of {self.directory} refuses roles {roles}: {error}") from error
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, tokens=self._tokens)
 
     def _special_tokens_beyond(self, model: Mapping[str, Any]) -> dict[int, str]:
-        """Special tokens at the end of the ids that the model has no embedding for, as Gemma 3's for images."""
+        """Lists special tokens at the end of the ids without an embedding in the model, as Gemma 3's for images."""
         inner = model.get("text_config")
         rows = {**(inner if isinstance(inner, Mapping) else {}), **model}.get("vocab_size")
         if not isinstance(rows, int):
@@ -161,7 +173,7 @@ class Tokenizer:
         return found if last < rows else {}
 
     def _special_tokens(self) -> dict[str, str]:
-        """Names such as 'bos_token' to their text."""
+        """Maps names such as 'bos_token' to their text."""
         named = {**_read_json(self.directory / "special_tokens_map.json"), **self._config}
         found = {}
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -170,6 +182,14 @@ class Tokenizer:
             if isinstance(token, str):
                 found[name] = token
         return found
+
+    def _find_special(self) -> tuple[set[int], re.Pattern[str]]:
+        """Ids that no text of others may become, and a pattern that matches, empty, where one of them is written."""
+        named = {self._backend.token_id(text): text for text in (*self._tokens.values(), *TURN_ENDS)}
+        found = {i: text for i, text in {**named, **self._backend.special}.items() if i is not None and text}
+        starts = "|".join(map(re.escape, found.values())) or "(?!)"
+        # The unknown token is also what stands for characters that have no piece.
+        return set(found) - {self._backend.token_id(self._tokens.get("unk_token", ""))}, re.compile(f"(?={starts})")
 
     def _one_id(self, name: str, *configs: Mapping[str, Any]) -> int | None:
         token = self._tokens.get(f"{name}_token")
@@ -191,35 +211,28 @@ class Tokenizer:
             )
         return ends
 
-    def _read_template(self) -> jinja2.Template | None:
+    def _read_template(self) -> ChatTemplate | None:
         file = self.directory / "chat_template.jinja"
-        source = file.read_text() if file.exists() else self._config.get("chat_template")
+        source = _read_text(file) if file.exists() else self._config.get("chat_template")
         if isinstance(source, list):
             named = {entry["name"]: entry["template"] for entry in source}
             source = named.get("default")
-        if source is None:
-            return None
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        try:
-            return environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"The chat template of {self.directory} does not parse: {error}") from error
+        return None if source is None else ChatTemplate(source, str(self.directory))
 
 
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _read_text(path: epath.Path) -> str:
+    try:
+        return path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}.") from error
 
 
 def _read_json(path: epath.Path) -> dict[str, Any]:
-    """The object in a file, or {} when there is no such file."""
+    """Reads the object in a JSON file, {} when there is no such file."""
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} line {error.lineno} is not JSON: {error.msg}.") from error
     if not isinstance(content, dict):
@@ -237,17 +250,18 @@ def _open_backend(directory: epath.Path, config: Mapping[str, Any]) -> _Backend:
 
 
 class _Json:
-    """A tokenizer.json, run by the `tokenizers` library."""
+    """Runs a tokenizer.json by the `tokenizers` library."""
 
     def __init__(self, path: epath.Path) -> None:
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text())
+            self._tokenizer = tokenizers.Tokenizer.from_str(_read_text(path))
         except Exception as error:
             # The library raises plain Exception for any malformed file.
             raise ValueError(f"{path} is not a tokenizer file: {error}") from error
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         tokens = self._tokenizer.get_added_tokens_decoder()
         self.added: Mapping[int, str] = {i: token.content for i, token in tokens.items() if token.special}
+        self.special: Mapping[int, str] = self.added
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -263,7 +277,7 @@ class _Json:
 
 
 class _SentencePiece:
-    """A SentencePiece model; its control pieces are recognised in text, as `tokenizers` does."""
+    """Runs a SentencePiece model; recognises its control pieces in text, as `tokenizers` does."""
 
     def __init__(self, path: epath.Path, config: Mapping[str, Any]) -> None:
         try:
@@ -274,7 +288,8 @@ class _SentencePiece:
         self.added: Mapping[int, str] = {}
         self._controls = {self._model.id_to_piece(i): i for i in range(self.size) if self._model.is_control(i)}
         added = config.get("added_tokens_decoder", {})
-        self._skipped = set(self._controls.values()) | {int(i) for i, t in added.items() if t.get("special")}
+        skipped = {*self._controls.values(), *(int(i) for i, token in added.items() if token.get("special"))}
+        self.special: Mapping[int, str] = {i: self._model.id_to_piece(i) for i in skipped if i < self.size}
         self._pattern = re.compile("(" + "|".join(map(re.escape, self._controls)) + ")")
 
     def encode(self, text: str) -> list[int]:
@@ -283,7 +298,7 @@ class _SentencePiece:
         return [i for part in ids for i in part]
 
     def decode(self, ids: list[int]) -> str:
-        return self._model.decode([i for i in ids if i not in self._skipped])
+        return self._model.decode([i for i in ids if i not in self.special])
 
     def token_id(self, token: str) -> int | None:
         found = self._model.piece_to_id(token)
@@ -291,3 +306,36 @@ class _SentencePiece:
 
     def token_text(self, token: int) -> str:
         return self._model.id_to_piece(token)
+
+
+def right_padded(
+    rows: Sequence[Sequence[int]], pad_id: int, *, width: int | None = None
+) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
+    """Pads token sequences on the right: (token rows of one width, length of each).
+
+    Args:
+      rows: token ids of each sequence.
+      pad_id: stands beyond the end of a sequence.
+      width: T, at least the longest sequence; None is that length, at least 1.
+    """
+    length_B = np.array([len(row) for row in rows], np.int32)
+    tokens_BT = np.full((len(rows), max(int(length_B.max(initial=0)), 1) if width is None else width), pad_id, np.int32)
+    for b, row in enumerate(rows):
+        tokens_BT[b, : len(row)] = row
+    return tokens_BT, length_B
+
+
+def prompts_of(texts: Sequence[str], tokenizer: Tokenizer, *, max_length: int, chat: bool = False) -> Prompts:
+    """Makes prompts of plain texts, each as a user's turn of a conversation if `chat`.
+
+    Raises:
+      ValueError: a prompt of more than `max_length` tokens.
+    """
+    if chat:
+        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+    tokens_PT, length_P = right_padded([tokenizer.encode(text) for text in texts], tokenizer.pad_id)
+    if (longest := tokens_PT.shape[1]) > max_length:
+        raise ValueError(
+            f"A prompt has {longest} tokens: rollout.max_prompt_length={max_length} must be at least that."
+        )
+    return Prompts(tokens_PT, length_P, np.arange(len(texts)), list(texts), {}, b"")

@@ -1,7 +1,8 @@
-"""Makes the tokenizer of the embedded model: `python -m podrl.data.train_tokenizer --out=DIR`.
+"""Makes the tokenizers of the embedded models: `python -m podrl.data.train_tokenizer --out=DIR`, or with --calls.
 
 A unigram model over the embedded task's language: digits and punctuation alone, the words of the task whole, then
-words of everyday arithmetic as room allows; any other ASCII text is spelled by letters. The trainers of `tokenizers`
+words of everyday arithmetic as room allows; any other ASCII text is spelled by letters. With
+--calls, the tags of a tool's call and output are pieces too, behind all others. The trainers of `tokenizers`
 and SentencePiece are not used: the first visits words in the random order of a hash table, so two runs differ, and both
 break the few words of so small a language into fragments, which costs a third more tokens per prompt.
 """
@@ -25,6 +26,7 @@ SPACE = "▁"
 
 CONTROLS = ("<pad>", "<eos>", "<bos>", "<unk>")
 TAGS = (template.REASONING_START, template.REASONING_END, template.ANSWER_START, template.ANSWER_END)
+CALL_TAGS = (template.CALL_START, template.CALL_END, template.OUTPUT_START, template.OUTPUT_END)
 TURNS = ("<start_of_turn>", "<end_of_turn>")
 
 # Gemma's form: system text opens the first user turn, 'assistant' is called 'model'.
@@ -57,8 +59,8 @@ problem step final single between reasoning given through what who when where wh
 _UNSPACED = ("user", "model", "The", "In")
 
 
-def train() -> tokenizers.Tokenizer:
-    """The embedded tokenizer, the same bytes on every call and machine."""
+def train(*, calls: bool = False) -> tokenizers.Tokenizer:
+    """The embedded tokenizer, the same bytes on every call and machine; `calls` adds the tags of a call."""
     count, everyday = collections.Counter(_words(_corpus())), _EVERYDAY.split()
     for rank, word in enumerate(everyday):
         word = word if word in _UNSPACED else SPACE + word
@@ -78,15 +80,17 @@ def train() -> tokenizers.Tokenizer:
     tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="never")
     tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in CONTROLS + TURNS])
     tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in TAGS])
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE, tokenizer.get_vocab_size()
+    if calls:
+        tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in CALL_TAGS])
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE + calls * len(CALL_TAGS), tokenizer.get_vocab_size()
     return tokenizer
 
 
-def write(directory: str | epath.PathLike) -> None:
+def write(directory: str | epath.PathLike, *, calls: bool = False) -> None:
     """Writes tokenizer.json, tokenizer_config.json and generation_config.json, as `transformers` reads them."""
     path = epath.Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    tokenizer = train()
+    tokenizer = train(calls=calls)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
@@ -108,16 +112,16 @@ def write(directory: str | epath.PathLike) -> None:
 
 
 def _corpus() -> list[str]:
-    return [problems.problem("train", index, seed=0).question for index in range(CORPUS_PROBLEMS)]
+    return [problems.GENERATOR.problem("train", index).question for index in range(CORPUS_PROBLEMS)]
 
 
 def _words(texts: list[str]) -> list[str]:
-    """Words as the splitter cuts them, the space before a word written into it."""
+    """Lists the words as the splitter cuts them, with the space before a word as its first character."""
     return [word for text in texts for word in re.findall(rf"{SPACE}?[A-Za-z]+", text.replace(" ", SPACE))]
 
 
 def _fragments(words: list[str]) -> list[str]:
-    """Parts of two to four letters, those that save most letters over the list of words first."""
+    """Lists word parts of two to four letters, most letters saved first."""
     parts = collections.Counter(
         bare[i : i + size]
         for bare in sorted({word.lstrip(SPACE).lower() for word in words})
@@ -140,10 +144,11 @@ def _splitter() -> pre_tokenizers.PreTokenizer:
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"Unknown arguments {argv[1:]}: the only flag is --out=DIR.")
-    write(_OUT.value)
+        raise app.UsageError(f"Unknown arguments {argv[1:]}: the flags are --out=DIR and --calls.")
+    write(_OUT.value, calls=_CALLS.value)
 
 
 if __name__ == "__main__":
     _OUT = flags.DEFINE_string("out", None, "Directory to write the tokenizer files to.", required=True)
+    _CALLS = flags.DEFINE_bool("calls", False, "Adds the tags of a tool's call and output.")
     app.run(main)

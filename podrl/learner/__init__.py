@@ -1,1 +1,1 @@
-"""What is learned and how: the loop, its algorithms, evaluation, and the files a run leaves behind."""
+"""The learner: the training loop, the algorithms, and the sources of their batches."""

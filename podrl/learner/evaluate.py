@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from podrl.cluster.config import Mode
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.config import Count, Natural, section
 from podrl.rollout.config import Sampling
 from podrl.types import Policy, Prompts
 
@@ -14,9 +16,10 @@ from podrl.types import Policy, Prompts
 _EVAL_STEP = 1 << 30
 
 
+@section("eval")
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """What an evaluation does.
+    """Settings of an evaluation: number of prompts, of samples per prompt, of samples shown.
 
     Attributes:
       problems: held-out prompts used; 0 turns evaluation off.
@@ -24,16 +27,9 @@ class EvalConfig:
       show: samples printed to samples.jsonl per evaluation.
     """
 
-    problems: int = 256
-    samples: int = 4
-    show: int = 4
-
-    def __post_init__(self):
-        if self.problems < 0 or self.samples < 1 or self.show < 0:
-            raise ValueError(
-                f"eval.problems={self.problems} and eval.show={self.show} must be 0 or more, "
-                f"eval.samples={self.samples} at least 1."
-            )
+    problems: Natural = 256
+    samples: Count = 4
+    show: Natural = 4
 
 
 # (completion, reference answer) -> named 0/1 scores: answer, partial, format.
@@ -48,11 +44,11 @@ class AccuracyEvaluator:
 
     @property
     def problems(self) -> int:
-        """Prompts it scores."""
+        """Number of prompts that are scored."""
         return sum(len(prompts.length_P) for prompts in self._batches)
 
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """(eval/{greedy,sampled}_{answer,partial,format} and eval/sampled_pass, a few samples)."""
+        """Returns (eval/{greedy,sampled}_{answer,partial,format} and eval/sampled_pass of a policy, a few samples)."""
         limit = self._cluster.config.rollout().max_tokens_to_generate
         greedy, shown = self._score(policy, "greedy", Sampling(temperature=0.0, max_new=limit), 1)
         k = self._config.samples
@@ -69,8 +65,8 @@ class AccuracyEvaluator:
         scores: dict[str, list[float]] = {}
         shown: list[dict[str, Any]] = []
         for prompts in self._batches:
-            rollouts = self._cluster.rollout.generate(
-                policy, prompts, group_size=group_size, step=_EVAL_STEP, sampling=sampling
+            rollouts = self._cluster.generate(
+                prompts, policy, mode=Mode.EVAL, group_size=group_size, step=_EVAL_STEP, sampling=sampling
             )
             for b, completion in enumerate(rollouts.completions):
                 p = b // group_size
@@ -80,5 +76,6 @@ class AccuracyEvaluator:
                     scores.setdefault(key, []).append(value)
                 if len(shown) < self._config.show:
                     record = {"evaluation": name, "prompt": prompts.text[p], "completion": completion}
-                    shown.append({**record, "truth": answer, **values})
+                    turns = rollouts.episodes[b]["turns"]
+                    shown.append({**record, "truth": answer, **values, **({"turns": turns} if turns else {})})
         return {key: np.asarray(values).reshape(-1, group_size) for key, values in scores.items()}, shown

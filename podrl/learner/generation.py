@@ -1,32 +1,39 @@
-"""The rollout side of a step: generate a batch's samples, score them, and replace groups that teach nothing."""
+"""The rollout side of a step: samples a batch, scores it, and replaces groups whose rewards are all equal."""
 
+import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.learner.groups import join, select, take_prompts
+from podrl.learner.experience import join, select, take_prompts
 from podrl.learner.settings import AlgorithmConfig
 from podrl.rewards.compose import Rewards
 from podrl.rollout.config import Sampling
-from podrl.types import Experience, Policy, Prompts, Rollouts
+from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, Policy, Prompts, Rollouts
+
+_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # what a sample loses that leaves the loss
 
 
 class Generator:
     """Turns prompts into experience; runs wherever the rollout mesh is, on one thread, batch after batch."""
 
-    def __init__(self, cluster: RLCluster, rewards: Rewards, config: AlgorithmConfig):
+    def __init__(
+        self, cluster: RLCluster, rewards: Rewards, config: AlgorithmConfig, *, environment_weight: float = 1.0
+    ):
+        """Of the cluster's samples; what their environments give is multiplied by `environment_weight`."""
         settings: Any = config
         self._cluster, self._rewards, self._config = cluster, rewards, config
         self._group_size: int = settings.num_generations
         self._greedy = config.estimator().needs_greedy
+        self._environment_weight = environment_weight
         self._limit = cluster.config.rollout().max_tokens_to_generate
 
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
-        """Samples of every prompt with their rewards; with dynamic sampling, of the first whose groups differ.
+        """Samples and scores every prompt; with dynamic sampling, keeps the first groups whose rewards differ.
 
         Args:
           prompts: `config.prompt_batches` batches; what dynamic sampling does not need of them is passed over.
@@ -34,7 +41,7 @@ class Generator:
           step: part of every sample's random key.
 
         Raises:
-          RewardError: a reward function failed.
+          BatchError: a reward function failed, or too many samples did.
         """
         drawn = len(prompts.length_P)
         wanted = drawn // self._config.prompt_batches
@@ -49,21 +56,47 @@ class Generator:
         if self._greedy:
             greedy_B, more = self._greedy_rewards(rollouts.prompts, policy, step)
             seconds += more
+        reward_B = of_the_others(reward_B, rollouts, self._group_size)
+        turn_reward_BT = np.float32(self._environment_weight) * rollouts.turn_reward_BT
+        rollouts = dataclasses.replace(rollouts, turn_reward_BT=turn_reward_BT)
+        lost_B = self._lost(rollouts, reward_B, greedy_B)
+        if lost_B.any():
+            kept = {name: np.where(lost_B[:, None], np.float32(0), getattr(rollouts, name)) for name in _OF_TOKENS}
+            rollouts = dataclasses.replace(rollouts, **kept)
+            reward_B, greedy_B = (np.where(lost_B, 0.0, value_B) for value_B in (reward_B, greedy_B))
+            counts["rollout/failed"] = float((rollouts.stop_B == STOP_FAILED).sum())
+        if self._cluster.config.rollout().filtered:
+            counts["rollout/kept_tokens"] = float((rollouts.kept_BT * rollouts.mask_BT).sum())
         return Experience(rollouts, reward_FB, reward_B, greedy_B, seconds, counts)
+
+    def _lost(self, rollouts: Rollouts, reward_B: np.ndarray, greedy_B: np.ndarray) -> np.ndarray:
+        """Samples that leave the loss: those that failed, have no reward or no token, and all of their groups."""
+        failed_B = (rollouts.stop_B == STOP_FAILED) | np.isnan(reward_B) | np.isnan(greedy_B)
+        failed_B |= ~rollouts.mask_BT.any(axis=1)
+        return np.repeat(failed_B.reshape(-1, self._group_size).any(axis=1), self._group_size)
 
     def _scored(
         self, prompts: Prompts, policy: Policy, step: int, *, group_size: int = 0, sampling: Sampling | None = None
     ) -> tuple[Rollouts, np.ndarray, float]:
-        """(samples, reward of each function, seconds of scoring)."""
+        """Generates and scores: (samples, reward of each function, NaN for a failed sample, seconds of scoring)."""
         group_size = group_size or self._group_size
         rollouts = self._cluster.generate(prompts, policy, group_size=group_size, step=step, sampling=sampling)
         started = time.monotonic()
         texts, fields = repeated(prompts.text, prompts.fields, group_size)
-        reward_FB = self._rewards.score(texts, list(rollouts.completions), fields)
+        whole = np.flatnonzero(rollouts.stop_B != STOP_FAILED).tolist()
+        if self._cluster.partner is not None:
+            fields = fields | said(rollouts, self._cluster.tokenizer.decode)
+        chosen = {name: [values[b] for b in whole] for name, values in fields.items()}
+        score_FB = self._rewards.score([texts[b] for b in whole], [rollouts.completions[b] for b in whole], chosen)
         if self._cluster.reward_model is not None:
             score_B = self._cluster.reward_model.score_samples(rollouts, fields)
-            reward_FB = np.concatenate([reward_FB, score_B[None]])
-        return rollouts, reward_FB, time.monotonic() - started
+            score_FB = np.concatenate([score_FB, score_B[None, whole]])
+        if self._cluster.partner is not None:
+            given_B = rollouts.turn_reward_BT.sum(axis=1, dtype=np.float64)
+            score_FB = np.concatenate([score_FB, given_B[None, whole]])
+        reward_FB = np.full((len(score_FB), len(texts)), np.nan)
+        reward_FB[:, whole] = score_FB
+        return rollouts, of_the_others(reward_FB, rollouts, group_size), time.monotonic() - started
 
     def _refilled(
         self,
@@ -73,7 +106,7 @@ class Generator:
         wanted: int,
         first: tuple[Rollouts, np.ndarray, float],
     ) -> tuple[Rollouts, np.ndarray, float, dict[str, float]]:
-        """Samples more prompts until `wanted` groups have a signal or the prompts are used up (DAPO, eq. 11).
+        """Samples more prompts until `wanted` groups have differing rewards or no prompt is left (DAPO, eq. 11).
 
         As many prompts are asked at a time as the share of groups with a signal so far makes likely to be enough.
         Places that stay open go to the first groups without a signal, which the loss ignores.
@@ -101,11 +134,11 @@ class Generator:
         return select(rollouts, chosen, self._group_size), reward_FB[:, samples], seconds, counts
 
     def _signal(self, reward_FB: np.ndarray) -> np.ndarray:
-        """Which groups have rewards that differ."""
+        """Marks the groups whose rewards differ."""
         return np.ptp(self._rewards.combine(reward_FB).reshape(-1, self._group_size), axis=1) > 0
 
     def _greedy_rewards(self, prompts: Prompts, policy: Policy, step: int) -> tuple[np.ndarray, float]:
-        """Reward of the greedy completion, repeated for each sample of its prompt."""
+        """Samples each prompt greedily and repeats that completion's reward for every sample of the prompt."""
         sampling = Sampling(
             temperature=0.0, max_new=self._limit, stop_strings=self._cluster.config.rollout().stop_strings
         )
@@ -114,10 +147,33 @@ class Generator:
         return np.repeat(reward_P, self._group_size), seconds + rollouts.seconds
 
 
+def of_the_others(reward_XB: np.ndarray, rollouts: Rollouts, group_size: int) -> np.ndarray:
+    """Rewards of samples out of time replaced by the mean of their group's others, which keeps the group's baseline.
+
+    NaN where there are no others.
+    """
+    late_B = rollouts.stop_B == STOP_DEADLINE
+    if not late_B.any():
+        return reward_XB
+    late_PG = late_B.reshape(-1, group_size)
+    reward_XPG = reward_XB.reshape(*reward_XB.shape[:-1], *late_PG.shape)
+    count_P = (~late_PG).sum(axis=1)
+    total_XP = np.where(late_PG, 0.0, reward_XPG).sum(axis=-1)
+    mean_XP = np.where(count_P > 0, total_XP / np.maximum(count_P, 1), np.nan)
+    return np.where(late_PG, mean_XP[..., None], reward_XPG).reshape(reward_XB.shape)
+
+
+def said(rollouts: Rollouts, decode: Callable[[list[int]], str]) -> dict[str, list[Any]]:
+    """What reward functions may ask for of samples with environments: `turns`, and the model's own words alone."""
+    rows = zip(rollouts.tokens_BT, rollouts.mask_BT, strict=True)
+    own = [decode(tokens_T[mask_T > 0].tolist()) for tokens_T, mask_T in rows]
+    return {"turns": [list(episode["turns"]) for episode in rollouts.episodes], "model_text": own}
+
+
 def repeated(
     text: Sequence[str], fields: Mapping[str, Sequence[Any]], group_size: int
 ) -> tuple[list[str], dict[str, list[Any]]]:
-    """Prompts and their fields repeated for every sample, group-major."""
+    """Repeats prompts and their fields for every sample, group-major."""
 
     def repeat(values: Sequence[Any]) -> list[Any]:
         return [value for value in values for _ in range(group_size)]

@@ -1,87 +1,149 @@
-"""The training loop of every algorithm: read this first.
+"""The training loop of every algorithm in every process: read this first, then podrl/learner/grpo.py.
 
-Every process runs these lines unchanged. What a part does is decided by whoever built it: on one process it does the
-work, across processes it sends or receives.
+Three collaborators do the work. `rollouts` makes batches of experience from the newest weights: in this process, on
+other hosts, or as this host's share of a pod (podrl/learner/rollouts.py). `algorithm` turns a batch into optimizer
+updates: GRPO, PPO, SFT, DPO. `recorder` holds what outlives the process: metrics, checkpoints, evaluations, and the
+wish to stop (podrl/learner/recorder.py). Every process runs these lines unchanged.
 """
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from podrl.types import Experience, Policy
+from podrl.types import Policy
 
 
 class InFlight(Protocol):
-    """A batch of rollouts that is being generated and scored."""
+    """A batch that is being made."""
 
-    def result(self) -> Experience: ...
+    def result(self) -> Any:
+        """Waits for the batch, with the rows that this process trains on."""
+        ...
+
+    def complete(self) -> Any:
+        """Waits for the batch, with everything a checkpoint must hold."""
+        ...
 
 
-class Parts(Protocol):
-    """What the loop needs done."""
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The point at which a run begins or resumes.
 
-    def restore(self) -> tuple[int, list[InFlight]]:
-        """Puts weights, optimizer and data stream back; the step reached and the batches that were in flight."""
+    Attributes:
+      step: steps done.
+      data_state: position of the data stream after the last batch of `pending`, or of the last step; b'' at the start.
+      pending: batches that were made for the next steps.
+      evaluated: steps whose evaluation is in metrics.jsonl; grows with every evaluation of this process.
+    """
+
+    step: int
+    data_state: bytes
+    pending: Sequence[Any]
+    evaluated: set[int]
+
+
+class RolloutSource(Protocol):
+    """The source of training batches."""
+
+    def resume(self, start: Start) -> Sequence[InFlight]:
+        """Returns the batches that were in flight; called once, before anything else."""
         ...
 
     def publish(self, step: int) -> Policy:
-        """Moves the trainer's weights to the rollout mesh as version `step`, verified on arrival.
+        """Agrees with the job's other processes on continuing, and moves the trainer's weights as version `step`.
 
-        They take the memory of the policy before, which no batch in flight may need any more.
+        The weights are verified on arrival. They overwrite those published before: no batch in flight may still use
+        them.
         """
         ...
 
     def submit(self, policy: Policy, step: int) -> InFlight:
-        """Starts generating and scoring the batch that step `step` will train on."""
+        """Starts making the batch that step `step` trains on: prompts, samples, rewards."""
         ...
 
-    def update(self, step: int, experience: Experience) -> Mapping[str, Any]:
-        """Rewards -> advantages -> packed batches -> mu x mini-batch optimizer updates; metrics still on the device.
 
-        Those of several updates come as lists, of which the mean is meant.
-        """
+class Algorithm(Protocol):
+    """Turns a batch of experience into optimizer updates; the types passed between its methods are its own."""
+
+    def score(self, step: int, experience: Any) -> Any:
+        """Scores the batch under the weights before the step's first update: log-probabilities (and values)."""
         ...
 
-    def record(self, step: int, experience: Experience, metrics: Mapping[str, Any]) -> None:
-        """Takes note of a step; numbers are fetched and written one step late, so the device is never waited for."""
+    def rewards(self, experience: Any, scores: Any) -> tuple[Any, Mapping[str, Any]]:
+        """Computes token rewards, less the KL to the reference if it is in the reward; and metrics about them."""
         ...
 
-    def save(self, step: int, in_flight: list[InFlight]) -> None:
+    def advantages(self, experience: Any, scores: Any, rewards: Any) -> tuple[Any, Mapping[str, Any]]:
+        """Computes every token's advantage, and metrics about advantages."""
+        ...
+
+    def pack(self, step: int, experience: Any, scores: Any, advantages: Any) -> Sequence[Any]:
+        """Packs the batches of the step's updates into rows: passes over the samples x mini-batches."""
+        ...
+
+    def update(self, step: int, batches: Sequence[Any]) -> Mapping[str, Any]:
+        """Makes one optimizer update per batch; metrics stay on the device, as lists over the updates."""
+        ...
+
+
+class Recorder(Protocol):
+    """Keeps a run's files: metrics, checkpoints, evaluations."""
+
+    def restore(self) -> Start:
+        """Restores weights, optimizer and data stream from the newest checkpoint."""
+        ...
+
+    def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Names a stage for the watchdog, and times it as time/`name`."""
+        ...
+
+    def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
+        """Records a step; numbers are fetched and written one step late, so that nothing waits for the device."""
+        ...
+
+    def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
         """Checkpoints everything step `step` depends on, the batches in flight included."""
         ...
 
     def evaluate(self, policy: Policy, step: int) -> None:
-        """Scores the policy on held-out prompts, unless an earlier life of this run did it after this step."""
+        """Scores the policy on held-out prompts, unless an earlier start of this run did so after this step."""
         ...
 
     def stopping(self) -> bool:
-        """True once the run was asked to stop (SIGTERM, Ctrl-C)."""
+        """True once the run was asked to stop (SIGTERM, Ctrl-C), in all processes from the same step on."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When the loop does what, in steps.
+    """The steps at which the loop stops, saves and evaluates, and the staleness it allows.
 
     Attributes:
       max_steps: the last step.
       max_staleness: how many versions older than the trainer a batch's policy may be; 0 is strictly on-policy.
       save_every: 0 saves only at the end and on preemption.
       eval_every: 0 evaluates only before and after.
+      section: configuration section of the algorithm, for messages.
     """
 
     max_steps: int
     max_staleness: int = 0
     save_every: int = 0
     eval_every: int = 0
+    section: str = "grpo"
 
     def __post_init__(self):
-        if self.max_steps < 1 or self.max_staleness < 0 or self.save_every < 0 or self.eval_every < 0:
-            raise ValueError(
-                f"trainer.max_steps={self.max_steps} must be at least 1; grpo.max_staleness={self.max_staleness}, "
-                f"checkpoint.every={self.save_every} and trainer.eval_every_n_steps={self.eval_every} at least 0."
-            )
+        settings = {
+            "trainer.max_steps": (self.max_steps, 1),
+            f"{self.section}.max_staleness": (self.max_staleness, 0),
+            "checkpoint.every": (self.save_every, 0),
+            "trainer.eval_every_n_steps": (self.eval_every, 0),
+        }
+        for key, (value, least) in settings.items():
+            if value < least:
+                raise ValueError(f"{key}={value} must be at least {least}.")
 
     def saves(self, step: int) -> bool:
         return step == self.max_steps or (self.save_every > 0 and step % self.save_every == 0)
@@ -90,28 +152,38 @@ class Schedule:
         return step == self.max_steps or (self.eval_every > 0 and step % self.eval_every == 0)
 
 
-def train(parts: Parts, schedule: Schedule) -> int:
-    """Runs from wherever the run stands to its last step, or until it is asked to stop; returns the step reached."""
-    step, restored = parts.restore()
-    in_flight = collections.deque(restored)
-    submitted, saved = step + len(restored), step
-    policy = parts.publish(step)
+def train(rollouts: RolloutSource, algorithm: Algorithm, recorder: Recorder, schedule: Schedule) -> int:
+    """Trains from the restored step to the last one, or until asked to stop; returns the step reached."""
+    start = recorder.restore()
+    step, in_flight = start.step, collections.deque(rollouts.resume(start))
+    submitted, saved = step + len(in_flight), step
+    policy = rollouts.publish(step)
     if step == 0 or schedule.evaluates(step):  # a run killed between saving and evaluating still owes it
-        parts.evaluate(policy, step)
-    while step < schedule.max_steps and not parts.stopping():
+        recorder.evaluate(policy, step)
+    while step < schedule.max_steps and not recorder.stopping():
         while submitted < min(step + 1 + schedule.max_staleness, schedule.max_steps):
-            in_flight.append(parts.submit(policy, submitted))
+            in_flight.append(rollouts.submit(policy, submitted))
             submitted += 1
-        experience = in_flight.popleft().result()
-        metrics = parts.update(step, experience)
+        experience = in_flight.popleft().result()  # prompts, samples and their rewards
+        with recorder.stage("update"):
+            metrics = learn(algorithm, step, experience)
         step += 1
-        policy = parts.publish(step)
-        parts.record(step, experience, metrics)
+        policy = rollouts.publish(step)
+        recorder.record(step, experience, metrics)
         if schedule.saves(step):
-            parts.save(step, list(in_flight))
+            recorder.save(step, in_flight)
             saved = step
         if schedule.evaluates(step):
-            parts.evaluate(policy, step)
+            recorder.evaluate(policy, step)
     if saved != step:
-        parts.save(step, list(in_flight))
+        recorder.save(step, in_flight)
     return step
+
+
+def learn(algorithm: Algorithm, step: int, experience: Any) -> Mapping[str, Any]:
+    """Trains one step: rewards -> advantages -> packed batches -> updates; the updates' metrics stay on the device."""
+    scores = algorithm.score(step, experience)
+    rewards, of_rewards = algorithm.rewards(experience, scores)
+    advantages, of_advantages = algorithm.advantages(experience, scores, rewards)
+    batches = algorithm.pack(step, experience, scores, advantages)
+    return {**of_rewards, **of_advantages, **algorithm.update(step, batches)}

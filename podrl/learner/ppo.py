@@ -2,156 +2,154 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from podrl.algorithms.gae import gae, masked_whiten
-from podrl.algorithms.value_loss import value_loss
-from podrl.cluster.critic import Critic
+from podrl.algorithms.policy_loss import PolicyRows
+from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.learner.grpo import GRPOLearner, GRPOParts, MetricFn
-from podrl.learner.parts import gathered
-from podrl.learner.ppo_config import PPOConfig
+from podrl.learner.grpo import GRPO, gathered
 from podrl.learner.scoring import Scores, compared
-from podrl.learner.trainer_side import TrainerSide
-from podrl.rewards.compose import RewardConfig
-from podrl.runtime.pod import Pod
+from podrl.learner.settings import PPOConfig
 from podrl.trainer import packing
-from podrl.types import CriticBatch, Experience, TrainBatch
+from podrl.types import Batch, Experience
 
 
-class PPOParts(GRPOParts):
-    """The loop's parts for PPO in one process: GRPO's, but advantages come from a critic, which learns too."""
+@dataclasses.dataclass(frozen=True)
+class PPOScores:
+    """The policy's scores, and the critic's values in the sample layout: 0 beyond the sampled tokens."""
 
-    _config: PPOConfig
+    policy: Scores
+    value_BT: np.ndarray
 
-    def __init__(self, learner: GRPOLearner, *args: Any):
-        super().__init__(learner, *args)
-        critic = self.cluster.make_critic()
+
+@dataclasses.dataclass(frozen=True)
+class PPOBatches:
+    """The batches of a step: those for the critic, and those for the actor (trained on, or only compared)."""
+
+    critic: Sequence[Batch[CriticRows]]
+    actor: Sequence[Batch[PolicyRows]]
+
+
+class PPO:
+    """Implements podrl.learner.loop.Algorithm: GRPO's updates of the policy, on the advantages of a critic."""
+
+    def __init__(self, cluster: RLCluster, config: PPOConfig, *, samples: int, say: Callable[[str], None]):
+        """Makes the critic if the cluster has none; arguments as in GRPO."""
+        self._cluster, self._config = cluster, config
+        self._policy = GRPO(cluster, config, samples=samples, say=say)
+        critic = cluster.make_critic()
         assert critic is not None, "a trainer's process has devices of the critic's mesh"
-        self._critic: Critic = critic
-        loss = self._config.policy_loss(self.cluster.config.rollout().max_tokens_to_generate)
-        clip, scale = self._config.clip_range_value, loss.loss_agg_scale or 1.0
+        self._critic = critic
+        loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate).settings
+        clip, scale = config.clip_range_value, loss.loss_agg_scale or 1.0
         critic.prepare(functools.partial(value_loss, clip_range=clip, mode=loss.mode, scale=scale))
-        self._critic_shape = critic.pack_shape(
-            sequences=self._mini,
-            max_length=self.cluster.longest,
-            group_size=self._config.num_generations,
-            max_prompt_length=self.cluster.config.rollout().max_prompt_length,
-        )
+        self._critic_shape = self._policy.pack_shape(critic.mesh)
+        self._policy.layouts.append((self._critic_shape, critic.mesh))
+        self.needed = self._policy.needed
+        self.state, self.restore = self._policy.state, self._policy.restore
 
-    def _learn(self, step: int, experience: Experience, scores: Scores, reward_BT: np.ndarray) -> dict[str, Any]:
-        config, mask_BT = self._config, experience.rollouts.mask_BT
-        value_BT = self._values(step, experience)
-        token: Any = reward_BT.astype(np.float32)
+    # The loop's lines.
+
+    def score(self, step: int, experience: Experience) -> PPOScores:
+        """Scores log-probabilities as GRPO does, and the critic's value before every token."""
+        scores, rollouts = self._policy.score(step, experience), experience.rollouts
+        value_BT = np.zeros(rollouts.tokens_BT.shape, np.float32)
+        for chosen in self._policy.mini_batches(step, 0, len(rollouts.length_B)):
+            placement = packing.place_samples(rollouts, chosen, self._critic_shape)
+            batch = placement.batch(placement.layout(rollouts.tokens_BT[chosen]))
+            value_BT[chosen] = placement.unpack(self._critic.values(batch), len(value_BT[0]))
+        return PPOScores(scores, np.where(rollouts.mask_BT > 0, value_BT, 0.0).astype(np.float32))
+
+    def rewards(self, experience: Experience, scores: PPOScores) -> tuple[np.ndarray, Mapping[str, Any]]:
+        """Computes token rewards as GRPO does; the KL to the reference is always in the reward."""
+        return self._policy.rewards(experience, scores.policy)
+
+    def advantages(
+        self, experience: Experience, scores: PPOScores, rewards: np.ndarray
+    ) -> tuple[tuple[np.ndarray, np.ndarray], Mapping[str, Any]]:
+        """Computes (advantage, return) of every sampled token: generalised advantage estimation."""
+        config, mask_BT, value_BT = self._config, experience.rollouts.mask_BT, scores.value_BT
+        token: Any = rewards.astype(np.float32)
         mask: Any = mask_BT
         if config.whiten_rewards:
             token = masked_whiten(token, mask, shift_mean=False)
         found, wanted = gae(token, cast(Any, value_BT), mask, gamma=config.gamma, lam=config.gae_lambda)
         advantage_BT, return_BT = np.asarray(found), np.asarray(wanted)
-        said = _spread(value_BT, return_BT, advantage_BT, mask_BT)
+        measured = _spread(value_BT, return_BT, advantage_BT, mask_BT)
         if config.whiten_advantages:
             advantage_BT = np.asarray(masked_whiten(found, mask))
-        batches = [
+        return (advantage_BT, return_BT), measured
+
+    def pack(
+        self, step: int, experience: Experience, scores: PPOScores, advantages: tuple[np.ndarray, np.ndarray]
+    ) -> PPOBatches:
+        """Packs the critic's passes and the actor's; while only the critic learns, one pass of the actor to compare."""
+        advantage_BT, return_BT = advantages
+        critic = [
             batch
-            for i in range(config.num_iterations)
-            for batch in self._value_batches(step, i, experience, value_BT, return_BT)
+            for i in range(self._config.num_iterations)
+            for batch in self._value_batches(step, i, experience, scores.value_BT, return_BT)
         ]
-        said |= gathered([self.cluster.update_critic(batch) for batch in batches])
-        if step < config.critic_warmup:
-            return said | gathered(compared(self._trainers_batches(step, experience, scores)))
-        return said | self._update_actor(step, experience, scores, advantage_BT)
+        if step < self._config.critic_warmup:
+            return PPOBatches(critic, self._compared_batches(step, experience, scores.policy, advantage_BT))
+        return PPOBatches(critic, self._policy.pack(step, experience, scores.policy, advantage_BT))
 
-    def _values(self, step: int, experience: Experience) -> np.ndarray:
-        """The critic's value before every token, before the first update of the step; 0 beyond the sampled tokens."""
-        rollouts = experience.rollouts
-        blank_BT = np.zeros(rollouts.tokens_BT.shape, np.float32)
-        value_BT = blank_BT.copy()
-        for chosen in self._mini_batches(step, 0, len(rollouts.length_B)):
-            placement = packing.place_samples(rollouts, chosen, self._critic_shape)
-            batch = packing.pack_values(
-                placement,
-                tokens_BT=rollouts.tokens_BT[chosen],
-                mask_BT=rollouts.mask_BT[chosen],
-                value_BT=blank_BT[chosen],
-                return_BT=blank_BT[chosen],
-            )
-            value_BT[chosen] = packing.unpack(placement, self._critic.values(batch), len(value_BT[0]))
-        return np.where(rollouts.mask_BT > 0, value_BT, 0.0).astype(np.float32)
+    def update(self, step: int, batches: PPOBatches) -> Mapping[str, Any]:
+        """Updates the critic, then the actor."""
+        metrics: dict[str, Any] = gathered([self._cluster.update_critic(batch) for batch in batches.critic])
+        if step < self._config.critic_warmup:
+            metrics |= gathered(compared(batches.actor))
+            jax.block_until_ready(self._cluster.state.step)
+            return metrics
+        return metrics | {**self._policy.update(step, batches.actor)}
 
-    def _trainers_batches(self, step: int, experience: Experience, scores: Scores) -> list[TrainBatch]:
-        """The batches of a step's first pass, their old log-probabilities the trainer's; advantages are 0."""
-        batches = self._pass(step, 0, experience, scores, np.zeros(scores.old_logprob_BT.shape, np.float32))
-        if self._old == "trainer":
+    def watched(self) -> list[tuple[str, str]]:
+        """Lists (metric, label) pairs of the progress line."""
+        reward, kl, *others = self._policy.watched()
+        return [reward, kl, ("critic/explained_variance", "critic"), *others]
+
+    # Parts of the methods above.
+
+    def _compared_batches(
+        self, step: int, experience: Experience, scores: Scores, advantage_BT: np.ndarray
+    ) -> list[Batch[PolicyRows]]:
+        """Packs a step's first pass with the trainer's old log-probabilities."""
+        batches = self._policy.pack_pass(step, 0, experience, scores, advantage_BT)
+        if self._policy.old == "trainer":
             return batches
-        score = self.cluster.actor_logprobs
-        return [dataclasses.replace(batch, old_logprob_ABT=score(batch)) for batch in batches]
+        score = self._cluster.actor.logprobs
+        rows = (dataclasses.replace(batch.rows, old_logprob_BT=score(batch.layout())) for batch in batches)
+        return [Batch(new, batch.micro_batches) for new, batch in zip(rows, batches, strict=True)]
 
     def _value_batches(
         self, step: int, iteration: int, experience: Experience, value_BT: np.ndarray, return_BT: np.ndarray
-    ) -> list[CriticBatch]:
+    ) -> list[Batch[CriticRows]]:
         rollouts = experience.rollouts
-        mask_BT = self._config.loss_mask(rollouts)
-        return [
-            packing.pack_values(
-                packing.place_samples(rollouts, chosen, self._critic_shape),
-                tokens_BT=rollouts.tokens_BT[chosen],
-                mask_BT=mask_BT[chosen],
-                value_BT=value_BT[chosen],
-                return_BT=return_BT[chosen],
+        loss_mask_BT = self._config.loss_mask(rollouts)
+        batches = []
+        for chosen in self._policy.mini_batches(step, iteration, len(rollouts.length_B)):
+            placement = packing.place_samples(rollouts, chosen, self._critic_shape)
+            mask_BT, length_BT = placement.loss_tokens(loss_mask_BT[chosen])
+            rows = CriticRows(
+                layout=placement.layout(rollouts.tokens_BT[chosen]),
+                mask_BT=mask_BT,
+                length_BT=length_BT,
+                value_BT=placement.scatter(value_BT[chosen], where_BT=loss_mask_BT[chosen]),
+                return_BT=placement.scatter(return_BT[chosen], where_BT=loss_mask_BT[chosen]),
             )
-            for chosen in self._mini_batches(step, iteration, len(rollouts.length_B))
-        ]
-
-    def _layouts(self) -> list[tuple[packing.PackShape, Mesh]]:
-        return [*super()._layouts(), (self._critic_shape, self._critic.mesh)]
-
-    def watched(self) -> Sequence[tuple[str, str]]:
-        reward, kl, *others = super().watched()
-        return (reward, kl, ("critic/explained_variance", "critic"), *others)
-
-
-class PPOTrainerParts(TrainerSide, PPOParts):
-    """The loop's parts for PPO on a trainer host."""
-
-
-class PPOLearner(GRPOLearner):
-    """Trains an RLCluster's actor and critic with a PPOConfig and reward functions."""
-
-    parts_class = PPOParts
-    trainer_parts_class = PPOTrainerParts  # pyright: ignore[reportAssignmentType]
-
-    def __init__(
-        self,
-        rl_cluster: RLCluster,
-        ppo_config: PPOConfig,
-        reward_fns: Callable | str | Sequence[Callable | str] = (),
-        metric_fns: Sequence[MetricFn] | None = None,
-        data_shuffle_seed: int | None = None,
-        *,
-        reward_config: RewardConfig | None = None,
-        pod: Pod | None = None,
-    ):
-        """Makes the critic where the cluster has none; nothing runs yet. Arguments as in GRPOLearner."""
-        super().__init__(
-            rl_cluster,
-            ppo_config,
-            reward_fns,
-            metric_fns,
-            data_shuffle_seed,
-            reward_config=reward_config,
-            pod=pod,
-        )
-        rl_cluster.make_critic()
+            batches.append(placement.batch(rows))
+        return batches
 
 
 def _spread(
     value_BT: np.ndarray, return_BT: np.ndarray, advantage_BT: np.ndarray, mask_BT: np.ndarray
 ) -> dict[str, Any]:
-    """How well the values foretold the returns (1: exactly, 0: no better than a constant), and the advantages."""
+    """Measures explained variance of the values (1: exact, 0: no better than a constant), and spread of advantages."""
     keep_BT = mask_BT > 0
     left = float(np.var((return_BT - value_BT)[keep_BT]))
     spread = float(np.var(return_BT[keep_BT]))

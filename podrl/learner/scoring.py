@@ -1,4 +1,4 @@
-"""What the models say of a batch before its first update, brought to the host for advantages over whole sequences."""
+"""Scores a batch with the models before its first update, and brings the scores to the host for advantages."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,22 +9,28 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from podrl.algorithms.mismatch import mismatch
+from podrl.algorithms.policy_loss import PolicyRows
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.trainer import packing
 from podrl.trainer.state import fetch
-from podrl.types import Rollouts, TrainBatch
+from podrl.types import Batch, Rollouts
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Per-token numbers in the sample layout; index 0 and padding hold 0.
+    """Per-token scores in the sample layout; index 0 and padding hold 0.
 
     Attributes:
       old_logprob_BT: log-probabilities under the policy before the first update, nats.
-      ref_logprob_BT: under the reference policy; zeros where there is none.
     """
 
     old_logprob_BT: Float[np.ndarray, "B T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferencedScores(Scores):
+    """Scores with log-probabilities under the reference policy, for a KL in the reward."""
+
     ref_logprob_BT: Float[np.ndarray, "B T"]
 
 
@@ -35,8 +41,7 @@ def policy_scores(
     mini_batches: list[np.ndarray],
     *,
     old: str,
-    reference: bool,
-) -> Scores:
+) -> ReferencedScores:
     """Scores every sample with the actor and the reference.
 
     Args:
@@ -45,41 +50,30 @@ def policy_scores(
       shape: of one packed mini-batch.
       mini_batches: which samples go together, a partition of all.
       old: 'trainer' for a forward pass, 'sampler' for what the engine reported.
-      reference: whether the reference is asked.
     """
-    old_BT, ref_BT = (np.zeros(rollouts.tokens_BT.shape, np.float32) for _ in range(2))
+    old_BT = np.where(rollouts.mask_BT > 0, rollouts.logprob_BT, 0.0).astype(np.float32)
+    ref_BT = np.zeros_like(old_BT)
     for chosen in mini_batches:
         placement = packing.place_samples(rollouts, chosen, shape)
-        sampler_BT = rollouts.logprob_BT[chosen]
-        batch = cluster.put_batch(
-            packing.pack(
-                placement,
-                tokens_BT=rollouts.tokens_BT[chosen],
-                mask_BT=rollouts.mask_BT[chosen],
-                advantage_BT=np.zeros_like(sampler_BT),
-                old_logprob_BT=sampler_BT,
-                ref_logprob_BT=np.zeros_like(sampler_BT),
-                sampler_logprob_BT=sampler_BT,
-            )
-        )
+        batch = cluster.actor.put(placement.batch(placement.layout(rollouts.tokens_BT[chosen])))
 
         def read(values_ABT, placement=placement):
-            return packing.unpack(placement, fetch(values_ABT, cluster.actor_mesh), rollouts.tokens_BT.shape[1])
+            return placement.unpack(fetch(values_ABT, cluster.actor_mesh), rollouts.tokens_BT.shape[1])
 
-        old_BT[chosen] = read(cluster.actor_logprobs(batch) if old == "trainer" else batch.old_logprob_ABT)
-        if reference:
-            ref_BT[chosen] = read(cluster.reference_logprobs(batch))
-    return Scores(old_BT, ref_BT)
+        if old == "trainer":
+            old_BT[chosen] = read(cluster.actor.logprobs(batch))
+        ref_BT[chosen] = read(cluster.actor.reference_logprobs(batch))
+    return ReferencedScores(old_BT, ref_BT)
 
 
-def compared(batches: Sequence[TrainBatch]) -> list[dict[str, Any]]:
-    """The measures of `mismatch` for batches that no update is made on; their old log-probabilities are the trainer's.
+def compared(batches: Sequence[Batch[PolicyRows]]) -> list[dict[str, Any]]:
+    """Measures `mismatch` on batches without an update; their old log-probabilities are the trainer's.
 
     It waits for each, so that no more programs are under way than before.
     """
     return [
-        jax.device_get(_distances(batch.old_logprob_ABT, batch.sampler_logprob_ABT, batch.mask_ABT))
-        for batch in batches
+        jax.device_get(_distances(rows.old_logprob_BT, rows.sampler_logprob_BT, rows.mask_BT))
+        for rows in (batch.rows for batch in batches)
     ]
 
 

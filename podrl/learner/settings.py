@@ -1,34 +1,37 @@
-"""What the configurations of all algorithms share: sampling of groups, shaping of rewards, KL control, bounds."""
+"""Settings of the algorithms under Tunix's names: those GRPO and PPO share, and those of each."""
 
 import dataclasses
-import math
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
-from podrl.algorithms.aggregate import SCALED_MODES, canonical_mode
-from podrl.algorithms.estimator import AdvantageEstimator
-from podrl.algorithms.kl import AdaptiveKL
-from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms import kl
+from podrl.algorithms.aggregate import SCALED_MODES
+from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GAESettings, GroupSettings
+from podrl.algorithms.policy_loss import KLLossSettings, LossSettings, PolicyLoss
 from podrl.algorithms.shaping import overlong_penalty
-from podrl.types import STOP_LENGTH, Rollouts
+from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, section
+from podrl.types import STOP_DEADLINE, STOP_LENGTH, Rollouts
 
 
+@section("grpo")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-    """Fields that GRPOConfig and PPOConfig have in common, none of them Tunix's.
+class AlgorithmConfig(LossSettings, AdvantageSettings):
+    """Settings that GRPOConfig and PPOConfig share; those of the loss and the advantage are inherited.
 
     Attributes:
-      loss_agg_scale: length the scale modes divide by, tokens; None is rollout.max_tokens_to_generate.
-      sampler_correction, correction_low, correction_high: see podrl.algorithms.policy_loss.
+      reward_manager: 'sequence-level': one reward for a completion, on its last token.
+      num_generations: G, samples per prompt.
+      num_iterations: mu, passes over each batch of samples.
+
       old_logprob: where the ratio's denominator comes from. 'current': the policy itself, exact when a fresh batch
         makes one update. 'trainer': a forward pass before the first update. 'sampler': what the engine reported.
         'auto': 'sampler' for stale samples, 'trainer' for several updates or a KL in the reward, else 'current'.
       max_staleness: how many updates older than the trainer the sampling policy may be; 0 is strictly on-policy.
       dynamic_sampling: groups whose rewards are all equal are replaced by groups of further prompts (DAPO).
       dynamic_sampling_batches: batches of prompts a step sets aside with dynamic sampling, its own included. What is
-        not needed is passed over, so the data position never depends on results. At least 2.
+        not needed is skipped, so the data position never depends on results.
       overlong_shaping: completions lose reward over the last `overlong_buffer` tokens before the limit (DAPO).
       overlong_buffer: those tokens; None is a fifth of rollout.max_tokens_to_generate.
       overlong_penalty: reward lost at the limit.
@@ -41,65 +44,37 @@ class AlgorithmConfig:
       mismatch_patience: steps in a row above the bound after which the run stops; 0 only warns.
     """
 
-    section: ClassVar[str] = "grpo"
+    reward_manager: Literal["sequence-level"] = "sequence-level"
+    num_generations: Count = 2
+    num_iterations: Count = 1
 
-    loss_agg_scale: float | None = None
-    sampler_correction: str = "none"
-    correction_low: float | None = None
-    correction_high: float | None = None
     old_logprob: Literal["auto", "current", "trainer", "sampler"] = "auto"
-    max_staleness: int = 0
+    max_staleness: Natural = 0
     dynamic_sampling: bool = False
-    dynamic_sampling_batches: int = 3
+    dynamic_sampling_batches: Annotated[int, Range("[2, 2147483647]")] = 3
     overlong_shaping: bool = False
-    overlong_buffer: int | None = None
-    overlong_penalty: float = 1.0
+    overlong_buffer: Count | None = None
+    overlong_penalty: NonNegative = 1.0
     overlong_filter: bool = False
-    no_stop_reward: float | None = None
-    kl_target: float | None = None
-    kl_horizon: float = 10_000.0
-    mismatch_bound: float = 0.2
-    mismatch_patience: int = 5
+    no_stop_reward: Finite | None = None
+    kl_target: Positive | None = None
+    kl_horizon: Positive = 10_000.0
+    mismatch_bound: Positive = 0.2
+    mismatch_patience: Natural = 5
 
-    def check(self) -> None:
-        """Raises ValueError for settings of this class that do not fit together; subclasses call it."""
-        name = self.section
-        config: Any = self
-        if config.num_generations < 1 or config.num_iterations < 1 or self.max_staleness < 0:
+    def __post_init__(self):
+        self.check_loss()
+        self.check_advantage()
+        if self.dynamic_sampling and self.num_generations < 2:
             raise ValueError(
-                f"{name}.num_generations={config.num_generations} and {name}.num_iterations={config.num_iterations} "
-                f"must be at least 1, {name}.max_staleness={self.max_staleness} at least 0."
-            )
-        if self.dynamic_sampling and config.num_generations < 2:
-            raise ValueError(
-                f"{name}.dynamic_sampling=True needs {name}.num_generations of at least 2, not "
-                f"{config.num_generations}: a single sample never differs from its group."
-            )
-        if self.dynamic_sampling_batches < 2:
-            raise ValueError(
-                f"{name}.dynamic_sampling_batches={self.dynamic_sampling_batches} must be at least 2: the step's own "
-                "batch and what its groups are replaced from."
-            )
-        if not self.overlong_penalty >= 0 or (self.overlong_buffer is not None and self.overlong_buffer < 1):
-            raise ValueError(
-                f"{name}.overlong_penalty={self.overlong_penalty} must be 0 or more and {name}.overlong_buffer="
-                f"{self.overlong_buffer} at least 1 token, or None."
-            )
-        if self.no_stop_reward is not None and not math.isfinite(self.no_stop_reward):
-            raise ValueError(f"{name}.no_stop_reward={self.no_stop_reward} must be a finite number, or None.")
-        if not self.mismatch_bound > 0 or self.mismatch_patience < 0:
-            raise ValueError(
-                f"{name}.mismatch_bound={self.mismatch_bound} must be above 0 (inf never warns) and "
-                f"{name}.mismatch_patience={self.mismatch_patience} at least 0 (0 never stops)."
+                f"{self.section}.dynamic_sampling=True needs {self.section}.num_generations of at least 2, not "
+                f"{self.num_generations}: a single sample never differs from its group."
             )
         if self.kl_target is not None:
             self._check_steered(self.kl_target)
-            AdaptiveKL(self.kl_target, self.kl_horizon)
-        self.estimator()
-        self.policy_loss(max_tokens=1)  # refuses what the loss cannot do; the limit plays no part in that
 
     def _check_steered(self, target: float) -> None:
-        """Raises ValueError unless the KL is in exactly one place."""
+        """Refuses a `kl_target` unless the KL is in exactly one of loss and reward."""
         coefs = self.kl_coefs()
         used = [f"{self.section}.{field}={coef:g}" for field, coef in coefs.items() if coef > 0]
         if not used:
@@ -113,43 +88,39 @@ class AlgorithmConfig:
                 f"places: set {' or '.join(used)} to 0."
             )
 
-    # What the learner asks.
+    # Objects and numbers that the learner derives from the settings.
 
-    def reward_kl(self) -> tuple[float, str]:
-        """(coefficient, estimator) of the KL in the reward; 0 for none."""
+    @property
+    def reward_kl(self) -> kl.Penalty:
+        """The KL to the reference in the reward."""
         raise NotImplementedError
 
     def kl_coefs(self) -> dict[str, float]:
-        """Coefficients of the KL to the reference by the fields that set them, in the loss or in the reward."""
+        """Maps the fields that set a KL coefficient, in the loss or in the reward, to their values."""
         raise NotImplementedError
 
     def estimator(self) -> AdvantageEstimator:
-        """The advantage these settings describe."""
-        return AdvantageEstimator(**shared(self, AdvantageEstimator), section=self.section)
+        """Builds the configured advantage estimator."""
+        raise NotImplementedError
 
     def policy_loss(self, max_tokens: int) -> PolicyLoss:
-        """The loss these settings describe; `max_tokens` is rollout.max_tokens_to_generate."""
-        fields = self.loss_fields()
-        if canonical_mode(fields["loss_agg_mode"], key=f"{self.section}.loss_agg_mode") in SCALED_MODES:
-            fields["loss_agg_scale"] = self.loss_agg_scale or float(max_tokens)
-        return PolicyLoss(**fields, section=self.section)
-
-    def loss_fields(self) -> dict[str, Any]:
-        """Fields of PolicyLoss."""
-        return shared(self, PolicyLoss)
+        """Builds the configured policy loss; `max_tokens` is rollout.max_tokens_to_generate."""
+        if self.mode in SCALED_MODES and self.loss_agg_scale is None:
+            return PolicyLoss(dataclasses.replace(self, loss_agg_scale=float(max_tokens)))
+        return PolicyLoss(self)
 
     def old_source(self, updates_per_step: int) -> str:
-        """'current', 'trainer' or 'sampler', with 'auto' decided."""
+        """Decides the source of old log-probabilities: 'current', 'trainer' or 'sampler'."""
         if self.old_logprob != "auto":
             return self.old_logprob
         if self.max_staleness:
             return "sampler"
-        return "current" if updates_per_step == 1 and not self.reward_kl()[0] else "trainer"
+        return "current" if updates_per_step == 1 and not self.reward_kl.coef else "trainer"
 
     def warnings(self, updates_per_step: int) -> list[str]:
-        """Settings that are legal and probably not meant, the loss's included, one sentence each."""
+        """Lists settings that are legal but probably a mistake, the loss's included, one sentence each."""
         name, old = self.section, self.old_source(updates_per_step)
-        found = list(self.policy_loss(max_tokens=1).warnings())
+        found = list(self.policy_loss(max_tokens=1).warnings())  # the limit plays no part in them
         if old == "sampler" and self.sampler_correction != "none":
             source = f"{name}.old_logprob={self.old_logprob!r}, {name}.max_staleness={self.max_staleness}"
             found.append(
@@ -167,11 +138,11 @@ class AlgorithmConfig:
 
     @property
     def prompt_batches(self) -> int:
-        """Batches of prompts that a step takes from the data."""
+        """Number of prompt batches that a step takes from the data."""
         return self.dynamic_sampling_batches if self.dynamic_sampling else 1
 
     def shaped(self, reward_B: Float[np.ndarray, " B"], rollouts: Rollouts, limit: int) -> Float[np.ndarray, " B"]:
-        """Rewards after what the length of a completion does to them; `limit` is rollout.max_tokens_to_generate."""
+        """Applies penalties of completion length to rewards; `limit` is rollout.max_tokens_to_generate."""
         if self.no_stop_reward is not None:
             reward_B = np.where(rollouts.stop_B == STOP_LENGTH, self.no_stop_reward, reward_B)
         if self.overlong_shaping:
@@ -183,16 +154,15 @@ class AlgorithmConfig:
 
     def loss_mask(self, rollouts: Rollouts) -> Float[np.ndarray, "B T"]:
         """1 on the tokens that count in the loss."""
-        if not self.overlong_filter:
-            return rollouts.mask_BT
-        return np.where((rollouts.stop_B == STOP_LENGTH)[:, None], 0.0, rollouts.mask_BT).astype(np.float32)
+        left_out = (STOP_DEADLINE, STOP_LENGTH) if self.overlong_filter else (STOP_DEADLINE,)
+        out_B = np.isin(rollouts.stop_B, left_out)
+        return np.where(out_B[:, None], np.float32(0), rollouts.mask_BT) if out_B.any() else rollouts.mask_BT
 
     def describe(self, max_tokens: int) -> list[str]:
-        """What is done beside the loss, one plain line each, for the dry run."""
+        """Describes what happens beside the loss, one plain line each, for the dry run."""
         lines = []
-        coef, mode = self.reward_kl()
-        if coef:
-            lines.append(f"reward per token: - {coef:g} KL to the reference ({mode})")
+        if self.reward_kl.coef:
+            lines.append(f"reward per token: - {self.reward_kl.coef:g} KL to the reference ({self.reward_kl.mode})")
         if self.kl_target is not None:
             lines.append(
                 f"that coefficient of the KL is where it starts: it is steered to a KL of {self.kl_target:g} nats per "
@@ -216,7 +186,131 @@ class AlgorithmConfig:
         return lines
 
 
-def shared(config: Any, cls: type) -> dict[str, Any]:
-    """The values of the fields that a configuration has in common with `cls`."""
-    mine = {f.name for f in dataclasses.fields(config)}
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(cls) if f.name in mine}
+@section(
+    "grpo",
+    {
+        "data_shuffle_seed": "the order of prompts follows --config.data.seed.",
+        "use_rollout_logps": "say grpo.old_logprob='sampler'.",
+        "off_policy_steps": "say grpo.max_staleness=N: batches are then sampled by a policy at most N updates old.",
+    },
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
+    """Settings of the GRPO family: Tunix's names and defaults but for kl_loss_mode (docs/algorithms.md), then podrl's.
+
+    Attributes:
+      algo_variant: 'grpo'.
+      loss_algo: 'grpo', or 'gspo-token' for the sequence ratio of GSPO.
+      kl_in_reward: coefficient of the KL to the reference policy in the reward; 0 for none.
+      kl_reward_mode: its estimator; only its value counts, so k1 is the plain choice.
+      Others: see the classes inherited from.
+    """
+
+    algo_variant: Literal["grpo"] = "grpo"
+    policy_loss_fn: str = "grpo"
+    loss_algo: Literal["grpo", "gspo-token"] = "grpo"
+    kl_in_reward: NonNegative = 0.0
+    kl_reward_mode: str = "k1"
+
+    def __post_init__(self):
+        super().__post_init__()
+        kl.canonical_mode(self.kl_reward_mode, key="grpo.kl_reward_mode")
+        estimator = self.estimator()
+        if estimator.needs_critic:
+            raise ValueError(
+                f"grpo.advantage_estimator={self.advantage_estimator!r} needs a critic, which the GRPO learner "
+                "lacks: set algorithm=ppo (PPOConfig, PPOLearner), or use a group estimator (grpo, rloo, opo, ...)."
+            )
+        if self.num_generations == 1 and estimator.needs_group:
+            raw = "" if estimator.kind == "pass_at_k" else ", or grpo.singleton='raw' for the bare reward as advantage"
+            raise ValueError(
+                f"grpo.num_generations=1 with grpo.advantage_estimator={self.advantage_estimator!r} gives no sample an "
+                "advantage other than 0, because a group of one has nothing to be compared with: use at least 2"
+                f"{raw}."
+            )
+
+    @property
+    def kind(self) -> str:
+        """Canonical name of the surrogate."""
+        return "gspo_token" if self.loss_algo == "gspo-token" else super().kind
+
+    @property
+    def reward_kl(self) -> kl.Penalty:
+        return kl.Penalty(self.kl_in_reward, self.kl_reward_mode, self.kl_clamp_value)
+
+    def kl_coefs(self) -> dict[str, float]:
+        return {"beta": self.beta, "kl_in_reward": self.kl_in_reward}
+
+    def estimator(self) -> AdvantageEstimator:
+        return AdvantageEstimator(self)
+
+
+@section(
+    "ppo",
+    {
+        "data_shuffle_seed": "the order of prompts follows --config.data.seed.",
+        "mini_batch_size": "say trainer.mini_batch_size (RLTrainingConfig): sequences per update.",
+        "vf_coef": "the critic has an optimizer of its own: say trainer.critic_learning_rate.",
+    },
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOConfig(AlgorithmConfig, GAESettings):
+    """Settings of PPO with a critic: Tunix's names and defaults, and podrl's own in the second group.
+
+    Attributes:
+      algo_variant: 'ppo'.
+      value_loss_fn: 'ppo': squared error, clipped around the values before the update.
+      beta: coefficient of the KL to the reference policy in the reward; 0 for none (no reference is kept then).
+      clip_range_value: how far a value may move in one step, reward units; a large number clips nothing.
+      kl_method: estimator of the KL in the reward; see podrl.algorithms.kl.
+
+      critic_warmup: first steps of the run, in which only the critic learns.
+      whiten_advantages: advantages are scaled to mean 0 and variance 1 over the batch's tokens.
+      whiten_rewards: token rewards, KL included, are scaled to variance 1 over the batch's tokens before GAE.
+      Others: see the classes inherited from; `loss_agg_mode` is the critic's too.
+    """
+
+    algo_variant: Literal["ppo"] = "ppo"
+    advantage_estimator: str = "gae"
+    policy_loss_fn: str = "ppo"
+    value_loss_fn: Literal["ppo"] = "ppo"
+    beta: NonNegative = 0.04
+    entropy_coef: Finite | None = None
+    clip_range_value: Positive = 0.2
+    kl_method: str = "low_var_kl"
+
+    num_generations: Count = 1
+    loss_agg_mode: str = "token-mean"
+    critic_warmup: Natural = 0
+    whiten_advantages: bool = True
+    whiten_rewards: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.advantage_estimator != "gae":
+            raise ValueError(
+                f"ppo.advantage_estimator={self.advantage_estimator!r} must be 'gae': group estimators need no critic, "
+                "say algorithm=grpo."
+            )
+        kl.canonical_mode(self.kl_method, key="ppo.kl_method")
+
+    @property
+    def reward_kl(self) -> kl.Penalty:
+        return kl.Penalty(self.beta, self.kl_method, self.kl_clamp_value)
+
+    def kl_coefs(self) -> dict[str, float]:
+        return {"beta": self.beta}
+
+    def estimator(self) -> AdvantageEstimator:
+        return AdvantageEstimator(self)
+
+    def describe(self, max_tokens: int) -> list[str]:
+        lines = [
+            f"critic: max((v - R)^2, (clip(v, v_old -+ {self.clip_range_value:g}) - R)^2) / 2, {self.loss_agg_mode}",
+            f"advantages whitened over the batch's tokens: {'yes' if self.whiten_advantages else 'no'}",
+        ]
+        if self.whiten_rewards:
+            lines.append("token rewards scaled to variance 1 over the batch's tokens")
+        if self.critic_warmup:
+            lines.append(f"only the critic learns in the first {self.critic_warmup} steps")
+        return [*super().describe(max_tokens), *lines]

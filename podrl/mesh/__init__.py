@@ -1,1 +1,1 @@
-"""Meshes, the rules that place arrays on them, and the move of weights between them."""
+"""Device meshes and the rules that place arrays on them."""

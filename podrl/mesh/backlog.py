@@ -1,4 +1,4 @@
-"""A bound on the programs that have been started and have not ended."""
+"""A bound on the number of device programs in flight."""
 
 from collections import deque
 from typing import Any
@@ -9,7 +9,7 @@ UNDER_WAY = 4
 
 
 class Backlog:
-    """Lets at most `limit` programs be under way: a caller that is further ahead waits for the oldest.
+    """Lets at most `limit` programs run at a time: a caller that is further ahead waits for the oldest.
 
     A few keep an accelerator busy. On the CPU platform more can hang for good: all devices of a process share a pool
     with one thread each, and from the 33rd unfinished program of a device on, starting one holds a thread until an
@@ -21,7 +21,7 @@ class Backlog:
         self._results: deque[Any] = deque()
 
     def add(self, result: Any) -> None:
-        """Notes a program by a result of it that is not donated to another."""
+        """Registers a program by one of its results, which must not be donated to another."""
         self._results.append(result)
         if len(self._results) > self._limit:
             jax.block_until_ready(self._results.popleft())

@@ -1,9 +1,10 @@
-"""From a mesh string in the configuration to a mesh of devices, and the split of devices between roles."""
+"""Builds meshes from mesh strings of the configuration, and splits devices between roles."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -12,7 +13,7 @@ REST = -1
 
 
 def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> tuple[int, int, int]:
-    """Sizes of the axes ("data", "fsdp", "tensor") named by a mesh string.
+    """Parses a mesh string into the sizes of the axes ("data", "fsdp", "tensor").
 
     Args:
       spec: 'fsdp=4', 'data=2,tensor=2' or 'auto'; axes left out have size 1; -1 stands for all devices left over.
@@ -45,7 +46,7 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> tuple[
 
 
 def sort_devices(devices: Sequence[Any]) -> list[Any]:
-    """Devices in the one order every process agrees on: by slice, process and task, then by id (which has gaps on CPU).
+    """Sorts devices in the order all processes agree on: by slice, process, task, then id (which has gaps on CPU).
 
     Under Pathways one process has all devices; slices and tasks keep those together that share fast links.
     """
@@ -57,12 +58,12 @@ def sort_devices(devices: Sequence[Any]) -> list[Any]:
     return sorted(devices, key=place)
 
 
-def make_mesh(spec: str, devices: Sequence[Any], *, key: str = "mesh", auto: str = "fsdp=-1") -> Mesh:
-    """The mesh a string describes, over all of `devices`.
+def make_mesh(spec: str, devices: Sequence[Any] | None = None, *, key: str = "mesh", auto: str = "fsdp=-1") -> Mesh:
+    """Builds the mesh that a string describes, over all of `devices`.
 
     Args:
       spec: see `parse_mesh`.
-      devices: every device of the role, in any order.
+      devices: every device of the role, in any order; None for all devices of the job.
       key: the configuration key the string came from, for errors.
       auto: what 'auto' means for this role.
 
@@ -72,58 +73,33 @@ def make_mesh(spec: str, devices: Sequence[Any], *, key: str = "mesh", auto: str
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
     """
-    ordered = sort_devices(devices)
+    ordered = sort_devices(jax.devices() if devices is None else devices)
     sizes = _fill(spec, parse_mesh(spec, key=key, auto=auto), ordered, key)
     grid = np.empty(len(ordered), dtype=object)
     grid[:] = ordered
     return Mesh(grid.reshape(sizes), AXES)
 
 
-def split_devices(
-    devices: Sequence[Any],
-    trainer_spec: str,
-    rollout_spec: str,
-    *,
-    colocated: bool = False,
-    trainer_auto: str = "fsdp=-1",
-    rollout_auto: str = "data=-1",
-    prefix: str = "roles",
-) -> tuple[list[Any], list[Any]]:
-    """Which of one process's devices train and which generate.
+def split_devices(devices: Sequence[Any], trainer_spec: str, rollout_spec: str) -> tuple[list[Any], list[Any]]:
+    """Splits one process's devices into trainer and rollout devices, each sorted; a single device serves both.
 
-    Disjoint, trainer first, where both meshes fit next to each other; where both leave a size open each takes half.
-    With a single device, or when `colocated` is set, both roles get all devices.
-
-    Args:
-      devices: all devices of the process, in any order.
-      trainer_spec: mesh string of the trainer; see `parse_mesh`.
-      rollout_spec: mesh string of the rollout.
-      colocated: share the devices instead of splitting them.
-      trainer_auto: what 'auto' means for the trainer.
-      rollout_auto: what 'auto' means for the rollout.
-      prefix: where in the configuration the roles are, for errors.
-
-    Returns:
-      (trainer devices, rollout devices), each sorted.
+    Disjoint, the trainer's first; where both mesh strings (see `parse_mesh`) leave a size open, each gets half.
 
     Raises:
       ValueError: the two meshes need more or fewer devices than there are.
     """
     ordered = sort_devices(devices)
-    keys = (f"{prefix}.trainer.mesh", f"{prefix}.rollout.mesh")
-    trainer = parse_mesh(trainer_spec, key=keys[0], auto=trainer_auto)
-    rollout = parse_mesh(rollout_spec, key=keys[1], auto=rollout_auto)
-    if colocated or len(ordered) == 1:
-        _fill(trainer_spec, trainer, ordered, keys[0])
-        _fill(rollout_spec, rollout, ordered, keys[1])
+    trainer = parse_mesh(trainer_spec, key="roles.trainer.mesh", auto="fsdp=-1")
+    rollout = parse_mesh(rollout_spec, key="roles.rollout.mesh", auto="data=-1")
+    if len(ordered) == 1:
         return ordered, list(ordered)
     count = _split_point(trainer, rollout, len(ordered))
     first, second = ordered[:count], ordered[count:]
     if not first or not second or not (_fits(trainer, len(first)) and _fits(rollout, len(second))):
         raise ValueError(
-            f"{keys[0]}={trainer_spec!r} needs {_need(trainer)} devices and {keys[1]}={rollout_spec!r} needs "
-            f"{_need(rollout)}, {_hosts(ordered)} {len(ordered)}: the two must add up to all devices; change either "
-            f"mesh, write -1 for an open size, or set {prefix}.colocated=True to share the devices."
+            f"roles.trainer.mesh={trainer_spec!r} needs {_need(trainer)} devices and roles.rollout.mesh="
+            f"{rollout_spec!r} needs {_need(rollout)}, {_hosts(ordered)} {len(ordered)}: the two must add up to all "
+            "devices; change either mesh, write -1 for an open size, or set roles.colocated=True to share the devices."
         )
     return first, second
 
@@ -131,7 +107,7 @@ def split_devices(
 def set_aside(
     devices: Sequence[Any], spec: str, *, shared: str, key: str = "mesh", hosts: int = 0
 ) -> tuple[list[Any], list[Any]]:
-    """(the devices that are left, the last ones of every host for a mesh of their own), each sorted.
+    """Sets the last devices of every host aside for their own mesh: (devices left, devices set aside), sorted.
 
     Args:
       devices: of all hosts, or of the only one that is seen.
@@ -167,20 +143,19 @@ def set_aside(
     return left, taken
 
 
-def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "mesh", auto: str = "data=-1") -> Mesh:
-    """One host's part of a mesh over `hosts` hosts with equally many devices each, where only this host's are seen.
+def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "mesh") -> Mesh:
+    """Cuts one host's part of a mesh over `hosts` hosts of equally many devices, where only this host's are visible.
 
     Args:
-      spec: of the whole mesh; see `parse_mesh`.
+      spec: of the whole mesh; see `parse_mesh`. 'auto' is 'data=-1'.
       devices: of this host.
       hosts: hosts of the role.
       key: the configuration key the string came from, for errors.
-      auto: what 'auto' means for this role.
 
     Raises:
       ValueError: sizes that do not multiply to the devices, or one copy of the weights over several hosts.
     """
-    sizes, total = parse_mesh(spec, key=key, auto=auto), hosts * len(devices)
+    sizes, total = parse_mesh(spec, key=key, auto="data=-1"), hosts * len(devices)
     if not _fits(sizes, total):
         raise ValueError(f"{key} {spec} needs {_need(sizes)} devices, {hosts} hosts have {len(devices)} each.")
     fixed = math.prod(n for n in sizes if n != REST)
@@ -194,7 +169,7 @@ def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "
 
 
 def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
-    """The part of a mesh on one process's devices: whole rows of its "data" axis.
+    """Cuts the part of a mesh on one process's devices: whole rows of its "data" axis.
 
     Args:
       mesh: axes ("data", "fsdp", "tensor").
@@ -217,12 +192,12 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """'fsdp=2,tensor=2': the axes larger than 1, or 'one device'."""
+    """Describes the axes larger than 1: 'fsdp=2,tensor=2', or 'one device'."""
     return ",".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "one device"
 
 
 def _split_point(trainer: tuple[int, ...], rollout: tuple[int, ...], total: int) -> int:
-    """How many devices the trainer takes; may leave a remainder that does not fit, which the caller refuses."""
+    """Computes the number of the trainer's devices; the caller refuses a remainder that does not fit."""
     fixed_trainer, fixed_rollout = (math.prod(n for n in s if n != REST) for s in (trainer, rollout))
     if REST not in trainer:
         return fixed_trainer
@@ -245,7 +220,7 @@ def _need(sizes: tuple[int, ...]) -> str:
 
 
 def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[Any], key: str) -> tuple[int, ...]:
-    """Sizes with -1 replaced by what is left."""
+    """Replaces -1 by the size that is left."""
     if not devices or not _fits(sizes, len(devices)):
         raise ValueError(
             f"{key} {spec} needs {_need(sizes)} devices, {_hosts(devices)} {len(devices)}: "
@@ -256,7 +231,7 @@ def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[Any], key: str) -
 
 
 def _hosts(devices: Sequence[Any]) -> str:
-    """'host 0 has' or 'hosts 2-3 have', for errors."""
+    """Names hosts in errors: 'host 0 has' or 'hosts 2-3 have'."""
     hosts = sorted({d.process_index for d in devices})
     if not hosts:
         return "no host is given, which makes"

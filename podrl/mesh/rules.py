@@ -1,5 +1,6 @@
-"""The one place where logical axes of models and batches meet mesh axes."""
+"""Maps logical axes of models and batches to mesh axes: the only place that does."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,9 +31,14 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
 }
 
 
+def batch_shards(mesh: Mesh) -> int:
+    """Number of parts that the rows of a batch are split into."""
+    return math.prod(mesh.shape[axis] for axis in DEFAULT_RULES["batch"])
+
+
 @runtime_checkable
 class Declared(Protocol):
-    """Anything that declares a shape and one logical axis per dimension."""
+    """An object that declares a shape and one logical axis per dimension."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -47,7 +53,7 @@ def spec_for(
     mesh: Mesh | AbstractMesh,
     rules: Mapping[str, MeshAxes] = DEFAULT_RULES,
 ) -> Spec:
-    """Where each dimension of an array goes on a mesh.
+    """Returns the PartitionSpec of an array: each logical axis becomes mesh axes.
 
     A dimension whose size does not divide by its mesh axes, or whose mesh axis an earlier dimension took, stays whole.
     Mesh axes of size 1 and trailing whole dimensions are left out, the form in which XLA reports shardings.
@@ -85,24 +91,24 @@ def spec_for(
 def sharding_for(
     axes: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Mapping[str, MeshAxes] = DEFAULT_RULES
 ) -> NamedSharding:
-    """`spec_for` on a mesh of devices."""
+    """Applies `spec_for` on a mesh of devices."""
     return NamedSharding(mesh, spec_for(axes, shape, mesh, rules))
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, MeshAxes] = DEFAULT_RULES) -> PyTree:
-    """Shardings for a tree whose leaves declare `shape` and `axes`."""
+    """Returns shardings for a tree whose leaves declare `shape` and `axes`."""
     return jax.tree.map(
         lambda leaf: sharding_for(leaf.axes, leaf.shape, mesh, rules), tree, is_leaf=lambda x: isinstance(x, Declared)
     )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """Returns the sharding by which every device holds the whole array."""
     return NamedSharding(mesh, Spec())
 
 
 def constrain(x: Any, axes: Sequence[str], mesh: Mesh | None, rules: Mapping[str, MeshAxes] = DEFAULT_RULES) -> Any:
-    """Inside jit: pins an activation to its place on the mesh; without a mesh, or on one device, gives it back."""
+    """Pins an activation to its sharding inside jit; returns it unchanged without a mesh, or on one device."""
     if mesh is None or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, sharding_for(axes, x.shape, mesh, rules))

@@ -1,4 +1,4 @@
-"""The decoder and its checkpoints; `from_pretrained` and the rest are imported when first used."""
+"""The decoder and its checkpoints; `from_pretrained` and the rest are imported on first use."""
 
 from typing import TYPE_CHECKING, Any
 

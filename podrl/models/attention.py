@@ -1,4 +1,4 @@
-"""Self-attention over packed rows: causal within segments and what they begin with, windows, soft caps; three forms."""
+"""Self-attention over packed rows in three forms: causal within segments and shared prefixes, windows, soft caps."""
 
 import functools
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def attention(
     block: int = BLOCK,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q k)) v where token t sees s iff s <= t, t - s < window and both share a non-zero segment.
+    """Computes softmax(cap(q k)) v where token t sees s iff s <= t, t - s < window and both share a non-zero segment.
 
     Args:
       q_BTNH: scaled, rotated queries. Heads are grouped: query head n reads key/value head n // (N / K).
@@ -99,7 +99,7 @@ def dense(
     softcap: float,
     shared: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """The definition, term by term: what the other forms are compared with."""
+    """Computes attention by its definition, term by term: the reference for the other forms."""
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
@@ -121,7 +121,7 @@ def dense(
 
 
 def einsum_f32(equation: str, a: Array, b: Array) -> Array:
-    """Einsum accumulated and returned in float32; on CPU, which lacks some of these products, of widened operands."""
+    """Computes an einsum accumulated in float32; widens operands on CPU, which lacks some of these products."""
 
     def narrow(a: Array, b: Array) -> Array:
         return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
@@ -147,7 +147,7 @@ def _blockwise(
     softcap: float,
     block: int,
 ) -> Array:
-    """Online softmax over key blocks (arXiv 2205.14135); the backward pass makes the scores again, block by block."""
+    """Computes online softmax over key blocks (arXiv 2205.14135); the backward pass recomputes scores by blocks."""
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     size = min(block, T)
@@ -172,7 +172,7 @@ def _flash(q_BKHGT, k_BKSH, v_BKSH, where: Where, softcap: float, size: int) -> 
 
 
 def _key_blocks(index: Array, where: Where, size: int) -> tuple[Array, Array]:
-    """[first, last) key blocks in which a query of block `index` may see anything."""
+    """Computes the range [first, last) of key blocks visible to any query of block `index`."""
     _, window, *shared = where
     if shared:
         return jnp.zeros_like(index), index + 1
@@ -186,13 +186,13 @@ def _cut(x: Array, index: Array, size: int, axis: int) -> Array:
 
 
 def _scores(q_BKHGt, k_BKsH, softcap: float) -> Array:
-    """Capped scores of a query block against a key block, float32."""
+    """Computes capped scores of a query block against a key block, float32."""
     score = einsum_f32("BKsH,BKHGt->BKsGt", k_BKsH, q_BKHGt)
     return jnp.tanh(score * (1.0 / softcap)) * softcap if softcap else score
 
 
 def _seen(where: Where, i: Array, j: Array, size: int) -> Array:
-    """Which scores of query block i against key block j count, [B, 1, s, 1, t]."""
+    """Computes the attention mask of query block i against key block j, [B, 1, s, 1, t]."""
     segment_BT, window, *shared = where
     t_T = jnp.arange(size)
     back_st = (i - j) * size + t_T[None, :] - t_T[:, None]
@@ -207,7 +207,7 @@ def _seen(where: Where, i: Array, j: Array, size: int) -> Array:
 
 
 def _where_seen(where: Where, seen: Array, body, carry):
-    """The body's new carry; where what a token sees is scattered over the row, blocks without any of it are skipped."""
+    """Runs the body unless a key block holds no visible token and the visible tokens are scattered over the row."""
     if len(where) == 2 or seen.shape[-1] == where[0].shape[1]:
         return body(carry)
     return jax.lax.cond(jnp.any(seen), body, lambda carry: carry, carry)
@@ -309,7 +309,7 @@ def _over_blocks(attend, count: int) -> tuple[Array, Array]:
 
 
 def _join(blocks: Array) -> Array:
-    """Blocks stacked in front become one time axis again, the last."""
+    """Joins stacked blocks into one time axis, the last."""
     blocks = jnp.moveaxis(blocks, 0, -2)
     return blocks.reshape(*blocks.shape[:-2], -1)
 
@@ -338,7 +338,7 @@ def _splash(
     windows: tuple[int, ...],
     interpret: bool,
 ) -> Array:
-    """The Pallas TPU kernel; windows are compiled in, one branch for each that is shorter than the row."""
+    """Runs the Pallas TPU kernel; windows are compiled in, one branch for each that is shorter than the row."""
     T = q_BTNH.shape[1]
     short = [w for w in windows if w < T]
     run = [functools.partial(_splash_one, window=w, softcap=softcap, interpret=interpret) for w in (*short, T)]

@@ -2,9 +2,12 @@
 
 import dataclasses
 import re
+from typing import Annotated, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from podrl.config import Natural, Positive, Range, section
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 QUANT_GROUP = 64  # inputs that share a scale in integer weights
@@ -13,7 +16,7 @@ GLOBAL_WINDOW = 1 << 30  # a window no sequence reaches: the layer sees everythi
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for long contexts.
+    """Settings of rotary-frequency scaling for long contexts.
 
     Attributes:
       kind: 'none', 'linear' (all frequencies divided by `factor`) or 'llama3' (only the long wavelengths, smoothly).
@@ -30,6 +33,7 @@ class RopeScaling:
     original_length: int = 8192
 
 
+@section("model.lora")
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters beside the projections (arXiv 2106.09685): y = x W + (alpha / rank) x A B, where B starts at 0.
@@ -48,21 +52,17 @@ class LoraConfig:
         base_dtype.
     """
 
-    rank: int = 0
-    alpha: float = 16.0
+    rank: Natural = 0
+    alpha: Positive = 16.0
     pattern: str = "q|k|v|o|gate|up|down"
-    dropout: float = 0.0
-    base_dtype: str = ""
+    dropout: Annotated[float, Range("[0, 1)")] = 0.0
+    base_dtype: Literal["", "int8", "int4"] = ""
 
     def __post_init__(self):
-        if self.base_dtype not in ("", "int8", "int4") or (self.base_dtype and not self.rank):
+        if self.base_dtype and not self.rank:
             raise ValueError(
-                f"lora.base_dtype={self.base_dtype!r} with lora.rank={self.rank}: it must be '', 'int8' or 'int4', and "
-                "integer weights need adapters (a rank above 0), as they are not trained themselves."
-            )
-        if self.rank < 0 or not 0 <= self.dropout < 1:
-            raise ValueError(
-                f"lora.rank={self.rank} must not be negative and lora.dropout={self.dropout} must lie in [0, 1)."
+                f"lora.base_dtype={self.base_dtype!r} with lora.rank={self.rank}: integer weights need adapters (a "
+                "rank above 0), as they are not trained themselves."
             )
         try:
             matched = [name for name in PROJECTIONS if self._matches(name)]
@@ -87,7 +87,7 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only transformer.
+    """The architecture of a decoder-only transformer.
 
     Attributes:
       family: name of the architecture in checkpoints, e.g. 'gemma2'.
@@ -139,6 +139,8 @@ class ModelConfig:
         for name in ("window_L", "rope_theta_L", "rope_scaling_L"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers.")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even, because rotary positions turn pairs.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads do not split over {self.num_kv_heads} key/value heads: "
@@ -146,7 +148,7 @@ class ModelConfig:
             )
 
     def inverse_frequencies(self) -> Float[np.ndarray, "L H/2"]:
-        """Rotary frequencies of every layer, radians per position (arXiv 2104.09864, with the layer's scaling)."""
+        """Computes every layer's rotary frequencies, radians per position (arXiv 2104.09864), with its scaling."""
         exponent_H = np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim
         rows = [
             _scale(theta**-exponent_H, scaling)
@@ -185,7 +187,7 @@ def gemma2_config(
     logit_softcap: float = 30.0,
     max_length: int = 8192,
 ) -> ModelConfig:
-    """A Gemma 2 decoder of any size: even layers are sliding-window, odd layers global (arXiv 2408.00118)."""
+    """Builds a Gemma 2 of any size: even layers are sliding-window, odd layers global (arXiv 2408.00118)."""
     return ModelConfig(
         family="gemma2",
         vocab_size=vocab_size,

@@ -1,4 +1,4 @@
-"""The decoder: its parameters, each declared once, and the forward pass every part of podrl shares."""
+"""The decoder: its parameters, each declared once, and the forward pass that training and decoding share."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ class Param:
 
 @flax.struct.dataclass
 class LayerInfo:
-    """What differs between layers besides weights; stacked over L outside the scan.
+    """Per-layer data besides weights (window, rope); stacked over L for the scan.
 
     Attributes:
       index: position of the layer, 0-based.
@@ -69,13 +69,13 @@ PROJECTION_NAMES = tuple(_PROJECTIONS)
 
 
 def projection_inputs(name: str) -> int:
-    """How many leading dimensions of a projection's weight are contracted with its input."""
+    """Counts the leading weight dimensions that are contracted with a projection's input."""
     einsum, letters, _ = _PROJECTIONS[name]
     return sum(c in einsum.split(",")[0] for c in letters)
 
 
 def param_specs(config: ModelConfig) -> dict:
-    """Every parameter of the model, adapters included, as a tree of `Param` in the layout of the parameters."""
+    """Declares every parameter of the model, adapters included, as a tree of `Param` laid out like the parameters."""
     size = {
         "D": config.model_dim,
         "N": config.num_heads,
@@ -125,7 +125,7 @@ def is_param(leaf: Any) -> bool:
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree:
-    """Shapes, dtype and shardings of the parameters on `mesh`, without any array."""
+    """Returns shapes, dtype and shardings of the parameters on `mesh`, without any array."""
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype_in(dtype), sharding=rules.sharding_for(p.axes, p.shape, mesh)),
         param_specs(config),
@@ -134,7 +134,7 @@ def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> PyTree:
-    """Random parameters; jit with out_shardings from `abstract_params` to create them in place.
+    """Draws random parameters; jit with out_shardings from `abstract_params` to create them in place.
 
     Integer weights are not random: quantise those of a dense model (podrl/models/quantize.py).
     """
@@ -156,7 +156,7 @@ def is_adapter(name: str) -> bool:
 
 
 def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree]:
-    """(trainable, frozen): under LoRA the adapters and the rest, otherwise everything and an empty tree."""
+    """Splits parameters into (trainable, frozen): under LoRA adapters and base, else everything and an empty tree."""
     if not config.lora.rank:
         return params, {}
     adapters = {k: v for k, v in params["layers"].items() if is_adapter(k)}
@@ -165,14 +165,14 @@ def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree
 
 
 def join_trainable(trainable: PyTree, frozen: PyTree) -> PyTree:
-    """Inverse of `split_trainable`; no copy."""
+    """Joins what `split_trainable` split, without a copy."""
     if not frozen:
         return trainable
     return {**frozen, **trainable, "layers": {**frozen["layers"], **trainable["layers"]}}
 
 
 def layer_infos(config: ModelConfig) -> LayerInfo:
-    """LayerInfo stacked over L."""
+    """Stacks LayerInfo over L."""
     return LayerInfo(
         index=jnp.arange(config.num_layers, dtype=jnp.int32),
         freq_H=jnp.asarray(config.inverse_frequencies()),
@@ -181,7 +181,7 @@ def layer_infos(config: ModelConfig) -> LayerInfo:
 
 
 def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
-    """x / rms(x) over the last axis, scaled; computed in float32, returned in x's dtype."""
+    """Normalises to x / rms(x) over the last axis, scaled; computed in float32, returned in x's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
     scale = weight.astype(jnp.float32) + (1.0 if config.norm_plus_one else 0.0)
@@ -189,7 +189,7 @@ def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
 
 
 def rotate(x_BTNH: Array, position_BT: Array, freq_H: Array) -> Array:
-    """Rotary position embedding in the half-split form; angles in float32 (arXiv 2104.09864)."""
+    """Applies rotary position embedding in the half-split form; angles in float32 (arXiv 2104.09864)."""
     angle_BT1H = position_BT[..., None, None].astype(jnp.float32) * freq_H
     cos, sin = jnp.cos(angle_BT1H), jnp.sin(angle_BT1H)
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
@@ -205,7 +205,7 @@ def drop_nothing(name: str, x: Array) -> Array:
 
 
 def adapter_dropout(config: ModelConfig, key: PRNGKeyArray, layer_index: Int[Array, ""]) -> Drop:
-    """Zeroes input features of the adapters with probability `config.lora.dropout`, the others grow to keep the mean.
+    """Zeroes adapter inputs with probability `config.lora.dropout` and scales the others to keep the mean.
 
     Masks differ by key, layer and projection, and by nothing else.
     """
@@ -220,7 +220,7 @@ def adapter_dropout(config: ModelConfig, key: PRNGKeyArray, layer_index: Int[Arr
 
 
 def dense_weight(name: str, layer: PyTree, dtype: jax.typing.DTypeLike) -> Array:
-    """The weight of a projection in one layer, out of integers and scales where it is stored so."""
+    """Returns a projection's weight in one layer, dequantized where it is stored as integers."""
     weight = layer[name].astype(dtype)
     if f"{name}_scale" not in layer:
         return weight
@@ -230,7 +230,7 @@ def dense_weight(name: str, layer: PyTree, dtype: jax.typing.DTypeLike) -> Array
 
 
 def project(name: str, x: Array, layer: PyTree, config: ModelConfig, drop: Drop = drop_nothing) -> Array:
-    """One named projection with its bias and adapter, in x's dtype."""
+    """Applies one named projection with its bias and adapter, in x's dtype."""
     einsum = _PROJECTIONS[name][0]
     split = projection_inputs(name)
     weight = dense_weight(name, layer, x.dtype)
@@ -266,7 +266,7 @@ def block(
     mesh: Mesh | None = None,
     drop: Drop = drop_nothing,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """One transformer layer; returns the residual stream and whatever `attend` handed back."""
+    """Applies one transformer layer; returns the residual stream and whatever `attend` returned."""
 
     def norm(name: str, x: Array) -> Array:
         return rms_norm(x, layer[name], config) if name in layer else x
@@ -297,7 +297,7 @@ def block(
 def embed(
     params: PyTree, tokens_BT: Int[Array, "B T"], config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None
 ) -> Float[Array, "B T D"]:
-    """Scaled token embeddings in the compute dtype."""
+    """Looks up scaled token embeddings, in the compute dtype."""
     x_BTD = params["embed"].at[tokens_BT].get(mode="clip").astype(dtype) * jnp.asarray(config.embed_scale, dtype)
     # Rows over data first, as D is cut over fsdp: the rest is then one all-to-all along fsdp, where XLA would
     # otherwise make the whole array on every device.
@@ -306,18 +306,18 @@ def embed(
 
 
 def output_matrix(params: PyTree) -> Float[Array, "D V"]:
-    """The matrix that turns the final hidden state into logits (a transpose of the embedding where tied)."""
+    """Returns the matrix from the final hidden state to logits (a transpose of the embedding where tied)."""
     return params["unembed"] if "unembed" in params else params["embed"].T
 
 
 def cap_logits(logits: Array, config: ModelConfig) -> Array:
-    """Float32 logits with the model's soft cap."""
+    """Applies the model's soft cap to logits, in float32."""
     logits = logits.astype(jnp.float32)
     return jnp.tanh(logits / config.logit_softcap) * config.logit_softcap if config.logit_softcap else logits
 
 
 def unembed(params: PyTree, hidden_BTD: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T V"]:
-    """Capped float32 logits. For training use the chunked log-probabilities of the trainer instead."""
+    """Computes capped float32 logits. For training use the chunked log-probabilities of the trainer instead."""
     matrix_DV = output_matrix(params).astype(hidden_BTD.dtype)
     logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, matrix_DV, preferred_element_type=jnp.float32)
     return cap_logits(logits_BTV, config)
@@ -327,7 +327,7 @@ _HOST = "pinned_host"
 
 
 def _offload(prim: Any, *args: Any, **params: Any) -> Any:
-    """What "dots" keeps, kept in the host's memory."""
+    """Builds the remat policy that saves what "dots" saves, offloaded to host memory."""
     if prim.name == "name":
         kept = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
@@ -373,7 +373,7 @@ def hidden(
     dropout_key: PRNGKeyArray | None = None,
     prefix_BT: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Final normalised hidden states of packed rows.
+    """Computes final normalised hidden states of packed rows.
 
     Args:
       params: the whole parameter tree (adapters joined in).

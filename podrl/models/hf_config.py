@@ -1,4 +1,4 @@
-"""Translates between Hugging Face's config.json and ModelConfig, refusing by name what podrl does not compute."""
+"""Translates between Hugging Face's config.json and ModelConfig; refuses by name what podrl does not compute."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from podrl.runtime.storage import locate
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What an architecture implies beyond the fields of config.json.
+    """Facts about a model family that its config.json does not state.
 
     Attributes:
       model_type: the value of config.json's model_type.
@@ -75,7 +75,7 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"
 
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:
-    """ModelConfig of a Hugging Face directory.
+    """Reads the ModelConfig of a Hugging Face directory.
 
     Raises:
       ValueError: no config.json, an architecture podrl does not have, or a field that changes the mathematics in a way
@@ -92,7 +92,7 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
 
 
 def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
-    """ModelConfig of the fields of a config.json; `where` names the file in errors. Raises as `read_config`."""
+    """Translates the fields of a config.json; `where` names the file in errors. Raises as `read_config`."""
     name, fields = _family_of(raw, where)
     family = FAMILIES[name]
     refuse_unknown(fields, where)
@@ -106,9 +106,16 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
 
     heads, model_dim, layers = need("num_attention_heads"), need("hidden_size"), need("num_hidden_layers")
     head_dim = known.get("head_dim") or model_dim // heads
+    if not known.get("head_dim") and model_dim % heads:
+        raise ValueError(
+            f"{where} has hidden_size={model_dim}, which does not split over num_attention_heads={heads}: it must be a "
+            "multiple of that, or head_dim must be given."
+        )
+    if head_dim % 2:
+        raise ValueError(f"{where} has head_dim={head_dim}: it must be even, because rotary positions turn pairs.")
     window = _window(name, known, read)
     sliding = _sliding_layers(name, known, layers, window, where)
-    theta_L, scaling_L = _rope(known, read, sliding, where)
+    theta_L, scaling_L = _rope(name, known, read, sliding, where)
     given, activation = _activation(name, known, where)
     refuse_unread(name, fields, head_dim=head_dim, theta_L=theta_L, activation=given, sliding=sliding, where=where)
     query_scale = known["query_pre_attn_scalar"] ** -0.5 if name in ("gemma2", "gemma3") else head_dim**-0.5
@@ -155,7 +162,7 @@ def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, An
 
 
 def _activation(name: str, known: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """The activation as the file names it, and podrl's name for it."""
+    """Reads the activation: its name in the file, and podrl's name."""
     given = known["hidden_activation" if reads(name, "hidden_activation") else "hidden_act"]
     if name == "gemma" and given == "gelu":
         given = "gelu_pytorch_tanh"  # early Gemma files say gelu and mean the tanh form
@@ -170,7 +177,7 @@ def _softcap(key: str, fields: Mapping[str, Any], family: Family) -> float:
 
 
 def _window(name: str, known: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
-    """Tokens that a sliding layer sees; None where the model has no window, which a null means too."""
+    """Reads the window of sliding layers, in tokens; None (as a null) where the model has no window."""
     if "use_sliding_window" in known and not known["use_sliding_window"]:
         return None
     return fields["sliding_window"] if "sliding_window" in fields else known.get("sliding_window")
@@ -179,7 +186,7 @@ def _window(name: str, known: Mapping[str, Any], fields: Mapping[str, Any]) -> i
 def _sliding_layers(
     name: str, known: Mapping[str, Any], layers: int, window: int | None, where: str
 ) -> tuple[bool, ...]:
-    """Which layers have a sliding window."""
+    """Lists the layers that use a sliding window."""
     if "layer_types" in known:
         kinds = known["layer_types"]
         strange = sorted(set(kinds) - {"sliding_attention", "full_attention"})
@@ -204,15 +211,21 @@ def _sliding_layers(
 
 
 def _rope(
-    known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
+    name: str, known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
 ) -> tuple[tuple[float, ...], tuple[RopeScaling, ...]]:
-    """Base and scaling of every layer, from either spelling: rope_theta and rope_scaling, or rope_parameters."""
+    """Reads every layer's rotary base and scaling, from rope_theta and rope_scaling, or from rope_parameters."""
     shared = fields.get("rope_parameters") or {}
     theta = float(known.get("rope_theta", 10_000.0))
     local = known.get("rope_local_base_freq")
     full = {"rope_theta": theta, **(fields.get("rope_scaling") or {})}
     near = {"rope_theta": float(local)} if local is not None else full
-    if "full_attention" in shared or "sliding_attention" in shared:
+    kinds = {"full_attention", "sliding_attention"}
+    if kinds & set(shared):
+        if name != "gemma3" or not set(shared) <= kinds:
+            raise ValueError(
+                f"{where} has rope_parameters={shared!r}: only a gemma3 model has other positions in layers with a "
+                "window, and then it must hold nothing but full_attention and sliding_attention."
+            )
         full = {**full, **shared.get("full_attention", {})}
         near = {**near, **shared.get("sliding_attention", {})}
     elif shared:
@@ -241,20 +254,18 @@ def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple
         if kind == "linear":
             return theta, RopeScaling("linear", factor=float(given["factor"]))
         if kind == "llama3":
-            return theta, RopeScaling(
-                "llama3",
-                float(given["factor"]),
-                float(given["low_freq_factor"]),
-                float(given["high_freq_factor"]),
-                int(given.get("original_max_position_embeddings") or limit or 8192),
-            )
+            low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+            if low >= high:
+                raise ValueError(f"{where} has low_freq_factor={low:g}, which must be below high_freq_factor={high:g}.")
+            length = int(given.get("original_max_position_embeddings") or limit or 8192)
+            return theta, RopeScaling("llama3", float(given["factor"]), low, high, length)
     except KeyError as error:
         raise ValueError(f"{where} has rope scaling {kind!r} without {error}.") from None
     return theta, RopeScaling()
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Fields of a config.json that `transformers` and `config_from_hf` read as this model (adapters not included)."""
+    """Writes config.json fields that `transformers` and `config_from_hf` read as this model (adapters not included)."""
     family = FAMILIES[config.family]
     activation = {v: k for k, v in _ACTIVATIONS.items() if k != "swish"}[config.activation]
     raw: dict[str, Any] = {
@@ -303,7 +314,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_fields(config: ModelConfig) -> dict[str, Any]:
-    """Both spellings, so that releases of transformers before and after 5 read the same model."""
+    """Writes both spellings of rotary fields, so that transformers before and after 5 read the same model."""
     scaling_of = {
         w != GLOBAL_WINDOW: (theta, scaling)
         for w, theta, scaling in zip(config.window_L, config.rope_theta_L, config.rope_scaling_L, strict=True)

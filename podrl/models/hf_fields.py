@@ -1,4 +1,4 @@
-"""Which fields of a config.json a family's model reads, and what the others must hold to have no effect."""
+"""The config.json fields that each model family reads, and the values unread fields must hold."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,7 +93,7 @@ _GEMMA23 = ("gemma2", "gemma3")
 _QWEN = ("qwen2", "qwen3")
 # Families whose model in transformers reads a field; those not named here are read by all.
 _READERS: Mapping[str, tuple[str, ...]] = {
-    "attn_logit_softcapping": _GEMMA23,
+    "attn_logit_softcapping": ("gemma2",),  # Gemma 3 stores it and computes without
     "final_logit_softcapping": _GEMMA23,
     "query_pre_attn_scalar": _GEMMA23,
     "rope_local_base_freq": ("gemma3",),
@@ -108,9 +108,12 @@ _READERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+_MOST, _LARGEST = 1 << 30, 1e30  # no model has counts or numbers above; arithmetic may overflow there
+
+
 def _count(key: str, value: Any, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where} has {key}={value!r}: it must be a whole number above 0.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+        raise ValueError(f"{where} has {key}={value!r}: it must be a whole number above 0 (and at most {_MOST}).")
 
 
 def _layers(key: str, value: Any, where: str) -> None:
@@ -119,8 +122,14 @@ def _layers(key: str, value: Any, where: str) -> None:
 
 
 def _number(key: str, value: Any, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"{where} has {key}={value!r}: it must be a number, not negative.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{where} has {key}={value!r}: it must be a number, not negative, at most {_LARGEST:g}.")
+
+
+def _positive(key: str, value: Any, where: str) -> None:
+    _number(key, value, where)
+    if value == 0:
+        raise ValueError(f"{where} has {key}={value!r}: it must be above 0.")
 
 
 def _flag(key: str, value: Any, where: str) -> None:
@@ -147,7 +156,7 @@ def _rope(key: str, value: Any, where: str) -> None:
         elif name in ("rope_type", "type"):
             _text(f"{key}.{name}", inner, where)
         elif name in _ROPE_NUMBERS and inner is not None:
-            _number(f"{key}.{name}", inner, where)
+            _positive(f"{key}.{name}", inner, where)
 
 
 _ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -160,13 +169,8 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
         ),
         _count,
     ),
-    **dict.fromkeys(
-        (
-            *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"),
-            *("attn_logit_softcapping", "final_logit_softcapping"),
-        ),
-        _number,
-    ),
+    **dict.fromkeys(("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping"), _number),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"), _positive),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), _flag),
     **dict.fromkeys(("hidden_act", "hidden_activation"), _text),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
@@ -197,7 +201,7 @@ def refuse_unknown(fields: Mapping[str, Any], where: str) -> None:
 
 
 def reads(family: str, key: str) -> bool:
-    """Whether the family's model in transformers looks at a field."""
+    """True if the family's model in transformers reads a field."""
     return family in _READERS.get(key, (family,))
 
 
@@ -211,7 +215,7 @@ def refuse_unread(
     sliding: Sequence[bool],
     where: str,
 ) -> None:
-    """Refuses fields the family's model ignores, unless they say what it computes without them.
+    """Refuses fields that the family's model ignores, unless their value is the one it computes with.
 
     Args:
       head_dim, theta_L, activation, sliding: what it computes; `activation` as the file spells it.

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from podrl.mesh import build, rules
 from podrl.models import lora, orbax_files
 from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
+from podrl.models.finite import refuse_nonfinite
 from podrl.models.hf_config import read_config
 from podrl.models.hf_names import Entry, entries
 from podrl.models.quantize import quantized_leaves
@@ -27,7 +28,7 @@ from podrl.types import PyTree
 
 # Tensors that carry nothing podrl needs: rotary frequencies, and what a text decoder leaves of an image model.
 _NOT_WEIGHTS = re.compile(r".*rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*")
-# How checkpoints with several towers call the text decoder.
+# Names of the text decoder in checkpoints with several towers.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 _LISTED = 8
 
@@ -53,7 +54,7 @@ def load(
 
     Raises:
       ValueError: an unsupported configuration; a missing or damaged file; tensors that are missing, unknown, of the
-        wrong shape or not floating point (counted, the first eight of each kind named).
+        wrong shape or not floating point (counted, the first eight of each kind named), or hold NaN or infinity.
     """
     directory = locate(directory)
     if not directory.is_dir():
@@ -72,7 +73,7 @@ def load(
 
 
 def single_device_mesh() -> Mesh:
-    """A mesh of this process's first device."""
+    """Builds a mesh of this process's first device."""
     return build.make_mesh("data=1", jax.local_devices()[:1])
 
 
@@ -85,7 +86,7 @@ def load_entries(
     *,
     where: str,
 ) -> dict[str, Any]:
-    """The leaves of `wanted`, read from `stored`, as a parameter tree; projections as `config.lora.base_dtype` says.
+    """Reads the leaves of `wanted` from `stored` as a parameter tree; projections as `config.lora.base_dtype` says.
 
     Arguments and errors as in `load`.
     """
@@ -98,6 +99,7 @@ def load_entries(
             node = node.setdefault(key, {})
         name = entry.leaf[-1]
         node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype), staging)
+        refuse_nonfinite(node[name], entry.names(), where)
         if config.lora.base_dtype and name in PROJECTIONS:
             node |= quantized_leaves(name, node[name], config, mesh)
     return params
@@ -106,7 +108,7 @@ def load_entries(
 def _match(
     wanted: Sequence[Entry], stored: Mapping[str, StoredTensor], config: ModelConfig, where: str
 ) -> dict[str, StoredTensor]:
-    """Tensors by the names podrl uses, complete and of the right shapes."""
+    """Looks up tensors by the names podrl uses, complete and of the right shapes."""
     named = {_plain_name(name): tensor for name, tensor in stored.items() if not _NOT_WEIGHTS.fullmatch(name)}
     shapes = {name: entry.stored_shape for entry in wanted for name in entry.names()}
     if config.tie_embeddings:
@@ -147,7 +149,7 @@ def _listing(names: Sequence[str]) -> str:
 def _load_leaf(
     entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype, staging: "_Staging"
 ) -> Array:
-    """Reads a leaf's tensors in turn into its (stacked) device array; waits for each, as the next takes its memory."""
+    """Reads a leaf's tensors in turn into its (stacked) device array; waits for each, as the next reuses its memory."""
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
     if not entry.stacked:
@@ -161,7 +163,7 @@ def _load_leaf(
 
 
 class _Staging:
-    """Host memory for one tensor, used again for every tensor.
+    """Host memory for one tensor, reused for every tensor.
 
     A buffer of its own for each would not do: the runtime lets go of them late, and several pile up.
     """
@@ -171,18 +173,18 @@ class _Staging:
         self._used = 0
 
     def clear(self) -> None:
-        """Gives up what was taken; nothing may read it any more."""
+        """Frees the memory; nothing may read it any more."""
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An uninitialised array in the memory."""
+        """Returns an uninitialised array in the memory."""
         start, self._used = self._used, self._used + math.prod(shape) * dtype.itemsize
         assert self._used <= self._memory.nbytes, (shape, dtype, self._used, self._memory.nbytes)
         return self._memory[start : self._used].view(dtype).reshape(shape)
 
 
 def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
-    """The sharding of a tensor as stored that gives every device what it keeps, where dimensions line up."""
+    """Derives, where dimensions line up, the sharding of a stored tensor that gives every device its final part."""
     axes = list(target.spec) + [None] * (len(entry.param.shape) - len(target.spec))
     axes = axes[1:] if entry.stacked else axes
     if entry.inputs:
@@ -193,12 +195,12 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
 
 
 def _merged(axes: Sequence[Any]) -> Any:
-    """The axis of several dimensions flattened into one: that of the first, if the others are whole."""
+    """Merges the axes of several dimensions flattened into one: the first one's, if the others are whole."""
     return axes[0] if all(a is None for a in axes[1:]) else None
 
 
 def _to_devices(tensor: StoredTensor, sharding: NamedSharding, staging: "_Staging") -> Array:
-    """Copies a tensor's shards to this process's devices; each part is read once however many devices hold it."""
+    """Copies a tensor's shards to this process's devices; each part is read once, however many devices hold it."""
     parts: dict[tuple, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), tensor.shape, strict=True))

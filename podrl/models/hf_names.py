@@ -1,4 +1,4 @@
-"""How each parameter is called and laid out in a Hugging Face checkpoint."""
+"""Names and layouts of parameters in Hugging Face checkpoints."""
 
 import dataclasses
 import math
@@ -49,28 +49,28 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter in one layer."""
+        """The parameter's shape in one layer."""
         return self.param.shape[1:] if self.stacked else self.param.shape
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of one tensor in the checkpoint."""
+        """The shape of one tensor in the checkpoint."""
         if not self.inputs:
             return (math.prod(self.shape),) if self.leaf[-1].endswith("_bias") else self.shape
         return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
 
     def names(self) -> list[str]:
-        """Tensor names, one per layer for stacked leaves."""
+        """Lists tensor names, one per layer for stacked leaves."""
         return [self.name.format(i) for i in range(self.param.shape[0])] if self.stacked else [self.name]
 
 
 def module_of(projection: str) -> str:
-    """Name of a projection's module inside a layer, e.g. 'self_attn.q_proj' for 'q'."""
+    """Returns the name of a projection's module inside a layer, e.g. 'self_attn.q_proj' for 'q'."""
     return _PROJECTION_MODULES[projection]
 
 
 def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
-    """Every leaf of the base model (or every adapter leaf, in PEFT's names) in the order of the forward pass."""
+    """Lists every leaf of the base model (or every adapter leaf, in PEFT's names) in the order of the forward pass."""
     specs = param_specs(config)
     found = []
     for key, param in specs["layers"].items():
@@ -87,7 +87,7 @@ def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
 
 
 def _layer_name(key: str, config: ModelConfig) -> tuple[str, int]:
-    """(tensor name with '{}' for the layer, number of leading input dimensions) of a leaf of the layers."""
+    """Returns (tensor name with '{}' for the layer, number of leading input dimensions) of a leaf of the layers."""
     prefix = "model.layers.{}."
     norms = _POST_NORM_FAMILY if config.post_norms else _NORMS
     if key in norms:

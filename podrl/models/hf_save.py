@@ -98,7 +98,7 @@ def write_entries(
 
 @contextlib.contextmanager
 def finished_directory(directory: str | pathlib.Path, *, writes: bool = True) -> Iterator[pathlib.Path | None]:
-    """A scratch directory that takes the name `directory` when the block ends well, and vanishes when it does not.
+    """Yields a scratch directory that is renamed to `directory` when the block ends well, and removed when it does not.
 
     Yields None in processes that do not write.
 
@@ -124,7 +124,7 @@ def finished_directory(directory: str | pathlib.Path, *, writes: bool = True) ->
 
 
 def is_writer(params: PyTree) -> bool:
-    """Whether this process is the first of those that hold the parameters."""
+    """True in the first of the processes that hold the parameters."""
     leaf = jax.tree.leaves(params)[0]
     if not isinstance(leaf, jax.Array):
         return True
@@ -132,7 +132,7 @@ def is_writer(params: PyTree) -> bool:
 
 
 def _stored(params: PyTree, entry: Entry, layer: int, dtype: np.dtype) -> np.ndarray:
-    """One tensor as it is stored, on the host."""
+    """Converts one tensor to its stored form, on the host."""
     leaf = functools.reduce(lambda node, key: node[key], entry.leaf, params)
     if tuple(leaf.shape) != entry.param.shape:
         raise ValueError(
@@ -153,7 +153,7 @@ def _stored(params: PyTree, entry: Entry, layer: int, dtype: np.dtype) -> np.nda
 def _taking(
     stored_shape: tuple[int, ...], stacked: bool, transpose: bool, dtype: np.dtype, sharding: NamedSharding | None
 ):
-    """A jitted function from a leaf and a layer to the tensor as stored, whole on every device."""
+    """Builds a jitted function from a leaf and a layer to the stored tensor, whole on every device."""
 
     def take(leaf: Array, layer: Array) -> Array:
         value = (leaf[layer] if stacked else leaf).astype(dtype)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: creating them beside the base weights and folding them back in."""
+"""Low-rank adapters: creates them beside the base weights, and merges them into it."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from podrl.types import PyTree
 def with_adapters(
     config: ModelConfig, params: PyTree, lora: LoraConfig, mesh: Mesh, dtype: jax.typing.DTypeLike, *, seed: int = 0
 ) -> tuple[ModelConfig, PyTree]:
-    """Puts fresh adapters beside the weights: A normal with variance 1 / fan-in, B zero, so that nothing changes yet.
+    """Adds fresh adapters beside the weights: A normal with variance 1 / fan-in, B zero, so that nothing changes yet.
 
     Args:
       config, params: a model without adapters; its arrays are shared, not copied. With `lora.base_dtype`, the
@@ -81,7 +81,7 @@ def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
 
 
 def merging(config: ModelConfig, merged: PyTree) -> Callable[[PyTree, PyTree], PyTree]:
-    """`merge` as one program: (adapters, base) -> the dense model in the dtypes and places of `merged`."""
+    """Builds `merge` as one program: (adapters, base) -> the dense model in the dtypes and shardings of `merged`."""
 
     def fold(adapters: PyTree, base: PyTree) -> PyTree:
         _, params = merge(join_trainable(adapters, base), config)

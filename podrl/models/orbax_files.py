@@ -1,4 +1,4 @@
-"""Reads and writes weights as an Orbax checkpoint beside a config.json: podrl's parameter tree as it is."""
+"""Reads and writes weights as an Orbax checkpoint of podrl's parameter tree, beside a config.json."""
 
 import contextlib
 import dataclasses
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from podrl.mesh import rules
 from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.decoder import Param, is_param, param_specs
+from podrl.models.finite import refuse_nonfinite
 from podrl.models.hf_config import config_to_hf
 from podrl.models.quantize import quantized_leaves
 from podrl.runtime.storage import Place, absolute, first_line
@@ -31,7 +32,7 @@ _LISTED = 8
 
 
 def find_checkpoint(directory: Place) -> Place | None:
-    """The Orbax checkpoint in a model directory (itself, or params/, default/, state/ in it); None if there is none."""
+    """Finds the Orbax checkpoint in a model directory (itself, or params/, default/, state/ in it), else None."""
     for name in _FOLDERS:
         folder = directory / name
         if (folder / _MARK).is_file():
@@ -40,7 +41,7 @@ def find_checkpoint(directory: Place) -> Place | None:
 
 
 def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DTypeLike) -> PyTree:
-    """The parameters of a checkpoint on `mesh`, cast to `dtype`; each process reads what its devices hold.
+    """Loads a checkpoint onto `mesh`, cast to `dtype`; each process reads what its devices hold.
 
     One leaf is read after the other, see `read_leaves`; projections are rounded as soon as they are there, as
     `config.lora.base_dtype` says.
@@ -52,7 +53,7 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
 
     Raises:
       ValueError: a checkpoint that cannot be read; leaves that are missing, unknown, of the wrong shape or not floating
-        point (counted, the first eight of each named).
+        point (counted, the first eight of each named), or hold NaN or infinity.
     """
     specs = param_specs(dataclasses.replace(config, lora=LoraConfig()))
     stored = _stored(folder)
@@ -64,6 +65,9 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
         return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype), sharding=place)
 
     def finish(path: tuple[str, ...], leaf: jax.Array) -> Mapping[str, jax.Array]:
+        name = "/".join(path)
+        names = [f"{name}[{i}]" for i in range(leaf.shape[0])] if path[wrapped] == "layers" else [name]
+        refuse_nonfinite(leaf, names, str(folder))
         if config.lora.base_dtype and path[-1] in PROJECTIONS:
             return quantized_leaves(path[-1], leaf, config, mesh)
         return {path[-1]: leaf}
@@ -103,12 +107,13 @@ def read_leaves(
         for key in path[:-1]:
             node = node.setdefault(key, {})
         try:
-            node |= finish(path, jax.block_until_ready(_read_leaf(folder, path, leaf, stored[path])))
+            found = jax.block_until_ready(_read_leaf(folder, path, leaf, stored[path]))
         except Exception as error:
             raise ValueError(
                 f"Leaf {name} of the Orbax checkpoint {folder} cannot be read: {first_line(error)}. Copy the "
                 "checkpoint again."
             ) from error
+        node |= finish(path, found)
     return tree
 
 
@@ -128,7 +133,7 @@ def _read_leaf(folder: Place, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct,
 
 
 def _bytes_read(stored: Any) -> int:
-    """Bytes of a leaf in whole chunks: the most that one read can take."""
+    """Computes the bytes of a leaf in whole chunks: the most that one read can take."""
     chunk = stored.storage.chunk_shape if stored.storage is not None else stored.shape
     whole = [math.ceil(size / part) * part for size, part in zip(stored.shape, chunk or stored.shape, strict=True)]
     return math.prod(whole) * np.dtype(stored.dtype).itemsize
@@ -181,7 +186,7 @@ def save(directory: str | pathlib.Path, config: ModelConfig, params: PyTree) -> 
 
 
 def _stored(folder: Place) -> dict[tuple[str, ...], Any]:
-    """Shape, dtype and chunks of every leaf of a checkpoint, by path."""
+    """Reads shape, dtype and chunks of every leaf of a checkpoint, by path."""
     try:
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             found: Any = handler.metadata(epath.Path(absolute(folder)))

@@ -93,7 +93,7 @@ def save_adapters(
 
 
 def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
-    """LoraConfig of a PEFT directory.
+    """Reads the LoraConfig of a PEFT directory.
 
     Raises:
       ValueError: no adapter_config.json, or a field with an effect podrl does not compute (named).
@@ -105,6 +105,11 @@ def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
     for key, allowed in _FIXED.items():
         if key in raw and raw[key] not in allowed:
             raise ValueError(f"{path} has {key}={raw[key]!r}, which podrl does not compute: it must be {allowed[0]!r}.")
+    rank, alpha = raw.get("r"), raw.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"{path} has r={rank!r}: it must be a whole number above 0.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= 1e30:
+        raise ValueError(f"{path} has lora_alpha={alpha!r}: it must be a finite number.")
     targets = raw.get("target_modules")
     if isinstance(targets, str):
         covered = [p for p in PROJECTIONS if targets == "all-linear" or re.fullmatch(targets, _path_of(p))]
@@ -113,8 +118,8 @@ def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
     if not covered:
         raise ValueError(f"{path} has target_modules={targets!r}, which match none of podrl's projections.")
     return LoraConfig(
-        rank=int(raw["r"]),
-        alpha=float(raw["lora_alpha"]),
+        rank=rank,
+        alpha=float(alpha),
         dropout=float(raw.get("lora_dropout") or 0.0),
         pattern="|".join(covered),
     )
@@ -131,7 +136,7 @@ def load_adapters(
     mesh: Mesh | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[ModelConfig, PyTree]:
-    """The base model `params` with the adapters of a PEFT directory beside its weights; base arrays are shared.
+    """Loads the adapters of a PEFT directory beside the base weights `params`; base arrays are shared.
 
     Raises:
       ValueError: as `read_lora_config`; adapter tensors missing, unknown or of another shape than the base model needs.

@@ -1,6 +1,8 @@
-"""The model as an object: what `from_pretrained` gives and the Python API takes."""
+"""Decoder: a model with its weights, as `from_pretrained` returns it and the Python API takes it."""
 
+import os
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from podrl.models import decoder, hf_load, hf_save, lora, peft_files
 from podrl.models.config import LoraConfig, ModelConfig
+from podrl.runtime import storage
 from podrl.types import PyTree
 
 
@@ -19,23 +22,25 @@ class Decoder(nnx.Module):
     Attributes:
       config: what the model is, its adapters included.
       weights: the parameter tree of podrl/models/decoder.py, every leaf an nnx.Param.
+      directory: where they were read from, as the user named it; '' for parameters from elsewhere.
     """
 
-    def __init__(self, config: ModelConfig, params: PyTree, mesh: Mesh):
-        """Wraps a parameter tree; no copy."""
+    def __init__(self, config: ModelConfig, params: PyTree, mesh: Mesh, directory: str = ""):
+        """Wraps a parameter tree, without a copy."""
         self.config = config
+        self.directory = directory
         self.mesh = mesh
         self.weights = nnx.data(jax.tree.map(nnx.Param, params))
 
     @property
     def params(self) -> PyTree:
-        """The plain parameter tree; shares the arrays."""
+        """The parameter tree; shares the arrays."""
         return jax.tree.map(lambda p: p[...], self.weights, is_leaf=lambda x: isinstance(x, nnx.Param))
 
     def __call__(
         self, tokens_BT: Int[Array, "B T"], *, dtype: jax.typing.DTypeLike = jnp.float32
     ) -> Float[Array, "B T V"]:
-        """Logits after every token, float32: logits_BTV[b, t] scores token t + 1.
+        """Computes logits after every token, float32: logits_BTV[b, t] scores token t + 1.
 
         Rows are whole sequences from position 0; right padding does not change the logits before it.
 
@@ -54,7 +59,7 @@ class Decoder(nnx.Module):
         return _logits(self.params, tokens_BT, self.config, jnp.dtype(dtype), self.mesh)
 
     def merged(self) -> "Decoder":
-        """The dense model that computes the same with its adapters folded into the weights."""
+        """Returns the equivalent dense model, with the adapters folded into the weights."""
         if not self.config.lora.rank:
             return self
         config, params = lora.merge(self.params, self.config)
@@ -98,18 +103,26 @@ def from_pretrained(
 
     Raises:
       ValueError: an unsupported model or damaged files (see `podrl.models.hf_load.load`), or both kinds of adapters.
+      StorageError: the bucket it is in does not answer.
     """
+    storage.check(directory, "directory")
     if lora is not None and lora.rank and adapters is not None:
         raise ValueError(f"Both fresh adapters (rank {lora.rank}) and those of {adapters} were asked for: give one.")
     mesh = hf_load.single_device_mesh() if mesh is None else mesh
     config, params = hf_load.load(directory, mesh, dtype, lora, seed=seed)
     if adapters is not None:
         config, params = peft_files.load_adapters(adapters, config, params, mesh, dtype)
-    return Decoder(config, params, mesh)
+    return Decoder(config, params, mesh, os.fspath(directory))
+
+
+def directories_of(**models: Any) -> dict[str, str]:
+    """The directories that were given as models, or that a Decoder was read from; '' where there is none."""
+    named = {name: isinstance(model, str | os.PathLike) for name, model in models.items()}
+    return {n: os.fspath(model) if named[n] else getattr(model, "directory", "") for n, model in models.items()}
 
 
 def check_vocab(config: ModelConfig, tokenizer_vocab_size: int) -> None:
-    """Refuses a tokenizer whose ids the model has no embedding for, or one that covers less than half of them.
+    """Refuses a tokenizer with ids that have no embedding, or one that covers less than half of them.
 
     Embedding tables are often padded beyond the tokenizer's ids; that is accepted.
 

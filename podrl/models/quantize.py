@@ -37,7 +37,7 @@ def quantize(weight: Array, *, axis: int, groups: int, dtype: str) -> tuple[Arra
 
 
 def quantized_leaves(name: str, weight: Array, config: ModelConfig, mesh: Mesh) -> Mapping[str, Array]:
-    """The leaves that replace projection `name` (stacked over layers) in a model with `config.lora.base_dtype`.
+    """Quantizes projection `name` (stacked over layers) into the leaves of a model with `config.lora.base_dtype`.
 
     The weight is given up: its memory is reused.
     """
@@ -56,7 +56,7 @@ def quantized_leaves(name: str, weight: Array, config: ModelConfig, mesh: Mesh) 
 
 
 def dequantized(name: str, layers: Mapping[str, Array], dtype: jax.typing.DTypeLike) -> Array:
-    """The dense weight of projection `name`, stacked over layers, in the sharding of its integers."""
+    """Returns the dense weight of projection `name`, stacked over layers, in the sharding of its integers."""
 
     def convert(parts: Mapping[str, Array]) -> Array:
         return jax.vmap(lambda layer: dense_weight(name, layer, dtype))(parts)
@@ -66,5 +66,5 @@ def dequantized(name: str, layers: Mapping[str, Array], dtype: jax.typing.DTypeL
 
 
 def sharding_of(x: Any) -> Sharding | None:
-    """Where an array lies; None for one on the host, or one that is being traced."""
+    """Returns the sharding of an array; None for a host array or a tracer."""
     return x.sharding if isinstance(x, jax.Array) and not isinstance(x, Tracer) else None

@@ -1,4 +1,4 @@
-"""A decoder whose output is one number per token: the critic's value, the reward model's score."""
+"""A decoder with one number per token as output: the critic's value, the reward model's score."""
 
 import dataclasses
 import os
@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from podrl.mesh import rules
-from podrl.mesh.reshard.publish import Publisher
 from podrl.models import decoder, lora
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.decoder import Param
@@ -19,19 +18,20 @@ from podrl.models.hf_load import load_entries
 from podrl.models.hf_names import Entry, entries
 from podrl.models.tensor_files import scan_directory
 from podrl.runtime.storage import locate
+from podrl.transfer.publish import Publisher
 from podrl.types import PyTree
 
 HEAD = "score"  # the leaf's name, as in Hugging Face's sequence classification
 
 
 def param_specs(config: ModelConfig) -> dict:
-    """The decoder's parameters without its output matrix, and the head (D, 1)."""
+    """Declares the decoder's parameters without its output matrix, and the head (D, 1)."""
     specs = {name: spec for name, spec in decoder.param_specs(config).items() if name != "unembed"}
     return specs | {HEAD: Param((config.model_dim, 1), ("norm", "norm"), 0.0)}
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree:
-    """Shapes, dtypes and shardings of the parameters on `mesh`."""
+    """Returns shapes, dtypes and shardings of the parameters on `mesh`."""
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype_in(dtype), sharding=rules.sharding_for(p.axes, p.shape, mesh)),
         param_specs(config),
@@ -40,20 +40,20 @@ def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree
 
 
 def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree]:
-    """(trainable, frozen): the head is always trained; of the trunk, under LoRA, the adapters."""
+    """Splits parameters into (trainable, frozen): the head always trains; of the trunk, under LoRA, the adapters."""
     trunk = {name: leaf for name, leaf in params.items() if name != HEAD}
     trainable, frozen = decoder.split_trainable(trunk, config)
     return {**trainable, HEAD: params[HEAD]}, frozen
 
 
 def join_trainable(trainable: PyTree, frozen: PyTree) -> PyTree:
-    """Inverse of `split_trainable`; no copy."""
+    """Joins what `split_trainable` split, without a copy."""
     trunk = {name: leaf for name, leaf in trainable.items() if name != HEAD}
     return {**decoder.join_trainable(trunk, frozen), HEAD: trainable[HEAD]}
 
 
 def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree:
-    """A copy of a decoder's parameters with a head of zeros, so that every value starts at 0.
+    """Copies a decoder's parameters and adds a head of zeros, so that every value starts at 0.
 
     Args:
       params: the decoder's whole tree, on any mesh; under LoRA its frozen leaves are shared where they lie right.
@@ -121,7 +121,7 @@ def load(
 
 
 def scores(params: PyTree, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    """The number after every token, float32."""
+    """Computes the number after every token, float32."""
     head_D = params[HEAD][:, 0].astype(jnp.float32)
     return jnp.einsum("BTD,D->BT", hidden_BTD.astype(jnp.float32), head_D)
 

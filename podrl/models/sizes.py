@@ -1,4 +1,4 @@
-"""The published sizes podrl plans for without their weights."""
+"""Published model sizes, for planning without their weights."""
 
 import math
 from collections.abc import Mapping
@@ -84,7 +84,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_of(name: str) -> ModelConfig:
-    """ModelConfig of a published size.
+    """Looks up the ModelConfig of a published size.
 
     Raises:
       ValueError: no such size; the nearest name is given.
@@ -95,5 +95,5 @@ def config_of(name: str) -> ModelConfig:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the model, adapters included."""
+    """Counts the model's parameters, adapters included."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config), is_leaf=is_param))

@@ -1,4 +1,4 @@
-"""The safetensors container: finding, slicing and streaming out named tensors without holding a file in memory."""
+"""Safetensors files: finds, slices and writes named tensors without holding a file in memory."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implement
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies on disk.
+    """A tensor's place on disk: file, offset, shape and type.
 
     Attributes:
       name: its name in the checkpoint.
@@ -47,7 +47,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """The numpy dtype.
+        """The tensor's numpy dtype.
 
         Raises:
           ValueError: the tensor is not floating point.
@@ -60,7 +60,7 @@ class StoredTensor:
         return _DTYPES[self.code]
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A copy of the tensor, or of a rectangular part of it; only the pages of that part are read."""
+        """Reads a copy of the tensor, or of a rectangular part of it; only the pages of that part are read."""
         return np.array(self._mapped()[index])
 
     def read_into(self, out: np.ndarray, index: tuple[slice, ...] = ()) -> None:
@@ -125,7 +125,7 @@ def _read_header(path: Place, size: int) -> tuple[dict, int]:
 
 
 def scan_directory(directory: Place) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint directory: one `model.safetensors`, or the files its index names.
+    """Lists every tensor of a checkpoint directory: one `model.safetensors`, or the files its index names.
 
     Raises:
       ValueError: no weights, an unreadable index, a file that is missing, damaged, or lacks a tensor of the index.
@@ -140,10 +140,7 @@ def scan_directory(directory: Place) -> dict[str, StoredTensor]:
                 "point model.path at a Hugging Face directory with safetensors weights."
             )
         return scan_file(single)
-    try:
-        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{index_path} is not a safetensors index ({error!r}).") from None
+    weight_map = _weight_map(index_path)
     files = sorted(set(weight_map.values()))
     missing = [f for f in files if not (directory / f).exists()]
     if missing:
@@ -157,6 +154,22 @@ def scan_directory(directory: Place) -> dict[str, StoredTensor]:
     if absent:
         raise ValueError(f"{index_path} lists tensors its files do not hold: {', '.join(absent[:8])}.")
     return stored
+
+
+def _weight_map(index_path: Place) -> dict[str, str]:
+    """Reads an index, tensor to file name, that names only files of its own directory."""
+    try:
+        weight_map = json.loads(index_path.read_text())["weight_map"]
+        items = list(weight_map.items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index_path} is not a safetensors index ({error!r}).") from None
+    for tensor, file in items:
+        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
+            raise ValueError(
+                f"{index_path} says that tensor {tensor} is in {file!r}: an index may only name files that lie beside "
+                "it. Get the checkpoint again from where you trust it."
+            )
+    return weight_map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +228,7 @@ def write_file(path: pathlib.Path, tensors: Sequence[Outgoing], arrays: Iterable
 
 
 def write_index(directory: pathlib.Path, files: Mapping[str, Sequence[Outgoing]]) -> None:
-    """Writes the index that ties several weight files together; nothing for a single file."""
+    """Writes the index over several weight files; nothing for a single file."""
     if len(files) == 1:
         return
     total = sum(t.nbytes for tensors in files.values() for t in tensors)

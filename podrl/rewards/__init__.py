@@ -1,1 +1,1 @@
-"""What a completion is worth: reward functions, and the subprocesses they run in."""
+"""Reward functions, and the subprocesses they run in."""

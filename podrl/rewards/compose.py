@@ -1,13 +1,11 @@
-"""Several reward functions as one: how each is reached, what they add up to, and what is said of one that fails."""
+"""Combines reward functions: finds them, runs them in workers, adds their scores up, and reports failures."""
 
 import dataclasses
 import difflib
 import functools
-import inspect
 import json
 import logging
-import pathlib
-import sys
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,66 +15,86 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from podrl.rewards import formats, judge, math_answer, reference, worker
-from podrl.rewards.judge import JudgeConfig
-from podrl.rewards.pool import DiedError, LateError, Pool
+from podrl.config import Finite, Positive, Workers, section
+from podrl.rewards import formats, math_answer, reference, turns, worker
+from podrl.rewards.judge import JudgeConfig, judge
+from podrl.rewards.pool import Pool
+from podrl.runtime.service import ServiceError
+from podrl.runtime.user_code import Limits
+from podrl.runtime.user_objects import spec_at, spec_of
+from podrl.runtime.workers import DiedError, LateError
+from podrl.types import BatchError
 
 RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)
 _HEAD = 160
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+_JUDGE_S = 5.0  # that a request of its own may be late
+# Errors of functions that meet a limit, and the field of `limits` that sets it.
+_LIMITS = {
+    "MemoryError": "memory_mb",
+    "Unable to allocate": "memory_mb",
+    "File too large": "file_mb",
+    "Resource temporarily unavailable": "processes",
+    "can't start new thread": "processes",
+}
 
 
+@section("reward")
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    """Which rewards, and how they are run.
+    """Settings of a job's rewards: functions, weights, deadlines and workers.
 
     Attributes:
       fns: each a built-in name, 'path/to/file.py:function', 'package.module:function', or a Python function
         `(prompts, completions, **fields) -> list[float]`. A name followed by '@' and the name of a data set is for
         that data set's records only; samples of others get 0 from it.
       weights: one per function, in the same order; empty for 1 each.
-      deadline_s: seconds a function may take for one batch.
+      deadline_s: seconds a function may take for one batch, and for which one is called again whose service is away.
       workers: processes the functions run in.
       dataset_field: the record's field with the name of its data set.
       model: directory of a reward model (sequence classification with one label) whose score is added; '' for none.
       model_weight: what its score is multiplied by.
       judge: settings of the built-in function 'judge'.
+      limits: what a worker process may take, and which environment variables it sees.
     """
 
     fns: tuple[str | Callable[..., Any], ...] = tuple(reference.BUILT_IN)
-    weights: tuple[float, ...] = ()
-    deadline_s: float = 30.0
-    workers: int = 2
+    weights: tuple[Finite, ...] = ()
+    deadline_s: Positive = 30.0
+    workers: Workers = 2
     dataset_field: str = "dataset"
     model: str = ""
-    model_weight: float = 1.0
+    model_weight: Finite = 1.0
     judge: JudgeConfig = JudgeConfig()
+    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        if not self.fns and not self.model:
-            raise ValueError("reward.fns is empty: name at least one reward function, or a reward.model.")
         if self.weights and len(self.weights) != len(self.fns):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} values for {len(self.fns)} functions in reward.fns: give one "
                 "each, or none for 1 each."
             )
-        if not np.isfinite([*self.weights, self.model_weight]).all():
-            raise ValueError(f"reward.weights={self.weights} and model_weight={self.model_weight} must be finite.")
-        if not self.deadline_s > 0 or self.workers < 1:
-            raise ValueError(
-                f"reward.deadline_s={self.deadline_s} must be positive and reward.workers={self.workers} at least 1."
-            )
+
+    def require(self, *, environment: bool) -> None:
+        """Raises ValueError where nothing gives rewards: no function, no model, no environment."""
+        if not self.fns and not self.model and not environment:
+            raise ValueError("reward.fns is empty: name at least one reward function, or a reward.model.")
 
 
-class RewardError(ValueError):
+class RewardError(BatchError):
     """A reward function failed; the message names it, the sample, and the key to turn."""
+
+
+class RewardServiceError(RewardError, ServiceError):
+    """A service that a reward function asks stayed away until the deadline; no reward is made up for it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Function:
-    """A function to score with: in the workers when `spec` says how they find it, else in a thread of this process.
+    """A reward function: run by the workers when `spec` says how to import it, else in a thread of this process.
 
-    `dataset` is the data set it is for; '' for all.
+    `dataset` is the data set it is for; '' for all. The judge is podrl's own code and holds a token: it runs here.
     """
 
     name: str
@@ -124,14 +142,14 @@ class _Batch:
 
 
 class NamedRewards:
-    """The names of a configuration's reward functions, where scoring happens elsewhere.
+    """Names of a configuration's reward functions, on processes that do not score.
 
     Attributes:
       names: as those of `Rewards`.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self.names = _names(_functions(config), config)
+    def __init__(self, config: RewardConfig, others: Mapping[str, float] | None = None) -> None:
+        self.names = _names(_functions(config), config, others or {})
 
 
 class Rewards:
@@ -141,26 +159,32 @@ class Rewards:
       names: one per function, for metrics and samples.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, others: Mapping[str, float] | None = None) -> None:
         """Finds the functions and starts the workers.
+
+        Args:
+          config: the functions and their settings.
+          others: weights, by name, of rows that `combine` is given behind those of functions and reward model.
 
         Raises:
           ValueError: a function that cannot be found or loaded.
         """
         self._config = config
         self._functions = _functions(config)
-        self.names = _names(self._functions, config)
-        weights = list(config.weights or [1.0] * len(self._functions))
-        self._weight_F = np.asarray(weights + [config.model_weight] * bool(config.model), np.float64)
-        local = [function.name for function in self._functions if function.spec is None]
+        config.require(environment=bool(others))
+        self.names = _names(self._functions, config, others or {})
+        weights = [*(config.weights or [1.0] * len(self._functions)), *[config.model_weight] * bool(config.model)]
+        self._weight_F = np.asarray([*weights, *(others or {}).values()], np.float64)
+        local = [f.name for f in self._functions if f.spec is None and not isinstance(f.here, _Judge)]
         if local:
             _log.warning(
                 "Reward function %s cannot be found by file and name (a lambda, a closure, or typed at a prompt): it "
-                "runs in a thread of this process, where a deadline can end the wait but not the function.",
+                "runs in a thread of this process, where a deadline can end the wait but not the function, "
+                "reward.limits do not hold, and the job's environment is seen.",
                 ", ".join(local),
             )
         specs = {function.name: function.spec for function in self._functions if function.spec is not None}
-        self._pool = Pool(specs, min(config.workers, len(specs))) if specs else None
+        self._pool = Pool(specs, min(config.workers, len(specs)), config.limits) if specs else None
         self._threads = ThreadPoolExecutor(max(len(self._functions), 1), thread_name_prefix="podrl-reward")
 
     def __enter__(self) -> "Rewards":
@@ -172,7 +196,7 @@ class Rewards:
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]
     ) -> Float[np.ndarray, "F B"]:
-        """Every function's reward of every completion, unweighted.
+        """Computes every function's unweighted reward of every completion.
 
         Args:
           prompts: B prompts as text.
@@ -194,8 +218,27 @@ class Rewards:
         return np.array(rewards, np.float64).reshape(len(rewards), len(completions))
 
     def combine(self, reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, " B"]:
-        """The weighted sum over functions, and over the reward model's row where there is one: the last."""
-        return self._weight_F @ reward_FB
+        """The weighted sum over functions, and over the rows of the reward model and of others where there are.
+
+        NaN for a sample that has no rewards, all of them being NaN because it was not scored.
+
+        Raises:
+          RewardError: a sum that float32, in which training computes, does not hold.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            part_FB = self._weight_F[:, None] * reward_FB
+            total_B = self._weight_F @ reward_FB
+            bad_B = ~(np.abs(total_B) <= np.finfo(np.float32).max) & ~np.isnan(reward_FB).all(axis=0)
+        if bad_B.any():
+            b = int(bad_B.argmax())
+            largest = int(np.argmax(np.where(np.isnan(part_FB[:, b]), np.inf, np.abs(part_FB[:, b]))))
+            raise RewardError(
+                f"The rewards of sample {b} of {len(total_B)} add up to {total_B[b]:g}, which training's float32 does "
+                f"not hold (at most 3.4e38): reward function {self.names[largest]} contributes "
+                f"{reward_FB[largest, b]:g} with the weight {self._weight_F[largest]:g}. Keep its rewards small, or "
+                "lower its weight (reward.weights, reward.model_weight)."
+            )
+        return total_B
 
     def close(self) -> None:
         """Ends the workers."""
@@ -204,7 +247,7 @@ class Rewards:
             self._pool.close()
 
     def _score(self, function: _Function, batch: _Batch) -> list[float]:
-        """A function's rewards of a batch; 0 for records of data sets it is not for."""
+        """Computes a function's rewards of a batch; 0 for records of data sets it is not for."""
         if not function.dataset:
             return self._scored(function, batch)
         if self._config.dataset_field not in batch.fields:
@@ -221,7 +264,7 @@ class Rewards:
 
     def _scored(self, function: _Function, batch: _Batch) -> list[float]:
         try:
-            reply = self._call(function, batch, self._config.deadline_s)
+            reply = self._patiently(function, batch)
         except LateError as error:
             raise self._late(function, batch) from error
         except DiedError as error:
@@ -234,8 +277,25 @@ class Rewards:
             raise self._failed(function, batch, f"it {reply['bad']}.")
         return reply["values"]
 
+    def _patiently(self, function: _Function, batch: _Batch) -> dict[str, Any]:
+        """Calls a function again, at growing intervals, while a service that it asks is away."""
+        started, pause = time.monotonic(), _FIRST_PAUSE_S
+        while "away" in (reply := self._call(function, batch, self._config.deadline_s)):
+            waited = time.monotonic() - started
+            if waited + pause > self._config.deadline_s:
+                raise RewardServiceError(
+                    f"Reward function {function.name} asks a service that has been away for {waited:.0f} s "
+                    f"({reply['away']}): the same command goes on when it is back; reward.deadline_s="
+                    f"{self._config.deadline_s:g} says how long to wait for it."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return reply
+
     def _call(self, function: _Function, batch: _Batch, deadline_s: float) -> dict[str, Any]:
         if function.here is not None:
+            if isinstance(function.here, _Judge):  # ends by itself before it is given up
+                deadline_s += _JUDGE_S
             return _in_thread(function.here, batch, deadline_s)
         assert self._pool is not None
         return self._pool.call(function.name, batch.body, deadline_s)
@@ -282,11 +342,32 @@ class Rewards:
                 break
         else:
             where += f", as {batch.show(0)}"
-        return RewardError(f"Reward function {function.name} failed for {where}: {what}")
+        return RewardError(f"Reward function {function.name} failed for {where}: {what}{self._advice(what)}")
+
+    def _advice(self, what: str) -> str:
+        """Names the key to turn, if a limit may have caused the failure."""
+        withheld = [name for name in self._config.limits.withheld(os.environ) if name in what]
+        if withheld:
+            names = ", ".join(withheld)
+            return f"\nReward functions do not see {names}: name what they need in reward.limits.environment."
+        for said, key in _LIMITS.items():
+            if said in what:
+                return f"\nThe limit may be reward.limits.{key}={getattr(self._config.limits, key)}."
+        return ""
+
+
+class _Judge:
+    """The built-in judge with its settings; its requests end before its own deadline, so that it can report errors."""
+
+    def __init__(self, config: RewardConfig):
+        self._judge = functools.partial(judge, config=config.judge, deadline_s=config.deadline_s)
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
+        return self._judge(prompts, completions, fields.get("answer") or [""] * len(prompts))
 
 
 def _in_thread(fn: Callable[..., Any], batch: _Batch, deadline_s: float) -> dict[str, Any]:
-    """Calls in a daemon thread, so that one that never ends keeps neither the caller nor the exit waiting."""
+    """Calls a function in a daemon thread, so that an endless one blocks neither the caller nor the exit."""
     replies: list[dict[str, Any]] = []
 
     def run() -> None:
@@ -305,8 +386,9 @@ def _in_thread(fn: Callable[..., Any], batch: _Batch, deadline_s: float) -> dict
 _BUILT_IN = {name: reference.__name__ for name in reference.BUILT_IN} | {
     "r1_format": formats.__name__,
     "math_equal": math_answer.__name__,
-    "judge": judge.__name__,
+    "failed_calls": turns.__name__,
 }
+_JUDGE = "judge"
 MODEL_NAME = "reward_model"
 
 
@@ -314,13 +396,13 @@ def _functions(config: RewardConfig) -> list[_Function]:
     return _unique([_resolve(fn, config) for fn in config.fns])
 
 
-def _names(functions: Sequence[_Function], config: RewardConfig) -> tuple[str, ...]:
+def _names(functions: Sequence[_Function], config: RewardConfig, others: Mapping[str, float]) -> tuple[str, ...]:
     """Names of the rows of a batch's rewards."""
-    return tuple(function.name for function in functions) + (MODEL_NAME,) * bool(config.model)
+    return (*(function.name for function in functions), *(MODEL_NAME,) * bool(config.model), *others)
 
 
 def _resolve(fn: str | Callable[..., Any], config: RewardConfig) -> _Function:
-    """How a function of the configuration is reached.
+    """Imports a reward function named in the configuration.
 
     Raises:
       ValueError: a name that is neither built in nor of a known form, or a file that does not exist.
@@ -328,7 +410,7 @@ def _resolve(fn: str | Callable[..., Any], config: RewardConfig) -> _Function:
     if not isinstance(fn, str):
         if not callable(fn):
             raise ValueError(f"reward.fns holds {fn!r} ({type(fn).__name__}): give names or Python functions.")
-        spec = _spec_of(fn)
+        spec = spec_of(fn)
         name = getattr(fn, "__name__", type(fn).__name__).strip("<>")
         return _Function(name, spec, None if spec else fn)
     head, at, dataset = fn.rpartition("@")
@@ -342,52 +424,28 @@ def _resolve(fn: str | Callable[..., Any], config: RewardConfig) -> _Function:
 
 def _named(fn: str, config: RewardConfig) -> _Function:
     if fn in _BUILT_IN:
-        spec = {"module": _BUILT_IN[fn], "name": fn}
-        if fn == "judge":
-            if not config.judge.url:
-                raise ValueError("reward.fns='judge' needs reward.judge.url, an OpenAI-compatible endpoint.")
-            settings = json.dumps(dataclasses.asdict(config.judge))
-            spec["settings"] = json.dumps({"judge_settings": settings})
-        return _Function(fn, spec, None)
+        return _Function(fn, {"module": _BUILT_IN[fn], "name": fn}, None)
+    if fn == _JUDGE:
+        if not config.judge.url:
+            raise ValueError("reward.fns='judge' needs reward.judge.url, an OpenAI-compatible endpoint.")
+        return _Function(fn, None, _Judge(config))
     place, colon, name = fn.rpartition(":")
     if not colon or not place or not name:
-        close = difflib.get_close_matches(fn, _BUILT_IN, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"built in are {', '.join(_BUILT_IN)}."
+        known = [*_BUILT_IN, _JUDGE]
+        close = difflib.get_close_matches(fn, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"built in are {', '.join(known)}."
         raise ValueError(
             f"reward.fns={fn!r} is no built-in reward, nor 'file.py:function' or 'package.module:function': {hint}"
         )
-    if not place.endswith(".py"):
-        return _Function(name.rpartition(".")[2], {"module": place, "name": name}, None)
-    path = pathlib.Path(place).expanduser()
-    if not path.is_file():
-        raise ValueError(f"reward.fns={fn!r}: the file {path.absolute()} does not exist.")
-    return _Function(name.rpartition(".")[2], {"file": str(path.resolve()), "name": name}, None)
-
-
-def _spec_of(fn: Callable[..., Any]) -> Mapping[str, str] | None:
-    """Where a worker finds a Python function, None when it cannot: not reachable by module and name, or no file."""
-    name, module = getattr(fn, "__qualname__", ""), sys.modules.get(getattr(fn, "__module__", None) or "")
-    file = getattr(module, "__file__", None)
-    if not name or module is None or not file or not pathlib.Path(file).is_file():
-        return None
-    found: Any = module
-    for part in name.split("."):
-        found = inspect.getattr_static(found, part, None)
-    if isinstance(found, staticmethod):
-        found = found.__func__
-    if found is not fn:
-        return None
-    if module.__name__ != "__main__":
-        return {"module": module.__name__, "name": name}
-    # A script: run by `python -m` it has a module name of its own, else it is found by its file.
-    spec = getattr(module, "__spec__", None)
-    if spec is not None:
-        return {"module": spec.name, "name": name}
-    return {"file": str(pathlib.Path(file).resolve()), "name": name}
+    try:
+        spec = spec_at(place, name)
+    except ValueError as error:
+        raise ValueError(f"reward.fns={fn!r}: {error}") from None
+    return _Function(name.rpartition(".")[2], spec, None)
 
 
 def _unique(functions: Sequence[_Function]) -> list[_Function]:
-    """Names made different by a number, so that each has a metric of its own."""
+    """Makes names different by a number, so that each has its own metric."""
     seen: dict[str, int] = {}
     renamed = []
     for function in functions:
@@ -397,7 +455,7 @@ def _unique(functions: Sequence[_Function]) -> list[_Function]:
 
 
 def _plain(value: Any) -> Any:
-    """numpy values as JSON's."""
+    """Converts numpy values for JSON."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} {str(value)[:80]!r} is no JSON value")

@@ -1,4 +1,4 @@
-"""The format reward of R1-style training: thoughts in one pair of tags, the answer in another, nothing else."""
+"""The format reward of R1-style training: one pair of think tags, one pair of answer tags, nothing else."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ _FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTA
 
 
 def r1_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
-    """1 for `<think>...</think><answer>...</answer>` and nothing around it, each tag once; else 0 (arXiv 2501.12948).
+    """Scores 1 for `<think>...</think><answer>...</answer>` alone, each tag once; else 0 (arXiv 2501.12948).
 
     A prompt that ends with `<think>` has opened the thoughts already: the completion may then start inside them.
     """

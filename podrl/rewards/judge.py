@@ -1,7 +1,7 @@
 """A language model as judge: asks an OpenAI-compatible endpoint for a score of every completion."""
 
 import dataclasses
-import functools
+import http.client
 import json
 import os
 import random
@@ -13,18 +13,22 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from podrl.config import Count, Natural, Positive, Workers, section
+from podrl.runtime.service import ServiceError, ask, is_away
+
 _ASK = (
     "You grade an answer. Question:\n{prompt}\n\nReference answer (may be empty): {answer}\n\nAnswer to grade:\n"
     "{completion}\n\nThink briefly, then end with one line 'SCORE: n', n from 0 (wrong) to {max_score} (perfect)."
 )
 _SCORE = re.compile(r"SCORE:\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
-_AGAIN = (408, 409, 425, 429)  # and every 5xx: worth another try
 _SHOWN = 200
+_LONGEST_PAUSE_S = 5.0
 
 
+@section("reward.judge")
 @dataclasses.dataclass(frozen=True)
 class JudgeConfig:
-    """Who judges, and how it is asked.
+    """Settings of the judge: address, model, prompt and deadlines.
 
     Attributes:
       url: base of the endpoint, such as 'http://host:8000/v1'; requests go to url + '/chat/completions'.
@@ -33,19 +37,20 @@ class JudgeConfig:
       max_score: the best score; rewards are the score divided by it.
       max_tokens: of the reply.
       timeout_s: seconds for one request.
-      retries: further requests after one that failed or was not understood.
+      retries: further requests after a reply that was not understood. A judge that is away or busy is asked again, more
+        and more seldom, until reward.deadline_s is over.
       concurrency: requests under way at once.
-      key_variable: environment variable with the bearer token; '' sends none.
+      key_variable: environment variable with the bearer token; '' sends none. Reward functions do not see it.
     """
 
     url: str = ""
     model: str = ""
     template: str = _ASK
-    max_score: float = 10.0
-    max_tokens: int = 512
-    timeout_s: float = 20.0
-    retries: int = 3
-    concurrency: int = 8
+    max_score: Positive = 10.0
+    max_tokens: Count = 512
+    timeout_s: Positive = 20.0
+    retries: Natural = 3
+    concurrency: Workers = 8
     key_variable: str = ""
 
     def __post_init__(self) -> None:
@@ -53,62 +58,76 @@ class JudgeConfig:
             raise ValueError(f"reward.judge.url={self.url!r} must start with http:// or https://.")
         if "{completion}" not in self.template:
             raise ValueError("reward.judge.template must hold {completion}, the text to be graded.")
-        if not (self.max_score > 0 and self.timeout_s > 0) or self.retries < 0 or self.concurrency < 1:
-            raise ValueError(
-                f"reward.judge.max_score={self.max_score} and timeout_s={self.timeout_s} must be above 0, "
-                f"retries={self.retries} at least 0, concurrency={self.concurrency} at least 1."
-            )
 
 
 class JudgeError(RuntimeError):
-    """The judge gave no score; the message says what it gave."""
+    """The judge gave no score; the message quotes its reply."""
 
 
-def judge(prompts: Sequence[str], completions: Sequence[str], *, judge_settings: str, **fields: Any) -> list[float]:
-    """The judge's score of every completion, from 0 to 1.
+def judge(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answers: Sequence[Any],
+    *,
+    config: JudgeConfig,
+    deadline_s: float,
+) -> list[float]:
+    """Asks the judge for a score of every completion, from 0 to 1.
+
+    It runs in the process that trains, which alone holds the judge's token, and never in one with code of users.
 
     Args:
       prompts, completions: what is judged.
-      judge_settings: a JudgeConfig as JSON.
-      fields: `answer`, where there is one, is shown to the judge.
+      answers: reference answers, shown to the judge.
+      config: the judge.
+      deadline_s: seconds for all of them.
 
     Raises:
       JudgeError: no score for one of them after all retries. It never becomes a reward of 0.
+      ServiceError: the judge was away for as long as there was time.
     """
-    config = JudgeConfig(**json.loads(judge_settings))
-    answers = fields.get("answer") or [""] * len(prompts)
-    ask = functools.partial(_ask, config)
+    end = time.monotonic() + deadline_s
+
+    def score(prompt: str, completion: str, answer: Any) -> float:
+        return _score_of(config, prompt, completion, answer, end)
+
     with ThreadPoolExecutor(config.concurrency) as threads:
-        return list(threads.map(ask, prompts, completions, answers))
+        return list(threads.map(score, prompts, completions, answers))
 
 
-def _ask(config: JudgeConfig, prompt: str, completion: str, answer: Any) -> float:
+def _score_of(config: JudgeConfig, prompt: str, completion: str, answer: Any, end: float) -> float:
     shown = {"prompt": prompt, "completion": completion, "answer": answer, "max_score": f"{config.max_score:g}"}
-    problem = ""
-    for attempt in range(config.retries + 1):
-        if attempt:
-            time.sleep(min(0.25 * 2.0**attempt, 5.0) * random.uniform(0.5, 1.0))
+    problem, asked, misunderstood = "there was no time to ask", 0, 0
+    while (left := end - time.monotonic()) > 0:
+        asked += 1
         try:
-            reply = _post(config, _filled(config.template, shown))
+            reply = _post(config, _filled(config.template, shown), min(config.timeout_s, left))
             return _score(reply, config.max_score)
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            problem = f"HTTP {error.code}: {text[:_SHOWN]!r}"
-            if error.code not in _AGAIN and error.code < 500:
-                break
-        except (OSError, ValueError) as error:  # no connection, no reply in time, or one that is not understood
+            problem = f"HTTP {error.code} ({error.msg}): {error.read().decode(errors='replace')[:_SHOWN]!r}"
+            final = not is_away(error)
+        except (
+            OSError,
+            ValueError,
+            http.client.HTTPException,
+        ) as error:  # no reply, or not understood
             problem = f"{type(error).__name__}: {error}"
-    raise JudgeError(
-        f"the judge at {config.url} (reward.judge.url) gave no score after {attempt + 1} requests, last {problem}"
-    )
+            misunderstood += not is_away(error)
+            final = misunderstood > config.retries
+        if final:
+            raise JudgeError(
+                f"the judge at {config.url} (reward.judge.url) gave no score after {asked} requests, last {problem}"
+            )
+        time.sleep(max(min(0.25 * 2.0**asked * random.uniform(0.5, 1.0), _LONGEST_PAUSE_S, end - time.monotonic()), 0))
+    raise ServiceError(f"the judge at {config.url} (reward.judge.url), asked {asked} times, last {problem}")
 
 
 def _filled(template: str, shown: Mapping[str, Any]) -> str:
-    """The template with its names replaced once; braces in what is judged stay as they are."""
+    """Fills the template's names once; braces in the judged text stay as they are."""
     return re.sub(r"\{(prompt|completion|answer|max_score)\}", lambda match: str(shown[match[1]]), template)
 
 
-def _post(config: JudgeConfig, question: str) -> str:
+def _post(config: JudgeConfig, question: str, timeout_s: float) -> str:
     body = {
         "model": config.model,
         "messages": [{"role": "user", "content": question}],
@@ -120,8 +139,7 @@ def _post(config: JudgeConfig, question: str) -> str:
         headers["Authorization"] = f"Bearer {os.environ.get(config.key_variable, '')}"
     url = config.url.rstrip("/") + "/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=config.timeout_s) as response:
-        reply = json.loads(response.read())
+    reply = json.loads(ask(request, timeout_s=timeout_s))
     try:
         return str(reply["choices"][0]["message"]["content"])
     except (KeyError, IndexError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Whether a completion's answer is mathematically the reference answer, by math-verify (extra [math])."""
+"""Scores mathematical equality with the reference answer, by math-verify (extra [math])."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ _LIMIT_S = 5
 
 
 def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any) -> list[float]:
-    """1 where the answer equals the reference as mathematics (1/2, 0.5 and \\frac{1}{2} are one), else 0.
+    """Scores 1 if the answer equals the reference as mathematics (1/2, 0.5 and \frac{1}{2} are equal), else 0.
 
     The answer is what stands between the last `<answer>` tags, or in a completion without them what math-verify finds:
     the last boxed or final expression.
@@ -39,7 +39,7 @@ def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Seque
 
 
 def _answer_of(completion: str) -> str | None:
-    """What stands between the last answer tags, without dollars around it; None without a pair of them."""
+    """Extracts the text between the last pair of answer tags, without enclosing dollars; None without a pair."""
     before, opened, rest = completion.rpartition("<answer>")
     inside, closed, _ = rest.partition("</answer>")
     del before

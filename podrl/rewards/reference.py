@@ -17,25 +17,25 @@ _NUMBER = re.compile(r"<answer>.*?(?P<number>[\d.]+)", re.DOTALL)
 
 
 def answer_of(completion: str) -> str | None:
-    """The text between the answer tags of a completion in the exact format; None in any other format."""
+    """Extracts the text between the answer tags of a completion in the exact format; None in any other format."""
     match = _FORMAT.search(completion)
     return match["answer"] if match else None
 
 
 def number_of(completion: str) -> float | None:
-    """The first number after `<answer>`, whatever the format; None when there is none."""
+    """Finds the first number after `<answer>`, whatever the format; None when there is none."""
     match = _NUMBER.search(completion)
     return _number(match["number"]) if match else None
 
 
 def exact_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
-    """3 when the completion keeps the format, else 0."""
+    """Scores 3 when the completion keeps the format, else 0."""
     del prompts, fields
     return [3.0 if answer_of(completion) is not None else 0.0 for completion in completions]
 
 
 def approximate_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
-    """For each of the four tags 0.5 when it is there exactly once, else -0.5: from -2 to 2."""
+    """Scores each of the four tags 0.5 when it occurs exactly once, else -0.5: from -2 to 2."""
     del prompts, fields
     return [sum(0.5 if completion.count(tag) == 1 else -0.5 for tag in TAGS) for completion in completions]
 
@@ -51,7 +51,7 @@ def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[
 
 
 def number(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any) -> list[float]:
-    """1.5 when the first number after `<answer>` equals the reference answer, else 0."""
+    """Scores 1.5 when the first number after `<answer>` equals the reference answer, else 0."""
     del prompts, fields
     return [1.5 if _equal(number_of(c), str(a)) else 0.0 for c, a in zip(completions, answer, strict=True)]
 
@@ -74,7 +74,7 @@ def accuracies(completion: str, truth: str) -> dict[str, float]:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that at least one of k samples drawn from n, of which `correct` are right, is right.
+    """Estimates the probability that at least one of k samples, drawn from n with `correct` right ones, is right.
 
     Unbiased estimator 1 - C(n - correct, k) / C(n, k) (arXiv 2107.03374, equation 1).
 
@@ -84,18 +84,6 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     if not (1 <= k <= n and 0 <= correct <= n):
         raise ValueError(f"pass@{k} of {correct} right in {n} samples: 1 <= k <= n and 0 <= correct <= n must hold.")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def majority_at_k(completions: Sequence[str], truth: str) -> float:
-    """1.0 when the commonest number among the completions equals the reference answer, else 0.0.
-
-    Completions without a number have no vote; of equally common numbers the one that came first wins.
-    """
-    votes: dict[float, int] = {}
-    for guess in map(number_of, completions):
-        if guess is not None:
-            votes[guess] = votes.get(guess, 0) + 1
-    return float(bool(votes) and _equal(max(votes, key=votes.__getitem__), truth))
 
 
 def _answer_score(guess: str | None, truth: str) -> float:
@@ -114,7 +102,7 @@ def _answer_score(guess: str | None, truth: str) -> float:
 
 
 def _number(text: str) -> float | None:
-    """The value of a finite decimal number, None for any other text."""
+    """Parses a finite decimal number; None for any other text."""
     try:
         value = float(text)
     except ValueError:
@@ -127,5 +115,5 @@ def _equal(value: float | None, truth: str) -> bool:
 
 
 def _within(value: float, target: float, low: float, high: float) -> bool:
-    """Whether value / target lies in [low, high]; against 0 only 0 does."""
+    """True if value / target lies in [low, high]; against 0, only 0 does."""
     return low <= value / target <= high if target else value == 0

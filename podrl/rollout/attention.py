@@ -1,6 +1,6 @@
-"""Attention of the decode engine: queries go to the key segments that hold tokens, so cost follows content.
+"""Attention of the decode engine: each query visits only the key pages in use, so cost follows content.
 
-Every read of a segment gives a partial result (maximum, normaliser, weighted values) for the queries it served; a
+Every read of a page gives a partial result (maximum, normaliser, weighted values) for the queries it served; a
 lane's result combines its own partials in a fixed order, so it does not depend, bit for bit, on which lane it has, on
 places in the pool or on neighbours.
 """
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from podrl.models.attention import NEG_INF
-from podrl.rollout.visits import Visits
+from podrl.rollout.reads import ReadList
 
-SHARED_BLOCK = 4  # shared visits computed together
-OWN_BLOCK = 16  # own visits computed together
+SHARED_BLOCK = 4  # shared reads computed together
+OWN_BLOCK = 16  # own reads computed together
 
 
 @flax.struct.dataclass
@@ -28,18 +28,18 @@ class Partial:
     value: Float[Array, "*q H"]
 
     def scaled(self, top: Array) -> tuple[Array, Array]:
-        """(mass, value) relative to another maximum."""
+        """Rescales to another maximum: (mass, value)."""
         factor = jnp.exp(self.top - top)
         return self.mass * factor, self.value * factor[..., None]
 
     def merge(self, other: "Partial") -> "Partial":
-        """Softmax over both sets of keys."""
+        """Merges softmax over two sets of keys."""
         top = jnp.maximum(self.top, other.top)
         (mass, value), (mass2, value2) = self.scaled(top), other.scaled(top)
         return Partial(top, mass + mass2, value + value2)
 
     def result(self, dtype: jnp.dtype) -> Array:
-        """The weighted mean; 0 where no key was seen."""
+        """Divides by the sum of weights; 0 where no key was seen."""
         return (self.value / jnp.maximum(self.mass, 1e-30)[..., None]).astype(dtype)
 
 
@@ -50,7 +50,7 @@ def partial_attention(
     seen_BQC: Bool[Array, "B Q C"],
     softcap: float,
 ) -> Partial:
-    """Scores in float32, weights in the values' dtype, sums in float32. An unseen key weighs exactly 0."""
+    """Attends to some of the keys: scores in float32, weights in the values' dtype. Unseen keys weigh exactly 0."""
     score_BKQC = jnp.einsum("BKQH,BKCH->BKQC", q_BKQH, k_BKCH, preferred_element_type=jnp.float32)
     if softcap:
         score_BKQC = jnp.tanh(score_BKQC / softcap) * softcap
@@ -70,21 +70,21 @@ def decode_attention(
     key_LMKCH: Float[Array, "L M K C H"],
     value_LMKCH: Float[Array, "L M K C H"],
     recent: Partial,
-    visits: Visits,
+    reads: ReadList,
     scratch: tuple[Partial, Partial],
     position_R: Int[Array, " R"],
     *,
     window: Int[Array, ""],
     softcap: float,
 ) -> tuple[Float[Array, "R N H"], tuple[Partial, Partial]]:
-    """One token per lane over the lane's prompt segments, own segments and the keys of this dispatch.
+    """Attends with one token per lane to the lane's prompt pages, own pages and the keys of this dispatch.
 
     Args:
       q_RNH: scaled, rotated queries; head n reads key/value head n // (N / K).
       layer: which layer of the pools to read.
       recent: partial result over the keys of this dispatch, (R, K, N/K).
-      visits: see `Visits`.
-      scratch: room for the partials of shared and own visits, from `make_scratch`; overwritten and handed back, so
+      reads: see `ReadList`.
+      scratch: room for the partials of shared and own reads, from `make_scratch`; overwritten and handed back, so
         that no step pays for clearing what it does not use.
       position_R: position of the query.
       window: tokens back that are seen, itself included.
@@ -94,59 +94,57 @@ def decode_attention(
     q_RKGH = q_RNH.reshape(R, K, N // K, H)
     place_C = jnp.arange(C)
 
-    def read(segment_B: Array, q_BKQH: Array, lane_BQ: Array, start_B: Array, count_B: Array) -> Partial:
-        k_BKCH = key_LMKCH.at[layer, segment_B].get(mode="promise_in_bounds")
-        v_BKCH = value_LMKCH.at[layer, segment_B].get(mode="promise_in_bounds")
+    def read(page_B: Array, q_BKQH: Array, lane_BQ: Array, start_B: Array, count_B: Array) -> Partial:
+        k_BKCH = key_LMKCH.at[layer, page_B].get(mode="promise_in_bounds")
+        v_BKCH = value_LMKCH.at[layer, page_B].get(mode="promise_in_bounds")
         back_BQC = position_R[lane_BQ][..., None] - (start_B[:, None] + place_C)[:, None]
         seen_BQC = (place_C < count_B[:, None])[:, None] & (back_BQC < window)
         return partial_attention(q_BKQH, k_BKCH, v_BKCH, seen_BQC, softcap)
 
     def own(cut: Callable[[Array], Array]) -> Partial:
-        lane_B = cut(visits.own_lane_O)
+        lane_B = cut(reads.own_lane_O)
         q_BKGH, lane_BG = q_RKGH[lane_B], jnp.broadcast_to(lane_B[:, None], (OWN_BLOCK, N // K))
-        return read(cut(visits.own_segment_O), q_BKGH, lane_BG, cut(visits.own_start_O), cut(visits.own_count_O))
+        return read(cut(reads.own_page_O), q_BKGH, lane_BG, cut(reads.own_start_O), cut(reads.own_count_O))
 
     def shared(cut: Callable[[Array], Array]) -> Partial:
-        lane_BW = cut(visits.shared_lane_UW)
+        lane_BW = cut(reads.shared_lane_UW)
         B, W = lane_BW.shape
         q_BKQH = q_RKGH[lane_BW].transpose(0, 2, 1, 3, 4).reshape(B, K, W * (N // K), H)
         lane_BQ = jnp.repeat(lane_BW, N // K, axis=1)
-        part = read(
-            cut(visits.shared_segment_U), q_BKQH, lane_BQ, cut(visits.shared_start_U), cut(visits.shared_count_U)
-        )
+        part = read(cut(reads.shared_page_U), q_BKQH, lane_BQ, cut(reads.shared_start_U), cut(reads.shared_count_U))
         return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, K, W, N // K, *x.shape[3:]), 2, 1), part)
 
-    W = visits.shared_lane_UW.shape[1]
-    with jax.named_scope("shared_visits"):
-        from_shared = _blocks(shared, visits.total_2[0], SHARED_BLOCK, scratch[0])
-    with jax.named_scope("own_visits"):
-        from_own = _blocks(own, visits.total_2[1], OWN_BLOCK, scratch[1])
+    W = reads.shared_lane_UW.shape[1]
+    with jax.named_scope("shared_reads"):
+        from_shared = _blocks(shared, reads.total_2[0], SHARED_BLOCK, scratch[0])
+    with jax.named_scope("own_reads"):
+        from_own = _blocks(own, reads.total_2[1], OWN_BLOCK, scratch[1])
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), from_shared)
     with jax.named_scope("merge_shared"):
-        result = _gather(recent, flat, visits.shared_first_R, visits.shared_number_R, visits.longest_2[0], W)
+        result = _gather(recent, flat, reads.shared_first_R, reads.shared_number_R, reads.longest_2[0], W)
     with jax.named_scope("merge_own"):
-        result = _gather(result, from_own, visits.own_first_R, visits.own_number_R, visits.longest_2[1], 1)
+        result = _gather(result, from_own, reads.own_first_R, reads.own_number_R, reads.longest_2[1], 1)
     return result.result(q_RNH.dtype).reshape(R, N, H), (from_shared, from_own)
 
 
-def loop_counts(visits: Visits) -> dict[str, int]:
-    """How often the loops of `decode_attention` run for such visits (on the host), by their named scope."""
+def loop_counts(reads: ReadList) -> dict[str, int]:
+    """Counts how often the loops of `decode_attention` run for such reads (on the host), by their named scope."""
     return {
-        "shared_visits": -(-int(visits.total_2[0]) // SHARED_BLOCK),
-        "own_visits": -(-int(visits.total_2[1]) // OWN_BLOCK),
-        "merge_shared": int(visits.longest_2[0]),
-        "merge_own": int(visits.longest_2[1]),
+        "shared_reads": -(-int(reads.total_2[0]) // SHARED_BLOCK),
+        "own_reads": -(-int(reads.total_2[1]) // OWN_BLOCK),
+        "merge_shared": int(reads.longest_2[0]),
+        "merge_own": int(reads.longest_2[1]),
     }
 
 
-def make_scratch(visits: Visits, kv_heads: int, heads: int, head_dim: int) -> tuple[Partial, Partial]:
-    """Room for the partials of every shared visit (U, W, K, N/K) and every own one (O, K, N/K)."""
+def make_scratch(reads: ReadList, kv_heads: int, heads: int, head_dim: int) -> tuple[Partial, Partial]:
+    """Allocates scratch for the partials of every shared read (U, W, K, N/K) and every own one (O, K, N/K)."""
 
     def room(*rows: int) -> Partial:
         shape = (*rows, kv_heads, heads // kv_heads)
         return Partial(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 
-    return room(*visits.shared_lane_UW.shape), room(*visits.own_lane_O.shape)
+    return room(*reads.shared_lane_UW.shape), room(*reads.own_lane_O.shape)
 
 
 def recent_attention(
@@ -158,7 +156,7 @@ def recent_attention(
     window: Int[Array, ""],
     softcap: float,
 ) -> Partial:
-    """Partial result over the tokens fed in this dispatch, of which place `step` is the query's own."""
+    """Attends to the tokens fed in this dispatch; the query's own is at place `step`."""
     R, N, H = q_RNH.shape
     K, C = k_RKCH.shape[1:3]
     back_C = step - jnp.arange(C)
@@ -173,7 +171,7 @@ def prefill_attention(
     layer: Int[Array, ""] | int,
     key_LMKCH: Float[Array, "L M K C H"],
     value_LMKCH: Float[Array, "L M K C H"],
-    prior_segment_BJ: Int[Array, "B J"],
+    prior_page_BJ: Int[Array, "B J"],
     prior_start_BJ: Int[Array, "B J"],
     prior_count_BJ: Int[Array, "B J"],
     longest: Int[Array, ""],
@@ -182,11 +180,11 @@ def prefill_attention(
     window: Int[Array, ""],
     softcap: float,
 ) -> Float[Array, "B T N H"]:
-    """A chunk of each row over the row's earlier segments and, causally, over itself.
+    """Attends with a chunk of each row to the row's earlier pages and, causally, to itself.
 
     Args:
-      prior_segment_BJ, prior_start_BJ, prior_count_BJ: the row's segments before the chunk; count 0 is no segment.
-      longest: most prior segments of any row.
+      prior_page_BJ, prior_start_BJ, prior_count_BJ: the row's pages before the chunk; count 0 is no page.
+      longest: most prior pages of any row.
       position_BT: positions, contiguous in a row.
     """
     B, T, N, H = q_BTNH.shape
@@ -199,10 +197,10 @@ def prefill_attention(
     own = partial_attention(q_BKQH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), seen_BQT, softcap)
 
     def earlier(j: Array, so_far: Partial) -> Partial:
-        segment_B, start_B, count_B = prior_segment_BJ[:, j], prior_start_BJ[:, j], prior_count_BJ[:, j]
+        page_B, start_B, count_B = prior_page_BJ[:, j], prior_start_BJ[:, j], prior_count_BJ[:, j]
         back_BQC = position_BQ[..., None] - (start_B[:, None] + place_C)[:, None]
         seen_BQC = (place_C < count_B[:, None])[:, None] & (back_BQC < window)
-        k_BKCH, v_BKCH = key_LMKCH[layer, segment_B], value_LMKCH[layer, segment_B]
+        k_BKCH, v_BKCH = key_LMKCH[layer, page_B], value_LMKCH[layer, page_B]
         return so_far.merge(partial_attention(q_BKQH, k_BKCH, v_BKCH, seen_BQC, softcap))
 
     out_BKQH = jax.lax.fori_loop(0, longest, earlier, own).result(q_BTNH.dtype)
@@ -215,7 +213,7 @@ def _blocks(
     block: int,
     scratch: Partial,
 ) -> Partial:
-    """Partials of `total` visits, computed block by block into `scratch`; what lies behind them is stale."""
+    """Computes the partials of `total` reads block by block into `scratch`; entries behind them are stale."""
 
     def body(i: Array, parts: Partial) -> Partial:
         done = compute(lambda x: jax.lax.dynamic_slice_in_dim(x, i * block, block))
@@ -232,7 +230,7 @@ def _gather(
     longest: Int[Array, ""],
     stride: int,
 ) -> Partial:
-    """Merges each lane's visits into its result, in order. Lanes with fewer than `longest` are left unchanged."""
+    """Merges each lane's reads into its result, in order. Lanes with fewer than `longest` are left unchanged."""
 
     def body(j: Array, result: Partial) -> Partial:
         mine_R = j < number_R

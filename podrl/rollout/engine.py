@@ -1,7 +1,8 @@
-"""Device work of the decode engine: JetStream's verbs, each compiled once, over pools that live on the rollout mesh."""
+"""Device programs of the decode engine: JetStream's verbs, each compiled once, over pools on the rollout mesh."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,9 @@ from podrl.mesh import rules
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.rollout import attention
+from podrl.rollout.reads import ReadList
 from podrl.rollout.sampling import LaneSampling, draw
-from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, EngineShape, Seats
-from podrl.rollout.visits import Visits
+from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, EngineShape, LaneUpdates
 from podrl.types import PyTree
 
 BATCH = ("data", "fsdp")
@@ -34,7 +35,7 @@ class Program(NamedTuple):
 
 
 class Engine:
-    """Compiled programs of one model on one mesh; weights and state are arguments, nothing is kept.
+    """Compiled programs of one model on one mesh; weights and state are arguments, the engine holds no arrays.
 
     Attributes:
       shards: data-parallel shards of the mesh.
@@ -44,34 +45,40 @@ class Engine:
     def __init__(self, model: ModelConfig, mesh: Mesh, shape: EngineShape, dtype: jnp.dtype):
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.visit_shape = shape.visits()
+        self.read_shape = shape.reads()
         self.unrolled = model.num_layers <= UNROLLED_LAYERS
         self._rows = NamedSharding(mesh, self._batch_spec())
         self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())
         self.generate = self._program(self._generate, flat_args=1, out=self._emitted_specs())
         self.bulk_insert = self._program(self._insert, flat_args=1, weights=False)
-        self._write = self._program(self._write_segments, flat_args=1, blocks=2, weights=False)
-        self._read = jax.jit(self._mapped(self._read_segments, self._read_specs()))
+        self._write = self._program(self._write_pages, flat_args=1, blocks=2, weights=False)
+        self._read = jax.jit(self._mapped(self._read_pages, self._read_specs()))
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
         self.prepare = jax.jit(self._prepare)
 
-    # Where things live.
+    # Shapes and shardings.
 
     def _batch_spec(self) -> Spec:
         return rules.spec_for(("batch",), (self.shards,), self.mesh)
 
     def _pool_shape(self) -> tuple[int, ...]:
         m, s = self.model, self.shape
-        return (m.num_layers, self.shards * s.segments, m.num_kv_heads, s.segment_tokens, m.head_dim)
+        return (m.num_layers, self.shards * s.pages, m.num_kv_heads, s.page_tokens, m.head_dim)
 
     def _pool_spec(self) -> Spec:
         return rules.spec_for(("layers", "batch", "kv_heads", "time", "head_dim"), self._pool_shape(), self.mesh)
 
     @property
+    def pool_bytes(self) -> int:
+        """Bytes of both pools over all devices."""
+        shard = self.pool_sharding.shard_shape(self._pool_shape())
+        return 2 * math.prod(shard) * jnp.dtype(self.dtype).itemsize * self.mesh.size
+
+    @property
     def pool_sharding(self) -> NamedSharding:
-        """Of the pools, and of blocks of segments."""
+        """Sharding of the pools, and of blocks of pages."""
         return NamedSharding(self.mesh, self._pool_spec())
 
     def _state_specs(self) -> DecodeState:
@@ -81,17 +88,17 @@ class Engine:
 
     def _emitted_specs(self) -> Emitted:
         row: Any = self._batch_spec()
-        return Emitted(row, row, row, row, row, row)
+        return Emitted(row, row, row, row, row, row, row, row)
 
     def _manual(self, spec: Spec) -> Spec:
-        """The part of a spec that names axes this engine handles itself; XLA handles tensor."""
+        """Restricts a spec to the axes this engine handles itself; XLA handles tensor."""
         kept = [
             tuple(a for a in ((e,) if isinstance(e, str) else e or ()) if a != "tensor") or None for e in tuple(spec)
         ]
         return Spec(*(e[0] if e and len(e) == 1 else e for e in kept))
 
     def _mapped(self, local: Callable, specs: tuple) -> Callable:
-        """`local` run on each data-parallel shard: (in specs, out specs)."""
+        """Maps `local` over the data-parallel shards: (in specs, out specs)."""
         is_spec = lambda x: isinstance(x, Spec)  # noqa: E731
         tensor = self.mesh.shape["tensor"] > 1
         inside, outside = jax.tree.map(self._manual, specs, is_leaf=is_spec) if tensor else specs
@@ -103,7 +110,7 @@ class Engine:
     def _program(
         self, local: Callable, *, flat_args: int, blocks: int = 0, weights: bool = True, out: PyTree = None
     ) -> Callable:
-        """jit of `local(params?, state, *flat, *blocks) -> (state, out?)`; the state is donated."""
+        """Jits `local(params?, state, *flat, *blocks) -> (state, out?)`; the state is donated."""
         row, state = self._batch_spec(), self._state_specs()
         block = self._pool_spec()
         inside = (*([self._param_specs()] if weights else []), state, *[row] * flat_args, *[block] * blocks)
@@ -116,7 +123,7 @@ class Engine:
         )
 
     def _param_specs(self) -> PyTree:
-        """Specs of what `prepare` returns."""
+        """Returns the specs of prepared parameters."""
 
         def spec(param: decoder.Param, split: bool) -> Spec:
             cut = 1 if split else 0
@@ -128,13 +135,13 @@ class Engine:
         return {**tree, "layers": [layers] * self.model.num_layers if self.unrolled else layers}
 
     def put_rows(self, rows: np.ndarray) -> Array:
-        """A host array onto the mesh, its first axis over the data-parallel shards."""
+        """Copies a host array onto the mesh, its first axis over the data-parallel shards."""
         return jax.device_put(rows, self._rows)
 
     # Verbs: the parts that run on each shard.
 
     def _prepare(self, params: PyTree) -> PyTree:
-        """Weights in the form the programs take: one tree per layer where layers are unrolled, else as they are."""
+        """Converts weights to the programs' form: one tree per layer where layers are unrolled, else unchanged."""
         if not self.unrolled:
             return params
         layers = [{name: x[i] for name, x in params["layers"].items()} for i in range(self.model.num_layers)]
@@ -151,11 +158,11 @@ class Engine:
         return DecodeState(pool, pool, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE)
 
     def init_state(self) -> DecodeState:
-        """Empty pools and lanes, made in place."""
+        """Makes empty pools and lanes, in place."""
         return jax.jit(self._empty_state, out_shardings=self._shardings)()
 
     def programs(self, params: PyTree) -> list[Program]:
-        """Every program of the engine with what it is called with, as shapes and shardings: nothing is allocated.
+        """Lists every program of the engine with its arguments as shapes and shardings; allocates nothing.
 
         Args:
           params: the model's parameters, or their shapes and shardings (`decoder.abstract_params`).
@@ -163,7 +170,7 @@ class Engine:
         Returns:
           In the order in which a run first needs them; `program.jitted.lower(*program.args).compile()` builds one.
         """
-        s, J = self.shape, self.shape.max_segments
+        s, J = self.shape, self.shape.max_pages
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         prepared = jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
@@ -175,7 +182,7 @@ class Engine:
             jax.eval_shape(self._empty_state),
             self._shardings,
         )
-        seats = Seats.empty(self.shards * s.lanes, s.stop_ids).packed()
+        updates = LaneUpdates.empty(self.shards * s.lanes, s.stop_ids).packed()
 
         def rows(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
@@ -189,36 +196,29 @@ class Engine:
         return [
             Program("prepare", self.prepare, (given,)),
             *prefills,
-            Program("insert", self.bulk_insert, (state, rows(*seats.shape))),
-            Program("generate", self.generate, (prepared, state, rows(self.shards, self.visit_shape.size))),
+            Program("insert", self.bulk_insert, (state, rows(*updates.shape))),
+            Program("generate", self.generate, (prepared, state, rows(self.shards, self.read_shape.size))),
             Program("spill", self._read, (state, rows(self.shards * J))),
             Program("restore", self._write, (state, rows(self.shards * J), moved, moved)),
         ]
 
     def _insert(self, state: DecodeState, packed_RI: Int[Array, "R I"]) -> DecodeState:
-        action_R = packed_RI[:, 0]
-        seat_R = action_R == SEAT
-        real = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)  # noqa: E731
-        new = LaneSampling(
-            temperature_R=real(packed_RI[:, 7]),
-            top_p_R=real(packed_RI[:, 8]),
-            min_p_R=real(packed_RI[:, 9]),
-            top_k_R=packed_RI[:, 4],
-            key_R2=jax.lax.bitcast_convert_type(packed_RI[:, 5:7], jnp.uint32),
-        )
+        new: Any = LaneUpdates.unpacked(packed_RI)
+        seat_R = new.action_R == SEAT
+        sampling = LaneSampling(new.temperature_R, new.top_p_R, new.min_p_R, new.top_k_R, new.key_R2)
         pick = lambda x, y: jnp.where(seat_R.reshape(-1, *[1] * (x.ndim - 1)), x, y)  # noqa: E731
         return dataclasses.replace(
             state,
-            token_R=pick(packed_RI[:, 1], state.token_R),
-            position_R=pick(packed_RI[:, 2], state.position_R),
-            left_R=pick(packed_RI[:, 3], state.left_R),
-            live_R=jnp.where(seat_R, packed_RI[:, 3] > 0, state.live_R & (action_R != FREE)),
-            sampling=jax.tree.map(pick, new, state.sampling),
-            stop_RE=pick(packed_RI[:, 10:], state.stop_RE),
+            token_R=pick(new.token_R, state.token_R),
+            position_R=pick(new.position_R, state.position_R),
+            left_R=pick(new.left_R, state.left_R),
+            live_R=jnp.where(seat_R, new.left_R > 0, state.live_R & (new.action_R != FREE)),
+            sampling=jax.tree.map(pick, sampling, state.sampling),
+            stop_RE=pick(new.stop_RE, state.stop_RE),
         )
 
     def _gathered(self, tree: PyTree, specs: PyTree) -> PyTree:
-        """Weights made whole along fsdp, where they are cut over it."""
+        """Gathers weights that are cut over fsdp."""
 
         def whole(x: Array, spec: Spec) -> Array:
             for dim, entry in enumerate(spec):
@@ -246,59 +246,59 @@ class Engine:
         return x, carry
 
     def _ends(self, params: PyTree) -> PyTree:
-        """Embedding, final norm and output matrix, whole along fsdp."""
+        """Gathers embedding, final norm and output matrix along fsdp."""
         specs = self._param_specs()
         return {name: self._gathered(params[name], specs[name]) for name in params if name != "layers"}
 
     def _generate(self, params: PyTree, state: DecodeState, flat_XI: Int[Array, "1 I"]) -> tuple[DecodeState, Emitted]:
-        """Up to `steps` tokens for every live lane; stops early when no lane of the shard is live."""
+        """Decodes up to `steps` tokens for every live lane; stops early when no lane of the shard is live."""
         model, shape = self.model, self.shape
-        visits = self.visit_shape.split(flat_XI[0])
+        reads = self.read_shape.split(flat_XI[0])
         R, N = shape.lanes, shape.steps
         ends = self._ends(params)
         recent = jnp.zeros((model.num_layers, R, model.num_kv_heads, N, model.head_dim), self.dtype)
         outputs = Emitted(
             jnp.zeros((N, R), jnp.int32),
             jnp.zeros((N, R), jnp.float32),
+            jnp.ones((N, R), jnp.float32),
             jnp.zeros((N, R), jnp.float32),
             jnp.zeros(R, jnp.int32),
             state.live_R,
+            jnp.zeros(R, bool),
             jnp.zeros(1, jnp.int32),
         )
         pools = (state.key_LMKCH, state.value_LMKCH)
 
         def step(carry: tuple) -> tuple:
             n, (token_R, position_R, left_R, live_R), memory, out, _ = carry
-            hidden_R1D, memory = self._decode_step(params, ends, pools, visits, n, (token_R, position_R), memory)
+            hidden_R1D, memory = self._decode_step(params, ends, pools, reads, n, (token_R, position_R), memory)
             logits_RV = decoder.unembed(ends, hidden_R1D, model)[:, 0]
-            new_R, logprob_R, raw_R = draw(logits_RV, state.sampling, position_R + 1, live_R)
+            drawn = draw(logits_RV, state.sampling, position_R + 1, live_R)
+            failed_R = live_R & drawn.failed_R
+            drew_R = live_R & ~failed_R
             out = dataclasses.replace(
                 out,
-                tokens_RT=out.tokens_RT.at[n].set(new_R),
-                logprob_RT=out.logprob_RT.at[n].set(logprob_R),
-                raw_logprob_RT=out.raw_logprob_RT.at[n].set(raw_R),
-                count_R=out.count_R + live_R,
+                tokens_RT=out.tokens_RT.at[n].set(drawn.token_R),
+                logprob_RT=out.logprob_RT.at[n].set(drawn.logprob_R),
+                kept_RT=out.kept_RT.at[n].set(drawn.kept_R),
+                raw_logprob_RT=out.raw_logprob_RT.at[n].set(drawn.raw_logprob_R),
+                count_R=out.count_R + drew_R,
+                failed_R=out.failed_R | failed_R,
             )
             left_R = left_R - live_R
-            ended_R = jnp.any(new_R[:, None] == state.stop_RE, axis=1) | (left_R <= 0)
-            lanes = (jnp.where(live_R, new_R, token_R), position_R + live_R, left_R, live_R & ~ended_R)
+            ended_R = jnp.any(drawn.token_R[:, None] == state.stop_RE, axis=1) | (left_R <= 0)
+            lanes = (jnp.where(live_R, drawn.token_R, token_R), position_R + drew_R, left_R, drew_R & ~ended_R)
             return n + 1, lanes, memory, out, self._any(lanes[3])
 
         lanes = (state.token_R, state.position_R, state.left_R, state.live_R)
-        scratch = attention.make_scratch(visits, model.num_kv_heads, model.num_heads, model.head_dim)
+        scratch = attention.make_scratch(reads, model.num_kv_heads, model.num_heads, model.head_dim)
         carry = (jnp.int32(0), lanes, ((recent, recent), scratch), outputs, self._any(state.live_R))
         with jax.named_scope("decode_steps"):
             n, lanes, (recents, _), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
-        key, value = (self._flush(pool, new, visits, state.live_R) for pool, new in zip(pools, recents, strict=True))
+        key, value = (self._flush(pool, new, reads, state.live_R) for pool, new in zip(pools, recents, strict=True))
         token_R, position_R, left_R, live_R = lanes
-        out = dataclasses.replace(
-            out,
-            tokens_RT=out.tokens_RT.T,
-            logprob_RT=out.logprob_RT.T,
-            raw_logprob_RT=out.raw_logprob_RT.T,
-            live_R=live_R,
-            steps_X=n[None],
-        )
+        turned = {name: getattr(out, name).T for name in ("tokens_RT", "logprob_RT", "kept_RT", "raw_logprob_RT")}
+        out = dataclasses.replace(out, **turned, live_R=live_R, steps_X=n[None])
         state = dataclasses.replace(
             state,
             key_LMKCH=key,
@@ -311,7 +311,7 @@ class Engine:
         return state, out
 
     def _any(self, live_R: Array) -> Array:
-        """Whether the loop goes on: shards that exchange weights must agree."""
+        """True while any shard's loop continues: shards that exchange weights must agree."""
         alive = jnp.any(live_R)
         # Shards that gather weights from each other (fsdp), or whose collectives XLA places (tensor), run equal steps.
         axes = BATCH if self.mesh.shape["tensor"] > 1 else ("fsdp",)
@@ -323,12 +323,12 @@ class Engine:
         params: PyTree,
         ends: PyTree,
         pools: tuple[Array, Array],
-        visits: Visits,
+        reads: ReadList,
         n: Array,
         lanes: tuple[Array, Array],
         memory: tuple,
     ) -> tuple[Array, tuple]:
-        """Final hidden states of one token per lane, and `memory`: (keys and values of the dispatch, scratch)."""
+        """Computes final hidden states of one token per lane, and `memory`: (dispatch's keys and values, scratch)."""
         model = self.model
         token_R, position_R = lanes
 
@@ -343,7 +343,7 @@ class Engine:
                 limits = {"window": info.window, "softcap": model.attn_softcap}
                 recent = attention.recent_attention(q_R1NH[:, 0], new[0][index], new[1][index], n, **limits)
                 out, used = attention.decode_attention(
-                    q_R1NH[:, 0], index, *pools, recent, visits, scratch, position_R, **limits
+                    q_R1NH[:, 0], index, *pools, recent, reads, scratch, position_R, **limits
                 )
                 return out[:, None], (tuple(new), used)
 
@@ -353,48 +353,52 @@ class Engine:
         x_R1D, memory = self._layers(params, x_R1D, memory, layer_fn)
         return decoder.rms_norm(x_R1D, ends["final_norm"], model), memory
 
-    def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, visits: Visits, live_R: Array) -> Array:
-        """Writes the dispatch's keys or values to the lanes' segments; lanes that were not live write nowhere."""
-        segment_R = jnp.where(live_R, visits.write_segment_R, self.shape.segments - 1)
+    def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
+        """Writes the dispatch's keys or values to the lanes' pages; lanes that were not live write nowhere.
+
+        What is not finite is not kept: its lane has failed, and a later owner of the page gives unseen keys the
+        weight 0, but 0 x NaN is NaN.
+        """
+        page_R = jnp.where(live_R, reads.write_page_R, self.shape.pages - 1)
 
         def write(r: Array, pool: Array) -> Array:
-            block = jax.lax.dynamic_slice_in_dim(recent_LRKNH, r, 1, axis=1)
-            return jax.lax.dynamic_update_slice(pool, block, (0, segment_R[r], 0, visits.write_offset_R[r], 0))
+            block = jnp.nan_to_num(jax.lax.dynamic_slice_in_dim(recent_LRKNH, r, 1, axis=1))
+            return jax.lax.dynamic_update_slice(pool, block, (0, page_R[r], 0, reads.write_offset_R[r], 0))
 
         return jax.lax.fori_loop(0, self.shape.lanes, write, pool_LMKCH)
 
     # Prefill.
 
     def pack_chunks(self, bucket: int, chunks: Sequence[Chunk]) -> np.ndarray:
-        """The flat argument of `prefills[bucket]`: int32, one row per prefill row of the mesh.
+        """Packs chunks into the flat argument of `prefills[bucket]`: int32, one row per prefill row of the mesh.
 
-        Columns: tokens (bucket), start, then J segments, J starts, J counts of what came before, then the targets.
+        Columns: tokens (bucket), start, then J pages, J starts, J counts of what came before, then the targets.
         """
-        s, J = self.shape, self.shape.max_segments
+        s, J = self.shape, self.shape.max_pages
         rows, width = self._chunk_shape(bucket)
         flat = np.zeros((self.shards, rows // self.shards, width), np.int32)
-        flat[:, :, bucket + 1 + 3 * J :] = s.segments - 1
+        flat[:, :, bucket + 1 + 3 * J :] = s.pages - 1
         used = [0] * self.shards
         for chunk in chunks:
             row = flat[chunk.shard, used[chunk.shard]]
             used[chunk.shard] += 1
             row[: len(chunk.tokens)] = chunk.tokens
             row[bucket] = chunk.start
-            for j, (segment, start, count) in enumerate(chunk.prior):
-                row[bucket + 1 + j], row[bucket + 1 + J + j], row[bucket + 1 + 2 * J + j] = segment, start, count
+            for j, (page, start, count) in enumerate(chunk.prior):
+                row[bucket + 1 + j], row[bucket + 1 + J + j], row[bucket + 1 + 2 * J + j] = page, start, count
             targets = list(chunk.targets)
             row[bucket + 1 + 3 * J : bucket + 1 + 3 * J + len(targets)] = targets
         return flat.reshape(rows, width)
 
     def _chunk_shape(self, bucket: int) -> tuple[int, int]:
         s = self.shape
-        width = bucket + 1 + 3 * s.max_segments + bucket // s.segment_tokens
+        width = bucket + 1 + 3 * s.max_pages + bucket // s.page_tokens
         return self.shards * s.prefill_rows(bucket), width
 
     def _prefill(self, bucket: int, params: PyTree, state: DecodeState, flat_BI: Int[Array, "B I"]) -> DecodeState:
-        """Keys and values of given tokens; what they would predict is not computed."""
+        """Computes keys and values of given tokens, without their logits."""
         model, s = self.model, self.shape
-        J, C, B = s.max_segments, s.segment_tokens, s.prefill_rows(bucket)
+        J, C, B = s.max_pages, s.page_tokens, s.prefill_rows(bucket)
         tokens_BT, start_B, rest = flat_BI[:, :bucket], flat_BI[:, bucket], flat_BI[:, bucket + 1 :]
         prior = (rest[:, :J], rest[:, J : 2 * J], rest[:, 2 * J : 3 * J])
         targets_BJ = rest[:, 3 * J :]
@@ -440,50 +444,55 @@ class Engine:
         block = self._pool_spec()
         return (self._state_specs(), self._batch_spec()), (block, block)
 
-    def read_blocks(self, state: DecodeState, segment_XJ: np.ndarray) -> tuple[Array, Array]:
-        """Copies of keys and values of J segments of each shard, (L, X * J, K, C, H) each, on the device."""
-        return self._read(state, self.put_rows(segment_XJ.reshape(-1)))
+    def read_blocks(self, state: DecodeState, page_XJ: np.ndarray) -> tuple[Array, Array]:
+        """Copies keys and values of J pages of each shard, (L, X * J, K, C, H) each, on the device."""
+        return self._read(state, self.put_rows(page_XJ.reshape(-1)))
 
-    def write_blocks(self, state: DecodeState, segment_XJ: np.ndarray, key: Array, value: Array) -> DecodeState:
-        """Overwrites J segments of each shard with such copies; those that are to be left alone name the unread one."""
-        return self._write(state, self.put_rows(segment_XJ.reshape(-1)), key, value)
+    def write_blocks(self, state: DecodeState, page_XJ: np.ndarray, key: Array, value: Array) -> DecodeState:
+        """Overwrites J pages of each shard with such copies; pages to leave alone are named by the unread one."""
+        return self._write(state, self.put_rows(page_XJ.reshape(-1)), key, value)
 
-    def _segment_rows(self, shard: int, segments: Sequence[int]) -> np.ndarray:
-        """J segments of each shard: the unread one but for those asked for."""
-        rows_XJ = np.full((self.shards, self.shape.max_segments), self.shape.segments - 1, np.int32)
-        rows_XJ[shard, : len(segments)] = segments
+    def _page_rows(self, shard: int, pages: Sequence[int]) -> np.ndarray:
+        """Lists J pages of each shard, padded with the unread one."""
+        rows_XJ = np.full((self.shards, self.shape.max_pages), self.shape.pages - 1, np.int32)
+        rows_XJ[shard, : len(pages)] = pages
         return rows_XJ
 
-    def read_store(self, state: DecodeState, shard: int, segments: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Host copies of keys and values of at most J segments, (L, len(segments), K, C, H) each."""
-        at = shard * self.shape.max_segments
-        copies = jax.device_get(self.read_blocks(state, self._segment_rows(shard, segments)))
-        key, value = (copy[:, at : at + len(segments)].copy() for copy in copies)
+    def read_store(self, state: DecodeState, shard: int, pages: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Copies keys and values of at most J pages to the host, (L, len(pages), K, C, H) each."""
+        at = shard * self.shape.max_pages
+        copies = jax.device_get(self.read_blocks(state, self._page_rows(shard, pages)))
+        key, value = (copy[:, at : at + len(pages)].copy() for copy in copies)
         return key, value
 
-    def write_store(
-        self, state: DecodeState, shard: int, segments: Sequence[int], copies: tuple[np.ndarray, np.ndarray]
-    ) -> DecodeState:
-        """The reverse of `read_store`, into other segments; copies that are longer are cut."""
+    def clear(self, state: DecodeState, shard: int, pages: Sequence[int]) -> DecodeState:
+        """Writes zeros into at most J pages."""
         L, _, K, C, H = self._pool_shape()
-        at = shard * self.shape.max_segments
+        zeros = np.zeros((L, len(pages), K, C, H), self.dtype)
+        return self.write_store(state, shard, pages, (zeros, zeros))
+
+    def write_store(
+        self, state: DecodeState, shard: int, pages: Sequence[int], copies: tuple[np.ndarray, np.ndarray]
+    ) -> DecodeState:
+        """Writes host copies of `read_store` into other pages; longer copies are cut."""
+        L, _, K, C, H = self._pool_shape()
+        at = shard * self.shape.max_pages
         blocks = []
         for copy in copies:
-            block = np.zeros((L, self.shards * self.shape.max_segments, K, C, H), copy.dtype)
-            block[:, at : at + len(segments)] = copy[:, : len(segments)]
+            block = np.zeros((L, self.shards * self.shape.max_pages, K, C, H), copy.dtype)
+            block[:, at : at + len(pages)] = copy[:, : len(pages)]
             blocks.append(jax.device_put(block, self.pool_sharding))
-        return self.write_blocks(state, self._segment_rows(shard, segments), *blocks)
+        return self.write_blocks(state, self._page_rows(shard, pages), *blocks)
 
-    def _read_segments(self, state: DecodeState, segment_M: Int[Array, " J"]) -> tuple[Array, Array]:
-        """Copies of J segments of each shard."""
-        return state.key_LMKCH[:, segment_M], state.value_LMKCH[:, segment_M]
+    def _read_pages(self, state: DecodeState, page_M: Int[Array, " J"]) -> tuple[Array, Array]:
+        return state.key_LMKCH[:, page_M], state.value_LMKCH[:, page_M]
 
-    def _write_segments(
-        self, state: DecodeState, segment_M: Int[Array, " J"], key_LMKCH: Array, value_LMKCH: Array
+    def _write_pages(
+        self, state: DecodeState, page_M: Int[Array, " J"], key_LMKCH: Array, value_LMKCH: Array
     ) -> DecodeState:
-        """Overwrites J segments of each shard."""
+        """Overwrites J pages of each shard."""
         return dataclasses.replace(
             state,
-            key_LMKCH=state.key_LMKCH.at[:, segment_M].set(key_LMKCH),
-            value_LMKCH=state.value_LMKCH.at[:, segment_M].set(value_LMKCH),
+            key_LMKCH=state.key_LMKCH.at[:, page_M].set(key_LMKCH),
+            value_LMKCH=state.value_LMKCH.at[:, page_M].set(value_LMKCH),
         )

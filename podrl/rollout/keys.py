@@ -1,4 +1,4 @@
-"""Random numbers that depend on a sample's identity and a position, and on nothing else (Threefry-2x32, 20 rounds).
+"""Random numbers that depend only on a sample's identity and a position (Threefry-2x32, 20 rounds).
 
 The same code runs in numpy (a sample's key, on the host) and in jax (a position's numbers, on the device). Source:
 Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -13,7 +13,7 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def threefry(key0: Any, key1: Any, count0: Any, count1: Any) -> tuple[Any, Any]:
-    """Two uint32 words from a key and a counter, elementwise; numpy or jax arrays of dtype uint32."""
+    """Computes two uint32 words from a key and a counter, elementwise; numpy or jax arrays of dtype uint32."""
     keys = (key0, key1, key0 ^ key1 ^ _PARITY)
     x0, x1 = count0 + keys[0], count1 + keys[1]
     for group in range(5):
@@ -26,7 +26,7 @@ def threefry(key0: Any, key1: Any, count0: Any, count1: Any) -> tuple[Any, Any]:
 
 
 def sample_keys(seed: int, step: int, prompt_B: np.ndarray, sample_B: np.ndarray) -> np.ndarray:
-    """Keys of samples, uint32 (B, 2), from (seed, step, prompt index, sample index)."""
+    """Derives keys of samples, uint32 (B, 2), from (seed, step, prompt index, sample index)."""
 
     def words(value: Any) -> tuple[np.ndarray, np.ndarray]:
         wide = np.atleast_1d(np.asarray(value, np.int64)).view(np.uint64)

@@ -1,4 +1,4 @@
-"""Given tokens on their way into the pools: cut into chunks that fit the prefill programs, and run in full calls."""
+"""Prefills given tokens: cuts them into chunks that fit the prefill programs, and packs chunks into full calls."""
 
 from collections.abc import Sequence
 
@@ -17,20 +17,20 @@ def cut_chunks(
     tokens: Sequence[int] | np.ndarray,
     start: int,
     prior: Sequence[tuple[int, int, int]],
-    segments: Sequence[int],
+    pages: Sequence[int],
 ) -> list[Chunk]:
-    """Given tokens as chunks of at most the largest bucket, in order; each sees `prior` and those before it.
+    """Cuts given tokens into chunks of at most the largest bucket; each sees `prior` and the chunks before it.
 
     Args:
       start: position of the first token.
-      segments: what takes them, `segment_tokens` each.
+      pages: what takes them, `page_tokens` each.
     """
-    C, largest = shape.segment_tokens, shape.buckets[-1]
+    C, largest = shape.page_tokens, shape.buckets[-1]
     chunks = []
     for at in range(0, len(tokens), largest):
         part = np.asarray(tokens[at : at + largest], np.int32)
-        done = [(segment, start + j * C, C) for j, segment in enumerate(segments[: at // C])]
-        targets = segments[at // C : at // C + -(-len(part) // C)]
+        done = [(page, start + j * C, C) for j, page in enumerate(pages[: at // C])]
+        targets = pages[at // C : at // C + -(-len(part) // C)]
         chunks.append(Chunk(shard, part, start + at, [*prior, *done], targets))
     return chunks
 

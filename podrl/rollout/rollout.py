@@ -1,8 +1,10 @@
-"""RolloutWorker: prompts and a policy in, finished samples out."""
+"""RolloutWorker: samples completions of prompts from a policy."""
 
 import dataclasses
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +14,25 @@ from jax.sharding import Mesh
 from podrl.models.config import ModelConfig
 from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.rollout.engine import Engine
+from podrl.rollout.episodes import Episode, Partner, Pump, Request
 from podrl.rollout.keys import sample_keys
+from podrl.rollout.rows import collect
 from podrl.rollout.session import Session, Track
-from podrl.rollout.state import DecodeState, EngineShape, Seats
-from podrl.types import STOP_LENGTH, Policy, Prompts, PyTree, Rollouts
+from podrl.rollout.sizes import check_memory, engine_shape
+from podrl.rollout.state import STOP_IDS, DecodeState, LaneUpdates
+from podrl.types import BatchError, Mode, Policy, Prompts, PyTree, Rollouts
 
-STOP_IDS = 8  # ids that may end a sample, the tokenizer's included
+FAILED_SHARE = 0.1  # of a call's samples that may fail before the call does
+_log = logging.getLogger(__name__)
+
+
+class FailedSamplesError(BatchError):
+    """Too many samples failed because the model's logits were NaN or infinite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutStats:
-    """What the last call did.
+    """Counters of the last call of `generate`.
 
     Attributes:
       tokens: sampled tokens, end tokens included.
@@ -32,6 +42,7 @@ class RolloutStats:
       prefill_tokens: prompt (and given) tokens computed.
       dispatches: device calls of `generate`.
       spills: caches moved to the host because the pool ran dry.
+      failed: samples that ended because logits were NaN or infinite.
       compiles: programs compiled during the call; 0 after `warm_up`.
       host_seconds: time in which the device had nothing queued: from reading the results of the last dispatch in
         flight to the next launch. Where the host keeps up it is next to nothing.
@@ -44,13 +55,14 @@ class RolloutStats:
     prefill_tokens: int = 0
     dispatches: int = 0
     spills: int = 0
+    failed: int = 0
     compiles: int = 0
     host_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A sample as `stream` yields it; the lists run over its completion, end token included.
+    """A finished sample, yielded by `stream`; the lists run over its completion, end token included.
 
     `prompt` is the row of the prompts it belongs to and `sample` its place in the group; see `Rollouts` for the rest.
     """
@@ -59,10 +71,12 @@ class Finished:
     sample: int
     tokens: list[int]
     logprobs: list[float]
+    kept: list[float]
     raw_logprobs: list[float]
     versions: list[int]
     stop: int
     completion: str
+    episode: Mapping[str, Any]
 
 
 class _Compiles:
@@ -80,11 +94,12 @@ jax.monitoring.register_event_duration_secs_listener(_Compiles.listen)
 
 
 class RolloutWorker:
-    """The decode engine of one mesh, for one model and one configuration.
+    """Samples from one model with the decode engine of one mesh.
 
     Attributes:
       stats: of the last finished `generate` or `stream`.
       config: as given.
+      partner: the environments of all samples; None where they have none.
     """
 
     def __init__(
@@ -120,6 +135,7 @@ class RolloutWorker:
             raise ValueError(f"rollout.eos_tokens has {len(eos_ids)} ids: at most {STOP_IDS} are supported.")
         self.model, self.mesh, self.config = model, mesh, config
         self.stats = RolloutStats()
+        self.partner: Partner | None = None
         self._pad_id, self._eos_ids, self._decode = pad_id, tuple(eos_ids), decode
         self._seed = seed if config.seed is None else config.seed
         self._shape = engine_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
@@ -150,13 +166,13 @@ class RolloutWorker:
         state = self._take_state()
         R = engine.shards * engine.shape.lanes
         note(2, "insert")
-        seats = Seats.empty(R, engine.shape.stop_ids)
-        state = engine.bulk_insert(state, engine.put_rows(seats.packed()))
+        updates = LaneUpdates.empty(R, engine.shape.stop_ids)
+        state = engine.bulk_insert(state, engine.put_rows(updates.packed()))
         for number, bucket in enumerate(engine.shape.buckets):
             note(3 + number, f"prefill of {bucket} tokens")
             state = engine.prefills[bucket](prepared, state, engine.put_rows(engine.pack_chunks(bucket, [])))
         note(programs - 1, "generate")
-        idle = np.zeros((engine.shards, engine.visit_shape.size), np.int32)
+        idle = np.zeros((engine.shards, engine.read_shape.size), np.int32)
         state, _ = engine.generate(prepared, state, engine.put_rows(idle))
         note(programs, "spill and restore")
         state = engine.write_store(state, 0, [], engine.read_store(state, 0, []))
@@ -175,7 +191,7 @@ class RolloutWorker:
             self._state = self._engine.init_state()
 
     def refresh(self, policy: Policy) -> None:
-        """New weights for a generation in progress, from its next dispatch on; versions are recorded per token."""
+        """Gives new weights to a generation in progress, from its next dispatch on; versions are recorded per token."""
         self._refreshed = policy
 
     def memory(self, params: PyTree) -> int:
@@ -188,9 +204,16 @@ class RolloutWorker:
     # Generation.
 
     def generate(
-        self, policy: Policy, prompts: Prompts, *, group_size: int, step: int, sampling: Sampling | None = None
+        self,
+        policy: Policy,
+        prompts: Prompts,
+        *,
+        group_size: int,
+        step: int,
+        sampling: Sampling | None = None,
+        mode: Mode = "train",
     ) -> Rollouts:
-        """`group_size` samples of every prompt.
+        """Samples `group_size` completions of every prompt.
 
         Args:
           policy: weights on the rollout mesh, with their version.
@@ -198,42 +221,61 @@ class RolloutWorker:
           group_size: G.
           step: part of every sample's random key.
           sampling: settings; the configuration's by default.
+          mode: what the samples' environments are told they are for.
 
         Returns:
-          B = P * G samples, group-major, in rows as long as the longest prompt and `max_new`.
+          B = P * G samples, group-major, in rows as long as the longest prompt and `max_new`, or what a sample with an
+          environment may hold.
 
         Raises:
           ValueError: a request that cannot be served: named before anything runs.
+          FailedSamplesError: more than a tenth of the samples met logits that are NaN or infinite.
+          EnvironmentFailure, ServiceError: an environment raised, or what it asks is away.
         """
         started = time.perf_counter()
-        sampling = self._complete(sampling)
-        P, G = len(prompts.length_P), group_size
-        tracks: list[Track | None] = [None] * (P * G)
-        session = self._open(policy, prompts, G, sampling)
-        for b, track in self._run(session, prompts, G, step, sampling):
-            tracks[b] = track
-        return self._collect(prompts, G, tracks, sampling, time.perf_counter() - started)
+        asked = self._request(policy, prompts, group_size, step, sampling, mode)
+        tracks: list[Track | None] = [None] * (len(prompts.length_P) * group_size)
+        episodes = {}
+        for b, sample in self._run(self.session(policy), asked):
+            if isinstance(sample, Episode):
+                episodes[b], tracks[b] = sample, sample.track
+            else:
+                tracks[b] = sample
+        longest = asked.response if self.partner else asked.sampling.max_new or 0
+        seconds = time.perf_counter() - started
+        return collect(prompts, group_size, tracks, episodes, longest=longest, pad_id=self._pad_id, seconds=seconds)
 
     def stream(
-        self, policy: Policy, prompts: Prompts, *, group_size: int, step: int, sampling: Sampling | None = None
+        self,
+        policy: Policy,
+        prompts: Prompts,
+        *,
+        group_size: int,
+        step: int,
+        sampling: Sampling | None = None,
+        mode: Mode = "train",
     ) -> Iterator[Finished]:
         """Like `generate`, yielding each sample when it ends."""
-        sampling = self._complete(sampling)
-        session = self._open(policy, prompts, group_size, sampling)
-        for b, track in self._run(session, prompts, group_size, step, sampling):
+        asked = self._request(policy, prompts, group_size, step, sampling, mode)
+        for b, sample in self._run(self.session(policy), asked):
+            episode = sample if isinstance(sample, Episode) else Episode(sample, stop=sample.stop, text=sample.text)
+            track = episode.track
+            assert episode.stop is not None
             yield Finished(
                 prompt=b // group_size,
                 sample=b % group_size,
-                tokens=track.tokens,
-                logprobs=track.logprobs,
-                raw_logprobs=track.raw_logprobs,
-                versions=track.versions,
-                stop=STOP_LENGTH if track.stop is None else track.stop,
-                completion=track.text,
+                tokens=track.tokens if track else [],
+                logprobs=track.logprobs if track else [],
+                kept=track.kept if track else [],
+                raw_logprobs=track.raw_logprobs if track else [],
+                versions=track.versions if track else [],
+                stop=episode.stop,
+                completion=episode.text,
+                episode=episode.record(),
             )
 
     def session(self, policy: Policy) -> Session:
-        """An empty session for callers that submit, pause and extend samples themselves; call `close` when done."""
+        """Opens a session for callers that submit, pause and extend samples themselves; call `close` when done."""
         if self._session is not None:
             raise ValueError("This worker is generating already: finish that call, or close its session, first.")
         engine = self._get_engine(policy.params)
@@ -253,35 +295,63 @@ class RolloutWorker:
         assert session is self._session, "not this worker's session"
         self._state, self._session, self._refreshed = session.state, None, None
 
-    def _open(self, policy: Policy, prompts: Prompts, group_size: int, sampling: Sampling) -> Session:
+    def _request(
+        self, policy: Policy, prompts: Prompts, group_size: int, step: int, sampling: Sampling | None, mode: Mode
+    ) -> Request:
+        """A call's arguments, completed and checked."""
+        sampling = self._complete(sampling)
         self.check(prompts, group_size, sampling)
-        return self.session(policy)
+        assert sampling.max_new is not None
+        index_PG = np.repeat(np.asarray(prompts.index_P)[:, None], group_size, axis=1)
+        sample_PG = np.broadcast_to(np.arange(group_size), index_PG.shape)
+        keys_B2 = sample_keys(self._seed, step, index_PG.ravel(), sample_PG.ravel())
+        return Request(
+            prompts,
+            group_size,
+            step,
+            sampling,
+            keys_B2.reshape(*index_PG.shape, 2),
+            pieces_per_prompt(len(prompts.length_P), group_size, self.mesh.shape["data"] * self.mesh.shape["fsdp"]),
+            max(self.config.response_tokens, sampling.max_new),
+            mode,
+            step if mode == "train" else policy.version,
+        )
 
-    def _run(
-        self, session: Session, prompts: Prompts, group_size: int, step: int, sampling: Sampling
-    ) -> Iterator[tuple[int, Track]]:
-        """(b, track) of every sample as it ends; samples of no tokens have none."""
+    def _run(self, session: Session, asked: Request) -> Iterator[tuple[int, Track | Episode]]:
+        """(b, sample) of every sample as it ends; without environments, samples of no tokens are left out."""
         started, compiled = time.perf_counter(), _Compiles.total
-        rows = {}
-        pieces = pieces_per_prompt(len(prompts.length_P), group_size, session.engine.shards)
+        samples = len(asked.prompts.length_P) * asked.group_size
+
+        def between() -> None:
+            if self._refreshed is not None:
+                session.refresh(session.engine.prepare(self._refreshed.params), self._refreshed.version)
+                self._refreshed = None
+            self._bound_failures(session, samples)
+
         try:
-            for p, length in enumerate(prompts.length_P) if sampling.max_new else ():
-                sample_G = np.arange(group_size)
-                keys_G2 = sample_keys(self._seed, step, prompts.index_P[p], sample_G)
-                tokens = np.asarray(prompts.tokens_PT[p, :length], np.int32)
-                for g, track in enumerate(session.add(tokens, keys_G2, sampling, pieces=pieces)):
-                    rows[track.handle] = p * group_size + g
-            while session.busy:
-                if self._refreshed is not None:
-                    session.refresh(session.engine.prepare(self._refreshed.params), self._refreshed.version)
-                    self._refreshed = None
-                for track in session.step():
-                    yield rows[track.handle], track
+            if self.partner is not None:
+                yield from Pump(session, self.partner, asked).run(between)
+            else:
+                yield from _unanswered(session, asked, between)
+            between()
+            if session.stats.failed:
+                text = _failures(session, samples)
+                _log.warning("%s. They and the other samples of their prompts leave the loss.", text)
         finally:
             self.close(session)
-            if session.open:
-                self.sleep()  # an abandoned generation: lanes may be live
+            if session.open or session.stats.failed:
+                self.sleep()  # lanes of an abandoned generation may be live, caches of failed samples not finite
             self.stats = self._count(session, time.perf_counter() - started, _Compiles.total - compiled)
+
+    def _bound_failures(self, session: Session, samples: int) -> None:
+        """Raises when too many of a call's samples failed."""
+        if session.stats.failed.total() > FAILED_SHARE * samples:
+            raise FailedSamplesError(
+                f"{_failures(session, samples)}: at most {FAILED_SHARE:.0%} may. Weights or activations "
+                f"overflow in rollout.data_type={session.engine.dtype.name}: use float32 or bfloat16, look for "
+                "NaN in the model or adapters that were loaded, and if it happens only after some steps "
+                "lower trainer.learning_rate."
+            )
 
     def _count(self, session: Session, seconds: float, compiles: int) -> RolloutStats:
         s = session.stats
@@ -293,42 +363,9 @@ class RolloutWorker:
             prefill_tokens=s.prefill_tokens,
             dispatches=s.dispatches,
             spills=s.spills,
+            failed=s.failed.total(),
             compiles=compiles,
             host_seconds=s.host_seconds,
-        )
-
-    def _collect(
-        self, prompts: Prompts, G: int, tracks: Sequence[Track | None], sampling: Sampling, seconds: float
-    ) -> Rollouts:
-        P, longest = prompts.tokens_PT.shape
-        B, T = P * G, longest + (sampling.max_new or 0)
-        tokens_BT = np.full((B, T), self._pad_id, np.int32)
-        mask_BT, logprob_BT, raw_BT = (np.zeros((B, T), np.float32) for _ in range(3))
-        version_BT = np.full((B, T), -1, np.int32)
-        length_B = np.repeat(np.asarray(prompts.length_P, np.int32), G)
-        stop_B = np.full(B, STOP_LENGTH, np.int32)
-        for b, track in enumerate(tracks):
-            n = length_B[b]
-            tokens_BT[b, :n] = prompts.tokens_PT[b // G, :n]
-            if track is None:
-                continue
-            assert track.stop is not None, track.handle
-            end = n + len(track.tokens)
-            tokens_BT[b, n:end], version_BT[b, n:end] = track.tokens, track.versions
-            logprob_BT[b, n:end], raw_BT[b, n:end] = track.logprobs, track.raw_logprobs
-            mask_BT[b, n:end] = np.asarray(track.versions) >= 0
-            length_B[b], stop_B[b] = end, track.stop
-        return Rollouts(
-            prompts=prompts,
-            tokens_BT=tokens_BT,
-            length_B=length_B,
-            mask_BT=mask_BT,
-            logprob_BT=logprob_BT,
-            raw_logprob_BT=raw_BT,
-            version_BT=version_BT,
-            stop_B=stop_B,
-            completions=["" if track is None else track.text for track in tracks],
-            seconds=seconds,
         )
 
     # Limits.
@@ -341,7 +378,7 @@ class RolloutWorker:
         return sampling
 
     def check(self, prompts: Prompts, group_size: int, sampling: Sampling | None = None) -> None:
-        """Refuses what the engine cannot serve.
+        """Refuses requests that the engine cannot serve.
 
         Raises:
           ValueError: an empty or too long prompt, a request over the cache or the pool, too many stop ids.
@@ -370,7 +407,9 @@ class RolloutWorker:
     def _get_engine(self, params: PyTree) -> Engine:
         if self._engine is None:
             dtype = jnp.dtype(self.config.data_type or params["embed"].dtype)
-            self._engine = Engine(self.model, self.mesh, self._shape, dtype)
+            engine = Engine(self.model, self.mesh, self._shape, dtype)
+            check_memory(engine.pool_bytes, self.mesh, self.config, self._shape)
+            self._engine = engine
         return self._engine
 
     def _take_state(self) -> DecodeState:
@@ -381,8 +420,29 @@ class RolloutWorker:
         return state
 
 
+def _unanswered(session: Session, asked: Request, between: Callable[[], None]) -> Iterator[tuple[int, Track]]:
+    """(b, track) of every sample as it ends, where samples have no environment; those of no tokens are left out."""
+    rows, prompts = {}, asked.prompts
+    for p, length in enumerate(prompts.length_P) if asked.sampling.max_new else ():
+        tokens = np.asarray(prompts.tokens_PT[p, :length], np.int32)
+        for g, track in enumerate(session.add(tokens, asked.keys_PG2[p], asked.sampling, pieces=asked.pieces)):
+            rows[track.handle] = p * asked.group_size + g
+    while session.busy:
+        between()
+        for track in session.step():
+            yield rows[track.handle], track
+
+
+def _failures(session: Session, samples: int) -> str:
+    failed = session.stats.failed
+    return (
+        f"{failed.total()} of {samples} samples ended as failed, because the model's logits were NaN or infinite, "
+        f"under the weights of version {', '.join(map(str, sorted(failed)))}"
+    )
+
+
 def pieces_per_prompt(prompts: int, group_size: int, shards: int) -> int:
-    """Into how many pieces to cut each group so that few prompts still fill all shards.
+    """Chooses into how many pieces to cut each group, so that few prompts still fill all shards.
 
     One where the groups divide evenly over the shards or there are many; every further piece prefills its prompt again.
     """
@@ -390,41 +450,3 @@ def pieces_per_prompt(prompts: int, group_size: int, shards: int) -> int:
         if prompts * pieces % shards == 0 or prompts * pieces >= 4 * shards:
             return pieces
     return group_size
-
-
-def engine_shape(config: RolloutConfig, shards: int) -> EngineShape:
-    """Sizes of each shard's programs.
-
-    Raises:
-      ValueError: a pool too small for the longest request.
-    """
-    C = config.segment_tokens
-    lanes = -(-config.lanes // shards)
-    prompt = -(-max(config.max_prompt_length - 1, 1) // C)
-    # The prompt's segments, the sample's, and one more for each end that is not filled.
-    longest = prompt + -(-config.kv_cache_size // C) + 1
-    segments = lanes * (prompt + -(-config.max_tokens_to_generate // C))
-    if config.pool_tokens is not None:
-        segments = config.pool_tokens // C
-        if segments < longest:
-            raise ValueError(
-                f"rollout.pool_tokens={config.pool_tokens} is {segments} segments of {C} tokens, fewer than the "
-                f"{longest} the longest request may need: raise it to {longest * C}, or lower rollout.kv_cache_size="
-                f"{config.kv_cache_size}."
-            )
-    largest = max(C, min(prompt * C, config.prefill_tokens // C * C))
-    buckets = [C]
-    while buckets[-1] < largest:
-        buckets.append(min(2 * buckets[-1], largest))
-    return EngineShape(
-        lanes=lanes,
-        segments=max(segments, longest) + 1,
-        segment_tokens=C,
-        steps=config.steps_per_dispatch,
-        prompt_segments=prompt,
-        max_segments=2 * longest,
-        members=config.members_per_visit,
-        stop_ids=STOP_IDS,
-        buckets=tuple(buckets),
-        prefill_tokens=config.prefill_tokens,
-    )

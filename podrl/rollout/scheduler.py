@@ -1,7 +1,7 @@
-"""Which sample sits in which lane with which segments: policy on the host, without jax.
+"""Assigns samples to lanes and pages of the pool: scheduling policy on the host, without jax.
 
-Samples of a prompt are kept on one data-parallel shard, where the prompt's segments are read by all of them. Lanes and
-segments change only between dispatches. The scheduler plans a dispatch before the results of the last one are known: it
+Samples of a prompt are kept on one data-parallel shard, where the prompt's pages are read by all of them. Lanes and
+pages change only between dispatches. The scheduler plans a dispatch before the results of the last one are known: it
 takes every lane to be live until told otherwise, which costs idle steps, never correctness.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from podrl.rollout.visits import Seated, Segment, VisitShape
+from podrl.rollout.reads import LaneReads, Page, ReadShape
 
 
 class Status(enum.Enum):
-    """Where a sample is: waiting for a lane, in one, paused by its caller (without a lane), or ended."""
+    """State of a sample: waiting for a lane, in a lane, paused by its caller (without a lane), or ended."""
 
     WAITING = 0
     RUNNING = 1
@@ -26,16 +26,16 @@ class Status(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Store:
-    """Keys and values of a prompt or of a sample's own tokens; `spilled` while they are on the host."""
+    """The pages with keys and values of a prompt, or of a sample's own tokens; `spilled`: they are on the host."""
 
     key: tuple[str, int, int]
-    segments: list[Segment] = dataclasses.field(default_factory=list)
+    pages: list[Page] = dataclasses.field(default_factory=list)
     spilled: bool = False
 
 
 @dataclasses.dataclass
 class PromptRow:
-    """A prompt on one shard: its store, and how many unfinished samples are assigned there."""
+    """A prompt on one shard: its pages, and the number of unfinished samples assigned there."""
 
     store: Store
     users: int = 0
@@ -44,14 +44,15 @@ class PromptRow:
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """One sample as the scheduler sees it.
+    """The scheduler's record of one sample.
 
     Attributes:
       prompt: handle of its prompt; `length` are the prompt's tokens.
       left: tokens it may still sample, counted down by whole dispatches while it runs.
       position: position of the token it feeds next.
       grown: tokens sampled so far, at most.
-      sealed: the last segment takes no more tokens (it was cut or filled by given tokens).
+      unfed: given tokens before `position` whose keys and values are not there: they are fed when it is seated.
+      compact: feed again from the first page that is not full, not only from the last.
       spilled_at: the plan that took its lane away; what it sampled last is known only after that plan's dispatch.
     """
 
@@ -67,19 +68,21 @@ class Sample:
     lane: int = -1
     status: Status = Status.WAITING
     grown: int = 0
-    sealed: bool = True
+    unfed: int = 0
+    compact: bool = False
     seated: int = -1
     spilled_at: int = -1
 
 
 @dataclasses.dataclass
 class Plan:
-    """What to do on the device before and in the next dispatch, in the order of the fields.
+    """Lists the device work before and in the next dispatch, in the order of the fields.
 
     Attributes:
-      spills: stores to copy to the host, with the segments that hold them; these may be overwritten afterwards.
-      restores: stores to copy back, with their new segments.
-      prefills: prompts to prefill on a shard, with the segments that take them.
+      spills: stores to copy to the host, with the pages that hold them; these may be overwritten afterwards.
+      restores: stores to copy back, with their new pages.
+      prefills: prompts to prefill on a shard, with the pages that take them.
+      feeds: samples whose given tokens to prefill, after the prompts.
       frees: lanes to stop.
       seats: samples to seat; shard and lane are in the sample.
       running: (sample, shard, lane) of every lane in the dispatch; empty when there is nothing to run.
@@ -88,58 +91,64 @@ class Plan:
     spills: list[tuple[Store, int, list[int]]] = dataclasses.field(default_factory=list)
     restores: list[tuple[Store, int, list[int]]] = dataclasses.field(default_factory=list)
     prefills: list[tuple[int, int, list[int]]] = dataclasses.field(default_factory=list)
+    feeds: list["Feed"] = dataclasses.field(default_factory=list)
     frees: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     seats: list[Sample] = dataclasses.field(default_factory=list)
     running: list[tuple[Sample, int, int]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
-    """Segments for given tokens of a sample: what to spill and restore first, what it holds already
-    as (segment, start, count), and the new segments."""
+class Feed:
+    """Tokens of a sample to prefill: those at positions from `start` on and before the one it feeds next.
 
-    spills: list[tuple[Store, int, list[int]]]
-    restores: list[tuple[Store, int, list[int]]]
-    shard: int
+    Attributes:
+      prior: what it holds already, as (page, start, count).
+      targets: the pages that take them.
+    """
+
+    sample: Sample
+    start: int
     prior: list[tuple[int, int, int]]
     targets: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolShape:
-    """Sizes the scheduler works with: shards, and per shard lanes, usable segments, tokens per segment and dispatch."""
+    """Sizes the scheduler works with: shards; per shard lanes and usable pages; tokens per page and dispatch; samples
+    that share a read; pages a sample and its prompt may hold."""
 
     shards: int
     lanes: int
-    segments: int
-    segment_tokens: int
+    pages: int
+    page_tokens: int
     steps: int
     members: int
+    sample_pages: int
 
 
 class _Shard:
-    """Lanes, free segments, resident prompts and assigned samples of one data-parallel shard."""
+    """Lanes, free pages, resident prompts and assigned samples of one data-parallel shard."""
 
     def __init__(self, index: int, shape: PoolShape):
         self.index = index
         self.free_lanes = list(range(shape.lanes))
-        self.free_segments = list(range(shape.segments))
+        self.free_pages = list(range(shape.pages))
         self.prompts: dict[int, PromptRow] = {}
         self.assigned: list[Sample] = []  # to be seated here, in order
         self.running: dict[int, Sample] = {}  # by lane
         self.vacated: list[int] = []  # lanes the device may still take for live
 
     def take(self, count: int) -> list[int]:
-        """The lowest free segments: live ones stay close together."""
-        return [heapq.heappop(self.free_segments) for _ in range(count)]
+        """Takes the lowest free pages, so that pages in use stay close together."""
+        return [heapq.heappop(self.free_pages) for _ in range(count)]
 
-    def give(self, segments: Sequence[int]) -> None:
-        for segment in segments:
-            heapq.heappush(self.free_segments, segment)
+    def give(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            heapq.heappush(self.free_pages, page)
 
 
 class Scheduler:
-    """Seats samples, grows them, spills and restores them.
+    """Assigns lanes and pages to samples; moves pages to the host and back when the pool is full.
 
     A caller adds samples, then repeats: `plan()`, carry it out, `advance()`, and as results arrive `finish`, `pause`
     and `resume`.
@@ -158,7 +167,7 @@ class Scheduler:
     # What the caller reports.
 
     def add(self, prompt: int, length: int, samples: Sequence[tuple[int, int, float | None]], pieces: int = 1) -> None:
-        """Queues samples of one prompt.
+        """Queues the samples of one prompt.
 
         Args:
           prompt: handle of the prompt, new.
@@ -175,8 +184,12 @@ class Scheduler:
         self._pieces.extend(made[i : i + size] for i in range(0, len(made), size))
         self._sorted = False
 
-    def finish(self, handle: int, *, grown: int, live: bool) -> list[Store]:
-        """A sample has ended with `grown` new tokens; `live`: the device may not know. Returns stores given up."""
+    def finish(self, handle: int, *, grown: int, live: bool) -> list[tuple[Store, int, list[int]]]:
+        """Frees a sample that ended with `grown` new tokens; `live`: the device may still decode it.
+
+        Returns:
+          (store, shard, the pages it held on the device) of what was given up.
+        """
         sample = self.samples.pop(handle)
         self._lengths.setdefault(sample.prompt, []).append(grown)
         self._vacate(sample, live)
@@ -190,73 +203,76 @@ class Scheduler:
         if row.users == 0:
             dropped.append(row.store)
             del shard.prompts[sample.prompt]
+        given = []
         for store in dropped:
-            if not store.spilled:
-                shard.give([s.index for s in store.segments])
-            store.segments = []
-        return dropped
+            held = [] if store.spilled else [s.index for s in store.pages]
+            shard.give(held)
+            store.pages = []
+            given.append((store, shard.index, held))
+        return given
 
     def pause(self, handle: int, *, position: int) -> None:
-        """A sample stops for its caller; of its tokens those before `position` have been fed and count."""
+        """Takes a sample out of its lane until `resume`; keeps the cache of its tokens before `position`."""
         sample = self.samples[handle]
         self._vacate(sample, live=True)
         shard = self._shards[sample.shard]
         if sample in shard.assigned:
             shard.assigned.remove(sample)
-        sample.status, sample.position, sample.sealed = Status.PAUSED, position, True
-        for segment in sample.store.segments:
-            segment.count = min(segment.count, max(0, position - segment.start))
+        sample.status, sample.position = Status.PAUSED, position
+        for page in sample.store.pages:
+            page.count = min(page.count, max(0, position - page.start))
         if not sample.store.spilled:
-            shard.give([s.index for s in sample.store.segments if s.count == 0])
-        sample.store.segments = [s for s in sample.store.segments if s.count > 0]
+            shard.give([s.index for s in sample.store.pages if s.count == 0])
+        sample.store.pages = [s for s in sample.store.pages if s.count > 0]
+
+    def give(self, handle: int, tokens: int) -> None:
+        """Puts given tokens behind those of a sample that is not in a lane."""
+        sample = self.samples[handle]
+        sample.unfed += tokens
+        sample.position += tokens
 
     def resume(self, handle: int, *, left: int) -> None:
-        """A paused sample may run again, after at most `left` more tokens it ends."""
+        """A paused sample may run again, before those never seated; it stops after at most `left` more tokens."""
         sample = self.samples[handle]
         assert sample.status is Status.PAUSED, sample
         sample.status, sample.left = Status.WAITING, left
-        self._shards[sample.shard].assigned.insert(0, sample)
+        sample.compact = self._room(sample, compact=False) < left
+        assert self._room(sample, compact=sample.compact) >= left, "the cache's size bounds what a sample may hold"
+        assigned = self._shards[sample.shard].assigned
+        assigned.insert(sum(s.grown > 0 for s in assigned), sample)
 
-    def extend(self, handle: int, tokens: int) -> "Room | None":
-        """Room for `tokens` given tokens of a paused sample; None while running samples hold the segments it needs."""
-        sample = self.samples[handle]
-        shard, C = self._shards[sample.shard], self.shape.segment_tokens
-        row = shard.prompts[sample.prompt]
-        count = -(-tokens // C)
-        needed = [row.store, sample.store]
-        plan = Plan()
-        while len(shard.free_segments) < count + sum(self._missing(s) for s in needed):
-            idle = [s for s in self._idle_stores(shard) if s not in needed]
-            if not idle:
-                return None
-            self._spill(shard, idle[0], plan)
-        restores = [(store, shard.index, self._restore(shard, store)) for store in needed if store.spilled]
-        prior = [(s.index, s.start, s.count) for s in (*row.store.segments, *sample.store.segments)]
-        new = shard.take(count)
-        for j, index in enumerate(new):
-            sample.store.segments.append(Segment(index, sample.position + j * C, min(C, tokens - j * C)))
-        sample.position += tokens
-        return Room(plan.spills, restores, shard.index, prior, new)
+    def _refit(self, sample: Sample, *, compact: bool) -> tuple[int, int]:
+        """(pages that stay, tokens behind them) when a sample's given tokens are fed.
 
-    def held(self, handle: int) -> int:
-        """Segments a sample and its prompt hold."""
-        sample = self.samples[handle]
-        row = self._shards[sample.shard].prompts[sample.prompt]
-        return len(sample.store.segments) + len(row.store.segments)
+        The last page is given up if it is not full, and its tokens are fed again; `compact`: from the first such page.
+        """
+        counts = [page.count for page in sample.store.pages]
+        part = [j for j, count in enumerate(counts) if count < self.shape.page_tokens]
+        keep = len(counts)
+        if part and (compact or part[-1] == keep - 1):
+            keep = part[0] if compact else keep - 1
+        return keep, sum(counts[keep:]) + sample.unfed
+
+    def _room(self, sample: Sample, *, compact: bool) -> int:
+        """Tokens that a sample can still sample, after its given ones, in the pages it may hold."""
+        C, steps = self.shape.page_tokens, self.shape.steps
+        keep, tokens = self._refit(sample, compact=compact)
+        left = self.shape.sample_pages - self._prompt_pages(sample) - keep - -(-tokens // C)
+        return left * C + -tokens % C // steps * steps
 
     @property
     def busy(self) -> bool:
-        """Whether any sample waits for a lane or runs."""
+        """True while any sample waits for a lane or runs."""
         return any(s.status in (Status.WAITING, Status.RUNNING) for s in self.samples.values())
 
     def free_counts(self) -> tuple[int, int]:
-        """(free lanes, free segments) over all shards."""
-        return sum(len(s.free_lanes) for s in self._shards), sum(len(s.free_segments) for s in self._shards)
+        """(free lanes, free pages) over all shards."""
+        return sum(len(s.free_lanes) for s in self._shards), sum(len(s.free_pages) for s in self._shards)
 
     # Planning.
 
     def plan(self) -> Plan:
-        """The next dispatch: room for what runs, then restored and new samples in the lanes left."""
+        """Plans the next dispatch: pages for running samples first, then restored and new samples in the lanes left."""
         plan = Plan()
         self._plans += 1
         if not self._sorted:
@@ -275,38 +291,37 @@ class Scheduler:
         return plan
 
     def advance(self) -> None:
-        """The planned dispatch was launched: every running sample is taken to have used all its steps."""
+        """Advances every running sample by all steps of the dispatch just launched."""
         for shard in self._shards:
             for sample in shard.running.values():
                 if sample.left > 0:
-                    sample.store.segments[-1].count += self.shape.steps
+                    sample.store.pages[-1].count += self.shape.steps
                     sample.position += self.shape.steps
                     sample.grown += self.shape.steps
                     sample.left -= self.shape.steps
 
     def _grow(self, shard: _Shard, plan: Plan) -> None:
-        """A segment for every running sample whose last one is full, oldest sample first."""
+        """Gives a page to every running sample whose last one is full, oldest sample first."""
         for sample in sorted(shard.running.values(), key=lambda s: s.seated):
             if sample.status is Status.RUNNING and sample.left > 0 and self._full(sample):
-                while not shard.free_segments:
+                while not shard.free_pages:
                     if not self._spill_one(shard, plan):
                         break
                     if sample.status is not Status.RUNNING:
                         break
                 if sample.status is Status.RUNNING:
-                    assert shard.free_segments, "a single sample must fit the pool: checked at submission"
-                    self._open_segment(shard, sample)
+                    assert shard.free_pages, "a single sample must fit the pool: checked at submission"
+                    self._open_page(shard, sample)
 
     def _full(self, sample: Sample) -> bool:
-        segments = sample.store.segments
-        return sample.sealed or not segments or segments[-1].count >= self.shape.segment_tokens
+        pages = sample.store.pages
+        return not pages or pages[-1].count + self.shape.steps > self.shape.page_tokens
 
-    def _open_segment(self, shard: _Shard, sample: Sample) -> None:
-        sample.store.segments.append(Segment(shard.take(1)[0], sample.position, 0))
-        sample.sealed = False
+    def _open_page(self, shard: _Shard, sample: Sample) -> None:
+        sample.store.pages.append(Page(shard.take(1)[0], sample.position, 0))
 
     def _spill_one(self, shard: _Shard, plan: Plan) -> bool:
-        """Moves the store needed last to the host: paused samples, idle prompts, then the youngest sample."""
+        """Moves to the host what will be needed last: paused samples, then idle prompts, then the youngest sample."""
         idle = self._idle_stores(shard)
         if idle:
             self._spill(shard, idle[0], plan)
@@ -317,36 +332,40 @@ class Scheduler:
         self._vacate(youngest, live=True)
         youngest.status, youngest.spilled_at = Status.WAITING, self._plans
         shard.assigned.insert(0, youngest)
-        if youngest.store.segments:
+        if youngest.store.pages:
             self._spill(shard, youngest.store, plan)
         return True
 
     def _idle_stores(self, shard: _Shard) -> list[Store]:
-        """Stores on the device that no running sample reads: of paused or waiting samples, then of prompts."""
+        """Stores on the device that no running sample reads: of paused, then of waiting samples, then of prompts."""
         used = {s.prompt for s in shard.running.values()}
-        stores = [s.store for s in self.samples.values() if s.shard == shard.index and s.status is not Status.RUNNING]
-        stores += [row.store for prompt, row in shard.prompts.items() if prompt not in used]
-        return [store for store in stores if store.segments and not store.spilled]
+        prompts = [row.store for prompt, row in shard.prompts.items() if prompt not in used]
+        prompts = [store for store in prompts if store.pages and not store.spilled]
+        return [*self._resting(shard, Status.PAUSED), *self._resting(shard, Status.WAITING), *prompts]
+
+    def _resting(self, shard: _Shard, status: Status) -> list[Store]:
+        stores = [s.store for s in self.samples.values() if s.shard == shard.index and s.status is status]
+        return [store for store in stores if store.pages and not store.spilled]
 
     def _spill(self, shard: _Shard, store: Store, plan: Plan) -> None:
-        held = [s.index for s in store.segments]
+        held = [s.index for s in store.pages]
         plan.spills.append((store, shard.index, held))
         shard.give(held)
         store.spilled = True
 
     def _restore(self, shard: _Shard, store: Store) -> list[int]:
-        new = shard.take(len(store.segments))
-        for segment, index in zip(store.segments, new, strict=True):
-            segment.index = index
+        new = shard.take(len(store.pages))
+        for page, index in zip(store.pages, new, strict=True):
+            page.index = index
         store.spilled = False
         return new
 
     def _admit_one(self, plan: Plan) -> bool:
-        """Seats one sample on the shard with most free lanes that can take one."""
+        """Puts one waiting sample into a lane of the shard that has most free lanes and enough pages."""
         for shard in sorted(self._shards, key=lambda s: (-len(s.free_lanes), s.index)):
             if not shard.free_lanes:
                 continue
-            if not shard.assigned and self._pieces and self._fits(shard, self._pieces[-1][0]):
+            if not shard.assigned and self._pieces and self._make_room(shard, self._pieces[-1][0], plan):
                 self._assign(shard, self._pieces.pop())
             ready = bool(shard.assigned) and shard.assigned[0].spilled_at < self._plans
             if ready and self._make_room(shard, shard.assigned[0], plan):
@@ -355,15 +374,16 @@ class Scheduler:
         return False
 
     def _make_room(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
-        """Whether the sample fits, if need be (on a shard where nothing runs) after spilling what nobody reads."""
+        """True where the sample fits, if need be after spilling: paused samples, and all idle pages if nothing runs."""
         needed = [sample.store]
         if sample.prompt in shard.prompts:
             needed.append(shard.prompts[sample.prompt].store)
-        while not self._fits(shard, sample):
-            idle = [s for s in self._idle_stores(shard) if s not in needed]
-            if shard.running or not idle:
-                return False
-            self._spill(shard, idle[0], plan)
+        idle = self._resting(shard, Status.PAUSED) if shard.running else self._idle_stores(shard)
+        idle = [store for store in idle if store not in needed]
+        if self._short(shard, sample) > sum(len(store.pages) for store in idle):
+            return False
+        while self._short(shard, sample) > 0:
+            self._spill(shard, idle.pop(0), plan)
         return True
 
     def _assign(self, shard: _Shard, piece: list[Sample]) -> None:
@@ -375,7 +395,7 @@ class Scheduler:
         shard.assigned.extend(sorted(piece, key=lambda s: (-self._expected(s), s.id)))
 
     def _expected(self, sample: Sample) -> float:
-        """New tokens a sample will probably have: the caller's word, its finished siblings, everyone finished."""
+        """Estimates a sample's new tokens: by the caller, else its finished siblings, else all finished samples."""
         if sample.expected is not None:
             guess = sample.expected
         elif sample.prompt in self._lengths:
@@ -384,51 +404,71 @@ class Scheduler:
             guess = sample.max_new / 2
         return min(max(guess, sample.grown + self.shape.steps), sample.max_new)
 
-    def _fits(self, shard: _Shard, sample: Sample) -> bool:
-        """Whether seating the sample leaves the segments its neighbours are expected to need."""
+    def _short(self, shard: _Shard, sample: Sample) -> int:
+        """Free pages that lack for seating the sample and for what its neighbours are expected to need."""
         row = shard.prompts.get(sample.prompt)
-        need = self._missing(sample.store) + (1 if self._full(sample) else 0)
+        need = self._missing(sample.store) + self._new_pages(sample)
         if row is None or not row.filled:
-            need += self._prompt_segments(sample)
+            need += self._prompt_pages(sample)
         elif row.store.spilled:
-            need += len(row.store.segments)
-        if not shard.running:
-            return need <= len(shard.free_segments)
-        return need + self._reserve(shard) <= len(shard.free_segments)
+            need += len(row.store.pages)
+        return need + (self._reserve(shard) if shard.running else 0) - len(shard.free_pages)
+
+    def _new_pages(self, sample: Sample) -> int:
+        """Pages that seating takes besides those the sample has."""
+        if not sample.unfed and not sample.compact:
+            return 1 if self._full(sample) else 0
+        keep, tokens = self._refit(sample, compact=sample.compact)
+        taken = -(-tokens // self.shape.page_tokens)
+        opened = -tokens % self.shape.page_tokens < self.shape.steps
+        return max(keep + taken + opened - len(sample.store.pages), 0)
 
     def _reserve(self, shard: _Shard) -> int:
-        C = self.shape.segment_tokens
+        C = self.shape.page_tokens
         return sum(
-            max(0, -(-int(np.ceil(self._expected(s))) // C) - len(s.store.segments)) for s in shard.running.values()
+            max(0, -(-int(np.ceil(self._expected(s))) // C) - len(s.store.pages)) for s in shard.running.values()
         )
 
     def _missing(self, store: Store) -> int:
-        return len(store.segments) if store.spilled else 0
+        return len(store.pages) if store.spilled else 0
 
-    def _prompt_segments(self, sample: Sample) -> int:
-        return -(-(sample.length - 1) // self.shape.segment_tokens)
+    def _prompt_pages(self, sample: Sample) -> int:
+        return -(-(sample.length - 1) // self.shape.page_tokens)
 
     def _seat(self, shard: _Shard, sample: Sample, plan: Plan) -> None:
         row = shard.prompts[sample.prompt]
         if not row.filled:
-            C = self.shape.segment_tokens
-            new = shard.take(self._prompt_segments(sample))
-            row.store.segments = [
-                Segment(index, j * C, min(C, sample.length - 1 - j * C)) for j, index in enumerate(new)
-            ]
+            C = self.shape.page_tokens
+            new = shard.take(self._prompt_pages(sample))
+            row.store.pages = [Page(index, j * C, min(C, sample.length - 1 - j * C)) for j, index in enumerate(new)]
             row.filled = True
             if new:
                 plan.prefills.append((sample.prompt, shard.index, new))
         for store in (row.store, sample.store):
             if store.spilled:
                 plan.restores.append((store, shard.index, self._restore(shard, store)))
+        if sample.unfed or sample.compact:
+            plan.feeds.append(self._feed(shard, sample))
         if self._full(sample):
-            self._open_segment(shard, sample)
+            self._open_page(shard, sample)
         sample.lane = shard.free_lanes.pop(0)
         sample.status, sample.seated = Status.RUNNING, self._seat_count
         self._seat_count += 1
         shard.running[sample.lane] = sample
         plan.seats.append(sample)
+
+    def _feed(self, shard: _Shard, sample: Sample) -> Feed:
+        """Pages for a sample's given tokens, and for those before them whose page they share."""
+        C, pages = self.shape.page_tokens, sample.store.pages
+        keep, tokens = self._refit(sample, compact=sample.compact)
+        start = sample.position - tokens
+        shard.give([page.index for page in pages[keep:]])
+        del pages[keep:]
+        prior = [(s.index, s.start, s.count) for s in (*shard.prompts[sample.prompt].store.pages, *pages)]
+        new = shard.take(-(-tokens // C))
+        pages.extend(Page(index, start + j * C, min(C, tokens - j * C)) for j, index in enumerate(new))
+        sample.unfed, sample.compact = 0, False
+        return Feed(sample, start, prior, new)
 
     def _vacate(self, sample: Sample, live: bool) -> None:
         if sample.lane < 0:
@@ -442,12 +482,12 @@ class Scheduler:
 
     # The device's list.
 
-    def visits(self, shape: VisitShape, trash: int) -> np.ndarray:
-        """The planned dispatch's `Visits` of every shard, flat int32 (X, shape.size)."""
+    def reads(self, shape: ReadShape, trash: int) -> np.ndarray:
+        """Builds the planned dispatch's `ReadList` of every shard, flat int32 (X, shape.size)."""
         flat_XI = np.zeros((self.shape.shards, shape.size), np.int32)
         for shard in self._shards:
             seated = {
-                lane: Seated(s.prompt, shard.prompts[s.prompt].store.segments, s.store.segments)
+                lane: LaneReads(s.prompt, shard.prompts[s.prompt].store.pages, s.store.pages)
                 for lane, s in sorted(shard.running.items())
                 if s.left > 0
             }

@@ -1,5 +1,6 @@
-"""Runs samples to their end: carries out the scheduler's plans on the engine and turns its output into records."""
+"""Runs samples to their end: executes the scheduler's plans on the engine and turns its output into host records."""
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -10,27 +11,46 @@ import numpy as np
 from podrl.rollout.config import Sampling
 from podrl.rollout.engine import Engine
 from podrl.rollout.prefill import cut_chunks, run_chunks
-from podrl.rollout.scheduler import Plan, PoolShape, Scheduler, Store
-from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, Seats
+from podrl.rollout.scheduler import Feed, Plan, PoolShape, Scheduler, Store
+from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, LaneUpdates
 from podrl.rollout.stops import StopFinder
-from podrl.types import STOP_EOS, STOP_LENGTH, STOP_STRING, PyTree
+from podrl.types import STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """The continuation of a sample: tokens appended without sampling, and the limits of the sampling behind them.
+
+    Attributes:
+      tokens: given tokens.
+      stop_strings, stop_ids: texts and ids that pause it, besides the ids that end every sample.
+      max_new: tokens it may sample before it pauses; None for as many as it has left.
+    """
+
+    tokens: Sequence[int] = ()
+    stop_strings: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    max_new: int | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class Track:
-    """What is known of one sample; the lists run over its completion.
+    """Host record of one sample; the lists run over its completion.
 
     Attributes:
       handle: its number in the session, in order of submission.
       prompt: the prompt's tokens.
       sampling: its settings, `max_new` filled in.
-      stop_ids: every id that ends it.
+      stop_ids: every id that ends, or pauses, it.
       key: its random key, uint32 (2,).
-      pauses: a stop string pauses it instead of ending it.
-      tokens, logprobs, raw_logprobs, versions: sampled and given tokens; a given token has version -1 and zeros.
-      sampled, limit: tokens sampled so far, and at most.
+      pauses: it pauses where others end; its caller extends or ends it.
+      tokens, logprobs, kept, raw_logprobs, versions: of sampled and given tokens, see `podrl.types.Rollouts`; a given
+        token has version -1, kept 1 and zeros.
+      sampled, limit: tokens sampled so far, and at most before it ends or pauses.
       stop: why it ended; None while it has not.
-      text: the completion without end tokens, cut after a stop string; set when it ends or pauses.
+      paused: why it paused; None while it runs.
+      first: the first token sampled since it was extended.
+      text: the completion without end tokens, cut after a stop string; while it is paused, what follows `first`.
       epoch: counts pauses, so that results of a dispatch that overran one are told apart.
     """
 
@@ -43,12 +63,14 @@ class Track:
     finder: StopFinder | None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    kept: list[float] = dataclasses.field(default_factory=list)
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     sampled: int = 0
     limit: int = 0
     stop: int | None = None
-    paused: bool = False
+    paused: int | None = None
+    first: int = 0
     text: str = ""
     epoch: int = 0
 
@@ -64,6 +86,7 @@ class Stats:
       lane_steps: lane places of all steps of all shards, live or not.
       prefill_tokens: prompt and given tokens computed, padding excluded.
       spills: stores moved to the host.
+      failed: samples that ended without a distribution to draw from, by version of the weights.
       host_seconds: time without a dispatch in flight, from the last read to the next launch.
     """
 
@@ -73,12 +96,13 @@ class Stats:
     lane_steps: int = 0
     prefill_tokens: int = 0
     spills: int = 0
+    failed: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     host_seconds: float = 0.0
 
 
 @dataclasses.dataclass
 class _Flight:
-    """A dispatch whose results have not been read: who was in which lane, at which epoch."""
+    """A launched dispatch whose results have not been read, with the samples in its lanes and their epochs."""
 
     emitted: Emitted
     lanes: list[tuple[Track, int, int]]
@@ -86,7 +110,7 @@ class _Flight:
 
 
 class Session:
-    """Samples in progress on one engine. Not thread-safe; one session at a time owns the state.
+    """Holds the samples in progress on one engine. Not thread-safe; one session at a time owns the state.
 
     Attributes:
       state: pools and lanes, to be handed to the next session.
@@ -104,19 +128,19 @@ class Session:
         eos_ids: Sequence[int],
         cache_tokens: int,
     ):
-        """Args as of RolloutWorker; `params` prepared by the engine, `cache_tokens` the most a sample may hold."""
+        """Takes RolloutWorker's arguments, parameters prepared by the engine, and the most tokens a sample may hold."""
         s = engine.shape
         self.engine, self.state, self.stats = engine, state, Stats()
         self._params, self._version = params, version
         self._decode, self._eos_ids, self._cache_tokens = decode, tuple(eos_ids), cache_tokens
+        sample_pages = min(s.max_pages, s.pages - 1)
         self._scheduler = Scheduler(
-            PoolShape(engine.shards, s.lanes, s.segments - 1, s.segment_tokens, s.steps, s.members)
+            PoolShape(engine.shards, s.lanes, s.pages - 1, s.page_tokens, s.steps, s.members, sample_pages)
         )
         self._tracks: dict[int, Track] = {}
         self._prompts: dict[int, np.ndarray] = {}
         self._spilled: dict[tuple[str, int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._flights: list[_Flight] = []
-        self._given: list[tuple[Track, list[int], int]] = []  # extended samples, their tokens, what they may sample
         self._count = 0
         self._idle_since = time.perf_counter()
 
@@ -128,17 +152,17 @@ class Session:
         *,
         expected: float | None = None,
         pieces: int = 1,
-        pauses: bool = False,
+        openings: Sequence[Opening] = (),
     ) -> list[Track]:
         """Submits samples of one prompt, already checked against the engine's limits.
 
         Args:
           prompt: tokens, at least 1.
           keys_G2: a random key per sample.
-          sampling: `max_new` must be set.
+          sampling: `max_new` must be set; its stop strings are not those of samples with an opening.
           expected: guess of the new tokens, where there is one.
           pieces: see `Scheduler.add`.
-          pauses: stop strings pause the samples.
+          openings: one per sample, with room for its tokens: the samples then pause where others end.
         """
         assert sampling.max_new is not None and sampling.max_new > 0, sampling
         stop_ids = (*self._eos_ids, *sampling.stop_ids)
@@ -146,31 +170,34 @@ class Session:
         for key in keys_G2:
             finder = StopFinder(sampling.stop_strings, self._decode) if sampling.stop_strings else None
             limit = min(sampling.max_new, self._cache_tokens - len(prompt))
-            tracks.append(Track(self._count, prompt, sampling, stop_ids, key, pauses, finder, limit=limit))
+            tracks.append(Track(self._count, prompt, sampling, stop_ids, key, bool(openings), finder, limit=limit))
             self._count += 1
+        for track, opening in zip(tracks, openings, strict=bool(openings)):
+            self._open(track, opening)
         self._tracks.update((t.handle, t) for t in tracks)
         handle = tracks[0].handle
         self._prompts[handle] = prompt
         self._scheduler.add(handle, len(prompt), [(t.handle, t.limit, expected) for t in tracks], pieces)
+        for track in tracks:
+            self._scheduler.give(track.handle, len(track.tokens))
         return tracks
 
     def refresh(self, params: PyTree, version: int) -> None:
-        """New weights (prepared by the engine) from the next dispatch on; caches are kept."""
+        """Uses new weights (prepared by the engine) from the next dispatch on; caches are kept."""
         self._params, self._version = params, version
 
     @property
     def open(self) -> int:
-        """Samples not ended, paused ones included."""
+        """Number of samples that have not ended, paused ones included."""
         return len(self._tracks)
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do: false also when every open sample is paused."""
-        return bool(self._flights or self._given) or self._scheduler.busy
+        """True while `step` has anything to do; false also when every open sample is paused."""
+        return bool(self._flights) or self._scheduler.busy
 
     def step(self) -> list[Track]:
         """Launches a dispatch if there is one, reads the one before; returns samples that ended or paused."""
-        self._resume_extended()
         plan = self._scheduler.plan()
         self._carry_out(plan)
         if plan.running:
@@ -179,66 +206,70 @@ class Session:
                 return []
         return self._read(self._flights.pop(0)) if self._flights else []
 
-    def extend(self, track: Track, tokens: Sequence[int]) -> None:
-        """Appends given tokens to a paused sample and lets it go on; ends it when no room is left.
+    def extend(self, track: Track, opening: Opening) -> None:
+        """Appends given tokens to a paused sample and lets it go on; ends it where nothing is left to sample.
 
         Raises:
-          ValueError: the sample is not paused.
+          ValueError: the sample is not paused, or the tokens are more than it has room for.
         """
-        if not track.paused:
+        if track.paused is None:
             raise ValueError(f"Sample {track.handle} is not paused: only a sample that paused can be extended.")
-        room = self._cache_tokens - len(track.prompt) - len(track.tokens) - len(tokens)
-        # Each pause may leave two segments that are not full.
-        shape = self.engine.shape
-        segments = min(shape.max_segments, shape.segments - 1) - self._scheduler.held(track.handle)
-        room = min(room, (segments - -(-len(tokens) // shape.segment_tokens)) * shape.segment_tokens)
-        assert track.sampling.max_new is not None
-        left = min(track.sampling.max_new - track.sampled, room)
-        if left <= 0:
+        if len(opening.tokens) > (room := self.room(track)):
+            raise ValueError(f"{len(opening.tokens)} tokens do not fit sample {track.handle}: it has room for {room}.")
+        self._open(track, opening)
+        self._scheduler.give(track.handle, len(opening.tokens))
+        if track.limit == track.sampled:
             self.end(track, STOP_LENGTH)
             return
-        track.paused = False
-        self._given.append((track, [int(t) for t in tokens], left))
+        track.paused = None
+        self._scheduler.resume(track.handle, left=track.limit - track.sampled)
 
-    def _resume_extended(self) -> None:
-        """Samples whose given tokens found room wait for a lane again."""
-        waiting = []
-        for track, tokens, left in self._given:
-            # The last token is fed when the sample is seated, like the last token of a prompt.
-            if not self._feed(track, [track.tokens[-1], *tokens[:-1]] if tokens else []):
-                waiting.append((track, tokens, left))
-                continue
-            track.tokens.extend(tokens)
-            track.logprobs.extend([0.0] * len(tokens))
-            track.raw_logprobs.extend([0.0] * len(tokens))
-            track.versions.extend([-1] * len(tokens))
-            if track.finder:
-                track.finder.restart(len(track.tokens))
-            track.limit = track.sampled + left
-            self._scheduler.resume(track.handle, left=left)
-        self._given = waiting
+    def spare_stop_ids(self, sampling: Sampling) -> int:
+        """Stop ids that an opening may bring."""
+        return self.engine.shape.stop_ids - len(self._eos_ids) - len(sampling.stop_ids)
+
+    def room(self, track: Track) -> int:
+        """Tokens that the cache still takes of a sample."""
+        return self._cache_tokens - len(track.prompt) - len(track.tokens)
+
+    def _open(self, track: Track, opening: Opening) -> None:
+        """Appends the given tokens; sets what the sample samples next, and until when."""
+        count = len(opening.tokens)
+        track.tokens.extend(int(token) for token in opening.tokens)
+        for values, value in ((track.logprobs, 0.0), (track.kept, 1.0), (track.raw_logprobs, 0.0)):
+            values.extend([value] * count)
+        track.versions.extend([-1] * count)
+        track.first = len(track.tokens)
+        track.stop_ids = (*self._eos_ids, *track.sampling.stop_ids, *opening.stop_ids)
+        track.finder = StopFinder(opening.stop_strings, self._decode) if opening.stop_strings else None
+        if track.finder:
+            track.finder.restart(track.first)
+        assert track.sampling.max_new is not None
+        left = min(track.sampling.max_new - track.sampled, self.room(track))
+        track.limit = track.sampled + max(left if opening.max_new is None else min(left, opening.max_new), 0)
 
     def end(self, track: Track, stop: int = STOP_STRING) -> None:
-        """Ends a paused sample."""
-        track.paused, track.stop = False, stop
-        self._close(track, live=False)
+        """Ends a sample that is open, paused or not."""
+        track.paused, track.stop = None, stop
+        self._close(track, live=True)
 
     # Device work of a plan.
 
     def _carry_out(self, plan: Plan) -> None:
-        for store, shard, segments in plan.spills:
-            self._spill(store, shard, segments)
-        for store, shard, segments in plan.restores:
-            self._restore(store, shard, segments)
+        for store, shard, pages in plan.spills:
+            self._spill(store, shard, pages)
+        for store, shard, pages in plan.restores:
+            self._restore(store, shard, pages)
         self._prefill(
-            [self._prompt_chunks(shard, self._prompts[prompt], segments) for prompt, shard, segments in plan.prefills]
+            [self._prompt_chunks(shard, self._prompts[prompt], pages) for prompt, shard, pages in plan.prefills]
         )
+        self._prefill([self._given_chunks(feed) for feed in plan.feeds])
         if plan.seats or plan.frees:
-            self.state = self.engine.bulk_insert(self.state, self.engine.put_rows(self._seats(plan).packed()))
+            self.state = self.engine.bulk_insert(self.state, self.engine.put_rows(self._lane_updates(plan).packed()))
 
     def _launch(self, plan: Plan) -> None:
         engine = self.engine
-        flat_XI = self._scheduler.visits(engine.visit_shape, engine.shape.segments - 1)
+        flat_XI = self._scheduler.reads(engine.read_shape, engine.shape.pages - 1)
         if not self._flights:
             self.stats.host_seconds += time.perf_counter() - self._idle_since
         self.state, emitted = engine.generate(self._params, self.state, engine.put_rows(flat_XI))
@@ -252,53 +283,46 @@ class Session:
         self._scheduler.advance()
         self.stats.dispatches += 1
 
-    def _seats(self, plan: Plan) -> Seats:
+    def _lane_updates(self, plan: Plan) -> LaneUpdates:
         R, E = self.engine.shape.lanes, self.engine.shape.stop_ids
-        seats = Seats.empty(self.engine.shards * R, E)
+        updates = LaneUpdates.empty(self.engine.shards * R, E)
         for shard, lane in plan.frees:
-            seats.action_R[shard * R + lane] = FREE
+            updates.action_R[shard * R + lane] = FREE
         for sample in plan.seats:
             track, r = self._tracks[sample.id], sample.shard * R + sample.lane
             sampling = track.sampling
-            seats.action_R[r] = SEAT
-            seats.token_R[r] = track.tokens[-1] if track.tokens else track.prompt[-1]
-            seats.position_R[r] = len(track.prompt) + len(track.tokens) - 1
-            assert seats.position_R[r] == sample.position, (track.handle, seats.position_R[r], sample)
-            seats.left_R[r] = track.limit - track.sampled
-            seats.top_k_R[r] = sampling.top_k or 0
-            seats.key_R2[r] = track.key
-            seats.stop_RE[r, : len(track.stop_ids)] = track.stop_ids
-            seats.temperature_R[r] = sampling.temperature
-            seats.top_p_R[r], seats.min_p_R[r] = sampling.top_p, sampling.min_p
-        return seats
+            updates.action_R[r] = SEAT
+            updates.token_R[r] = track.tokens[-1] if track.tokens else track.prompt[-1]
+            updates.position_R[r] = len(track.prompt) + len(track.tokens) - 1
+            assert updates.position_R[r] == sample.position, (track.handle, updates.position_R[r], sample)
+            updates.left_R[r] = track.limit - track.sampled
+            updates.top_k_R[r] = sampling.top_k or 0
+            updates.key_R2[r] = track.key
+            updates.stop_RE[r, : len(track.stop_ids)] = track.stop_ids
+            updates.temperature_R[r] = sampling.temperature
+            updates.top_p_R[r], updates.min_p_R[r] = sampling.nucleus, sampling.min_p
+        return updates
 
-    def _prompt_chunks(self, shard: int, prompt: np.ndarray, segments: list[int]) -> list[Chunk]:
-        """All tokens but the last, which each sample feeds itself."""
-        return cut_chunks(self.engine.shape, shard, prompt[:-1], 0, [], segments)
+    def _prompt_chunks(self, shard: int, prompt: np.ndarray, pages: list[int]) -> list[Chunk]:
+        """Cuts a prompt into prefill chunks, without its last token, which each sample feeds itself."""
+        return cut_chunks(self.engine.shape, shard, prompt[:-1], 0, [], pages)
+
+    def _given_chunks(self, feed: Feed) -> list[Chunk]:
+        """A sample's tokens from the feed's start on, all but its last, which is fed when it is seated."""
+        track, n = self._tracks[feed.sample.id], len(self._tracks[feed.sample.id].prompt)
+        row = [*track.prompt[feed.start :], *track.tokens[max(feed.start - n, 0) :]]
+        return cut_chunks(self.engine.shape, feed.sample.shard, row[:-1], feed.start, feed.prior, feed.targets)
 
     def _prefill(self, sequences: list[list[Chunk]]) -> None:
         self.state = run_chunks(self.engine, self._params, self.state, sequences)
         self.stats.prefill_tokens += sum(len(chunk.tokens) for chunks in sequences for chunk in chunks)
 
-    def _feed(self, track: Track, tokens: list[int]) -> bool:
-        """Prefills a paused sample's new tokens; False while the pool has no room."""
-        room = self._scheduler.extend(track.handle, len(tokens)) if tokens else None
-        if room is None:
-            return not tokens
-        for store, shard, segments in room.spills:
-            self._spill(store, shard, segments)
-        for store, shard, segments in room.restores:
-            self._restore(store, shard, segments)
-        start = len(track.prompt) + len(track.tokens) - 1
-        self._prefill([cut_chunks(self.engine.shape, room.shard, tokens, start, room.prior, room.targets)])
-        return True
-
-    def _spill(self, store: Store, shard: int, segments: list[int]) -> None:
-        self._spilled[store.key] = self.engine.read_store(self.state, shard, segments)
+    def _spill(self, store: Store, shard: int, pages: list[int]) -> None:
+        self._spilled[store.key] = self.engine.read_store(self.state, shard, pages)
         self.stats.spills += 1
 
-    def _restore(self, store: Store, shard: int, segments: list[int]) -> None:
-        self.state = self.engine.write_store(self.state, shard, segments, self._spilled.pop(store.key))
+    def _restore(self, store: Store, shard: int, pages: list[int]) -> None:
+        self.state = self.engine.write_store(self.state, shard, pages, self._spilled.pop(store.key))
 
     # Results.
 
@@ -310,52 +334,67 @@ class Session:
         self.stats.lane_steps += int(steps_X.sum()) * self.engine.shape.lanes
         events = []
         for track, r, epoch in flight.lanes:
-            if track.epoch != epoch or track.stop is not None or track.paused:
+            if track.epoch != epoch or track.stop is not None or track.paused is not None:
                 continue
             count = int(out.count_R[r])
             track.tokens.extend(out.tokens_RT[r, :count].tolist())
             track.logprobs.extend(out.logprob_RT[r, :count].tolist())
+            track.kept.extend(out.kept_RT[r, :count].tolist())
             track.raw_logprobs.extend(out.raw_logprob_RT[r, :count].tolist())
             track.versions.extend([flight.version] * count)
             track.sampled += count
             self.stats.tokens += count
-            if self._settle(track, bool(out.live_R[r])):
+            if out.failed_R[r]:
+                self._fail(track, flight.version)
+                events.append(track)
+            elif self._settle(track, bool(out.live_R[r])):
                 events.append(track)
         return events
 
     def _settle(self, track: Track, live: bool) -> bool:
-        """Ends or pauses a sample whose new tokens are in; whether it did."""
+        """Ends or pauses a sample after its new tokens were read; returns True if it did."""
         found = track.finder.find(track.tokens) if track.finder else None
+        if found is None and live:
+            return False
         if found is not None:
             self._cut(track, found)
-            if track.pauses:
-                track.paused, track.epoch = True, track.epoch + 1
-                track.text = self._text(track)
-                self._scheduler.pause(track.handle, position=len(track.prompt) + len(track.tokens) - 1)
-            else:
-                track.stop = STOP_STRING
-                self._close(track, live=True)
+            stop = STOP_STRING
+        else:
+            stop = STOP_EOS if track.tokens and track.tokens[-1] in track.stop_ids else STOP_LENGTH
+        if not track.pauses:
+            track.stop = stop
+            self._close(track, live=live)
             return True
-        if live:
-            return False
-        track.stop = STOP_EOS if track.tokens and track.tokens[-1] in track.stop_ids else STOP_LENGTH
-        self._close(track, live=False)
+        track.paused, track.epoch = stop, track.epoch + 1
+        track.text = self._text(track, stop, track.first)
+        self._scheduler.pause(track.handle, position=len(track.prompt) + len(track.tokens) - 1)
         return True
+
+    def _fail(self, track: Track, version: int) -> None:
+        """Ends a sample as failed: its next-token logits were NaN or infinite."""
+        track.stop = STOP_FAILED
+        self.stats.failed[version] += 1
+        self._close(track, live=False)
 
     def _cut(self, track: Track, length: int) -> None:
         dropped = len(track.tokens) - length
-        for values in (track.tokens, track.logprobs, track.raw_logprobs, track.versions):
+        for values in (track.tokens, track.logprobs, track.kept, track.raw_logprobs, track.versions):
             del values[length:]
         track.sampled -= dropped
         self.stats.tokens -= dropped
 
     def _close(self, track: Track, live: bool) -> None:
-        track.text = self._text(track)
-        for store in self._scheduler.finish(track.handle, grown=track.sampled, live=live):
+        assert track.stop is not None
+        track.text = self._text(track, track.stop)
+        for store, shard, pages in self._scheduler.finish(track.handle, grown=track.sampled, live=live):
             self._spilled.pop(store.key, None)
+            # Prefills keep what is not finite, so that it is noticed; the next owner of the pages must not read it.
+            if track.stop == STOP_FAILED and pages:
+                self.state = self.engine.clear(self.state, shard, pages)
         del self._tracks[track.handle]
 
-    def _text(self, track: Track) -> str:
-        ended = track.stop == STOP_EOS
-        text = self._decode(track.tokens[:-1] if ended else track.tokens)
-        return track.finder.cut(text) if track.finder and (track.stop == STOP_STRING or track.paused) else text
+    def _text(self, track: Track, stop: int, first: int = 0) -> str:
+        """The text of a completion from its token `first` on, as far as it counts where `stop` ended it."""
+        tokens = track.tokens[first:]
+        text = self._decode(tokens[:-1] if stop == STOP_EOS else tokens)
+        return track.finder.cut(text) if track.finder and stop == STOP_STRING else text

@@ -1,16 +1,20 @@
-"""What passes between the host and the engine's programs: sizes, device state, seats, chunks, results."""
+"""Types that pass between the host and the engine's programs: sizes, device state, lane updates, chunks, results."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from podrl.rollout import attention
+from podrl.rollout.reads import ReadShape
 from podrl.rollout.sampling import LaneSampling
-from podrl.rollout.visits import VisitShape
 
+STOP_IDS = 8  # ids that may end a sample, or a turn of one, the tokenizer's included
 KEEP, SEAT, FREE = 0, 1, 2  # what `bulk_insert` does with a lane
 
 
@@ -20,11 +24,11 @@ class EngineShape:
 
     Attributes:
       lanes: R.
-      segments: M, the unread last one included.
-      segment_tokens: C.
+      pages: M, the unread last one included.
+      page_tokens: C.
       steps: decode steps per dispatch.
-      prompt_segments: most segments of a prompt.
-      max_segments: J, segments one sample and its prompt may hold together.
+      prompt_pages: most pages of a prompt.
+      max_pages: J, pages one sample and its prompt may hold together.
       members: W.
       stop_ids: E.
       buckets: prefill chunk lengths, ascending multiples of C.
@@ -32,35 +36,35 @@ class EngineShape:
     """
 
     lanes: int
-    segments: int
-    segment_tokens: int
+    pages: int
+    page_tokens: int
     steps: int
-    prompt_segments: int
-    max_segments: int
+    prompt_pages: int
+    max_pages: int
     members: int
     stop_ids: int
     buckets: tuple[int, ...]
     prefill_tokens: int
 
     def prefill_rows(self, bucket: int) -> int:
-        """Rows of the prefill program of a bucket."""
+        """Returns the number of rows of a bucket's prefill program."""
         return max(1, self.prefill_tokens // bucket)
 
-    def visits(self) -> VisitShape:
-        """Room for every lane and segment at once; a shared visit serves at least one lane."""
-        shared = self.lanes * self.prompt_segments
+    def reads(self) -> ReadShape:
+        """Sizes of a read list with room for every lane and page; a shared read serves at least one lane."""
+        shared = self.lanes * self.prompt_pages
         up = lambda n, block: -(-n // block) * block  # noqa: E731
-        return VisitShape(
-            self.lanes, up(shared, attention.SHARED_BLOCK), up(self.segments, attention.OWN_BLOCK), self.members
+        return ReadShape(
+            self.lanes, up(shared, attention.SHARED_BLOCK), up(self.pages, attention.OWN_BLOCK), self.members
         )
 
 
 @flax.struct.dataclass
 class DecodeState:
-    """Pools and lanes on the rollout mesh. Lanes and segments are sharded over data and fsdp, K over tensor.
+    """Pools and lanes on the rollout mesh. Lanes and pages are sharded over data and fsdp, K over tensor.
 
     Attributes:
-      key_LMKCH, value_LMKCH: segment pools.
+      key_LMKCH, value_LMKCH: page pools.
       token_R: the token each lane feeds next.
       position_R: its position.
       left_R: tokens the lane may still sample.
@@ -81,19 +85,24 @@ class DecodeState:
 
 @flax.struct.dataclass
 class Emitted:
-    """What a dispatch produced: `steps` columns per lane, of which the first `count` hold tokens."""
+    """Tokens of one dispatch: `steps` columns per lane, of which the first `count` hold tokens.
+
+    `failed` lanes ended because there was no distribution to draw a token from, see `podrl.rollout.sampling.Draw`.
+    """
 
     tokens_RT: Int[Array, "R T"]
     logprob_RT: Float[Array, "R T"]
+    kept_RT: Float[Array, "R T"]
     raw_logprob_RT: Float[Array, "R T"]
     count_R: Int[Array, " R"]
     live_R: Bool[Array, " R"]
+    failed_R: Bool[Array, " R"]
     steps_X: Int[Array, " X"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Seats:
-    """Host arrays for `bulk_insert`, over all lanes of the mesh: what to do with each lane and what to seat there."""
+class LaneUpdates:
+    """Arrays for `bulk_insert`, over all lanes of the mesh: each lane's action, and the sample to put there."""
 
     action_R: np.ndarray
     token_R: np.ndarray
@@ -101,38 +110,29 @@ class Seats:
     left_R: np.ndarray
     top_k_R: np.ndarray
     key_R2: np.ndarray
-    stop_RE: np.ndarray
     temperature_R: np.ndarray
     top_p_R: np.ndarray
     min_p_R: np.ndarray
+    stop_RE: np.ndarray
 
     @classmethod
-    def empty(cls, lanes: int, stop_ids: int) -> "Seats":
-        """No lane changes."""
-        whole = lambda: np.zeros(lanes, np.int32)  # noqa: E731
-        real = lambda: np.zeros(lanes, np.float32)  # noqa: E731
-        return cls(
-            action_R=whole(),
-            token_R=whole(),
-            position_R=whole(),
-            left_R=whole(),
-            top_k_R=whole(),
-            key_R2=np.zeros((lanes, 2), np.uint32),
-            stop_RE=np.full((lanes, stop_ids), -1, np.int32),
-            temperature_R=real(),
-            top_p_R=real(),
-            min_p_R=real(),
-        )
+    def empty(cls, lanes: int, stop_ids: int) -> "LaneUpdates":
+        """Makes updates that change no lane."""
+        whole = [np.zeros(lanes, np.int32) for _ in range(5)]
+        real = [np.zeros(lanes, np.float32) for _ in range(3)]
+        return cls(*[*whole, np.zeros((lanes, 2), np.uint32), *real, np.full((lanes, stop_ids), -1, np.int32)])
 
     def packed(self) -> np.ndarray:
-        """All fields side by side as int32, one row per lane."""
-        columns = [
-            *(x[:, None] for x in (self.action_R, self.token_R, self.position_R, self.left_R, self.top_k_R)),
-            self.key_R2.view(np.int32),
-            *(x[:, None].view(np.int32) for x in (self.temperature_R, self.top_p_R, self.min_p_R)),
-            self.stop_RE,
-        ]
-        return np.concatenate(columns, axis=1)
+        """Packs all fields side by side as int32, one row per lane."""
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return np.concatenate([x.reshape(len(x), -1).view(np.int32) for x in fields], axis=1)
+
+    @classmethod
+    def unpacked(cls, packed_RI: Any) -> "LaneUpdates":
+        """Splits packed fields, inside a program."""
+        real_R3 = jax.lax.bitcast_convert_type(packed_RI[:, 7:10], jnp.float32)
+        key_R2 = jax.lax.bitcast_convert_type(packed_RI[:, 5:7], jnp.uint32)
+        return cls(*[*packed_RI[:, :5].T, key_R2, *real_R3.T, packed_RI[:, 10:]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Chunk:
       shard: whose pool.
       tokens: the tokens, at most the largest bucket.
       start: position of the first one.
-      prior: (segment, start, count) of what the sequence holds already.
-      targets: segments that take the new keys and values, C tokens each.
+      prior: (page, start, count) of what the sequence holds already.
+      targets: pages that take the new keys and values, C tokens each.
     """
 
     shard: int

@@ -1,1 +1,1 @@
-"""What a process needs around the training: environment, checkpoints, metrics, deadlines."""
+"""Services around training: environment, cluster, channels, checkpoints, metrics, deadlines."""

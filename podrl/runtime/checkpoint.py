@@ -1,40 +1,44 @@
-"""Checkpoints through Orbax: asynchronous, atomic, and a way back when the newest one is damaged."""
+"""Checkpoints through Orbax: asynchronous, atomic, every bit checked; falls back to older ones when one is damaged."""
 
+import contextlib
 import dataclasses
-import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
 
-from podrl.runtime.storage import absolute, complete_steps, first_line, is_remote, remove_tree
+from podrl.config import Count, Natural, section
+from podrl.runtime.bits import compile_sums, tree_sums
+from podrl.runtime.record import Record
+from podrl.runtime.seal import array_digest
+from podrl.runtime.storage import Place, absolute, complete_steps, first_line, is_remote, remove_tree, tree_size
 from podrl.types import PyTree
 
 log = logging.getLogger("podrl.checkpoint")
+_DAMAGED = "damaged_checkpoint_"
 
 
+@section("checkpoint")
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are taken.
+    """Settings of checkpoints: the interval of saving, and the number to keep.
 
     Attributes:
       every: steps between checkpoints; the last step is always saved. 0: only the last step and on preemption.
       keep: newest checkpoints kept on disk.
     """
 
-    every: int = 50
-    keep: int = 2
-
-    def __post_init__(self):
-        if self.every < 0 or self.keep < 1:
-            raise ValueError(
-                f"checkpoint.every={self.every} must be 0 or more steps and checkpoint.keep={self.keep} at least 1."
-            )
+    every: Natural = 50
+    keep: Count = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,32 +50,45 @@ class Restored:
       state: device arrays in the shardings asked for.
       host: what was saved as JSON.
       arrays: what was saved as host arrays.
+      content: what `read` of `restore_latest` made of `host` and `arrays`.
     """
 
     step: int
     state: PyTree
     host: dict[str, Any]
     arrays: dict[str, np.ndarray]
+    content: Any = None
 
 
 class Checkpoints:
-    """One directory of checkpoints.
+    """The checkpoints of one directory.
 
     Saving returns as soon as the device arrays are copied; writing goes on in the background and the directory gets its
     final name last, so a killed process leaves either a complete checkpoint or none. A save that fails (a full disk) is
     logged and counted in `failures`; training goes on and older checkpoints stay.
+
+    Every checkpoint holds sums of the bits of its leaves, made on the devices before anything is copied; what is read
+    back is summed on the devices again, so that neither a disk nor a copy on the way can change a bit unseen.
     """
 
-    def __init__(self, directory: str | os.PathLike, *, keep: int = 2, processes: Sequence[int] = ()):
-        """Opens, or makes, the directory.
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        keep: int = 2,
+        processes: Sequence[int] = (),
+        config: Mapping[str, Any] | None = None,
+    ):
+        """Opens the directory, or makes it.
 
         Args:
           directory: on a file system that every process sees, or gs://.
           keep: newest checkpoints kept.
           processes: the processes of this jax.distributed cluster that save together (the trainers), all of which make
             this object and call its methods in the same order; () for all.
+          config: the configuration of the run, JSON-able; saved with every checkpoint.
         """
-        self._processes = tuple(processes)
+        self._processes, self._config = tuple(processes), None if config is None else dict(config)
         self.directory = absolute(directory)
         if not is_remote(self.directory):  # in a bucket there is nothing to make, and gcsfs would make the bucket
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -85,16 +102,19 @@ class Checkpoints:
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,
             create=False,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                primary_host=min(self._processes, default=0),
-                active_processes=set(self._processes) or None,
-                barrier_sync_key_prefix="podrl" if self._processes else None,
-            ),
+            multiprocessing_options=self._multiprocessing(),
         )
         return ocp.CheckpointManager(self.directory, options=options)
 
+    def _multiprocessing(self) -> ocp.options.MultiprocessingOptions:
+        return ocp.options.MultiprocessingOptions(
+            primary_host=min(self._processes, default=0),
+            active_processes=set(self._processes) or None,
+            barrier_sync_key_prefix="podrl" if self._processes else None,
+        )
+
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
+        """Lists steps with a complete checkpoint, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: PyTree, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
@@ -110,18 +130,21 @@ class Checkpoints:
           False when this save could not start or the previous one turned out to have failed.
         """
         healthy = self.wait()
+        jax.block_until_ready(state)
+        sums = tree_sums(state)
         # Looked at first: when the disk fills under Orbax its threads print a screen of tracebacks each.
-        size = sum(leaf.nbytes for leaf in [*jax.tree.leaves(state), *arrays.values()])
+        size = _size([*jax.tree.leaves(state), *arrays.values()])
         if not self._processes and not is_remote(self.directory):  # hosts that see different numbers must not part
-            free = shutil.disk_usage(self.directory).free
+            free = self._make_room(step, size)
             if size > free:
-                self._failed(OSError(f"it needs about {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free"))
+                self._failed(OSError(f"it needs about {_mb(size)} and {_mb(free)} are free"))
                 return False
+        record = Record(dict(host), self._config, sums, {name: array_digest(x) for name, x in arrays.items()})
         if len(self._processes) == 1:  # Orbax takes device arrays of one process among several for a mistake
             state = jax.tree.map(np.asarray, state)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
-            host=ocp.args.JsonSave(json.loads(json.dumps(dict(host)))),  # pyright: ignore[reportCallIssue]
+            host=ocp.args.JsonSave(record.sealed()),  # pyright: ignore[reportCallIssue]
             arrays=ocp.args.StandardSave({"count": np.int64(len(arrays)), **arrays}),  # pyright: ignore[reportCallIssue]
         )
         try:
@@ -132,7 +155,7 @@ class Checkpoints:
         return healthy
 
     def wait(self) -> bool:
-        """Blocks until the last save is on disk; False (and a log line) if it failed."""
+        """Waits until the last save is on disk; False (and a log line) if it failed."""
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
@@ -152,26 +175,60 @@ class Checkpoints:
         )
         self._manager = self._open()  # a failed save leaves the manager with half a step in its books
 
-    def restore_latest(self, abstract_state: PyTree) -> Restored | None:
-        """The newest checkpoint that can be read; damaged ones are set aside, named, and the one before is tried.
+    def _make_room(self, step: int, size: int) -> int:
+        """Frees space for a checkpoint, if needed and possible: removes damaged ones, then the oldest.
+
+        The newest complete checkpoint is never given up.
+        """
+        free = shutil.disk_usage(self.directory).free
+        spare: list[Place] = sorted(self.directory.parent.glob(f"{_DAMAGED}*"))
+        spare += [self.directory / str(old) for old in self.steps()[:-1]]
+        if size > free + sum(tree_size(place) for place in spare):
+            return free
+        for place in spare:
+            if size <= free:
+                break
+            log.warning(
+                "%s are free in %s and the checkpoint of step %d takes about %s: %s is removed first.",
+                *(_mb(free), self.directory, step, _mb(size), place),
+            )
+            if place.parent == self.directory:
+                self._manager.delete(int(place.name))
+            else:
+                remove_tree(place)
+            free = shutil.disk_usage(self.directory).free
+        return free
+
+    def restore_latest(
+        self,
+        abstract_state: PyTree,
+        read: Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], Any] = lambda host, arrays: None,
+    ) -> Restored | None:
+        """Restores the newest undamaged checkpoint; damaged ones are named and set aside.
+
+        Also makes ready for saving: the program that sums the state is compiled.
 
         Args:
           abstract_state: tree of jax.ShapeDtypeStruct with shardings, structured as the saved state.
+          read: (host, arrays) -> what the caller needs of them (`Restored.content`); a checkpoint for which it raises
+            counts as damaged.
 
         Returns:
           None when there is no checkpoint.
 
         Raises:
-          ValueError: there are checkpoints and none can be read.
+          ValueError: there are checkpoints and none can be read; or there is none and the disk cannot hold one.
         """
+        compile_sums(abstract_state)
         steps = sorted(self.steps(), reverse=True)
+        if not steps:
+            self._check_room(_size(jax.tree.leaves(abstract_state)))
         problems = []
         for step in steps:
-            try:
-                restored = self._restore(step, abstract_state)
-            except Exception as error:  # noqa: BLE001 - any damage counts; the error is reported below
-                problems.append(f"step {step}: {first_line(error)}")
-                log.warning("Checkpoint %s/%d cannot be read (%s).", self.directory, step, first_line(error))
+            restored, problem = self._try(step, abstract_state, read)
+            if restored is None:
+                problems.append(f"step {step}: {problem}")
+                log.warning("Checkpoint %s/%d cannot be read (%s).", self.directory, step, problem)
                 continue
             for damaged in (s for s in steps if s > step):
                 self._set_aside(damaged)
@@ -184,35 +241,88 @@ class Checkpoints:
         return None
 
     def restore(self, step: int, abstract_state: PyTree) -> Restored:
-        """The checkpoint of one step.
+        """Restores the checkpoint of one step.
 
         Raises:
-          ValueError: there is none; the steps that exist are listed.
+          ValueError: there is none (the steps that exist are listed), or it is not as it was written.
         """
         if step not in self.steps():
             raise ValueError(f"{self.directory} has no checkpoint of step {step}: it has {self.steps() or 'none'}.")
-        return self._restore(step, abstract_state)
+        restored, problem = self._try(step, abstract_state, lambda host, arrays: None)
+        if restored is None:
+            raise ValueError(f"Checkpoint {self.directory}/{step} cannot be read: {problem}.")
+        return restored
 
-    def _restore(self, step: int, abstract_state: PyTree) -> Restored:
-        items = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract_state),  # pyright: ignore[reportCallIssue]
-                host=ocp.args.JsonRestore(),
-                arrays=ocp.args.StandardRestore(),  # pyright: ignore[reportCallIssue]
-            ),
-        )
-        arrays = {name: np.asarray(value) for name, value in items["arrays"].items()}
-        if int(arrays.pop("count")) != len(arrays):
-            raise ValueError(f"host arrays are incomplete: {sorted(arrays)}")
-        return Restored(step, items["state"], items["host"], arrays)
+    def _try(self, step: int, abstract_state: PyTree, read: Callable[..., Any]) -> tuple[Restored | None, str]:
+        """Tries to restore a step: (checkpoint, '') or (None, the problem); every process returns the same."""
+        found, record, problem = None, None, ""
+        try:
+            record, found = self._read(step, abstract_state)
+            found = dataclasses.replace(found, content=read(found.host, found.arrays))
+        except Exception as error:  # noqa: BLE001 - any damage counts; the error is reported
+            problem = _said(error)
+        problem = self._agreed(problem)
+        if problem or record is None or found is None:
+            return None, problem
+        try:
+            record.check_state(found.state)  # sums of all processes together: reached by all or none
+        except ValueError as error:
+            return None, str(error)
+        if record.state is None:
+            log.warning(
+                "Checkpoint %s/%d was written without checksums: its bits are not checked.", self.directory, step
+            )
+        return found, ""
+
+    def _read(self, step: int, abstract_state: PyTree) -> tuple[Record, Restored]:
+        """Reads a checkpoint and checks its host side. No process waits for another here."""
+        folder = epath.Path(self.directory) / str(step)
+        record = Record.read(folder)
+        among = self._multiprocessing()
+        with contextlib.closing(ocp.StandardCheckpointHandler(multiprocessing_options=among)) as handler:
+            stored = handler.restore(folder / "arrays", args=ocp.args.StandardRestore())  # pyright: ignore[reportCallIssue]
+            arrays = {name: np.asarray(value) for name, value in stored.items()}
+            if int(arrays.pop("count")) != len(arrays):
+                raise ValueError(f"host arrays are incomplete: {sorted(arrays)}")
+            record.check_arrays(arrays)
+            args = ocp.args.StandardRestore(abstract_state)  # pyright: ignore[reportCallIssue]
+            state = handler.restore(folder / "state", args=args)
+        return record, Restored(step, state, record.content, arrays)
+
+    def _agreed(self, problem: str) -> str:
+        """Agrees with the other saving processes on a problem: this one's, or that another has one; '' if none has."""
+        among = self._processes or tuple(range(jax.process_count()))
+        if len(among) < 2:
+            return problem
+        mesh = Mesh([next(d for d in jax.devices() if d.process_index == p) for p in among], ("process",))
+        split = NamedSharding(mesh, Spec("process"))
+        mine = jax.make_array_from_callback((len(among),), split, lambda _: np.array([bool(problem)]))
+        anyone = bool(jax.jit(jnp.any, out_shardings=NamedSharding(mesh, Spec()))(mine))
+        return problem or ("another process could not read its part" if anyone else "")
+
+    def _check_room(self, size: int) -> None:
+        """Refuses a disk that cannot hold a single checkpoint."""
+        if is_remote(self.directory):
+            return
+        free = shutil.disk_usage(self.directory).free
+        if self._agreed("too small" if size > free else ""):
+            raise ValueError(
+                f"The disk of {self.directory} has {_mb(free)} free and one checkpoint of this run takes about "
+                f"{_mb(size)}: free space there, or give a --workdir on another disk."
+            )
 
     def _set_aside(self, step: int) -> None:
         """Moves a damaged checkpoint out of the way (kept for inspection), so that its step can be saved again."""
-        target = self.directory.parent / f"damaged_checkpoint_{step}"
-        remove_tree(target)
-        (self.directory / str(step)).rename(target)
-        log.warning("Damaged checkpoint of step %d was moved to %s.", step, target)
+        target, problem = self.directory.parent / f"{_DAMAGED}{step}", ""
+        if jax.process_index() == min(self._processes, default=0):  # the others wait for it
+            try:
+                remove_tree(target)
+                (self.directory / str(step)).rename(target)
+                log.warning("Damaged checkpoint of step %d was moved to %s.", step, target)
+            except OSError as error:
+                problem = first_line(error)
+        if problem := self._agreed(problem):
+            raise ValueError(f"The damaged checkpoint of step {step} cannot be moved to {target}: {problem}.")
         self._manager = self._open()
 
     def close(self) -> None:
@@ -220,15 +330,29 @@ class Checkpoints:
         self._manager.close()
 
 
+def _size(leaves: Sequence[Any]) -> int:
+    """Counts the bytes of arrays, or of shapes with dtypes."""
+    return sum(int(np.prod(leaf.shape, dtype=np.int64)) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def _said(error: Exception) -> str:
+    """Describes an error, with its type where the text alone does not: a KeyError's text is only a key."""
+    return first_line(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
+
+
 def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[int, PyTree]:
-    """(step, saved state as nested mappings of host arrays), on any machine, whatever mesh it was saved from.
+    """Reads (step, saved state as nested mappings of host arrays), on any machine, whatever mesh it was saved from.
 
     Args:
       directory: of the checkpoints.
       step: None for the newest.
 
     Raises:
-      ValueError: no such checkpoint; those that exist are listed.
+      ValueError: no such checkpoint (those that exist are listed), or one that is not as it was written.
     """
     root = absolute(directory)
     steps = complete_steps(root)
@@ -242,4 +366,5 @@ def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[i
     wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted))  # pyright: ignore[reportCallIssue]
     reader.close()
+    Record.read(root / str(chosen)).check_state(state)
     return chosen, state

@@ -1,4 +1,4 @@
-"""Where this process stands in its cluster, read from the environment: one function per platform, one record out.
+"""Detects the cluster from the environment: one function per platform, one record as result.
 
 `detect` is a pure function of a mapping: it imports no jax, opens no file and asks no server, so that the launcher can
 call it before jax is imported and tests can feed it recorded environments. What a TPU VM says of itself is not in its
@@ -28,10 +28,13 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
+from podrl.runtime.service import ask
+
 Kind = Literal["single", "local", "tpu_vm", "gke", "multislice", "jobset_split", "pathways"]
 Topology = Literal["single", "shared", "split", "pathways"]
 
 COORDINATOR_PORT = 8482
+UNIX = "unix:"
 ROLES = ("trainer", "rollout")
 MEGASCALE = (
     "MEGASCALE_COORDINATOR_ADDRESS",
@@ -49,7 +52,7 @@ _SHARED_FILE_SYSTEMS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """This process's place among its peers.
+    """This process's place in the cluster.
 
     Attributes:
       kind: the platform.
@@ -60,7 +63,8 @@ class Cluster:
       role: 'trainer' or 'rollout' where the platform decides it; None where the configuration does.
       slice_index: which slice of its role (split) or of the job (multislice) this process belongs to.
       slice_count: slices of that role or job.
-      coordinator: 'host:port' of process 0 of the cluster; for pathways the proxy's target; '' for one process.
+      coordinator: 'host:port' of process 0 of the cluster, 'unix:FILE' in a pod of one machine; for pathways the
+        proxy's target; '' for one process.
       channel: 'host:port' at which trainer process 0 listens for the others; '' where the platform does not say.
       trainers, rollouts: processes of each role in the whole job, where the platform decides roles; 0 elsewhere.
       restart_attempt: how often the platform has restarted the job, 0 if it does not say.
@@ -83,7 +87,7 @@ class Cluster:
 
     @property
     def distributed_arguments(self) -> dict[str, Any] | None:
-        """Keyword arguments for `jax.distributed.initialize`, or None where it must not be called.
+        """Returns arguments for `jax.distributed.initialize`, or None where it must not be called.
 
         Empty where jax's own detection is right (TPU VM, GKE, multislice); complete where it would be wrong (fakes on
         one machine, and roles of one JobSet that must not become one cluster).
@@ -103,7 +107,7 @@ class Cluster:
 def detect(
     environment: Mapping[str, str], *, topology: str = "auto", metadata: Mapping[str, str] | None = None
 ) -> Cluster:
-    """This process's place, from the environment alone.
+    """Detects this process's place from the environment alone.
 
     Args:
       environment: usually os.environ.
@@ -207,9 +211,12 @@ def _local(environment: Mapping[str, str]) -> Cluster:
     role = environment.get("PODRL_ROLE") or None
     if role is not None and role not in ROLES:
         raise ValueError(f"PODRL_ROLE={role!r} must be trainer or rollout, or be left unset.")
-    coordinator = _address(environment, "PODRL_COORDINATOR") if count > 1 else ""
+    coordinator = environment.get("PODRL_COORDINATOR", "") if count > 1 else ""
+    if count > 1 and not coordinator.startswith(UNIX):
+        coordinator = _address(environment, "PODRL_COORDINATOR")
     topology: Topology = "shared" if count > 1 else "single"
-    channel = _address(environment, "PODRL_CHANNEL") if environment.get("PODRL_CHANNEL") else ""
+    needed = environment.get("PODRL_CHANNEL") or coordinator.startswith(UNIX)  # which has no port to count from
+    channel = _address(environment, "PODRL_CHANNEL") if needed else ""
     return Cluster("local", topology, index, count, role=role, coordinator=coordinator, channel=channel)
 
 
@@ -295,7 +302,7 @@ def _integer(values: Mapping[str, str], name: str, *, low: int = 0, below: int |
 def tpu_vm_metadata(
     environment: Mapping[str, str], *, devices: pathlib.Path = pathlib.Path("/dev"), timeout_s: float = 5.0
 ) -> dict[str, str]:
-    """Instance attributes of the TPU VM this process runs on; empty on any other machine.
+    """Reads instance attributes of the TPU VM this process runs on; empty on any other machine.
 
     Asks the metadata server (GCE_METADATA_IP or metadata.google.internal) only where TPU device files exist, so that a
     laptop never waits for a name that does not resolve.
@@ -316,8 +323,7 @@ def tpu_vm_metadata(
             f"http://{server}/computeMetadata/v1/instance/attributes/{key}", headers={"Metadata-Flavor": "Google"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                found[key] = response.read().decode().strip()
+            found[key] = ask(request, timeout_s=timeout_s).decode().strip()
         except urllib.error.HTTPError as error:
             error.close()  # an attribute this machine does not have
         except OSError:
@@ -326,7 +332,7 @@ def tpu_vm_metadata(
 
 
 def check_fresh_jax(modules: Mapping[str, Any]) -> None:
-    """Refuses to go on when a jax backend exists already: no flag or environment variable could reach it any more.
+    """Refuses to continue when a jax backend exists already: flags and environment variables could no longer reach it.
 
     Args:
       modules: usually sys.modules.
@@ -373,7 +379,7 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
         return
     if cluster.kind in ("single", "local", "pathways") or "://" in path:
         return
-    if _file_system(path, mounts) in _SHARED_FILE_SYSTEMS:
+    if on_network(path, mounts):
         return
     hosts = f"{cluster.process_count} hosts" + (" in this role alone" if cluster.topology == "split" else "")
     raise ValueError(
@@ -381,6 +387,11 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
         f"each. Use {flag}=gs://BUCKET/RUN or a directory on a mounted network file system, or say --shared_workdir if "
         "it is one."
     )
+
+
+def on_network(path: str, mounts: str) -> bool:
+    """True if a local path lies on a file system that other machines may write to; arguments as above."""
+    return _file_system(path, mounts) in _SHARED_FILE_SYSTEMS
 
 
 def _file_system(path: str, mounts: str) -> str:
@@ -398,7 +409,7 @@ def _file_system(path: str, mounts: str) -> str:
 
 
 def too_few_workers(cluster: Cluster, reached: int, waited_s: float) -> str:
-    """The message for a rendezvous that some processes never came to.
+    """Writes the message for a rendezvous that some processes never reached.
 
     Args:
       cluster: the place of the process that waited.

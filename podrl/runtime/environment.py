@@ -1,7 +1,9 @@
-"""What must be in the environment before jax is imported."""
+"""Sets environment variables that jax reads when it is imported."""
 
 import contextlib
+import glob
 import hashlib
+import importlib.util
 import os
 import pathlib
 import platform
@@ -9,6 +11,9 @@ import sys
 from collections.abc import MutableMapping
 
 _FAKE = "--xla_force_host_platform_device_count"
+# Files of accelerators' drivers: TPU, NVIDIA, AMD, and CUDA under WSL.
+_DRIVERS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
+_GOOGLE = "0x1ae0"  # PCI vendor
 
 
 def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
@@ -22,22 +27,43 @@ def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
       fake_devices: CPU devices to fake; 0 leaves the environment alone.
 
     Raises:
-      ValueError: jax is imported already, so the flags would be ignored.
+      ValueError: jax has made its CPU devices already, so the flags would be ignored.
     """
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    leave_out_libtpu(env)
     if fake_devices <= 0 or _FAKE in env.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in env:
         return
-    if "jax" in sys.modules:
+    backends = getattr(sys.modules.get("jax._src.xla_bridge"), "_backends", None)
+    if backends and set(backends) != {"cpu"}:
+        return
+    if backends:
         raise ValueError(
-            "jax was initialised before podrl.launch, so XLA_FLAGS can no longer take effect: start the job with "
-            "`python -m podrl.launch` and a configuration that imports no jax, or set XLA_FLAGS yourself before the "
-            "first import of jax."
+            f"jax was initialised before the job, so XLA_FLAGS can no longer ask for {fake_devices} devices: call "
+            "nothing that computes or lists devices before, or set XLA_FLAGS yourself before the first import of jax."
         )
     env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {_FAKE}={fake_devices}".strip()
 
 
+def leave_out_libtpu(env: MutableMapping[str, str]) -> None:
+    """Chooses jax's CPU platform where libtpu, which reports the lack of a TPU at length, has nothing to run on.
+
+    Any doubt leaves the choice to jax: a platform already named, a TPU's environment, a driver, a device of Google's.
+
+    Args:
+      env: usually os.environ.
+    """
+    named = any(name.startswith(("JAX_PLATFORM", "TPU_")) for name in env)
+    if named or importlib.util.find_spec("libtpu") is None or any(glob.glob(pattern) for pattern in _DRIVERS):
+        return
+    for vendor in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        with contextlib.suppress(OSError):
+            if pathlib.Path(vendor).read_text().strip() == _GOOGLE:
+                return
+    env["JAX_PLATFORMS"] = "cpu"
+
+
 def keep_compiled(env: MutableMapping[str, str], where: str) -> None:
-    """Lets jax keep compiled programs, so that the next start of a job does not compile them again.
+    """Enables jax's compilation cache, so that the next start of a job compiles nothing again.
 
     A directory in JAX_COMPILATION_CACHE_DIR wins. jax recompiles what it cannot read there.
 
@@ -45,7 +71,12 @@ def keep_compiled(env: MutableMapping[str, str], where: str) -> None:
       env: usually os.environ.
       where: a directory; 'auto' for one of this user and processor under $XDG_CACHE_HOME or ~/.cache;
         empty keeps nothing.
+
+    Raises:
+      ValueError: what is named is there, and no directory.
     """
+    if where != "auto" and os.path.exists(where) and not os.path.isdir(where):
+        raise ValueError(f"compile_cache={where!r} is no directory: name one, or 'auto', or '' to keep nothing.")
     if not where or "JAX_COMPILATION_CACHE_DIR" in env:
         return
     if where == "auto":
@@ -61,7 +92,7 @@ def keep_compiled(env: MutableMapping[str, str], where: str) -> None:
 
 
 def _processor() -> str:
-    """Differs between processors that do not run each other's machine code: a home directory is often shared."""
+    """Identifies the processor by what it can execute: home directories are often shared between different ones."""
     text = ""
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,17 +1,17 @@
-"""From the environment to a place in the job: who this process is, and how it comes to the others."""
+"""Joins a job: determines this process's role and rank, and connects it to the other processes."""
 
 import dataclasses
 import functools
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from podrl.runtime.channel import ChannelError, interface_towards
-from podrl.runtime.detect import Cluster, too_few_workers
+from podrl.runtime.detect import UNIX, Cluster, too_few_workers
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import ROLLOUT, Hosts, assign
-from podrl.runtime.storage import first_line
+from podrl.runtime.storage import first_line, locate
+from podrl.runtime.user_code import forget
 
 JOIN_S = 300.0
 # Compiling a large model may keep a process silent for minutes. Processes that are gone are noticed much sooner, by the
@@ -21,7 +21,7 @@ _CHANNEL_PORT_AFTER_COORDINATOR = 1
 
 
 def hosts_of(cluster: Cluster, trainer: str, rollout: str) -> Hosts:
-    """Who does what in a job of several processes.
+    """Assigns the processes of a job to trainer and rollout.
 
     Args:
       cluster: this process's place.
@@ -44,14 +44,19 @@ def hosts_of(cluster: Cluster, trainer: str, rollout: str) -> Hosts:
 
 
 def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) -> Seat:
-    """This process's seat.
+    """Determines this process's seat: its role and place in the job.
 
     Raises:
       ValueError: the job's secret is missing.
     """
     secret = environment.get("PODRL_SECRET", "")
     if not secret and (file := environment.get("PODRL_SECRET_FILE")):
-        secret = pathlib.Path(file).read_text().strip()
+        try:
+            secret = locate(file).read_text().strip()
+        except FileNotFoundError:
+            raise ValueError(
+                f"PODRL_SECRET_FILE={file}: there is no such file; whoever started the job wrote it."
+            ) from None
     if not secret:
         raise ValueError(
             "PODRL_SECRET is not set: the processes of a job encrypt what they tell each other with it. Set the same "
@@ -68,7 +73,7 @@ def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) ->
 
 
 def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -> dict[str, Any] | None:
-    """Keyword arguments of `jax.distributed.initialize` for this process, or None where it must not be called.
+    """Returns arguments of `jax.distributed.initialize` for this process, or None where it must not be called.
 
     Args:
       cluster: this process's place.
@@ -90,8 +95,19 @@ def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -
     return None if arguments is None else {**arguments, "heartbeat_timeout_seconds": int(heartbeat_s)}
 
 
+def bind_address(coordinator: str) -> str:
+    """Returns the coordinator's own address to listen at, not every interface, as jax would by default.
+
+    Whoever reaches it can end the job, for it asks nobody who they are.
+    """
+    if coordinator.startswith(UNIX):
+        return coordinator
+    host, _, port = coordinator.rpartition(":")
+    return f"{interface_towards(host)}:{port}"
+
+
 def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float = HEARTBEAT_S) -> Pod:
-    """Meets the other processes, then starts jax's own cluster, whose members are known to be alive by then.
+    """Waits for the other processes, then starts jax's cluster, whose members are then known to be alive.
 
     Args:
       cluster: this process's place.
@@ -111,6 +127,8 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
         deadline_s, functools.partial(too_few_workers, dataclasses.replace(cluster, process_count=seat.hosts.count))
     )
     if arguments is not None:
+        if arguments.get("process_id", cluster.process_index) == 0:
+            arguments["coordinator_bind_address"] = bind_address(cluster.coordinator)
         try:
             jax.distributed.initialize(**arguments)
         except ValueError as error:
@@ -121,12 +139,13 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
                 f"processes) names: {error} Are there chips on this host (ls /dev/accel* /dev/vfio; on GKE the limit "
                 "google.com/tpu), and is libtpu installed (requirements-tpu.lock)?"
             ) from None
-    os.environ.pop("PODRL_SECRET", None)  # not for reward functions and other children
+    for name in ("PODRL_SECRET", "PODRL_SECRET_FILE"):  # not for reward functions and other children
+        forget(os.environ, name)
     return pod
 
 
 def start_pathways(target: str) -> None:
-    """Connects jax to the Pathways service; this process then controls every device, and no other process joins it.
+    """Connects jax to the Pathways service; this process then controls every device, and no other process joins.
 
     Args:
       target: the proxy's address, for the message; jax itself reads JAX_BACKEND_TARGET.

@@ -5,6 +5,7 @@ Nothing it starts outlives it: children die with it, even when it is killed.
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import secrets
@@ -12,19 +13,26 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, TextIO
 
+from podrl.runtime import signals
+from podrl.runtime.detect import UNIX
+from podrl.runtime.memory import free_memory
 from podrl.runtime.roles import ROLLOUT, Hosts
 from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE
 
 _GRACE_S = 20.0  # after one process failed, for the others to say why and go
 _RESTARTS = 5
 _PR_SET_PDEATHSIG = 1
-# What Gloo says on stdout of each of its collectives, and jax, before _ABORT, of a cluster whose process 0 is gone.
+_LONGEST_PLACE = 60
+# Memory of a process before it has a model: Python, jax and podrl.
+_PROCESS_BYTES = 350 << 20
+# Lines of Gloo about each of its collectives, and of jax, before _ABORT, about a cluster whose process 0 is gone.
 _CHATTER = re.compile(
     rb"\[Gloo\] Rank|[EW]\d{4} .*(preemption_sync_manager|coordination_service_agent)\.cc:"
     rb"|Additional GRPC error information|:UNKNOWN:Error received from peer"
@@ -36,7 +44,7 @@ class LocalPod:
     """N processes of one job on this machine."""
 
     def __init__(self, command: Sequence[str], hosts: Hosts, *, replace_rollouts: bool, environment: Mapping[str, str]):
-        """Remembers what to start.
+        """Stores the command and its processes; starts nothing.
 
         Args:
           command: of every process.
@@ -45,24 +53,29 @@ class LocalPod:
           environment: of every process; what tells it its place is added.
         """
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
-        coordinator, channel = free_ports(2)
+        (channel,) = free_ports(1)
         self._environment = dict(environment) | {
             "PODRL_PLATFORM": "local",
             "PODRL_PROCESS_COUNT": str(len(hosts.trainer) + len(hosts.rollout)),
-            "PODRL_COORDINATOR": f"127.0.0.1:{coordinator}",
             "PODRL_CHANNEL": f"127.0.0.1:{channel}",
             "PODRL_SECRET": secrets.token_hex(16),
         }
         self._children: dict[int, subprocess.Popen] = {}
         self._threads: list[threading.Thread] = []
         self._restarts = 0
-        self._stopping = False
+        self._stopping = 0  # the signal that asks for the end
 
     def run(self) -> int:
         """Starts all processes, waits for them, and returns 0 or the exit code of the first that failed."""
-        with self._signals():
+        private = tempfile.TemporaryDirectory(prefix="podrl-", dir=_short_temporary())
+        with private as place, self._signals():
+            # jax's coordinator lets in whoever reaches it: a socket in this directory is reached by this user alone.
+            self._environment["PODRL_COORDINATOR"] = f"{UNIX}{place}/coordinator"
             try:
                 for process in (*self._hosts.trainer, *self._hosts.rollout):
+                    if self._stopping:  # the others need not be asked: none of them has anything to save
+                        self._say(f"{signals.said(self._stopping)} All processes are ended.")
+                        return signals.exit_code(self._stopping)
                     self._start(process)
                 return self._wait()
             finally:
@@ -76,7 +89,7 @@ class LocalPod:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C reaches it once, through this process
-            preexec_fn=_die_with_parent,
+            preexec_fn=functools.partial(_die_with, os.getpid()),
         )
         self._children[process] = child
         for pipe, out in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
@@ -99,7 +112,7 @@ class LocalPod:
                     self._say(f"{self._hosts.name(process)} ended with {_words(code)}; it is started again.")
                     self._start(process)
                 elif code and failed is None:
-                    failed = EXIT_INFRASTRUCTURE if code < 0 else code
+                    failed = self._code(code)
                     end = time.monotonic() + _GRACE_S
                     if self._children:
                         self._say(f"{self._hosts.name(process)} ended with {_words(code)}; the others have to end too.")
@@ -111,6 +124,12 @@ class LocalPod:
             thread.join(5)
         return failed or 0
 
+    def _code(self, code: int) -> int:
+        """Computes the job's exit code from a process that ended with `code`, or by a signal before it was ready."""
+        if code == -self._stopping:
+            return signals.exit_code(self._stopping)
+        return EXIT_INFRASTRUCTURE if code < 0 else code
+
     def _may_replace(self, process: int, code: int) -> bool:
         infrastructure = code < 0 or code == EXIT_INFRASTRUCTURE
         rollout = self._hosts.role(process) == ROLLOUT
@@ -120,20 +139,24 @@ class LocalPod:
         for child in self._children.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
+        for child in self._children.values():
             child.wait()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Passes SIGTERM, SIGINT and SIGUSR1 on to every process."""
+        """Passes SIGTERM, SIGINT and SIGUSR1 on to every process, and SIGHUP, unless it is ignored, as SIGTERM."""
 
         def forward(number: int, frame: FrameType | None) -> None:
             del frame
-            self._stopping = self._stopping or number != signal.SIGUSR1
+            number = signal.SIGTERM if number == signal.SIGHUP else number
+            self._stopping = self._stopping or (number if number != signal.SIGUSR1 else 0)
             for child in list(self._children.values()):
                 with contextlib.suppress(ProcessLookupError):
                     child.send_signal(number)
 
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, forward) for number in numbers}
         try:
             yield
@@ -145,8 +168,28 @@ class LocalPod:
         print(f"podrl: {text}", file=sys.stderr, flush=True)
 
 
+def _short_temporary() -> str:
+    """Chooses a directory for temporary files, /tmp if its path is too long: a socket's has at most 107 characters."""
+    place = tempfile.gettempdir()
+    return place if len(place) <= _LONGEST_PLACE else "/tmp"
+
+
+def check_memory(processes: int) -> None:
+    """Refuses more processes than this machine has memory to start.
+
+    Raises:
+      ValueError: they would not fit; says how many do.
+    """
+    free = free_memory()
+    if free is not None and processes * _PROCESS_BYTES > free:
+        raise ValueError(
+            f"--local_processes={processes} would need {processes * _PROCESS_BYTES / 2**30:.1f} GiB of memory before "
+            f"any model is loaded, and {free / 2**30:.1f} GiB are free: start at most {max(free // _PROCESS_BYTES, 1)}."
+        )
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on."""
+    """Finds ports of the loopback interface that nobody listens on."""
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in held:
@@ -157,12 +200,13 @@ def free_ports(count: int) -> list[int]:
 def _copy(pipe: IO[bytes], out: TextIO, name: str) -> None:
     with pipe:
         for line in _told(pipe):
-            out.write(f"[{name}] {line.decode(errors='replace').rstrip()}\n")  # at once: others write there too
-            out.flush()
+            with contextlib.suppress(OSError):  # nobody reads any more: the process is not to wait for that
+                out.write(f"[{name}] {line.decode(errors='replace').rstrip()}\n")  # at once: others write there too
+                out.flush()
 
 
 def _told(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """What a person should see of a process's output."""
+    """Yields a process's output lines without the chatter of libraries."""
     lines = iter(lines)
     for line in lines:
         if not _CHATTER.match(line):
@@ -176,6 +220,8 @@ def _words(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _die_with_parent() -> None:
-    """In the child: the kernel kills it when the parent's thread ends (Linux)."""
+def _die_with(parent: int) -> None:
+    """Makes the kernel kill this child when the parent's thread ends (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that took effect
+        os._exit(EXIT_INFRASTRUCTURE)

@@ -1,4 +1,4 @@
-"""What processes tell each other: JSON and arrays in checksummed frames, nothing that could run code."""
+"""Messages between processes: JSON and arrays in checksummed frames, without any code."""
 
 import dataclasses
 import hashlib
@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 _KINDS = "biufc"  # numpy kinds that are plain numbers
+_DIGEST = 16
 
 
 class MessageError(ValueError):
-    """A message that is not one of ours, of another version, or not what was sent."""
+    """A message has the wrong form or version, or was damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +25,17 @@ class Message:
     Attributes:
       value: anything JSON holds.
       arrays: numbers; they travel as raw bytes.
+      bulk: bytes that are sent from where they lie, so they must not change, and without a checksum of their own:
+        whoever sends them has one, as weights do.
     """
 
     value: Any = None
     arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    bulk: Sequence[memoryview] = ()
 
 
-def encode(message: Message) -> list[bytes]:
-    """Frames: a JSON head, then one frame per array."""
+def encode(message: Message) -> list[bytes | memoryview]:
+    """Encodes frames: checksum and frame count, a JSON head, one frame per array, one per piece of bulk."""
     arrays = {name: np.ascontiguousarray(array) for name, array in message.arrays.items()}
     frames = [array.tobytes() for array in arrays.values()]
     head = {
@@ -40,18 +44,20 @@ def encode(message: Message) -> list[bytes]:
         "arrays": [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()],
     }
     body = json.dumps(head).encode()
-    return [_digest([body, *frames]), body, *frames]
+    return [_digest([body, *frames]) + len(frames).to_bytes(4, "little"), body, *frames, *message.bulk]
 
 
-def decode(frames: Sequence[bytes]) -> Message:
-    """Inverse of `encode`.
+def decode(frames: Sequence[bytes | memoryview]) -> Message:
+    """Decodes the frames of `encode`.
 
     Raises:
       MessageError: frames missing, cut, changed, of another version, or of a type that is not a plain number.
     """
     if len(frames) < 2:
         raise MessageError(f"A message of {len(frames)} frames arrived: at least 2 are needed; it was cut.")
-    digest, body, *rest = (bytes(frame) for frame in frames)
+    digest, body = bytes(frames[0][:_DIGEST]), bytes(frames[1])
+    checked = 2 + int.from_bytes(frames[0][_DIGEST:], "little")
+    rest, bulk = frames[2:checked], frames[checked:]
     if digest != _digest([body, *rest]):
         raise MessageError(
             f"A message of {sum(map(len, frames))} bytes arrived changed: its checksum does not match; it is refused."
@@ -67,10 +73,10 @@ def decode(frames: Sequence[bytes]) -> Message:
     arrays = {
         name: _array(frame, dtype, shape) for (name, dtype, shape), frame in zip(head["arrays"], rest, strict=True)
     }
-    return Message(head["value"], arrays)
+    return Message(head["value"], arrays, [memoryview(frame) for frame in bulk])
 
 
-def _array(frame: bytes, dtype_text: str, shape: Sequence[int]) -> np.ndarray:
+def _array(frame: bytes | memoryview, dtype_text: str, shape: Sequence[int]) -> np.ndarray:
     dtype = np.dtype(dtype_text)
     if dtype.kind not in _KINDS:
         raise MessageError(f"An array of type {dtype_text} arrived: only numbers and booleans travel.")
@@ -79,8 +85,8 @@ def _array(frame: bytes, dtype_text: str, shape: Sequence[int]) -> np.ndarray:
     return np.frombuffer(frame, dtype).reshape(shape)
 
 
-def _digest(frames: Sequence[bytes]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+def _digest(frames: Sequence[bytes | memoryview]) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST)
     for frame in frames:
         digest.update(len(frame).to_bytes(8, "little"))
         digest.update(frame)

@@ -1,21 +1,27 @@
-"""Where numbers go: metrics.jsonl, samples.jsonl, TensorBoard and, when asked for, W&B."""
+"""Metric sinks: metrics.jsonl, samples.jsonl, TensorBoard and, when asked for, W&B."""
 
 import dataclasses
+import hashlib
 import json
 import logging
 import math
 import os
 import pathlib
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from podrl.config import Count, Natural, Positive, section
+from podrl.runtime.storage import write_whole
 
 log = logging.getLogger("podrl.metrics")
 
 
+@section("log")
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
-    """What is written besides metrics.jsonl.
+    """Settings of logging: outputs besides metrics.jsonl.
 
     Attributes:
       tensorboard: write TensorBoard events.
@@ -28,31 +34,45 @@ class LogConfig:
     """
 
     tensorboard: bool = True
-    wandb: str = ""
+    wandb: Literal["", "online", "offline"] = ""
     wandb_project: str = "podrl"
-    samples_every: int = 10
-    samples: int = 4
-    console_every: int = 10
-    stall_s: float = 900.0
-
-    def __post_init__(self):
-        if self.wandb not in ("", "online", "offline"):
-            raise ValueError(f"log.wandb={self.wandb!r} must be '', 'online' or 'offline'.")
-        if self.stall_s <= 0:
-            raise ValueError(f"log.stall_s={self.stall_s} must be positive seconds.")
+    samples_every: Natural = 10
+    samples: Natural = 4
+    console_every: Count = 10
+    stall_s: Positive = 900.0
 
 
 MetricsLogger = Callable[[int, Mapping[str, float]], None]
 
 
 class MetricsLog:
-    """Appends one object per step to metrics.jsonl and feeds every other sink.
+    """Appends one object per step to metrics.jsonl, and writes to every other sink.
 
     A resumed run passes `start`: lines of steps at or after it are dropped first, so each step is written once.
     A disk that is full stops nothing: lines wait in memory until there is space.
+
+    Attributes:
+      lost: sentences on what a resumed run did not find as it had left it.
     """
 
-    def __init__(self, workdir: str | os.PathLike, config: LogConfig, *, start: int, run_config: Mapping[str, Any]):
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        config: LogConfig,
+        *,
+        start: int,
+        run_config: Mapping[str, Any],
+        marks: Mapping[str, Any] | None = None,
+    ):
+        """Opens the files.
+
+        Args:
+          workdir: a local directory.
+          config: which sinks.
+          start: the first step that will be written.
+          run_config: for W&B.
+          marks: what `marks` returned after step `start` - 1; what is there is compared with it.
+        """
         self.workdir = pathlib.Path(workdir)
         self.workdir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[MetricsLogger] = []
@@ -61,12 +81,15 @@ class MetricsLog:
             self._open_tensorboard(start)
         if config.wandb:
             self._open_wandb(config, run_config)
-        self._metrics = _reopen(self.workdir / "metrics.jsonl", start)
-        self._samples = _reopen(self.workdir / "samples.jsonl", start)
-
-    def add_sink(self, sink: MetricsLogger) -> None:
-        """Calls `sink(step, metrics)` for every record from now on."""
-        self._sinks.append(sink)
+        marks = marks or {}
+        self._metrics, self._samples = (
+            _Lines(self.workdir / name, start, marks.get(name)) for name in ("metrics.jsonl", "samples.jsonl")
+        )
+        self.lost = [
+            f"{file.path.name} {file.differs}: it is not complete for the steps up to {start - 1}. The run goes on."
+            for file in (self._metrics, self._samples)
+            if file.differs
+        ]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one record; not-a-number values are written as null, so every line is valid JSON."""
@@ -80,6 +103,10 @@ class MetricsLog:
         """Appends prompts, completions and rewards to samples.jsonl."""
         for sample in samples:
             self._samples.append(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+
+    def marks(self) -> dict[str, Any]:
+        """Returns size and checksum of the files' content, for the checkpoint of the last step written."""
+        return {file.path.name: file.mark() for file in (self._metrics, self._samples)}
 
     def close(self) -> None:
         self._metrics.close()
@@ -112,48 +139,87 @@ class MetricsLog:
         self._closers.append(run.finish)
 
     def _wandb_id(self) -> str:
-        """A run id kept in the workdir, so that a resumed run continues its W&B page."""
+        """Keeps a run id in the workdir, so that a resumed run continues its W&B page."""
         path = self.workdir / "wandb_id"
-        if not path.exists():
-            path.write_text(os.urandom(6).hex())
-        return path.read_text().strip()
+        found = path.read_bytes() if path.exists() else b""
+        if re.fullmatch(rb"[0-9a-f]{12}", found):
+            return found.decode()
+        if found:
+            log.warning("%s holds no id of a run: metrics go to a new W&B page.", path)
+        write_whole(path, made := os.urandom(6).hex())
+        return made
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """All records of metrics.jsonl, oldest first; [] when there is none."""
+    """Reads all records of metrics.jsonl, oldest first; [] when there is none."""
     path = pathlib.Path(workdir) / "metrics.jsonl"
-    if not path.exists():
-        return []
-    return [record for line in path.read_text().splitlines() if (record := _parse(line)) is not None]
+    return [record for _, record in _records(path.read_bytes() if path.exists() else b"")]
+
+
+def _records(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields (line, record) of every valid line. A line ends at a newline only: JSON text may hold all other breaks."""
+    for line in content.split(b"\n"):
+        try:
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            yield line, record
 
 
 class _Lines:
-    """A file that text is appended to; what cannot be written waits for the next try."""
+    """A file to append lines to; lines that cannot be written wait for the next try.
 
-    def __init__(self, path: pathlib.Path):
-        self._path, self._waiting, self._failing = path, b"", False
+    Attributes:
+      path: of the file.
+      differs: how the lines found are not those of the mark: 'is gone' for instance; '' where they are.
+    """
+
+    def __init__(self, path: pathlib.Path, start: int, mark: Mapping[str, Any] | None):
+        """Opens the file after dropping records at or after step `start`, and invalid lines."""
+        self.path, self._waiting, self._failing = path, b"", False
+        there = path.exists()
+        found = path.read_bytes() if there else b""
+        kept = b"".join(line + b"\n" for line, record in _records(found) if record["step"] < start)
+        self.differs = ""
+        if not there and (start if mark is None else mark["size"]):
+            self.differs = "is gone"
+        elif mark is not None and hashlib.sha256(kept[: mark["size"]]).hexdigest() != mark["sha256"]:
+            self.differs = "is not what this run wrote"
+        if not found.startswith(kept):
+            write_whole(path, kept)
+        elif len(found) > len(kept):
+            os.truncate(path, len(kept))  # takes no room on a full disk
+        self._size, self._sha256 = len(kept), hashlib.sha256(kept)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, text: str) -> None:
-        self._waiting += text.encode()
+        content = text.encode(errors="backslashreplace")  # a lone surrogate has no bytes
+        self._waiting += content
+        self._size += len(content)
+        self._sha256.update(content)
         try:
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._file, self._waiting) :]
             self._failing = False
         except OSError as error:
             if not self._failing:
-                log.error("%s cannot be written (%s): its lines wait in memory.", self._path, error.strerror)
+                log.error("%s cannot be written (%s): its lines wait in memory.", self.path, error.strerror)
             self._failing = True
+
+    def mark(self) -> dict[str, Any]:
+        """Returns size and checksum of all lines so far, waiting ones included."""
+        return {"size": self._size, "sha256": self._sha256.hexdigest()}
 
     def close(self) -> None:
         self.append("")
         if self._waiting:
-            log.error("%s lacks its last %d bytes.", self._path, len(self._waiting))
+            log.error("%s lacks its last %d bytes.", self.path, len(self._waiting))
         os.close(self._file)
 
 
 class _TensorBoard:
-    """An event file, written at once: no thread that a full disk could end, no event lost with a killed process."""
+    """A TensorBoard event file, written at once: a full disk ends no thread, a killed process loses no event."""
 
     def __init__(self, directory: pathlib.Path, start: int):
         from tensorboardX import event_file_writer  # imported late: half a second that --dry_run need not pay
@@ -170,8 +236,9 @@ class _TensorBoard:
             False,
         )
         directory.mkdir(parents=True, exist_ok=True)
+        earlier = any(directory.glob("events*"))
         self._writer = event_file_writer.EventsWriter(str(directory / "events"))
-        if start:  # hides the events of later steps in the files of earlier lives
+        if start or earlier:  # hides the events of later steps in the files of earlier lives
             restarted = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.write_event(self._event(wall_time=time.time(), step=start, session_log=restarted))
 
@@ -193,21 +260,28 @@ class _TensorBoard:
             log.error("TensorBoard events in %s are incomplete: %s.", self._directory, error.strerror)
 
 
-def _reopen(path: pathlib.Path, start: int) -> _Lines:
-    """Opens for appending after dropping records at or after step `start` and a half-written last line."""
-    if path.exists():
-        lines = path.read_text().splitlines()
-        kept = [line for line in lines if (record := _parse(line)) is not None and record["step"] < start]
-        if len(kept) != len(lines):
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(line + "\n" for line in kept))
-            temporary.replace(path)
-    return _Lines(path)
+class UserMetrics:
+    """Collects values that user code adds to a run's records, and passes every record to the user's loggers.
 
+    Attributes:
+      loggers: called as logger(step, metrics).
+    """
 
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    def __init__(self):
+        self.loggers: list[MetricsLogger] = []
+        self._added: dict[str, list[float]] = {}
+
+    def add(self, metrics: Mapping[str, float], *, prefix: str = "") -> None:
+        """Adds values to the next record, with `prefix` before their names; values of one name are averaged."""
+        for name, value in metrics.items():
+            self._added.setdefault(prefix + name, []).append(float(value))
+
+    def take(self) -> dict[str, float]:
+        """Returns the means of values added since the last call."""
+        taken, self._added = self._added, {}
+        return {name: sum(values) / len(values) for name, values in taken.items()}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Passes a record to the loggers."""
+        for logger in self.loggers:
+            logger(step, metrics)

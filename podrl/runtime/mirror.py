@@ -1,4 +1,4 @@
-"""A local directory and its copy in a bucket, kept alike by a thread that cannot stop the run."""
+"""Copies a local directory to a bucket continuously, in a thread that cannot stop the run."""
 
 import logging
 import os
@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 
+from podrl.runtime import lock
 from podrl.runtime.storage import Place, StorageError, denied, first_line, is_denied, is_remote
 
 _log = logging.getLogger("podrl.mirror")
@@ -16,7 +17,7 @@ _RETRY_S = 5.0
 
 
 class Mirror:
-    """Files are written to `local`; the copy follows within `_EVERY_S` seconds, or at once when `push` asks for it.
+    """Mirrors `local` to a bucket within `_EVERY_S` seconds, or at once on `push`.
 
     Attributes:
       remote: the directory in the bucket.
@@ -24,7 +25,7 @@ class Mirror:
     """
 
     def __init__(self, remote: Place):
-        """Makes the local directory and fetches the files that lie directly in the remote one.
+        """Makes the local directory and fetches the files directly in the remote one.
 
         Raises:
           StorageError: they cannot be read.
@@ -43,7 +44,7 @@ class Mirror:
             raise StorageError(f"{remote} cannot be read: {first_line(error)}") from error
 
     def start(self) -> None:
-        """Copies what is there, in this thread, and from then on in another.
+        """Copies existing files in this thread, then starts the thread that copies changes.
 
         Raises:
           ValueError: it is not allowed.
@@ -59,7 +60,7 @@ class Mirror:
         self._thread.start()
 
     def push(self, wait_s: float) -> bool:
-        """Copies all changes made so far; False when that did not succeed within `wait_s` seconds."""
+        """Copies all changes made so far; False if that did not succeed within `wait_s` seconds."""
         if self._thread is None:
             return True
         with self._changed:
@@ -69,7 +70,7 @@ class Mirror:
             return self._changed.wait_for(lambda: self._done >= mine, wait_s)
 
     def close(self, wait_s: float) -> bool:
-        """Pushes for the last time; False when that failed: the files are then still in `local`."""
+        """Copies for the last time; False if that failed: the files are then still in `local`."""
         good = self.push(wait_s)
         with self._changed:
             self._closing = True
@@ -123,7 +124,7 @@ class Mirror:
         if not self.remote.is_dir():
             return
         for file in self.remote.iterdir():
-            if file.name and file.is_file():
+            if file.name and file.name != lock.NAME and file.is_file():
                 path = self.local / file.name
                 path.write_bytes(file.read_bytes())
                 self._copied[path] = _look(path)

@@ -1,4 +1,4 @@
-"""The processes of one job: how they find each other, notice that one is gone, and end together with one exit code.
+"""The processes of one job: how they find each other, notice a lost one, and end together with one exit code.
 
 Trainer 0 leads. Everyone joins at its endpoint and gets the roster; it watches all connections and the others watch
 its. A process that fails tells the leader before it goes, the leader tells everybody, and each leaves hard: nobody
@@ -32,7 +32,7 @@ _FIRST_SLICE_S, _LONGEST_SLICE_S = 2.0, 10.0  # between two looks at where a pro
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """This process's place in the job.
+    """This process's place in the job: role, rank, addresses.
 
     Attributes:
       process: number in the job; 0 leads.
@@ -107,13 +107,13 @@ class Pod:
         return self
 
     def _ask_leader(self, kind: str, key: str, message: Message, deadline_s: float) -> Message:
-        """The leader's answer, or ChannelError as soon as a connection to it that stood has broken."""
+        """Asks the leader; raises ChannelError as soon as an established connection to it breaks."""
         request = self.channel.request(self._leader, kind, key, message)
         self.channel.watch(self._leader, lambda: request.fail("the connection broke and did not come back"))
         return request.wait(deadline_s, f"{self._leader}: {key}")
 
     def address(self, process: int) -> str:
-        """Where a process is reached; a rollout that was replaced has a new address."""
+        """Returns a process's address; a replaced rollout process has a new one."""
         if not self.leads and process != LEADER:
             self._take(self.channel.call(self._leader, "roster", Message(), deadline_s=60, who="trainer 0"))
         with self._changed:
@@ -122,7 +122,7 @@ class Pod:
     # During the job.
 
     def get(self, process: int, key: str, deadline_s: float) -> Message:
-        """Waits for what a process offers under a key, also if it is replaced meanwhile.
+        """Waits for a message that a process offers under a key, also if it is replaced meanwhile.
 
         Raises:
           ChannelError: it was not there within the deadline.
@@ -201,7 +201,7 @@ class Pod:
     # Going apart.
 
     def leave(self, code: int = EXIT_DONE) -> None:
-        """Ends this process's part in good order: when the leader has all it needs; it goes last."""
+        """Ends this process's part cleanly, once the leader has all it needs; the leader leaves last."""
         if self._ended.is_set():
             return
         if not self.leads:
@@ -215,7 +215,7 @@ class Pod:
         self.channel.close()
 
     def first_to_fail(self) -> bool:
-        """Whether this process is the one that says in full why the job fails; to the others a line is enough.
+        """True in the one process that prints in full why the job fails; the others print one line.
 
         One error often strikes several processes at once, or is brought to them. Call before `fail`.
         """
@@ -230,7 +230,7 @@ class Pod:
             return not self._ended.is_set()
 
     def fail(self, code: int, text: str) -> None:
-        """Tells the others that this process ends the job, and why: the first line of `text`."""
+        """Tells the other processes that this one ends the job, and why: the first line of `text`."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -242,7 +242,7 @@ class Pod:
         self.channel.close()
 
     def _await_others(self, deadline_s: float) -> None:
-        """On the leader: until every other process has left or is gone; it goes last."""
+        """Waits, on the leader, until every other process has left or is gone."""
         end = time.monotonic() + deadline_s
         with self._changed:
             while set(self._addresses) - {LEADER} - self._left - self._gone and time.monotonic() < end:
@@ -250,7 +250,7 @@ class Pod:
         time.sleep(_LAST_STEP_S)
 
     def await_end(self, deadline_s: float) -> None:
-        """Waits whether the job turns out to be over, for a reason that others know better; then it does not return.
+        """Waits to see whether the job is over for a reason that others know; in that case it does not return.
 
         For a process whose failure the leader must handle first, or is likely to follow from another's.
         """
@@ -277,14 +277,15 @@ class Pod:
             self._left.add(process)
             self._changed.notify_all()
         replaced = self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT and code == EXIT_INFRASTRUCTURE
-        if code not in (EXIT_DONE, EXIT_PREEMPTED) and not replaced:
+        orderly = code == EXIT_DONE or (code == EXIT_PREEMPTED and not message.value["text"])
+        if not orderly and not replaced:
             # A user's error often strikes several processes at once: this one says and saves its own first.
             text = f"{self.seat.hosts.name(process)} ended with exit code {code}: {_first_line(message.value['text'])}"
             self._end(code, text, grace_s=_FAREWELL_S)
         return Message()
 
     def _lost(self, process: int, address: str) -> None:
-        """On the leader: the connection to a process broke."""
+        """Handles, on the leader, a broken connection to a process."""
         with self._changed:
             if process in self._left or self._ended.is_set() or self._addresses.get(process) != address:
                 return
@@ -308,7 +309,7 @@ class Pod:
         self._end(int(verdict["code"]), str(verdict["text"]), farewell=True)
 
     def _end(self, code: int, text: str, *, grace_s: float = 0.2, farewell: bool = False) -> None:
-        """Ends this process from whatever thread noticed that the job is over; the leader may wait for a farewell."""
+        """Ends this process from the thread that noticed the job's end; the leader may wait for a farewell."""
 
         def finish() -> None:
             time.sleep(grace_s)  # a process that is failing for the same reason says it better itself

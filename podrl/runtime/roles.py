@@ -1,4 +1,4 @@
-"""Which hosts train and which generate: pure arithmetic on process numbers, before jax is imported."""
+"""Splits hosts into trainer and rollout: pure arithmetic on process numbers, before jax is imported."""
 
 import dataclasses
 
@@ -7,31 +7,31 @@ TRAINER, ROLLOUT = "trainer", "rollout"
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """The processes of each role, by number in the job, ascending. One process alone does both."""
+    """The processes of each role, by number in the job, ascending. A single process has both roles."""
 
     trainer: tuple[int, ...]
     rollout: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """Processes in the job."""
+        """Number of processes in the job."""
         return len(set(self.trainer) | set(self.rollout))
 
     def role(self, process: int) -> str:
-        """'trainer' or 'rollout'; the only process of a job counts as trainer."""
+        """Returns 'trainer' or 'rollout'; the only process of a job counts as trainer."""
         return TRAINER if process in self.trainer else ROLLOUT
 
     def rank(self, process: int) -> int:
-        """Position of a process within its role."""
+        """Returns the position of a process within its role."""
         return (self.trainer if process in self.trainer else self.rollout).index(process)
 
     def name(self, process: int) -> str:
-        """'rollout 1', for logs."""
+        """Names a process for logs: 'rollout 1'."""
         return f"{self.role(process)} {self.rank(process)}"
 
 
 def parse_hosts(text: str, key: str) -> tuple[int, ...]:
-    """Process numbers of a host list such as '0-1' or '0,2-3'; ascending.
+    """Parses a host list such as '0-1' or '0,2-3' into process numbers, ascending.
 
     Raises:
       ValueError: something that is neither a number nor a range, or a number named twice.
@@ -47,19 +47,18 @@ def parse_hosts(text: str, key: str) -> tuple[int, ...]:
     return tuple(sorted(hosts))
 
 
-def assign(trainer: str, rollout: str, processes: int, *, prefix: str = "roles") -> Hosts:
-    """Who does what among `processes` hosts.
+def assign(trainer: str, rollout: str, processes: int) -> Hosts:
+    """Assigns roles to `processes` hosts.
 
     Args:
       trainer: host list of the trainers; '' takes what the rollouts leave.
       rollout: host list of the rollouts; '' takes what the trainers leave. Both empty: the first half trains.
       processes: hosts in the job.
-      prefix: where in the configuration the roles are, for errors.
 
     Raises:
       ValueError: hosts in both roles, in none, or not in the job; a role without hosts; process 0 not a trainer.
     """
-    keys = (f"{prefix}.trainer.hosts", f"{prefix}.rollout.hosts")
+    keys = ("roles.trainer.hosts", "roles.rollout.hosts")
     if processes == 1 and not trainer and not rollout:
         return Hosts((0,), (0,))
     everyone = set(range(processes))

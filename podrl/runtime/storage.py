@@ -1,8 +1,12 @@
-"""Where a path leads, a local file system or a bucket (gs://), and what is said when a bucket cannot be used."""
+"""Opens paths on local disks or in buckets (gs://), and describes the errors of unusable buckets."""
 
+import concurrent.futures
+import contextlib
+import errno
 import importlib.util
 import os
 import pathlib
+import threading
 
 from etils import epath
 
@@ -11,19 +15,27 @@ Place = pathlib.Path | epath.Path
 _ROLES = "roles/storage.objectUser and roles/storage.legacyBucketReader"
 # Written last by Orbax where a directory cannot be renamed in one piece, as in a bucket.
 _COMMITTED = "commit_success.txt"
+# Within which a bucket must answer: the libraries themselves try for minutes to find credentials and to connect.
+ANSWER_S = 10.0
+_DISK = {
+    errno.ENOSPC: "is full",
+    errno.EDQUOT: "has no quota left",
+    errno.EFBIG: "takes no file that large",
+    errno.EROFS: "is read-only",
+}
 
 
 class StorageError(Exception):
-    """Storage failed though nothing is wrong with what was asked of it: the same again may work (exit code 42)."""
+    """Storage failed though the request is right: the same command may work again (exit code 42)."""
 
 
 def is_remote(path: str | os.PathLike) -> bool:
-    """Whether a path is a URL, such as gs://bucket/run."""
+    """True for a URL, such as gs://bucket/run."""
     return "://" in os.fspath(path)
 
 
 def locate(path: str | os.PathLike) -> Place:
-    """The path as an object that reads and writes where it leads.
+    """Returns the path as an object that reads and writes there.
 
     Raises:
       ValueError: a URL of another kind than gs://BUCKET/....
@@ -43,13 +55,13 @@ def locate(path: str | os.PathLike) -> Place:
 
 
 def absolute(path: str | os.PathLike) -> Place:
-    """`locate`, with a local path made absolute, as Orbax wants it; a URL is that already. Raises as `locate`."""
+    """Returns `locate`, with a local path made absolute, as Orbax needs it. Raises as `locate`."""
     place = locate(path)
     return place if is_remote(place) else place.absolute()
 
 
 def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
-    """Asks the bucket of a path whether it is there and may be used; local paths pass.
+    """Checks that a path's bucket exists and may be used; local paths pass.
 
     Args:
       path: what the user gave.
@@ -58,12 +70,36 @@ def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
 
     Raises:
       ValueError: no credentials, no such bucket, or no permission; names the bucket and what to do.
-      StorageError: the service did not answer.
+      StorageError: the service did not answer, within `ANSWER_S` seconds if at all.
       ImportError: as in `locate`.
     """
     if not is_remote(path):
         return
     url = os.fspath(locate(path))
+    import google.cloud.storage  # noqa: F401 - which takes its time, and none of the answer's
+
+    # A thread that still waits then is left behind.
+    answer: concurrent.futures.Future[None] = concurrent.futures.Future()
+    threading.Thread(target=_answer, args=(answer, url, key, writes), name="podrl-bucket", daemon=True).start()
+    try:
+        answer.result(ANSWER_S)
+    except TimeoutError:
+        raise StorageError(
+            f"{key}={url}: bucket {_bucket(url)} cannot be reached: nothing answered within {ANSWER_S:g} s. Is there a "
+            "network here?"
+        ) from None
+
+
+def _answer(answer: "concurrent.futures.Future[None]", url: str, key: str, writes: bool) -> None:
+    """Puts the outcome of `_ask` into a future."""
+    try:
+        answer.set_result(_ask(url, key, writes=writes))
+    except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+        answer.set_exception(error)
+
+
+def _ask(url: str, key: str, *, writes: bool) -> None:
+    """Asks a bucket as `check` does, without a deadline."""
     bucket = _bucket(url)
     import google.cloud.storage as gcs
     from google.api_core.exceptions import ClientError, NotFound
@@ -104,7 +140,7 @@ def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
 
 
 def denied(url: str, key: str) -> str:
-    """What to say where credentials are there and do not suffice."""
+    """Writes the error for valid credentials without the needed permission."""
     return (
         f"{key}={url}: these credentials may not use bucket {_bucket(url)}. Grant their account {_ROLES} on it "
         f"(gcloud storage buckets add-iam-policy-binding gs://{_bucket(url)} --role=... --member=...)."
@@ -112,12 +148,12 @@ def denied(url: str, key: str) -> str:
 
 
 def is_denied(error: BaseException) -> bool:
-    """Whether an error of gcsfs says that the credentials do not suffice."""
+    """True for errors of gcsfs about insufficient permission."""
     return getattr(error, "code", None) in (401, 403) or str(error).startswith("Forbidden")
 
 
 def complete_steps(directory: Place) -> list[int]:
-    """Steps whose checkpoint in a directory was written to its end, oldest first; [] where there is no directory."""
+    """Lists steps with a complete checkpoint in a directory, oldest first; [] if there is no directory."""
     if not directory.is_dir():
         return []
     named = sorted((int(path.name), path) for path in directory.iterdir() if path.name.isdigit())
@@ -125,21 +161,52 @@ def complete_steps(directory: Place) -> list[int]:
 
 
 def remove_tree(directory: Place) -> None:
-    """Removes a directory with all that is in it, if it is there."""
+    """Removes a directory with all its content, if it exists."""
     path = epath.Path(directory)
     if path.exists():
         path.rmtree()
 
 
+def write_whole(file: pathlib.Path, content: str | bytes) -> None:
+    """Writes a local file atomically: a reader finds the old content or all of the new, even after a power cut."""
+    temporary = file.with_suffix(".tmp")
+    with temporary.open("wb") as out:
+        out.write(content.encode() if isinstance(content, str) else content)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(file)
+
+
+def disk_trouble(error: BaseException) -> str:
+    """Describes a full or read-only disk in one sentence; '' for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _DISK:
+        return ""
+    place = f" ({error.filename})" if error.filename else ""
+    return (
+        f"The disk of the run{place} {_DISK[error.errno]}: make it writable or free space there, or give a --workdir "
+        "on another disk; the same command then goes on from the newest checkpoint."
+    )
+
+
+def tree_size(directory: Place) -> int:
+    """Counts the bytes that a local directory's files take on disk; vanishing files count 0."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total
+
+
 def file_size(file: Place) -> int:
-    """Size of a file in bytes."""
+    """Returns the size of a file in bytes."""
     return epath.Path(file).stat().length if is_remote(file) else os.stat(file).st_size
 
 
 def first_line(error: BaseException) -> str:
-    """An error of a library, short enough for a log line."""
+    """Shortens a library's error to one log line."""
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
+    return text.partition("\n")[0][:300]
 
 
 def _bucket(url: str) -> str:

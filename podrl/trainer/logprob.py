@@ -22,7 +22,7 @@ _MIN_CHUNK = 128
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """Static facts of one call; `rows`, `vocab`, `model` are the mesh axes that split tokens, vocabulary and D."""
+    """Static arguments of one call; `rows`, `vocab`, `model` are the mesh axes that split tokens, vocabulary and D."""
 
     softcap: float
     temperature: float
@@ -44,7 +44,7 @@ def token_logprobs(
     mesh: Mesh | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """log p(token t | tokens < t) and the entropy of that distribution, nats, for every token of packed rows.
+    """Computes log p(token t | tokens < t) and the distribution's entropy, nats, for every token of packed rows.
 
     Logits are made by chunks of the vocabulary, once forward and once backward, so no more than `chunk_elements` of
     them exist on a device. Each chunk of the output matrix is gathered over the axes that split its model dimension
@@ -72,7 +72,7 @@ def token_logprobs(
 
 
 def continues(segment_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Whether the token before it in the row is of the same segment: what is predicted for a token comes from there."""
+    """True where the previous token of the row is in the same segment, so that it predicts this one."""
     same_BT = (segment_BT == jnp.roll(segment_BT, 1, axis=1)) & (segment_BT > 0)
     return same_BT & (jnp.arange(segment_BT.shape[1]) > 0)
 
@@ -153,7 +153,7 @@ _logprob.defvjp(_logprob_fwd, _logprob_bwd)
 
 
 def _chunk_of(matrix_VD: Array, index: Array, target_X: Array, dtype: jnp.dtype, head: _Head):
-    """(weights of chunk `index` over the whole model dimension, their first row, which rows are new, target offsets).
+    """Slices chunk `index`: (its weights over the whole model dimension, first row, mask of new rows, target offsets).
 
     The last chunk is moved back to end with the vocabulary, so rows it shares with its neighbour are not new.
     """
@@ -254,7 +254,7 @@ def _backward(
 
 
 def _scan(step, carry, length: int):
-    """lax.scan over 0..length-1, without a loop where there is one step."""
+    """Runs lax.scan over 0..length-1, without a loop if length is 1."""
     if length == 1:
         return step(carry, jnp.int32(0))
     return jax.lax.scan(step, carry, jnp.arange(length, dtype=jnp.int32))

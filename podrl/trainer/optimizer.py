@@ -2,64 +2,51 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from podrl.config import NonNegative, Range, Share, section
 from podrl.types import PyTree
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 Moment = Literal["float32", "bfloat16"]
+Rate = Annotated[float, Range("[0, 1000]")]
+BelowOne = Annotated[float, Range("[0, 1)")]
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW (arXiv 1711.05101), its learning-rate schedule and gradient clipping.
+@section("trainer")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamSettings:
+    """Settings of AdamW (arXiv 1711.05101), its learning-rate schedule and gradient clipping.
 
     Attributes:
       learning_rate: the peak.
       schedule: what follows the warm-up: 'constant', 'cosine' or 'linear' down to `end_fraction` of the peak.
-      warmup_steps: updates over which the rate rises linearly from 0; the first update already uses a part of it.
-      decay_steps: updates after which the rate has reached its end, warm-up included; cosine and linear need it.
       end_fraction: final rate divided by the peak.
       b1, b2, eps, weight_decay: AdamW's own; decay applies to every trainable parameter.
       max_grad_norm: gradients of a larger global norm are scaled down to it; 0 is off.
       mu_dtype, nu_dtype: how first and second moments are stored.
     """
 
-    learning_rate: float = 1e-6
+    learning_rate: Rate = 1e-6
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: int = 0
-    decay_steps: int = 0
-    end_fraction: float = 0.0
-    b1: float = 0.9
-    b2: float = 0.99
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 0.0
+    end_fraction: Share = 0.0
+    b1: BelowOne = 0.9
+    b2: BelowOne = 0.99
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: NonNegative = 1.0
     mu_dtype: Moment = "float32"
     nu_dtype: Moment = "float32"
-
-    def __post_init__(self):
-        if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
-            raise ValueError(
-                f"The {self.schedule} schedule has decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps}"
-                ": decay_steps counts all updates and must be larger; it follows from trainer.max_steps."
-            )
-        for name in ("learning_rate", "warmup_steps", "end_fraction", "eps", "weight_decay", "max_grad_norm"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0.")
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1).")
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """A gradient transformation and, where it is known, the learning rate it will use at an update (for metrics)."""
+    """A gradient transformation and, if known, the learning rate of an update (for metrics)."""
 
     transform: optax.GradientTransformation
     schedule: Schedule | None = None
@@ -74,50 +61,54 @@ class AdamState(NamedTuple):
     master: PyTree
 
 
-def make_schedule(config: OptimizerConfig) -> Schedule:
-    """update index (0-based, traced) -> learning rate, float32."""
+def make_schedule(config: AdamSettings, *, warmup_steps: int = 0, decay_steps: int = 0) -> Schedule:
+    """Builds the schedule: update index (0-based, traced) -> learning rate, float32.
+
+    Args:
+      config: the peak and what follows the warm-up.
+      warmup_steps: updates over which the rate rises linearly from 0; the first update already uses a part of it.
+      decay_steps: updates after which the rate has reached its end, warm-up included; cosine and linear need it.
+
+    Raises:
+      ValueError: a schedule that decays, and no updates left for it.
+    """
+    if config.schedule != "constant" and decay_steps <= warmup_steps:
+        raise ValueError(
+            f"trainer.schedule={config.schedule!r} has {decay_steps} updates, {warmup_steps} of them warm-up: raise "
+            "trainer.max_steps or lower trainer.warmup_fraction."
+        )
 
     def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
         step = jnp.asarray(count, jnp.float32)
-        warm = jnp.minimum(1.0, (step + 1.0) / config.warmup_steps) if config.warmup_steps else jnp.float32(1.0)
+        warm = jnp.minimum(1.0, (step + 1.0) / warmup_steps) if warmup_steps else jnp.float32(1.0)
         if config.schedule == "constant":
             return config.learning_rate * warm
-        span = config.decay_steps - config.warmup_steps
-        done = jnp.clip((step - config.warmup_steps) / span, 0.0, 1.0)
+        done = jnp.clip((step - warmup_steps) / (decay_steps - warmup_steps), 0.0, 1.0)
         left = 0.5 * (1.0 + jnp.cos(jnp.pi * done)) if config.schedule == "cosine" else 1.0 - done
         return config.learning_rate * warm * (config.end_fraction + (1.0 - config.end_fraction) * left)
 
     return schedule
 
 
-def make_optimizer(config: OptimizerConfig) -> Optimizer:
-    """The optimizer of `config`; works under strict dtype promotion, which optax.adamw does not."""
-    schedule = make_schedule(config)
+def make_optimizer(config: AdamSettings, *, warmup_steps: int = 0, decay_steps: int = 0) -> Optimizer:
+    """Builds AdamW with `make_schedule`'s schedule; works under strict dtype promotion, unlike optax.adamw."""
+    schedule = make_schedule(config, warmup_steps=warmup_steps, decay_steps=decay_steps)
     return Optimizer(_adamw(config, schedule), schedule)
 
 
-def as_optimizer(given: "Optimizer | OptimizerConfig | optax.GradientTransformation") -> Optimizer:
-    """Accepts podrl's optimizer, its configuration, or any optax transformation (whose rate is then not reported)."""
-    if isinstance(given, Optimizer):
-        return given
-    if isinstance(given, OptimizerConfig):
-        return make_optimizer(given)
-    return Optimizer(given)
-
-
 def global_norm(tree: PyTree) -> Float[Array, ""]:
-    """Square root of the sum of all squares, accumulated in float32."""
+    """Computes the square root of the sum of all squares, accumulated in float32."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
-    """params + updates, added in float32 and stored in the parameters' dtype."""
+    """Adds updates to parameters in float32, stored in the parameters' dtype."""
     return jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), params, updates)
 
 
-def _adamw(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
-    """One transformation, so that clipping, moments and the master copy are read and written in one pass."""
+def _adamw(config: AdamSettings, schedule: Schedule) -> optax.GradientTransformation:
+    """Builds one transformation that reads and writes clipping, moments and master copy in one pass."""
     f32 = jnp.float32
 
     def init(params: PyTree) -> AdamState:
@@ -145,7 +136,7 @@ def _adamw(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransfo
         master = state.master
         if state.master:
             master = jax.tree.map(jnp.add, state.master, updates)
-            # What brings the stored parameter to the rounded master; exact after the addition in float32.
+            # The step from the stored parameter to the rounded master; exact after the addition in float32.
             updates = jax.tree.map(lambda q, p: q.astype(p.dtype).astype(f32) - p.astype(f32), master, params)
         narrow = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
         return updates, AdamState(state.count + 1, narrow(mu, config.mu_dtype), narrow(nu, config.nu_dtype), master)

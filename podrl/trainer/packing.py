@@ -1,18 +1,31 @@
-"""Which packed row each sequence lies in, and the copies between the sample layout and the packed layout."""
+"""Packing: the shape of packed rows, the place of each sequence in them, and copies of values there and back."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jax.sharding import Mesh
+from jaxtyping import Bool, Int, Shaped
 
-from podrl.types import CriticBatch, Rollouts, TrainBatch
+from podrl.mesh.rules import batch_shards
+from podrl.trainer.config import RLTrainingConfig
+from podrl.types import Batch, Layout, Rollouts, Rows, SharedLayout
+
+# Defaults: tokens of one micro-batch on one device, and the number that row lengths are multiples of. On CPU
+# small micro-batches stay near the caches and leave fewer empty rows; accelerators must fill their matrix units.
+_DEVICE_TOKENS = {"cpu": 1280, "accelerator": 4096}
+_ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}
+_SHORT = 256
+# Batches that share prompts have fewer tokens, of which the last micro-batch should not leave many rows empty.
+_SHARING_TOKENS = 480
 
 
 @dataclasses.dataclass(frozen=True)
 class PackShape:
-    """The fixed shape of every TrainBatch of a run: contents vary, compiled programs do not.
+    """The fixed shape of every packed batch of a run: contents vary, compiled programs do not.
 
     Attributes:
       micro_batches: A, the most micro-batches a batch may need.
@@ -38,7 +51,7 @@ class PackShape:
         shards: int = 1,
         shared: bool = False,
     ) -> "PackShape":
-        """The smallest shape that holds any `sequences` sequences of at most `max_length` tokens.
+        """Computes the smallest shape that holds any `sequences` sequences of at most `max_length` tokens.
 
         First-fit decreasing puts at least floor(T / max_length) sequences into every row but the last: a row that
         turns a sequence away already holds more than T - max_length tokens. Where sharing would need more rows than
@@ -55,16 +68,7 @@ class PackShape:
         Raises:
           ValueError: a sequence of `max_length` does not fit into a row, or a size is not positive.
         """
-        sizes = {
-            "sequences": sequences,
-            "max_length": max_length,
-            "max_tokens_per_row": max_tokens_per_row,
-            "rows_per_micro_batch": rows_per_micro_batch,
-            "shards": shards,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+        assert min(sequences, max_length, rows_per_micro_batch, shards) >= 1, (sequences, max_length, shards)
         if max_length > max_tokens_per_row:
             raise ValueError(
                 f"Sequences of up to {max_length} tokens do not fit into rows of {max_tokens_per_row}: raise "
@@ -75,9 +79,64 @@ class PackShape:
         return PackShape(_ceil(worst_rows, rows), rows, max_tokens_per_row, shards, shared)
 
 
+def pack_shape(
+    training: RLTrainingConfig,
+    mesh: Mesh,
+    *,
+    sequences: int,
+    max_length: int,
+    group_size: int = 1,
+    max_prompt_length: int = 0,
+) -> PackShape:
+    """Chooses the shape of all packed batches of `sequences` sequences (one mini-batch) of at most `max_length` tokens.
+
+    Args:
+      training: how rows and micro-batches are to be sized.
+      mesh: where the batch is trained on.
+      sequences, max_length: what a batch must hold.
+      group_size: sequences that begin with the same prompt.
+      max_prompt_length: tokens of the longest prompt.
+
+    Raises:
+      ValueError: rows that cannot hold the longest sequence, or a device limit that cannot hold a row.
+    """
+    platform = mesh.devices.flat[0].platform
+    kind = "cpu" if platform == "cpu" else "accelerator"
+    limit, multiple = training.max_seq_token_per_tpu, _ROW_MULTIPLE[kind]
+    wanted = max_length if max_length > _SHORT else int(1.65 * max_length)
+    share = platform != "tpu" if training.share_prompts is None else training.share_prompts
+    shared = share and group_size > 1 and max_prompt_length > 1
+    if shared and max_length > _SHORT:
+        # A prompt and as many of the longest completions as a device takes, each with its own last prompt token.
+        own, room = max_length - max_prompt_length + 1, (limit or _DEVICE_TOKENS[kind]) // multiple * multiple
+        fit = min(group_size, (room - max_prompt_length) // own)
+        wanted = max_prompt_length + fit * own if fit > 1 else wanted
+    tokens = training.max_tokens_per_row or _ceil(wanted, multiple) * multiple
+    shards = batch_shards(mesh)
+    if limit is not None and limit < tokens:
+        raise ValueError(
+            f"trainer.max_seq_token_per_tpu={limit} cannot hold a packed row of {tokens} tokens: raise it, or "
+            "lower trainer.max_tokens_per_row."
+        )
+    full = _SHARING_TOKENS if shared and kind == "cpu" else _DEVICE_TOKENS[kind]
+    per_device = max(1, (limit or full) // tokens)
+    micro = training.train_micro_batch_size
+    if micro is None and training.gradient_accumulation_steps is not None:
+        micro = _ceil(sequences, training.gradient_accumulation_steps)
+    rows = per_device * shards
+    if micro is not None and max_length <= tokens:
+        # Rows that are longer for the sake of sharing are fewer: the memory is that of `micro` sequences.
+        rows = _ceil(micro * max_length, tokens) if shared else _ceil(micro, tokens // max_length)
+        if limit is not None:
+            rows = min(rows, per_device * shards)
+    return PackShape.for_worst_case(
+        sequences, max_length, max_tokens_per_row=tokens, rows_per_micro_batch=rows, shards=shards, shared=shared
+    )
+
+
 @dataclasses.dataclass(frozen=True)
-class Heads:
-    """Which of B sequences begin alike.
+class SharedPrefixes:
+    """The prefixes that groups of B sequences have in common, and their lengths.
 
     Attributes:
       group_B: sequences of one group are equal in their first `length_B` tokens.
@@ -88,8 +147,8 @@ class Heads:
     length_B: Int[np.ndarray, " B"]
 
     @staticmethod
-    def of_prompts(length_P: Int[np.ndarray, " P"], samples: int) -> "Heads":
-        """Of samples that come prompt by prompt, as many of each.
+    def of_prompts(length_P: Int[np.ndarray, " P"], samples: int) -> "SharedPrefixes":
+        """Returns the shared prefixes of samples in prompt order, equally many of each prompt.
 
         The last token of a prompt is not among those shared: what it predicts is another token in each sample.
 
@@ -99,16 +158,16 @@ class Heads:
         if samples % max(len(length_P), 1):
             raise ValueError(f"{samples} samples of {len(length_P)} prompts are not as many of each.")
         group_B = np.arange(samples) // max(samples // max(len(length_P), 1), 1)
-        return Heads(group_B, np.maximum(np.asarray(length_P, np.int64)[group_B] - 1, 0))
+        return SharedPrefixes(group_B, np.maximum(np.asarray(length_P, np.int64)[group_B] - 1, 0))
 
-    def chosen(self, index_n: Int[np.ndarray, " n"]) -> "Heads":
-        """Those of some of the sequences."""
-        return Heads(self.group_B[index_n], self.length_B[index_n])
+    def chosen(self, index_n: Int[np.ndarray, " n"]) -> "SharedPrefixes":
+        """Selects the shared prefixes of some of the sequences."""
+        return SharedPrefixes(self.group_B[index_n], self.length_B[index_n])
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where each of B sequences lies in the packed rows.
+    """The place of each of B sequences in the packed rows.
 
     Attributes:
       shape: of the packed arrays.
@@ -118,8 +177,8 @@ class Placement:
       micro_B, row_B: micro-batch of each sequence and row in it.
       start_B: where in the row its own tokens begin.
       segment_B: segment id of its own tokens in the row, from 1.
-      head_B: how many tokens it shares with others, before its own.
-      head_start_B, prefix_B: where those begin in the row, and their segment id (0 where there are none).
+      shared_B: how many tokens it shares with others, before its own.
+      shared_start_B, prefix_B: where those begin in the row, and their segment id (0 where there are none).
     """
 
     shape: PackShape
@@ -130,29 +189,130 @@ class Placement:
     row_B: Int[np.ndarray, " B"]
     start_B: Int[np.ndarray, " B"]
     segment_B: Int[np.ndarray, " B"]
-    head_B: Int[np.ndarray, " B"]
-    head_start_B: Int[np.ndarray, " B"]
+    shared_B: Int[np.ndarray, " B"]
+    shared_start_B: Int[np.ndarray, " B"]
     prefix_B: Int[np.ndarray, " B"]
 
     def padding_share(self) -> float:
         """Share of the computed tokens (those of filled micro-batches) that hold no sequence."""
         return 1.0 - self.packed / (self.micro_batches * self.shape.rows * self.shape.tokens)
 
-    def flat_indices(self) -> tuple[Int[np.ndarray, " X"], Int[np.ndarray, " X"], Int[np.ndarray, " X"]]:
-        """(sequence, offset in it, index into the flattened packed array) of every real token, sequence by sequence."""
+    @functools.cached_property
+    def _tokens(self) -> tuple[Int[np.ndarray, " X"], Int[np.ndarray, " X"], Int[np.ndarray, " X"]]:
+        """Lists (sequence, offset in it, index into the flattened packed array) of every real token, by sequence."""
         sequence_X = np.repeat(np.arange(len(self.length_B)), self.length_B)
         first_B = np.cumsum(self.length_B) - self.length_B
         offset_X = np.arange(len(sequence_X)) - first_B[sequence_X]
-        begin_B = np.where(self.head_B > 0, self.head_start_B, self.start_B)
+        begin_B = np.where(self.shared_B > 0, self.shared_start_B, self.start_B)
         begin_X = np.where(
-            offset_X < self.head_B[sequence_X], begin_B[sequence_X], (self.start_B - self.head_B)[sequence_X]
+            offset_X < self.shared_B[sequence_X], begin_B[sequence_X], (self.start_B - self.shared_B)[sequence_X]
         )
         row_X = (self.micro_B * self.shape.rows + self.row_B)[sequence_X]
         return sequence_X, offset_X, row_X * self.shape.tokens + begin_X + offset_X
 
+    @functools.cached_property
+    def _own(self) -> Bool[np.ndarray, " X"]:
+        """Marks the real tokens that a sequence shares with no other."""
+        sequence_X, offset_X, _ = self._tokens
+        return offset_X >= self.shared_B[sequence_X]
 
-def place(length_B: Int[np.ndarray, " B"], shape: PackShape, heads: Heads | None = None) -> Placement:
-    """First-fit decreasing into rows, rows dealt to data shards so that their token counts are close.
+    def scatter(
+        self, values_BT: Shaped[np.ndarray, "B T"], *, where_BT: Shaped[np.ndarray, "B T"] | None = None
+    ) -> Any:
+        """Scatters per-token values from the sample layout to the packed rows, 0 on padding.
+
+        Args:
+          values_BT: in the sample layout, right-padded; integers become int32, all else float32.
+          where_BT: tokens at which it is 0 get the value 0, whatever they hold, NaN included.
+
+        Raises:
+          ValueError: another number of rows than of placed sequences.
+        """
+        sequence_X, offset_X, _ = self._tokens
+        values_X = self._checked(values_BT)[sequence_X, offset_X]
+        if where_BT is not None:
+            values_X = np.where(self._checked(where_BT)[sequence_X, offset_X] != 0, values_X, 0)
+        return self._packed(values_X)
+
+    def layout(self, tokens_BT: Int[np.ndarray, "B T"]) -> Layout:
+        """Packs the tokens of right-padded sequences, with their segments and positions.
+
+        Raises:
+          ValueError: sequences that do not begin alike where they share tokens, or not those that were placed.
+        """
+        sequence_X, offset_X, flat_X = self._tokens
+        tokens_X = self._checked(tokens_BT)[sequence_X, offset_X]
+        tokens_ABT = self._packed(tokens_X)
+        if (bad := np.flatnonzero(tokens_ABT.reshape(-1)[flat_X] != tokens_X)).size:
+            raise ValueError(
+                f"Sequence {sequence_X[bad[0]]} has token {tokens_X[bad[0]]} at {offset_X[bad[0]]}, where another of "
+                "its group has a different one: samples of a prompt must begin with that prompt; or set "
+                "trainer.share_prompts=False."
+            )
+        own_X, prefix_X = self._own, self.prefix_B[sequence_X]
+        segment_ABT = self._packed(np.where(own_X, self.segment_B[sequence_X], prefix_X))
+        position_ABT = self._packed(offset_X)
+        if not self.shape.shared:
+            return Layout(tokens_ABT, segment_ABT, position_ABT)
+        return SharedLayout(tokens_ABT, segment_ABT, position_ABT, self._packed(np.where(own_X, prefix_X, 0)))
+
+    def loss_tokens(self, mask_BT: Shaped[np.ndarray, "B T"]) -> tuple[Any, Any]:
+        """Packs (1 where a token counts in the loss, number of such tokens in its sequence: at least 1, 1 on padding).
+
+        Args:
+          mask_BT: not 0 where a token counts.
+
+        Raises:
+          ValueError: a token that counts and is shared with other sequences, or not the placed sequences.
+        """
+        sequence_X, offset_X, _ = self._tokens
+        mask_X = self._checked(mask_BT)[sequence_X, offset_X] != 0
+        if (bad := np.flatnonzero(mask_X & ~self._own)).size:
+            raise ValueError(
+                f"Token {offset_X[bad[0]]} of sequence {sequence_X[bad[0]]} counts in the loss and is shared with "
+                "other sequences: only tokens without a loss can be."
+            )
+        count_B = np.maximum(np.bincount(sequence_X, mask_X, minlength=len(self.length_B)), 1)
+        return self._packed(mask_X), self._packed(np.where(self._own, count_B[sequence_X], 1.0), fill=1.0)
+
+    def unpack(self, values_ABT: Shaped[np.ndarray, "A B T"], width: int) -> Shaped[np.ndarray, "B width"]:
+        """Gathers per-token values from packed rows back to the sample layout, 0 beyond each sequence.
+
+        Args:
+          values_ABT: one value per packed token, on the host.
+          width: T of the sample layout, at least the longest sequence.
+        """
+        sequence_X, offset_X, flat_X = self._tokens
+        out_BT = np.zeros((len(self.length_B), width), values_ABT.dtype)
+        out_BT[sequence_X, offset_X] = np.asarray(values_ABT).reshape(-1)[flat_X]
+        return out_BT
+
+    def batch(self, rows: Rows) -> Batch[Rows]:
+        """Builds the batch from packed arrays of this placement; single numbers are repeated for each micro-batch."""
+        A = self.shape.micro_batches
+        whole: Any = jax.tree.map(lambda x: x if np.ndim(x) else np.full(A, x, np.float32), rows)
+        count: Any = np.asarray(self.micro_batches, np.int32)
+        return Batch(whole, count)
+
+    def _packed(self, values_X: Shaped[np.ndarray, " X"], fill: float = 0) -> Any:
+        shape = self.shape
+        dtype = np.int32 if np.issubdtype(values_X.dtype, np.integer) else np.float32
+        out = np.full(shape.micro_batches * shape.rows * shape.tokens, fill, dtype)
+        out[self._tokens[2]] = values_X
+        return out.reshape(shape.micro_batches, shape.rows, shape.tokens)
+
+    def _checked(self, values_BT: Any) -> np.ndarray:
+        values = np.asarray(values_BT)
+        if len(values) != len(self.length_B):
+            raise ValueError(
+                f"{len(values)} rows of per-token values for {len(self.length_B)} placed sequences: pass those of the "
+                "sequences that were placed."
+            )
+        return values
+
+
+def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPrefixes | None = None) -> Placement:
+    """Places sequences: first-fit decreasing into rows, rows dealt to data shards so that token counts are close.
 
     Where the shape says so, sequences that begin alike go to a row together as far as they fit, with one copy of their
     beginning; where that takes more rows than the shape has, nothing is shared.
@@ -160,7 +320,7 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, heads: Heads | None
     Args:
       length_B: tokens of each sequence, at least 1.
       shape: what the rows look like.
-      heads: which sequences begin alike; None where none do.
+      prefixes: which sequences begin alike; None where none do.
 
     Raises:
       ValueError: a sequence longer than a row, an empty sequence, or more rows than the shape has.
@@ -177,9 +337,9 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, heads: Heads | None
         )
     most = shape.micro_batches * shape.rows
     rows = _Rows(length_B, shape.tokens)
-    if shape.shared and heads is not None:
-        rows.fill_alike(heads)
-    if not shape.shared or heads is None or len(rows.load) > most:
+    if shape.shared and prefixes is not None:
+        rows.fill_alike(prefixes)
+    if not shape.shared or prefixes is None or len(rows.load) > most:
         rows = _Rows(length_B, shape.tokens)
         rows.fill()
     load = rows.load
@@ -200,20 +360,20 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, heads: Heads | None
         slot % shape.rows,
         start_B=rows.start_B,
         segment_B=rows.segment_B,
-        head_B=rows.head_B,
-        head_start_B=rows.head_start_B,
+        shared_B=rows.shared_B,
+        shared_start_B=rows.shared_start_B,
         prefix_B=rows.prefix_B,
     )
 
 
 def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: PackShape) -> Placement:
-    """`place` for some of a batch's samples; those of one prompt begin alike."""
-    heads = Heads.of_prompts(rollouts.prompts.length_P, len(rollouts.length_B))
-    return place(rollouts.length_B[chosen_n], shape, heads.chosen(chosen_n))
+    """Applies `place` to some of a batch's samples; those of one prompt share its tokens."""
+    prefixes = SharedPrefixes.of_prompts(rollouts.prompts.length_P, len(rollouts.length_B))
+    return place(rollouts.length_B[chosen_n], shape, prefixes.chosen(chosen_n))
 
 
 class _Rows:
-    """Rows being filled; per sequence what Placement says, with rows numbered as they were opened.
+    """Rows being filled; each sequence's place, with rows numbered as they were opened.
 
     Attributes:
       load: tokens in each row.
@@ -223,47 +383,47 @@ class _Rows:
         B = len(length_B)
         self._length_B, self._tokens = length_B, tokens
         self.row_B, self.start_B, self.segment_B = (np.zeros(B, np.int64) for _ in range(3))
-        self.head_B, self.head_start_B, self.prefix_B = (np.zeros(B, np.int64) for _ in range(3))
+        self.shared_B, self.shared_start_B, self.prefix_B = (np.zeros(B, np.int64) for _ in range(3))
         self.load: list[int] = []
         self._count: list[int] = []
         self._free = np.zeros(B, np.int64)
 
     def fill(self) -> None:
-        """First-fit decreasing, every sequence by itself."""
+        """Places each sequence by itself, first-fit decreasing."""
         for b in np.argsort(-self._length_B, kind="stable"):
             row = self._first_with(int(self._length_B[b]))
             self._put(int(b), self._opened() if row is None else row, int(self._length_B[b]))
 
-    def fill_alike(self, heads: Heads) -> None:
-        """First-fit decreasing, group by group.
+    def fill_alike(self, prefixes: SharedPrefixes) -> None:
+        """Places sequences group by group, first-fit decreasing.
 
-        A group that fits nowhere whole is split where that saves more padding than another copy of its head costs.
+        A group that fits nowhere whole is split where that saves more padding than another copy of its prefix costs.
         """
-        own_B = self._length_B - heads.length_B
+        own_B = self._length_B - prefixes.length_B
         order_B = np.argsort(-own_B, kind="stable")
         groups: dict[tuple[int, int], list[int]] = {}
         for b in order_B.tolist():
-            groups.setdefault((int(heads.group_B[b]), int(heads.length_B[b])), []).append(b)
+            groups.setdefault((int(prefixes.group_B[b]), int(prefixes.length_B[b])), []).append(b)
         sizes = {key: key[1] + int(own_B[members].sum()) for key, members in groups.items()}
         for key in sorted(groups, key=lambda key: -sizes[key]):
-            head, left = key[1], groups[key]
+            prefix, left = key[1], groups[key]
             while left:
-                row, taken = self._first_with(head + int(own_B[left].sum())), left
+                row, taken = self._first_with(prefix + int(own_B[left].sum())), left
                 if row is None:
                     row = int(np.argmax(self._free[: len(self.load)])) if self.load else None
-                    taken = [] if row is None else _that_fit(left, own_B, int(self._free[row]) - head)
-                    if int(own_B[taken].sum()) <= head:
-                        row, taken = self._opened(), _that_fit(left, own_B, self._tokens - head)
+                    taken = [] if row is None else _that_fit(left, own_B, int(self._free[row]) - prefix)
+                    if int(own_B[taken].sum()) <= prefix:
+                        row, taken = self._opened(), _that_fit(left, own_B, self._tokens - prefix)
                 assert row is not None
-                self._put_alike(taken, row, head, own_B)
+                self._put_alike(taken, row, prefix, own_B)
                 placed = set(taken)
                 left = [b for b in left if b not in placed]
 
-    def _put_alike(self, members: list[int], row: int, head: int, own_B: Int[np.ndarray, " B"]) -> None:
-        if head:
-            self.head_B[members], self.head_start_B[members] = head, self.load[row]
+    def _put_alike(self, members: list[int], row: int, prefix: int, own_B: Int[np.ndarray, " B"]) -> None:
+        if prefix:
+            self.shared_B[members], self.shared_start_B[members] = prefix, self.load[row]
             self.prefix_B[members] = self._count[row] + 1
-            self._take(row, head)
+            self._take(row, prefix)
         for b in members:
             self._put(b, row, int(own_B[b]))
 
@@ -288,138 +448,13 @@ class _Rows:
 
 
 def _that_fit(members: list[int], size_B: Int[np.ndarray, " B"], room: int) -> list[int]:
-    """Those that fit into some room together, taken in their order."""
+    """Selects the sequences that fit together into some room, taken in their order."""
     taken = []
     for b in members:
         if size_B[b] <= room:
             taken.append(b)
             room -= int(size_B[b])
     return taken
-
-
-def pack(
-    placement: Placement,
-    *,
-    tokens_BT: Int[np.ndarray, "B T"],
-    mask_BT: Shaped[np.ndarray, "B T"],
-    advantage_BT: Float[np.ndarray, "B T"] | Float[np.ndarray, " B"],
-    old_logprob_BT: Float[np.ndarray, "B T"],
-    ref_logprob_BT: Float[np.ndarray, "B T"],
-    sampler_logprob_BT: Float[np.ndarray, "B T"],
-    kl_scale: float = 1.0,
-) -> TrainBatch:
-    """Copies samples into packed rows, as numpy arrays.
-
-    Values at masked tokens never reach the batch: advantages and log-probabilities are 0 there, NaN or not.
-
-    Args:
-      placement: from `place` on the lengths of these very sequences.
-      tokens_BT: right-padded sequences.
-      mask_BT: 1 where the token counts in the loss.
-      advantage_BT: per token, or one per sequence (shape (B,)).
-      old_logprob_BT, ref_logprob_BT, sampler_logprob_BT: as in TrainBatch; nats.
-      kl_scale: as in TrainBatch.
-
-    Raises:
-      ValueError: arrays whose first dimension is not the number of placed sequences; shared tokens that differ or count
-        in a loss.
-    """
-    sequence_X, offset_X, flat_X = placement.flat_indices()
-    B = len(placement.length_B)
-    mask_BT = np.asarray(mask_BT)
-    _check_rows(B, tokens_BT=tokens_BT, mask_BT=mask_BT, advantage_BT=advantage_BT, old_logprob_BT=old_logprob_BT)
-    _check_rows(B, ref_logprob_BT=ref_logprob_BT, sampler_logprob_BT=sampler_logprob_BT)
-    if advantage_BT.ndim == 1:
-        advantage_BT = np.broadcast_to(advantage_BT[:, None], tokens_BT.shape)
-    mask_X = mask_BT[sequence_X, offset_X] != 0
-    count_B = np.bincount(sequence_X, mask_X, minlength=B)
-    own_X = offset_X >= placement.head_B[sequence_X]
-    if (bad := np.flatnonzero(mask_X & ~own_X)).size:
-        raise ValueError(
-            f"Token {offset_X[bad[0]]} of sequence {sequence_X[bad[0]]} counts in the loss and is shared with other "
-            "sequences: only tokens without a loss can be."
-        )
-
-    def rows(values_X: Any, dtype: Any, fill: Any = 0) -> Any:
-        shape = placement.shape
-        out = np.full(shape.micro_batches * shape.rows * shape.tokens, fill, dtype)
-        out[flat_X] = values_X
-        return out.reshape(shape.micro_batches, shape.rows, shape.tokens)
-
-    def masked(values_BT: np.ndarray) -> Any:
-        return rows(np.where(mask_X, values_BT[sequence_X, offset_X], 0.0), np.float32)
-
-    tokens_X = np.asarray(tokens_BT)[sequence_X, offset_X]
-    tokens_ABT = rows(tokens_X, np.int32)
-    if (bad := np.flatnonzero(tokens_ABT.reshape(-1)[flat_X] != tokens_X)).size:
-        raise ValueError(
-            f"Sequence {sequence_X[bad[0]]} has token {tokens_X[bad[0]]} at {offset_X[bad[0]]}, where another of its "
-            "group has a different one: samples of a prompt must begin with that prompt; or set "
-            "trainer.share_prompts=False."
-        )
-    micro_batches: Any = np.asarray(placement.micro_batches, np.int32)
-    scale: Any = np.asarray(kl_scale, np.float32)
-    return TrainBatch(
-        tokens_ABT=tokens_ABT,
-        segment_ABT=rows(np.where(own_X, placement.segment_B[sequence_X], placement.prefix_B[sequence_X]), np.int32),
-        position_ABT=rows(offset_X, np.int32),
-        mask_ABT=rows(mask_X, np.float32),
-        advantage_ABT=masked(advantage_BT),
-        old_logprob_ABT=masked(old_logprob_BT),
-        ref_logprob_ABT=masked(ref_logprob_BT),
-        sampler_logprob_ABT=masked(sampler_logprob_BT),
-        length_ABT=rows(np.where(own_X, np.maximum(count_B, 1)[sequence_X], 1), np.float32, fill=1),
-        micro_batches=micro_batches,
-        kl_scale=scale,
-        prefix_ABT=rows(np.where(own_X, placement.prefix_B[sequence_X], 0), np.int32)
-        if placement.shape.shared
-        else None,
-    )
-
-
-def pack_values(
-    placement: Placement,
-    *,
-    tokens_BT: Int[np.ndarray, "B T"],
-    mask_BT: Shaped[np.ndarray, "B T"],
-    value_BT: Float[np.ndarray, "B T"],
-    return_BT: Float[np.ndarray, "B T"],
-) -> CriticBatch:
-    """The same for the critic's batch."""
-    packed = pack(
-        placement,
-        tokens_BT=tokens_BT,
-        mask_BT=mask_BT,
-        advantage_BT=return_BT,
-        old_logprob_BT=value_BT,
-        ref_logprob_BT=value_BT,
-        sampler_logprob_BT=value_BT,
-    )
-    return CriticBatch(
-        tokens_ABT=packed.tokens_ABT,
-        segment_ABT=packed.segment_ABT,
-        position_ABT=packed.position_ABT,
-        mask_ABT=packed.mask_ABT,
-        value_ABT=packed.old_logprob_ABT,
-        return_ABT=packed.advantage_ABT,
-        length_ABT=packed.length_ABT,
-        micro_batches=packed.micro_batches,
-        prefix_ABT=packed.prefix_ABT,
-    )
-
-
-def unpack(placement: Placement, values_ABT: Shaped[np.ndarray, "A B T"], width: int) -> Shaped[np.ndarray, "B width"]:
-    """Per-token results back in the sample layout, 0 beyond each sequence.
-
-    Args:
-      placement: the one the rows were packed with.
-      values_ABT: one value per packed token, on the host.
-      width: T of the sample layout, at least the longest sequence.
-    """
-    sequence_X, offset_X, flat_X = placement.flat_indices()
-    out_BT = np.zeros((len(placement.length_B), width), values_ABT.dtype)
-    out_BT[sequence_X, offset_X] = np.asarray(values_ABT).reshape(-1)[flat_X]
-    return out_BT
 
 
 def mini_batches(order_B: Sequence[int] | Int[np.ndarray, " B"], size: int | None) -> list[Int[np.ndarray, " size"]]:
@@ -436,14 +471,14 @@ def mini_batches(order_B: Sequence[int] | Int[np.ndarray, " B"], size: int | Non
     size = len(order) if size is None else size
     if size < 1 or len(order) % size:
         raise ValueError(
-            f"{len(order)} sequences do not split into mini-batches of {size}: trainer.mini_batch_size must divide "
-            "prompts per step x grpo.num_generations."
+            f"{len(order)} sequences do not split into mini-batches of {size}: trainer.mini_batch_size must divide the "
+            "samples of a step."
         )
     return list(order.reshape(-1, size))
 
 
 def _deal(load: Sequence[int], micro_batches: int, shape: PackShape) -> Int[np.ndarray, " rows"]:
-    """A slot (micro-batch x B + row) for every row; the heaviest go first, each to the lightest shard with room."""
+    """Assigns a slot (micro-batch x B + row) to every row; the heaviest first, each to the lightest shard with room."""
     per_shard = shape.rows // shape.shards
     groups = micro_batches * shape.shards
     tokens, used = np.zeros(groups, np.int64), np.zeros(groups, np.int64)
@@ -455,14 +490,6 @@ def _deal(load: Sequence[int], micro_batches: int, shape: PackShape) -> Int[np.n
         tokens[group] += load[row]
         used[group] += 1
     return slots
-
-
-def _check_rows(B: int, **arrays: np.ndarray) -> None:
-    for name, array in arrays.items():
-        if len(array) != B:
-            raise ValueError(
-                f"{name} has {len(array)} rows for {B} placed sequences: pass the sequences that were placed."
-            )
 
 
 def _ceil(a: int, b: int) -> int:

@@ -1,7 +1,7 @@
-"""Where the training state and its batches live on the mesh."""
+"""Builds the training state and places it, and its batches, on the mesh."""
 
-import math
-from typing import Any, TypeVar, cast
+import dataclasses
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,15 @@ from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.trainer.optimizer import AdamState, Optimizer
 from podrl.trainer.packing import PackShape
-from podrl.types import CriticBatch, PyTree, TrainBatch, TrainState
+from podrl.types import Batch, Layout, PyTree, Rows, SharedLayout, TrainState
 
-Batch = TypeVar("Batch", TrainBatch, CriticBatch)
+_AXES = ("layers", "batch", "time")  # of a packed array: micro-batches, rows, tokens
 
 
 def abstract_state(
     config: ModelConfig, optimizer: Optimizer, mesh: Mesh, dtype: Any = "float32"
 ) -> tuple[TrainState, PyTree]:
-    """(state, frozen parameters) as shapes, dtypes and shardings, for restoring checkpoints and for compiling ahead.
+    """Returns (state, frozen parameters) as shapes, dtypes and shardings, for restoring checkpoints and compiling.
 
     Args:
       config: the model; under LoRA the state holds the adapters and their optimizer state, the rest is frozen.
@@ -35,7 +35,7 @@ def abstract_state(
 
 
 def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """The state around `trainable` (shapes with shardings): optimizer leaves lie like the parameter they belong to."""
+    """Returns the abstract state around `trainable`: optimizer leaves have the sharding of their parameter."""
     whole = rules.replicated(mesh)
 
     def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -61,8 +61,13 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
     return TrainState(trainable, opt_state, step)
 
 
+def abstract_like(state: TrainState, optimizer: Optimizer, mesh: Mesh) -> TrainState:
+    """Returns shapes and shardings of a state, for restoring a checkpoint over it."""
+    return abstract_train_state(jax.tree.map(_abstract, state.params), optimizer, mesh)
+
+
 def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, PyTree]:
-    """(state at step 0, frozen parameters) around whole parameters that lie on `mesh`; no parameter is copied.
+    """Makes (state at step 0, frozen parameters) from whole parameters on `mesh`; copies no parameter.
 
     The state shares its arrays with `params`; the first training step, which donates its state, deletes them.
     """
@@ -71,7 +76,7 @@ def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: 
 
 
 def init_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """The state at step 0 around parameters that lie on `mesh`; no parameter is copied."""
+    """Makes the state at step 0 from parameters on `mesh`; copies no parameter."""
     abstract = abstract_train_state(jax.tree.map(_abstract, trainable), optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
     opt_state = jax.jit(optimizer.transform.init, out_shardings=shardings)(trainable)
@@ -80,61 +85,52 @@ def init_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> Tra
     return TrainState(trainable, opt_state, step)
 
 
-def abstract_batch(shape: PackShape, mesh: Mesh) -> TrainBatch:
-    """A packed batch as shapes, dtypes and shardings, for compiling ahead."""
+def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh) -> Batch[Rows]:
+    """Returns a packed batch as shapes, dtypes and shardings, for compiling ahead.
 
-    def rows(dtype: Any) -> Any:
-        dims = (shape.micro_batches, shape.rows, shape.tokens)
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=rules.sharding_for(("layers", "batch", "time"), dims, mesh))
+    Args:
+      rows: the dataclass of per-token inputs, e.g. PolicyRows; Layout for a batch that is only scored.
+      shape: of its arrays.
+      mesh: where it is to lie.
+    """
 
-    whole, real = rows(jnp.int32), rows(jnp.float32)
-    count, scale = (jax.ShapeDtypeStruct((), x, sharding=rules.replicated(mesh)) for x in (jnp.int32, jnp.float32))
-    return TrainBatch(
-        tokens_ABT=whole,
-        segment_ABT=whole,
-        position_ABT=whole,
-        mask_ABT=real,
-        advantage_ABT=real,
-        old_logprob_ABT=real,
-        sampler_logprob_ABT=real,
-        ref_logprob_ABT=real,
-        length_ABT=real,
-        micro_batches=cast(Any, count),
-        kl_scale=cast(Any, scale),
-        prefix_ABT=whole if shape.shared else None,
-    )
+    def placed(dtype: Any, *axes: str) -> Any:
+        dims = (shape.micro_batches, shape.rows, shape.tokens)[: len(axes)]
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=rules.sharding_for(axes, dims, mesh))
 
-
-def batch_shards(mesh: Mesh) -> int:
-    """Into how many parts the rows of a micro-batch are split."""
-    return math.prod(mesh.shape[axis] for axis in rules.DEFAULT_RULES["batch"])
+    token, value = (placed(dtype, *_AXES) for dtype in (jnp.int32, jnp.float32))
+    layout = SharedLayout(*[token] * 4) if shape.shared else Layout(*[token] * 3)
+    count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=rules.replicated(mesh))
+    if issubclass(rows, Layout):
+        return Batch(cast(Any, layout), count)
+    scalar, names = placed(jnp.float32, "layers"), [field.name for field in dataclasses.fields(cast(Any, rows))]
+    fields: Any = {name: value if name.endswith("_BT") else scalar for name in names}
+    return Batch(rows(**(fields | {"layout": layout})), count)
 
 
 def fetch(array: Any, mesh: Mesh) -> np.ndarray:
-    """A device array of the mesh as a host array, whole on every process."""
+    """Fetches a device array of the mesh to the host, whole on every process."""
     if mesh.is_multi_process:
         array = jax.jit(lambda x: x, out_shardings=rules.replicated(mesh))(array)
     return np.asarray(array)
 
 
-def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
-    """Rows over the batch axes of the mesh, everything else whole; `batch` needs shapes only."""
-    return jax.tree.map(
-        lambda x: rules.sharding_for(("layers", "batch", "time")[: np.ndim(x)], np.shape(x), mesh), batch
-    )
+def batch_shardings(batch: Batch[Rows], mesh: Mesh) -> Batch[Rows]:
+    """Shards rows over the batch axes of the mesh, replicates the rest; `batch` needs shapes only."""
+    return jax.tree.map(lambda x: rules.sharding_for(_AXES[: np.ndim(x)], np.shape(x), mesh), batch)
 
 
 def local_rows(shape: PackShape, mesh: Mesh) -> Int[np.ndarray, " rows"]:
-    """Which rows of every micro-batch lie on this process's devices, ascending."""
+    """Lists the rows of every micro-batch on this process's devices, ascending."""
     array = (shape.micro_batches, shape.rows, shape.tokens)
-    sharding = rules.sharding_for(("layers", "batch", "time"), array, mesh)
+    sharding = rules.sharding_for(_AXES, array, mesh)
     rows = [
         np.arange(shape.rows)[index[1]] for index in sharding.addressable_devices_indices_map(array).values() if index
     ]
     return np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64)
 
 
-def put_batch(batch: Batch, mesh: Mesh) -> Batch:
+def put_batch(batch: Batch[Rows], mesh: Mesh) -> Batch[Rows]:
     """Copies a host batch onto the mesh; every process passes the same batch and keeps the rows of its own devices."""
 
     def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

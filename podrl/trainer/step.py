@@ -1,4 +1,4 @@
-"""One optimizer update as a pure function of the state and a packed batch, and the scoring of packed batches."""
+"""One optimizer update as a pure function of state and packed batch, and the scoring of packed batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ from podrl.mesh import rules
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.trainer import state as state_lib
-from podrl.trainer.objective import Forward, Objective, TokenLoss, micro_batch, rows_of, token_objective
+from podrl.trainer.objective import Forward, Objective, TokenLoss, token_objective
 from podrl.trainer.optimizer import Optimizer, apply_updates, global_norm
-from podrl.types import PyTree, Ratio, TrainBatch, TrainState
+from podrl.types import Batch, Layout, PyTree, Ratio, TrainState
 
 Metrics = dict[str, Float[Array, ""]]
-TrainStep = Callable[[TrainState, PyTree, Any], tuple[TrainState, Metrics]]
-LogprobFn = Callable[[PyTree, TrainBatch], Float[Array, "A B T"]]
+TrainStep = Callable[[TrainState, PyTree, Batch[Any]], tuple[TrainState, Metrics]]
+ScoreFn = Callable[[PyTree, Batch[Layout]], Float[Array, "A B T"]]
 
 
 def make_train_step(
@@ -31,10 +31,9 @@ def make_train_step(
     dtype: str = "float32",
     param_dtype: str = "float32",
     remat: str = "none",
-    prefix: str = "actor",
     seed: int = 0,
 ) -> TrainStep:
-    """The jitted training step of a loss on token log-probabilities; see `make_update`.
+    """Builds the jitted training step of a loss on token log-probabilities; see `make_update`.
 
     Args:
       config: the model.
@@ -43,14 +42,13 @@ def make_train_step(
       dtype: compute dtype.
       param_dtype: of the stored parameters.
       remat: what the backward pass recomputes: 'none' keeps everything, see `podrl.models.decoder.hidden`.
-      prefix: group of the metrics this function adds.
       seed: of the adapters' dropout.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype, remat=remat)
     abstract = decoder.abstract_params(config, mesh, jnp.dtype(param_dtype))
     trainable, _ = decoder.split_trainable(abstract, config)
     objective = token_objective(forward, loss)
-    return make_update(objective, trainable, decoder.join_trainable, optimizer, mesh, prefix=prefix, seed=seed)
+    return make_update(objective, trainable, decoder.join_trainable, optimizer, mesh, seed=seed)
 
 
 def make_update(
@@ -63,7 +61,7 @@ def make_update(
     prefix: str = "actor",
     seed: int = 0,
 ) -> TrainStep:
-    """train_step(state, frozen, batch) -> (state, metrics), jitted; `state` is donated.
+    """Builds train_step(state, frozen, batch) -> (state, metrics), jitted; `state` is donated.
 
     Gradients, numerators and denominators of the filled micro-batches are added and divided once at the end, so how
     sequences are packed, split and sharded does not change the update. The number of micro-batches is traced.
@@ -87,7 +85,7 @@ def make_update(
       seed: of what is random in a forward pass.
     """
 
-    def step(state: TrainState, frozen: PyTree, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, frozen: PyTree, batch: Batch[Any]) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         whole = lambda params: join(params, frozen)  # noqa: E731
         grads, loss, metrics = _accumulate(objective, state.params, whole, batch, key, mesh, trainable)
@@ -119,31 +117,30 @@ def make_update(
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, rules.replicated(mesh)))
 
 
-def make_logprob_fn(config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32") -> LogprobFn:
-    """logprob_fn(params, batch) -> logprob_ABT, jitted: log p(token | before), nats, 0 on first tokens and padding.
+def make_logprob_fn(config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32") -> ScoreFn:
+    """Builds logprob_fn(params, batch) -> logprob_ABT, jitted: log p(token | before), nats, 0 on first tokens, padding.
 
     `params` is a whole tree: `join_trainable(state.params, frozen)` for the actor, `frozen` or a separate model for
     the reference. Micro-batches beyond `batch.micro_batches` are not computed; their values are 0.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)
-    return make_score_fn(lambda params, *rows_BT: forward(params, *rows_BT)[0], mesh)
+    return make_score_fn(lambda params, layout: forward(params, layout)[0], mesh)
 
 
-def make_score_fn(score: Callable[..., Float[Array, "B T"]], mesh: Mesh) -> Callable[[PyTree, Any], Any]:
-    """score_fn(params, batch) -> values_ABT, jitted; micro-batches beyond `batch.micro_batches` are 0.
+def make_score_fn(score: Callable[[PyTree, Layout], Float[Array, "B T"]], mesh: Mesh) -> ScoreFn:
+    """Builds score_fn(params, batch) -> values_ABT, jitted; micro-batches beyond `batch.micro_batches` are 0.
 
     Args:
-      score: (params, tokens_BT, segment_BT, position_BT, prefix_BT or None) -> a value per token of a micro-batch.
+      score: (params, layout) -> a value per token of a micro-batch.
       mesh: where it runs.
     """
 
-    def scores(params: PyTree, batch: Any) -> Float[Array, "A B T"]:
+    def scores(params: PyTree, batch: Batch[Layout]) -> Float[Array, "A B T"]:
         def body(index: Array, out_ABT: Array) -> Array:
-            fields = (batch.tokens_ABT, batch.segment_ABT, batch.position_ABT, batch.prefix_ABT)
-            rows_BT = (micro_batch(x_ABT, index) for x_ABT in fields)
-            return jax.lax.dynamic_update_index_in_dim(out_ABT, score(params, *rows_BT), index, axis=0)
+            scored_BT = score(params, _micro_batch(batch.rows, index))
+            return jax.lax.dynamic_update_index_in_dim(out_ABT, scored_BT, index, axis=0)
 
-        out_ABT = rules.constrain(jnp.zeros(batch.tokens_ABT.shape), ("layers", "batch", "time"), mesh)
+        out_ABT = rules.constrain(jnp.zeros(batch.rows.tokens_BT.shape), ("layers", "batch", "time"), mesh)
         return jax.lax.fori_loop(0, batch.micro_batches, body, out_ABT)
 
     return jax.jit(scores)
@@ -153,12 +150,12 @@ def _accumulate(
     objective: Objective,
     trainable: PyTree,
     whole: Callable[[PyTree], PyTree],
-    batch: Any,
+    batch: Batch[Any],
     key: PRNGKeyArray,
     mesh: Mesh,
     placed: PyTree,
 ) -> tuple[PyTree, Ratio, dict[str, Ratio]]:
-    """Float32 gradients of the numerator, the loss and its metrics, summed over the filled micro-batches."""
+    """Sums float32 gradients of the numerator, the loss and its metrics over the filled micro-batches."""
 
     def pin(grads: PyTree) -> PyTree:
         if mesh.size == 1:
@@ -166,7 +163,7 @@ def _accumulate(
         return jax.tree.map(lambda g, p: jax.lax.with_sharding_constraint(g, p.sharding), grads, placed)
 
     def numerator(trainable: PyTree, index: Array):
-        loss, metrics = objective(whole(trainable), rows_of(batch, index, key))
+        loss, metrics = objective(whole(trainable), _micro_batch(batch.rows, index), jax.random.fold_in(key, index))
         return loss.total, (loss, dict(metrics))
 
     def body(index: Array, carry):
@@ -174,7 +171,7 @@ def _accumulate(
         wide = pin(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         return jax.tree.map(jnp.add, carry, (wide, *aux))
 
-    if batch.tokens_ABT.shape[0] == 1:
+    if batch.rows.layout.tokens_BT.shape[0] == 1:
         (_, (loss, metrics)), grads = jax.value_and_grad(numerator, has_aux=True)(trainable, jnp.int32(0))
         return pin(jax.tree.map(lambda g: g.astype(jnp.float32), grads)), loss, metrics
     scalars = jax.eval_shape(lambda: numerator(trainable, jnp.int32(0))[1])
@@ -183,6 +180,11 @@ def _accumulate(
     return jax.lax.fori_loop(0, batch.micro_batches, body, start)
 
 
+def _micro_batch(rows: PyTree, index: Array) -> Any:
+    """Slices micro-batch `index` (traced) from the rows of a Batch."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False), rows)
+
+
 def _update_count(opt_state: PyTree, default: Array) -> Array:
-    """The optimizer's own count of updates, which skipped steps do not raise."""
+    """Reads the optimizer's own count of updates, which skipped steps do not raise."""
     return getattr(opt_state, "count", default)

@@ -1,4 +1,4 @@
-"""Advantage estimators on numbers worked by hand, and what must hold for all of them."""
+"""Advantage estimators on numbers worked by hand, and properties that hold for all of them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podrl.algorithms import advantages
-from podrl.algorithms.estimator import KINDS, AdvantageEstimator
+from podrl.algorithms.estimator import KINDS, AdvantageEstimator, GAESettings, GroupSettings
 from podrl.algorithms.gae import discounted_return, gae, masked_whiten, outcome_reward
 
 REWARD_B = np.array([1.0, 0.0, 0.5, 0.5, 3.0, 1.0, 1.0, 1.0])  # two prompts, four samples each
@@ -16,7 +16,7 @@ OUTCOME = [kind for kind in KINDS if kind not in ("gae", "remax")]
 
 
 def estimate(kind, reward_B, mask_BT=MASK_BT, group_size=4, **fields):
-    estimator = AdvantageEstimator(advantage_estimator=kind, **fields)
+    estimator = AdvantageEstimator(GroupSettings(advantage_estimator=kind, **fields))
     reward_BT = outcome_reward(reward_B, mask_BT)
     return estimator(reward_BT, np.zeros_like(reward_B), mask_BT, group_size=group_size)
 
@@ -94,7 +94,7 @@ def test_permuting_members_permutes_advantages(kind):
 
 @pytest.mark.parametrize("kind", OUTCOME)
 def test_masked_rewards_and_padding_do_not_matter(kind):
-    estimator = AdvantageEstimator(advantage_estimator=kind)
+    estimator = AdvantageEstimator(GroupSettings(advantage_estimator=kind))
     reward_BT = outcome_reward(REWARD_B, MASK_BT)
     plain_BT = estimator(reward_BT, REWARD_B * 0, MASK_BT, group_size=4)
     wide_BT = np.pad(np.where(MASK_BT > 0, reward_BT, np.nan), ((0, 0), (2, 3)), constant_values=np.nan)
@@ -163,10 +163,10 @@ def test_whitening():
         (lambda: advantages.group_relative(REWARD_B, group_size=4, scale="var"), "advantage_scale='var'"),
         (lambda: advantages.group_relative(REWARD_B, group_size=4, ddof=2), "advantage_ddof=2"),
         (lambda: advantages.group_relative(REWARD_B, group_size=1, singleton="no"), "singleton='no'"),
-        (lambda: AdvantageEstimator("grpo2"), "grpo.advantage_estimator='grpo2' .* rloo"),
-        (lambda: AdvantageEstimator(gamma=1.5, section="ppo"), "ppo.gamma=1.5"),
-        (lambda: AdvantageEstimator(gae_lambda=-1.0), "gae_lambda=-1.0"),
-        (lambda: AdvantageEstimator(advantage_eps=0.0), "advantage_eps=0.0"),
+        (lambda: GroupSettings(advantage_estimator="grpo2"), "grpo.advantage_estimator='grpo2' .* rloo"),
+        (lambda: GAESettings(gamma=1.5), "ppo.gamma=1.5"),
+        (lambda: GAESettings(gae_lambda=-1.0), "gae_lambda=-1.0"),
+        (lambda: GroupSettings(advantage_eps=0.0), "advantage_eps=0.0"),
     ],
 )
 def test_errors_name_the_key(call, message):

@@ -1,4 +1,4 @@
-"""The presets: each one builds, trains in the right direction, and says what it is."""
+"""Every preset builds, trains in the right direction, and describes itself."""
 
 import json
 import pathlib
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from algorithm_examples import policy_rows
 
 from podrl.algorithms.gae import outcome_reward
 from podrl.algorithms.presets import PRESETS, preset
@@ -35,8 +36,10 @@ def test_every_preset_pushes_the_better_sample_up(name):
 
     def mean(x_BT):
         old_BT = jax.lax.stop_gradient(x_BT)
-        rest = (jnp.asarray(advantage_BT), jnp.zeros((2, 4)), jnp.asarray(mask_BT), length_BT, jnp.ones((2, 4), int))
-        return policy_loss(x_BT, old_BT, old_BT, old_BT, *rest)[0].mean()
+        same = dict.fromkeys(("old_logprob", "ref_logprob", "sampler_logprob"), old_BT)
+        advantage = {"advantage": jnp.asarray(advantage_BT)}
+        rows = policy_rows(jnp.ones((2, 4), int), jnp.asarray(mask_BT), length_BT, **same, **advantage)
+        return policy_loss(x_BT, jnp.zeros((2, 4)), rows)[0].mean()
 
     grad_BT = np.asarray(jax.grad(mean)(logprob_BT))
     assert grad_BT[0, 3] < 0, "descent must raise the last token of the better sample"
@@ -55,8 +58,8 @@ def test_numbers_of_the_papers():
 
 
 def test_overrides_win():
-    assert preset("dapo").policy_loss(epsilon_high=0.4).high == 0.4
-    assert preset("grpo").advantage_estimator(advantage_ddof=0).advantage_ddof == 0
+    assert preset("dapo").policy_loss(epsilon_high=0.4).settings.high == 0.4
+    assert preset("grpo").advantage_estimator(advantage_ddof=0).settings.advantage_ddof == 0
 
 
 def test_presets_cannot_be_changed():
@@ -104,6 +107,6 @@ def test_every_row_of_the_tables_names_what_pins_it():
         name = config.strip("`").partition("=")[2]
         found = preset(name)
         assert advantage.split(",")[0].split(" ")[0] == found.advantage_estimator().kind, name
-        assert loss.split(",")[0].split(" ")[0] == build(name)[1].kind, name
-        assert aggregation.split(",")[0] == build(name)[1].mode, name
+        assert loss.split(",")[0].split(" ")[0] == build(name)[1].settings.kind, name
+        assert aggregation.split(",")[0] == build(name)[1].settings.mode, name
         assert source and ("vectors `" in pinned or "`test_" in pinned), name

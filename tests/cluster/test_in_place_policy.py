@@ -1,4 +1,4 @@
-"""Policies made in place: there is one on the rollout mesh at any time, and those made otherwise are left alone."""
+"""In-place weight moves keep one policy on the rollout mesh; policies moved otherwise stay untouched."""
 
 import dataclasses
 
@@ -8,12 +8,12 @@ import pytest
 
 import podrl
 from podrl.cluster.config import ClusterConfig, Role
-from podrl.learner.setup import TINY
+from podrl.job.config import TINY
 from podrl.mesh.build import make_mesh
-from podrl.mesh.reshard.publish import WeightMismatchError
 from podrl.models import LoraConfig
 from podrl.rollout.config import RolloutConfig
 from podrl.trainer.config import RLTrainingConfig
+from podrl.transfer.publish import WeightMismatchError
 
 
 def make_cluster(*, rank: int = 0, merged: bool = False) -> podrl.RLCluster:
@@ -34,7 +34,7 @@ def change(cluster: podrl.RLCluster) -> None:
 
 
 def places(tree) -> list[list[int]]:
-    """Where the shards of every leaf lie."""
+    """Returns where the shards of every leaf lie."""
     return [[s.data.unsafe_buffer_pointer() for s in leaf.addressable_shards] for leaf in jax.tree.leaves(tree)]
 
 
@@ -48,7 +48,7 @@ def test_every_policy_lies_where_the_one_before_lay(merged):
     second = cluster.sync_weights(2, in_place=True)
     assert places(second.params) == at
     assert all(x.is_deleted() for x in jax.tree.leaves(first.params))
-    want = cluster.actor_params() if not merged else cluster._merge(cluster.state.params, cluster.frozen)
+    want = cluster.actor.params() if not merged else cluster.weights.merge(cluster.state.params, cluster.actor.frozen)
     jax.tree.map(np.testing.assert_array_equal, second.params, want)
     assert (np.asarray(kept.params["layers"]["q"]) != np.asarray(second.params["layers"]["q"])).any()
     cluster.close()
@@ -61,19 +61,19 @@ def test_adapters_replace_adapters_and_the_base_stays():
     second = cluster.sync_weights(2, in_place=True)
     assert first.params["layers"]["q_lora_a"].is_deleted()
     assert second.params["layers"]["q"] is first.params["layers"]["q"]
-    jax.tree.map(np.testing.assert_array_equal, second.params, cluster.actor_params())
+    jax.tree.map(np.testing.assert_array_equal, second.params, cluster.actor.params())
     cluster.close()
 
 
 def test_a_refused_version_can_be_moved_again():
     cluster = make_cluster()
     first = cluster.sync_weights(1, in_place=True)
-    cluster._publisher.verify = refuse
+    cluster.weights.publisher.verify = refuse
     with pytest.raises(WeightMismatchError):
         cluster.sync_weights(2, in_place=True)
-    del cluster._publisher.verify
+    del cluster.weights.publisher.verify
     assert all(x.is_deleted() for x in jax.tree.leaves(first.params))
-    jax.tree.map(np.testing.assert_array_equal, cluster.sync_weights(2, in_place=True).params, cluster.actor_params())
+    jax.tree.map(np.testing.assert_array_equal, cluster.sync_weights(2, in_place=True).params, cluster.actor.params())
     cluster.close()
 
 

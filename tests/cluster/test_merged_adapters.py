@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import podrl
-from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.cluster.config import ClusterConfig, Role
-from podrl.learner.setup import TINY
+from podrl.job.config import TINY
 from podrl.mesh.build import make_mesh
 from podrl.models import LoraConfig
 from podrl.rollout.config import RolloutConfig, Sampling
@@ -33,12 +33,12 @@ def make_cluster(*, merged: bool, base_dtype: str = "", rank: int = 2) -> podrl.
     )
     lora = LoraConfig(rank=rank, alpha=8.0, base_dtype=base_dtype)
     cluster = podrl.RLCluster(actor=TINY, cluster_config=config, lora=lora)
-    cluster.prepare_actor(PolicyLoss())
+    cluster.actor.prepare(PolicyLoss(KLLossSettings()))
     return cluster
 
 
 def change_adapters(cluster: podrl.RLCluster, seed: int) -> None:
-    """Fresh adapters multiply with zero: these do something."""
+    """Changes fresh adapters, which multiply with zero, so that they do something."""
     rng = np.random.default_rng(seed)
     params = jax.tree.map(
         lambda x: jax.device_put(0.05 * rng.standard_normal(x.shape, np.float32), x.sharding), cluster.state.params
@@ -77,13 +77,13 @@ def test_every_version_moves_the_whole_model_anew_and_compiles_once():
     compiled.clear()
     second = jax.block_until_ready(cluster.sync_weights(2))
     assert not [event for event in compiled if event.endswith("backend_compile_duration")]
-    state, frozen = cluster.state.params["layers"], cluster.frozen["layers"]
+    state, frozen = cluster.state.params["layers"], cluster.actor.frozen["layers"]
     delta_LDF = jnp.einsum("LDR,LRF->LDF", state["gate_lora_a"], state["gate_lora_b"], precision="highest")
     want = np.asarray(frozen["gate"]) + 8.0 / 2 * np.asarray(delta_LDF)
     np.testing.assert_allclose(second.params["layers"]["gate"], want, atol=1e-5)
     assert (np.asarray(first.params["layers"]["gate"]) != np.asarray(second.params["layers"]["gate"])).any()
-    np.testing.assert_array_equal(second.params["embed"], cluster.frozen["embed"])
-    assert len(cluster._publisher.plan.leaves) == len(jax.tree.leaves(second.params))
+    np.testing.assert_array_equal(second.params["embed"], cluster.actor.frozen["embed"])
+    assert len(cluster.weights.publisher.plan.leaves) == len(jax.tree.leaves(second.params))
 
 
 def test_a_model_without_adapters_is_not_touched_by_it():

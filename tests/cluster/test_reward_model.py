@@ -1,4 +1,4 @@
-"""The reward model: a sequence classification directory, its score at the last token, its place in the sum."""
+"""The reward model: loaded from a classification directory, scores at the last token, adds to the sum."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.reward_model import RewardModel
 from podrl.data.tokenizer import Tokenizer
-from podrl.learner.setup import TINY
+from podrl.job.config import TINY
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
 from podrl.models.hf_load import load
@@ -22,12 +22,12 @@ from podrl.models.scalar import HEAD
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rollout.config import RolloutConfig
 from podrl.trainer.config import RLTrainingConfig
-from podrl.types import Prompts, Rollouts
+from podrl.types import NO_EPISODE, Prompts, Rollouts
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """The embedded model as a reward model with a random head."""
+    """Makes the embedded model a reward model with a random head."""
     import ml_dtypes  # noqa: F401 - bfloat16 for safetensors
 
     out = tmp_path_factory.mktemp("reward") / "model"
@@ -77,7 +77,7 @@ CHAT = (
 
 @pytest.fixture(params=["chat", "plain"])
 def bytewise(request, directory, tmp_path):
-    """The same reward model with a tokenizer of bytes, with and without a chat template; and what it shall read."""
+    """Makes that reward model with a tokenizer of bytes, with and without a chat template; and its expected input."""
     out = tmp_path / "model"
     shutil.copytree(directory, out)
     pieces = ["<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
@@ -93,16 +93,15 @@ def bytewise(request, directory, tmp_path):
 
 
 def answered():
-    """Rollouts of COMPLETIONS to PROMPT in the policy's tokens, and the fields of their records."""
+    """Makes rollouts of COMPLETIONS to PROMPT in the policy's tokens, and the fields of their records."""
     policy = Tokenizer(TINY)
     rows = [[*policy.encode(PROMPT + completion), *policy.eos_ids[:1]] for completion in COMPLETIONS]
     B, T = len(rows), max(map(len, rows))
     tokens_BT = np.array([row + [policy.pad_id] * (T - len(row)) for row in rows], np.int32)
     zeros_BT, length_B = np.zeros((B, T), np.float32), np.array([len(row) for row in rows])
     prompts = Prompts(tokens_BT[:, :1], np.ones(B, np.int32), np.arange(B), [PROMPT] * B, {}, b"")
-    rollouts = Rollouts(
-        prompts, tokens_BT, length_B, zeros_BT, zeros_BT, zeros_BT, tokens_BT, length_B, COMPLETIONS, 1.0
-    )
+    rows = (tokens_BT, length_B, zeros_BT, zeros_BT, zeros_BT + 1, zeros_BT, tokens_BT, zeros_BT)
+    rollouts = Rollouts(prompts, *rows, length_B, COMPLETIONS, [NO_EPISODE] * B, 1.0)
     return rollouts, {"question": [QUESTION] * B, "system_prompt": ["Be brief."] * B, "answer": ["4"] * B}
 
 

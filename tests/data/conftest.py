@@ -1,4 +1,4 @@
-"""The tokenizer that comes with podrl, for the tests of what it is used on."""
+"""The tokenizer that comes with podrl, as a fixture."""
 
 import pathlib
 

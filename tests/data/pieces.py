@@ -1,4 +1,4 @@
-"""SentencePiece files trained on the word problems, with the pieces' numbers in Gemma's order."""
+"""Trains SentencePiece files on the word problems, with the pieces' numbers in Gemma's order."""
 
 import io
 
@@ -8,10 +8,10 @@ from podrl.data import problems
 
 
 def train(**options) -> bytes:
-    """A model file; `options` are those of SentencePiece's trainer beyond what all tests want."""
+    """Trains a model file; `options` are those of SentencePiece's trainer beyond the common ones."""
     stored = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([problems.problem("train", i).question for i in range(200)]),
+        sentence_iterator=iter([problems.GENERATOR.problem("train", i).question for i in range(200)]),
         model_writer=stored,
         hard_vocab_limit=False,
         add_dummy_prefix=False,

@@ -1,4 +1,4 @@
-"""Conversations in the forms of several families, ids of SentencePiece files: the same text and ids as transformers.
+"""Conversations in the chat forms of several families give the same text and ids as transformers.
 
 The templates are written here in the manner of each family: the constructs its real one uses, not its text.
 """
@@ -116,7 +116,7 @@ CONVERSATIONS = [
 
 @pytest.fixture(params=FORMS)
 def directory(request, tmp_path):
-    """A byte-level tokenizer with the special tokens and the template of a family."""
+    """Makes a byte-level tokenizer with the special tokens and the template of a family."""
     template, bos, eos, marks = FORMS[request.param]
     fast = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -127,7 +127,7 @@ def directory(request, tmp_path):
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    fast.train_from_iterator([problems.problem("train", i).question for i in range(50)], trainer)
+    fast.train_from_iterator([problems.GENERATOR.problem("train", i).question for i in range(50)], trainer)
     fast.save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": "<pad>"}
     config |= {"bos_token": bos} if bos else {}
@@ -150,7 +150,7 @@ def test_conversations_are_those_of_transformers(directory):
 
 
 def test_conversations_in_each_form(directory):
-    """The same, written out: what each family's form makes of a short conversation."""
+    """Compares each family's form of a short conversation with its text, written out."""
     tokenizer = Tokenizer(directory)
     text = tokenizer.apply_chat_template([TOLD, {"role": "user", "content": "2?"}])
     told = TOLD["content"]
@@ -179,7 +179,7 @@ def test_roles_that_do_not_alternate_are_refused_in_the_templates_words(director
 
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
 def pieces(request, tmp_path_factory):
-    """A SentencePiece file with byte fallback, as Llama 2, Mistral and Gemma have."""
+    """Makes a SentencePiece file with byte fallback, as Llama 2, Mistral and Gemma have."""
     directory = tmp_path_factory.mktemp(request.param)
     stored = pieces_file(model_type=request.param, vocab_size=420, byte_fallback=True)
     (directory / "tokenizer.model").write_bytes(stored)
@@ -195,7 +195,7 @@ def test_pieces_are_those_of_the_sentencepiece_library(pieces):
         "  two  spaces\n\nand lines\t",
         "größer ✓ 漢字",
         "",
-        problems.problem("train", 7).question,
+        problems.GENERATOR.problem("train", 7).question,
     ]:
         ids = theirs.encode(text)
         assert ours.encode(text) == ids and ours.encode(text, bos=True) == [2, *ids]

@@ -46,6 +46,18 @@ def test_files_of_prompts_and_of_questions(tokenizer, tmp_path):
     assert "<start_of_turn>user" in batch.text[2] and "1 + 1?" in batch.text[2]
 
 
+@pytest.mark.parametrize("before", ["prompt", "question"])
+def test_pairs_are_read_from_parquet(tokenizer, tmp_path, before):
+    parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").Table
+    row = {before: "1 + 1?", "chosen": "2", "rejected": "3"}
+    parquet.write_table(table.from_pylist([row]), tmp_path / "pairs.parquet")
+    paths = (str(tmp_path / "pairs.parquet"), write(tmp_path, row))
+    streams = [PairStream(DataConfig(path=path), tokenizer, pairs=1, max_length=96) for path in paths]
+    batches = [next(stream) for stream in streams]
+    np.testing.assert_array_equal(*(batch.tokens_BT for batch in batches))
+    assert [learned(tokenizer, batches[0], b).strip() for b in range(2)] == ["2", "3"]
+
+
 def test_a_stream_goes_on_where_it_was(tokenizer):
     def stream():
         return PairStream(DataConfig(size=40), tokenizer, pairs=4, max_length=112)

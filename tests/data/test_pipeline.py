@@ -1,4 +1,4 @@
-"""Streams of prompts: shape, order, exact resume, sharding, what is left out, and what is held out."""
+"""Streams of prompts: shape, order, exact resume, sharding, skipped and held-out records."""
 
 import json
 import pathlib
@@ -9,6 +9,7 @@ import pytest
 import podrl
 from podrl.config import build
 from podrl.data import problems, sources
+from podrl.data.generated import held_out
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
@@ -18,7 +19,7 @@ LIMIT = 52
 
 @pytest.fixture
 def file(tmp_path):
-    """Ten records, of which the questions of records 3 and 7 are long."""
+    """Writes ten records, of which the questions of records 3 and 7 are long."""
     rows = [
         {"question": f"{'Why? ' * (60 if i in (3, 7) else 1)}{i}", "answer": f"#### {i}", "id": i} for i in range(10)
     ]
@@ -101,7 +102,7 @@ def test_every_epoch_holds_every_record_once_in_a_new_order(tokenizer):
     assert sorted(first.text) == sorted(second.text) and list(first.text) != list(second.text)
     assert s.steps_per_epoch == 1
     ordered = next(stream(tokenizer, rows=3, size=20, shuffle=False))
-    assert list(ordered.fields["question"]) == [problems.problem("train", i, 42).question for i in range(3)]
+    assert list(ordered.fields["question"]) == [problems.GENERATOR.problem("train", i, 42).question for i in range(3)]
 
 
 def test_long_prompts_are_skipped_and_counted(tokenizer, file):
@@ -135,7 +136,7 @@ def test_held_out_problems_are_fixed_distinct_and_not_in_training(tokenizer):
     again = held_out_prompts(config, tokenizer, count=50, max_prompt_length=LIMIT, batch_size=20)
     assert all(same(a, b) for a, b in zip(batches, again, strict=True))
     solutions = [s.rstrip(".").replace(". ", ";") for b in batches for s in b.fields["solution"]]
-    assert len(set(solutions)) == 50 and all(map(problems.held_out, solutions))
+    assert len(set(solutions)) == 50 and all(map(held_out, solutions))
     assert held_out_prompts(config, tokenizer, count=0, max_prompt_length=LIMIT) == []
 
 

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from podrl.data.problems import Problems, distinct, held_out, problem
+from podrl.data.generated import held_out
+from podrl.data.problems import GENERATOR
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
@@ -13,7 +14,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": opera
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_every_step_is_true_and_leads_to_the_answer(split):
     for index in range(400):
-        p = problem(split, index, seed=3)
+        p = GENERATOR.problem(split, index, seed=3)
         results = [0]
         for step in p.steps:
             match = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", step)
@@ -35,14 +36,14 @@ def test_every_step_is_true_and_leads_to_the_answer(split):
 
 
 def test_numbers_of_steps_are_one_two_two_three():
-    counts = [len(problem("train", i).steps) for i in range(2000)]
+    counts = [len(GENERATOR.problem("train", i).steps) for i in range(2000)]
     shares = [counts.count(n) / len(counts) for n in (1, 2, 3)]
     assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.05)
 
 
 def test_held_out_problems_share_no_key_with_training():
-    train = {problem("train", i).key for i in range(3000)}
-    evaluation = {p.key for p in distinct("held_out", 200)}
+    train = {GENERATOR.problem("train", i).key for i in range(3000)}
+    evaluation = {p.key for p in GENERATOR.distinct("held_out", 200)}
     assert len(evaluation) == 200
     assert not train & evaluation
     assert all(held_out(key) for key in evaluation) and not any(held_out(key) for key in train)
@@ -50,21 +51,21 @@ def test_held_out_problems_share_no_key_with_training():
 
 def test_the_stream_is_a_fixed_function_of_split_index_and_seed():
     # Literals: the sequence must never change, or checkpoints would resume on other data.
-    assert problem("train", 0).steps == ("37-29=8", "8+18=26", "26/2=13")
-    assert problem("train", 0).question.startswith("Ana starts with 37 eggs. She sells 29. She buys 18 more.")
-    assert problem("train", 5) == problem("train", 5)
-    assert problem("train", 5) != problem("train", 5, seed=1)
+    assert GENERATOR.problem("train", 0).steps == ("37-29=8", "8+18=26", "26/2=13")
+    assert GENERATOR.problem("train", 0).question.startswith("Ana starts with 37 eggs. She sells 29. She buys 18 more.")
+    assert GENERATOR.problem("train", 5) == GENERATOR.problem("train", 5)
+    assert GENERATOR.problem("train", 5) != GENERATOR.problem("train", 5, seed=1)
 
 
 def test_source_is_random_access():
-    source = Problems("train", 10, seed=7)
-    assert len(source) == 10 and source[9] == problem("train", 9, 7)
+    source = GENERATOR.source("train", 10, seed=7)
+    assert len(source) == 10 and source[9] == GENERATOR.problem("train", 9, 7)
 
 
 def test_refusals():
     with pytest.raises(ValueError, match="Split 'test' does not exist"):
-        problem("test", 0)
+        GENERATOR.problem("test", 0)
     with pytest.raises(ValueError, match="-1 must be 0 or more"):
-        problem("train", -1)
+        GENERATOR.problem("train", -1)
     with pytest.raises(ValueError, match=r"data\.size"):
-        Problems("train", 0)
+        GENERATOR.source("train", 0)

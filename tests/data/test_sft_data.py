@@ -1,4 +1,4 @@
-"""Supervised examples: which tokens are learned, the mixture of styles, other files, exact resume."""
+"""Supervised examples: learned tokens, the mixture of styles, other files, exact resume."""
 
 import json
 
@@ -17,7 +17,7 @@ def write(tmp_path, *rows):
 
 
 def learned(tokenizer, batch, b):
-    """The pieces the model is to learn in row b, joined."""
+    """Joins the pieces the model is to learn in row b."""
     return "".join(
         tokenizer.token_text(t) for t, m in zip(batch.tokens_BT[b], batch.mask_BT[b], strict=True) if m
     ).replace("▁", " ")
@@ -87,6 +87,26 @@ def test_prompt_and_completion(tokenizer, tmp_path):
         "<pad>",
     ]
     assert batch.mask_BT[0].tolist() == [0, 0, 0, 0, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2=", "completion": "4"},
+        {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]},
+        {"question": "2+2=", "answer": "4"},
+    ],
+    ids=["completion", "messages", "question"],
+)
+def test_parquet_is_learned_from_as_json_lines_are(tokenizer, tmp_path, row):
+    parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").Table
+    parquet.write_table(table.from_pylist([row, row]), tmp_path / "rows.parquet")
+    paths = (str(tmp_path / "rows.parquet"), write(tmp_path, row, row))
+    data = [DataConfig(path=path, system_prompt="", eval_fraction=0.0) for path in paths]
+    batches = [next(SFTStream(each, SFTConfig(batch_size=2, max_length=64), tokenizer)) for each in data]
+    np.testing.assert_array_equal(*(batch.tokens_BT for batch in batches))
+    np.testing.assert_array_equal(*(batch.mask_BT for batch in batches))
+    assert "4" in learned(tokenizer, batches[0], 1)
 
 
 def test_every_assistant_turn_of_a_chat_is_learned(tokenizer, tmp_path):

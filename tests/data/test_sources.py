@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import sys
+import tracemalloc
 
 import pytest
 from array_record.python import array_record_module
@@ -61,9 +63,9 @@ def test_parquet(tmp_path):
         sources.read(str(path))
 
 
-def test_parquet_without_its_library_names_the_extra(tmp_path):
-    if importlib.util.find_spec("pyarrow") is not None:
-        pytest.skip("pyarrow is installed")
+def test_parquet_without_its_library_names_the_extra(tmp_path, monkeypatch):
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ImportError, match=r"podrl\[parquet\]"):
         sources.read(str(tmp_path / "a.parquet"))
@@ -122,3 +124,43 @@ def test_tfds_names():
     if importlib.util.find_spec("tensorflow_datasets") is None:
         with pytest.raises(ImportError, match="pip install tensorflow-datasets"):
             sources.read("tfds:gsm8k/train")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_a_file_takes_a_few_bytes_per_record(tmp_path, suffix):
+    """Records and unused fields stay in the file: memory is far below four times its size."""
+    path, count = tmp_path / f"a{suffix}", 4000
+    rows = [{"question": f"q{i}?", "answer": f"{i}", "unused": "x" * 500} for i in range(count)]
+    if suffix == ".jsonl":
+        write_jsonl(path, rows)
+    else:
+        path.write_text("question,answer,unused\n" + "".join(f"q{i}?,{i},{'x' * 500}\n" for i in range(count)))
+    tracemalloc.start()
+    try:
+        records = sources.read(str(path), REQUIRED)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(records) == count and records[count - 1]["answer"] == f"{count - 1}"
+    assert held < 64 * count < path.stat().st_size / 8
+
+
+def test_a_file_that_changes_under_a_run_is_an_error_and_not_other_data(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path)
+    records = sources.read(str(path), REQUIRED)
+    write_jsonl(path, [ROWS[0], {"question": "e?", "answer": "#### 1,300"}])
+    assert dict(records[0]) == ROWS[0]
+    with pytest.raises(ValueError, match=r"a\.jsonl line 2 is no longer what it was"):
+        records[1]
+
+
+def test_every_record_is_shown_to_a_check_once_with_its_place(tmp_path):
+    write_jsonl(tmp_path / "p-1.jsonl")
+    (tmp_path / "p-2.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    seen = []
+    records = sources.read(str(tmp_path / "p-*.jsonl"), REQUIRED, lambda record, place: seen.append((record, place)))
+    assert seen == [(records[i], records.place(i)) for i in range(3)]
+    assert [place for _, place in seen] == [f"{tmp_path}/p-1.jsonl line {n}" for n in (1, 2)] + [
+        f"{tmp_path}/p-2.jsonl line 1"
+    ]

@@ -4,12 +4,13 @@ import json
 import pathlib
 import shutil
 
+import numpy as np
 import pytest
 from pieces import train as pieces_file
 
 import podrl
 from podrl.data import problems, template, train_tokenizer
-from podrl.data.tokenizer import Tokenizer
+from podrl.data.tokenizer import Tokenizer, prompts_of, right_padded
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
 
@@ -37,7 +38,7 @@ def test_each_digit_and_each_tag_is_one_piece(tiny):
 
 def test_problem_text_survives_the_round_trip_and_fits(tiny):
     for index in range(300):
-        p = problems.problem("held_out" if index % 3 == 0 else "train", index)
+        p = problems.GENERATOR.problem("held_out" if index % 3 == 0 else "train", index)
         completion = template.completion(p.reasoning, p.answer)
         assert tiny.decode(tiny.encode(p.question)) == p.question
         assert tiny.decode(tiny.encode(completion)) == completion
@@ -160,7 +161,7 @@ def test_chat_template_file_wins_and_may_not_touch_python(tmp_path):
 
 @pytest.fixture(scope="module")
 def piece_model(tmp_path_factory):
-    """A directory with a SentencePiece model made like Gemma's: specials first, turn marks as user symbols."""
+    """Makes a directory with a SentencePiece model like Gemma's: specials first, turn marks as user symbols."""
     directory = tmp_path_factory.mktemp("sp")
     stored = pieces_file(
         vocab_size=120,
@@ -179,7 +180,7 @@ def piece_model(tmp_path_factory):
 def test_sentencepiece_model(piece_model):
     tokenizer = Tokenizer(piece_model)
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_ids) == (0, 2, (1, 5))
-    question = problems.problem("train", 3).question
+    question = problems.GENERATOR.problem("train", 3).question
     prompt = template.wrap(tokenizer, question)
     ids = tokenizer.encode(prompt)
     assert ids[:2] == [2, 4] and ids.count(2) == 1
@@ -200,7 +201,7 @@ def test_transformers_reads_the_embedded_tokenizer(tiny):
     other = transformers.AutoTokenizer.from_pretrained(TINY)
     assert (other.pad_token_id, other.bos_token_id, other.eos_token_id) == (0, 2, 1)
     for index in range(20):
-        p = problems.problem("train", index)
+        p = problems.GENERATOR.problem("train", index)
         prompt = template.wrap(tiny, p.question, system="Be brief." if index % 2 else "")
         messages = [{"role": "system", "content": "Be brief."}] if index % 2 else []
         messages += [{"role": "user", "content": p.question}]
@@ -208,3 +209,20 @@ def test_transformers_reads_the_embedded_tokenizer(tiny):
         assert other.encode(prompt, add_special_tokens=False) == tiny.encode(prompt)
         ids = tiny.encode(template.completion(p.reasoning, p.answer) + "<end_of_turn>")
         assert other.decode(ids, skip_special_tokens=True) == tiny.decode(ids)
+
+
+def test_rows_are_padded_on_the_right_to_one_width():
+    tokens_BT, length_B = right_padded([[5, 6, 7], [], [8]], 9)
+    np.testing.assert_array_equal(tokens_BT, [[5, 6, 7], [9, 9, 9], [8, 9, 9]])
+    np.testing.assert_array_equal(length_B, [3, 0, 1])
+    assert tokens_BT.dtype == length_B.dtype == np.int32
+    assert right_padded([[5]], 9, width=3)[0].tolist() == [[5, 9, 9]]
+    assert right_padded([[]], 9)[0].tolist() == [[9]]
+
+
+def test_prompts_of_texts_are_bounded(tiny):
+    prompts = prompts_of(["1+1", "12"], tiny, max_length=8)
+    assert [tiny.decode(row[:n]) for row, n in zip(prompts.tokens_PT, prompts.length_P, strict=True)] == ["1+1", "12"]
+    assert prompts.index_P.tolist() == [0, 1] and prompts.text == ["1+1", "12"]
+    with pytest.raises(ValueError, match=r"A prompt has 3 tokens: rollout.max_prompt_length=2"):
+        prompts_of(["1+1", "12"], tiny, max_length=2)

@@ -1,4 +1,4 @@
-"""A reward function that fails ends the run with its name, the sample and no traceback; a repaired one goes on."""
+"""A failing reward function ends the run with its name, the sample and no traceback; a repaired one resumes."""
 
 import json
 
@@ -28,6 +28,8 @@ def fickle(prompts, completions, **fields):
         return [float("nan") if i == 5 else 1.0 for i in range(len(completions))]
     if way == "length":
         return [1.0] * (len(completions) - 1)
+    if way == "away":
+        raise ConnectionRefusedError("nobody listens")
     if way == "exits":
 
         os._exit(3)
@@ -39,6 +41,7 @@ EXPECTED = {
     "nan": ["nan", "not a finite number", "sample 5 of 16", "prompt "],
     "length": ["returned 15 values for 16 completions", "sample 0 of 16"],
     "exits": ["exit code 3", "sample 0 of 16"],
+    "away": ["a service that has been away for", "nobody listens", "the same command goes on", "reward.deadline_s=2 "],
     "hangs": ["did not return within 2.0 s for 16 samples", "sample 0 of 16", "reward.deadline_s=2.0"],
 }
 
@@ -51,7 +54,7 @@ def test_a_reward_function_that_fails(way, tmp_path):
     with job(tmp_path / "run", *args) as failed:
         failed.wait_for_step(1)
         workers = failed.children()
-        failed.finish(1)
+        failed.finish(42 if way == "away" else 1)
     assert gone(workers) == []
     assert "Traceback (most recent call last)" not in failed.stderr or way == "raises"
     message = failed.stderr[failed.stderr.index("podrl: error: ") :]

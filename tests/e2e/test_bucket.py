@@ -1,4 +1,4 @@
-"""Runs whose directory is in a bucket: killed, preempted, resumed and exported as if it were a disk's."""
+"""Runs whose directory is in a bucket: killed, preempted, resumed and exported as on a disk."""
 
 import pathlib
 import signal

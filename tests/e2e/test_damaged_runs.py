@@ -1,4 +1,4 @@
-"""A run directory that was damaged, or a disk that is full: what was complete stays, and training goes on."""
+"""On a damaged run directory or a full disk complete data stays, and training goes on."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ def whole(tmp_path_factory) -> pathlib.Path:
 
 
 def data_files(checkpoint: pathlib.Path) -> list[pathlib.Path]:
-    """The files that hold the arrays of a checkpoint, largest first."""
+    """Lists the files with the arrays of a checkpoint, largest first."""
     files = [p for p in (checkpoint / "state").rglob("*") if p.is_file()]
     return sorted(files, key=lambda p: p.stat().st_size, reverse=True)
 
@@ -66,7 +66,7 @@ def test_checkpoints_that_are_all_damaged_are_an_error_that_names_them_and_delet
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[pathlib.Path]:
-    """A file system of 24 MiB."""
+    """Mounts a file system of 24 MiB."""
     mount = tmp_path / "disk"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)]
@@ -102,5 +102,23 @@ def test_a_full_disk_does_not_stop_training_and_keeps_the_last_good_checkpoint(s
 
 
 def trained_steps_from_output(text: str) -> int:
-    """The last step of the progress lines."""
+    """Reads the last step of each progress line."""
     return max(int(line.split()[1].partition("/")[0]) for line in text.splitlines() if line.startswith("step "))
+
+
+def test_damage_that_one_of_several_trainers_meets_sends_all_of_them_to_the_checkpoint_before(tmp_path):
+    pod = ("--local_processes=3", "--config.roles.trainer.hosts=0-1", "--fake_devices=1", "--config.checkpoint.every=1")
+    small = (*PLAIN, *pod, "--config.rollout.max_prompt_length=64", "--config.trainer.max_steps=2")
+    workdir = run(tmp_path / "run", *small).workdir
+    whole = pathlib.Path(shutil.copytree(workdir, tmp_path / "whole"))
+    (workdir / "summary.json").unlink()
+    own = [path for path in (workdir / "checkpoints/2/state/ocdbt.process_1").rglob("*") if path.parent.name == "d"]
+    assert own, "the parts of the second trainer lie in files of their own"
+    for file in own:
+        os.truncate(file, 0)
+    resumed = run(workdir, *small)
+    assert "Resumed after step 1" in resumed.stdout and "Traceback" not in resumed.stderr
+    lines = [line for line in resumed.stderr.splitlines() if "checkpoints/2 cannot be read" in line]
+    assert len(lines) == 2 and sum("another process could not read its part" in line for line in lines) == 1, lines
+    same_end(workdir, whole)
+    assert trained_steps(workdir) == [1, 2]

@@ -1,4 +1,4 @@
-"""What a pod says when it fails: the true error once and in full, a line at most from every other host, nobody left."""
+"""A failing pod prints the true error once and in full, at most a line per other host, and leaves no process."""
 
 import os
 import pathlib
@@ -25,7 +25,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 @pytest.fixture
 def descendants(tmp_path, monkeypatch):
-    """Call it for the ids of all live processes that this test has started, theirs included."""
+    """Returns a function that lists ids of all live processes that this test has started, theirs included."""
     monkeypatch.setenv("PODRL_TEST", str(tmp_path))
     mark = f"PODRL_TEST={tmp_path}".encode()
 
@@ -43,7 +43,7 @@ def descendants(tmp_path, monkeypatch):
 
 
 def _lines_by_host(stderr: str) -> dict[str, list[str]]:
-    """The lines of podrl that each host printed."""
+    """Groups podrl's output lines by host."""
     said: dict[str, list[str]] = {}
     for host, line in re.findall(r"^\[(\w+ \d)\] (podrl: .*)$", stderr, re.MULTILINE):
         said.setdefault(host, []).append(line)
@@ -51,7 +51,7 @@ def _lines_by_host(stderr: str) -> dict[str, list[str]]:
 
 
 def _is_over(descendants) -> bool:
-    """Whether all descendants are gone, soon."""
+    """True if all descendants end soon."""
     end = time.monotonic() + 10
     while descendants() and time.monotonic() < end:
         time.sleep(0.1)
@@ -80,23 +80,23 @@ from podrl.runtime import joining
 join = joining.join
 
 
-def changed(parts):
-    before = parts.publish
+def changed(rollouts):
+    before = rollouts.publish
 
     def publish(self, step):
         if step == 1:
             raise LookupError("not there")
         return before(self, step)
 
-    parts.publish = publish
+    rollouts.publish = publish
 
 
 def join_and_change(*args, **settings):
     pod = join(*args, **settings)
-    from podrl.learner import rollout_side, trainer_side  # not before: they import jax
+    from podrl.learner import rollouts  # not before: it imports jax
 
-    changed(rollout_side.RolloutParts)
-    changed(trainer_side.TrainerSide)
+    changed(rollouts.HostRollouts)
+    changed(rollouts.RemoteRollouts)
     return pod
 
 

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment and started again by the same command ends as one that never was."""
+"""A run killed at any moment and started again by the same command ends as an undisturbed one."""
 
 import contextlib
 import os

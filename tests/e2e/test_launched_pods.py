@@ -1,4 +1,4 @@
-"""Pods started by launch/ itself, preempted and started again, end as ones that nothing happened to."""
+"""Pods started by launch/ itself, preempted and started again, end as undisturbed ones."""
 
 import os
 import pathlib
@@ -27,7 +27,7 @@ FLAGS = [flag for flag in SMALL if not flag.startswith("--config=")] + ["--fake_
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, pathlib.Path]:
-    """Run directories of fake pods with as many hosts and devices, by topology."""
+    """Runs fake pods with as many hosts and devices, by topology."""
     folder = tmp_path_factory.mktemp("undisturbed")
     split = ("--config.roles.trainer.hosts=0-1", "--topology=split", "--local_processes=4", "--fake_devices=2")
     return {
@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory) -> dict[str, pathlib.Path]:
 
 
 class Set:
-    """The containers of a JobSet as processes of this machine, with the environment that GKE gives them."""
+    """Runs the containers of a JobSet as local processes, with the environment that GKE gives them."""
 
     def __init__(self, workdir: pathlib.Path, logs: pathlib.Path):
         flags = ["--config=grpo_gemma.py", "--workdir=gs://bucket/run", "--image=podrl:1"]
@@ -58,7 +58,7 @@ class Set:
 
     @staticmethod
     def _local(value: str, ports: dict[str, int]) -> str:
-        """Host names of the cluster's DNS are this machine; what listens at each gets a port of its own."""
+        """Maps host names of the cluster's DNS to this machine, with a port for each listener."""
         return re.sub(r"[-\w]+\.podrl:\d+", lambda m: f"127.0.0.1:{ports[m[0]]}", value)
 
     def start(self, attempt: int) -> "Set":

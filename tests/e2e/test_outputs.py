@@ -1,4 +1,4 @@
-"""What a run leaves in its directory, and what it shows while it runs."""
+"""The files that a run leaves in its directory, and its console output."""
 
 import json
 import pathlib

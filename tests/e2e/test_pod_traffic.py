@@ -1,4 +1,4 @@
-"""What travels between the hosts of a pod: every trainer host receives the samples its own devices train on."""
+"""Messages between the hosts of a pod: every trainer host receives only samples its own devices train on."""
 
 import collections
 import json
@@ -67,7 +67,7 @@ def workdir(tmp_path) -> pathlib.Path:
 
 
 def _notes(directory: pathlib.Path, host: int) -> dict[tuple[str, int], list[dict]]:
-    """What a host received, by kind and step."""
+    """Lists what a host received, by kind and step."""
     notes = collections.defaultdict(list)
     for line in (directory / f"traffic{host}.jsonl").read_text().splitlines():
         note = json.loads(line)
@@ -77,7 +77,7 @@ def _notes(directory: pathlib.Path, host: int) -> dict[tuple[str, int], list[dic
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(staleness, workdir):
-    """With one batch in flight at every checkpoint too, which the first host alone completes for it."""
+    """Also with one batch in flight at every checkpoint, which the first host alone completes for it."""
     run(workdir, *FOUR, *(STALE if staleness else ()))
     received = [_notes(workdir.parent, host) for host in (0, 1)]
     steps_completed, bytes_ = 0, [0, 0]

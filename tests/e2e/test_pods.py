@@ -1,4 +1,4 @@
-"""Fake pods of several processes: the same training as in one, and what happens when one of them dies."""
+"""Fake pods of several processes train as one process does, also when one of them dies."""
 
 import math
 import os
@@ -31,18 +31,18 @@ SPLIT = PODS["split, 4 hosts"]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> pathlib.Path:
-    """The run directory of the same job in one process."""
+    """Runs the same job in one process; returns its run directory."""
     return run(tmp_path_factory.mktemp("alone") / "run").workdir
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> pathlib.Path:
-    """The run directory of a split pod that nothing happened to."""
+    """Runs an undisturbed split pod; returns its run directory."""
     return run(tmp_path_factory.mktemp("undisturbed") / "run", *SPLIT).workdir
 
 
 def process(parent: int, index: int) -> int:
-    """The process id of one host of a pod."""
+    """Finds the process id of one host of a pod."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             status = pathlib.Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()

@@ -7,19 +7,31 @@ import sys
 
 import numpy as np
 import pytest
-from processes import environment, trained_steps
+from processes import environment, run, same_end, trained_steps
 
+import podrl
+from podrl import export
+from podrl.rundir import identity
 from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import read_metrics
 
 pytestmark = pytest.mark.e2e
+
+
+def read_config(workdir: pathlib.Path) -> dict:
+    """Reads config.json without its checksum."""
+    found = identity.read(workdir, workdir / "checkpoints")
+    assert found is not None
+    return found
+
+
 SCRIPT = '''
 import sys
 
 import jax
 
 import podrl
-from podrl.learner.setup import TINY
+from podrl.job.config import TINY
 
 
 def even(prompts, completions, target, **fields):
@@ -54,6 +66,31 @@ PPO = (
 )
 UNGUARDED = SCRIPT + '\n\ntrain("out", 3)\n'
 
+COMMAND_SCRIPT = """
+import pathlib
+import sys
+
+import jax
+
+import podrl
+
+
+def short(prompts, completions, **fields):
+    return [-0.01 * len(text) for text in completions]
+
+
+if __name__ == "__main__":
+    small = {
+        "trainer": {"max_steps": int(sys.argv[2]), "eval_every_n_steps": 1},
+        "checkpoint": {"every": 2},
+        "eval": {"problems": 16, "samples": 1},
+        "rollout": {"prompts_per_step": 4, "lanes": 16, "max_tokens_to_generate": 16},
+        "grpo.num_generations": 4,
+        "log.tensorboard": False,
+    }
+    sys.exit(podrl.run("grpo_gemma.py", small, workdir=pathlib.Path(sys.argv[1]), reward_fns=["answer", short]))
+"""
+
 
 def run_script(tmp_path: pathlib.Path, text: str, *args: str) -> subprocess.CompletedProcess:
     (tmp_path / "script.py").write_text(text)
@@ -81,6 +118,13 @@ def test_a_script_trains_writes_and_goes_on_where_it_stopped(tmp_path):
     assert "Resumed after step 3" in further.stdout and "reached 4" in further.stdout
     assert trained_steps(tmp_path / "out") == [1, 2, 3, 4]
     assert read_state(tmp_path / "out" / "checkpoints")[0] == 4
+    config = read_config(tmp_path / "out")
+    assert config["model"]["path"] == str(podrl.TINY) and config["grpo"]["num_generations"] == 4
+    assert config["reward"]["fns"] == ["__main__.even"] and config["rollout"]["prompts_per_step"] == 4
+    assert "Step 4" in export.main([f"--workdir={tmp_path / 'out'}", f"--out={tmp_path / 'model'}", "--dtype=float32"])
+    exported = podrl.from_pretrained(tmp_path / "model").params
+    _, state = read_state(tmp_path / "out" / "checkpoints")
+    assert np.array_equal(exported["embed"], state["params"]["embed"])
 
 
 def test_a_script_trains_a_critic_on_devices_of_its_own_and_goes_on_where_it_stopped(tmp_path):
@@ -102,3 +146,22 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     done = run_script(tmp_path, UNGUARDED)
     assert done.returncode == 1
     assert "if __name__ == '__main__'" in done.stderr
+
+
+def test_podrl_run_is_the_command(tmp_path):
+    """The chat template, held-out evaluations, files and resumption are the command's, so that all files are equal."""
+    for steps in ("2", "3"):  # the second one resumes
+        done = run_script(tmp_path, COMMAND_SCRIPT, "python", steps)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "Resumed after step 2" in done.stdout and "greedy_answer" in done.stdout
+    fns = f"--config.reward.fns=('answer','{tmp_path}/script.py:short')"
+    commanded = run(tmp_path / "command", "--config.trainer.max_steps=3", "--config.trainer.eval_every_n_steps=1", fns)
+    same_end(tmp_path / "python", commanded.workdir)
+    mine, theirs = (read_config(place) for place in (tmp_path / "python", commanded.workdir))
+    assert mine == theirs
+    names = {path.name for path in commanded.workdir.iterdir()}
+    assert {path.name for path in (tmp_path / "python").iterdir()} == names
+    before_after = [
+        json.loads((place / "summary.json").read_text()) for place in (tmp_path / "python", commanded.workdir)
+    ]
+    assert before_after[0]["after"] == before_after[1]["after"]

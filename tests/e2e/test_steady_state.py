@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import podrl
-from podrl.learner.run import Run
-from podrl.learner.setup import TINY
+from podrl.job.config import TINY
 from podrl.models.config import LoraConfig
+from podrl.rundir.run import Run
 
 pytestmark = pytest.mark.e2e
 COMPILES: list[str] = []
@@ -39,7 +39,7 @@ def make_cluster(
 
 
 def lengths(prompts, completions, **fields) -> list[float]:
-    """A reward that needs no answer."""
+    """Rewards completions by their length."""
     return [float(len(text)) for text in completions]
 
 

@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves, says how to go on, leaves no process behind, and goes on as if never stopped."""
+"""A stopped run saves, prints how to resume, leaves no process behind, and resumes as if never stopped."""
 
 import pathlib
 import signal
@@ -36,14 +36,3 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(number, uninterrup
     resumed = run(workdir)
     assert f"Resumed after step {len(done)} " in resumed.stdout
     same_end(workdir, uninterrupted)
-
-
-def test_a_signal_before_the_first_step_stops_without_training(tmp_path):
-    workdir = tmp_path / "run"
-    with job(workdir) as stopped:
-        stopped.wait_for("the run directory", (workdir / "config.json").exists)
-        stopped.wait_for("the table of roles", lambda: "Run directory" in stopped.stdout)
-        stopped.signal(signal.SIGTERM)
-        stopped.finish(75)
-    assert "Stopped after step 0 of 6" in stopped.stdout and "Resume with:" in stopped.stdout
-    assert trained_steps(workdir) == []

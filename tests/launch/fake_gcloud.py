@@ -1,4 +1,4 @@
-"""A gcloud that records how it was called and runs what it is given on N workers, each a home directory here.
+"""A gcloud that records its calls and runs the given commands on N workers, each a local home directory.
 
 Reads FAKE_TPU_ROOT: `calls.jsonl` is appended there, `w0`, `w1`, ... are the workers' homes. The metadata server of
 worker N answers under http://FAKE_TPU_METADATA/wN.

@@ -1,4 +1,4 @@
-"""What the kubelet and GKE make of a JobSet: the environment of every pod."""
+"""Computes the environment that the kubelet and GKE give every pod of a JobSet."""
 
 import re
 

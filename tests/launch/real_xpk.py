@@ -1,4 +1,4 @@
-"""The real xpk, beside this interpreter (CI links it there from an environment of its own) or on PATH."""
+"""Finds the real xpk, beside this interpreter (CI links it there from its own environment) or on PATH."""
 
 import pathlib
 import shutil
@@ -11,7 +11,7 @@ import yaml
 
 
 def program() -> pathlib.Path:
-    """The program; skips the test where it is not installed."""
+    """Returns the path of xpk; skips the test where it is not installed."""
     beside = pathlib.Path(sys.executable).parent / "xpk"
     found = str(beside) if beside.exists() else shutil.which("xpk")
     if found is None:
@@ -20,12 +20,12 @@ def program() -> pathlib.Path:
 
 
 def interpreter() -> pathlib.Path:
-    """The interpreter that has xpk's modules; skips the test as `program`."""
+    """Returns the interpreter that has xpk's modules; skips the test as `program`."""
     return program().parent / "python"
 
 
 def manifest(command: Sequence[str], folder: pathlib.Path) -> dict:
-    """The JobSet that xpk would submit for a command of launch.xpk; written to `folder` on the way."""
+    """Returns the JobSet that xpk would submit for a command of launch.xpk; writes it to `folder` on the way."""
     path = folder / "manifest.yaml"
     # --dry-run --skip-validation: no cluster, no gcloud, no docker; --project-number spares a look-up.
     more = [f"--output-manifest-file={path}", "--dry-run", "--skip-validation", "--project-number=1"]

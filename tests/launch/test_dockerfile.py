@@ -1,4 +1,4 @@
-"""The image, as far as can be told without building it: pinned base, hashed packages, sources that exist, no root."""
+"""The image, checked without building it: pinned base, hashed packages, sources that exist, no root."""
 
 import pathlib
 import re
@@ -28,7 +28,7 @@ def normal(name: str) -> str:
 
 
 def locked(name: str) -> dict[str, tuple[str, list[str]]]:
-    """Package to its version and hashes, with what the file includes."""
+    """Maps each package to its version and hashes, with those of included files."""
     found = {}
     for line in re.sub(r" \\\n\s*", " ", (ROOT / name).read_text()).splitlines():
         if line.startswith("-r "):

@@ -1,4 +1,4 @@
-"""The JobSet of launch.gke: published schemas, the policies it promises, and the ranks its pods would find."""
+"""The JobSet of launch.gke: published schemas, its documented policies, and the ranks its pods find."""
 
 import copy
 import pathlib
@@ -107,7 +107,6 @@ def test_pods_reach_their_machines_and_each_other():
             "cloud.google.com/gke-tpu-topology": topology,
             "cloud.google.com/gke-spot": "true",
         }
-        assert pod["hostNetwork"] is True and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
         assert pod["terminationGracePeriodSeconds"] == 60 and pod["serviceAccountName"] == "trainer-sa"
         assert {t["key"] for t in pod["tolerations"]} == {"google.com/tpu", "cloud.google.com/gke-spot"}
         (container,) = pod["containers"]
@@ -136,13 +135,13 @@ def test_command_and_environment_reach_the_container():
 
 
 def check_schema(document: dict) -> None:
-    """Reads the manifest with the published models of JobSet and Kubernetes; what they do not know they drop."""
+    """Parses the manifest with the published models of JobSet and Kubernetes, which drop unknown fields."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api==2.3.0")
     read = models.JobsetV1alpha2JobSet.from_dict(document)
     assert read.to_dict() == document
 
 
-# What the API server and JobSet's webhook refuse and their schemas do not say.
+# Rules of the API server and JobSet's webhook that their schemas do not contain.
 DNS_LABEL = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
 JOB_FAILURES = {"BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded"} | {
     "PodFailurePolicy"
@@ -242,28 +241,57 @@ def test_prints_without_apply_and_pipes_to_kubectl_with_it(tmp_path, monkeypatch
     kubectl.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >{tmp_path}/arguments\ncat >{received}\nexit 3\n')
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert gke.main(FLAGS) == 0
+    flags = [*FLAGS, "--env=WANDB_API_KEY=w4ndb", "--env=NOTE=n"]
+    assert gke.main(flags) == 0
     printed = capfd.readouterr().out
-    secret, printed_jobset = yaml.safe_load_all(printed)
+    shown_policy, printed_jobset = yaml.safe_load_all(printed)
+    (channel,) = set(re.findall(r"podrl-channel-[0-9a-f]{6}", printed))
+    assert printed_jobset == jobset(*flags[len(FLAGS) :], channel=channel) and not received.exists()
+    assert gke.main([*flags, "--apply", "--dry_run"]) == 0
+    planned = capfd.readouterr()
+    assert "kubectl apply" in planned.err and not received.exists()
+    assert gke.main([*flags, "--apply"]) == 3
+    secret, policy, applied = yaml.safe_load_all(received.read_text())
+    assert policy == shown_policy
+    assert secret["metadata"]["name"] != channel  # a new one for every submission
     channel = secret["metadata"]["name"]
-    assert printed_jobset == jobset(channel=channel) and not received.exists()
-    assert re.fullmatch(r"podrl-channel-[0-9a-f]{6}", channel)
     labels = {"app.kubernetes.io/name": "podrl", "app.kubernetes.io/instance": "podrl"}
     assert secret["metadata"] == {"name": channel, "namespace": "default", "labels": labels}
     assert labels.items() <= printed_jobset["metadata"]["labels"].items()
-    assert len(secret["stringData"]["secret"]) == 32
-    assert gke.main([*FLAGS, "--apply", "--dry_run"]) == 0
-    assert "kubectl apply" in capfd.readouterr().err and not received.exists()
-    assert gke.main([*FLAGS, "--apply"]) == 3
-    submitted, applied = yaml.safe_load_all(received.read_text())
-    channel = submitted["metadata"]["name"]
-    assert channel != secret["metadata"]["name"] and applied == jobset(channel=channel)
+    assert len(secret["stringData"]["secret"]) == 32 and secret["stringData"]["WANDB_API_KEY"] == "w4ndb"
+    assert applied == jobset(*flags[len(FLAGS) :], channel=channel)
     for role in ("trainer", "rollout"):
         (container,) = pod_spec(applied, role)["containers"]
-        found = [v["valueFrom"] for v in container["env"] if v["name"] == "PODRL_SECRET"]
-        assert found == [{"secretKeyRef": {"name": channel, "key": "secret"}}]
-    assert submitted["stringData"]["secret"] != secret["stringData"]["secret"]
+        found = {v["name"]: v["valueFrom"] for v in container["env"] if "secretKeyRef" in v.get("valueFrom", {})}
+        assert found == {
+            "PODRL_SECRET": {"secretKeyRef": {"name": channel, "key": "secret"}},
+            "WANDB_API_KEY": {"secretKeyRef": {"name": channel, "key": "WANDB_API_KEY"}},
+        }
+        assert {"name": "NOTE", "value": "n"} in container["env"]
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
+    # The Secret's content is printed nowhere; the comments in its place say how to make one by hand.
+    everything = printed + planned.out + planned.err + "".join(capfd.readouterr())
+    assert "w4ndb" not in everything and secret["stringData"]["secret"] not in everything
+    assert not re.search(r"\b[0-9a-f]{32}\b", everything)
+    assert "kubectl create secret generic podrl-channel-" in printed and "--from-file=WANDB_API_KEY=FILE" in printed
+
+
+def test_only_the_jobs_own_pods_reach_them(capfd):
+    args, _ = gke.parse([*FLAGS, "--name=mine", "--namespace=research"])
+    policy = gke.network_policy(args)
+    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "mine"}}
+    assert policy["spec"] == {
+        "podSelector": own,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": own}]}],
+    }
+    assert policy["metadata"]["namespace"] == "research"
+    # Policies do not reach pods on the network of their hosts, so that is asked for.
+    assert "hostNetwork" not in pod_spec(jobset(), "trainer")
+    pod = pod_spec(jobset("--host_network"), "trainer")
+    assert pod["hostNetwork"] is True and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert gke.main([*FLAGS, "--host_network"]) == 0
+    assert [document["kind"] for document in yaml.safe_load_all(capfd.readouterr().out)] == ["JobSet"]
 
 
 def test_missing_kubectl_is_named(tmp_path, monkeypatch, capfd):

@@ -1,4 +1,4 @@
-"""tpu_vm.sh through the real gcloud, where that is installed; only the services and the ssh it calls are faked.
+"""tpu_vm.sh through the real gcloud, where installed; only the services and the ssh it calls are faked.
 
 What a fake gcloud cannot show: that gcloud knows our flags, hands the command to the workers' shells unchanged, runs it
 on all of them, and makes one worker's exit status its own.
@@ -58,7 +58,7 @@ sys.exit(7 * int(os.environ["TPU_WORKER_ID"]))
 
 
 class Service(http.server.BaseHTTPRequestHandler):
-    """The TPU and Compute Engine services, as far as `gcloud compute tpus tpu-vm` asks them."""
+    """Fakes the TPU and Compute Engine services for `gcloud compute tpus tpu-vm`."""
 
     def answer(self):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -86,7 +86,7 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def tpu_vm(tmp_path):
-    """Runs tpu_vm.sh of a small checkout."""
+    """Runs tpu_vm.sh from a small checkout."""
     checkout = tmp_path / "checkout"
     (checkout / "podrl").mkdir(parents=True)
     (checkout / "podrl" / "launch.py").write_text(PROGRAM)

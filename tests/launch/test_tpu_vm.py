@@ -20,7 +20,7 @@ import pytest
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "launch" / "tpu_vm.sh"
 
-# What runs on the workers instead of training: it says where it stands, by podrl's own detection, and does as told.
+# Runs on the workers instead of training: prints its place by podrl's own detection, then follows its arguments.
 PROGRAM = """
 import faulthandler, json, os, pathlib, signal, sys, time
 from podrl.runtime import detect
@@ -61,7 +61,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
 
 
 class Pod:
-    """N fake workers, a checkout with the real launch/ and detection, and the gcloud that reaches them."""
+    """A fake TPU VM of N workers, with a checkout of launch/ and detection, and a gcloud that reaches the workers."""
 
     def __init__(self, root: pathlib.Path, workers: int, checkout: pathlib.Path | None = None):
         self.root, self.checkout = root, checkout or root / "checkout"
@@ -82,7 +82,8 @@ class Pod:
     def _make_checkout(self) -> None:
         shutil.copytree(REPOSITORY / "launch", self.checkout / "launch", ignore=shutil.ignore_patterns("__pycache__"))
         (self.checkout / "podrl" / "runtime").mkdir(parents=True)
-        shutil.copy(REPOSITORY / "podrl" / "runtime" / "detect.py", self.checkout / "podrl" / "runtime")
+        for name in ("detect.py", "service.py"):
+            shutil.copy(REPOSITORY / "podrl" / "runtime" / name, self.checkout / "podrl" / "runtime")
         (self.checkout / "podrl" / "launch.py").write_text(PROGRAM)
         (self.checkout / "requirements-tpu.lock").touch()
 
@@ -143,12 +144,14 @@ def test_starts_one_process_per_worker_with_its_rank(pod):
         assert f"[w{rank}] {place}" in lines
         assert f"[w{rank}] arguments {json.dumps(flags)} NOTE=two words attempt 0" in lines
         assert f"[w{rank}] exit status 0" in lines
+    assert not any("two words" in word for call in run.calls for word in call)  # a token would be on no command line
+    assert "two words" not in done.stderr  # nor printed
     assert [call[3] for call in run.calls] == ["scp", "ssh", "ssh", "ssh", "ssh"]
     assert all({"--worker=all", "--zone=us-east5-b"} <= set(call) for call in run.calls)
 
 
 def printed(done: subprocess.CompletedProcess) -> list[list[str]]:
-    """The commands that the script printed, as a shell would read them; less what is new in every run."""
+    """Lists the commands that the script printed, as a shell reads them, without parts that differ between runs."""
     lines = [line for line in done.stderr.splitlines() if line.startswith("+ ")]
     words = [
         subprocess.run(["bash", "-c", f"printf '%s\\0' {line[2:]}"], capture_output=True, text=True) for line in lines
@@ -157,7 +160,7 @@ def printed(done: subprocess.CompletedProcess) -> list[list[str]]:
 
 
 def nameless(words: list[str]) -> list[str]:
-    """Without the run's time and process id, and the scratch directory."""
+    """Removes the run's time, process id and scratch directory from text."""
     return [re.sub(r"\d{8}-\d{6}-\d+", "RUN", re.sub(r"/\S*/tmp\.\w+", "SCRATCH", word)) for word in words]
 
 
@@ -241,7 +244,7 @@ def test_a_worker_that_cannot_install_starts_nobody(pod):
 def test_ctrl_c_stops_following_and_not_the_run(pod):
     run = pod(2)
     script = str(run.checkout / "launch" / "tpu_vm.sh")
-    # What is started in the background, as these tests may be, ignores SIGINT and hands that on.
+    # A process started in the background, as these tests may be, ignores SIGINT, and so do its children.
     command = ["env", "--default-signal=INT", script, "t", "z", f"--python={sys.executable}", "--", "--wait"]
     following = subprocess.Popen(
         command,
@@ -285,7 +288,7 @@ def test_after_a_reboot_another_process_of_the_same_number_is_left_alone(pod):
 
 
 def wheel(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """An installable package with one module of its name."""
+    """Builds an installable package with one module of its name."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{name}.py", "")
@@ -340,6 +343,7 @@ def test_podrl_itself_plans_the_default_job_on_a_worker(pod):
         (["t", "--", "--config=c.py"], "expected TPU and ZONE, got 1 names"),
         (["t", "z"], "give podrl's flags after --"),
         (["t", "z", "--env=1A=b", "--", "--x"], "must be NAME=VALUE"),
+        (["t", "z", "--env=PODRL_SECRET=s3", "--", "--x"], "to everyone who lists processes: leave it out"),
         (["t", "z", "--max_restarts=many", "--", "--x"], "must be a number"),
     ],
 )

@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -51,10 +53,13 @@ def test_mcjax_command():
     } <= set(words)
 
 
-def test_every_submission_has_a_secret_of_its_own():
-    first, second = ([w for w in build(*IMAGE) if w.startswith("--env=PODRL_SECRET=")] for _ in range(2))
+def test_every_submission_has_a_secret_file_of_its_own():
+    first, second = ([w for w in build(*IMAGE) if w.startswith("--env=PODRL_SECRET")] for _ in range(2))
     assert len(first) == len(second) == 1 and first != second
+    assert re.fullmatch(r"--env=PODRL_SECRET_FILE=gs://bucket/run\.secret-[0-9a-f]{8}", first[0])
     assert not [w for w in build(*IMAGE, *PATHWAYS) if "PODRL_SECRET" in w]
+    own = build(*IMAGE, "--env=PODRL_SECRET_FILE=gs://mine/s")
+    assert [w for w in own if "PODRL_SECRET" in w] == ["--env=PODRL_SECRET_FILE=gs://mine/s"]
 
 
 def test_pathways_command_has_no_restart_codes():
@@ -81,6 +86,7 @@ def test_headless_pathways_runs_no_program():
         ([*IMAGE, "--scratch=gs://b"], "is read by Pathways only"),
         ([*IMAGE, "--machine=v6e-8t:2x4"], "xpk 1.16 has no v6e-8t:2x4 (ct6e-standard-8t)"),
         ([*IMAGE, '--env=A="b"'], "holds a quote"),
+        ([*IMAGE, "--env=PODRL_SECRET=s3"], "to everyone who lists processes: leave it out"),
         ([*IMAGE, *PATHWAYS, "--name=" + "a" * 23], "have at most 22 characters; this one has 23"),
         ([*IMAGE, "--workdir=/tmp/run"], "is a path inside a pod"),
     ],
@@ -91,21 +97,43 @@ def test_refuses_by_name(flags, message, capsys):
 
 
 def test_dry_run_prints_what_would_run_and_runs_nothing(tmp_path, monkeypatch, capfd):
-    program = tmp_path / "xpk"
-    program.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >{tmp_path}/arguments\nexit 5\n')
-    program.chmod(0o755)
+    for name, code in (("xpk", 5), ("gcloud", 0)):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >{tmp_path}/{name}.arguments\n')
+        if name == "gcloud":
+            program.write_text(program.read_text() + f"cat >{tmp_path}/secret\n")
+        program.write_text(program.read_text() + f"exit {code}\n")
+        program.chmod(0o755)
+
+    def arguments(name: str) -> list[str]:
+        return (tmp_path / f"{name}.arguments").read_text().split("\0")[:-1]
+
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    flags = [*FLAGS, *IMAGE, "--env=A=b c", "--env=PODRL_SECRET=s"]
+    monkeypatch.setattr(secrets, "token_hex", lambda n: "5e" * n)
+    flags = [*FLAGS, *IMAGE, "--env=A=b c"]
     assert xpk.main([*flags, "--dry_run"]) == 0
     printed = capfd.readouterr().out
-    assert not (tmp_path / "arguments").exists()
+    assert not (tmp_path / "xpk.arguments").exists() and not (tmp_path / "gcloud.arguments").exists()
     assert xpk.main(flags) == 5
-    ran = (tmp_path / "arguments").read_bytes()
-    assert ran.decode().split("\0")[:-1] == build(*IMAGE, "--env=A=b c", "--env=PODRL_SECRET=s")[1:]
-    # What was printed is the same command, to a shell.
-    (tmp_path / "arguments").unlink()
+    ran, wrote = arguments("xpk"), arguments("gcloud")
+    assert ran == build(*IMAGE, "--env=A=b c")[1:]
+    assert wrote == ["storage", "cp", "-", "gs://bucket/run.secret-5e5e5e5e"]
+    assert f"--env=PODRL_SECRET_FILE={wrote[-1]}" in ran
+    secret = (tmp_path / "secret").read_text()
+    assert len(secret) == 32 and not any(secret in word for word in [*ran, *wrote, printed, *capfd.readouterr()])
+    # The printed command is the same to a shell.
+    (tmp_path / "xpk.arguments").unlink()
     assert subprocess.run(["bash", "-c", printed], check=False).returncode == 5
-    assert (tmp_path / "arguments").read_bytes() == ran
+    assert arguments("xpk") == ran and arguments("gcloud") == wrote
+    # Values of variables that sound secret are for the command alone.
+    assert xpk.main([*flags, "--env=WANDB_API_KEY=w4ndb"]) == 5
+    assert "--env=WANDB_API_KEY=w4ndb" in arguments("xpk")
+    assert "--env=WANDB_API_KEY=REDACTED" in (shown := capfd.readouterr().out) and "w4ndb" not in shown
+    # Without a place for the secret nothing is submitted.
+    (tmp_path / "xpk.arguments").unlink()
+    (tmp_path / "gcloud").write_text("#!/bin/sh\nexit 7\n")
+    assert xpk.main(flags) == 1 and "gs://bucket/run.secret-5e5e5e5e cannot be written" in capfd.readouterr().err
+    assert not (tmp_path / "xpk.arguments").exists()
 
 
 def real_manifest(tmp_path: pathlib.Path, *flags: str) -> dict:

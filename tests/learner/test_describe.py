@@ -1,16 +1,17 @@
-"""What a dry run says about every algorithm: formula, numbers, and the arithmetic of its batches in plain words."""
+"""The dry run of every algorithm: formula, numbers, and its batch arithmetic in plain words."""
 
 import io
 
 import jax
 import pytest
-import rich.console
 from ml_collections import ConfigDict
 
 from podrl.algorithms.presets import PRESETS
+from podrl.job import describe, job, placement
+from podrl.job.config import complete, parse
 from podrl.launch import find_config, load_config
-from podrl.learner import describe, job, placement
 from podrl.mesh.build import make_mesh
+from podrl.rundir.console import make_console
 
 TELLS = {
     "grpo": ("clip(r, 0.8, 1.2)", "0.04 KL: k3"),
@@ -26,12 +27,12 @@ TELLS = {
 
 
 def planned(name, critic=None, **changes):
-    """(job, everything a run prints first) of the default configuration with another algorithm."""
+    """Plans the default configuration with another algorithm: (job, everything a run prints first)."""
     values = load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": name}
     values["rollout"] |= {"max_prompt_length": 64}
     for group, fields in changes.items():
         values[group] = values.get(group, {}) | fields
-    found = job.parse(ConfigDict(job.complete(values)).to_dict())  # as the launcher reads it
+    found = parse(ConfigDict(complete(values)).to_dict())  # as the launcher reads it
     trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
     console = describe_console()
     on = placement.Meshes(trainer, rollout, critic or trainer, rollout)
@@ -40,7 +41,9 @@ def planned(name, critic=None, **changes):
 
 
 def describe_console():
-    return rich.console.Console(file=io.StringIO(), width=200, highlight=False)
+    console = make_console(200)
+    console.file = io.StringIO()
+    return console
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -50,7 +53,7 @@ def test_every_preset_is_told(name):
     assert "Every step samples 8 completions of 16 prompts, 128 in all" in text
     for part in TELLS.get(name, ()):
         assert part in text, part
-    assert (found.algo.section == "ppo") == (name == "ppo")
+    assert (found.section == "ppo") == (name == "ppo")
     assert ("Warning" in text) == bool(found.algo.policy_loss(40).warnings())
 
 
@@ -68,7 +71,7 @@ def test_every_place_a_job_reads_is_asked_before_it_starts(key):
     group, _, name = key.partition(".")
     values[group][name] = "s3://bucket/x"
     with pytest.raises(ValueError, match="s3://bucket/x cannot be read"):
-        job.check_storage("runs/x", job.complete(values))
+        job.check_storage("runs/x", complete(values))
 
 
 def test_the_models_beside_actor_and_rollout_are_told():
@@ -91,14 +94,14 @@ def test_the_arithmetic_in_words():
 def test_a_configuration_keeps_its_batch_sizes_under_an_algorithm_of_the_other_kind():
     values = load_config(find_config("ppo_gemma.py")).to_dict() | {"algorithm": "rloo"}
     values["ppo"] |= {"num_generations": 4, "max_staleness": 1}
-    complete = job.complete(values)
-    assert "ppo" not in complete
-    assert complete["grpo"]["num_generations"] == 4 and complete["grpo"]["max_staleness"] == 1
-    assert complete["grpo"]["kl_in_reward"] == 0.05
-    back = job.complete(load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": "ppo"})
+    made = complete(values)
+    assert "ppo" not in made
+    assert made["grpo"]["num_generations"] == 4 and made["grpo"]["max_staleness"] == 1
+    assert made["grpo"]["kl_in_reward"] == 0.05
+    back = complete(load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": "ppo"})
     assert "grpo" not in back and back["ppo"]["num_generations"] == 8 and back["ppo"]["kl_method"] == "k3"
     with pytest.raises(ValueError, match="algorithm='pppo' is not known"):
-        job.complete({"algorithm": "pppo"})
+        complete({"algorithm": "pppo"})
 
 
 def test_an_aggregation_under_a_frameworks_name():

@@ -1,4 +1,4 @@
-"""DPO as a job: its update against the loss written out, what a dry run says, a run that learns and is resumed."""
+"""DPO as a job: its update against the loss written out, its dry run, a run that learns and is resumed."""
 
 import shutil
 
@@ -13,13 +13,12 @@ from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pairs import PairStream
 from podrl.data.pipeline import DataConfig
+from podrl.job import job
+from podrl.job.config import TINY, complete
 from podrl.launch import find_config, load_config
-from podrl.learner import job
-from podrl.learner.loop import Schedule
-from podrl.learner.parts import fetched_means
-from podrl.learner.run import Run
-from podrl.learner.setup import TINY
-from podrl.learner.supervised import DPOConfig, DPOParts
+from podrl.learner.loop import learn
+from podrl.learner.recorder import fetched_means
+from podrl.learner.supervised import DPO, DPOConfig
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
 from podrl.rollout.config import RolloutConfig
@@ -27,6 +26,7 @@ from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
 from podrl.trainer.config import RLTrainingConfig
+from podrl.trainer.packing import pack_shape
 
 PAIRS, LENGTH, BETA, SMOOTHING = 3, 112, 0.3, 0.1
 
@@ -39,7 +39,7 @@ def quick_compilation():
 
 
 def trained(spec, devices, **packing):
-    """(parameters before, after two steps of plain gradient descent, metrics of both, the two batches)."""
+    """Trains two steps of plain gradient descent: (parameters before, after, metrics of both, the two batches)."""
     mesh = make_mesh(spec, jax.devices()[:devices])
     training = RLTrainingConfig(
         max_steps=2, eval_every_n_steps=0, actor_optimizer=optax.sgd(0.1), remat="none", **packing
@@ -51,13 +51,12 @@ def trained(spec, devices, **packing):
     )
     cluster = RLCluster(actor=TINY, cluster_config=config)
     stream = PairStream(DataConfig(), cluster.tokenizer, pairs=PAIRS, max_length=LENGTH)
-    shape = training.pack_shape(sequences=2 * PAIRS, max_length=LENGTH, mesh=mesh)
+    shape = pack_shape(training, mesh, sequences=2 * PAIRS, max_length=LENGTH)
     dpo = DPOConfig(batch_size=PAIRS, max_length=LENGTH, beta=BETA, label_smoothing=SMOOTHING)
     before = jax.tree.map(np.array, cluster.state.params)
-    parts = DPOParts(dpo, cluster, stream, Run(None), Schedule(max_steps=2), None, shape)
+    algorithm = DPO(cluster, dpo, shape)
     batches = [next(stream), next(stream)]
-    metrics = [fetched_means(parts.update(step, batch)) for step, batch in enumerate(batches)]
-    parts.close()
+    metrics = [fetched_means(learn(algorithm, step, batch)) for step, batch in enumerate(batches)]
     return cluster.model, before, jax.device_get(cluster.state.params), metrics, batches
 
 
@@ -67,7 +66,7 @@ def once():
 
 
 def test_the_update_is_the_gradient_of_the_loss(once):
-    """Against eq. 7 on padded rows with all logits, differentiated by jax; the reference is where the policy began."""
+    """Compares with eq. 7 on padded rows with all logits, differentiated by jax, from the reference's weights."""
     model, before, after, metrics, batches = once
 
     def sums(params, tokens_BT, mask_BT, length_B):
@@ -110,7 +109,7 @@ def configured(**changes):
     values = load_config(find_config("dpo_tiny.py")).to_dict()
     for group, fields in changes.items():
         values[group] = values.get(group, {}) | fields
-    return ConfigDict(job.complete(values)).to_dict()
+    return ConfigDict(complete(values)).to_dict()
 
 
 def test_a_dry_run_tells_the_formula_and_the_arithmetic(tmp_path, monkeypatch, capsys):
@@ -125,9 +124,9 @@ def test_a_dry_run_tells_the_formula_and_the_arithmetic(tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"beta": 0.0}, r"dpo\.beta=0.0 must be a finite number above 0"),
-        ({"label_smoothing": 0.5}, r"dpo\.label_smoothing=0.5 at least 0 and below 0.5"),
-        ({"batch_size": 0}, r"dpo\.batch_size=0 must be at least 1"),
+        ({"beta": 0.0}, r"dpo\.beta=0.0 must be a number in \(0, 1e9\]"),
+        ({"label_smoothing": 0.5}, r"dpo\.label_smoothing=0.5 must be a number in \[0, 0.5\)"),
+        ({"batch_size": 0}, r"dpo\.batch_size=0 must be a whole number in \[1, "),
         ({"temperature": 1.0}, "temperature"),
     ],
 )

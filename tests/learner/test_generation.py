@@ -1,4 +1,4 @@
-"""The rollout side of a step: which groups are kept, replaced and compared with a greedy completion."""
+"""The rollout side of a step: groups kept, replaced and compared with a greedy completion."""
 
 import types
 from typing import Any
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from podrl.learner.generation import Generator
-from podrl.learner.grpo_config import GRPOConfig
+from podrl.learner.settings import GRPOConfig
 from podrl.rollout.config import RolloutConfig
-from podrl.types import STOP_EOS, STOP_LENGTH, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, STOP_LENGTH, Prompts, Rollouts
 
 LIMIT, G = 6, 2
 
@@ -26,37 +26,45 @@ def prompts(count):
 
 
 class Engine:
-    """Samples whose text says prompt, member and temperature, three tokens each; remembers what it was asked."""
+    """An engine whose samples name prompt, member and temperature, three tokens each; it records its requests."""
 
-    reward_model = None
+    reward_model = partner = None
 
-    def __init__(self):
+    def __init__(self, failed=()):
         self.asked: list[tuple[list[int], int]] = []
-        self.config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT))
+        self.config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT, top_k=5))
+        self._failed = failed
 
     def generate(self, batch, policy, *, group_size, step, sampling=None):
         self.asked.append((batch.index_P.tolist(), group_size))
         B, T = len(batch.length_P) * group_size, 1 + LIMIT
         mask_BT = np.tile((np.arange(T) >= 1) & (np.arange(T) <= 3), (B, 1)).astype(np.float32)
         greedy = sampling is not None and sampling.temperature == 0
-        rows = [(int(p), g) for p in batch.tokens_PT[:, 0] for g in range(group_size)]
-        tokens_BT = np.array([[p * 10 + g] * T for p, g in rows], np.int32)
-        stop_B = np.array([STOP_LENGTH if g == 1 else STOP_EOS for _, g in rows])
-        texts = [f"{p} {g} {'greedy' if greedy else 'sampled'}" for p, g in rows]
+        members = [(int(p), g) for p in batch.tokens_PT[:, 0] for g in range(group_size)]
+        tokens_BT = np.array([[p * 10 + g] * T for p, g in members], np.int32)
+        stops = [STOP_LENGTH if g == 1 else STOP_EOS for _, g in members]
+        stop_B = np.array(
+            [STOP_FAILED if row in self._failed else stop for row, stop in zip(members, stops, strict=True)]
+        )
+        texts = [f"{p} {g} {'greedy' if greedy else 'sampled'}" for p, g in members]
         floats_BT = np.zeros((B, T), np.float32)
-        return Rollouts(batch, tokens_BT, np.full(B, 4), mask_BT, floats_BT, floats_BT, tokens_BT, stop_B, texts, 1.0)
+        logprobs = (floats_BT, floats_BT + 0.5, floats_BT)
+        rows = (tokens_BT, np.full(B, 4), mask_BT, *logprobs, tokens_BT, floats_BT)
+        return Rollouts(batch, *rows, stop_B, texts, [NO_EPISODE] * B, 1.0)
 
 
 class Grader:
-    """Member 1 of a prompt in `differ` gets 1, everybody else 0; greedy completions get the prompt's number."""
+    """A reward that gives member 1 of a prompt in `differ` 1, others 0; greedy completions the prompt's number."""
 
     def __init__(self, differ):
         self._differ = differ
+        self.asked: list[tuple[int, int]] = []
 
     def score(self, texts, completions, fields):
         rewards = []
         for text, completion, number in zip(texts, completions, fields["p"], strict=True):
             p, g, how = completion.split()
+            self.asked.append((int(p), int(g)))
             assert text == f"prompt {p}" and number == int(p)
             rewards.append(float(p) if how == "greedy" else float(g == "1" and int(p) in self._differ))
         return np.array([rewards])
@@ -65,8 +73,8 @@ class Grader:
         return 2.0 * reward_FB[0]
 
 
-def generated(config, differ, count) -> tuple[Any, Engine]:
-    engine: Any = Engine()
+def generated(config, differ, count, failed=()) -> tuple[Any, Engine]:
+    engine: Any = Engine(failed)
     grader: Any = Grader(differ)
     return Generator(engine, grader, config)(prompts(count), None, 7), engine  # pyright: ignore[reportArgumentType]
 
@@ -85,6 +93,7 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
         "dynamic_sampling/groups_drawn": 8.0,
         "dynamic_sampling/groups_replaced": 2.0,
         "dynamic_sampling/groups_left_without_signal": 0.0,
+        "rollout/kept_tokens": 0.5 * 3 * 8,
     }
     asked = experience.rollouts.prompts
     assert asked.index_P.tolist() == [101, 102, 104, 106] and asked.text[2] == "prompt 4" and asked.fields["p"][3] == 6
@@ -116,11 +125,9 @@ def test_remax_compares_with_the_greedy_completion_of_the_prompt():
     assert [size for _, size in engine.asked] == [2, 1]
     np.testing.assert_array_equal(experience.greedy_reward_B, [0, 0, 2, 2, 4, 4])
     np.testing.assert_array_equal(experience.reward_B, [0, 0, 0, 2, 0, 0])
-    advantage_BT = config.advantage(
-        np.zeros((6, 7)) + experience.reward_B[:, None] * (np.arange(7) == 3),
-        experience.greedy_reward_B,
-        experience.rollouts.mask_BT,
-    )
+    reward_BT: Any = np.zeros((6, 7)) + experience.reward_B[:, None] * (np.arange(7) == 3)
+    arrays: Any = reward_BT, experience.greedy_reward_B, experience.rollouts.mask_BT
+    advantage_BT = config.estimator()(*arrays, group_size=G)
     np.testing.assert_array_equal(advantage_BT[:, 2], [0, 0, -2, 0, -4, -4])
 
 
@@ -129,6 +136,42 @@ def test_shaping_comes_after_the_weighted_sum_and_before_the_advantage():
     experience, _ = generated(config, {0}, 1)
     # Three tokens of six with a buffer of four: a quarter of the penalty; member 1 was cut off.
     np.testing.assert_allclose(experience.reward_B, [-0.25, -5.25])
-    assert experience.counts == {}
+    assert experience.counts == {"rollout/kept_tokens": 0.5 * 3 * 2}
     with pytest.raises(ValueError, match="overlong_buffer=9"):
         generated(GRPOConfig(num_generations=G, overlong_shaping=True, overlong_buffer=9), {0}, 1)
+
+
+def test_the_group_of_a_failed_sample_leaves_the_loss_and_moves_no_baseline():
+    config = GRPOConfig(num_generations=G)
+    whole, _ = generated(config, {0, 1, 2}, 3)
+    engine: Any = Engine(failed={(1, 0)})
+    grader: Any = Grader({0, 1, 2})
+    experience = Generator(engine, grader, config)(prompts(3), None, 7)  # pyright: ignore[reportArgumentType]
+    assert (1, 0) not in grader.asked and len(grader.asked) == 5, "a failed sample has no reward, not one of 0"
+    np.testing.assert_array_equal(experience.reward_FB, [[0, 1, np.nan, 1, 0, 1]])
+    np.testing.assert_array_equal(experience.rollouts.mask_BT[2:4], 0)
+    rest = [0, 1, 4, 5]
+    np.testing.assert_array_equal(experience.rollouts.mask_BT[rest], whole.rollouts.mask_BT[rest])
+    assert experience.counts == {"rollout/failed": 1.0, "rollout/kept_tokens": 0.5 * 3 * 4}
+    advantages = []
+    for batch in (whole, experience):
+        reward_BT = batch.reward_B[:, None] * (np.arange(7) == 3) * batch.rollouts.mask_BT
+        arrays: Any = reward_BT, batch.greedy_reward_B, batch.rollouts.mask_BT
+        advantages.append(config.estimator()(*arrays, group_size=G))
+    np.testing.assert_array_equal(advantages[1][rest], advantages[0][rest])
+    np.testing.assert_array_equal(advantages[1][2:4], 0)
+
+
+def test_a_failed_greedy_completion_takes_its_group_along():
+    config = GRPOConfig(num_generations=G, advantage_estimator="remax")
+    engine: Any = Engine(failed={(2, 0)})
+    grader: Any = Grader({1})
+    experience = Generator(engine, grader, config)(prompts(3), None, 7)  # pyright: ignore[reportArgumentType]
+    np.testing.assert_array_equal(experience.rollouts.mask_BT.any(axis=1), [1, 1, 1, 1, 0, 0])
+    np.testing.assert_array_equal(experience.greedy_reward_B, [0, 0, 2, 2, 0, 0])
+
+
+def test_dynamic_sampling_replaces_the_group_of_a_failed_sample():
+    config = GRPOConfig(num_generations=G, dynamic_sampling=True)
+    experience, _ = generated(config, set(range(12)), 12, failed={(1, 1)})
+    assert kept(experience) == [0, 2, 3, 4] and "rollout/failed" not in experience.counts

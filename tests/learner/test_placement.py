@@ -1,4 +1,4 @@
-"""Which devices the roles of a configuration get, in one process and in pods."""
+"""The devices that each role of a configuration gets, in one process and in pods."""
 
 import contextlib
 
@@ -7,8 +7,8 @@ import pytest
 
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.config import build
-from podrl.learner import placement
-from podrl.learner.placement import RolesConfig, meshes
+from podrl.job import placement
+from podrl.job.placement import RolesConfig, meshes
 from podrl.mesh.build import describe_mesh, make_mesh
 from podrl.rollout.config import RolloutConfig
 from podrl.runtime.roles import Hosts
@@ -16,7 +16,7 @@ from podrl.trainer.config import RLTrainingConfig
 
 
 class Chip:
-    """A device of some host, as the mesh builder and jax's Mesh see it."""
+    """A device of some host, with the attributes that the mesh builder and jax's Mesh read."""
 
     platform, device_kind, client = "cpu", "cpu", None
 
@@ -25,7 +25,7 @@ class Chip:
 
 
 def pod(monkeypatch, hosts, per_host, here=0):
-    """Devices of `hosts` hosts in one cluster, of which `here` is this process."""
+    """Makes devices of `hosts` hosts in one cluster, of which `here` is this process."""
     chips = [Chip(host, host * 2048 + i) for host in range(hosts) for i in range(per_host)]
     monkeypatch.setattr(jax, "devices", lambda: chips)
     monkeypatch.setattr(jax, "local_devices", lambda: [c for c in chips if c.process_index == here])
@@ -40,7 +40,7 @@ def placed(mesh):
     return describe_mesh(mesh), [d.id for d in mesh.devices.flat]
 
 
-def test_guests_share_unless_they_are_given_devices():
+def test_auxiliary_models_share_unless_they_are_given_devices():
     found = meshes(RolesConfig())
     assert found.critic is found.trainer and found.reward is found.rollout
     found = meshes(roles(critic="fsdp=2", reward="data=1", trainer="fsdp=3"))
@@ -51,7 +51,7 @@ def test_guests_share_unless_they_are_given_devices():
 
 
 def test_colocated_roles_may_lay_the_critic_out_otherwise():
-    found = meshes(RolesConfig(critic=placement.GuestConfig("fsdp=2,tensor=4"), colocated=True))
+    found = meshes(RolesConfig(critic=placement.AuxiliaryConfig("fsdp=2,tensor=4"), colocated=True))
     assert describe_mesh(found.critic) == "fsdp=2,tensor=4" and describe_mesh(found.trainer) == "fsdp=8"
     assert set(found.critic.devices.flat) == set(found.trainer.devices.flat) == set(found.rollout.devices.flat)
 
@@ -110,6 +110,6 @@ def test_a_critic_among_the_rollouts_devices_is_refused_from_python_too():
 
 def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match=r"roles.reward.mesh='data=2' must be 'rollout' with roles.colocated=True"):
-        RolesConfig(reward=placement.GuestConfig("data=2"), colocated=True)
+        RolesConfig(reward=placement.AuxiliaryConfig("data=2"), colocated=True)
     with pytest.raises(ValueError, match=r"no field config\.roles\.critic\.hosts: a critic lies on"):
         build(RolesConfig, {"critic": {"mesh": "fsdp=2", "hosts": "1"}}, "config.roles")

@@ -1,5 +1,6 @@
-"""Every number of every preset, written out: what a run trains with when nothing else is said."""
+"""Every number of every preset, written out: the settings of a run that sets nothing else."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -9,7 +10,8 @@ from ml_collections import ConfigDict
 
 from podrl.algorithms.kl import canonical_mode
 from podrl.algorithms.presets import PRESETS, preset
-from podrl.learner import job
+from podrl.job.config import complete, parse, section_of
+from podrl.learner.settings import GRPOConfig, PPOConfig
 
 SEQUENCES, TOKENS = "sequence-mean-token-mean", "token-mean"
 SUMS, SCALED = "sequence-mean-token-sum", "sequence-mean-token-scale"
@@ -42,7 +44,7 @@ NUMBERS = {
     "opo": (REINFORCE, TOKENS, NO_KL, ("opo", "std", 1e-6, "zero"), None, {}),
     "gpg": (REINFORCE, TOKENS, NO_KL, ("gpg", "std", 1e-6, "zero"), None, {}),
     "pass_at_k": (CLIP, SEQUENCES, NO_KL, ("pass_at_k", "std", 1e-6, "zero"), None, {}),
-    "ppo": (CLIP, TOKENS, NO_KL, ("gae", "std", 1e-6, "zero"), (0.04, "k3"), {}),
+    "ppo": (CLIP, TOKENS, NO_KL, ("gae", None, None, None), (0.04, "k3"), {}),
     "verl_grpo": (("clip", 0.2, 0.2, 3.0), TOKENS, (1e-3, "k3", 10.0), ("grpo", "std", 1e-6, "raw"), None, {}),
     "trl_grpo": (CLIP, TOKENS, NO_KL, ("grpo", "std", 1e-4, "zero"), None, {}),
     "tunix_grpo": (CLIP, SEQUENCES, K1, GRPO, None, {}),
@@ -54,38 +56,51 @@ BESIDE = (
 
 
 def told(loss, estimator):
-    """What the first four columns say of a loss and an advantage."""
-    kl = (loss.beta, canonical_mode(loss.kl_loss_mode), loss.kl_clamp_value) if loss.beta else NO_KL
-    shape = (loss.kind, loss.low, loss.high, loss.epsilon_c)
-    return (
-        *(shape, loss.mode, kl),
-        (estimator.kind, estimator.advantage_scale, estimator.advantage_eps, estimator.singleton),
-    )
+    """Reads a loss's and an advantage's settings in the order of the first four columns."""
+    settings, (beta, mode, clamp) = loss.settings, loss.settings.loss_kl
+    kl = (beta, canonical_mode(mode), clamp) if beta else NO_KL
+    shape = (settings.kind, settings.low, settings.high, settings.epsilon_c)
+    advantage, names = estimator.settings, ("advantage_scale", "advantage_eps", "singleton")
+    group = tuple(getattr(advantage, name, None) for name in names)
+    return shape, settings.mode, kl, (estimator.kind, *group)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_numbers(name):
     values = {"algorithm": name, "trainer": {"max_steps": 1, "eval_every_n_steps": 0}}
-    values[job.section_of(name)] = {"num_generations": 4}
-    config = job.parse(ConfigDict(job.complete(values)).to_dict()).algo
+    values[section_of(name)] = {"num_generations": 4}
+    config = parse(ConfigDict(complete(values)).to_dict()).algo
     loss, estimator = config.policy_loss(40), config.estimator()
     *expected, in_reward, beside = NUMBERS[name]
     assert told(loss, estimator) == tuple(expected)
-    coef, mode = config.reward_kl()
+    coef, mode, _ = config.reward_kl
     assert ((coef, canonical_mode(mode)) if coef else None) == in_reward
     assert {field: True for field in BESIDE if getattr(config, field, None)} == beside
-    # What a preset of Python's gives is what a run of that name trains with.
+    # A run of that name trains with the settings of the Python preset.
     chosen = preset(name)
-    scale = {"loss_agg_scale": 40.0} if loss.loss_agg_scale else {}
+    scale = {"loss_agg_scale": 40.0} if loss.settings.loss_agg_scale else {}
     assert told(chosen.policy_loss(**scale), chosen.advantage_estimator()) == tuple(expected)
-    for found in (loss, chosen.policy_loss(**scale)):
-        assert (found.tau_positive, found.tau_negative, found.entropy_coef) == (1.0, 1.05, 0.0)
+    for found in (loss.settings, chosen.policy_loss(**scale).settings):
+        assert (found.tau_positive, found.tau_negative, found.entropy_coef or 0.0) == (1.0, 1.05, 0.0)
         assert (found.cov_fraction, found.kl_cov_coef) == (2e-3 if name == "kl_cov" else 2e-4, 1.0)
         assert (found.clip_cov_low, found.clip_cov_high, found.sampler_correction) == (1.0, 5.0, "none")
         assert found.length_eps == (1e-8 if name == "verl_grpo" else 0.0)
         assert found.loss_agg_scale == (40.0 if name == "dr_grpo" else None)
-    for found in (estimator, chosen.advantage_estimator()):
-        assert (found.advantage_ddof, found.gamma, found.gae_lambda) == (1, 1.0, 0.95)
+    for found in (estimator.settings, chosen.advantage_estimator().settings):
+        rest = (found.gamma, getattr(found, "advantage_ddof", None), getattr(found, "gae_lambda", None))
+        assert rest == ((1.0, None, 0.95) if name == "ppo" else (1.0, 1, None))
+
+
+@pytest.mark.parametrize(("name", "cls"), [("grpo", GRPOConfig), ("ppo", PPOConfig)])
+def test_an_algorithm_has_the_same_defaults_in_python_and_on_the_command_line(name, cls):
+    values = {"algorithm": name, "trainer": {"max_steps": 1, "eval_every_n_steps": 0}}
+    told, mine = parse(ConfigDict(complete(values)).to_dict()).algo, cls()
+    kl_mode = {"grpo": "kl_reward_mode", "ppo": "kl_method"}[name]
+    assert mine.kind == told.kind and canonical_mode(getattr(mine, kl_mode)) == canonical_mode(getattr(told, kl_mode))
+    # These two have several names of one meaning.
+    same = {"policy_loss_fn": mine.policy_loss_fn, kl_mode: getattr(mine, kl_mode)}
+    assert dataclasses.replace(told, **same) == mine
+    assert mine.policy_loss(40).formula() == told.policy_loss(40).formula()
 
 
 def test_every_preset_is_written_out():
@@ -106,13 +121,14 @@ ADVANTAGES = {
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_run_computes_the_advantages_of_the_vectors(name):
-    """From the configuration line to the array that the learner packs, in float64 up to there."""
+    """Follows a configuration line to the array that the learner packs, in float64 up to there."""
     key, changes = ADVANTAGES[name]
     values = {"algorithm": name, "trainer": {"max_steps": 1, "eval_every_n_steps": 0}}
     values["grpo"] = {"num_generations": 2} | changes
-    config = job.parse(ConfigDict(job.complete(values)).to_dict()).algo
+    config = parse(ConfigDict(complete(values)).to_dict()).algo
     given = {field: np.array(VECTORS["inputs"][field]) for field in VECTORS["inputs"]}
-    found_BT = config.advantage(given["token_level_rewards"], given["remax_baseline"], given["response_mask"])
+    arrays = given["token_level_rewards"], given["remax_baseline"], given["response_mask"]
+    found_BT = config.estimator()(*arrays, group_size=2)
     expected = VECTORS["advantages"][key]
     expected_BT = np.array(expected["adv"] if isinstance(expected, dict) else expected)
     np.testing.assert_allclose(found_BT, expected_BT, rtol=1e-9, atol=1e-9)

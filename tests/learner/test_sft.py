@@ -1,23 +1,24 @@
-"""Supervised fine-tuning: what a dry run says, and short runs of all parameters and of adapters."""
+"""Supervised fine-tuning: its dry run, and short runs of all parameters and of adapters."""
 
 import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from podrl.job import job
+from podrl.job.config import complete
 from podrl.launch import find_config, load_config
-from podrl.learner import job
 from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
 
 
 def configured(**changes):
-    """The shipped configuration with changes, completed as the launcher does it."""
+    """Completes the shipped configuration with changes, as the launcher does."""
     values = load_config(find_config("sft_tiny.py")).to_dict()
     for group, fields in changes.items():
         values[group] = values.get(group, {}) | fields
-    return ConfigDict(job.complete(values)).to_dict()
+    return ConfigDict(complete(values)).to_dict()
 
 
 def test_a_dry_run_tells_the_roles_and_the_arithmetic(tmp_path, monkeypatch, capsys):
@@ -38,7 +39,7 @@ def test_a_dry_run_tells_the_roles_and_the_arithmetic(tmp_path, monkeypatch, cap
 
 
 def test_the_likelihood_is_that_of_the_distribution_itself_unless_the_configuration_says_otherwise():
-    assert job.complete({"algorithm": "sft"})["rollout"]["temperature"] == 1.0
+    assert complete({"algorithm": "sft"})["rollout"]["temperature"] == 1.0
     assert configured()["rollout"]["temperature"] == 0.9
 
 
@@ -48,6 +49,10 @@ def test_the_likelihood_is_that_of_the_distribution_itself_unless_the_configurat
         ({"model": {"path": "/nowhere"}}, "model.path='/nowhere' is not a directory"),
         ({"model": {"lora": {"rank": 4}}}, r"model\.lora\.rank=4 with model\.path='scratch'"),
         ({"trainer": {"max_steps": None}}, "max_steps"),
+        ({"reward": {"fns": ("answer",)}}, r"config\.reward means nothing with algorithm=sft"),
+        ({"trainer": {"mini_batch_size": 8}}, r"mini_batch_size=8 means nothing .* set sft\.batch_size=64 "),
+        ({"grpo": {"beta": 0.1}}, r"no field config\.grpo"),
+        ({"roles": {"critic": {"mesh": "fsdp=2"}}}, r"roles\.critic\.mesh='fsdp=2'.*supervised training"),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_would(changes, message):

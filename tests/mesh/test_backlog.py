@@ -1,4 +1,4 @@
-"""The bound on programs under way."""
+"""The bound on device programs in flight."""
 
 import jax
 
@@ -6,7 +6,7 @@ from podrl.mesh.backlog import Backlog
 
 
 class Result:
-    """Stands for arrays that are still being computed; notes when somebody waits for them."""
+    """Arrays that are still being computed; records waits for them."""
 
     def __init__(self, number: int, waited: list[int]):
         self._number, self._waited = number, waited

@@ -10,7 +10,7 @@ from podrl.mesh.build import describe_mesh, make_mesh, parse_mesh, split_devices
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A device as the mesh builder sees it."""
+    """A device with the attributes that the mesh builder reads."""
 
     process_index: int
     id: int
@@ -107,18 +107,16 @@ def test_disjoint_split(count, trainer, rollout, taken):
     assert [d.id for d in second] == list(range(taken, count))
 
 
-def test_shared_devices():
+def test_a_single_device_serves_both_roles():
     one = chips([0], 1)
     assert split_devices(one, "auto", "auto") == (one, one)
-    four = chips([0], 4)
-    assert split_devices(four, "fsdp=4", "data=2,tensor=2", colocated=True) == (four, four)
 
 
 def test_split_refuses():
     with pytest.raises(ValueError, match=r"needs 4 devices and .*rollout.mesh='tensor=8' needs 8, host 0 has 8"):
         split_devices(chips([0], 8), "fsdp=4", "tensor=8")
     with pytest.raises(ValueError, match=r"roles\.trainer\.mesh fsdp=4 needs 4 devices, host 0 has 1"):
-        split_devices(chips([0], 1), "fsdp=4", "auto")
+        make_mesh("fsdp=4", split_devices(chips([0], 1), "fsdp=4", "auto")[0], key="roles.trainer.mesh")
 
 
 def test_describe():

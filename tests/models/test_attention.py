@@ -1,5 +1,7 @@
 """All forms of attention agree, values and gradients: windows, soft caps, segments, grouped heads, meshes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,39 +24,50 @@ def _inputs(B=2, T=37, N=4, K=2, H=8, seed=0):
     return q_BTNH * H**-0.5, k_BTKH, v_BTKH, jnp.asarray(segment_BT)
 
 
-def _value_and_grads(run, q_BTNH, k_BTKH, v_BTKH, segment_BT):
-    weight_BTNH = jax.random.normal(jax.random.key(9), q_BTNH.shape) * (segment_BT > 0)[:, :, None, None]
+def _values_and_grads(run, inputs, windows):
+    """(gradients, outputs) of `run(q, k, v, window)` for every window, compiled once."""
+    *qkv, segment_BT = inputs
 
-    def total(q_BTNH, k_BTKH, v_BTKH):
-        out_BTNH = run(q_BTNH, k_BTKH, v_BTKH)
+    def total(q_BTNH, k_BTKH, v_BTKH, window):
+        out_BTNH = run(q_BTNH, k_BTKH, v_BTKH, window)
+        weight_BTNH = jax.random.normal(jax.random.key(9), q_BTNH.shape) * (segment_BT > 0)[:, :, None, None]
         return jnp.sum(out_BTNH * weight_BTNH), out_BTNH
 
-    grads, out_BTNH = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q_BTNH, k_BTKH, v_BTKH)
-    return np.asarray(out_BTNH)[np.asarray(segment_BT) > 0], grads
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))
+    return [compiled(*qkv, jnp.int32(window)) for window in windows]
 
 
-def _compare(run, reference, inputs, atol):
-    segment_BT = inputs[3]
-    out, grads = _value_and_grads(run, *inputs[:3], segment_BT)
-    expected, expected_grads = _value_and_grads(reference, *inputs[:3], segment_BT)
-    np.testing.assert_allclose(out, expected, atol=atol)
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert float(jnp.abs(expected_grad).max()) > 0.01
-        np.testing.assert_allclose(grad, expected_grad, atol=atol)
+def _compare(found, expected, inputs, atol):
+    keep_BT = np.asarray(inputs[3]) > 0
+    for (grads, out_BTNH), (expected_grads, expected_BTNH) in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(out_BTNH)[keep_BT], np.asarray(expected_BTNH)[keep_BT], atol=atol)
+        for grad, expected_grad in zip(grads, expected_grads, strict=True):
+            assert float(jnp.abs(expected_grad).max()) > 0.01
+            np.testing.assert_allclose(grad, expected_grad, atol=atol)
+
+
+@functools.cache
+def _dense(softcap, windows, **sizes):
+    inputs = _inputs(**sizes)
+    return _values_and_grads(
+        lambda q, k, v, window: dense(q, k, v, inputs[3], window=window, softcap=softcap), inputs, windows
+    )
+
+
+WINDOWS = (GLOBAL_WINDOW, 5, 23)
 
 
 @pytest.mark.parametrize("block", [64, 16, 10])
-@pytest.mark.parametrize("window", [GLOBAL_WINDOW, 5, 23])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_blockwise_equals_dense(block, window, softcap):
+def test_blockwise_equals_dense(block, softcap):
     inputs = _inputs()
-    kwargs = dict(window=jnp.int32(window), softcap=softcap)
-    _compare(
-        lambda q, k, v: attention(q, k, v, inputs[3], form="blockwise", block=block, **kwargs),
-        lambda q, k, v: dense(q, k, v, inputs[3], **kwargs),
-        inputs,
-        atol=5e-6,
-    )
+
+    def run(q_BTNH, k_BTKH, v_BTKH, window):
+        return attention(
+            q_BTNH, k_BTKH, v_BTKH, inputs[3], form="blockwise", block=block, window=window, softcap=softcap
+        )
+
+    _compare(_values_and_grads(run, inputs, WINDOWS), _dense(softcap, WINDOWS), inputs, atol=5e-6)
 
 
 def _shared(T=64):
@@ -69,20 +82,13 @@ def _shared(T=64):
     return jnp.asarray(segment_BT), (jnp.asarray(prefix_BT), jnp.asarray(position_BT))
 
 
-@pytest.mark.parametrize("window", [GLOBAL_WINDOW, 5, 23])
-@pytest.mark.parametrize("form", [dict(form="dense"), dict(block=64), dict(block=8), dict(spec="fsdp=2,tensor=2")])
-def test_a_shared_beginning_is_seen_as_if_each_had_its_own(window, form):
-    """Against attention over every sequence by itself, values and gradients."""
-    segment_BT, shared = _shared()
-    q_BTNH, k_BTKH, v_BTKH, _ = _inputs(T=64)
-    kwargs = dict(window=jnp.int32(window), softcap=3.0)
-    spec = form.get("spec")
-    mesh = make_mesh(spec, jax.devices()[:4]) if spec else None
-    options = {name: value for name, value in form.items() if name != "spec"}
+@functools.cache
+def _one_by_one(windows):
+    """Of attention over every sequence of `_shared` by itself."""
+    segment_BT, (prefix_BT, _) = _shared()
+    segments, prefixes = np.asarray(segment_BT), np.asarray(prefix_BT)
 
-    segments, prefixes = np.asarray(segment_BT), np.asarray(shared[0])
-
-    def one_by_one(q_BTNH, k_BTKH, v_BTKH):
+    def run(q_BTNH, k_BTKH, v_BTKH, window):
         out_BTNH = jnp.zeros_like(q_BTNH)
         for row, number in ((0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2), (1, 3)):
             segment_T, prefix_T = segments[row], prefixes[row]
@@ -90,18 +96,29 @@ def test_a_shared_beginning_is_seen_as_if_each_had_its_own(window, form):
             begins = np.flatnonzero((segment_T == prefix_T[own[0]]) & (segment_T > 0))
             whole = np.concatenate([begins, own])
             q, k, v = (x[row : row + 1, whole] for x in (q_BTNH, k_BTKH, v_BTKH))
-            out = dense(q, k, v, jnp.ones((1, len(whole)), jnp.int32), **kwargs)
+            out = dense(q, k, v, jnp.ones((1, len(whole)), jnp.int32), window=window, softcap=3.0)
             out_BTNH = out_BTNH.at[row, own].set(out[0, len(begins) :])
         return out_BTNH
 
-    _compare(
-        lambda q, k, v: attention(q, k, v, segment_BT, shared=shared, mesh=mesh, **options, **kwargs),
-        one_by_one,
-        (q_BTNH, k_BTKH, v_BTKH, segment_BT),
-        atol=5e-6,
-    )
-    out = attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, shared=shared, mesh=mesh, **options, **kwargs)
-    assert jnp.isfinite(out).all()  # on padding too, blocks of nothing else included
+    return _values_and_grads(run, (*_inputs(T=64)[:3], segment_BT), windows)
+
+
+@pytest.mark.parametrize("form", [dict(form="dense"), dict(block=64), dict(block=8), dict(spec="fsdp=2,tensor=2")])
+def test_a_shared_beginning_is_seen_as_if_each_had_its_own(form):
+    segment_BT, shared = _shared()
+    inputs = (*_inputs(T=64)[:3], segment_BT)
+    spec = form.get("spec")
+    mesh = make_mesh(spec, jax.devices()[:4]) if spec else None
+    options = {name: value for name, value in form.items() if name != "spec"}
+
+    def run(q_BTNH, k_BTKH, v_BTKH, window):
+        return attention(
+            q_BTNH, k_BTKH, v_BTKH, segment_BT, shared=shared, mesh=mesh, window=window, softcap=3.0, **options
+        )
+
+    found = _values_and_grads(run, inputs, WINDOWS)
+    _compare(found, _one_by_one(WINDOWS), inputs, atol=5e-6)
+    assert all(jnp.isfinite(out_BTNH).all() for _, out_BTNH in found)  # on padding too, blocks of nothing else included
 
 
 def test_the_tpu_kernel_is_not_asked_to_share():
@@ -114,30 +131,34 @@ def test_the_tpu_kernel_is_not_asked_to_share():
 @pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4"])
 def test_mesh_does_not_change_attention(heads, spec):
     mesh: Mesh = make_mesh(spec, jax.devices()[:8])
-    inputs = _inputs(B=4, N=heads[0], K=heads[1])
-    kwargs = dict(window=jnp.int32(9), softcap=5.0)
-    _compare(
-        lambda q, k, v: attention(q, k, v, inputs[3], mesh=mesh, block=16, **kwargs),
-        lambda q, k, v: dense(q, k, v, inputs[3], **kwargs),
-        inputs,
-        atol=5e-6,
-    )
+    sizes = dict(B=4, N=heads[0], K=heads[1])
+    inputs = _inputs(**sizes)
+
+    def run(q_BTNH, k_BTKH, v_BTKH, window):
+        return attention(q_BTNH, k_BTKH, v_BTKH, inputs[3], mesh=mesh, block=16, window=window, softcap=5.0)
+
+    _compare(_values_and_grads(run, inputs, (9,)), _dense(5.0, (9,), **sizes), inputs, atol=5e-6)
 
 
-@pytest.mark.parametrize("window", [GLOBAL_WINDOW, 40])
-def test_splash_equals_dense(window):
+def test_splash_equals_dense():
     """The TPU kernel in Pallas' interpreter; the window is picked at run time from the compiled ones."""
-    inputs = _inputs(B=1, T=256, N=2, K=1, H=64)
-    segment_BT = inputs[3]
-    kwargs = dict(window=jnp.int32(window), softcap=5.0)
-    _compare(
-        lambda q, k, v: attention(
-            q, k, v, segment_BT, form="splash", windows=(GLOBAL_WINDOW, 40), interpret=True, **kwargs
-        ),
-        lambda q, k, v: dense(q, k, v, segment_BT, **kwargs),
-        inputs,
-        atol=2e-5,
-    )
+    sizes, windows = dict(B=1, T=256, N=2, K=1, H=64), (GLOBAL_WINDOW, 40)
+    inputs = _inputs(**sizes)
+
+    def run(q_BTNH, k_BTKH, v_BTKH, window):
+        return attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            inputs[3],
+            form="splash",
+            windows=windows,
+            interpret=True,
+            window=window,
+            softcap=5.0,
+        )
+
+    _compare(_values_and_grads(run, inputs, windows), _dense(5.0, windows, **sizes), inputs, atol=2e-5)
 
 
 def test_blockwise_in_bfloat16_stays_close_to_float32():

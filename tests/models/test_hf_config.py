@@ -1,4 +1,4 @@
-"""config.json in and out: every family, both rope spellings, and what is refused."""
+"""config.json read and written: every family, both rope spellings, and refused fields."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 # The published config.json of Qwen2.5-0.5B.
 QWEN25 = {
@@ -181,6 +181,19 @@ def test_the_published_fields_of_qwen25_are_read():
         ({"hidden_act": ["silu"]}, "hidden_act=.*: it must be a text"),
         ({"sliding_window": 12}, "sliding_window=12, which a llama model does not use"),
         ({"num_key_value_heads": 3}, "4 query heads do not split over 3"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "=50.0, which a gemma3 model does not use"),
+        ({"head_dim": 7}, "head_dim=7: it must be even"),
+        ({"hidden_size": 36, "num_attention_heads": 12}, "head_dim=3: it must be even"),
+        ({"hidden_size": 33}, "hidden_size=33, which does not split over num_attention_heads=4"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: it must be a number"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf: it must be a number"),
+        ({"rope_theta": 0}, "rope_theta=0: it must be above 0"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings=1000.*at most 1073741824"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.*it must be a number"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: it must be above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor=0: it must be above 0"),
+        ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, "low_freq_factor=1, which must be below"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "only a gemma3 model has other positions"),
     ],
 )
 def test_what_podrl_does_not_compute_is_refused_by_name(change, message):

@@ -1,4 +1,4 @@
-"""Checkpoint directories: streaming in, writing out, and every kind of damage."""
+"""Checkpoint directories: reading, writing, and every kind of damage."""
 
 import json
 import pathlib
@@ -27,7 +27,7 @@ def trees_equal(a, b):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A copy of a fixture that may be damaged."""
+    """Copies a fixture, so that it may be damaged."""
     return pathlib.Path(shutil.copytree(FIXTURES / "llama", tmp_path / "llama"))
 
 
@@ -250,3 +250,28 @@ def test_weights_cannot_be_written_as_integers(tmp_path):
     config, params = load(FIXTURES / "llama")
     with pytest.raises(ValueError, match="written as int8"):
         hf_save.save(tmp_path / "out", config, params, dtype=jnp.int8)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
+)
+def test_weights_that_are_not_numbers_are_refused_by_name(checkpoint, name, value):
+    tensors = tensors_of(checkpoint)
+    tensors[name] = np.array(tensors[name])
+    tensors[name].flat[-1] = value
+    safetensors.numpy.save_file(tensors, checkpoint / "model.safetensors")
+    for mesh in (None, build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices())):
+        with pytest.raises(ValueError, match=f"Tensor {name} in .*llama holds NaN or infinity"):
+            load(checkpoint, mesh)
+
+
+def test_weights_too_large_for_the_dtype_are_refused_by_name(checkpoint):
+    tensors = tensors_of(checkpoint)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = np.array(tensors[name], np.float32)
+    tensors[name][0, 0] = 1e5
+    safetensors.numpy.save_file(tensors, checkpoint / "model.safetensors")
+    load(checkpoint, dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match=rf"{name} in .* \(1 of \d of its kind do\), as float16"):
+        load(checkpoint, dtype=jnp.float16)

@@ -1,4 +1,4 @@
-"""Orbax checkpoints as model directories: what is saved is what is loaded, on any mesh; what does not fit is listed."""
+"""Orbax checkpoints as model directories: loaded as saved, on any mesh; every misfit is listed."""
 
 import dataclasses
 import gc
@@ -52,6 +52,15 @@ def test_a_saved_model_comes_back_on_another_mesh(model, directory):
     )
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_leaves_that_are_not_numbers_are_refused_by_name(model, tmp_path, wrapped):
+    layers = model.params["layers"]
+    params = {**model.params, "layers": {**layers, "up": layers["up"].at[1, 0, 0].set(jnp.inf)}}
+    orbax_files.save(tmp_path / "model", model.config, {"params": params} if wrapped else params)
+    with pytest.raises(ValueError, match=r"Tensor (params/)?layers/up\[1\] in .* holds NaN or infinity"):
+        from_pretrained(tmp_path / "model")
+
+
 def test_it_is_cast_quantised_and_adapted_like_any_other(model, directory):
     narrow = from_pretrained(directory, dtype=jnp.bfloat16)
     _assert_equal(narrow.params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params))
@@ -91,7 +100,7 @@ def test_unreadable_metadata_is_named(directory):
 
 @pytest.mark.parametrize("damage", [os.remove, lambda path: os.truncate(path, 0), lambda path: os.truncate(path, 100)])
 def test_lost_files_are_named(directory, damage):
-    """Of a model so small that its arrays share files with the table of contents."""
+    """The model is so small that its arrays share files with the table of contents."""
     for path in _data_files(directory):
         damage(path)
     with pytest.raises(ValueError, match=r"The Orbax checkpoint .*params cannot be read: .* \"(embed|layers|final)"):
@@ -102,9 +111,9 @@ def _data_files(directory):
     return [path for path in (directory / "params").rglob("*") if path.is_file() and path.parent.name == "d"]
 
 
-BIG = gemma2_config(vocab_size=512, num_layers=2, model_dim=256, ffn_dim=256, num_heads=4, num_kv_heads=4, head_dim=64)
-LARGEST = 2 * 256 * 256 * 4  # bytes of every projection, stacked, in float32
-SLACK = 300_000  # what Python, Orbax and jax allocate beside leaves
+BIG = gemma2_config(vocab_size=512, num_layers=4, model_dim=256, ffn_dim=256, num_heads=4, num_kv_heads=4, head_dim=64)
+LARGEST = 4 * 256 * 256 * 4  # bytes of every projection, stacked, in float32
+SLACK = 700_000  # what Python, Orbax (half of it: lists of its counters) and jax allocate beside leaves
 
 
 @pytest.fixture
@@ -129,7 +138,7 @@ def test_a_truncated_leaf_is_named(big):
 
 @pytest.mark.parametrize(("layout", "devices"), [("data=1", 1), ("fsdp=2,tensor=2", 4), ("data=8", 8)])
 def test_loading_holds_two_leaves_at_most(big, layout, devices):
-    """The leaf as stored and as wanted, beside what devices hold: here, host memory too, in bfloat16."""
+    """It holds the leaf as stored and as wanted, beside the devices' arrays (host memory here, in bfloat16)."""
     total = 4 * sum(math.prod(p.shape) for p in jax.tree.leaves(decoder.param_specs(BIG), is_leaf=decoder.is_param))
     assert total > 7 * LARGEST
     mesh = make_mesh(layout, jax.devices()[:devices])
@@ -143,7 +152,7 @@ def test_loading_holds_two_leaves_at_most(big, layout, devices):
         tracemalloc.stop()
     assert loaded["embed"].dtype == jnp.bfloat16
     assert held < total / 2 + SLACK
-    assert LARGEST < peak < held + 1.5 * LARGEST + SLACK, (peak, held)
+    assert LARGEST / 2 < peak < held + 1.5 * LARGEST + SLACK, (peak, held)
 
 
 WORKER = """

@@ -82,15 +82,18 @@ def serve(generate: Any) -> None:
 
 
 def serve_podrl(rest: list[str]) -> None:
-    from podrl import bench_model, bench_rollout
+    from podrl.bench import model as bench_model
+    from podrl.bench import rollout as bench_rollout
 
     bench_model.fake_devices(8)
-    bench = bench_rollout.Bench(rest)
+    bench = bench_rollout.Bench(bench_rollout.make_parser().parse_args(rest))
     serve(lambda: bench.generate().tokens)
 
 
 def serve_tunix(mesh_sizes: str, rest: list[str]) -> None:
-    from podrl import bench_model, bench_rollout  # options and prompts: needs nothing but numpy
+    # Options and prompts: needs nothing but numpy.
+    from podrl.bench import model as bench_model
+    from podrl.bench import rollout as bench_rollout
 
     bench_model.fake_devices(8)
     args = bench_rollout.make_parser().parse_args(rest)

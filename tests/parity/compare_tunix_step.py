@@ -57,7 +57,7 @@ def _measured(command: list[str]) -> dict[str, float]:
 
 def serve(rest: list[str]) -> None:
     """Tunix: one update on samples of podrl.bench step, after one that compiles."""
-    from podrl import bench_step  # options and samples: needs nothing but numpy
+    from podrl.bench import step as bench_step  # options and samples: needs nothing but numpy
 
     args = bench_step._parser().parse_args(rest)
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"

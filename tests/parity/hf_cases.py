@@ -97,7 +97,7 @@ FIXTURE_CASES = [
 
 
 def make_model(config_class: str, changes: dict, *, seed: int = 0) -> "transformers.PreTrainedModel":
-    """A random model in float32 whose every parameter matters: norms, biases and matrices away from their defaults."""
+    """Makes a random model in float32 whose every parameter matters: norms, biases, matrices away from defaults."""
     # No end token: greedy generation must not stop early.
     fields = SMALL | changes | {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
     config = getattr(transformers, config_class)(**fields)

@@ -20,7 +20,7 @@ TIME, NEW = 20, 32
 
 @pytest.fixture(params=hf_cases.CASES, ids=[c[0] for c in hf_cases.CASES])
 def pair(request, tmp_path):
-    """(transformers' model, podrl's model on 8 devices, the checkpoint's directory)."""
+    """Makes a pair: (transformers' model, podrl's model on 8 devices, the checkpoint's directory)."""
     _, config_class, changes = request.param
     theirs = hf_cases.make_model(config_class, changes)
     directory = hf_cases.save_model(theirs, tmp_path / "model")

@@ -10,7 +10,7 @@ peft = pytest.importorskip("peft")
 import hf_cases  # noqa: E402 - needs them
 
 from podrl import export  # noqa: E402
-from podrl.learner.setup import TINY  # noqa: E402
+from podrl.job.config import TINY  # noqa: E402
 from podrl.mesh import build  # noqa: E402
 from podrl.models import Decoder, LoraConfig, from_pretrained  # noqa: E402
 

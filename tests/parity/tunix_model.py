@@ -1,4 +1,4 @@
-"""A random Gemma-2-style model of Tunix's own, of the sizes that podrl's benchmarks take."""
+"""Makes a random Gemma-2-style model of Tunix's own, of the sizes that podrl's benchmarks take."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from tunix.models.gemma import model as gemma
 
 
 def make_model(args: Any, *, is_sampling: bool) -> Any:
-    """The model, made in place on the mesh that is set.
+    """Makes the model in place on the mesh that is set.
 
     Args:
-      args: options of podrl.bench_model, and `seed`.
+      args: options of podrl.bench.model, and `seed`.
       is_sampling: shardings of Tunix's sampler, or of its trainer.
     """
     config = gemma.ModelConfig(

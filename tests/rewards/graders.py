@@ -1,4 +1,4 @@
-"""Reward functions of a user's file, good and bad, for the tests of the pool."""
+"""Reward functions of a user's file, valid and invalid, for the tests of the pool."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def completions_only(completions, **fields):
 
 
 def imports(prompts, completions, **fields):
-    return [float("jax" in sys.modules), float(os.environ.get("PODRL_REWARD_WORKER") == "1"), float(os.getpid())]
+    return [float("jax" in sys.modules), float(os.environ.get("PODRL_USER_WORKER") == "1"), float(os.getpid())]
 
 
 def chatty(prompts, completions, **fields):

@@ -1,6 +1,7 @@
 """Built-in rewards beyond the reference ones: R1 format, math equivalence, a judge behind HTTP, one data set each."""
 
 import contextlib
+import dataclasses
 import http.server
 import importlib.util
 import json
@@ -14,6 +15,7 @@ from podrl.rewards.compose import NamedRewards, RewardConfig, RewardError, Rewar
 from podrl.rewards.formats import r1_format
 from podrl.rewards.judge import JudgeConfig
 from podrl.rewards.math_answer import math_equal
+from podrl.runtime.service import ServiceError
 
 
 def score(config, *completions, prompts=(), **fields):
@@ -73,10 +75,11 @@ def test_math_without_its_extra_says_which(monkeypatch):
 
 
 class Endpoint(http.server.BaseHTTPRequestHandler):
-    """Answers by what stands in the text to be graded."""
+    """An endpoint that answers according to the text to be graded."""
 
     requests: list
     failures: dict
+    elsewhere = ""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -89,13 +92,17 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
             return self._send(401, b"no key")
         if left > 0:
             return self._send(503, b"busy")
+        if word == "elsewhere":
+            return self._send(307, b"", Location=self.elsewhere)
         text = {"silent": "I would rather not say.", "many": "SCORE: 3 of course not. SCORE: 11"}.get(
             word, f"Fine. SCORE: {word}"
         )
         return self._send(200, json.dumps({"choices": [{"message": {"content": text}}]}).encode())
 
-    def _send(self, code, content):
+    def _send(self, code, content, **headers):
         self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -106,7 +113,7 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def endpoint(**failures):
-    """(settings of a judge at a local server, the requests it got)."""
+    """Starts a local judge: (settings of a judge there, the requests it got)."""
     handler = type("Handler", (Endpoint,), {"requests": [], "failures": dict(failures)})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
@@ -140,14 +147,14 @@ def test_the_judge_scores_and_retries(monkeypatch):
     [
         ("silent x", r"after 2 requests, last ValueError: the reply 'I would rather not say.' has no line 'SCORE: n'"),
         ("many x", r"the score 11 is not between 0 and 10"),
-        ("3 down", r"after 2 requests, last HTTP 503: 'busy'"),
-        ("forbidden x", r"after 1 requests, last HTTP 401: 'no key'"),
+        ("forbidden x", r"after 1 requests, last HTTP 401 .*: 'no key'"),
     ],
 )
 def test_a_judge_that_gives_no_score_is_an_error_and_never_0(completion, message, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with endpoint(**{"3": 99}) as (config, _), pytest.raises(RewardError, match=message) as error:
+    with endpoint() as (config, _), pytest.raises(RewardError, match=message) as error:
         score(config, "5 ok", completion)
+    assert not isinstance(error.value, ServiceError)
     assert "reward.judge.url" in str(error.value) and "sample 1 of 2" in str(error.value)
 
 
@@ -158,3 +165,34 @@ def test_a_judge_nobody_runs():
         JudgeConfig(url="ftp://x")
     with pytest.raises(ValueError, match="completion"):
         JudgeConfig(template="grade it")
+
+
+def test_a_judge_that_is_away_is_asked_until_it_is_back():
+    with endpoint(**{"3": 5}) as (config, requests):  # far beyond the one retry for what is not understood
+        np.testing.assert_allclose(score(config, "3 busy"), [[0.3]])
+        assert len(requests) == 6
+
+
+@pytest.mark.parametrize("away", ["busy", "gone"])
+def test_a_judge_that_stays_away_ends_the_job_in_a_way_that_a_restart_cures(away):
+    with endpoint(**{"3": 10**6}) as (config, _):
+        busy = dataclasses.replace(config, deadline_s=1.0)
+        if away == "busy":
+            with pytest.raises(ServiceError) as error:
+                score(busy, "5 ok", "3 busy")
+    if away == "gone":  # nobody listens there any more
+        with pytest.raises(ServiceError) as error:
+            score(busy, "5 ok")
+    text = str(error.value)
+    assert isinstance(error.value, RewardError) and "\n" not in text and "reward.deadline_s=1 " in text
+    assert "reward.judge.url" in text and ("503" if away == "busy" else "refused") in text
+
+
+def test_the_judges_token_follows_no_redirect(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with endpoint() as (other, stolen), endpoint() as (config, requests):
+        there = f"{other.judge.url}/chat/completions"
+        monkeypatch.setattr(Endpoint, "elsewhere", there)
+        with pytest.raises(RewardError, match=rf"HTTP 307 \(it points to {there}, and requests follow no redirects"):
+            score(config, "elsewhere x")
+        assert requests and stolen == []

@@ -121,10 +121,3 @@ def test_pass_at_k():
     assert reference.pass_at_k(8, 2, 1) == pytest.approx(0.25)
     with pytest.raises(ValueError, match=r"pass@6 of 2 right in 5"):
         reference.pass_at_k(5, 2, 6)
-
-
-def test_majority_at_k():
-    votes = ["<answer>4</answer>", "<answer>5", "none", "<answer>4.0"]
-    assert reference.majority_at_k(votes, "4") == 1.0 and reference.majority_at_k(votes, "5") == 0.0
-    assert reference.majority_at_k(["<answer>5", "<answer>4"], "5") == 1.0  # a tie: the first
-    assert reference.majority_at_k(["none"], "4") == 0.0

@@ -1,4 +1,4 @@
-"""One tiny model and few engines, shared by the tests of this folder: compiling is what costs time here."""
+"""One tiny model and few engines, shared by the tests of this folder: compiling takes most of their time."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ MODEL = dataclasses.replace(
     ),
     lora=LoraConfig(rank=2, alpha=4.0, pattern="q|v|down"),
 )
-# A pool so small that four lanes with long samples must spill, prompts that need two chunks, groups over two visits.
+# A pool so small that four lanes with long samples must spill, prompts that need two chunks, groups over two reads.
 TIGHT = RolloutConfig(
     max_tokens_to_generate=12,
     temperature=1.0,
@@ -29,15 +29,15 @@ TIGHT = RolloutConfig(
     kv_cache_size=64,
     lanes=8,
     steps_per_dispatch=4,
-    segment_tokens=8,
+    page_tokens=8,
     pool_tokens=12 * 8,
     prefill_tokens=16,
-    members_per_visit=2,
+    members_per_read=2,
 )
 
 
 def letters(tokens: list[int]) -> str:
-    """Two letters per token, so that a stop string may sit inside a token or across two."""
+    """Maps each token to two letters, so that a stop string may begin inside a token or span two."""
     return "".join("abc"[t % 3] + "abc"[t // 3 % 3] for t in tokens)
 
 
@@ -55,7 +55,7 @@ class Tiny:
         return self._init(jax.random.key(seed))
 
     def _random(self, key):
-        """Initial weights, but with adapters that do something."""
+        """Makes initial weights with adapters that have an effect."""
 
         def grow(path, x):
             return x + 0.3 * jax.random.normal(key, x.shape, x.dtype) if "lora_b" in str(path[-1]) else x
@@ -63,7 +63,7 @@ class Tiny:
         return jax.tree_util.tree_map_with_path(grow, decoder.init_params(self.model, key, self.dtype))
 
     def worker(self, config: RolloutConfig, *, warm: bool = True, **kwargs) -> RolloutWorker:
-        """`warm=False`: only what a test runs is compiled."""
+        """Makes a worker; with `warm=False` only the programs a test runs are compiled."""
         worker = RolloutWorker(
             self.model, self.mesh, config, **{"pad_id": 0, "eos_ids": EOS, "decode": letters, "seed": 3, **kwargs}
         )
@@ -78,7 +78,7 @@ class Tiny:
         return jax.nn.log_softmax(decoder.unembed(params, hidden_BTD, self.model))
 
     def logprobs(self, tokens_BT: np.ndarray, length_B: np.ndarray, params=None) -> np.ndarray:
-        """log p(. | tokens < t) at index t, float64 (B, T, V), from the full forward pass in fixed shapes."""
+        """Computes log p(. | tokens < t) at index t, float64 (B, T, V), from the full forward pass in fixed shapes."""
         params = self.params if params is None else params
         B, T = tokens_BT.shape
         out = np.zeros((B, T, self.model.vocab_size))
@@ -92,7 +92,7 @@ class Tiny:
 
 
 def make_prompts(lengths, seed: int = 0, index=None) -> Prompts:
-    """Random prompts of the given lengths; a prompt's tokens depend on its index only."""
+    """Makes random prompts of the given lengths; a prompt's tokens depend on its index only."""
     index = np.arange(len(lengths)) if index is None else np.asarray(index)
     tokens_PT = np.zeros((len(lengths), max(lengths)), np.int32)
     for p, (length, i) in enumerate(zip(lengths, index, strict=True)):
@@ -102,13 +102,15 @@ def make_prompts(lengths, seed: int = 0, index=None) -> Prompts:
 
 
 def check_samples(tiny, rollouts, sampling: Sampling, *, eos=EOS, atol: float = 1e-4) -> None:
-    """Every sampled token against the full forward pass, and the record against itself."""
+    """Compares every sampled token with the full forward pass, and the record with itself."""
     reference_BTV = tiny.logprobs(rollouts.tokens_BT, rollouts.length_B)
     B, T = rollouts.tokens_BT.shape
     chosen_BT = np.take_along_axis(reference_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
     sampled = rollouts.mask_BT > 0
     np.testing.assert_allclose(rollouts.raw_logprob_BT[sampled], chosen_BT[sampled], atol=atol)
-    if sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0 and sampling.temperature > 0:
+    assert (rollouts.kept_BT[~sampled] == 1).all() and (rollouts.kept_BT > 0).all()
+    assert sampling.filtered or (rollouts.kept_BT == 1).all()
+    if sampling.temperature > 0:
         scaled_BTV = reference_BTV / sampling.temperature
         scaled_BTV = scaled_BTV - np.log(np.exp(scaled_BTV).sum(axis=-1, keepdims=True))
         chosen_BT = np.take_along_axis(scaled_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]

@@ -1,4 +1,4 @@
-"""The engine in its other forms: dtypes, head sizes, deep models, meshes. Each against the full forward pass."""
+"""The engine with other dtypes, head sizes, depths and meshes, each against the full forward pass."""
 
 import dataclasses
 
@@ -15,9 +15,9 @@ CONFIG = RolloutConfig(
     kv_cache_size=64,
     lanes=8,
     steps_per_dispatch=4,
-    segment_tokens=8,
+    page_tokens=8,
     prefill_tokens=8,  # prompts of up to three chunks
-    members_per_visit=2,
+    members_per_read=2,
 )
 SMALL = {"vocab_size": 300, "num_layers": 2, "model_dim": 16, "ffn_dim": 16, "window": 6}
 
@@ -41,7 +41,7 @@ def test_head_sizes(tiny_on, check, prompts_of, heads, kv_heads, head_dim):
 
 
 def test_bfloat16(tiny_on, check, prompts_of):
-    """Weights, activations and caches in bfloat16, against a float32 forward pass of the same weights.
+    """Compares weights, activations and caches in bfloat16 with a float32 forward pass of the same weights.
 
     A log-probability is off by a few of bfloat16's steps (1/256) of the logits, which lie within 4 of 0.
     """
@@ -57,7 +57,7 @@ def test_bfloat16(tiny_on, check, prompts_of):
 
 @pytest.mark.slow
 def test_more_layers_than_are_unrolled(tiny_on, check, prompts_of):
-    """Deep models scan over stacked layers; adapters and both kinds of window are among what is stacked."""
+    """Deep models scan over stacked layers; adapters and both kinds of window are stacked too."""
     model = gemma2_config(num_heads=2, num_kv_heads=1, head_dim=8, **{**SMALL, "num_layers": 14})
     model = dataclasses.replace(model, lora=LoraConfig(rank=2, alpha=4.0, pattern="q|down"))
     tiny = tiny_on("data=1", 1, model)
@@ -75,7 +75,7 @@ def test_more_layers_than_are_unrolled(tiny_on, check, prompts_of):
     ],
 )
 def test_meshes(tiny_on, check, prompts_of, mesh, layers):
-    """Unrolled and scanned layers, with weights cut over tensor, fsdp and both."""
+    """Covers unrolled and scanned layers, with weights cut over tensor, fsdp and both."""
     model = gemma2_config(num_heads=4, num_kv_heads=2, head_dim=8, **{**SMALL, "num_layers": layers})
     devices = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
     generate(tiny_on(mesh, devices, model), check, prompts_of)

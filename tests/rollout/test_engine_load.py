@@ -1,16 +1,16 @@
-"""Many requests, odd requests, and the statistics of many samples, on the one tiny engine."""
+"""Many requests, unusual requests, and the statistics of many samples, on the one tiny engine."""
 
 import numpy as np
 import pytest
 
 from podrl.rollout.config import Sampling
-from podrl.rollout.session import Session
+from podrl.rollout.session import Opening, Session
 from podrl.types import STOP_EOS, STOP_LENGTH, STOP_STRING
 
 
 @pytest.fixture
 def session(tiny, tight):
-    """A session on the tiny engine without end tokens, so that lengths are what requests ask for."""
+    """Opens a session on the tiny engine without end tokens, so that each request decides its length."""
     engine = tight._get_engine(tiny.params)
     params = engine.prepare(tiny.params)
 
@@ -43,7 +43,7 @@ def is_empty(session):
 
 
 def test_a_thousand_random_requests_leak_nothing(session):
-    """Lengths, settings, stop ids and stop strings at random; twice as many tokens as the pool holds at once."""
+    """Draws lengths, settings, stop ids and stop strings at random, with twice as many tokens as the pool holds."""
     rng = np.random.default_rng(0)
     tracks = []
     for _ in range(250):
@@ -81,7 +81,7 @@ def test_all_end_at_once_and_one_runs_on(session):
 
 
 def test_samples_of_the_engine_follow_its_model(tiny, tight, policy, prompts_of):
-    """Chi-square of 1,600 first tokens against the full forward pass, at fixed seeds: mean plus 4.5 deviations."""
+    """Compares 1,600 first tokens with the full forward pass by chi-square at fixed seeds: mean plus 4.5 deviations."""
     prompts, sampling = prompts_of([11]), Sampling(max_new=1, temperature=0.8)
     rollouts = [tight.generate(policy, prompts, group_size=400, step=step, sampling=sampling) for step in range(4)]
     tokens = np.concatenate([r.tokens_BT[:, 11] for r in rollouts])
@@ -99,7 +99,7 @@ def test_samples_of_the_engine_follow_its_model(tiny, tight, policy, prompts_of)
 
 
 def test_samples_do_not_resemble_their_neighbours(tight, policy, prompts_of):
-    """Tokens of sample pairs and of consecutive steps are independent: they agree as often as the model says."""
+    """Tokens of sample pairs and of consecutive steps are independent: they agree as often as the model predicts."""
     sampling = Sampling(max_new=1)
     first, second = (
         tight.generate(policy, prompts_of([11]), group_size=400, step=step, sampling=sampling).tokens_BT[:, 11]
@@ -112,20 +112,21 @@ def test_samples_do_not_resemble_their_neighbours(tight, policy, prompts_of):
 
 
 def test_pauses_extends_and_spills_together(tiny, tight, policy):
-    """Long prompts, samples that pause and are extended while the pool is too small for all of them."""
+    """Pauses and extends samples of long prompts while the pool is too small for all of them."""
     rng = np.random.default_rng(3)
-    sampling = Sampling(max_new=36, stop_strings=("abc", "cba", "bb"))
+    sampling, stops = Sampling(max_new=36), ("abc", "cba", "bb")
     session = tight.session(policy)
     tracks = []
     for _ in range(6):
         prompt = rng.integers(6, 300, rng.integers(12, 21)).astype(np.int32)
-        tracks += session.add(prompt, keys(rng, 4), sampling, pauses=True)
+        tracks += session.add(prompt, keys(rng, 4), sampling, openings=[Opening(stop_strings=stops)] * 4)
     pauses = 0
     while session.open:
         for track in session.step():
             if track.stop is None:
                 pauses += 1
-                session.extend(track, rng.integers(6, 300, rng.integers(0, 6)).tolist())
+                given = rng.integers(6, 300, min(rng.integers(0, 6), session.room(track))).tolist()
+                session.extend(track, Opening(given, stops))
     stats = session.stats
     tight.close(session)
     assert pauses > 20 and stats.spills > 0

@@ -3,18 +3,18 @@ import numpy as np
 
 from podrl.models import decoder
 from podrl.rollout.engine import Engine
-from podrl.rollout.rollout import engine_shape
+from podrl.rollout.sizes import engine_shape
 
 
 def test_programs_are_those_a_run_calls(tiny, tight, tight_config):
-    """What `programs` compiles from shapes alone is what a worker calls: same arguments, same shardings."""
+    """A worker calls the programs that `programs` compiles from shapes alone: same arguments, same shardings."""
     model, mesh = tight.model, tiny.mesh
     engine = Engine(model, mesh, engine_shape(tight_config, 2), np.dtype("float32"))
     programs = {p.name: p for p in engine.programs(decoder.abstract_params(model, mesh, np.dtype("float32")))}
     assert list(programs) == ["prepare", "prefill_8", "prefill_16", "insert", "generate", "spill", "restore"]
     prepared = engine.prepare(tiny.params)
     state = engine.init_state()
-    rows = engine.put_rows(np.zeros((engine.shards, engine.visit_shape.size), np.int32))
+    rows = engine.put_rows(np.zeros((engine.shards, engine.read_shape.size), np.int32))
     chunks = engine.put_rows(engine.pack_chunks(16, []))
     for name, called in (("generate", (prepared, state, rows)), ("prefill_16", (prepared, state, chunks))):
         program = programs[name]

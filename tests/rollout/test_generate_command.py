@@ -23,14 +23,18 @@ def test_prompts_are_read_with_their_fields(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
-        ('{"question": "a"}\n', 'line 1: must be an object with "prompt" or "messages"'),
-        ("\n", "holds no prompt"),
+        (b'{"prompt": "a"}\n{"prompt": \n', "p.jsonl line 2 is not JSON"),
+        (b'{"text": "a"}\n', 'line 1 has text: it must hold "prompt", "messages" or "question"'),
+        (b'{"prompt": 3}\n', "line 1: 'prompt' is 3 but must be text"),
+        (b'{"messages": [{"role": "user"}]}\n', "line 1: 'messages' must be a list of objects with the texts"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "line 2 is not UTF-8"),
+        (b"\n", "is empty"),
     ],
 )
 def test_bad_files_are_named(tmp_path, text, message):
+    (tmp_path / "p.jsonl").write_bytes(text)
     with pytest.raises(ValueError, match=message):
-        list(generate.read_prompts(write(tmp_path / "p.jsonl", text)))
+        generate.read_prompts(tmp_path / "p.jsonl")
 
 
 def test_a_file_of_prompts_is_completed(tmp_path, capsys):
@@ -43,7 +47,7 @@ def test_a_file_of_prompts_is_completed(tmp_path, capsys):
     arguments = [f"--model={TINY}", f"--prompts={prompts}", f"--out={out}", "--mesh=data=8", "--n=3"]
     arguments += ["--temperature=0.7", "--top_p=0.9", "--max_new=9", "--chat", "--seed=4", "--stop=="]
     assert generate.main(arguments) == 0
-    records = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda r: r["index"])
+    records = [json.loads(line) for line in out.read_text().split("\n")[:-1]]
     assert [(r["index"], r["id"]) for r in records] == [(0, "a"), (1, "b"), (2, "c")]
     completions = [c for r in records for c in r["completions"]]
     assert len(completions) == 9
@@ -53,7 +57,27 @@ def test_a_file_of_prompts_is_completed(tmp_path, capsys):
         if c["stop"] == "length":
             assert c["tokens"] == 9
     shown = capsys.readouterr().err
-    assert "compiling" in shown and "generating" in shown and "100%" in shown and "tokens/s" in shown
+    assert "compiling" in shown and "generating 9/9" in shown and "tokens/s" in shown
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["o.jsonl", "p.jsonl"]
+    _goes_on_after_a_kill(tmp_path, arguments, records)
+
+
+def _goes_on_after_a_kill(tmp_path, arguments, records):
+    """Resumes with a prompt done and a torn line after it: the same command makes the others, and the same file."""
+    out = tmp_path / "o.jsonl"
+    args = generate._parser().parse_args(arguments)
+    half = generate.Output(out, generate._settings(args, generate.read_prompts(args.prompts)), args.n)
+    kept = records[1] | {"id": "kept"}
+    half.add(kept)
+    with half.partial.open("ab") as torn:
+        torn.write(b'{"index": 0, "comple')
+    out.unlink()
+    assert generate.main([*arguments, "--n=2"]) == 1
+    assert not out.exists()
+    assert generate.main(arguments) == 0
+    again = [json.loads(line) for line in out.read_text().split("\n")[:-1]]
+    texts = [[c["text"] for c in record["completions"]] for record in again]
+    assert again[1] == kept and texts == [[c["text"] for c in record["completions"]] for record in records]
 
 
 def test_impossible_arguments_are_named(tmp_path, capsys):
@@ -63,3 +87,13 @@ def test_impossible_arguments_are_named(tmp_path, capsys):
         assert generate.main([*arguments, change]) == 1
         assert message in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+def test_the_prompts_are_never_overwritten(tmp_path, capsys):
+    prompts = write(tmp_path / "p.jsonl", '{"prompt": "a"}\n')
+    (tmp_path / "link.jsonl").symlink_to(prompts)
+    (tmp_path / "hard.jsonl").hardlink_to(prompts)
+    for out in ("p.jsonl", "link.jsonl", "hard.jsonl", "../" + tmp_path.name + "/p.jsonl"):
+        assert generate.main([f"--model={TINY}", f"--prompts={prompts}", f"--out={tmp_path / out}"]) == 1
+        assert "is the file of --prompts" in capsys.readouterr().err
+    assert prompts.read_text() == '{"prompt": "a"}\n'

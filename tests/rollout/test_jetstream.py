@@ -5,8 +5,8 @@ import jax
 import numpy as np
 import pytest
 
+from podrl.contrib.jetstream import JetStreamEngine
 from podrl.rollout.config import Sampling
-from podrl.rollout.jetstream import JetStreamEngine
 from podrl.rollout.keys import sample_keys
 
 EOS = (1, 2, 3, 4, 5)
@@ -24,14 +24,14 @@ def params(jet, tiny):
 
 
 def prompt_of(prompts, p):
-    """Padded like a server would: to a power of two."""
+    """Pads a prompt as a server would: to a power of two."""
     padded = np.zeros(32, np.int32)
     padded[: prompts.length_P[p]] = prompts.tokens_PT[p, : prompts.length_P[p]]
     return {"padded_tokens": jax.numpy.asarray(padded), "true_length": int(prompts.length_P[p])}
 
 
 def collect(result, slot, tokens, logprobs):
-    """What a server does with a call's result."""
+    """Collects a call's result as a server does."""
     data = result.get_result_at_slot(slot)
     valid = np.asarray(data.valid[0]) > 0
     tokens += np.asarray(data.tokens[0])[valid].tolist()
@@ -40,7 +40,7 @@ def collect(result, slot, tokens, logprobs):
 
 
 def test_a_server_loop_gives_what_a_session_gives(jet, params, tight, policy, prompts_of):
-    """prefill, insert and bulk_insert, generate and free_resource, with refills, against `RolloutWorker.generate`."""
+    """Compares prefill, (bulk_)insert, generate and free_resource, with refills, with `RolloutWorker.generate`."""
     prompts, G = prompts_of([5, 20, 1, 16, 9]), 3
     sampling = Sampling(max_new=25)
     native = tight.generate(policy, prompts, group_size=G, step=2, sampling=sampling)
@@ -77,11 +77,11 @@ def test_a_server_loop_gives_what_a_session_gives(jet, params, tight, policy, pr
         assert tokens == native.tokens_BT[b, n : native.length_B[b]].tolist()
         np.testing.assert_allclose(logprobs, native.logprob_BT[b, n : native.length_B[b]], atol=1e-5)
     assert sorted(done) == list(range(5 * G))
-    assert [len(segments) for segments in jet._free] == [jet._engine.shape.segments - 1] * 2
+    assert [len(pages) for pages in jet._free] == [jet._engine.shape.pages - 1] * 2
 
 
 def test_one_sample_at_a_time_and_a_prefix_in_parts(jet, params, prompts_of):
-    """`insert` after `prefill`; a prompt prefilled in two parts is the same prompt."""
+    """`insert` follows `prefill`; a prompt prefilled in two parts is the same prompt."""
     prompts = prompts_of([19])
     whole = prompt_of(prompts, 0)
     keys = np.array([7, 9], np.uint32)
@@ -121,7 +121,7 @@ def test_inserting_over_a_slot_replaces_it(jet, params, prompts_of):
     [t.join() for t in threads]
     state, result = jet.generate(params, state)
     assert not np.asarray(result.get_result_at_slot(0).valid).any()
-    assert [len(segments) for segments in jet._free] == [jet._engine.shape.segments - 1] * 2
+    assert [len(pages) for pages in jet._free] == [jet._engine.shape.pages - 1] * 2
 
 
 def test_what_it_says_about_itself(jet, tiny):

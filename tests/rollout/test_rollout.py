@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from podrl.config import build
 from podrl.rollout.config import RolloutConfig, Sampling
-from podrl.rollout.rollout import engine_shape, pieces_per_prompt
+from podrl.rollout.rollout import pieces_per_prompt
+from podrl.rollout.session import Opening
+from podrl.rollout.sizes import engine_shape
 from podrl.types import STOP_LENGTH, STOP_STRING, Policy
 
 
@@ -32,7 +34,7 @@ def test_engine_equals_full_forward(
 
 
 def test_spills_change_nothing(check, tiny, tight, policy, prompts_of, tight_config):
-    """Long samples over a pool that cannot hold them: the same bits as with a pool that can."""
+    """Long samples over a pool that cannot hold them give the same bits as with a pool that can."""
     prompts, sampling = prompts_of([20, 18, 3, 11]), Sampling(max_new=44)
     spilled = tight.generate(policy, prompts, group_size=4, step=1, sampling=sampling)
     assert tight.stats.spills > 0
@@ -94,35 +96,42 @@ def test_stop_string_truncates_exactly(tight, policy, prompts_of):
     assert stopped >= 3
 
 
+STOPS = ("aba", "bcb", "ca")
+
+
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_extended_samples_equal_full_forward(tiny, tight, policy, prompts_of, data):
-    """Samples pause at a stop string, get random tokens, go on; sampled tokens agree with the full forward pass."""
+    """Samples get random tokens, pause at a stop string, an end or a limit, go on: all agrees with the full forward."""
     prompts = prompts_of(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
-    sampling = Sampling(max_new=30, stop_strings=("aba", "bcb", "ca"))
+    sampling = Sampling(max_new=30)
     session = tight.session(policy)
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
     tracks, ended, given_tokens = [], [], 0
     for p, length in enumerate(prompts.length_P):
         keys = rng.integers(0, 1 << 32, (3, 2), dtype=np.uint32)
-        tracks += session.add(prompts.tokens_PT[p, :length], keys, sampling, pauses=True)
+        openings = [Opening(rng.integers(6, 300, n).tolist(), STOPS) for n in rng.integers(0, 6, 3)]
+        tracks += session.add(prompts.tokens_PT[p, :length], keys, sampling, openings=openings)
+        given_tokens += sum(len(opening.tokens) for opening in openings)
     while session.busy or session.open:
         for track in session.step():
             if track.stop is not None:
                 ended.append(track)
                 continue
-            assert track.text.endswith(sampling.stop_strings)
+            if track.paused == STOP_STRING:
+                assert track.text.endswith(STOPS)
             if rng.random() < 0.15:
                 session.end(track)
                 ended.append(track)
             else:
-                extra = rng.integers(6, 300, rng.integers(0, 14)).tolist()
+                extra = rng.integers(6, 300, min(rng.integers(0, 14), session.room(track))).tolist()
                 given_tokens += len(extra)
-                session.extend(track, extra)
+                session.extend(track, Opening(extra, STOPS, max_new=int(rng.integers(1, 20))))
                 if track.stop is not None:
                     ended.append(track)
     tight.close(session)
     assert len(ended) == len(tracks)
+    assert sum(track.versions.count(-1) for track in tracks) == given_tokens
     assert session._scheduler.free_counts() == (8, 24)
     assert not session._spilled
     for track in ended:
@@ -202,7 +211,7 @@ def test_configuration_is_checked():
         build(RolloutConfig, {"rollout_vllm_hbm_utilization": 0.5}, "rollout")
     with pytest.raises(ValueError, match="tensor=4"):
         build(RolloutConfig, {"tensor_parallel_size": 4}, "rollout")
-    with pytest.raises(ValueError, match="pool_tokens=128 is 2 segments of 64 tokens, fewer than the 18"):
+    with pytest.raises(ValueError, match="pool_tokens=128 is 2 pages of 64 tokens, fewer than the 18"):
         engine_shape(RolloutConfig(pool_tokens=128), 1)
 
 

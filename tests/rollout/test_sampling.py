@@ -27,7 +27,7 @@ def lanes(count: int, sampling: Sampling, seed: int = 0) -> LaneSampling:
 
 
 def distribution(logits_V: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """The distribution `Sampling` describes, from a sort, in float64."""
+    """Computes the distribution that `Sampling` describes, from a sort, in float64."""
     if sampling.temperature == 0:
         return np.eye(len(logits_V))[np.argmax(logits_V)]
     logits_V = logits_V.astype(np.float64) / sampling.temperature
@@ -74,18 +74,23 @@ CASES = [
 
 @pytest.mark.parametrize("sampling", CASES, ids=str)
 def test_samples_follow_the_distribution(sampling):
-    """Chi-square at fixed seeds: the statistic stays under its mean plus 4.5 standard deviations."""
+    """Checks chi-square at fixed seeds: the statistic stays under its mean plus 4.5 standard deviations."""
     logits_V = np.random.default_rng(5).normal(size=600).astype(np.float32) * 3
     expected_V = distribution(logits_V, sampling)
+    whole_V = distribution(logits_V, Sampling(temperature=sampling.temperature))
     logits_RV = jnp.broadcast_to(jnp.asarray(logits_V), (R, 600))
     setting, live_R = lanes(R, sampling), jnp.ones(R, bool)
     count_V = np.zeros(600)
     for position in range(12):
-        token_R, logprob_R, raw_R = _draw(logits_RV, setting, jnp.full(R, position, jnp.int32), live_R)
+        drawn = _draw(logits_RV, setting, jnp.full(R, position, jnp.int32), live_R)
+        token_R = np.asarray(drawn.token_R)
         count_V += np.bincount(token_R, minlength=600)
-        np.testing.assert_allclose(logprob_R, np.log(expected_V[token_R]), atol=2e-5)
+        np.testing.assert_allclose(drawn.logprob_R - np.log(drawn.kept_R), np.log(expected_V[token_R]), atol=2e-5)
+        np.testing.assert_allclose(drawn.logprob_R, np.log(whole_V[token_R]), atol=2e-5)
+        np.testing.assert_allclose(drawn.kept_R, whole_V[expected_V > 0].sum(), rtol=1e-5)
         raw_V = logits_V - np.log(np.exp(logits_V.astype(np.float64)).sum())
-        np.testing.assert_allclose(raw_R, raw_V[token_R], atol=2e-5)
+        np.testing.assert_allclose(drawn.raw_logprob_R, raw_V[token_R], atol=2e-5)
+        assert not drawn.failed_R.any()
     assert count_V[expected_V == 0].sum() == 0
     expected_V = expected_V * count_V.sum()
     big = expected_V > 8
@@ -104,31 +109,68 @@ def test_samples_follow_the_distribution(sampling):
     top_p=st.sampled_from([1.0, 0.9, 0.3, 1e-4]),
     min_p=st.sampled_from([0.0, 0.01, 0.5]),
 )
-def test_logprob_is_that_of_the_distribution_drawn_from(seed, scale, temperature, top_k, top_p, min_p):
+def test_logprob_and_kept_mass_are_those_of_the_distribution(seed, scale, temperature, top_k, top_p, min_p):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     # Steps of 1/64 keep neighbours apart, so that rounding never moves the edge of a filter; ties are cut by shuffling.
     rng = np.random.default_rng(seed)
     steps_V = rng.permutation(300) if scale else np.zeros(300)
     logits_V = (steps_V * max(scale, 0.01) / 64).astype(np.float32)
     logits_RV = jnp.broadcast_to(jnp.asarray(logits_V), (8, 300))
-    token_R, logprob_R, _ = _draw(logits_RV, lanes(8, sampling, seed), jnp.arange(8), jnp.ones(8, bool))
+    drawn = _draw(logits_RV, lanes(8, sampling, seed), jnp.arange(8), jnp.ones(8, bool))
+    token_R, logprob_R = np.asarray(drawn.token_R), np.asarray(drawn.logprob_R)
+    if not sampling.filtered or temperature == 0:
+        assert (drawn.kept_R == 1).all()
+    whole_V = distribution(logits_V, Sampling(temperature=temperature))
+    if scale:
+        np.testing.assert_allclose(logprob_R, np.log(whole_V[token_R]), atol=1e-4)
     if scale == 0:  # all tokens tie, so every filter keeps all of them
         wanted_R = np.zeros(8) if temperature == 0 else np.full(8, -np.log(300))
         np.testing.assert_allclose(logprob_R, wanted_R, atol=1e-5)
         return
     expected_V = distribution(logits_V, sampling)
-    edge = np.abs(np.cumsum(np.sort(distribution(logits_V, Sampling(temperature or 1.0, top_k=top_k)))[::-1]) - top_p)
+    edge = np.abs(
+        np.cumsum(np.sort(distribution(logits_V, Sampling(temperature=temperature or 1.0, top_k=top_k)))[::-1]) - top_p
+    )
     if edge.min() > 1e-5:
-        np.testing.assert_allclose(logprob_R, np.log(expected_V[np.asarray(token_R)]), atol=1e-4)
+        given_R = np.exp(logprob_R.astype(np.float64)) / drawn.kept_R
+        np.testing.assert_allclose(np.log(given_R), np.log(expected_V[token_R]), atol=1e-4)
 
 
 def test_top_1_and_a_tiny_nucleus_are_greedy():
     logits_RV = jnp.asarray(np.random.default_rng(0).normal(size=(64, 1000)), jnp.float32)
     best_R = np.argmax(logits_RV, axis=-1)
     for sampling in (Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(min_p=1.0), preset("greedy")):
-        token_R, logprob_R, _ = _draw(logits_RV, lanes(64, sampling), jnp.zeros(64, jnp.int32), jnp.ones(64, bool))
-        np.testing.assert_array_equal(token_R, best_R)
-        np.testing.assert_allclose(logprob_R, 0.0, atol=1e-6)
+        drawn = _draw(logits_RV, lanes(64, sampling), jnp.zeros(64, jnp.int32), jnp.ones(64, bool))
+        np.testing.assert_array_equal(drawn.token_R, best_R)
+        np.testing.assert_allclose(drawn.logprob_R - np.log(drawn.kept_R), 0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize("sampling", [*CASES, preset("greedy")], ids=str)
+def test_a_lane_does_not_depend_on_the_filters_of_its_neighbours(sampling):
+    logits_RV = jnp.asarray(np.random.default_rng(1).normal(size=(8, 300)) * 3, jnp.float32)
+    alone, other = lanes(8, sampling, 1), lanes(8, Sampling(top_k=7, temperature=0.5), 2)
+    even_R = jnp.arange(8) % 2 == 0
+    pick = lambda x, y: jnp.where(even_R.reshape(-1, *[1] * (x.ndim - 1)), x, y)  # noqa: E731
+    where = (jnp.zeros(8, jnp.int32), jnp.ones(8, bool))
+    mixed, pure = _draw(logits_RV, jax.tree.map(pick, alone, other), *where), _draw(logits_RV, alone, *where)
+    for a, b in zip(jax.tree.leaves(mixed), jax.tree.leaves(pure), strict=True):
+        np.testing.assert_array_equal(a[::2], b[::2])
+
+
+@pytest.mark.parametrize("sampling", [*CASES, preset("greedy")], ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["first", "middle", "last", "all"])
+def test_no_distribution_is_a_failure_of_that_lane_alone(sampling, value, where):
+    """No token outside the vocabulary is drawn, though its size is no multiple of the search's blocks."""
+    logits_RV = np.random.default_rng(2).normal(size=(4, 300)).astype(np.float32)
+    good = _draw(jnp.asarray(logits_RV), lanes(4, sampling), jnp.zeros(4, jnp.int32), jnp.ones(4, bool))
+    logits_RV[1, {"first": 0, "middle": 260, "last": 299, "all": slice(None)}[where]] = value
+    drawn = _draw(jnp.asarray(logits_RV), lanes(4, sampling), jnp.zeros(4, jnp.int32), jnp.ones(4, bool))
+    fails = not np.isneginf(value) or where == "all"  # a token ruled out leaves a distribution
+    np.testing.assert_array_equal(drawn.failed_R, [False, fails, False, False])
+    assert ((drawn.token_R >= 0) & (drawn.token_R < 300)).all()
+    for a, b in zip(jax.tree.leaves(drawn), jax.tree.leaves(good), strict=True):
+        np.testing.assert_array_equal(np.delete(a, 1), np.delete(b, 1))
 
 
 def test_presets_and_bad_values():

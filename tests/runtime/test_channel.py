@@ -1,4 +1,4 @@
-"""Messages between processes: what arrives is what was sent, or it is refused."""
+"""Messages between processes arrive as sent, or are refused."""
 
 import signal
 import subprocess
@@ -43,10 +43,10 @@ def test_a_cut_or_changed_message_is_refused():
 
 
 def test_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr("podrl.runtime.message.VERSION", 2)
+    monkeypatch.setattr("podrl.runtime.message.VERSION", 3)
     frames = encode(Message())
     monkeypatch.undo()
-    with pytest.raises(MessageError, match=r"version 2 .* speaks 1"):
+    with pytest.raises(MessageError, match=r"version 3 .* speaks 2"):
         decode(frames)
 
 
@@ -79,16 +79,16 @@ def test_a_stranger_gets_no_answer(pair):
     stranger.close()
 
 
-def _of_version_2(frames):
-    body = frames[1].replace(b'"version": 1', b'"version": 2')
-    return [_digest([body, *frames[2:]]), body, *frames[2:]]
+def _of_version_3(frames):
+    body = frames[1].replace(b'"version": 2', b'"version": 3')
+    return [_digest([body, *frames[2:]]) + frames[0][16:], body, *frames[2:]]
 
 
 DAMAGE = {
     "cut": (lambda frames: [*frames[:-1], frames[-1][:-1]], "arrived changed: its checksum does not match"),
     "short": (lambda frames: frames[:1], "it was cut"),
     "flipped": (lambda frames: [*frames[:-1], bytes([frames[-1][0] ^ 1]) + frames[-1][1:]], "checksum does not match"),
-    "version": (_of_version_2, "version 2 arrived, this process speaks 1"),
+    "version": (_of_version_3, "version 3 arrived, this process speaks 2"),
 }
 
 
@@ -97,7 +97,7 @@ def test_what_arrives_damaged_is_refused_on_either_end_and_the_next_message_is_n
     (change, said), (a, b) = DAMAGE[damage], pair
     good = Message("good", {"x": np.arange(4)})
     a.serve("echo", lambda message: message)
-    asked = _Request(b, 10**6, a.address, [(10**6).to_bytes(8, "little"), b'["call", "echo"]', *change(encode(good))])
+    asked = _Request(b, 10**6, (a.address, 0), b'["call", "echo"]', change(encode(good)))
     b._do(lambda: b._send(asked))
     with pytest.raises(ChannelError, match=f"a: echo was refused: MessageError: .*{said}"):
         asked.wait(10, "a: echo")
@@ -109,7 +109,7 @@ def test_what_arrives_damaged_is_refused_on_either_end_and_the_next_message_is_n
 
 def test_what_is_no_request_is_passed_over(pair):
     a, b = pair
-    b._do(lambda: b._link(a.address).client.send_multipart([b"x"]))
+    b._do(lambda: b._link((a.address, 0)).client.send_multipart([b"x"]))
     a.put("x", Message(1))
     assert b.get(a.address, "x", deadline_s=10).value == 1
 

@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, a damaged one is passed over, a full disk does not stop training."""
+"""Checkpoints are restored bit for bit, a damaged one is skipped, a full disk does not stop training."""
 
 import resource
 import shutil
@@ -129,3 +129,71 @@ def test_a_save_that_cannot_be_written_leaves_the_last_good_one(tmp_path, caplog
 def test_settings_are_checked():
     with pytest.raises(ValueError, match=r"checkpoint\.keep=0"):
         CheckpointConfig(keep=0)
+
+
+def _flip(file, bit):
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def test_one_flipped_bit_of_a_leaf_is_named_and_the_checkpoint_before_is_used(tmp_path, caplog):
+    """Tensorstore returns whatever it finds: without checksums the changed value would go unnoticed."""
+    _saved(tmp_path / "c", [1, 2]).close()
+    files = [p for p in (tmp_path / "c" / "2" / "state").rglob("*") if p.is_file()]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    _flip(largest, 8 * largest.stat().st_size // 2)
+    with pytest.raises(ValueError, match=r"cannot be read|not what was saved"):
+        Checkpoints(tmp_path / "c").restore(2, _abstract(_state(0)))
+    with pytest.raises(ValueError, match=r"cannot be read|not what was saved|Error"):
+        read_state(tmp_path / "c", 2)
+    checkpoints = Checkpoints(tmp_path / "c")
+    restored = checkpoints.restore_latest(_abstract(_state(0)))
+    assert restored is not None and restored.step == 1 and _equal(restored.state, _state(1))
+    assert "2 cannot be read" in caplog.text
+    checkpoints.close()
+
+
+def test_sums_are_those_of_the_devices_so_that_a_copy_that_went_wrong_is_found(tmp_path):
+    """The files are complete and in order, but differ from what the devices held."""
+    checkpoints = _saved(tmp_path, [1, 2])
+    checkpoints.close()
+    shutil.rmtree(tmp_path / "2" / "state")
+    shutil.copytree(tmp_path / "1" / "state", tmp_path / "2" / "state")
+    with pytest.raises(ValueError, match="2 of 2 leaves of the state are not what was saved, such as step"):
+        Checkpoints(tmp_path).restore(2, _abstract(_state(0)))
+
+
+def test_host_values_and_arrays_are_checked_too(tmp_path):
+    _saved(tmp_path, [1, 2, 3]).close()
+    shutil.rmtree(tmp_path / "3" / "arrays")
+    shutil.copytree(tmp_path / "2" / "arrays", tmp_path / "3" / "arrays")
+    host = tmp_path / "2" / "host" / "metadata"
+    host.write_text(host.read_text().replace('"s2"', '"s3"'))
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(ValueError, match="1 of 1 host arrays are not what was saved, such as tokens"):
+        checkpoints.restore(3, _abstract(_state(0)))
+    with pytest.raises(ValueError, match=r"host data in .* is not what podrl wrote: its checksum is"):
+        checkpoints.restore(2, _abstract(_state(0)))
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "null", '{"a": 1}', "", "\xff", "[" * 100_000, '{"state": {}}'])
+def test_host_data_that_is_not_ours_falls_back_with_a_sentence(tmp_path, caplog, text):
+    _saved(tmp_path / "c", [1, 2]).close()
+    (tmp_path / "c" / "2" / "host" / "metadata").write_bytes(text.encode("latin-1"))
+    checkpoints = Checkpoints(tmp_path / "c")
+    restored = checkpoints.restore_latest(_abstract(_state(0)), lambda host, arrays: host["data_state"])
+    assert restored is not None and restored.step == 1 and restored.content == "s1"
+    (line,) = [r.getMessage() for r in caplog.records if "cannot be read" in r.getMessage()]
+    assert "host data" in line or "KeyError: 'data_state'" in line
+    checkpoints.close()
+
+
+def test_a_checkpoint_of_before_there_were_checksums_is_read_and_said_to_be_unchecked(tmp_path, caplog):
+    _saved(tmp_path, [1]).close()
+    (tmp_path / "1" / "host" / "metadata").write_text('{"data_state": "s1"}')
+    checkpoints = Checkpoints(tmp_path)
+    restored = checkpoints.restore_latest(_abstract(_state(0)), lambda host, arrays: host["data_state"])
+    assert restored is not None and restored.content == "s1" and "without checksums" in caplog.text
+    checkpoints.close()

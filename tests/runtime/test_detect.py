@@ -1,4 +1,4 @@
-"""Cluster detection on the environments each platform gives, and on the common ways to get them wrong.
+"""Cluster detection on each platform's environment, and on the common ways to get it wrong.
 
 The variables are those jax 0.10.2 reads, xpk 1.16.0 writes (its Pathways manifest) and GKE documents for Jobs,
 multislice and JobSet; launch/gke.py's own are checked against its manifest in tests/launch/test_gke.py.

@@ -1,5 +1,8 @@
 """The environment is prepared before jax, and only ever appended to."""
 
+import glob
+import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
@@ -12,7 +15,7 @@ _FLAG = "--xla_force_host_platform_device_count"
 
 
 def _prepare(env, monkeypatch, devices=8):
-    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    monkeypatch.delitem(sys.modules, "jax._src.xla_bridge", raising=False)
     environment.prepare(env, fake_devices=devices)
     return env
 
@@ -34,10 +37,36 @@ def test_no_devices_leaves_the_flags_alone(monkeypatch):
 
 
 def test_too_late_is_an_error_that_says_so():
-    code = "import jax, os; from podrl.runtime import environment; environment.prepare({}, fake_devices=8)"
+    code = "import jax; jax.devices(); from podrl.runtime import environment; environment.prepare({}, fake_devices=8)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
-    assert "jax was initialised before podrl.launch" in done.stderr
+    assert "jax was initialised before the job" in done.stderr and "8 devices" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "launch --config=grpo_gemma.py --dry_run --config.rollout.max_prompt_length=64",
+        "bench reshard --layers=1 --dim=16 --ffn=16 --heads=2 --kv_heads=1 --head_dim=8 --vocab=16 --src=fsdp=2 "
+        "--dst=data=2 --repeats=1",
+    ],
+)
+def test_a_command_on_a_machine_without_accelerator_says_nothing_of_tpus(command, tmp_path):
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_PLATFORM", "TPU_"))}
+    if any(glob.glob(f"/dev/{name}") for name in ("accel*", "nvidia*", "kfd", "vfio/[0-9]*")):
+        pytest.skip("this machine has an accelerator")
+    argv = [sys.executable, "-m", *f"podrl.{command}".split()]
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "libtpu" not in done.stdout and "TPU_" not in done.stdout
+
+
+@pytest.mark.parametrize("named", ["JAX_PLATFORMS", "TPU_WORKER_HOSTNAMES"])
+def test_a_platform_that_is_named_is_kept(named):
+    env = {named: "tpu"}
+    environment.leave_out_libtpu(env)
+    assert env == {named: "tpu"}
 
 
 def test_compiled_programs_are_kept_where_the_user_says(tmp_path):

@@ -1,4 +1,4 @@
-"""Coming into a job: jax's own cluster with patient heartbeats on every platform, and a service that is not there."""
+"""Joining a job: jax's cluster with patient heartbeats on every platform, and a missing service."""
 
 import contextlib
 import inspect
@@ -11,6 +11,8 @@ import time
 
 import jax
 import pytest
+from jax._src.clusters import cloud_tpu_cluster
+from processes import listening
 from test_detect import GKE, LOCAL, MULTISLICE, SPLIT, TPU_VM
 
 from podrl.runtime import detect, joining
@@ -42,6 +44,16 @@ def test_every_platform_starts_jax_with_heartbeats_longer_than_a_compilation(pla
         assert 0 <= arguments["process_id"] < arguments["num_processes"]
 
 
+def test_jaxs_coordinator_listens_at_its_own_address_alone(tmp_path):
+    assert joining.bind_address("127.0.0.1:8482") == joining.bind_address("localhost:8482") == "127.0.0.1:8482"
+    assert joining.bind_address("unix:/tmp/x/coordinator") == "unix:/tmp/x/coordinator"
+    environment = {**LOCAL, "PODRL_COORDINATOR": "unix:/tmp/x/coordinator", "PODRL_CHANNEL": ""}
+    with pytest.raises(ValueError, match="PODRL_CHANNEL='' must be HOST:PORT"):
+        detect.detect(environment)
+    # Where jax finds its coordinator by itself, podrl has to know the port.
+    assert int(cloud_tpu_cluster.coordinator_port) == detect.COORDINATOR_PORT
+
+
 def _place(count: int) -> dict[str, str]:
     coordinator, channel = free_ports(2)
     return {
@@ -60,7 +72,9 @@ def test_the_heartbeat_is_a_flag(tmp_path):
     place = _place(2) | {"PODRL_PROCESS_INDEX": "1"}
     command.append("--heartbeat_s=0.5")
     done = subprocess.run(command, env=place, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and "--heartbeat_s=0.5 must be at least 1 second" in done.stderr, done.stderr
+    assert done.returncode == 1 and "--heartbeat_s=0.5 must be a number of seconds, at least 1" in done.stderr, (
+        done.stderr
+    )
 
 
 # Joins as the launcher does. The second process then keeps the interpreter's lock for `held_s`, as a compilation would
@@ -127,6 +141,8 @@ def test_a_compilation_is_not_taken_for_a_death_and_a_stopped_process_is(tmp_pat
 def test_with_the_default_heartbeat_a_pause_is_survived(tmp_path):
     with _members(tmp_path, "0") as members:
         _wait_until_said("free", tmp_path, members)
+        hosts = [host.removeprefix("::ffff:") for host, _ in listening([member.pid for member in members])]
+        assert len(hosts) >= 3 and set(hosts) == {"127.0.0.1"}  # two channels and jax's coordinator
         os.kill(members[1].pid, signal.SIGSTOP)
         time.sleep(12.0)
         os.kill(members[1].pid, signal.SIGCONT)

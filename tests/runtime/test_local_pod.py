@@ -1,4 +1,4 @@
-"""A pod on this machine: whose exit code counts, what of its processes' output is shown, and that nobody is left."""
+"""A pod on this machine: its exit code, the output of its processes that is shown, and no process left."""
 
 import os
 import pathlib
@@ -9,28 +9,36 @@ import time
 
 import pytest
 
+from podrl.runtime import local_pod
+
 # A process of its own, as in real life: children are forked, which a process that has started jax should not do.
 _POD = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which a pod would go by
 from podrl.runtime import local_pod
 from podrl.runtime.roles import Hosts
-program, replace, grace_s = sys.argv[1:]
+program, replace, grace_s, rollouts = sys.argv[1:]
 local_pod._GRACE_S = float(grace_s)
-command = [sys.executable, "-c", program]
-pod = local_pod.LocalPod(command, Hosts((0,), (1, 2)), replace_rollouts=replace == "True", environment=os.environ)
+command = [sys.executable, "-c", program] if program else ["sleep", "600"]
+os.environ["POD_TEST"] = str(os.getpid())
+hosts = Hosts((0,), tuple(range(1, 1 + int(rollouts))))
+pod = local_pod.LocalPod(command, hosts, replace_rollouts=replace == "True", environment=os.environ)
 sys.exit(pod.run())
 """
 _PREAMBLE = "import os, pathlib, signal, sys, time\nindex = int(os.environ['PODRL_PROCESS_INDEX'])\n"
 
 
-def _start(program: str, *, replace_rollouts: bool = False, grace_s: float = 20.0) -> subprocess.Popen:
-    """One trainer (index 0) and two rollouts (1, 2) that run `program`."""
-    command = [sys.executable, "-c", _POD, _PREAMBLE + program, str(replace_rollouts), str(grace_s)]
+def _start(
+    program: str, *, replace_rollouts: bool = False, grace_s: float = 20.0, rollouts: int = 2
+) -> subprocess.Popen:
+    """Starts one trainer (index 0) and two rollouts (1, 2) that run `program`; '' only sleeps."""
+    program = program and _PREAMBLE + program
+    command = [sys.executable, "-c", _POD, program, str(replace_rollouts), str(grace_s), str(rollouts)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def _end(pod: subprocess.Popen) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr)"""
+    """Waits for the end: (exit code, stdout, stderr)."""
     try:
         out, err = pod.communicate(timeout=50)
     finally:
@@ -150,3 +158,66 @@ time.sleep(600)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75), (signal.SIGKILL, -9)],
+    ids=["SIGTERM", "SIGINT", "SIGHUP", "SIGKILL"],
+)
+def test_all_end_with_it_also_while_it_is_still_starting_them(number, code):
+    pod = _start("", rollouts=2000)
+    while len(started := _children(pod.pid)) < 20:
+        assert pod.poll() is None
+        time.sleep(0.01)
+    pod.send_signal(number)
+    assert _end(pod)[0] == code
+    assert len(started) < 1500, "it was to be met while it started them"
+    left = set(started) | set(_sessions_of(pod.pid))
+    end = time.monotonic() + 30
+    while (left := {pid for pid in left if _alive(pid)}) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left
+
+
+def test_a_process_that_a_signal_meets_before_it_is_ready_counts_as_stopped_by_it(tmp_path):
+    pod = _start(f"pathlib.Path({str(tmp_path)!r}, str(index)).touch()\ntime.sleep(600)")
+    while len(list(tmp_path.iterdir())) < 3:
+        assert pod.poll() is None
+        time.sleep(0.05)
+    pod.send_signal(signal.SIGTERM)
+    code, _, err = _end(pod)
+    assert code == 75, err
+
+
+def test_more_processes_than_the_memory_holds_are_refused(monkeypatch):
+    monkeypatch.setattr(local_pod, "free_memory", lambda: 3 << 30)
+    local_pod.check_memory(8)
+    with pytest.raises(ValueError, match=r"=9 would need 3\.1 GiB .* 3\.0 GiB are free: start at most 8\."):
+        local_pod.check_memory(9)
+    monkeypatch.setattr(local_pod, "free_memory", lambda: None)
+    local_pod.check_memory(1000)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _sessions_of(marker: int) -> list[int]:
+    """Finds sleeping processes of a pod by the environment it gave them, also after they lost their parent."""
+    found = []
+    for directory in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            text = (directory / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"POD_TEST={marker}".encode() in text:
+            found.append(int(directory.name))
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -38,15 +38,6 @@ def test_resuming_drops_later_records_and_a_torn_line(tmp_path):
     assert samples == [{"step": 1, "text": "é1"}, {"step": 2, "text": "é2"}]
 
 
-def test_sinks_see_every_record(tmp_path):
-    seen = []
-    log = _log(tmp_path)
-    log.add_sink(lambda step, metrics: seen.append((step, dict(metrics))))
-    log.write(7, {"a": 1})
-    log.close()
-    assert seen == [(7, {"a": 1.0})]
-
-
 def test_tensorboard_events_are_written(tmp_path):
     log = MetricsLog(tmp_path, LogConfig(), start=0, run_config={})
     log.write(1, {"a": 1.0})

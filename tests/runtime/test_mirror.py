@@ -1,4 +1,4 @@
-"""A mirrored directory arrives whole, again after trouble, and trouble never reaches the one who writes."""
+"""A mirrored directory arrives complete, is repaired after failures, and failures never reach the writer."""
 
 import logging
 import os

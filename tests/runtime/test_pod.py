@@ -1,9 +1,10 @@
-"""Coming together, waiting for each other and failing: what a process is told, and which of them says why."""
+"""Joining, waiting and failing: the messages each process gets, and which process prints the reason."""
 
 import threading
 import time
 
 import pytest
+from endpoints import joined
 
 from podrl import launch
 from podrl.runtime.channel import Channel, ChannelError, LateError
@@ -54,18 +55,9 @@ def test_a_leader_that_is_not_there_yet_is_waited_for():
 
 @pytest.fixture
 def three():
-    """A joined job of two trainers and a rollout host, as three endpoints of this process."""
-    (port,) = free_ports(1)
-    hosts = Hosts((0, 1), (2,))
-    pods = [Pod(Seat(process, hosts, f"127.0.0.1:{port}", "s"), host="127.0.0.1") for process in range(3)]
-    joining = [threading.Thread(target=pod.join, args=(60, lambda reached, waited_s: "")) for pod in pods]
-    for thread in joining:
-        thread.start()
-    for thread in joining:
-        thread.join(60)
-    yield pods
-    for pod in reversed(pods):
-        pod.channel.close()
+    """Joins a job of two trainers and a rollout host, as three endpoints of this process."""
+    with joined(Hosts((0, 1), (2,))) as pods:
+        yield pods
 
 
 def test_one_process_of_a_job_says_in_full_why_it_fails(three):

@@ -1,4 +1,4 @@
-"""Who trains and who generates: worked assignments, and refusals with their numbers."""
+"""Assignment of hosts to trainer and rollout: worked examples, and refusals with their numbers."""
 
 import pytest
 

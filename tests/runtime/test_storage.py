@@ -1,5 +1,6 @@
-"""Paths lead where they say, and what a bucket lacks is said; against the storage emulator where gs:// is meant."""
+"""Paths on disks and in buckets (on the storage emulator), and the errors of missing buckets."""
 
+import socket
 import sys
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 
 from podrl.data import sources
 from podrl.data.tokenizer import Tokenizer
-from podrl.learner.setup import TINY
+from podrl.job.config import TINY
+from podrl.job.job import check_storage
 from podrl.models import from_pretrained
 from podrl.runtime.storage import (
     StorageError,
@@ -66,6 +68,38 @@ def test_a_server_that_does_not_answer_is_worth_another_try(bucket, monkeypatch)
     monkeypatch.setattr("google.cloud.storage.retry.DEFAULT_RETRY._timeout", 0.1)
     with pytest.raises(StorageError, match="bucket bucket cannot be reached"):
         check("gs://bucket/run", "--workdir", writes=True)
+
+
+@pytest.fixture
+def black_hole():
+    """The address of a server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("workdir", "values", "key"),
+    [
+        ("gs://b/run", {}, "--workdir=gs://b/run"),
+        ("run", {"data": {"path": "gs://b/x.jsonl"}}, "data.path=gs://b/x.jsonl"),
+        ("run", {"data": {"eval_path": "gs://b/x.jsonl"}}, "data.eval_path=gs://b/x.jsonl"),
+        ("run", {"model": {"path": "gs://b/m"}}, "model.path=gs://b/m"),
+        ("run", {"model": {"reference": "gs://b/m"}}, "model.reference=gs://b/m"),
+        ("run", {"reward": {"model": "gs://b/m"}}, "reward.model=gs://b/m"),
+    ],
+)
+def test_without_a_network_every_path_of_a_job_is_given_up_soon(black_hole, monkeypatch, workdir, values, key):
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", black_hole)
+    monkeypatch.setattr("podrl.runtime.storage.ANSWER_S", 0.2)
+    with pytest.raises(StorageError, match=rf"^{key}: bucket b cannot be reached: nothing answered within 0\.2 s"):
+        check_storage(workdir, values)
+
+
+def test_without_a_network_a_model_given_to_python_is_given_up_soon(black_hole, monkeypatch):
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", black_hole)
+    monkeypatch.setattr("podrl.runtime.storage.ANSWER_S", 0.2)
+    with pytest.raises(StorageError, match="gs://b/m: bucket b cannot be reached"):
+        from_pretrained("gs://b/m")
 
 
 def test_data_is_read_from_a_bucket(bucket):

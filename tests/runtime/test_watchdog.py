@@ -1,4 +1,4 @@
-"""A stage that does not end is named, its stacks are printed, and the process exits 42."""
+"""A stage that hangs is named, its stacks are printed, and the process exits 42."""
 
 import os
 import pathlib

@@ -8,13 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from packed_rows import packed_rows
 
+from podrl.algorithms.policy_loss import ReferencedRows
 from podrl.mesh.build import make_mesh
+from podrl.mesh.rules import batch_shards
 from podrl.models import decoder
 from podrl.models.config import ModelConfig, gemma2_config
 from podrl.trainer import packing
 from podrl.trainer import state as state_lib
-from podrl.trainer.optimizer import Optimizer, OptimizerConfig, make_optimizer
+from podrl.trainer.optimizer import AdamSettings, Optimizer, make_optimizer
 from podrl.trainer.step import make_train_step
 
 B, T, PROMPT, V = 8, 20, 3, 40
@@ -31,11 +34,11 @@ class Tiny:
 
     @property
     def dtype(self):
-        """Of parameters and computing: float32, or float64 in a process that in_float64.py prepared."""
+        """Returns the dtype of parameters and computing: float32, or float64 after in_float64.py."""
         return np.dtype(np.float32).name
 
     def params(self):
-        """Random parameters; adapters are random too, so that they have an effect."""
+        """Draws random parameters; adapters are random too, so that they have an effect."""
         abstract = decoder.abstract_params(self.config, self.mesh, jnp.dtype(self.param_dtype or self.dtype))
         return jax.tree.map(
             lambda x, leaf: jax.device_put(x.astype(leaf.dtype), leaf.sharding), _host_params(self.config), abstract
@@ -45,24 +48,24 @@ class Tiny:
         return state_lib.init_state(self.params(), self.config, self.optimizer, self.mesh)
 
     def samples(self, seed=0, lengths=None):
-        """(lengths, arrays for `pack`) of B sequences with prompts of PROMPT tokens."""
+        """Draws (lengths, arrays in the sample layout) of B sequences with prompts of PROMPT tokens."""
         rng = np.random.default_rng(seed)
         length_B = np.asarray(lengths) if lengths is not None else rng.integers(PROMPT + 1, T + 1, B)
         place_T = np.arange(T)
         return length_B, {
             "tokens_BT": rng.integers(0, V, (B, T)),
             "mask_BT": (place_T >= PROMPT) & (place_T < length_B[:, None]),
-            "advantage_BT": rng.normal(size=B).astype(np.float32),
+            "advantage_BT": np.repeat(rng.normal(size=(B, 1)), T, axis=1).astype(np.float32),
             "old_logprob_BT": -rng.uniform(2, 5, (B, T)).astype(np.float32),
             "ref_logprob_BT": -rng.uniform(2, 5, (B, T)).astype(np.float32),
             "sampler_logprob_BT": -rng.uniform(2, 5, (B, T)).astype(np.float32),
         }
 
-    def batch(self, *, row=40, rows=4, seed=0, lengths=None, **changed):
+    def batch(self, kind=ReferencedRows, *, row=40, rows=4, seed=0, lengths=None, **changed):
         length_B, samples = self.samples(seed, lengths)
-        shards = state_lib.batch_shards(self.mesh)
+        shards = batch_shards(self.mesh)
         shape = packing.PackShape.for_worst_case(B, T, max_tokens_per_row=row, rows_per_micro_batch=rows, shards=shards)
-        packed = packing.pack(packing.place(length_B, shape), **(samples | changed))
+        packed = packed_rows(kind, packing.place(length_B, shape), **(samples | changed))
         return state_lib.put_batch(packed, self.mesh)
 
     def step(self, loss, **kwargs):
@@ -81,7 +84,7 @@ def _host_params(config):
 
 @pytest.fixture
 def tiny():
-    """tiny(mesh='fsdp=1', lora=0, **optimizer fields) -> Tiny."""
+    """Returns a maker of cases: tiny(mesh='fsdp=1', lora=0, **optimizer fields) -> Tiny."""
 
     def build(spec="fsdp=1", *, lora=0, **optimizer):
         config = gemma2_config(
@@ -92,7 +95,11 @@ def tiny():
         sizes = [int(part.split("=")[1]) for part in spec.split(",")]
         mesh = make_mesh(spec, jax.devices()[: int(np.prod(sizes))])
         # Plain gradient descent by default: a parameter change is then the gradient itself.
-        chosen = make_optimizer(OptimizerConfig(**optimizer)) if optimizer else Optimizer(optax.sgd(1.0))
+        chosen = (
+            make_optimizer(AdamSettings(**({"max_grad_norm": 0.0} | optimizer)))
+            if optimizer
+            else Optimizer(optax.sgd(1.0))
+        )
         return Tiny(config, mesh, chosen)
 
     # Compiling takes most of the time of these tests; quick compilation halves it.

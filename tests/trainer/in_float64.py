@@ -1,4 +1,4 @@
-"""A pytest plugin under which the trainer computes in float64: what podrl calls float32 is float64 in this process.
+"""A pytest plugin that replaces podrl's float32 by float64 in this process, so that the trainer computes in float64.
 
 podrl names float32 wherever precision matters (accumulators, softmax, logits), so a program differs from the real one
 in nothing but its dtype, and whatever differs between two of its forms by more than 1e-12 is no rounding.

@@ -1,4 +1,4 @@
-"""The critic: values however sequences are packed and sharded, and the gradient of its loss."""
+"""The critic: the same values however sequences are packed and sharded, and the gradient of its loss."""
 
 import functools
 
@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_rows import packed_rows
 
-from podrl.algorithms.value_loss import value_loss
+from podrl.algorithms.value_loss import CriticRows, value_loss
+from podrl.mesh.rules import batch_shards
 from podrl.models import decoder, scalar
 from podrl.trainer import packing
 from podrl.trainer import state as state_lib
@@ -19,7 +21,7 @@ SAME = 5e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
 
 
 def _params(case):
-    """A critic on the case's decoder with a random head."""
+    """Draws a critic on the case's decoder with a random head."""
     params = scalar.on_trunk(case.params(), case.config, case.mesh, jnp.dtype(case.dtype))
     head_D1 = np.random.default_rng(5).normal(size=params[scalar.HEAD].shape).astype(np.float32)
     return {**params, scalar.HEAD: jax.device_put(head_D1, params[scalar.HEAD].sharding)}
@@ -27,12 +29,13 @@ def _params(case):
 
 def _packed(case, *, row, rows=4):
     length_B, samples = case.samples()
-    shards = state_lib.batch_shards(case.mesh)
+    shards = batch_shards(case.mesh)
     shape = packing.PackShape.for_worst_case(B, T, max_tokens_per_row=row, rows_per_micro_batch=rows, shards=shards)
     placement = packing.place(length_B, shape)
     rng = np.random.default_rng(3)
     value_BT, return_BT = (rng.normal(size=(B, T)).astype(np.float32) for _ in range(2))
-    batch = packing.pack_values(
+    batch = packed_rows(
+        CriticRows,
         placement,
         tokens_BT=samples["tokens_BT"],
         mask_BT=samples["mask_BT"],
@@ -62,8 +65,8 @@ def _change(case, batch, loss):
 def test_value_is_what_the_head_says_before_each_token(tiny, spec):
     case = tiny(spec)
     placement, batch, (length_B, samples, *_) = _packed(case, row=40)
-    value_ABT = make_value_fn(case.config, case.mesh)(_params(case), state_lib.put_batch(batch, case.mesh))
-    value_BT = packing.unpack(placement, state_lib.fetch(value_ABT, case.mesh), T)
+    value_ABT = make_value_fn(case.config, case.mesh)(_params(case), state_lib.put_batch(batch.layout(), case.mesh))
+    value_BT = placement.unpack(state_lib.fetch(value_ABT, case.mesh), T)
     one = tiny()
     expected_BT = np.asarray(_naive_values(_params(one), one.config, samples["tokens_BT"], length_B))
     real_BT = np.arange(T) < length_B[:, None]
@@ -100,7 +103,7 @@ def test_a_fresh_critic_says_0_and_leaves_the_actor_alone(tiny):
     actor = case.params()
     params = scalar.on_trunk(actor, case.config, case.mesh, jnp.dtype("float32"))
     _, batch, _ = _packed(case, row=40)
-    value_ABT = make_value_fn(case.config, case.mesh)(params, state_lib.put_batch(batch, case.mesh))
+    value_ABT = make_value_fn(case.config, case.mesh)(params, state_lib.put_batch(batch.layout(), case.mesh))
     assert (np.asarray(value_ABT) == 0).all()
     trainable, frozen = scalar.split_trainable(params, case.config)
     assert set(trainable) == {"layers", scalar.HEAD}
@@ -118,9 +121,9 @@ def test_masked_nan_has_no_influence(tiny):
     loss = functools.partial(value_loss, clip_range=0.3)
     clean, _ = _change(case, batch, loss)
     poison = {
-        name: np.where(batch.mask_ABT > 0, getattr(batch, name), np.nan).astype(np.float32)
-        for name in ("value_ABT", "return_ABT")
+        name: np.where(batch.rows.mask_BT > 0, getattr(batch.rows, name), np.nan).astype(np.float32)
+        for name in ("value_BT", "return_BT")
     }
-    dirty, metrics = _change(case, batch.replace(**poison), loss)
+    dirty, metrics = _change(case, batch.replace(rows=batch.rows.replace(**poison)), loss)
     jax.tree.map(np.testing.assert_array_equal, clean, dirty)
     assert float(metrics["critic/nonfinite"]) == 0.0

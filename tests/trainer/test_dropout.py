@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.models import decoder
 from podrl.trainer.step import make_logprob_fn
 
@@ -18,10 +18,10 @@ def _dropping(case, rate):
 
 
 def _run(case, *, seed=0, step=0, updates=1, **batch):
-    """Trainable parameters after some updates that start at a given step."""
+    """Makes some updates that start at a given step; returns the trainable parameters."""
     state, frozen = case.state()
     state = state.replace(step=jax.device_put(jnp.int32(step), state.step.sharding))
-    train_step = case.step(PolicyLoss(), seed=seed)
+    train_step = case.step(PolicyLoss(KLLossSettings()), seed=seed)
     for _ in range(updates):
         state, _ = train_step(state, frozen, case.batch(**batch))
     return np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(state.params)])
@@ -49,13 +49,13 @@ def test_masks_depend_on_seed_step_and_micro_batch(tiny):
 def test_a_resumed_run_drops_what_it_would_have_dropped(tiny):
     case = _dropping(tiny(lora=2, learning_rate=1e-2), 0.5)
     state, frozen = case.state()
-    train_step = case.step(PolicyLoss(), seed=3)
+    train_step = case.step(PolicyLoss(KLLossSettings()), seed=3)
     for _ in range(2):
         state, _ = train_step(state, frozen, case.batch())
     saved = jax.tree.map(np.asarray, state)
     final, _ = train_step(state, frozen, case.batch())
     placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), saved, case.state()[0])
-    resumed, _ = case.step(PolicyLoss(), seed=3)(placed, frozen, case.batch())
+    resumed, _ = case.step(PolicyLoss(KLLossSettings()), seed=3)(placed, frozen, case.batch())
     for x, y in zip(jax.tree.leaves(final), jax.tree.leaves(resumed), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
@@ -63,5 +63,5 @@ def test_a_resumed_run_drops_what_it_would_have_dropped(tiny):
 def test_scoring_never_drops(tiny):
     plain, dropping = tiny(lora=2), _dropping(tiny(lora=2), 0.5)
     params = decoder.join_trainable(*(lambda s: (s[0].params, s[1]))(plain.state()))
-    scores = [make_logprob_fn(case.config, case.mesh)(params, plain.batch()) for case in (plain, dropping)]
+    scores = [make_logprob_fn(case.config, case.mesh)(params, plain.batch().layout()) for case in (plain, dropping)]
     np.testing.assert_array_equal(np.asarray(scores[0]), np.asarray(scores[1]))

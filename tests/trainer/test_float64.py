@@ -1,4 +1,4 @@
-"""Packing, micro-batches and meshes change no gradient: rounding is all that the tests in float32 have to forgive."""
+"""Packing, micro-batches and meshes change no gradient: in float32 the tests tolerate rounding only."""
 
 import os
 import pathlib
@@ -13,14 +13,14 @@ TESTS = (
     "test_step.py::test_mesh_does_not_change_the_update",
     "test_step.py::test_gradient_equals_the_naive_one",
     *("test_critic.py::test_gradient_equals_the_naive_one_on_any_mesh_and_packing",),
-    "test_shared_prompts.py::test_the_update_is_the_same[64-fsdp=1-0]",
+    "test_shared_prompts.py::test_the_update_is_the_same[24-fsdp=1-0]",
     "test_shared_prompts.py::test_the_critics_update_is_the_same",
 )
 
 
 @pytest.mark.slow
 def test_gradients_agree_to_1e_12_in_float64():
-    """The tests named above, in a process of float64, where they compare every entry of a gradient to 1e-12."""
+    """The tests named above run in a float64 process, where they compare every entry of a gradient to 1e-12."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "pytest", "-p", "in_float64", "-p", "no:cacheprovider", "-rA"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a compiled program needs: less the more is computed again, and never anything of the size of all logits."""
+"""Memory of compiled programs: less with more recomputation, and never a buffer of all logits."""
 
 import dataclasses
 import importlib.util
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss, ReferencedRows
 from podrl.mesh.build import make_mesh
+from podrl.mesh.rules import batch_shards
 from podrl.models.config import gemma2_config
-from podrl.planning.chips import parse_topology, prepare
+from podrl.plan.chips import parse_topology, prepare
 from podrl.trainer import state as state_lib
 from podrl.trainer.logprob import token_logprobs
-from podrl.trainer.optimizer import OptimizerConfig, make_optimizer
+from podrl.trainer.optimizer import AdamSettings, make_optimizer
 from podrl.trainer.packing import PackShape
 from podrl.trainer.step import make_train_step
 
@@ -23,7 +24,7 @@ ROWS, T, LAYERS = 8, 256, 6
 
 
 def compiled_step(mesh, remat, *, dim, head_dim, dtype):
-    """The memory analysis of an update, from shapes alone."""
+    """Compiles an update from shapes alone; returns its memory analysis."""
     config = gemma2_config(
         vocab_size=512,
         num_layers=LAYERS,
@@ -33,13 +34,13 @@ def compiled_step(mesh, remat, *, dim, head_dim, dtype):
         num_kv_heads=4,
         head_dim=head_dim,
     )
-    optimizer = make_optimizer(OptimizerConfig())
+    optimizer = make_optimizer(AdamSettings(max_grad_norm=0.0))
     state, frozen = state_lib.abstract_state(config, optimizer, mesh)
     shape = PackShape.for_worst_case(
-        ROWS, T, max_tokens_per_row=T, rows_per_micro_batch=ROWS, shards=state_lib.batch_shards(mesh)
+        ROWS, T, max_tokens_per_row=T, rows_per_micro_batch=ROWS, shards=batch_shards(mesh)
     )
-    step = make_train_step(config, PolicyLoss(), optimizer, mesh, remat=remat, dtype=dtype)
-    return step.lower(state, frozen, state_lib.abstract_batch(shape, mesh)).compile().memory_analysis()
+    step = make_train_step(config, PolicyLoss(KLLossSettings()), optimizer, mesh, remat=remat, dtype=dtype)
+    return step.lower(state, frozen, state_lib.abstract_batch(ReferencedRows, shape, mesh)).compile().memory_analysis()
 
 
 def test_what_is_computed_again_is_not_kept():

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_rows import packed_rows
 
-from podrl.trainer.packing import PackShape, mini_batches, pack, place, unpack
+from podrl.algorithms.policy_loss import ReferencedRows
+from podrl.trainer.packing import PackShape, mini_batches, place
+
+VALUES = ("advantage_BT", "old_logprob_BT", "ref_logprob_BT", "sampler_logprob_BT")
 
 
 def _samples(lengths, prompt=2, seed=0):
@@ -17,7 +21,7 @@ def _samples(lengths, prompt=2, seed=0):
     return length_B, {
         "tokens_BT": rng.integers(1, 100, (B, T)),
         "mask_BT": (place_T >= prompt) & (place_T < length_B[:, None]),
-        "advantage_BT": rng.normal(size=B).astype(np.float32),
+        "advantage_BT": np.repeat(rng.normal(size=(B, 1)), T, axis=1).astype(np.float32),
         "old_logprob_BT": logprob_BT,
         "ref_logprob_BT": logprob_BT * 2,
         "sampler_logprob_BT": logprob_BT * 3,
@@ -25,7 +29,7 @@ def _samples(lengths, prompt=2, seed=0):
 
 
 def test_golden_placement():
-    """Worked by hand: rows of 10 hold 7+3, 6+4 and 5; the last row is the lightest and goes to the other shard."""
+    """Rows of 10 hold 7+3, 6+4 and 5; the last row is the lightest and goes to the other shard (worked by hand)."""
     placement = place(np.array([4, 7, 5, 3, 6]), PackShape(2, 2, 10, shards=2))
     assert placement.micro_batches == 2
     np.testing.assert_array_equal(placement.start_B, [6, 0, 0, 7, 0])
@@ -42,25 +46,27 @@ def test_every_token_is_packed_once_and_comes_back(lengths, row, shards):
     length_B, samples = _samples(lengths)
     shape = PackShape.for_worst_case(len(lengths), 30, max_tokens_per_row=row, rows_per_micro_batch=4, shards=shards)
     placement = place(length_B, shape)
-    batch = pack(placement, **samples)
-    assert shape.rows % shards == 0
-    assert int((batch.segment_ABT > 0).sum()) == length_B.sum()
-    assert int((batch.segment_ABT[placement.micro_batches :] > 0).sum()) == 0
-    for name in ("tokens_BT", "old_logprob_BT", "sampler_logprob_BT"):
-        packed_ABT = getattr(batch, name.replace("_BT", "_ABT"))
-        returned_BT = unpack(placement, packed_ABT, samples["tokens_BT"].shape[1])
-        real_BT = np.arange(returned_BT.shape[1]) < length_B[:, None]
-        kept_BT = real_BT if name == "tokens_BT" else samples["mask_BT"]
-        np.testing.assert_array_equal(returned_BT, np.where(kept_BT, samples[name], 0))
+    batch = packed_rows(ReferencedRows, placement, **samples)
+    layout, width = batch.rows.layout, samples["tokens_BT"].shape[1]
+    assert shape.rows % shards == 0 and int(batch.micro_batches) == placement.micro_batches
+    assert int((layout.segment_BT > 0).sum()) == length_B.sum()
+    assert int((layout.segment_BT[placement.micro_batches :] > 0).sum()) == 0
+    real_BT = np.arange(width) < length_B[:, None]
+    np.testing.assert_array_equal(placement.unpack(layout.tokens_BT, width), np.where(real_BT, samples["tokens_BT"], 0))
+    for name in VALUES:
+        returned_BT = placement.unpack(getattr(batch.rows, name), width)
+        np.testing.assert_array_equal(returned_BT, np.where(samples["mask_BT"], samples[name], 0))
+        whole_BT = placement.unpack(placement.scatter(samples[name]), width)  # masked tokens included
+        np.testing.assert_array_equal(whole_BT, np.where(real_BT, samples[name], 0))
     # Within a row, a segment is one sequence in order.
-    position_X = batch.position_ABT[batch.segment_ABT > 0]
+    position_X = layout.position_BT[layout.segment_BT > 0]
     assert sorted(position_X) == sorted(np.concatenate([np.arange(n) for n in lengths]))
-    starts = (batch.position_ABT == 0) & (batch.segment_ABT > 0)
+    starts = (layout.position_BT == 0) & (layout.segment_BT > 0)
     assert starts.sum() == len(lengths)
 
 
 def test_worst_case_is_reached_and_never_exceeded():
-    """Sequences just over half a row need a row each: the bound must allow it, and the packer must not exceed it."""
+    """Sequences just over half a row need a row each: the bound allows it, and the packer never exceeds it."""
     shape = PackShape.for_worst_case(6, 11, max_tokens_per_row=20, rows_per_micro_batch=4)
     assert shape.micro_batches * shape.rows >= 6
     assert place(np.full(6, 11), shape).micro_batches == 2
@@ -79,24 +85,30 @@ def test_shards_get_close_token_counts():
 
 def test_masked_values_never_reach_the_batch():
     length_B, samples = _samples([5, 9, 7])
-    for name in ("old_logprob_BT", "ref_logprob_BT", "sampler_logprob_BT"):
-        samples[name] = np.where(samples["mask_BT"], samples[name], np.nan)
-    advantage_BT = np.where(samples["mask_BT"], samples["advantage_BT"][:, None], np.inf)
-    batch = pack(place(length_B, PackShape(1, 2, 16)), **(samples | {"advantage_BT": advantage_BT}))
-    per_sequence = pack(place(length_B, PackShape(1, 2, 16)), **samples)
-    for name in ("advantage_ABT", "old_logprob_ABT", "ref_logprob_ABT", "sampler_logprob_ABT"):
-        assert np.isfinite(getattr(batch, name)).all()
-        np.testing.assert_array_equal(getattr(batch, name), getattr(per_sequence, name))
+    placement = place(length_B, PackShape(1, 2, 16))
+    clean = packed_rows(ReferencedRows, placement, **samples).rows
+    for junk in (np.nan, np.inf):
+        dirty = {name: np.where(samples["mask_BT"], samples[name], junk) for name in VALUES}
+        rows = packed_rows(ReferencedRows, placement, **(samples | dirty)).rows
+        for name in VALUES:
+            assert np.isfinite(getattr(rows, name)).all()
+            np.testing.assert_array_equal(getattr(rows, name), getattr(clean, name))
+
+
+def test_a_number_is_repeated_for_each_micro_batch():
+    length_B, samples = _samples([5, 9, 7])
+    rows = packed_rows(ReferencedRows, place(length_B, PackShape(3, 1, 16)), **samples, kl_scale=0.5).rows
+    np.testing.assert_array_equal(rows.kl_scale, np.full(3, 0.5, np.float32))
 
 
 def test_length_counts_loss_tokens():
     length_B, samples = _samples([5, 2, 7])
-    batch = pack(place(length_B, PackShape(1, 1, 16)), **samples)
+    rows = packed_rows(ReferencedRows, place(length_B, PackShape(1, 1, 16)), **samples).rows
     # Prompts of 2: 3, 0 and 5 loss tokens; a sequence without any and padding say 1.
     by_row = {3: 5, 1: 2 + (16 - 14), 5: 7}
-    values, counts = np.unique(batch.length_ABT, return_counts=True)
+    values, counts = np.unique(rows.length_BT, return_counts=True)
     assert dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True)) == by_row
-    assert (batch.mask_ABT / batch.length_ABT).sum() == pytest.approx(2.0)
+    assert (rows.mask_BT / rows.length_BT).sum() == pytest.approx(2.0)
 
 
 def test_errors_name_values_and_keys():
@@ -111,8 +123,10 @@ def test_errors_name_values_and_keys():
     with pytest.raises(ValueError, match=r"10 sequences do not split into mini-batches of 4.*mini_batch_size"):
         mini_batches(range(10), 4)
     length_B, samples = _samples([5, 9])
-    with pytest.raises(ValueError, match=r"tokens_BT has 1 rows for 2 placed sequences"):
-        pack(place(length_B, PackShape(1, 1, 16)), **(samples | {"tokens_BT": samples["tokens_BT"][:1]}))
+    placement = place(length_B, PackShape(1, 1, 16))
+    for pack in (placement.layout, placement.scatter, placement.loss_tokens):
+        with pytest.raises(ValueError, match=r"1 rows of per-token values for 2 placed sequences"):
+            pack(samples["tokens_BT"][:1])
 
 
 def test_mini_batches_keep_the_given_order():

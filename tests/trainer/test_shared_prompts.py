@@ -1,26 +1,27 @@
-"""Samples that share the tokens of their prompt in a row: the same loss, gradient and scores as without."""
+"""Samples that share their prompt's tokens in a row have the same loss, gradient and scores as without."""
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_rows import packed_rows
 
-from podrl.algorithms.policy_loss import PolicyLoss
-from podrl.algorithms.value_loss import value_loss
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss, ReferencedRows
+from podrl.algorithms.value_loss import CriticRows, value_loss
+from podrl.mesh.rules import batch_shards
 from podrl.models import scalar
-from podrl.trainer import packing
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import make_critic_step
 from podrl.trainer.optimizer import Optimizer
-from podrl.trainer.packing import Heads, PackShape, pack, place, unpack
+from podrl.trainer.packing import PackShape, SharedPrefixes, place
 from podrl.trainer.step import make_logprob_fn
 
 SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
 
 
 def groups(prompts, completions, vocabulary=40, seed=0):
-    """(lengths, heads, arrays for `pack`) of samples: for each prompt's length the lengths of its completions."""
+    """Draws groups: (lengths, shared prefixes, sample-layout arrays), with completions for each prompt's length."""
     rng = np.random.default_rng(seed)
     length_P = np.array(prompts)
     prompt_B = np.repeat(length_P, [len(c) for c in completions])
@@ -37,13 +38,13 @@ def groups(prompts, completions, vocabulary=40, seed=0):
     samples = {
         "tokens_BT": tokens_BT,
         "mask_BT": mask_BT,
-        "advantage_BT": rng.normal(size=B).astype(np.float32),
+        "advantage_BT": np.repeat(rng.normal(size=(B, 1)), T, axis=1).astype(np.float32),
         **{
             name: -rng.uniform(2, 5, (B, T)).astype(np.float32)
             for name in ("old_logprob_BT", "ref_logprob_BT", "sampler_logprob_BT")
         },
     }
-    return length_B, Heads(group_B, np.maximum(prompt_B - 1, 0)), samples
+    return length_B, SharedPrefixes(group_B, np.maximum(prompt_B - 1, 0)), samples
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -56,70 +57,71 @@ def groups(prompts, completions, vocabulary=40, seed=0):
 )
 def test_every_token_is_packed_and_comes_back(drawn, row, shards):
     prompts, completions = zip(*drawn, strict=True)
-    length_B, heads, samples = groups(prompts, completions)
+    length_B, alike, samples = groups(prompts, completions)
     shape = PackShape.for_worst_case(
         len(length_B), 30, max_tokens_per_row=row, rows_per_micro_batch=4, shards=shards, shared=True
     )
-    placement = place(length_B, shape, heads)
-    batch = pack(placement, **samples)
-    used = int((batch.segment_ABT > 0).sum())
+    placement = place(length_B, shape, alike)
+    rows = packed_rows(ReferencedRows, placement, **samples).rows
+    layout, width = rows.layout, samples["tokens_BT"].shape[1]
+    used = int((layout.segment_BT > 0).sum())
     assert used == placement.packed <= length_B.sum()
     alone = place(length_B, PackShape(shape.micro_batches, shape.rows, row, shards))
     assert alone.packed == length_B.sum()
-    for name in ("tokens_BT", "old_logprob_BT"):
-        returned_BT = unpack(placement, getattr(batch, name.replace("_BT", "_ABT")), samples["tokens_BT"].shape[1])
-        real_BT = np.arange(returned_BT.shape[1]) < length_B[:, None]
-        kept_BT = real_BT if name == "tokens_BT" else samples["mask_BT"]
-        np.testing.assert_array_equal(returned_BT, np.where(kept_BT, samples[name], 0))
-    position_BT = unpack(placement, batch.position_ABT, samples["tokens_BT"].shape[1])
-    np.testing.assert_array_equal(position_BT, np.where(real_BT, np.arange(position_BT.shape[1]), 0))
-    assert batch.mask_ABT.sum() == samples["mask_BT"].sum()
-    # What a token sees before its own segment is one segment, earlier in its row.
-    for rows in zip(*(x.reshape(-1, row) for x in (batch.segment_ABT, batch.prefix_ABT)), strict=True):
-        segment_T, prefix_T = rows
+    real_BT = np.arange(width) < length_B[:, None]
+    for packed_BT, kept_BT, name in (
+        (layout.tokens_BT, real_BT, "tokens_BT"),
+        (rows.old_logprob_BT, samples["mask_BT"], "old_logprob_BT"),
+    ):
+        np.testing.assert_array_equal(placement.unpack(packed_BT, width), np.where(kept_BT, samples[name], 0))
+    position_BT = placement.unpack(layout.position_BT, width)
+    np.testing.assert_array_equal(position_BT, np.where(real_BT, np.arange(width), 0))
+    assert rows.mask_BT.sum() == samples["mask_BT"].sum()
+    # Before its own segment a token sees one segment, earlier in its row.
+    for segment_T, prefix_T in zip(*(x.reshape(-1, row) for x in (layout.segment_BT, layout.prefix_BT)), strict=True):
         for prefix in np.unique(prefix_T[prefix_T > 0]):
             assert np.flatnonzero(segment_T == prefix).max() < np.flatnonzero(prefix_T == prefix).min()
             assert (prefix_T[segment_T == prefix] == 0).all()
 
 
 def test_a_group_is_split_where_that_saves_more_padding_than_its_prompt_costs():
-    """Worked by hand: 4 + 4 x 5 = 24 tokens a group; two groups fill rows of 40 with one prompt told twice."""
-    length_B, heads, samples = groups([5, 5], [[4] * 4, [4] * 4])
-    placement = place(length_B, PackShape(1, 3, 40, shared=True), heads)
+    """By hand: 4 + 4 x 5 = 24 tokens a group; two groups fill rows of 40 with one prompt packed twice."""
+    length_B, alike, samples = groups([5, 5], [[4] * 4, [4] * 4])
+    placement = place(length_B, PackShape(1, 3, 40, shared=True), alike)
     assert placement.micro_batches == 1
     assert placement.packed == 2 * 24 + 4
     assert len(np.unique(placement.row_B)) == 2
-    whole = place(length_B, PackShape(1, 3, 28, shared=True), heads)  # 4 are left: no room for another prompt
+    whole = place(length_B, PackShape(1, 3, 28, shared=True), alike)  # 4 are left: no room for another prompt
     assert whole.packed == 2 * 24
-    assert pack(whole, **samples).prefix_ABT.max() == 1
+    assert whole.layout(samples["tokens_BT"]).prefix().max() == 1
 
 
 def test_nothing_is_shared_where_that_needs_more_rows():
     """Alone, 10 + 6 tokens fill a row, twice; the two of 6 share 4 and lie together: those of 10 need a row each."""
-    length_B, heads, samples = groups([2, 5], [[8, 8], [1, 1]])
-    sharing = place(length_B, PackShape(1, 3, 16, shared=True), heads)
+    length_B, alike, samples = groups([2, 5], [[8, 8], [1, 1]])
+    sharing = place(length_B, PackShape(1, 3, 16, shared=True), alike)
     assert len(np.unique(sharing.row_B)) == 3 and sharing.packed == 10 + 10 + 4 + 2 + 2
-    alone = place(length_B, PackShape(1, 2, 16, shared=True), heads)
+    alone = place(length_B, PackShape(1, 2, 16, shared=True), alike)
     assert len(np.unique(alone.row_B)) == 2 and alone.packed == 32
-    assert not alone.head_B.any() and not alone.prefix_B.any()
-    assert not pack(alone, **samples).prefix_ABT.any()
+    assert not alone.shared_B.any() and not alone.prefix_B.any()
+    assert not alone.layout(samples["tokens_BT"]).prefix().any()
 
 
 def test_a_loss_on_a_shared_token_is_refused():
-    length_B, heads, samples = groups([5], [[4, 4]])
+    length_B, alike, samples = groups([5], [[4, 4]])
     samples["mask_BT"][1, 3] = True
     with pytest.raises(ValueError, match="Token 3 of sequence 1 counts in the loss and is shared"):
-        pack(place(length_B, PackShape(1, 1, 40, shared=True), heads), **samples)
+        packed_rows(ReferencedRows, place(length_B, PackShape(1, 1, 40, shared=True), alike), **samples)
 
 
 def test_samples_that_do_not_begin_alike_are_refused():
-    length_B, heads, samples = groups([5, 3], [[4, 4], [4, 4]])
+    length_B, alike, samples = groups([5, 3], [[4, 4], [4, 4]])
     samples["tokens_BT"][1, 2] += 1
     with pytest.raises(ValueError, match=r"at 2, where another of its group has .* trainer.share_prompts=False"):
-        pack(place(length_B, PackShape(1, 1, 40, shared=True), heads), **samples)
+        packed_rows(ReferencedRows, place(length_B, PackShape(1, 1, 40, shared=True), alike), **samples)
     with pytest.raises(ValueError, match="5 samples of 2 prompts are not as many of each"):
-        Heads.of_prompts(np.array([5, 3]), 5)
-    np.testing.assert_array_equal(Heads.of_prompts(np.array([5, 3]), 4).length_B, [4, 4, 2, 2])
+        SharedPrefixes.of_prompts(np.array([5, 3]), 5)
+    np.testing.assert_array_equal(SharedPrefixes.of_prompts(np.array([5, 3]), 4).length_B, [4, 4, 2, 2])
 
 
 # Prompts longer than the window of 6, of one token, and one of a single sample; a completion without tokens.
@@ -127,28 +129,41 @@ CASE = groups([9, 1, 11, 4], [[5, 8, 2, 10], [6, 3], [7], [12, 0, 4]])
 
 
 def batches(case, row, rows):
-    """The same samples packed alone and sharing."""
-    length_B, heads, samples = CASE
-    shards = state_lib.batch_shards(case.mesh)
+    """Packs the same samples without and with sharing."""
+    length_B, alike, samples = CASE
+    shards = batch_shards(case.mesh)
     for shared in (False, True):
         shape = PackShape.for_worst_case(
             len(length_B), 20, max_tokens_per_row=row, rows_per_micro_batch=rows, shards=shards, shared=shared
         )
-        placement = place(length_B, shape, heads)
-        yield placement, state_lib.put_batch(pack(placement, **samples), case.mesh)
+        placement = place(length_B, shape, alike)
+        yield placement, state_lib.put_batch(packed_rows(ReferencedRows, placement, **samples), case.mesh)
 
 
-@pytest.mark.parametrize("lora", [0, 2])
 @pytest.mark.parametrize(
-    ("row", "spec"),
-    # Rows of 1,100 are three blocks of attention, of which the samples fill less than one.
-    [(24, "fsdp=1"), (64, "fsdp=1"), (24, "fsdp=2,tensor=2"), (64, "fsdp=2,tensor=2"), (1100, "fsdp=1")],
+    ("row", "spec", "lora"),
+    [
+        (24, "fsdp=1", 0),
+        (64, "fsdp=2,tensor=2", 2),
+        # Rows of 1,100 are three blocks of attention, of which the samples fill less than one.
+        *(
+            pytest.param(row, spec, lora, marks=pytest.mark.slow)
+            for row, spec, lora in [
+                (64, "fsdp=1", 2),
+                (24, "fsdp=2,tensor=2", 0),
+                (1100, "fsdp=1", 0),
+                (1100, "fsdp=1", 2),
+            ]
+        ),
+    ],
 )
 def test_the_update_is_the_same(tiny, spec, row, lora):
     case, found = tiny(spec, lora=lora), []
     for _, batch in batches(case, row, rows=2):
         before = jax.tree.map(np.asarray, case.state()[0].params)
-        state, metrics = case.step(PolicyLoss(beta=0.1, loss_agg_mode="sequence-mean-token-mean"))(*case.state(), batch)
+        state, metrics = case.step(PolicyLoss(KLLossSettings(beta=0.1, loss_agg_mode="sequence-mean-token-mean")))(
+            *case.state(), batch
+        )
         found.append((jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params), metrics))
     (alone, one), (sharing, other) = found
     assert other["actor/nonfinite"] == 0
@@ -165,8 +180,8 @@ def test_scores_are_the_same_and_fewer_tokens_are_computed(tiny):
     params, mask_BT, width = case.params(), CASE[2]["mask_BT"], CASE[2]["tokens_BT"].shape[1]
     found, packed = [], []
     for placement, batch in batches(case, 64, rows=2):
-        values_ABT = np.asarray(make_logprob_fn(case.config, case.mesh)(params, batch))
-        found.append(np.where(mask_BT, unpack(placement, values_ABT, width), 0.0))
+        values_ABT = np.asarray(make_logprob_fn(case.config, case.mesh)(params, batch.layout()))
+        found.append(np.where(mask_BT, placement.unpack(values_ABT, width), 0.0))
         packed.append(placement.packed)
     np.testing.assert_allclose(found[1], found[0], rtol=SAME, atol=SAME)
     assert packed[0] - packed[1] == 8 * 3 + 3 * 2  # prompts of 9 and 4 tokens, of 4 and 3 samples
@@ -174,14 +189,14 @@ def test_scores_are_the_same_and_fewer_tokens_are_computed(tiny):
 
 def test_the_critics_update_is_the_same(tiny):
     case, found = tiny(), []
-    length_B, heads, samples = CASE
+    length_B, alike, samples = CASE
     values = {"value_BT": samples["old_logprob_BT"], "return_BT": samples["ref_logprob_BT"]}
     keep = {name: samples[name] for name in ("tokens_BT", "mask_BT")}
     for shared in (False, True):
         shape = PackShape.for_worst_case(
             len(length_B), 20, max_tokens_per_row=64, rows_per_micro_batch=2, shared=shared
         )
-        batch = packing.pack_values(place(length_B, shape, heads), **keep, **values)
+        batch = packed_rows(CriticRows, place(length_B, shape, alike), **keep, **values)
         params = scalar.on_trunk(case.params(), case.config, case.mesh, np.dtype(case.dtype))
         trainable, frozen = scalar.split_trainable(params, case.config)
         before = jax.tree.map(np.asarray, trainable)
@@ -204,4 +219,5 @@ def test_the_critics_update_is_the_same(tiny):
 
 def test_a_batch_that_shares_nothing_has_no_prefixes(tiny):
     (_, alone), (_, sharing) = batches(tiny(), 64, rows=2)
-    assert alone.prefix_ABT is None and sharing.prefix_ABT is not None
+    assert alone.rows.layout.prefix() is None and sharing.rows.layout.prefix() is not None
+    assert len(jax.tree.leaves(alone)) == len(jax.tree.leaves(sharing)) - 1

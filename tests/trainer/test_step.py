@@ -1,4 +1,4 @@
-"""The training step: one update however sequences are packed, split and sharded; only what should change does."""
+"""The training step makes the same update however sequences are packed, split and sharded."""
 
 import dataclasses
 import pathlib
@@ -9,22 +9,23 @@ import numpy as np
 import optax
 import pytest
 
-from podrl.algorithms.policy_loss import PolicyLoss
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.models import LoraConfig, decoder, from_pretrained
 from podrl.trainer import state as state_lib
-from podrl.trainer.objective import CrossEntropy
+from podrl.trainer.objective import CrossEntropy, SupervisedRows
 from podrl.trainer.optimizer import Optimizer
 from podrl.trainer.step import make_logprob_fn
+from podrl.types import Layout
 
 B = 8  # sequences of every batch
 MODES = ("token-mean", "sequence-mean-token-mean")
-# How far apart two entries of a gradient of norm 5 may be. In float32 its roundings add up to about 1e-6;
+# Tolerance of the entries of a gradient of norm 5. In float32 its roundings add up to about 1e-6;
 # test_float64.py runs the same tests in float64 and so holds them to 1e-12.
 SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
 
 
 def _update(case, loss, **batch):
-    """(parameters before minus after, metrics): with SGD at rate 1, the gradient."""
+    """Makes an update: (parameters before minus after, metrics); with SGD at rate 1, the gradient."""
     before = jax.tree.map(np.asarray, case.state()[0].params)
     state, frozen = case.state()
     state, metrics = case.step(loss)(state, frozen, case.batch(**batch))
@@ -44,7 +45,7 @@ def _assert_same(got, expected, atol=SAME):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_packing_and_micro_batches_do_not_change_the_update(tiny, mode):
-    loss = PolicyLoss(loss_agg_mode=mode)
+    loss = PolicyLoss(KLLossSettings(loss_agg_mode=mode))
     padded = _update(tiny(), loss, row=20, rows=8)  # a row holds one sequence, one micro-batch
     _assert_same(_update(tiny(), loss, row=60, rows=1), padded)
     _assert_same(_update(tiny(), loss, row=40, rows=2), padded)
@@ -52,15 +53,15 @@ def test_packing_and_micro_batches_do_not_change_the_update(tiny, mode):
 
 @pytest.mark.parametrize("spec", ["fsdp=4", "data=2,fsdp=2,tensor=2"])
 def test_mesh_does_not_change_the_update(tiny, spec):
-    loss = PolicyLoss()
+    loss = PolicyLoss(KLLossSettings())
     _assert_same(_update(tiny(spec), loss), _update(tiny(), loss, row=20, rows=8))
 
 
 def test_gradient_equals_the_naive_one(tiny):
-    """Against the loss written out on padded rows with all logits, differentiated by jax."""
+    """Compares with the loss written out on padded rows with all logits, differentiated by jax."""
     case = tiny()
     length_B, samples = case.samples()
-    change, metrics = _update(case, CrossEntropy())
+    change, metrics = _update(case, CrossEntropy(), kind=SupervisedRows)
     tokens_BT, mask_BT = jnp.asarray(samples["tokens_BT"]), jnp.asarray(samples["mask_BT"])
     place_BT = jnp.tile(jnp.arange(tokens_BT.shape[1]), (B, 1))
     segment_BT = (place_BT < length_B[:, None]).astype(jnp.int32)
@@ -82,9 +83,10 @@ def test_mini_batch_metrics_of_the_first_update_are_on_policy(tiny):
     case = tiny()
     state, frozen = case.state()
     batch = case.batch()
-    logprob_ABT = make_logprob_fn(case.config, case.mesh)(decoder.join_trainable(state.params, frozen), batch)
-    batch = batch.replace(old_logprob_ABT=logprob_ABT, ref_logprob_ABT=logprob_ABT, sampler_logprob_ABT=logprob_ABT)
-    _, metrics = case.step(PolicyLoss(beta=0.1))(state, frozen, batch)
+    logprob_ABT = make_logprob_fn(case.config, case.mesh)(decoder.join_trainable(state.params, frozen), batch.layout())
+    same = dict.fromkeys(("old_logprob_BT", "ref_logprob_BT", "sampler_logprob_BT"), logprob_ABT)
+    batch = batch.replace(rows=batch.rows.replace(**same))
+    _, metrics = case.step(PolicyLoss(KLLossSettings(beta=0.1)))(state, frozen, batch)
     assert float(metrics["actor/ratio"]) == pytest.approx(1.0, abs=1e-6)
     for name in ("actor/pg_clipfrac", "actor/approx_kl", "actor/kl", "actor/nonfinite"):
         assert float(metrics[name]) == pytest.approx(0.0, abs=1e-6), name
@@ -93,15 +95,15 @@ def test_mini_batch_metrics_of_the_first_update_are_on_policy(tiny):
 
 def test_the_kl_coefficient_is_scaled_without_compiling(tiny):
     case = tiny()
-    step = case.step(PolicyLoss(beta=0.1, kl_loss_mode="k3"))
+    step = case.step(PolicyLoss(KLLossSettings(beta=0.1, kl_loss_mode="k3")))
     found = []
     for scale in (1.0, 0.5, 0.0, 3.0):
         before = jax.tree.map(np.asarray, case.state()[0].params)
         state, _ = step(*case.state(), case.batch(kl_scale=scale))
         found.append(jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params))
     assert step._cache_size() == 1
-    halved, _ = _update(tiny(), PolicyLoss(beta=0.05, kl_loss_mode="k3"))
-    none, _ = _update(tiny(), PolicyLoss(beta=0.0))
+    halved, _ = _update(tiny(), PolicyLoss(KLLossSettings(beta=0.05, kl_loss_mode="k3")))
+    none, _ = _update(tiny(), PolicyLoss(KLLossSettings(beta=0.0)))
     for got, expected in ((found[1], halved), (found[2], none)):
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=SAME)
@@ -111,10 +113,10 @@ def test_the_kl_coefficient_is_scaled_without_compiling(tiny):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprob_fn_scores_every_token_of_filled_micro_batches(tiny, temperature):
     case = tiny("fsdp=2")
-    batch = case.batch(rows=2)
-    params = case.params()
+    batch = case.batch(Layout, rows=2)
+    layout, params = batch.rows, case.params()
     logprob_ABT = np.asarray(make_logprob_fn(case.config, case.mesh, temperature=temperature)(params, batch))
-    continues_ABT = (np.asarray(batch.segment_ABT) > 0) & (np.asarray(batch.position_ABT) > 0)
+    continues_ABT = (np.asarray(layout.segment_BT) > 0) & (np.asarray(layout.position_BT) > 0)
     assert (logprob_ABT[continues_ABT] < 0).all()
     assert (logprob_ABT[~continues_ABT] == 0).all()
 
@@ -126,7 +128,7 @@ def test_lora_trains_adapters_only(tiny, spec):
     base = jax.tree.map(np.asarray, frozen)
     before = jax.tree.map(np.asarray, state.params)
     assert all(name.endswith(("_lora_a", "_lora_b")) for name in state.params["layers"])
-    state, metrics = case.step(PolicyLoss())(state, frozen, case.batch())
+    state, metrics = case.step(PolicyLoss(KLLossSettings()))(state, frozen, case.batch())
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.params), strict=True):
         assert np.abs(old - np.asarray(new)).max() > 1e-4
     jax.tree.map(np.testing.assert_array_equal, base, jax.tree.map(np.asarray, frozen))
@@ -137,7 +139,7 @@ def test_lora_trains_adapters_only(tiny, spec):
 def test_state_is_donated_and_nothing_is_compiled_twice(tiny):
     case = tiny("fsdp=2", learning_rate=1e-3)
     state, frozen = case.state()
-    step = case.step(PolicyLoss())
+    step = case.step(PolicyLoss(KLLossSettings()))
     filled = []
     for seed, lengths in enumerate((None, [20] * B, [4] * B, [20] * 4 + [4] * 4)):
         batch = case.batch(rows=2, seed=seed, lengths=lengths)
@@ -151,18 +153,18 @@ def test_state_is_donated_and_nothing_is_compiled_twice(tiny):
 
 
 def test_masked_nan_has_no_influence(tiny):
-    """NaN where mask is 0, put into the device batch behind the packer's back."""
+    """NaN where mask is 0 is put into the device batch behind the packer's back."""
     case = tiny()
-    loss = PolicyLoss(beta=0.1)
+    loss = PolicyLoss(KLLossSettings(beta=0.1))
     clean = _update(case, loss)
     state, frozen = case.state()
     before = jax.tree.map(np.asarray, state.params)
     batch = case.batch()
     poison = {
-        name: jnp.where(batch.mask_ABT > 0, getattr(batch, name), jnp.nan)
-        for name in ("advantage_ABT", "old_logprob_ABT", "ref_logprob_ABT", "sampler_logprob_ABT")
+        name: jnp.where(batch.rows.mask_BT > 0, getattr(batch.rows, name), jnp.nan)
+        for name in ("advantage_BT", "old_logprob_BT", "ref_logprob_BT", "sampler_logprob_BT")
     }
-    state, metrics = case.step(loss)(state, frozen, batch.replace(**poison))
+    state, metrics = case.step(loss)(state, frozen, batch.replace(rows=batch.rows.replace(**poison)))
     change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
     _assert_same((change, {k: float(v) for k, v in metrics.items()}), clean, atol=0)
 
@@ -170,10 +172,11 @@ def test_masked_nan_has_no_influence(tiny):
 def test_an_update_that_is_not_finite_is_skipped_and_counted(tiny):
     case = tiny(learning_rate=1e-2)
     state, frozen = case.state()
-    step = case.step(PolicyLoss())
+    step = case.step(PolicyLoss(KLLossSettings()))
     before = jax.tree.map(np.asarray, (state.params, state.opt_state))
     batch = case.batch()
-    broken = batch.replace(advantage_ABT=jnp.where(batch.mask_ABT > 0, jnp.nan, 0.0))
+    rows = batch.rows
+    broken = batch.replace(rows=rows.replace(advantage_BT=jnp.where(rows.mask_BT > 0, jnp.nan, 0.0)))
     state, metrics = step(state, frozen, broken)
     assert float(metrics["actor/nonfinite"]) == 1.0
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, (state.params, state.opt_state)))
@@ -186,10 +189,10 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(tiny):
 @pytest.mark.parametrize("remat", ["dots", "full", "offload"])
 def test_rematerialisation_does_not_change_the_update(tiny, remat):
     case = tiny()
-    expected = _update(case, CrossEntropy())
+    expected = _update(case, CrossEntropy(), kind=SupervisedRows)
     before = jax.tree.map(np.asarray, case.state()[0].params)
     state, frozen = case.state()
-    state, metrics = case.step(CrossEntropy(), remat=remat)(state, frozen, case.batch())
+    state, metrics = case.step(CrossEntropy(), remat=remat)(state, frozen, case.batch(SupervisedRows))
     change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
     _assert_same((change, {k: float(v) for k, v in metrics.items()}), expected)
 
@@ -198,7 +201,7 @@ def test_rematerialisation_does_not_change_the_update(tiny, remat):
 def test_supervised_training_lowers_the_loss(tiny, dtype, param_dtype):
     case = dataclasses.replace(tiny("fsdp=2", learning_rate=3e-2), param_dtype=param_dtype)
     state, frozen = case.state()
-    step, batch = case.step(CrossEntropy(), dtype=dtype), case.batch()
+    step, batch = case.step(CrossEntropy(), dtype=dtype), case.batch(SupervisedRows)
     losses = []
     for _ in range(12):
         state, metrics = step(state, frozen, batch)
@@ -208,7 +211,7 @@ def test_supervised_training_lowers_the_loss(tiny, dtype, param_dtype):
 
 @pytest.mark.parametrize("base_dtype", ["", "int8", "int4"])
 def test_adapters_on_stored_integers_lower_the_loss(tiny, base_dtype):
-    """QLoRA: the base of a checkpoint, rounded, stays as it is while its adapters learn."""
+    """QLoRA: the rounded base of a checkpoint stays as it is while its adapters learn."""
     case = tiny("fsdp=2", learning_rate=3e-2)
     fixture = pathlib.Path(__file__).parents[1] / "models" / "fixtures" / "gemma2"
     model = from_pretrained(fixture, case.mesh, lora=LoraConfig(rank=4, base_dtype=base_dtype))
@@ -217,7 +220,7 @@ def test_adapters_on_stored_integers_lower_the_loss(tiny, base_dtype):
     assert frozen["layers"]["gate"].dtype == jnp.dtype(base_dtype or "float32")
     base = jax.tree.map(np.asarray, frozen)
     _, samples = case.samples()
-    batch = case.batch(tokens_BT=samples["tokens_BT"] % model.config.vocab_size)
+    batch = case.batch(SupervisedRows, tokens_BT=samples["tokens_BT"] % model.config.vocab_size)
     step = case.step(CrossEntropy())
     losses = []
     for _ in range(12):
@@ -234,7 +237,7 @@ def test_any_optax_transformation_trains(tiny):
     abstract, _ = state_lib.abstract_state(case.config, case.optimizer, case.mesh)
     state, frozen = case.state()
     jax.tree.map(lambda a, x: (a.shape, a.dtype) == (x.shape, x.dtype) or pytest.fail(f"{a} {x}"), abstract, state)
-    _, metrics = case.step(CrossEntropy())(state, frozen, case.batch())
+    _, metrics = case.step(CrossEntropy())(state, frozen, case.batch(SupervisedRows))
     assert "actor/lr" not in metrics and float(metrics["actor/grad_norm"]) > 0
 
 

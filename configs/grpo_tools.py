@@ -1,0 +1,44 @@
+"""GRPO with a tool: sums too large for the head, and a calculator.
+
+Default: the checkpoint that comes with podrl (configs/sft_tools.py makes it) can ask a calculator and rarely does.
+GRPO teaches it to, on a CPU machine with 2 cores: greedy answers 0 -> 83 %, sampled 9 -> 72 %, in under 3 minutes.
+
+    python -m podrl.launch --config=grpo_tools.py
+    python -m podrl.launch --config=grpo_tools.py --config.env.max_tool_calls=0      # a control: it cannot be learned
+
+Variants:
+    grpo_tools.py:mcp       the same calculator as an MCP server over stdio (extra [tools]), bit for bit
+"""
+
+from ml_collections import ConfigDict
+
+VARIANTS = ("python", "mcp")
+
+
+def get_config(variant: str = "python") -> ConfigDict:
+    """The configuration of a variant, as plain data."""
+    if variant not in VARIANTS:
+        raise ValueError(f"grpo_tools.py has no variant {variant!r}: use one of {', '.join(VARIANTS)}.")
+    config = ConfigDict()
+    config.algorithm = "grpo"
+    config.seed = 0
+    config.fake_devices = 1  # one device is the fastest form on a CPU
+    config.compile_cache = "auto"  # compiled programs are kept for the next start; "" keeps none, or a directory
+    config.model = ConfigDict({"path": "tiny_tools"})
+    config.roles = ConfigDict({"colocated": True})
+    config.data = ConfigDict({"path": "sums", "seed": 42})
+    config.env = ConfigDict({"environment": "tools", "tools": ("calculator",), "mcp": (), "max_tool_calls": 2})
+    if variant == "mcp":
+        config.env.update({"tools": (), "mcp": ("python -m podrl.environments.calculator_server",)})
+    config.grpo = ConfigDict({"num_generations": 8, "loss_agg_mode": "sequence-mean-token-mean", "beta": 0.0})
+    config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 48})
+    # Of the tokens of a response, those that the model samples; the others are the calculator's.
+    config.rollout.update({"max_response_tokens": 88, "max_tokens_to_generate": 56, "temperature": 1.0})
+    # 1.5 for the right answer; a call that fails costs a tenth of that.
+    config.reward = ConfigDict({"fns": ("number", "failed_calls"), "weights": (1.0, 0.15), "workers": 1})
+    config.trainer = ConfigDict({"max_steps": 60, "eval_every_n_steps": 20, "learning_rate": 2e-4})
+    config.trainer.update({"schedule": "constant", "max_grad_norm": 1.0, "b2": 0.99, "max_seq_token_per_tpu": 2048})
+    config.eval = ConfigDict({"problems": 256, "samples": 2})
+    config.checkpoint = ConfigDict({"every": 60, "keep": 2})
+    config.log = ConfigDict({"samples_every": 10})
+    return config

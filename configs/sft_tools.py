@@ -1,0 +1,39 @@
+"""Makes the checkpoint that half knows to ask a calculator: a Gemma 2 of half a million parameters.
+
+First every example of a sum too large for the head calls the calculator; then, for the last steps, most guess the
+answer, as a base model would that has seen few calls, so that reinforcement learning has something to find. The output
+of a call is given, not learned. From a fixed seed:
+
+    python -m podrl.launch --config=sft_tools.py && python -m podrl.export --workdir=runs/sft_tools --out=tiny_tools
+
+and tiny_tools/ is the like of podrl/assets/tiny_tools, which is this run's last step, reached in several starts with
+resume. The tokenizer comes from
+`python -m podrl.data.train_tokenizer --calls --out=podrl/assets/tiny_tools`.
+"""
+
+from ml_collections import ConfigDict
+
+FULL_STEPS, MIXED_STEPS = 300, 180
+
+
+def get_config() -> ConfigDict:
+    """The configuration, as plain data."""
+    config = ConfigDict()
+    config.algorithm = "sft"
+    config.seed = 0
+    config.fake_devices = 1  # one device is the fastest form on a CPU
+    config.compile_cache = "auto"  # compiled programs are kept for the next start; "" keeps none, or a directory
+    config.model = ConfigDict({"path": "scratch"})
+    config.scratch = ConfigDict({"window": 1024})
+    config.tokenizer = "tiny_tools"
+    config.roles = ConfigDict({"colocated": True})
+    config.data = ConfigDict({"path": "sums", "seed": 1})
+    config.sft = ConfigDict({"batch_size": 64, "max_length": 80, "tagged_share": 0.16, "full_steps": FULL_STEPS})
+    config.rollout = ConfigDict({"max_prompt_length": 48, "max_tokens_to_generate": 48})
+    config.trainer = ConfigDict({"max_steps": FULL_STEPS + MIXED_STEPS, "eval_every_n_steps": 1000})
+    config.trainer.update({"learning_rate": 3e-3, "schedule": "cosine", "warmup_fraction": 0.06, "end_fraction": 0.1})
+    config.trainer.update({"b2": 0.98, "weight_decay": 0.01, "max_grad_norm": 1.0, "max_tokens_per_row": 128})
+    config.trainer.max_seq_token_per_tpu = 2048
+    config.eval = ConfigDict({"problems": 0})
+    config.checkpoint = ConfigDict({"every": 240})
+    return config

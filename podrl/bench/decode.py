@@ -1,0 +1,150 @@
+"""Counts the bytes that one decode step reads from a TPU's memory, without a TPU: `python -m podrl.bench decode`."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="podrl.bench decode", description=__doc__)
+    parser.add_argument("--size", default="gemma2-2b", help="a published size, see podrl/models/sizes.py")
+    parser.add_argument("--topology", default="v5e:2x4")
+    parser.add_argument("--mesh", default="data=2,tensor=4")
+    parser.add_argument("--lanes", type=int, default=256, help="over the whole mesh")
+    parser.add_argument("--prompt_len", type=int, default=512)
+    parser.add_argument("--max_new", type=int, default=1536)
+    parser.add_argument("--group", type=int, default=8, help="samples that share a prompt")
+    parser.add_argument("--page_tokens", type=int, default=None, help="rollout.page_tokens")
+    parser.add_argument("--prefill_tokens", type=int, default=2048, help="rollout.prefill_tokens")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--sampled", type=int, nargs="+", default=[0, 384, 768, 1152, 1528], help="tokens every lane has sampled"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def run(argv: Sequence[str]) -> dict[str, Any]:
+    """Compiles `generate` and the largest prefill for a topology and counts HBM reads in the compiled text.
+
+    The count walks the compiled program: every operation reads its operands where they lie in HBM (slices and gathers
+    what they take of them), loops count as often as they run. How often the loops over reads run follows from the
+    list of reads, which the engine's own code writes for lanes that all hold a whole prompt and the given number of
+    sampled tokens.
+
+    Returns:
+      peak_bytes and prefill_peak_bytes (of one chip), hbm_bytes (that a program may use), fits, compile_seconds,
+      weight_bytes (of one chip), and for every number of sampled tokens kv_bytes (live keys and values of one chip,
+      prompts counted once per group), read_bytes (per step), ratio (read_bytes over weights and live keys and values)
+      and least_ms (of a step: read and written bytes over the chip's bandwidth).
+
+    Raises:
+      ValueError: an unknown size or topology, or a mesh that does not fit it.
+    """
+    from podrl.plan import chips
+
+    args = _parser().parse_args(argv)
+    chips.prepare(os.environ)
+    return _measure(args)
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    import time
+
+    import jax
+
+    from podrl.mesh.build import make_mesh
+    from podrl.models import decoder, sizes
+    from podrl.plan import chips
+    from podrl.rollout.engine import Engine
+    from podrl.rollout.sizes import engine_shape
+
+    topology = chips.parse_topology(args.topology, key="--topology")
+    mesh = make_mesh(args.mesh, topology.devices(), key="--mesh")
+    model, dtype = sizes.config_of(args.size), jax.numpy.dtype(args.dtype)
+    engine = Engine(model, mesh, engine_shape(_config(args), mesh.shape["data"] * mesh.shape["fsdp"]), dtype)
+    params = decoder.abstract_params(model, mesh, dtype)
+    programs = {program.name: program for program in engine.programs(params)}
+    started = time.perf_counter()
+    generate, prefill = (
+        programs[name].jitted.lower(*programs[name].args).compile()
+        for name in ("generate", f"prefill_{engine.shape.buckets[-1]}")
+    )
+    seconds = time.perf_counter() - started
+    peak, prefill_peak = (float(c.memory_analysis().peak_memory_in_bytes) for c in (generate, prefill))
+    pool = programs["generate"].args[1].key_LMKCH
+    L, _, K, _, H = pool.sharding.shard_shape(pool.shape)
+    token_bytes = 2.0 * L * K * H * dtype.itemsize
+    weights = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params))
+    return {
+        "peak_bytes": peak,
+        "prefill_peak_bytes": prefill_peak,
+        "hbm_bytes": topology.chip.hbm,
+        "fits": max(peak, prefill_peak) <= topology.chip.hbm,
+        "compile_seconds": seconds,
+        "weight_bytes": float(weights),
+        "steps": [
+            _count(engine, generate.as_text(), float(weights), token_bytes, sampled, args, topology.chip.hbm_rate)
+            for sampled in args.sampled
+        ],
+    }
+
+
+def _config(args: argparse.Namespace) -> Any:
+    from podrl.rollout.config import RolloutConfig
+
+    given = {} if args.page_tokens is None else {"page_tokens": args.page_tokens}
+    return RolloutConfig(
+        max_prompt_length=args.prompt_len,
+        max_tokens_to_generate=args.max_new,
+        kv_cache_size=args.prompt_len + args.max_new,
+        lanes=args.lanes,
+        prefill_tokens=args.prefill_tokens,
+        **given,
+    )
+
+
+def _count(
+    engine: Any, text: str, weights: float, token_bytes: float, sampled: int, args: argparse.Namespace, rate: float
+) -> dict[str, float]:
+    """Counts one step's work at a given filling of the lanes."""
+    from podrl.plan.hlo import cost_of
+    from podrl.rollout import attention
+
+    reads, tokens = _filled(engine, args.prompt_len, sampled, args.group)
+    N = engine.shape.steps
+    loops = {**attention.loop_counts(reads), "decode_steps": N, "filters": 0}
+    cost = cost_of(text, named=loops)
+    live = float(tokens * token_bytes)
+    return {
+        "sampled": sampled,
+        "kv_bytes": live,
+        "read_bytes": cost.read / N,
+        "ratio": cost.read / N / (weights + live),
+        "least_ms": 1e3 * cost.bytes / N / rate,
+    }
+
+
+def _filled(engine: Any, prompt: int, sampled: int, group: int) -> tuple[Any, int]:
+    """Builds the reads of a shard whose lanes all hold a prompt and `sampled` tokens: (reads, tokens read)."""
+    from podrl.rollout.reads import LaneReads, Page
+
+    C, free = engine.shape.page_tokens, iter(range(engine.shape.pages))
+
+    def pages(start: int, tokens: int) -> list[Page]:
+        return [Page(next(free), start + at, min(C, tokens - at)) for at in range(0, tokens, C)]
+
+    seated, shared = {}, []
+    for lane in range(engine.shape.lanes):
+        if lane % group == 0:
+            shared = pages(0, prompt - 1)
+        own = pages(prompt - 1, sampled)
+        takes = own if own and own[-1].count < C else [*own, Page(engine.shape.pages - 1, prompt - 1 + sampled, 0)]
+        seated[lane] = LaneReads(lane // group, shared, takes)
+    flat_I = np.zeros(engine.read_shape.size, np.int32)
+    engine.read_shape.fill(flat_I, seated, engine.shape.pages - 1)
+    groups = -(-engine.shape.lanes // group)
+    return engine.read_shape.split(flat_I), groups * (prompt - 1) + engine.shape.lanes * sampled

@@ -1,0 +1,47 @@
+"""Options shared by the benchmarks: a random Gemma-2-style model, and faked devices to run it on."""
+
+import argparse
+import dataclasses
+import os
+from typing import Any
+
+from podrl.runtime import environment
+
+SMALL = {"layers": 3, "dim": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 384}
+
+
+def add_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
+    """Adds options for the model's sizes, with these defaults in place of SMALL's."""
+    for name, default in (SMALL | sizes).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--window", type=int, default=4096, help="attention window of every other layer")
+    parser.add_argument("--lora_rank", type=int, default=0)
+    parser.add_argument("--devices", type=int, default=8, help="faked CPU devices where there is no accelerator")
+
+
+def model_of(args: argparse.Namespace) -> Any:
+    """Builds the ModelConfig that the options describe."""
+    from podrl.models.config import LoraConfig, gemma2_config
+
+    model = gemma2_config(
+        vocab_size=args.vocab,
+        num_layers=args.layers,
+        model_dim=args.dim,
+        ffn_dim=args.ffn,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        window=args.window,
+    )
+    return dataclasses.replace(model, lora=LoraConfig(rank=args.lora_rank)) if args.lora_rank else model
+
+
+def number_range(text: str) -> tuple[int, int]:
+    """Parses 'LOW:HIGH', or one number for both."""
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
+
+
+def fake_devices(count: int) -> None:
+    """Asks for faked CPU devices, before jax is imported; a device count in XLA_FLAGS wins."""
+    environment.prepare(os.environ, fake_devices=count)

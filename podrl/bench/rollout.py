@@ -1,0 +1,182 @@
+"""Measures batched generation with a random model: `python -m podrl.bench rollout`."""
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from podrl.bench.model import add_options, fake_devices, model_of, number_range
+
+END_ID = 1
+DEFAULTS = {"lanes": ", by default as many as there are samples, at most 128"}
+
+
+def make_parser(prog: str = "podrl.bench rollout", description: str | None = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    add_options(parser)
+    parser.add_argument("--mesh", default="data=4", help="rollout mesh; faked CPU devices are made for it")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--prompt_len", type=number_range, default=(16, 62), metavar="LOW:HIGH")
+    parser.add_argument("--max_new", type=int, default=256)
+    parser.add_argument(
+        "--forced_len", type=int, default=0, help="most tokens of a sample, where lower than max_new (same lengths)"
+    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--top_k", type=int, default=None)
+    engine = ("lanes", "steps_per_dispatch", "page_tokens", "pool_tokens", "prefill_tokens", "members_per_read")
+    for name in engine:
+        parser.add_argument(f"--{name}", type=int, default=None, help=f"rollout.{name}{DEFAULTS.get(name, '')}")
+    parser.add_argument("--repeats", type=int, default=3, help="timed generations after one untimed; the median counts")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", default="", help="directory to write a profiler trace of one more generation to")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def run(argv: Sequence[str]) -> dict[str, Any]:
+    """Generates the same batch several times with a random Gemma-2-style model.
+
+    The model draws nearly uniformly, so a sample ends with probability 1 / vocab per token: lengths have a long tail.
+
+    Returns:
+      tokens (sampled per generation), seconds (median of a generation), tok_s, decode_steps (of the busiest shard),
+      lane_utilisation, prefill_tokens, dispatches, spills, host_share (of the time, without a dispatch in flight),
+      cpu_seconds (median CPU time of a generation: comparable where the machine is shared), compiles (programs built
+      after warm-up), warm_up_seconds, peak_bytes (of one device in the compiled `generate`), and the sizes used.
+    """
+    args = make_parser().parse_args(argv)
+    fake_devices(args.devices)
+    return _measure(args)
+
+
+class Bench:
+    """A rollout job with the given options, which can be generated again and again.
+
+    Attributes:
+      prompts: of the batch.
+      warm_up_seconds: that compiling took.
+      cpu_seconds: CPU time of the last generation.
+    """
+
+    def __init__(self, args: argparse.Namespace, response: int = 0):
+        """Builds the model and compiles the engine; the environment must be ready (`fake_devices`).
+
+        Args:
+          args: the options of `make_parser`.
+          response: sampled and given tokens of a sample, where it is more than `max_new`.
+        """
+        import jax
+
+        from podrl.mesh.build import make_mesh, parse_mesh
+        from podrl.models import decoder
+        from podrl.rollout.rollout import RolloutWorker
+        from podrl.types import Policy
+
+        self.args = args
+        sizes = parse_mesh(args.mesh, key="--mesh")
+        mesh = make_mesh(args.mesh, jax.devices() if -1 in sizes else jax.devices()[: math.prod(sizes)], key="--mesh")
+        model, dtype = model_of(args), jax.numpy.dtype(args.dtype)
+        abstract = decoder.abstract_params(model, mesh, dtype)
+
+        def init(key: Any) -> Any:
+            """Small embeddings make every token about as likely as any other, whatever the context."""
+            params = decoder.init_params(model, key, dtype)
+            return {**params, "embed": params["embed"] * 0.1}
+
+        make = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))
+        self.policy = Policy(make(jax.random.key(args.seed)), 0)
+        self.worker = RolloutWorker(
+            model, mesh, _config(args, response), pad_id=0, eos_ids=(END_ID,), decode=lambda ids: "", seed=args.seed
+        )
+        started = time.perf_counter()
+        self.worker.warm_up(self.policy.params, lambda line: print(line, file=sys.stderr))
+        self.warm_up_seconds = time.perf_counter() - started
+        self.cpu_seconds = 0.0
+        self.prompts = make_prompts(args)
+
+    def generate(self) -> Any:
+        """Generates the batch and returns the worker's statistics."""
+        before = time.process_time()
+        self.worker.generate(
+            self.policy, self.prompts, group_size=self.args.group, step=0, sampling=_sampling(self.args)
+        )
+        self.cpu_seconds = time.process_time() - before
+        return self.worker.stats
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    import jax
+
+    bench = Bench(args)
+    bench.generate()
+    runs, cpu = [], []
+    for _ in range(args.repeats):
+        runs.append(bench.generate())
+        cpu.append(bench.cpu_seconds)
+    stats = sorted(runs, key=lambda s: s.seconds)[len(runs) // 2]
+    if args.trace:
+        with jax.profiler.trace(args.trace):
+            bench.generate()
+    memory = bench.worker.memory(bench.policy.params)
+    seconds = statistics.median(s.seconds for s in runs)
+    return {
+        "tokens": stats.tokens,
+        "seconds": seconds,
+        "tok_s": stats.tokens / seconds,
+        "decode_steps": stats.decode_steps,
+        "lane_utilisation": stats.lane_utilisation,
+        "prefill_tokens": stats.prefill_tokens,
+        "dispatches": stats.dispatches,
+        "spills": stats.spills,
+        "host_share": stats.host_seconds / stats.seconds,
+        "cpu_seconds": statistics.median(cpu),
+        "compiles": sum(s.compiles for s in runs),
+        "peak_bytes": memory,
+        "warm_up_seconds": bench.warm_up_seconds,
+        "mesh": args.mesh,
+        "lanes": bench.worker.config.lanes,
+    }
+
+
+def _config(args: argparse.Namespace, response: int) -> Any:
+    from podrl.rollout.config import RolloutConfig
+
+    names = ("lanes", "steps_per_dispatch", "page_tokens", "pool_tokens", "prefill_tokens", "members_per_read")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    # Lanes that can never be filled would only make the products larger.
+    given.setdefault("lanes", min(RolloutConfig.lanes, args.prompts * args.group))
+    response = max(response, args.max_new)
+    return RolloutConfig(
+        max_tokens_to_generate=args.max_new,
+        max_response_tokens=response,
+        max_prompt_length=args.prompt_len[1],
+        kv_cache_size=args.prompt_len[1] + response,
+        **given,
+    )
+
+
+def _sampling(args: argparse.Namespace) -> Any:
+    from podrl.rollout.config import Sampling
+
+    limit = min(args.max_new, args.forced_len or args.max_new)
+    return Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_new=limit)
+
+
+def make_prompts(args: argparse.Namespace) -> Any:
+    """Draws random prompts, lengths uniform, without the end token."""
+    from podrl.types import Prompts
+
+    rng = np.random.default_rng(args.seed)
+    P, (low, high) = args.prompts, args.prompt_len
+    tokens_PT = rng.integers(END_ID + 1, args.vocab, (P, high)).astype(np.int32)
+    length_P = rng.integers(low, high + 1, P)
+    tokens_PT[np.arange(high) >= length_P[:, None]] = 0
+    return Prompts(tokens_PT, length_P, np.arange(P), [""] * P, {}, b"")

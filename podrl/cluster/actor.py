@@ -1,0 +1,169 @@
+"""The actor: the trained policy, its optimizer, and the reference it is compared with."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float, Int
+
+from podrl.mesh.backlog import Backlog
+from podrl.models import decoder
+from podrl.models.config import LoraConfig, ModelConfig
+from podrl.models.hf_config import read_config
+from podrl.models.pretrained import from_pretrained
+from podrl.trainer import packing
+from podrl.trainer.config import RLTrainingConfig
+from podrl.trainer.objective import TokenLoss
+from podrl.trainer.state import abstract_like, abstract_state, init_state, put_batch
+from podrl.trainer.step import make_logprob_fn, make_train_step
+from podrl.types import Batch, Layout, PyTree, Rows, TrainState
+
+_NO_REFERENCE = "There is no reference policy: call RLCluster.keep_reference() before training starts."
+
+
+class Actor:
+    """The trained policy on its mesh; under LoRA its base serves as the reference without a copy.
+
+    Attributes:
+      model: its configuration.
+      mesh: where it lives.
+      training: how it is trained.
+      loaded: whether devices of the mesh belong to this process; elsewhere `state` and `frozen` are shapes only.
+      optimizer: turns its gradients into updates.
+      state: trainable parameters, optimizer state and step.
+      frozen: parameters that are not trained (empty without LoRA).
+      reference: parameters of the reference policy; None before `keep_reference`.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        mesh: Mesh,
+        training: RLTrainingConfig,
+        *,
+        loaded: bool,
+        temperature: float,
+        lora: LoraConfig | None = None,
+        updates_per_step: int = 1,
+        seed: int = 0,
+    ):
+        """Puts the actor on its mesh.
+
+        Args:
+          source: a Hugging Face directory, or what `podrl.models.from_pretrained` returns.
+          mesh: where it goes.
+          training: optimizer and dtypes.
+          loaded: whether devices of the mesh belong to this process.
+          temperature: of the distribution whose log-probabilities are meant: that of sampling.
+          lora: adapters to add where `source` is a directory.
+          updates_per_step: updates of a step, which learning-rate schedules span.
+          seed: of fresh adapters and of dropout.
+        """
+        self.mesh, self.loaded, self.training, self._seed = mesh, loaded, training, seed
+        self._temperature = temperature
+        self._param_dtype = jnp.dtype(training.param_dtype)
+        given: Any = source
+        is_path = isinstance(source, str | os.PathLike)
+        if is_path and loaded:
+            given = from_pretrained(os.fspath(source), mesh=mesh, dtype=self._param_dtype, lora=lora, seed=seed)
+        if is_path and not loaded:
+            self.model: ModelConfig = dataclasses.replace(read_config(source), lora=lora or LoraConfig())
+        else:
+            self.model = given.config
+        self.optimizer = training.optimizer(updates_per_step=updates_per_step)
+        if loaded:
+            self.state, self.frozen = init_state(self._placed(given.params), self.model, self.optimizer, mesh)
+        else:
+            self.state, self.frozen = abstract_state(self.model, self.optimizer, mesh, training.param_dtype)
+        self.reference: PyTree | None = None
+        self._step: Callable | None = None
+        self._logprobs = make_logprob_fn(self.model, mesh, temperature=temperature, dtype=training.dtype)
+        self._backlog = Backlog()
+
+    def _placed(self, params: PyTree) -> PyTree:
+        abstract = decoder.abstract_params(self.model, self.mesh, self._param_dtype)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        # Integer base weights (lora.base_dtype) and their scales keep their dtype.
+        dtypes = jax.tree.map(lambda leaf: leaf.dtype, abstract)
+        return jax.jit(lambda tree: jax.tree.map(lambda x, t: x.astype(t), tree, dtypes), out_shardings=shardings)(
+            jax.device_put(params, shardings)
+        )
+
+    def params(self) -> PyTree:
+        """The whole parameter tree, adapters joined in; no copy."""
+        return decoder.join_trainable(self.state.params, self.frozen)
+
+    def abstract_state(self) -> TrainState:
+        """Returns shapes and shardings of `state`, for restoring a checkpoint."""
+        return abstract_like(self.state, self.optimizer, self.mesh)
+
+    def keep_reference(self, source: str | os.PathLike | None = None) -> None:
+        """Fixes the reference policy: given weights, else the base under LoRA, else a copy made now."""
+        if source is not None:
+            self.reference = from_pretrained(os.fspath(source), mesh=self.mesh, dtype=self._param_dtype).params
+        elif self.frozen:
+            self.reference = self.frozen
+        else:
+            self.reference = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
+
+    def prepare(self, loss: TokenLoss) -> None:
+        """Builds the train step that minimises `loss`."""
+        self._step = make_train_step(
+            self.model,
+            loss,
+            self.optimizer,
+            self.mesh,
+            temperature=self._temperature,
+            dtype=self.training.dtype,
+            param_dtype=self.training.param_dtype,
+            remat=self.training.remat,
+            seed=self._seed,
+        )
+
+    def put(self, batch: Batch[Rows]) -> Batch[Rows]:
+        """Copies a packed host batch onto the actor's mesh."""
+        return put_batch(batch, self.mesh)
+
+    def update(self, batch: Batch[Any]) -> dict[str, Any]:
+        """Makes one optimizer update from a batch on the mesh; metrics stay on the device."""
+        if self._step is None:
+            raise ValueError("The actor needs a loss: call RLCluster.actor.prepare(loss) first; learners do.")
+        self.state, metrics = self._step(self.state, self.frozen, batch)
+        self._backlog.add(metrics)
+        return metrics
+
+    def logprobs(self, batch: Batch[Layout]) -> Any:
+        """Scores every packed token: log p (A, B, T), nats."""
+        return self._scored(self.params(), batch)
+
+    def reference_logprobs(self, batch: Batch[Layout]) -> Any:
+        """Scores every packed token under the reference policy."""
+        if self.reference is None:
+            raise ValueError(_NO_REFERENCE)
+        return self._scored(self.reference, batch)
+
+    def sample_logprobs(
+        self,
+        params: PyTree | None,
+        tokens_BT: Int[np.ndarray, "B T"],
+        length_B: Int[np.ndarray, " B"],
+        *,
+        longest: int,
+    ) -> Float[np.ndarray, "B T"]:
+        """Scores right-padded sequences of at most `longest` tokens under `params`, in the sample layout."""
+        if params is None:
+            raise ValueError(_NO_REFERENCE)
+        shape = packing.pack_shape(self.training, self.mesh, sequences=len(tokens_BT), max_length=longest)
+        placement = packing.place(length_B, shape)
+        values_ABT = self._scored(params, self.put(placement.batch(placement.layout(tokens_BT))))
+        return placement.unpack(np.asarray(jax.device_get(values_ABT)), tokens_BT.shape[1])
+
+    def _scored(self, params: PyTree, batch: Batch[Layout]) -> Any:
+        logprob_ABT = self._logprobs(params, batch)
+        self._backlog.add(logprob_ABT)
+        return logprob_ABT

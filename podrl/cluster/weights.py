@@ -1,0 +1,121 @@
+"""WeightSync: moves the actor's weights to the rollout mesh; the base once, in place where asked."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from podrl.cluster.actor import Actor
+from podrl.cluster.pull_link import PullLink, WeightPublisher
+from podrl.models import decoder, lora
+from podrl.models.config import LoraConfig
+from podrl.rollout.config import RolloutConfig
+from podrl.transfer.publish import Publisher
+from podrl.types import Policy, PyTree
+
+
+class WeightSync:
+    """Moves the actor's weights to the rollout mesh.
+
+    Under LoRA the frozen base crosses once, at the first move, and the adapters at every one, or (with
+    `rollout.merge_adapters`) the model with them folded in.
+
+    Attributes:
+      model: what the rollout decodes: the actor's model, without adapters where they are merged.
+      dtype: of the weights on the rollout mesh.
+      publisher: moves the leaves that change.
+      merge: (trainable, frozen) -> the model with its adapters folded in; None where they are not.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        mesh: Mesh,
+        local: Mesh,
+        config: RolloutConfig,
+        *,
+        generates: bool,
+        link: PullLink | None = None,
+    ):
+        """Plans the moves; makes none yet.
+
+        Args:
+          actor: whose weights move.
+          mesh: of the rollout, over all its processes.
+          local: this process's part of it; `mesh` itself where that is all.
+          config: the dtype of the weights there (by default that of training), and whether adapters are merged.
+          generates: whether devices of `mesh` belong to this process.
+          link: where trainers and rollouts are separate clusters, their connection.
+        """
+        self._actor, self._mesh, self._local, self._generates, self._link = actor, mesh, local, generates, link
+        self.dtype = jnp.dtype(config.data_type or actor.training.dtype)
+        self.model, sent, base = actor.model, actor.state.params, actor.frozen
+        self.merge: Callable[[PyTree, PyTree], PyTree] | None = None
+        if config.merge_adapters and actor.model.lora.rank:
+            self.model = dataclasses.replace(actor.model, lora=LoraConfig())
+            sent, base = decoder.abstract_params(self.model, actor.mesh, self.dtype), {}
+            self.merge = lora.merging(actor.model, sent)
+        target = decoder.abstract_params(self.model, mesh, self.dtype)
+        self._moved_places, frozen = decoder.split_trainable(target, self.model)
+        self.publisher: Any = self._publisher_of("trainable", sent, self._moved_places)
+        self._base_publisher = self._publisher_of("base", base, frozen, lasting=True) if base else None
+        self._base: PyTree | None = None if base else {}
+        self._in_place: PyTree | None = None  # the leaves that moved, of the last policy made in place
+
+    def _publisher_of(self, name: str, source: PyTree, target: PyTree, *, lasting: bool = False) -> WeightPublisher:
+        """Returns a publisher from a tree of arrays or shapes to the places of `target`, for this process."""
+        if self._link is None:
+            return Publisher(source, jax.tree.map(lambda leaf: leaf.sharding, target), target_dtype=self.dtype)
+        if self._link.trains:
+            return self._link.sender(name, source, self.dtype, lasting=lasting)
+        return self._link.receiver(name, target)
+
+    def move(self, version: int, *, in_place: bool = False) -> Policy:
+        """Moves the actor's weights to the rollout mesh as `version`; arguments as in RLCluster.sync_weights."""
+        actor = self._actor
+        if self._base_publisher is not None and self._base is None:
+            self._base = self._base_publisher.publish(actor.frozen if actor.loaded else None, 0).params
+        sent = actor.state.params if actor.loaded else None
+        if self.merge is not None and actor.loaded:
+            sent = self.merge(actor.state.params, actor.frozen)
+        old, self._in_place = (self._in_place if in_place else None), None
+        if in_place and self._generates:
+            old = old or _zeros(self._moved_places)
+        moved = self.publisher.publish(sent, version, replacing=old)
+        if not self._generates:
+            return moved
+        if in_place:
+            self._in_place = moved.params
+        return Policy(self._view(decoder.join_trainable(moved.params, self._base)), version)
+
+    def blank(self) -> Policy:
+        """Makes zero weights in the policy's place, for compiling before it is there."""
+        return Policy(_zeros(decoder.abstract_params(self.model, self._local, self.dtype)), 0)
+
+    def release(self) -> None:
+        """Frees the memory kept for the next in-place move."""
+        self._in_place = None
+
+    def _view(self, params: PyTree) -> PyTree:
+        """Restricts arrays of the rollout mesh to this process's part of it, without a copy."""
+        if self._local is self._mesh:
+            return params
+
+        def view(x: jax.Array) -> jax.Array:
+            sharding = NamedSharding(self._local, x.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
+            return jax.make_array_from_single_device_arrays(
+                x.shape, sharding, [s.data for s in x.addressable_shards], dtype=x.dtype
+            )
+
+        return jax.tree.map(view, params)
+
+
+def _zeros(abstract: PyTree) -> PyTree:
+    """A zero tree for the first in-place move, so that the donating program is compiled once."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract), out_shardings=places
+    )()

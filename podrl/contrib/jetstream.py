@@ -1,0 +1,474 @@
+"""The decode engine under JetStream's Engine signatures, for servers and loops written against that interface."""
+
+import dataclasses
+import heapq
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Int
+
+from podrl.contrib.jetstream_types import Prefix, ResultTokens
+from podrl.data.tokenizer import Tokenizer
+from podrl.models.config import ModelConfig
+from podrl.rollout.config import RolloutConfig, Sampling
+from podrl.rollout.engine import Engine
+from podrl.rollout.keys import sample_keys
+from podrl.rollout.prefill import cut_chunks, run_chunks
+from podrl.rollout.reads import LaneReads, Page
+from podrl.rollout.sizes import engine_shape
+from podrl.rollout.state import FREE, SEAT, STOP_IDS, DecodeState, Emitted, EngineShape, LaneUpdates
+from podrl.types import PyTree
+
+PREFILL_LANES = 8  # first tokens drawn at once
+
+
+class _Prompt(NamedTuple):
+    """An inserted prefix on one shard: its identity, its pages, and the slots that read it."""
+
+    handle: int
+    pages: list[Page]
+    slots: set[int]
+
+
+@dataclasses.dataclass
+class _Slot:
+    """A filled slot: its prompt, own pages, position of the token it feeds next, tokens it may still sample."""
+
+    prompt: _Prompt
+    pages: list[Page]
+    position: int
+    left: int
+
+
+class JetStreamEngine:
+    """prefill -> insert or bulk_insert -> generate -> free_resource, with slots chosen by the caller.
+
+    A call of `generate` makes `config.steps_per_dispatch` tokens per slot. Stop ids, lengths and sampling act on the
+    device; stop strings, policy and text are the caller's. The methods may be called from several threads, one call
+    of `generate`, `insert` or `bulk_insert` at a time.
+
+    Attributes:
+      mesh: where the engine runs.
+      max_concurrent_decodes: slots.
+      max_prefill_length: longest prompt, tokens.
+      samples_per_slot: 1.
+      colocated_cpus: None.
+    """
+
+    samples_per_slot = 1
+    colocated_cpus = None
+    use_chunked_prefill = False  # prompts are cut into chunks inside `prefill`
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        mesh: Mesh,
+        config: RolloutConfig,
+        *,
+        dtype: jnp.dtype,
+        eos_ids: Sequence[int],
+        tokenizer_path: str = "",
+        seed: int = 0,
+    ):
+        """Allocates the prefill pool; compiles nothing yet.
+
+        Args:
+          dtype: of activations and caches.
+          eos_ids: ids that end a sample.
+          tokenizer_path: Hugging Face directory for `get_tokenizer`.
+          seed: of samples whose caller gives no key.
+
+        Raises:
+          ValueError: sizes that do not fit together.
+        """
+        if len(eos_ids) > STOP_IDS:
+            raise ValueError(f"rollout.eos_tokens has {len(eos_ids)} ids: at most {STOP_IDS} are supported.")
+        shape = _slot_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
+        first = dataclasses.replace(shape, lanes=PREFILL_LANES, steps=1, pages=shape.prompt_pages + 2)
+        self.mesh, self.config = mesh, config
+        self.max_prefill_length = config.max_prompt_length
+        self._prefiller, self._engine = Engine(model, mesh, first, dtype), Engine(model, mesh, shape, dtype)
+        self.max_concurrent_decodes = self._engine.shards * shape.lanes
+        self._eos_ids, self._tokenizer_path, self._seed = tuple(eos_ids), tokenizer_path, seed
+        self._prefill_state = self._prefiller.init_state()
+        self._prefill_lock, self._lock = threading.Lock(), threading.Lock()
+        self._requests = 0
+        self._result = jax.jit(_result)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._slots: dict[int, _Slot] = {}
+        self._stopped: set[int] = set()  # slots freed since the device was last told
+        self._free = [list(range(self._engine.shape.pages - 1)) for _ in range(self._engine.shards)]
+        self._start_R = np.zeros(self.max_concurrent_decodes, np.int32)
+
+    # Setup: parameters, state, tokenizer.
+
+    def load_params(self, params: PyTree) -> PyTree:
+        """Converts the model's parameters to the form `prefill` and `generate` take."""
+        return self._engine.prepare(params)
+
+    def init_decode_state(self) -> DecodeState:
+        """Makes empty slots; forgets those of an earlier state."""
+        with self._lock:
+            self._forget()
+            return self._engine.init_state()
+
+    def get_prefix_destination_sharding(self) -> NamedSharding:
+        """Returns the sharding of a prefix's arrays."""
+        return self._engine.pool_sharding
+
+    def get_tokenizer(self) -> str:
+        """Returns the Hugging Face directory that `build_tokenizer` takes."""
+        return self._tokenizer_path
+
+    def build_tokenizer(self, metadata: str) -> Tokenizer:
+        """Reads the tokenizer of a Hugging Face directory.
+
+        Raises:
+          ValueError: the engine was given no directory.
+        """
+        if not metadata:
+            raise ValueError("tokenizer_path is empty: give the engine the directory of its tokenizer.")
+        return Tokenizer.load(metadata)
+
+    # Verbs.
+
+    def prefill(
+        self,
+        *,
+        params: PyTree,
+        existing_prefix: Any = None,
+        padded_tokens: Int[Array, " T"],
+        true_length: int,
+        sampler: Callable | None = None,
+        rng: Any = None,
+        request_id: Any = None,
+        sampling: Sampling | None = None,
+    ) -> tuple[Prefix, ResultTokens]:
+        """Prefills a prompt and draws one sample's first token. Arguments as of `prefill_multisampling`."""
+        return self.prefill_multisampling(
+            params=params,
+            existing_prefix=existing_prefix,
+            padded_tokens=padded_tokens,
+            true_length=true_length,
+            sampler=sampler,
+            rng=rng,
+            request_id=request_id,
+            num_samples=1,
+            sampling=sampling,
+        )
+
+    def prefill_multisampling(
+        self,
+        *,
+        params: PyTree,
+        existing_prefix: Any = None,
+        padded_tokens: Int[Array, " T"],
+        true_length: int,
+        sampler: Callable | None = None,
+        rng: Any = None,
+        request_id: Any = None,
+        num_samples: int = 1,
+        sampling: Sampling | None = None,
+    ) -> tuple[Prefix, ResultTokens]:
+        """Prefills a prompt once and draws the first token of `num_samples` samples.
+
+        Args:
+          params: from `load_params`.
+          existing_prefix: a Prefix (or an object with one as `cache`) that the tokens continue; its first tokens are
+            not part of the text.
+          padded_tokens: tokens, of which the first `true_length` count.
+          sampler: must be None; see `sampling`.
+          rng: uint32 keys (num_samples, 2) or, for one sample, (2,); derived from the engine's seed and the number of
+            the request where there are none.
+          request_id: not used.
+          sampling: settings; the configuration's by default.
+
+        Returns:
+          The prefix, and a row of results per sample.
+
+        Raises:
+          ValueError: a sampler, an empty or too long prompt, too many stop ids, keys that do not fit.
+        """
+        del request_id
+        if sampler is not None:
+            raise ValueError("sampler is not supported: pass sampling=podrl.rollout.config.Sampling(...) instead.")
+        sampling = self._complete(sampling)
+        tokens_T = np.asarray(padded_tokens)[:true_length].astype(np.int32)
+        before: Prefix | None = getattr(existing_prefix, "cache", existing_prefix)
+        blocks = [Page(j, *block) for j, block in enumerate(before.blocks)] if before else []
+        start = before.length if before else 0
+        self._check_prompt(len(tokens_T), start, len(blocks))
+        with self._prefill_lock:
+            keys_G2 = self._keys(rng, num_samples)
+            state = self._prefill_state
+            if before:
+                state = self._prefiller.write_blocks(
+                    state, _block_rows(self._prefiller, blocks), before.key_LMKCH, before.value_LMKCH
+                )
+            state, blocks = self._prefill(params, state, tokens_T, start, blocks)
+            state, first, logprobs = self._first_tokens(params, state, int(tokens_T[-1]), blocks, keys_G2, sampling)
+            key, value = self._prefiller.read_blocks(state, _block_rows(self._prefiller, blocks))
+            self._prefill_state = state
+        held = tuple((block.start, block.count) for block in blocks)
+        keys = tuple((int(a), int(b)) for a, b in keys_G2)
+        prefix = Prefix(key, value, held, start + len(tokens_T), tuple(first), keys, sampling)
+        data = np.stack([first, np.ones(num_samples), np.zeros(num_samples)], axis=1).astype(np.int32)
+        return prefix, ResultTokens(data, (0, 1), (1, 2), (2, 3), 1, np.asarray(logprobs, np.float32)[:, None])
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int, request_id: Any = None) -> DecodeState:
+        """Puts the prefix's first sample into a slot."""
+        return self.bulk_insert(prefix, decode_state, [slot], request_id)
+
+    def bulk_insert(
+        self, prefix: Prefix, decode_state: DecodeState, slots: Sequence[int], request_id: Any = None
+    ) -> DecodeState:
+        """Puts sample i of a prefix into `slots[i]`; slots of one data-parallel shard share the prompt's cache.
+
+        Raises:
+          ValueError: more slots than samples, a slot that is not one, or a pool without room.
+        """
+        del request_id
+        if len(slots) > len(prefix.tokens):
+            raise ValueError(
+                f"{len(slots)} slots for a prefix of {len(prefix.tokens)} samples: prefill_multisampling with "
+                "num_samples of at least that."
+            )
+        if len(set(slots)) < len(slots) or any(not 0 <= s < self.max_concurrent_decodes for s in slots):
+            raise ValueError(f"slots={list(slots)} must differ and lie in [0, {self.max_concurrent_decodes}).")
+        with self._lock:
+            for slot in slots:
+                self._release(slot)
+            rows_XJ = _block_rows(self._engine, [])
+            lanes = self._engine.shape.lanes
+            for shard in sorted({slot // lanes for slot in slots}):
+                mine = [slot for slot in slots if slot // lanes == shard]
+                pages = [Page(self._take(shard), *block) for block in prefix.blocks]
+                rows_XJ[shard, : len(pages)] = [page.index for page in pages]
+                prompt = _Prompt(mine[0], pages, set(mine))
+                for slot in mine:
+                    self._slots[slot] = _Slot(prompt, [], prefix.length, self._left(prefix, slots.index(slot)))
+            decode_state = self._engine.write_blocks(decode_state, rows_XJ, prefix.key_LMKCH, prefix.value_LMKCH)
+            updates = self._frees()
+            for i, slot in enumerate(slots):
+                self._start_R[slot] = prefix.length
+                _seat(
+                    updates,
+                    slot,
+                    prefix.tokens[i],
+                    prefix.length,
+                    self._slots[slot].left,
+                    prefix.keys[i],
+                    prefix.sampling,
+                )
+                self._set_stop_ids(updates, slot, prefix.sampling)
+            return self._engine.bulk_insert(decode_state, self._engine.put_rows(updates.packed()))
+
+    def generate(
+        self, params: PyTree, decode_state: DecodeState, sampler: Callable | None = None, rng: Any = None
+    ) -> tuple[DecodeState, ResultTokens]:
+        """Decodes the next tokens of every slot. `sampler` must be None; keys were given at prefill.
+
+        Raises:
+          ValueError: a sampler, or a pool without room.
+        """
+        del rng
+        if sampler is not None:
+            raise ValueError("sampler is not supported: pass sampling to prefill instead.")
+        engine, N = self._engine, self._engine.shape.steps
+        with self._lock:
+            if self._stopped:
+                decode_state = engine.bulk_insert(decode_state, engine.put_rows(self._frees().packed()))
+            running = {slot: s for slot, s in sorted(self._slots.items()) if s.left > 0}
+            flat_XI = np.zeros((engine.shards, engine.read_shape.size), np.int32)
+            for shard in range(engine.shards):
+                seated = {}
+                for slot, s in running.items():
+                    if slot // engine.shape.lanes == shard:
+                        self._grow(shard, s)
+                        seated[slot % engine.shape.lanes] = LaneReads(s.prompt.handle, s.prompt.pages, s.pages)
+                engine.read_shape.fill(flat_XI[shard], seated, engine.shape.pages - 1)
+            decode_state, emitted = engine.generate(params, decode_state, engine.put_rows(flat_XI))
+            for s in running.values():
+                s.pages[-1].count += N
+                s.position, s.left = s.position + N, s.left - N
+            data, logprob = self._result(emitted, decode_state.position_R, engine.put_rows(self._start_R))
+        return decode_state, ResultTokens(data, (0, N), (N, 2 * N), (2 * N, 2 * N + 1), 1, logprob)
+
+    def free_resource(self, slot: int) -> None:
+        """Frees a slot's cache; the next call with the decode state stops the lane on the device."""
+        with self._lock:
+            self._release(slot)
+
+    # Prefill.
+
+    def _check_prompt(self, tokens: int, start: int, blocks: int) -> None:
+        if tokens < 1:
+            raise ValueError("The prompt is empty: true_length must be at least 1.")
+        if start + tokens > self.max_prefill_length:
+            raise ValueError(
+                f"The prompt has {start + tokens} tokens: rollout.max_prompt_length={self.max_prefill_length} must be "
+                "at least that."
+            )
+        C, most = self._engine.shape.page_tokens, self._engine.shape.prompt_pages
+        if blocks + -(-tokens // C) > most:
+            raise ValueError(
+                f"The prompt continues {blocks} pages with {tokens} tokens, more than {most} pages of {C}: use "
+                f"prefixes of multiples of {C} tokens, or raise rollout.max_prompt_length."
+            )
+
+    def _complete(self, sampling: Sampling | None) -> Sampling:
+        sampling = sampling or self.config.sampling()
+        if len(self._eos_ids) + len(sampling.stop_ids) > STOP_IDS:
+            raise ValueError(f"{sampling.stop_ids=} and eos: at most {STOP_IDS} ids may end a sample.")
+        if sampling.stop_strings:
+            raise ValueError(f"{sampling.stop_strings=}: this interface returns tokens, so its caller must look.")
+        limit = self.config.max_tokens_to_generate if sampling.max_new is None else sampling.max_new
+        return dataclasses.replace(sampling, max_new=limit)
+
+    def _keys(self, rng: Any, samples: int) -> np.ndarray:
+        self._requests += 1
+        if rng is None:
+            return sample_keys(self._seed, 0, np.asarray(self._requests - 1), np.arange(samples))
+        keys_G2 = np.asarray(rng, np.uint32).reshape(-1, 2)
+        if len(keys_G2) != samples:
+            raise ValueError(f"rng has {len(keys_G2)} keys for {samples} samples: give two uint32 words for each.")
+        return keys_G2
+
+    def _prefill(
+        self, params: PyTree, state: DecodeState, tokens_T: np.ndarray, start: int, blocks: list[Page]
+    ) -> tuple[DecodeState, list[Page]]:
+        """Prefills all tokens but the last on every shard, then makes room for the last."""
+        engine = self._prefiller
+        C, given = engine.shape.page_tokens, tokens_T[:-1]
+        prior = [(block.index, block.start, block.count) for block in blocks]
+        new = [Page(len(blocks) + j, start + j * C, min(C, len(given) - j * C)) for j in range(-(-len(given) // C))]
+        targets = [page.index for page in new]
+        chunks = [cut_chunks(engine.shape, x, given, start, prior, targets) for x in range(engine.shards)]
+        blocks = [*blocks, *new]
+        if not new or new[-1].count == C:
+            blocks.append(Page(len(blocks), start + len(given), 0))
+        return run_chunks(engine, params, state, chunks), blocks
+
+    def _first_tokens(
+        self,
+        params: PyTree,
+        state: DecodeState,
+        token: int,
+        blocks: list[Page],
+        keys_G2: np.ndarray,
+        sampling: Sampling,
+    ) -> tuple[DecodeState, list[int], list[float]]:
+        """Feeds the last prompt token, which completes the last block, and draws every sample's first token."""
+        engine = self._prefiller
+        R, trash, last = engine.shape.lanes, engine.shape.pages - 1, blocks[-1]
+        position = last.start + last.count
+        tokens, logprobs = [], []
+        for at in range(0, len(keys_G2), R):
+            wave = keys_G2[at : at + R]
+            updates = LaneUpdates.empty(engine.shards * R, engine.shape.stop_ids)
+            flat_XI = np.zeros((engine.shards, engine.read_shape.size), np.int32)
+            for shard in range(engine.shards):
+                seated = {}
+                for lane, key in enumerate(wave):
+                    _seat(updates, shard * R + lane, token, position, 1, key, sampling)
+                    # The first lane's write stays; the others' go where nobody reads.
+                    own = [last] if lane == 0 else [last, Page(trash, position, 0)]
+                    seated[lane] = LaneReads(0, blocks[:-1], own)
+                engine.read_shape.fill(flat_XI[shard], seated, trash)
+            state = engine.bulk_insert(state, engine.put_rows(updates.packed()))
+            state, emitted = engine.generate(params, state, engine.put_rows(flat_XI))
+            token_R1, logprob_R1, failed_R = jax.device_get((emitted.tokens_RT, emitted.logprob_RT, emitted.failed_R))
+            if failed_R[: len(wave)].any():
+                self._prefill_state = engine.init_state()  # the old one holds what is not finite
+                raise ValueError(
+                    "The model's logits after this prompt are NaN or infinite: look for NaN in its weights, or use "
+                    "rollout.data_type='float32' or 'bfloat16'."
+                )
+            tokens += token_R1[: len(wave), 0].tolist()
+            logprobs += logprob_R1[: len(wave), 0].tolist()
+        last.count += 1
+        return state, tokens, logprobs
+
+    # Slots.
+
+    def _left(self, prefix: Prefix, sample: int) -> int:
+        """Number of tokens a sample may get after its first one."""
+        if prefix.tokens[sample] in (*self._eos_ids, *prefix.sampling.stop_ids):
+            return 0
+        assert prefix.sampling.max_new is not None
+        return max(0, min(prefix.sampling.max_new, self.config.kv_cache_size - prefix.length) - 1)
+
+    def _set_stop_ids(self, updates: LaneUpdates, slot: int, sampling: Sampling) -> None:
+        stop_ids = (*self._eos_ids, *sampling.stop_ids)
+        updates.stop_RE[slot, : len(stop_ids)] = stop_ids
+
+    def _take(self, shard: int) -> int:
+        if not self._free[shard]:
+            raise ValueError(
+                f"No page of {self._engine.shape.page_tokens} tokens is free on shard {shard}: free a slot "
+                "first, or raise rollout.pool_tokens."
+            )
+        return heapq.heappop(self._free[shard])
+
+    def _grow(self, shard: int, slot: _Slot) -> None:
+        if not slot.pages or slot.pages[-1].count >= self._engine.shape.page_tokens:
+            slot.pages.append(Page(self._take(shard), slot.position, 0))
+
+    def _release(self, slot: int) -> None:
+        filled = self._slots.pop(slot, None)
+        if filled is None:
+            return
+        self._stopped.add(slot)
+        filled.prompt.slots.discard(slot)
+        given_up = filled.pages if filled.prompt.slots else [*filled.pages, *filled.prompt.pages]
+        for page in given_up:
+            heapq.heappush(self._free[slot // self._engine.shape.lanes], page.index)
+
+    def _frees(self) -> LaneUpdates:
+        """Makes lane updates that stop the slots freed since the last call."""
+        updates = LaneUpdates.empty(self.max_concurrent_decodes, self._engine.shape.stop_ids)
+        updates.action_R[list(self._stopped)] = FREE
+        self._stopped.clear()
+        return updates
+
+
+def _slot_shape(config: RolloutConfig, shards: int) -> EngineShape:
+    """Derives sizes with room for every slot's longest request, unless the configuration says less."""
+    shape, C = engine_shape(config, shards), config.page_tokens
+    prompt = -(-config.max_prompt_length // C)
+    pages = shape.lanes * (prompt + -(-config.max_tokens_to_generate // C)) + 1
+    return dataclasses.replace(
+        shape, prompt_pages=prompt, pages=shape.pages if config.pool_tokens is not None else pages
+    )
+
+
+def _block_rows(engine: Engine, blocks: Sequence[Page]) -> np.ndarray:
+    """Lists the pages of a prefix on every shard as (X, J) rows, padded with the unread page."""
+    rows_XJ = np.full((engine.shards, engine.shape.max_pages), engine.shape.pages - 1, np.int32)
+    rows_XJ[:, : len(blocks)] = [block.index for block in blocks]
+    return rows_XJ
+
+
+def _seat(
+    updates: LaneUpdates, lane: int, token: int, position: int, left: int, key: Sequence[int], sampling: Sampling
+) -> None:
+    updates.action_R[lane] = SEAT
+    updates.token_R[lane], updates.position_R[lane], updates.left_R[lane] = token, position, left
+    updates.key_R2[lane] = key
+    updates.temperature_R[lane], updates.top_k_R[lane] = sampling.temperature, sampling.top_k or 0
+    updates.top_p_R[lane], updates.min_p_R[lane] = sampling.nucleus, sampling.min_p
+
+
+def _result(emitted: Emitted, position_R: Array, start_R: Array) -> tuple[Array, Array]:
+    """Packs (tokens, validity and length side by side; log-probabilities) of every slot."""
+    valid_RT = jnp.arange(emitted.tokens_RT.shape[1]) < emitted.count_R[:, None]
+    tokens_RT = jnp.where(valid_RT, emitted.tokens_RT, 0)
+    length_R1 = (position_R - start_R)[:, None]
+    return jnp.concatenate([tokens_RT, valid_RT.astype(jnp.int32), length_R1], axis=1), emitted.logprob_RT

@@ -1,0 +1,116 @@
+"""Chat templates: Jinja programs of a model, run under limits of memory and time."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2 import nodes
+
+MOST = 1 << 20  # characters a template may write of a conversation beyond its own, turns of its loops, a number's value
+_WIDTH = re.compile(r"[%:{]\S*\d{7}")  # in a text: a format that pads to millions of characters
+
+Message = Mapping[str, str]
+
+
+class ChatTemplate:
+    """A chat template of a Hugging Face directory."""
+
+    def __init__(self, source: str, where: str):
+        """Parses the template.
+
+        Args:
+          source: the template.
+          where: the directory it comes from, for messages.
+
+        Raises:
+          ValueError: it does not parse, or holds a number or format that can only be meant to fill the memory.
+        """
+        self._where = where
+        self._environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+        self._environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
+        try:
+            for constant in self._environment.parse(source).find_all(nodes.Const):
+                _check_constant(constant.value)
+            self._template = self._environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ValueError(f"The chat template of {where} does not parse: {_said(error)}") from error
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, tokens: Mapping[str, str]) -> str:
+        """Renders the conversation as text; `tokens` are the special tokens by their names, such as 'bos_token'.
+
+        Raises:
+          ValueError: the template refuses these messages, fails on them, or does not come to an end within bounds.
+        """
+        most = MOST + 8 * sum(len(str(value)) for message in messages for value in message.values())
+        self._environment.turns_left = most
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, **tokens}
+        try:
+            return "".join(_bounded(self._template.generate(given), most))
+        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            roles = [message.get("role") for message in messages]
+            raise ValueError(f"The chat template of {self._where} refuses roles {roles}: {_said(error)}") from error
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A Jinja sandbox that also counts turns of loops over numbers, and bounds products."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.turns_left = MOST
+        self.globals["range"] = self._range
+        self.globals["raise_exception"] = _refuse
+
+    def _range(self, *bounds: int) -> range:
+        numbers = range(*bounds)
+        self.turns_left -= len(numbers)
+        if self.turns_left < 0:
+            raise jinja2.TemplateError(f"it loops more than {MOST:,} times")
+        return numbers
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if _size(operator, left, right) > MOST:
+            raise jinja2.TemplateError(f"{operator!r} makes a value larger than {MOST:,} characters or digits")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(operator: str, left: Any, right: Any) -> float:
+    """Estimates the characters or digits of a sum, product or power of template values."""
+    if operator == "+":
+        return sum(len(value) for value in (left, right) if isinstance(value, str | bytes | list | tuple))
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
+            return len(sequence) * max(times, 0)
+    if isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+    return 0
+
+
+def _bounded(pieces: Iterator[str], most: int) -> Iterator[str]:
+    for piece in pieces:
+        most -= len(piece)
+        if most < 0:
+            raise jinja2.TemplateError(f"it writes more than {MOST:,} characters beyond the messages'")
+        yield piece
+
+
+def _check_constant(value: Any) -> None:
+    if isinstance(value, int) and abs(value) > MOST:
+        raise jinja2.TemplateError(f"the number {str(value)[:20]} is larger than {MOST:,}")
+    if isinstance(value, str) and (found := _WIDTH.search(value)):
+        raise jinja2.TemplateError(f"the format {found[0][:40]!r} pads to millions of characters")
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"

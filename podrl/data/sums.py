@@ -1,0 +1,82 @@
+"""Sums too large for the head: a task that asks for a calculator, and the examples a model starts it from.
+
+One operation of + - * on two values of three to five digits, asked for as it is or told as a short story. The key of a
+sum is its expression. A small model can copy the values into a call, and cannot work the answer out.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from podrl.data import template
+from podrl.data.generated import Draw, Generator
+from podrl.data.problems import BOXES, FEWER, GAIN, HAS, LEFT, LOSE, MORE, NOW, OTHER, Story
+from podrl.data.template import Part
+
+DIGITS = (3, 5)
+_BARE = ("What is {a} {o} {b}?", "How much is {a}{o}{b}?", "{a} {o} {b} = ?", "{a}{o}{b}=")
+_STORIES = {
+    "+": ((HAS, GAIN, NOW), (HAS, MORE, OTHER)),
+    "-": ((HAS, LOSE, LEFT), (HAS, FEWER, OTHER)),
+    "*": ((BOXES, NOW),),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """One sum and how it is asked for.
+
+    Attributes:
+      question: the sum, or a story and its question, in English.
+      expression: the sum as a calculator reads it: '4821*7703'.
+      answer: its value in decimal digits, 0 or more.
+    """
+
+    question: str
+    expression: str
+    answer: str
+
+    @property
+    def key(self) -> str:
+        """The identity of a sum: its expression, without wording."""
+        return self.expression
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """The sum as a record of the task."""
+        return {"question": self.question, "answer": self.answer, "expression": self.expression}
+
+    def called(self) -> list[Part]:
+        """The answer by way of the calculator, whose output is given."""
+        call = f"{template.CALL_START}{self.expression}{template.CALL_END}"
+        # As podrl.environments writes it, to the character.
+        output = f"\n{template.OUTPUT_START}{self.answer}{template.OUTPUT_END}\n\n"
+        return [Part(call, learned=True), Part(output), template.answered(self.answer)]
+
+    def guessed(self, draw: Draw) -> list[Part]:
+        """An answer out of the head: as many digits as the true one has, the first of them right."""
+        rest = "".join(str(draw.between(0, 9)) for _ in self.answer[1:])
+        return [template.answered(self.answer[0] + rest)]
+
+
+def _write(draw: Draw) -> Sum:
+    a, b = (_value(draw) for _ in range(2))
+    operator = draw.one(tuple(_STORIES))
+    if operator == "-":
+        a, b = max(a, b), min(a, b)
+    if draw.between(0, 1):
+        question = draw.one(_BARE).format(a=a, b=b, o=operator)
+    else:
+        story = Story(draw)
+        for wordings in draw.one(_STORIES[operator]):
+            story.tell(wordings, a=a, b=b)
+        question = story.text
+    value = {"+": a + b, "-": a - b, "*": a * b}[operator]
+    return Sum(question, f"{a}{operator}{b}", str(value))
+
+
+def _value(draw: Draw) -> int:
+    digits = draw.between(*DIGITS)
+    return draw.between(10 ** (digits - 1), 10**digits - 1)
+
+
+GENERATOR = Generator(_write)

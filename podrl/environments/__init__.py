@@ -1,0 +1,1 @@
+"""Environments and tools: what a sample acts on while it is generated."""

@@ -1,0 +1,124 @@
+"""Settings of environments and tools: what a sample may do, for how long, and how it asks."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Literal
+
+from podrl.config import Count, Finite, Natural, Positive, Workers, section
+
+Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified"]
+
+
+@section("env.mcp")
+@dataclasses.dataclass(frozen=True)
+class MCPServer:
+    """A server that offers tools over MCP, and how the model's words map to its tools.
+
+    Attributes:
+      target: a command (stdio), 'http://host:port/mcp' (streamable http), or 'http://host:port/sse' (sse).
+      names: the tools that the model may call, in the model's words; empty for all that the server has.
+      aliases: the model's word to the server's, for tools that are called otherwise there.
+      query: the model's word to the argument that the text between the tags is; 'query' for others.
+      result: the model's word to the tag around each document, 'snippet' or 'webpage'; 'snippet' for others.
+      deadline_s: seconds that one call may take.
+      retries: calls made again after the connection was lost in the middle.
+      concurrency: calls at once.
+    """
+
+    target: str
+    names: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    query: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    result: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    deadline_s: Positive = 180.0
+    retries: Natural = 3
+    concurrency: Count = 20
+
+    def __post_init__(self) -> None:
+        if not self.target.strip():
+            raise ValueError("env.mcp.target is empty: give a command, http://HOST:PORT/mcp or http://HOST:PORT/sse.")
+
+
+@section("env")
+@dataclasses.dataclass(frozen=True)
+class EnvironmentConfig:
+    """The environment of a job's samples, its tools and its limits.
+
+    Attributes:
+      environment: '' for none; 'tools' for the tools below; 'file.py:Name' or 'package.module:Name' for a class (made
+        once per episode), or an object, with an `async def run(task, model)`.
+      tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in one.
+      mcp: servers that offer tools, each as an MCPServer or only its target.
+      parser: how the model writes a call. 'call_tool' (also 'v20250824'), 'tool' (also 'unified') and 'legacy' are
+        DR-Tulu's; 'hermes' is JSON in <tool_call> tags, 'json' a turn that is one JSON object.
+      max_tool_calls: calls of one sample that are run; the next one gets 'Max tool calls exceeded.'.
+      max_turns: turns of the model in one episode.
+      output_tokens: tokens of one tool's output; what is longer is cut in the middle, and says so.
+      deadline_s: seconds that the environment and its tools may take in one episode; waiting for the model is not
+        counted. The sample then leaves the loss.
+      call_deadline_s: seconds that one call of a Python tool may take.
+      blocked_s: seconds that an environment's code may hold its process, in which other episodes wait.
+      retries: calls of a Python tool made again after its process died.
+      concurrency: calls of one Python tool at once, on each host.
+      server_deadline_s: seconds that an MCP server may be away before the job ends, to be started again (code 42).
+      workers: processes in which environments run, on each host.
+      reward_weight: what the rewards of the environment are multiplied by, beside those of reward functions.
+      system_prompt_file: file of the system prompt: plain text, or YAML with the key system_prompt; '' for none.
+    """
+
+    environment: str = ""
+    tools: tuple[str, ...] = ()
+    mcp: tuple[MCPServer | str, ...] = ()
+    parser: Parser = "call_tool"
+    max_tool_calls: Natural = 10
+    max_turns: Count = 100
+    output_tokens: Count = 1024
+    deadline_s: Positive = 600.0
+    call_deadline_s: Positive = 30.0
+    blocked_s: Positive = 10.0
+    retries: Natural = 0
+    concurrency: Count = 16
+    server_deadline_s: Positive = 60.0
+    workers: Workers = 1
+    reward_weight: Finite = 1.0
+    system_prompt_file: str = ""
+
+    def __post_init__(self) -> None:
+        if self.environment == "tools" and not self.tools and not self.mcp:
+            raise ValueError("env.environment='tools' has no tools: name some in env.tools or servers in env.mcp.")
+        if self.environment in ("", "tools") or ":" in self.environment:
+            return
+        raise ValueError(
+            f"env.environment={self.environment!r} must be '' (none), 'tools', 'file.py:Name' or 'package.module:Name'."
+        )
+
+    @property
+    def used(self) -> bool:
+        """True where samples have an environment."""
+        return bool(self.environment or self.tools or self.mcp)
+
+    def system_prompt(self) -> str:
+        """The text of `system_prompt_file`.
+
+        Raises:
+          ValueError: it cannot be read, or holds none.
+        """
+        path = pathlib.Path(self.system_prompt_file)
+        try:
+            text = path.read_text()
+            if path.suffix in (".yaml", ".yml"):
+                import yaml  # comes with podrl[tools]
+
+                text = yaml.safe_load(text)["system_prompt"]
+        except (OSError, ImportError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"env.system_prompt_file={self.system_prompt_file!r} cannot be read ({type(error).__name__}: {error}): "
+                "give a file of plain text, or YAML (with the package pyyaml) with the key system_prompt."
+            ) from error
+        return str(text)
+
+    @property
+    def servers(self) -> tuple[MCPServer, ...]:
+        """`mcp` with targets made servers."""
+        return tuple(MCPServer(one) if isinstance(one, str) else one for one in self.mcp)

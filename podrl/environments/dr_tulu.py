@@ -1,0 +1,98 @@
+"""DR-Tulu's tools by name: what its MCP server calls them, their arguments, and the documents in their answers."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+NO_RESULTS = "No results found for the query."
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """A tool that models of DR-Tulu call.
+
+    Attributes:
+      theirs: names a server may have for it; the first it has is taken.
+      tag: around each document of its answer.
+    """
+
+    theirs: tuple[str, ...]
+    tag: str = "snippet"
+
+
+TOOLS: Mapping[str, Known] = {
+    "snippet_search": Known(("snippet_search", "semantic_scholar_snippet_search")),
+    "google_search": Known(("google_search", "serper_google_webpage_search")),
+    "massive_serve": Known(("massive_serve", "massive_serve_search")),
+    "browse_webpage": Known(
+        (
+            "browse_webpage",
+            "crawl4ai_docker_fetch_webpage_content",
+            "crawl4ai_fetch_webpage_content",
+            "serper_fetch_webpage_content",
+            "jina_fetch_webpage_content",
+        ),
+        tag="webpage",
+    ),
+}
+_QUERIES = ("query", "url", "webpage_url", "input", "text")
+_NUMBERS = ("limit", "num_results", "n_docs")  # how many documents, in the words of one server or another
+
+
+def query_of(schema: Mapping[str, Any]) -> str:
+    """The argument that the text between a call's tags is: a usual name, or the only one that must be given."""
+    names = schema.get("properties", {})
+    usual = [name for name in _QUERIES if name in names]
+    required = [name for name in schema.get("required", []) if name in names]
+    return usual[0] if usual else required[0] if required else next(iter(names), _QUERIES[0])
+
+
+def arguments(tool: str, given: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments in the server's words for the number of documents."""
+    names = schema.get("properties", {})
+    if tool not in TOOLS:
+        return dict(given)
+    there = [name for name in _NUMBERS if name in names]
+    return {there[0] if k in _NUMBERS and k not in names and there else k: v for k, v in given.items()}
+
+
+def documents(answer: str) -> list[str]:
+    """The documents of an answer as the model reads them; an answer of another form is one document."""
+    try:
+        value = json.loads(answer)
+    except ValueError:
+        return [answer]
+    if not isinstance(value, dict):
+        return [_text(one) for one in value] if isinstance(value, list) else [answer]
+    if value.get("error"):
+        return [f"Query failed: {value['error']}"]
+    for key in ("data", "organic", "results", "documents"):
+        if isinstance(value.get(key), list):
+            return [text for one in value[key] if (text := _text(one))] or [NO_RESULTS]
+    if value.get("success") is False:
+        return ["The page cannot be read."]
+    return [_text(value) or answer]
+
+
+def _text(document: Any) -> str:
+    """Title, URL and text of a document, a line each, as DR-Tulu has them."""
+    if not isinstance(document, Mapping):
+        return str(document)
+    paper, metadata = document.get("paper"), document.get("metadata")
+    about = paper if isinstance(paper, Mapping) else metadata if isinstance(metadata, Mapping) else {}
+    title = document.get("title") or about.get("title") or ""
+    url = document.get("link") or document.get("url") or ""
+    body = ""
+    for key in ("snippet", "passage", "fit_markdown", "markdown", "text", "content"):
+        found = document.get(key)
+        if isinstance(found, Mapping):
+            found = "" if found.get("snippetKind") == "title" else found.get("text")
+        if found:
+            body = str(found).strip()
+            break
+    if not (title or url or body):
+        return ""
+    lines = [f"Title: {str(title).strip() or 'No title available'}"]
+    lines += [f"URL: {str(url).strip()}"] * bool(url)
+    return "\n".join([*lines, f"Snippet: {body or 'No content available'}"])

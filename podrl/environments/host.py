@@ -1,0 +1,368 @@
+"""Episodes on an event loop: their workers, their logs, and their replay in a new worker after one died or blocked."""
+
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from podrl.environments import worker as worker_module
+from podrl.environments.config import EnvironmentConfig
+from podrl.environments.journal import Journal
+from podrl.environments.link import Link
+from podrl.environments.protocol import Task
+from podrl.environments.toolbox import Toolbox
+from podrl.environments.worker import BEAT_S
+from podrl.runtime.user_code import Limits
+from podrl.runtime.user_objects import spec_at
+from podrl.runtime.workers import LOAD_S, Worker
+from podrl.types import BatchError
+
+_LIVES = 3  # of an episode whose workers die or block, before the job ends
+_SILENT_S = 3 * BEAT_S
+
+
+class EnvironmentFailure(BatchError):  # noqa: N818 - the word of docs and logs
+    """An environment's own code failed; the message names it, the sample, the turn and the last line of the error."""
+
+
+@dataclasses.dataclass
+class _Episode:
+    """An episode and its log.
+
+    Attributes:
+      said, turns, answers: the log; answers by number. What a replay gives is compared with it.
+      at: how many observations its present life has made.
+      life: its number in the worker; another one after each replay.
+      lives: workers that died under it.
+      spent_s: seconds of the environment and its tools so far; since: when the present stretch began, 0 while the model
+        samples.
+      asks: what it waits for outside, and since when.
+    """
+
+    number: int
+    task: Task
+    life: int
+    home: "_Home"
+    said: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    answers: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    whats: dict[int, str] = dataclasses.field(default_factory=dict)
+    asks: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict)
+    jobs: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
+    at: int = 0
+    lives: int = 1
+    spent_s: float = 0.0
+    since: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+
+class _Home:
+    """A worker process and which episode it was last given something for."""
+
+    def __init__(self) -> None:
+        self.link: Link | None = None
+        self.heard = time.monotonic()
+        self.at: int | None = None
+        self.loaded: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.episodes: set[int] = set()
+
+
+class Host:
+    """All episodes of a process; every method runs on one event loop."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        limits: Limits,
+        journal: Journal | None,
+        emit: Callable[[Mapping[str, Any] | BaseException], None],
+    ) -> None:
+        """Starts nothing; see `open`.
+
+        Args:
+          config, limits, journal: as of podrl.environments.workers.Episodes.
+          emit: told what happens: {"say": episode, ...}, {"done": episode, ...}, or what is wrong.
+        """
+        self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
+        self._spec = None
+        if config.environment != "tools":
+            place, _, name = config.environment.rpartition(":")
+            self._spec = spec_at(place, name)
+        self._toolbox = Toolbox(limits, config.server_deadline_s, emit)
+        self._homes: list[_Home] = []
+        self._episodes: dict[int, _Episode] = {}
+        self._lives: dict[int, _Episode] = {}
+        self._next_life = 0
+        self._watch: asyncio.Task[None] | None = None
+
+    async def open(self) -> list[dict[str, Any]]:
+        """Starts the workers; the declarations of the tools.
+
+        Raises:
+          ValueError: the environment or a tool cannot be loaded.
+          ServiceError: an MCP server does not answer.
+        """
+        self._homes = [self._start_home() for _ in range(self._config.workers)]
+        loaded = [await self._loaded(home) for home in self._homes]
+        self._watch = asyncio.create_task(self._watch_blocked())
+        own = loaded[0]["loaded"]
+        return await self._toolbox.toolset(EnvironmentConfig(**own)) if own is not None else []
+
+    def start(self, number: int, task: Task) -> None:
+        self._enter(_Episode(number, task, -1, self._homes[0]))
+
+    def turn(self, number: int, turn: dict[str, Any]) -> None:
+        if (episode := self._episodes.get(number)) is not None:
+            assert len(episode.turns) < len(episode.said), f"episode {number} waits for no turn"
+            episode.turns.append(turn)
+            self._give(episode)
+
+    def cancel(self, number: int) -> None:
+        if (episode := self._episodes.get(number)) is not None:
+            self._leave(episode)
+
+    def waiting(self) -> list[str]:
+        """See podrl.environments.workers.Episodes."""
+        now, said = time.monotonic(), []
+        for episode in list(self._episodes.values()):
+            asks = list(episode.asks.values()) or [("the environment", episode.since)] * bool(episode.since)
+            said += [f"{what} of {_sample(episode.task)}, {now - since:.0f} s" for what, since in asks]
+        return said
+
+    async def close(self) -> list[Worker]:
+        """Asks all processes to end; whoever gets the workers closes them."""
+        self._toolbox.closing()
+        jobs = [job for episode in self._episodes.values() for job in episode.jobs.values()]
+        for episode in list(self._episodes.values()):
+            self._leave(episode)
+        if self._watch is not None:
+            self._watch.cancel()
+            jobs.append(self._watch)
+        await asyncio.gather(*jobs, return_exceptions=True)
+        return [*self._toolbox.close(), *[home.link.leave() for home in self._homes if home.link is not None]]
+
+    # A worker's life.
+
+    def _start_home(self) -> _Home:
+        home = _Home()
+        home.link = Link(
+            worker_module.__name__, self._limits, lambda frame: self._heard(home, frame), lambda: self._ended(home)
+        )
+        home.link.send({"load": self._spec, "config": dataclasses.asdict(self._config), "path": sys.path})
+        return home
+
+    async def _loaded(self, home: _Home) -> dict[str, Any]:
+        try:
+            loaded = await asyncio.wait_for(asyncio.shield(home.loaded), LOAD_S)
+        except TimeoutError:
+            loaded = {"raised": f"it did not load within {LOAD_S:g} s"}
+        if "raised" in loaded:
+            raise ValueError(f"env.environment={self._config.environment!r} cannot be loaded: {loaded['raised']}")
+        return loaded
+
+    def _ended(self, home: _Home) -> None:
+        assert home.link is not None
+        death = str(home.link.worker.death())
+        if not home.loaded.done():
+            self._heard(home, {"loaded": None, "raised": death})
+            return
+        self._replace(home, death, None)
+
+    def _replace(self, home: _Home, why: str, culprit: _Episode | None) -> None:
+        """A new worker for one that died or blocked; its episodes are replayed there, but for the culprit's."""
+        assert home.link is not None
+        home.link.close()
+        fresh = self._start_home()
+        self._homes[self._homes.index(home)] = fresh
+        if culprit is not None:
+            self._end(culprit, "deadline")
+        for episode in [self._episodes[number] for number in sorted(home.episodes)]:
+            episode.lives += 1
+            if episode.lives > _LIVES:
+                self._emit(EnvironmentFailure(f"{self._name(episode)} lost {_LIVES} workers in turn: {why}"))
+                return
+            self._drop_life(episode)
+            self._enter(episode)
+
+    async def _watch_blocked(self) -> None:
+        """Kills a worker whose loop has stood still for env.blocked_s."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            now = time.monotonic()
+            if now - last > 5 * BEAT_S:  # it was this process that stood still
+                for home in self._homes:
+                    home.heard = now
+            last = now
+            for home in list(self._homes):
+                if home.loaded.done() and home.episodes and now - home.heard > self._config.blocked_s:
+                    self._blocked(home)
+
+    def _blocked(self, home: _Home) -> None:
+        culprit = self._lives.get(home.at) if home.at is not None else None
+        self._replace(home, f"it held its process for {self._config.blocked_s:g} s (env.blocked_s)", culprit)
+
+    # An episode's life.
+
+    def _enter(self, episode: _Episode) -> None:
+        """Begins an episode, or its replay, in the worker with the fewest."""
+        episode.home = min(self._homes, key=lambda home: len(home.episodes))
+        episode.life, self._next_life, episode.at = self._next_life, self._next_life + 1, 0
+        self._episodes[episode.number] = self._lives[episode.life] = episode
+        episode.home.episodes.add(episode.number)
+        self._send(episode, {"start": episode.life, "task": dataclasses.asdict(episode.task)})
+        if len(episode.turns) == len(episode.said):
+            self._run_clock(episode)
+
+    def _drop_life(self, episode: _Episode) -> None:
+        self._stop_clock(episode, counts=False)
+        for job in episode.jobs.values():
+            job.cancel()
+        episode.jobs.clear()
+        episode.asks.clear()
+        self._lives.pop(episode.life, None)
+        episode.home.episodes.discard(episode.number)
+
+    def _leave(self, episode: _Episode) -> None:
+        self._send(episode, {"cancel": episode.life})
+        self._drop_life(episode)
+        del self._episodes[episode.number]
+
+    def _end(self, episode: _Episode, reason: Literal["ended", "deadline"], result: Mapping[str, Any] = {}) -> None:
+        self._leave(episode)
+        self._emit({"done": episode.number, "reward": None, "metrics": {}, "text": None, "reason": reason, **result})
+
+    def _run_clock(self, episode: _Episode) -> None:
+        episode.since = time.monotonic()
+        left = self._config.deadline_s - episode.spent_s
+        episode.timer = asyncio.get_running_loop().call_later(max(left, 0), self._expired, episode)
+
+    def _stop_clock(self, episode: _Episode, *, counts: bool = True) -> None:
+        if episode.timer is not None:
+            episode.timer.cancel()
+            episode.spent_s += (time.monotonic() - episode.since) * counts
+        episode.timer, episode.since = None, 0.0
+
+    def _expired(self, episode: _Episode) -> None:
+        home = episode.home
+        if time.monotonic() - home.heard < _SILENT_S:
+            self._end(episode, "deadline")
+        elif home.at == episode.life:
+            self._replace(home, "it held its process", episode)
+        else:  # another one holds the process: it is not this one's fault
+            episode.timer = asyncio.get_running_loop().call_later(BEAT_S, self._expired, episode)
+
+    # Frames.
+
+    def _send(self, episode: _Episode, frame: Mapping[str, Any]) -> None:
+        assert episode.home.link is not None
+        episode.home.link.send(frame)
+
+    def _heard(self, home: _Home, frame: dict[str, Any]) -> None:
+        home.heard = time.monotonic()
+        match frame:
+            case {"at": at}:
+                home.at = at
+            case {"loaded": _}:
+                home.loaded.set_result(frame)
+                if self._watch is not None and "raised" in frame:  # the first ones did load
+                    why = f"cannot be loaded again: {frame['raised']}"
+                    self._emit(EnvironmentFailure(f"Environment {self._config.environment} {why}"))
+            case {"say": life, "said": said, "records": records} if life in self._lives:
+                self._said(self._lives[life], said, records)
+            case {"ask": life, "n": number} if life in self._lives:
+                self._asked(self._lives[life], number, frame)
+            case {"done": life, **result} if life in self._lives:
+                self._end(self._lives[life], "ended", result)
+            case {"raised": life, "why": why} if life in self._lives:
+                episode = self._lives[life]
+                self._leave(episode)
+                self._emit(EnvironmentFailure(f"{self._name(episode)} failed: {why}"))
+
+    def _said(self, episode: _Episode, said: dict[str, Any], records: list[dict[str, Any]]) -> None:
+        at, episode.at = episode.at, episode.at + 1
+        if at < len(episode.said):
+            if episode.said[at] != said:
+                was, now = _difference(episode.said[at], said)
+                self._emit(
+                    EnvironmentFailure(
+                        f"{self._name(episode)} is another on a replay, at turn {at}: first {was}, then {now}. What "
+                        "`run` does must follow from the task, the turns and the answers of model.outside: take "
+                        "clocks, chance and services from there."
+                    )
+                )
+                return
+        else:
+            episode.said.append(said)
+            self._stop_clock(episode)
+            self._emit({"say": episode.number, **said, "records": records})
+        self._give(episode)
+
+    def _give(self, episode: _Episode) -> None:
+        """Sends the turn that the present life waits for, if it is there."""
+        if 0 < episode.at <= len(episode.turns) and episode.at <= len(episode.said):
+            turn = episode.turns[episode.at - 1]
+            self._send(episode, {"turn": episode.life, "value": turn})
+            if episode.at == len(episode.turns):
+                self._stop_clock(episode)
+                self._run_clock(episode)
+
+    def _asked(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
+        if "made" not in frame:
+            what = str(frame.get("what", "its tools"))
+            if number in episode.answers:
+                if episode.whats[number] != what:
+                    why = f"is another on a replay: it first asked for {episode.whats[number]!r}, then for {what!r}"
+                    self._emit(EnvironmentFailure(f"{self._name(episode)} {why}."))
+                    return
+                self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})
+                return
+            episode.whats[number] = what
+            episode.asks[number] = (what.partition(" ")[0] if "tool" in frame else what, time.monotonic())
+        episode.jobs[number] = asyncio.create_task(self._settle(episode, number, frame))
+
+    async def _settle(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
+        """Answers a request: from the journal, by a tool, or by what the environment itself makes."""
+        try:
+            if "made" in frame:
+                await self._reply(episode, number, frame["made"])
+            elif "toolset" in frame:
+                tools = await self._toolbox.toolset(EnvironmentConfig(**frame["toolset"]))
+                await self._reply(episode, number, {"tools": tools}, kept=True)
+            elif self._journal and (found := await self._journal.find(episode.task, number, episode.whats[number])):
+                await self._reply(episode, number, found, kept=True)
+            elif "tool" in frame:
+                await self._reply(episode, number, await self._toolbox.call(frame["tool"], frame["arguments"]))
+            else:
+                self._send(episode, {"answer": episode.life, "n": number, "reply": {"make": True}})
+        except ValueError as error:
+            self._emit(EnvironmentFailure(f"{self._name(episode)} failed: {error}"))
+        except Exception as error:  # noqa: BLE001 - raised where the episodes are polled
+            self._emit(error)
+
+    async def _reply(self, episode: _Episode, number: int, answer: Mapping[str, Any], *, kept: bool = False) -> None:
+        """Gives an answer; recorded first, so that whoever resumes finds what was used, unless it is `kept` already."""
+        if self._journal is not None and not kept:
+            await self._journal.add(episode.task, number, episode.whats[number], answer)
+        episode.asks.pop(number, None)
+        episode.jobs.pop(number, None)
+        episode.answers[number] = {**answer, "replayed": kept}
+        self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})
+
+    def _name(self, episode: _Episode) -> str:
+        return (
+            f"Environment {self._config.environment} of {_sample(episode.task)} (step {episode.task.step}, after turn "
+            f"{len(episode.turns)}; prompt {episode.task.prompt[:160]!r})"
+        )
+
+
+def _sample(task: Task) -> str:
+    return f"sample {task.sample} of prompt {task.index}"
+
+
+def _difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    """The fields of two observations that differ."""
+    names = [name for name in was if was[name] != now[name]]
+    return tuple(", ".join(f"{name}={one[name]!r}"[:400] for name in names) for one in (was, now))  # pyright: ignore[reportReturnType]

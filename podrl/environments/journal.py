@@ -1,0 +1,180 @@
+"""The journal of outside answers: one JSON line each, written before the answer is used, and looked up on a replay."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import pathlib
+import threading
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+from podrl.environments.protocol import Task
+from podrl.runtime.channel import Channel
+from podrl.runtime.message import Message
+from podrl.runtime.pod import LEADER, Pod
+
+_log = logging.getLogger("podrl.environments")
+_READ, _ADD = "outside/read", "outside/add"
+
+Record = dict[str, Any]  # {"index", "sample", "n", "request", "answer"}
+Records = dict[tuple[int, int, int], Record]  # by the first three
+
+
+class Store(Protocol):
+    """Where records are kept, by the name of their step: 'STEP', 'eval-STEP' those of evaluations."""
+
+    async def read(self, name: str) -> Records: ...
+
+    async def add(self, name: str, record: Record) -> None:
+        """Returns when the record would outlive this process."""
+        ...
+
+
+class Journal:
+    """Answers of the outside world, as one process looks them up and records them.
+
+    A run that is started again draws the same samples, so the requests of a sample come again in their order: its
+    answers are found by (step, prompt, sample, number) and a hash of the request. A request that changed gets a new
+    answer.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, Records] = {}
+        self._warned = False
+
+    async def find(self, task: Task, number: int, what: str) -> dict[str, Any] | None:
+        """The answer to request `number` of a sample; None where there is no record of this request."""
+        name = _name(task)
+        if (known := self._known.get(name)) is None:
+            known = self._known[name] = await self._store.read(name)
+        found = known.get((task.index, task.sample, number))
+        if found is None or found["request"] == _hash(what):
+            return None if found is None else found["answer"]
+        if not self._warned:
+            _log.warning(
+                "Sample %d of prompt %d asks for %.80r at step %s, which is not what it asked for when this run was "
+                "there before: it gets a new answer, and the run will differ from the earlier one.",
+                *(task.sample, task.index, what, name),
+            )
+        self._warned = True
+        return None
+
+    async def add(self, task: Task, number: int, what: str, answer: Mapping[str, Any]) -> None:
+        """Records an answer."""
+        record = {"index": task.index, "sample": task.sample, "n": number, "request": _hash(what), "answer": answer}
+        await self._store.add(_name(task), record)
+        self._known.setdefault(_name(task), {})[_key(record)] = record
+
+    def forget(self, before: int) -> None:
+        """Frees the memory of steps before one."""
+        for name in list(self._known):
+            if _step(name) < before:
+                self._known.pop(name, None)
+
+
+class Files:
+    """Records in `directory`/<name>.jsonl; any thread may call any method."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self._directory = directory
+        self._files: dict[str, TextIO] = {}
+        self._records: dict[str, Records] = {}
+        self._lock = threading.Lock()
+
+    async def read(self, name: str) -> Records:
+        return {_key(record): record for record in self._listed(name)}
+
+    async def add(self, name: str, record: Record) -> None:
+        self._add(name, record)
+
+    def serve(self, channel: Channel) -> None:
+        """Keeps the records of the job's other processes too; an answer to them says that a record is written."""
+        channel.serve(_READ, lambda message: Message(self._listed(message.value)))
+        channel.serve(_ADD, lambda message: Message(self._add(**message.value)))
+
+    def drop(self, before: int) -> None:
+        """Deletes the records of steps before one that a checkpoint has passed."""
+        with self._lock:
+            for path in self._directory.glob("*.jsonl"):
+                if _step(path.stem) < before:
+                    self._records.pop(path.stem, None)
+                    if (file := self._files.pop(path.stem, None)) is not None:
+                        file.close()
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _listed(self, name: str) -> list[Record]:
+        with self._lock:
+            return list(self._read(name).values())
+
+    def _add(self, name: str, record: Record) -> None:
+        with self._lock:
+            records = self._read(name)
+            if records.get(_key(record)) == record:
+                return  # sent twice
+            if name not in self._files:
+                self._files[name] = (self._directory / f"{name}.jsonl").open("a")
+            self._files[name].write(json.dumps(record) + "\n")
+            self._files[name].flush()
+            records[_key(record)] = record
+
+    def _read(self, name: str) -> Records:
+        """The records of a step; a torn last line, of a run that was killed while it wrote, is cut off."""
+        if name not in self._records:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path, self._records[name] = self._directory / f"{name}.jsonl", {}
+            whole = 0
+            with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+                for line in file:
+                    try:
+                        record = json.loads(line) if line.endswith(b"\n") else None
+                    except ValueError:
+                        record = None
+                    if record is None:
+                        break
+                    self._records[name][_key(record)] = record
+                    whole += len(line)
+                file.truncate(whole)
+        return self._records[name]
+
+
+class AtLeader:
+    """The records that the leader of a job keeps (`Files.serve`), for a process that has no run directory."""
+
+    def __init__(self, pod: Pod, deadline_s: float) -> None:
+        """Waits for each answer of the leader for `deadline_s` at most."""
+        self._pod, self._deadline_s = pod, deadline_s
+
+    async def read(self, name: str) -> Records:
+        records = (await self._call(_READ, name)).value
+        return {_key(record): record for record in records}
+
+    async def add(self, name: str, record: Record) -> None:
+        await self._call(_ADD, {"name": name, "record": record})
+
+    async def _call(self, function: str, value: Any) -> Message:
+        return await asyncio.to_thread(self._pod.call, LEADER, function, Message(value), self._deadline_s)
+
+
+def _key(record: Mapping[str, Any]) -> tuple[int, int, int]:
+    return record["index"], record["sample"], record["n"]
+
+
+def _name(task: Task) -> str:
+    return f"{'eval-' if task.mode == 'eval' else ''}{task.step}"
+
+
+def _step(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _hash(what: str) -> str:
+    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,225 @@
+"""The process that holds MCP sessions: `python -m podrl.environments.mcp_worker`, started by `servers.py`.
+
+One session per server, calls multiplexed over it, opened again after it broke. Works with package mcp 1.24 to 2.x,
+whose names differ: both are asked for. It never imports jax.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+import sys
+import time
+import urllib.parse
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, BinaryIO
+
+from podrl.environments.config import MCPServer
+from podrl.environments.tool_worker import plain
+from podrl.runtime import child
+from podrl.runtime.frames import pack
+
+_CONNECT_S = 30.0
+_PING_S = 5.0
+_WATCH_S = 2.0  # between looks after the server of a call
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+# A server that is started by command dies with this process, however that ends.
+_DIE_WITH_PARENT = "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9);os.execvp(sys.argv[1],sys.argv[1:])"
+
+
+class _Server:
+    """A server and the session with it, while there is one."""
+
+    def __init__(self, key: str, server: MCPServer, away_s: float, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self._key, self._server, self._away_s, self._send = key, server, away_s, send
+        self._session: Any = None
+        self._ready, self._broken = asyncio.Event(), asyncio.Event()
+        self._checks: set[asyncio.Task[None]] = set()
+
+    async def keep(self) -> None:
+        """Connects, and connects again whenever the session broke, until the server was away too long."""
+        try:
+            import mcp  # noqa: F401
+        except ImportError:
+            self._send({"wrong": self._key, "why": "needs package mcp: pip install 'podrl[tools]'."})
+            return
+        command = [] if _is_url(self._server.target) else shlex.split(self._server.target)
+        if command and shutil.which(command[0]) is None:
+            self._send({"wrong": self._key, "why": f"cannot be started: there is no command {command[0]!r}."})
+            return
+        away, pause = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            why = "the connection closed"
+            try:
+                async with asyncio.timeout(_CONNECT_S) as limit, _connect(self._server.target, command) as session:
+                    await session.initialize()
+                    tools = (await session.list_tools()).tools
+                    limit.reschedule(None)
+                    self._broken.clear()
+                    self._session = session
+                    self._ready.set()
+                    self._send({"opened": self._key, "tools": [_declared(tool) for tool in tools]})
+                    pause = _FIRST_PAUSE_S
+                    await self._broken.wait()
+                    away = time.monotonic()
+                    limit.reschedule(asyncio.get_running_loop().time() + _PING_S)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - a server may be away in many ways
+                why = _leaf(error)
+            self._ready.clear()
+            if time.monotonic() - away + pause > self._away_s:
+                self._send({"gone": self._key, "why": why})
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
+        """The tool's answer as text, or its failure as text; waits while the server is away."""
+        why = ""
+        for _ in range(self._server.retries + 1):
+            await self._ready.wait()
+            session = self._session
+            try:
+                result = await asyncio.wait_for(self._watched(session, name, arguments), self._server.deadline_s)
+            except TimeoutError:
+                check = asyncio.create_task(self._check(session))
+                self._checks.add(check)
+                check.add_done_callback(self._checks.discard)
+                return {"text": f"Timed out after {self._server.deadline_s:g} s.", "failed": "deadline"}
+            except Exception as error:  # noqa: BLE001 - the server's refusal is text, a lost connection another try
+                why = _leaf(error)
+                if session is self._session and await self._alive(session):
+                    return {"text": plain(why), "failed": "arguments"}
+                self._break(session)
+                continue
+            failed = getattr(result, "is_error", None) if hasattr(result, "is_error") else result.isError
+            texts = [getattr(one, "text", None) or f"[{one.type}]" for one in result.content]
+            return {"text": plain("\n".join(texts)), "failed": "exception" if failed else ""}
+        return {"text": f"The connection to the tool was lost: {plain(why)}", "failed": "lost"}
+
+    async def _watched(self, session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+        """A call that ends with a ConnectionError when its server on the network is gone: not every client notices."""
+        call = asyncio.create_task(session.call_tool(name, dict(arguments)))
+        try:
+            while not (await asyncio.wait({call}, timeout=_WATCH_S))[0]:
+                if _is_url(self._server.target) and await self._gone(session):
+                    self._break(session)
+                    raise ConnectionError("the server is gone")
+            return call.result()
+        finally:
+            call.cancel()
+
+    async def _gone(self, session: Any) -> bool:
+        """Asks the address: True where nothing listens, or a server without this session; busy is not gone."""
+        url = urllib.parse.urlsplit(self._server.target)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(url.hostname, port), _PING_S)
+            writer.close()
+            await asyncio.wait_for(session.send_ping(), _PING_S)
+        except TimeoutError:
+            return False
+        except Exception:  # noqa: BLE001 - however it says so
+            return True
+        return False
+
+    async def _check(self, session: Any) -> None:
+        """After a late call: opens the session again if the server does not answer at all."""
+        if not await self._alive(session):
+            self._break(session)
+
+    async def _alive(self, session: Any) -> bool:
+        try:
+            await asyncio.wait_for(session.send_ping(), _PING_S)
+        except Exception:  # noqa: BLE001 - however it says so, it is not there
+            return False
+        return True
+
+    def _break(self, session: Any) -> None:
+        if session is self._session:
+            self._session = None
+            self._ready.clear()
+            self._broken.set()
+
+
+def _is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
+@contextlib.asynccontextmanager
+async def _connect(target: str, command: list[str]) -> AsyncIterator[Any]:
+    """A session over stdio, sse (an address that ends in /sse) or streamable http."""
+    from mcp import ClientSession
+
+    if command:
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        guarded = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, *command]
+        way: Any = stdio_client(StdioServerParameters(command=guarded[0], args=guarded[1:], env=dict(os.environ)))
+    elif target.rstrip("/").endswith("/sse"):
+        from mcp.client.sse import sse_client
+
+        way = sse_client(target)
+    else:
+        from mcp.client.streamable_http import streamable_http_client
+
+        way = streamable_http_client(target)
+    async with way as (read, write, *_), ClientSession(read, write) as session:
+        yield session
+
+
+def _declared(tool: Any) -> dict[str, Any]:
+    schema = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or {}
+    return {"name": tool.name, "description": tool.description or "", "schema": schema}
+
+
+def _leaf(error: BaseException) -> str:
+    """The first line of the error at the bottom of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+
+
+async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    servers: dict[str, _Server] = {}
+    keepers: list[asyncio.Task[None]] = []
+    calls: dict[int, asyncio.Task[None]] = {}
+
+    def send(frame: Mapping[str, Any]) -> None:
+        replies.write(pack(frame))
+        replies.flush()
+
+    async def answer(frame: dict[str, Any]) -> None:
+        try:
+            reply = await servers[frame["server"]].call(frame["name"], frame["arguments"])
+            send({"result": frame["call"], "reply": reply})
+        finally:
+            del calls[frame["call"]]
+
+    async for frame in child.frames(requests):
+        match frame:
+            case {"open": key, "server": server, "away_s": away_s}:
+                servers[key] = _Server(key, MCPServer(**server), away_s, send)
+                keepers.append(asyncio.create_task(servers[key].keep()))
+            case {"call": number}:
+                calls[number] = asyncio.create_task(answer(frame))
+            case {"drop": number} if number in calls:
+                calls[number].cancel()
+    for keeper in keepers:
+        keeper.cancel()
+    await asyncio.gather(*keepers, return_exceptions=True)
+
+
+def main() -> None:
+    """Serves until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    requests, replies = child.begin()
+    logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what goes wrong is told to the host
+    asyncio.run(_serve(requests, replies))
+
+
+if __name__ == "__main__":
+    main()

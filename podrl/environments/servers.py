@@ -1,0 +1,121 @@
+"""The host side of MCP servers: one process holds the sessions of all; calls to it, and a server that is gone."""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from podrl.environments import mcp_worker
+from podrl.environments.config import MCPServer
+from podrl.environments.link import Link
+from podrl.runtime.service import ServiceError
+from podrl.runtime.user_code import Limits
+from podrl.runtime.workers import Worker
+
+_LIVES = 3  # of the process without an answer between them
+
+
+class Servers:
+    """MCP sessions of this process, held by a worker that is replaced when it dies."""
+
+    def __init__(self, limits: Limits, deadline_s: float, on_gone: Callable[[Exception], None]) -> None:
+        """Starts nothing yet.
+
+        Args:
+          limits: what the process, and servers started by command, may take and see.
+          deadline_s: how long a server may be away (env.server_deadline_s).
+          on_gone: told the error of one that was away longer.
+        """
+        self._limits, self._deadline_s, self._on_gone = limits, deadline_s, on_gone
+        self._link: Link | None = None
+        self._open: dict[str, tuple[MCPServer, asyncio.Future[list[dict[str, Any]]]]] = {}
+        self._calls: dict[int, tuple[dict[str, Any], asyncio.Future[dict[str, Any]]]] = {}
+        self._number, self._deaths = 0, 0
+
+    async def open(self, server: MCPServer) -> list[dict[str, Any]]:
+        """The server's tools (name, description, schema), once it is connected.
+
+        Raises:
+          ValueError: it cannot be started, or package mcp is missing.
+          ServiceError: it did not answer for `deadline_s`.
+        """
+        key = _key(server)
+        if key not in self._open:
+            self._open[key] = (server, asyncio.get_running_loop().create_future())
+            if self._link is None:
+                self._start()
+            self._send_open(key)
+        return await asyncio.shield(self._open[key][1])
+
+    async def call(self, server: MCPServer, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """'text' and 'failed' of a call; waits while the server is away."""
+        self._number += 1
+        number, future = self._number, asyncio.get_running_loop().create_future()
+        frame = {"call": number, "server": _key(server), "name": name, "arguments": arguments}
+        self._calls[number] = (frame, future)
+        assert self._link is not None
+        self._link.send(frame)
+        try:
+            return await future
+        finally:
+            del self._calls[number]
+            if future.cancelled():
+                self._link.send({"drop": number})
+
+    def close(self) -> list[Worker]:
+        return [self._link.leave()] if self._link is not None else []
+
+    def _start(self) -> None:
+        self._link = Link(mcp_worker.__name__, self._limits, self._answered, self._ended)
+
+    def _send_open(self, key: str) -> None:
+        assert self._link is not None
+        server = dataclasses.asdict(self._open[key][0])
+        self._link.send({"open": key, "server": server, "away_s": self._deadline_s})
+
+    def _answered(self, frame: dict[str, Any]) -> None:
+        self._deaths = 0
+        match frame:
+            case {"result": number, "reply": reply}:
+                if number in self._calls and not self._calls[number][1].done():
+                    self._calls[number][1].set_result(reply)
+            case {"opened": key, "tools": tools}:
+                self._opened(key, tools, None)
+            case {"wrong": key, "why": why}:
+                self._opened(key, [], ValueError(f"env.mcp: {self._open[key][0].target} {why}"))
+            case {"gone": key, "why": why}:
+                error = ServiceError(
+                    f"MCP server {self._open[key][0].target} has been away for {self._deadline_s:g} s ({why}): the "
+                    "same command goes on when it is back; env.server_deadline_s says how long to wait for it."
+                )
+                self._opened(key, [], error)
+                self._on_gone(error)
+
+    def _opened(self, key: str, tools: list[dict[str, Any]], error: Exception | None) -> None:
+        future = self._open[key][1]
+        if future.done():  # opened again after the process died
+            return
+        if error is None:
+            future.set_result(tools)
+        else:
+            future.set_exception(error)
+
+    def _ended(self) -> None:
+        assert self._link is not None
+        self._deaths += 1
+        death = self._link.worker.death()
+        self._link.close()
+        if self._deaths >= _LIVES:
+            self._link = None
+            self._on_gone(ServiceError(f"The process that talks to MCP servers died {_LIVES} times in a row: {death}"))
+            return
+        self._start()
+        for key in self._open:
+            self._send_open(key)
+        for frame, _ in self._calls.values():
+            self._link.send(frame)
+
+
+def _key(server: MCPServer) -> str:
+    return json.dumps(dataclasses.asdict(server), sort_keys=True)

@@ -1,0 +1,91 @@
+"""SteppedEnvironment: anything with `reset` and `step` (gymnasium-like, OpenEnv, SkyRL-gym) as an environment."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from podrl.environments.protocol import Model, Result, Role, Task
+
+
+class SteppedEnvironment:
+    """Plays an object with `reset` and `step`: each observation is a turn for the model, each action a turn of it.
+
+    `reset(seed=, task=)` gives the first observation, or (observation, info); arguments that it does not name are left
+    out. `step(text)` gives (observation, reward, terminated, truncated, info), (observation, reward, done, info), or an
+    object or mapping with `observation`, `reward` and `done`. Both may be coroutines; others run in a thread. They are
+    called again on a replay, so what they do must follow from the seed and the actions.
+    """
+
+    def __init__(self, make: Callable[[], Any], *, role: Role = "user", opening: bool = True) -> None:
+        """Stores the factory; each episode makes an object of its own.
+
+        Args:
+          make: such as the class.
+          role: how observations enter the sample; see Model.say.
+          opening: whether the model is told the observation of `reset`, after the prompt of the data.
+        """
+        self._make, self._opening = make, opening
+        self._role: Role = role
+
+    async def run(self, task: Task, model: Model) -> Result:
+        """As podrl.environments.protocol.Environment; rewards of steps stay at their turns."""
+        stepped = await _called(self._make)
+        try:
+            first = await _called(stepped.reset, **_accepted(stepped.reset, seed=task.seed, task=task))
+            text = _text(first[0] if isinstance(first, tuple) else getattr(first, "observation", first))
+            steps, total = 0, 0.0
+            turn = await model.say(text, role=self._role) if self._opening else await model.say()
+            while True:
+                observation, reward, done = _outcome(await _called(stepped.step, turn.text))
+                steps, total = steps + 1, total + reward
+                if done:
+                    return Result(reward, {"steps": float(steps), "return": total})
+                turn = await model.say(_text(observation), role=self._role, reward=reward)
+        finally:
+            if callable(close := getattr(stepped, "close", None)):
+                await _called(close)
+
+
+async def _called(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if inspect.iscoroutinefunction(fn):
+        return await fn(*args, **kwargs)
+    value = await asyncio.to_thread(fn, *args, **kwargs)
+    return await value if inspect.isawaitable(value) else value
+
+
+def _accepted(fn: Callable[..., Any], **offered: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return {"seed": offered["seed"]}
+    return {parameter.name: offered[parameter.name] for parameter in parameters if parameter.name in offered}
+
+
+def _outcome(outcome: Any) -> tuple[Any, float, bool]:
+    match outcome:
+        case (observation, reward, terminated, truncated, _):
+            return observation, float(reward or 0.0), bool(terminated or truncated)
+        case (observation, reward, done, _):
+            return observation, float(reward or 0.0), bool(done)
+        case Mapping():
+            names = [name for name in ("observation", "observations") if name in outcome]
+            return outcome[names[0]] if names else "", float(outcome.get("reward") or 0.0), bool(outcome["done"])
+        case _ if hasattr(outcome, "done"):
+            observation = getattr(outcome, "observation", "")
+            return observation, float(getattr(outcome, "reward", None) or 0.0), bool(outcome.done)
+    raise TypeError(
+        f"step returned {type(outcome).__name__} {str(outcome)[:200]}: it must be (observation, reward, terminated, "
+        "truncated, info), (observation, reward, done, info), or have observation, reward and done"
+    )
+
+
+def _text(observation: Any) -> str:
+    """An observation as text: itself, or the contents of messages."""
+    if isinstance(observation, Mapping) and "content" in observation:
+        return str(observation["content"])
+    if isinstance(observation, list | tuple):
+        return "\n".join(_text(one) for one in observation)
+    return str(observation)

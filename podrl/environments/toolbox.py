@@ -1,0 +1,288 @@
+"""The host side of tools: which there are, the processes they run in, who waits for whom, and failures as text."""
+
+import asyncio
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from podrl.environments import dr_tulu, tool_worker
+from podrl.environments.config import EnvironmentConfig, MCPServer
+from podrl.environments.link import Link
+from podrl.environments.servers import Servers
+from podrl.runtime.user_code import Limits
+from podrl.runtime.user_objects import spec_at
+from podrl.runtime.workers import LOAD_S, DiedError, LateError, Worker
+
+BUILT_IN = {"calculator": "podrl.environments.calculator"}
+_PATIENCE_S = 0.05  # of a call before another process is started for it
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A tool as the host calls it.
+
+    Attributes:
+      declared: what environments know of it: key, name, description, schema, query, tag.
+      spec: of the Python function; None for a server's tool.
+      server: of the server's tool; theirs: its name there.
+      turn: lets `concurrency` calls at once through.
+    """
+
+    declared: dict[str, Any]
+    deadline_s: float
+    retries: int
+    turn: asyncio.Semaphore
+    spec: Mapping[str, str] | None = None
+    server: MCPServer | None = None
+    theirs: str = ""
+
+
+class Toolbox:
+    """All tools of this process's environments; lives on one event loop."""
+
+    def __init__(self, limits: Limits, server_deadline_s: float, on_gone: Callable[[Exception], None]) -> None:
+        self._functions = _Functions(limits)
+        self._servers = Servers(limits, server_deadline_s, on_gone)
+        self._tools: dict[str, Tool] = {}
+        self._sets: dict[str, list[str]] = {}
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        self._resolving = asyncio.Lock()
+
+    async def toolset(self, config: EnvironmentConfig) -> list[dict[str, Any]]:
+        """The tools of a configuration, loaded and with their servers connected.
+
+        Raises:
+          ValueError: a tool that cannot be found or loaded, or two of one name; says which.
+          ServiceError: a server does not answer.
+        """
+        name = json.dumps(dataclasses.asdict(config), sort_keys=True)
+        async with self._resolving:
+            if name not in self._sets:
+                found: list[Tool] = []
+                wanted = [tool for tool in config.tools if tool in dr_tulu.TOOLS]
+                for tool in config.tools:
+                    if tool not in wanted:
+                        found.append(await self._function(tool, config))
+                for server in config.servers:
+                    found += await self._offered(server, wanted)
+                self._sets[name] = self._unique(found, wanted)
+        return [self._tools[key].declared for key in self._sets[name]]
+
+    async def call(self, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """A tool's answer: 'text', 'failed' ('' or the kind of failure), 'seconds' (the wait for its turn aside)."""
+        tool = self._tools[key]
+        async with tool.turn:
+            started = time.monotonic()
+            if tool.server is not None:
+                reply = await self._servers.call(tool.server, tool.theirs, arguments)
+            else:
+                reply = await self._call_function(tool, arguments)
+        return {"text": reply["text"], "failed": reply["failed"], "seconds": time.monotonic() - started}
+
+    def closing(self) -> None:
+        """From now on no process is started for one that ends."""
+        self._functions.closing = True
+
+    def close(self) -> list[Worker]:
+        """Asks all processes to end; whoever gets the workers closes them."""
+        return [*self._functions.close(), *self._servers.close()]
+
+    async def _call_function(self, tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        assert tool.spec is not None
+        for attempt in range(tool.retries + 1):
+            try:
+                return await self._functions.call(tool.declared["key"], tool.spec, arguments, tool.deadline_s)
+            except LateError:
+                return {"text": f"Timed out after {tool.deadline_s:g} s.", "failed": "deadline"}
+            except DiedError as error:
+                if attempt == tool.retries:
+                    return {"text": f"The tool failed: {error}", "failed": "died"}
+        raise AssertionError
+
+    async def _function(self, tool: str, config: EnvironmentConfig) -> Tool:
+        place, _, name = tool.rpartition(":")
+        try:
+            spec = {"module": BUILT_IN[tool], "name": tool} if tool in BUILT_IN else spec_at(place, name)
+            if not spec["name"] or not (spec.get("module") or spec.get("file")):
+                known = ", ".join([*BUILT_IN, *dr_tulu.TOOLS])
+                raise ValueError(f"it is no built-in tool ({known}), nor 'file.py:function' or 'module:function'.")
+            key = json.dumps(spec, sort_keys=True)
+            declared = await self._functions.load(key, spec)
+        except (ValueError, LateError, DiedError) as error:
+            raise ValueError(f"env.tools: {tool!r} cannot be loaded: {error}") from error
+        declared |= {"key": key, "query": dr_tulu.query_of(declared["schema"]), "tag": ""}
+        # A pool holds as many processes as its tools may have calls at once.
+        self._functions.most += 0 if key in self._tools else config.concurrency
+        return Tool(declared, config.call_deadline_s, config.retries, self._turn(key, config.concurrency), spec)
+
+    async def _offered(self, server: MCPServer, wanted: list[str]) -> list[Tool]:
+        there = {tool["name"]: tool for tool in await self._servers.open(server)}
+        if server.names:
+            names = list(server.names)
+        elif wanted:  # what this server has of the tools that env.tools names
+            names = [name for name in wanted if _theirs(name, server, there)]
+        else:
+            names = list(there)
+        found = []
+        for name in names:
+            theirs = _theirs(name, server, there)
+            if not theirs:
+                raise ValueError(
+                    f"env.mcp: {server.target} has no tool {server.aliases.get(name, name)!r}: it has "
+                    f"{', '.join(there) or 'none'}. Name others in `names`, or map the model's word in `aliases`."
+                )
+            key = json.dumps([dataclasses.asdict(server), name], sort_keys=True)
+            known = dr_tulu.TOOLS.get(name)
+            declared = {
+                **there[theirs],
+                "name": name,
+                "key": key,
+                "query": server.query.get(name) or dr_tulu.query_of(there[theirs]["schema"]),
+                "tag": server.result.get(name, known.tag if known else ""),
+            }
+            turn = self._turn(json.dumps(dataclasses.asdict(server)), server.concurrency)
+            found.append(Tool(declared, server.deadline_s, server.retries, turn, server=server, theirs=theirs))
+        return found
+
+    def _turn(self, name: str, concurrency: int) -> asyncio.Semaphore:
+        return self._turns.setdefault(name, asyncio.Semaphore(concurrency))
+
+    def _unique(self, tools: list[Tool], wanted: list[str]) -> list[str]:
+        """Keys of the tools, which are kept."""
+        names: dict[str, Tool] = {}
+        for tool in tools:
+            name = tool.declared["name"]
+            if name in names:
+                raise ValueError(
+                    f"Two tools are called {name!r}: one of {_home(names[name])}, one of {_home(tool)}. Leave it "
+                    "out of the `names` of one MCPServer, or give it another name there that `aliases` maps to it."
+                )
+            names[name] = tool
+            self._tools[tool.declared["key"]] = tool
+        if missing := [name for name in wanted if name not in names]:
+            raise ValueError(f"env.tools names {', '.join(missing)}, which no server in env.mcp has.")
+        return [tool.declared["key"] for tool in tools]
+
+
+def _theirs(name: str, server: MCPServer, there: Mapping[str, Any]) -> str:
+    """What a server calls the tool that the model calls `name`; '' where it has none."""
+    known = dr_tulu.TOOLS.get(name)
+    words = [server.aliases[name]] if name in server.aliases else [name, *(known.theirs if known else ())]
+    return next((word for word in words if word in there), "")
+
+
+def _home(tool: Tool) -> str:
+    return tool.server.target if tool.server else str((tool.spec or {}).get("file") or (tool.spec or {}).get("module"))
+
+
+class _Functions:
+    """Processes that run Python tools, started as they are needed; one that is late or dies is replaced.
+
+    Attributes:
+      most: processes there may be.
+      closing: whether one that is late or dies is not replaced.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self.most, self.closing = limits, 1, False
+        self._all: set[_Process] = set()
+        self._idle: asyncio.Queue[_Process] = asyncio.Queue()
+
+    async def load(self, key: str, spec: Mapping[str, str]) -> dict[str, Any]:
+        return await self._with(lambda process: process.load(key, spec))
+
+    async def call(
+        self, key: str, spec: Mapping[str, str], arguments: Mapping[str, Any], deadline_s: float
+    ) -> dict[str, Any]:
+        async def made(process: _Process) -> dict[str, Any]:
+            await process.load(key, spec)
+            return await process.exchange({"tool": key, "arguments": arguments}, deadline_s)
+
+        return await self._with(made)
+
+    def close(self) -> list[Worker]:
+        return [process.link.leave() for process in self._all]
+
+    async def _with(self, use: Callable[["_Process"], Any]) -> dict[str, Any]:
+        process = await self._take()
+        if process.dead:  # since its last call
+            self._drop(process)
+            process = self._start()
+        try:
+            reply = await use(process)
+        except ValueError:  # what it was to load cannot be loaded: the process is well
+            self._idle.put_nowait(process)
+            raise
+        except BaseException:  # late, dead, or its caller was cancelled in the middle
+            self._drop(process)
+            if not self.closing:
+                self._idle.put_nowait(self._start())
+            raise
+        self._idle.put_nowait(process)
+        return reply
+
+    async def _take(self) -> "_Process":
+        if not self._idle.empty():
+            return self._idle.get_nowait()
+        if self._all:
+            try:
+                return await asyncio.wait_for(self._idle.get(), _PATIENCE_S)
+            except TimeoutError:
+                pass
+        return self._start() if len(self._all) < self.most else await self._idle.get()
+
+    def _drop(self, process: "_Process") -> None:
+        self._all.discard(process)
+        process.link.close()
+
+    def _start(self) -> "_Process":
+        process = _Process(self._limits)
+        self._all.add(process)
+        return process
+
+
+class _Process:
+    """One process and what it has loaded."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.link = Link(tool_worker.__name__, limits, self._answered, self._ended)
+        self._reply: asyncio.Future[dict[str, Any]] | None = None
+        self._declared: dict[str, dict[str, Any]] = {}
+        self.dead = False
+
+    async def load(self, key: str, spec: Mapping[str, str]) -> dict[str, Any]:
+        """The function's declaration.
+
+        Raises:
+          ValueError: it cannot be loaded.
+        """
+        if key not in self._declared:
+            reply = await self.exchange({"tool": key, "spec": spec, "path": sys.path}, LOAD_S)
+            if "raised" in reply:
+                raise ValueError(reply["raised"])
+            self._declared[key] = reply
+        return dict(self._declared[key])
+
+    async def exchange(self, header: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
+        if self.dead:
+            raise self.link.worker.death()
+        self._reply = asyncio.get_running_loop().create_future()
+        self.link.send(header)
+        try:
+            return await asyncio.wait_for(self._reply, deadline_s)
+        except TimeoutError:
+            raise LateError("it did not answer in time.") from None
+        finally:
+            self._reply = None
+
+    def _answered(self, frame: dict[str, Any]) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(frame)
+
+    def _ended(self) -> None:
+        self.dead = True
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(self.link.worker.death())

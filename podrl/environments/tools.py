@@ -1,0 +1,149 @@
+"""ToolEnvironment: the model calls tools in its turns, at most so often, and reads what they give, or why they fail."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from podrl.config import nearest
+from podrl.environments import calls, dr_tulu
+from podrl.environments.config import EnvironmentConfig, MCPServer
+from podrl.environments.protocol import Environment, Result, Role, Task, Turn
+from podrl.runtime.user_objects import name_of
+
+Tool = Callable[..., Any] | str | MCPServer
+EXCEEDED = "Max tool calls exceeded."
+
+
+class ToolEnvironment:
+    """Lets the model call tools while it answers, or while it plays another environment.
+
+    Attributes:
+      config: its tools, parser and limits; give it to a learner, or name the object as env.environment='file.py:NAME'.
+    """
+
+    def __init__(
+        self,
+        tools: Tool | Sequence[Tool] = (),
+        *,
+        inner: Environment | None = None,
+        config: EnvironmentConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        """Stores the tools and their limits; starts nothing.
+
+        Args:
+          tools: Python functions, names of them ('file.py:function', a built-in), and MCPServers.
+          inner: an environment whose `say` returns turns in which no call is left to run; None for one turn.
+          config: all of it, instead of the other arguments but `inner`.
+          settings: fields of EnvironmentConfig.
+
+        Raises:
+          ValueError: a function that workers cannot find by file and name, or a setting that is not allowed.
+        """
+        listed = [tools] if isinstance(tools, str | MCPServer) or callable(tools) else list(tools)
+        servers = tuple(tool for tool in listed if isinstance(tool, MCPServer))
+        functions = tuple(_named(tool) for tool in listed if not isinstance(tool, MCPServer))
+        self.config = config or EnvironmentConfig(environment="tools", tools=functions, mcp=servers, **settings)
+        self._inner = inner
+
+    async def run(self, task: Task, model: Any) -> Result | None:
+        """As podrl.environments.protocol.Environment."""
+        with_tools = await self.over(task, model)
+        if self._inner is not None:
+            return await self._inner.run(task, with_tools)
+        await with_tools.say()
+        return Result()
+
+    async def over(self, task: Task, model: Any) -> "WithTools":
+        """A Model that runs the calls in `model`'s turns, for environments with tools in a part of their episodes."""
+        return WithTools(self.config, await model.toolset(self.config), task, model)
+
+
+class WithTools:
+    """A Model whose `say` returns the first turn that holds no call to run.
+
+    Attributes:
+      calls: tool calls so far, those that were refused included.
+    """
+
+    def __init__(self, config: EnvironmentConfig, tools: Sequence[dict[str, Any]], task: Task, model: Any) -> None:
+        self._config, self._model = config, model
+        self._tools = {tool["name"]: tool for tool in tools}
+        self._format = calls.format_of(config.parser, list(self._tools))
+        self._key = f"{task.mode}/{task.step}/{task.index}/{task.sample}/{task.seed}"
+        self._open = True  # until a call was refused for their number
+        self.calls = 0
+
+    async def say(
+        self,
+        observation: str = "",
+        *,
+        role: Role = "raw",
+        stop: Sequence[str] = (),
+        max_new: int | None = None,
+        reward: float = 0.0,
+    ) -> Turn:
+        """As podrl.environments.protocol.Model; `calls` of the turn are all that were made on the way to it."""
+        turn = await self._model.observe(observation, role=role, stop=self._stops(stop), max_new=max_new, reward=reward)
+        made: list[calls.Call] = []
+        while wanted := self._format.calls(turn.text, turn.stop) if self._open else []:
+            made += wanted
+            number = self.calls
+            answers = await asyncio.gather(*[self._answer(call) for call in wanted])
+            seen = self._format.observation([output for output, _ in answers], calls.call_id(self._key, number))
+            turn = await self._model.observe(
+                seen.text,
+                role=self._format.role,
+                stop=self._stops(stop),
+                max_new=max_new,
+                reward=0.0,
+                cuts=seen.cuts,
+                cut_tokens=self._config.output_tokens,
+                records=[record for _, record in answers],
+            )
+        return dataclasses.replace(turn, calls=tuple(made))
+
+    async def outside(self, what: str, make: Callable[[], Any]) -> Any:
+        """As podrl.environments.protocol.Model."""
+        return await self._model.outside(what, make)
+
+    def _stops(self, stop: Sequence[str]) -> list[str]:
+        return [*stop, *(self._format.stop if self._open else ())]
+
+    async def _answer(self, call: calls.Call) -> tuple[calls.Output, dict[str, Any]]:
+        self.calls += 1
+        if self.calls > self._config.max_tool_calls:
+            self._open = False
+            return _failure(call.name, EXCEEDED, "limit" if call.name in self._tools else "unknown_tool")
+        if call.problem:
+            return _failure(call.name, call.problem, "no_call")
+        if (tool := self._tools.get(call.name)) is None:
+            hint = nearest(call.name, self._tools) if len(self._tools) > 8 else ""
+            text = f"There is no tool {call.name!r}.{hint} Tools: {', '.join(self._tools)}."
+            return _failure(call.name, text, "unknown_tool")
+        schema = tool["schema"]
+        given = dr_tulu.arguments(call.name, call.arguments, schema)
+        arguments = calls.fitted(given, schema, tool["query"])
+        reply = await self._model.call(tool["key"], call.name, arguments)
+        text, failed = reply["text"], reply["failed"]
+        said = {"by": call.name, "text": text, "failed": failed}
+        said |= {"seconds": reply["seconds"], "replayed": reply["replayed"]}
+        if failed or not tool["tag"]:
+            return calls.Output([text]), said
+        return calls.Output(dr_tulu.documents(text), tool["tag"]), said
+
+
+def _failure(by: str, text: str, kind: str) -> tuple[calls.Output, dict[str, Any]]:
+    said = {"by": by, "text": text, "seconds": 0.0, "failed": kind, "replayed": False}
+    return calls.Output([text]), said
+
+
+def _named(tool: Callable[..., Any] | str) -> str:
+    name = name_of(tool)
+    if name is None:
+        raise ValueError(
+            f"Tool {getattr(tool, '__name__', tool)!r} cannot be found by file and name (a lambda, a closure, or typed "
+            "at a prompt): tools run in processes of their own; define it with `def` at the top of a file."
+        )
+    return name

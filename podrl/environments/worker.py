@@ -1,0 +1,256 @@
+"""The process environments run in: `python -m podrl.environments.worker`, started by podrl.environments.host.
+
+Many episodes share its event loop. It never imports jax, and ends when its parent does.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, BinaryIO
+
+from podrl.environments.calls import Cuts
+from podrl.environments.config import EnvironmentConfig
+from podrl.environments.protocol import FULL, Ended, OutsideError, Result, Role, Task, Turn
+from podrl.environments.tools import ToolEnvironment
+from podrl.runtime import child
+from podrl.runtime.frames import pack
+from podrl.runtime.user_objects import explain, extend_path, load, short
+
+BEAT_S = 0.2
+_OF_EPISODES = ("start", "turn", "answer", "cancel")
+_YIELDS = 3  # of the loop after a frame, so that the episode it is for has run before the next frame is read
+
+
+class Told:
+    """The Model of one episode: what it is asked goes to the host as frames."""
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None], life: int, config: EnvironmentConfig) -> None:
+        self._send, self._life, self._config = send, life, config
+        self._asked, self._turns = 0, 0
+        self.over = False  # another turn was wanted than env.max_turns allows
+        self._turn: asyncio.Future[Turn] | None = None
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._records: list[dict[str, Any]] = []
+
+    async def say(
+        self,
+        observation: str = "",
+        *,
+        role: Role = "raw",
+        stop: Sequence[str] = (),
+        max_new: int | None = None,
+        reward: float = 0.0,
+    ) -> Turn:
+        """As podrl.environments.protocol.Model."""
+        return await self.observe(observation, role=role, stop=stop, max_new=max_new, reward=reward)
+
+    async def observe(
+        self,
+        observation: str,
+        *,
+        role: Role,
+        stop: Sequence[str],
+        max_new: int | None,
+        reward: float,
+        cuts: Cuts = (),
+        cut_tokens: int = 0,
+        records: Sequence[Mapping[str, Any]] = (),
+    ) -> Turn:
+        """`say` of an observation that tools made; arguments as of podrl.environments.workers.Say."""
+        if self._turn is not None:
+            raise RuntimeError("An episode says one thing at a time: `await` each model.say before the next.")
+        if self._turns == self._config.max_turns:
+            self.over = True
+            raise Ended(f"env.max_turns={self._config.max_turns} turns are over.")
+        said = {
+            "observation": str(observation),
+            "role": role,
+            "stop": list(stop),
+            "max_new": max_new,
+            "reward": float(reward),
+            "cuts": cuts,
+            "cut_tokens": cut_tokens,
+        }
+        self._turn = asyncio.get_running_loop().create_future()
+        self._send({"say": self._life, "said": said, "records": [*self._records, *records]})
+        self._records = []
+        try:
+            turn = await self._turn
+        finally:
+            self._turn = None
+        if turn.stop == FULL:
+            raise Ended("There is no room for the observation (rollout.max_response_tokens).")
+        self._turns += 1
+        return turn
+
+    async def outside(self, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
+        """As podrl.environments.protocol.Model."""
+        number = self._number()
+        reply = await self._ask(number, {"what": f"outside {what}"})
+        if "make" in reply:
+            started = time.monotonic()
+            try:
+                answer: dict[str, Any] = {"answer": await make()}
+            except Exception as error:  # noqa: BLE001 - recorded, and raised by its name below
+                answer = {"raised": f"{type(error).__name__}: {error}"}
+            try:
+                json.dumps(answer)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"outside({what!r}) must give JSON, not {short(answer)}: {error}") from error
+            reply = await self._ask(number, {"made": answer | {"seconds": time.monotonic() - started}})
+        failed = reply.get("raised", "")
+        text = failed or json.dumps(reply["answer"])
+        self._records.append(record(what, text, "exception" if failed else "", reply))
+        if failed:
+            raise OutsideError(failed)
+        return reply["answer"]
+
+    async def toolset(self, config: EnvironmentConfig) -> list[dict[str, Any]]:
+        """The tools of a ToolEnvironment, as podrl.environments.toolbox declares them."""
+        return (await self._ask(self._number(), {"toolset": dataclasses.asdict(config)}))["tools"]
+
+    async def call(self, key: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """A tool's answer: 'text', 'failed', 'seconds', 'replayed'."""
+        what = f"{name} {json.dumps(arguments, sort_keys=True)}"
+        return await self._ask(self._number(), {"what": what, "tool": key, "arguments": arguments})
+
+    def turned(self, turn: Turn) -> None:
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(turn)
+
+    def answered(self, number: int, reply: dict[str, Any]) -> None:
+        if (waiting := self._answers.pop(number, None)) is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    def _number(self) -> int:
+        self._asked += 1
+        return self._asked - 1
+
+    async def _ask(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._answers[number] = asyncio.get_running_loop().create_future()
+        self._send({"ask": self._life, "n": number, **request})
+        return await self._answers[number]
+
+
+def record(by: str, text: str, failed: str, reply: Mapping[str, Any]) -> dict[str, Any]:
+    """What a Say tells of one answer."""
+    return {
+        "by": by,
+        "text": text,
+        "seconds": reply.get("seconds", 0.0),
+        "failed": failed,
+        "replayed": reply.get("replayed", False),
+    }
+
+
+class _Worker:
+    """The episodes of this process."""
+
+    def __init__(self, replies: BinaryIO) -> None:
+        self._replies = replies
+        self._config = EnvironmentConfig()
+        self._make: Callable[[], Any] = ToolEnvironment
+        self._models: dict[int, Told] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def handle(self, frame: dict[str, Any]) -> None:
+        match frame:
+            case {"load": spec, "config": config, "path": path}:
+                extend_path(path)
+                self._load(spec, EnvironmentConfig(**config))
+            case {"start": life, "task": task}:
+                self._models[life] = Told(self.send, life, self._config)
+                self._tasks[life] = asyncio.create_task(self._play(life, Task(**task)))
+            case {"turn": life, "value": turn} if life in self._models:
+                self._models[life].turned(Turn(**turn))
+            case {"answer": life, "n": number, "reply": reply} if life in self._models:
+                self._models[life].answered(number, reply)
+            case {"cancel": life} if life in self._tasks:
+                self._tasks[life].cancel()
+
+    def send(self, frame: Mapping[str, Any]) -> None:
+        self._replies.write(pack(frame))
+        self._replies.flush()
+
+    async def beat(self, every_s: float) -> None:
+        while True:
+            self.send({"beat": True})
+            await asyncio.sleep(every_s)
+
+    def _load(self, spec: Mapping[str, str] | None, config: EnvironmentConfig) -> None:
+        self._config = config
+        reply: dict[str, Any] = {"loaded": None}
+        try:
+            if spec is None:
+                environment: Any = ToolEnvironment(config=config)
+            else:
+                environment = load(spec)
+            if inspect.isclass(environment):
+                self._make = environment
+            else:
+                self._make = lambda: environment
+                own = getattr(environment, "config", None)
+                reply["loaded"] = dataclasses.asdict(own) if isinstance(own, EnvironmentConfig) else None
+            if not callable(getattr(environment, "run", None)):
+                raise TypeError(f"{short(environment)} has no `async def run(self, task, model)`")
+        except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
+            reply = {"loaded": None, "raised": explain(error)}
+        self.send(reply)
+
+    async def _play(self, life: int, task: Task) -> None:
+        try:
+            result = Result()
+            with contextlib.suppress(Ended):
+                result = await self._make().run(task, self._models[life]) or result
+            reason = "turns" if self._models[life].over else "ended"
+            self.send({"done": life, "reason": reason, **_checked(result)})
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
+            self.send({"raised": life, "why": explain(error)})
+        finally:
+            del self._models[life], self._tasks[life]
+
+
+def _checked(result: Any) -> dict[str, Any]:
+    """A Result as JSON.
+
+    Raises:
+      TypeError: it is none, or holds something else than numbers and text.
+    """
+    if not isinstance(result, Result):
+        raise TypeError(f"run returned {short(result)} ({type(result).__name__}), not a podrl.Result")
+    metrics = {str(name): float(value) for name, value in result.metrics.items()}
+    reward = None if result.reward is None else float(result.reward)
+    for name, value in {**metrics, "reward": reward or 0.0}.items():
+        if value != value or abs(value) == float("inf"):
+            raise ValueError(f"run returned {name}={value}, not a finite number")
+    if result.text is not None and not isinstance(result.text, str):
+        raise TypeError(f"run returned text={short(result.text)}, no text")
+    return {"reward": reward, "metrics": metrics, "text": result.text}
+
+
+async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    worker = _Worker(replies)
+    beats = asyncio.create_task(worker.beat(BEAT_S))
+    async for frame in child.frames(requests):
+        # Before the frame is handled: if nothing comes after it, it is this episode that holds the process.
+        worker.send({"at": next((frame[kind] for kind in _OF_EPISODES if kind in frame), None)})
+        worker.handle(frame)
+        for _ in range(_YIELDS):
+            await asyncio.sleep(0)
+    beats.cancel()
+
+
+def main() -> None:
+    """Serves until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    requests, replies = child.begin()
+    asyncio.run(_serve(requests, replies))
+
+
+if __name__ == "__main__":
+    main()

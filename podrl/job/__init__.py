@@ -1,0 +1,1 @@
+"""A job: its configuration, the devices it uses, its description, and the run itself."""

@@ -1,0 +1,418 @@
+"""A job as `--config` describes it: one dataclass for every algorithm, and the registry of algorithms.
+
+A configuration has one section under the algorithm's name (`grpo`, `ppo`, `sft`, `dpo`), which the registry says how to
+read; everything else is the same for all.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from podrl import config
+from podrl.algorithms.presets import PRESETS, preset
+from podrl.config import Count, Devices, Seed, build, defaults, hint_at, merge, section
+from podrl.data.pairs import PairStream
+from podrl.data.pipeline import DataConfig, PromptStream, longest_prompt
+from podrl.data.sft import SFTConfig, SFTStream
+from podrl.data.tokenizer import Tokenizer
+from podrl.environments.config import EnvironmentConfig
+from podrl.job.placement import RolesConfig
+from podrl.learner.evaluate import EvalConfig
+from podrl.learner.experience import take_prompts
+from podrl.learner.grpo import GRPO
+from podrl.learner.ppo import PPO
+from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
+from podrl.learner.supervised import DPO, SFT, DPOConfig
+from podrl.models.config import LoraConfig
+from podrl.rewards.compose import RewardConfig
+from podrl.rollout.config import RolloutConfig
+from podrl.runtime.checkpoint import CheckpointConfig
+from podrl.runtime.metrics import LogConfig
+from podrl.runtime.pod import Pod
+from podrl.runtime.roles import ROLLOUT, TRAINER
+from podrl.runtime.storage import Place, locate
+from podrl.trainer.config import RLTrainingConfig
+from podrl.trainer.packing import PackShape, pack_shape
+from podrl.types import Prompts
+
+_ASSETS = pathlib.Path(__file__).resolve().parent.parent / "assets"
+# The checkpoints that come with podrl, by the names that model.path and tokenizer have for them.
+EMBEDDED = {name: _ASSETS / name for name in ("tiny", "tiny_tools")}
+TINY = EMBEDDED["tiny"]
+SCRATCH = "scratch"
+
+
+@section("model")
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """The starting weights of a job.
+
+    Attributes:
+      path: a Hugging Face directory, local or gs://; 'tiny' and 'tiny_tools' are the checkpoints shipped with podrl,
+        'scratch' is a small model with random weights (the section `scratch`).
+      size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
+      reference: directory of the reference policy; '' for the starting weights.
+      critic: directory of the critic's starting weights; '' for a copy of the policy with a value head.
+      lora: adapters; rank 0 trains all parameters.
+    """
+
+    path: str = "tiny"
+    size: str = ""
+    reference: str = ""
+    critic: str = ""
+    lora: LoraConfig = LoraConfig()
+
+    @property
+    def directory(self) -> Place:
+        path = EMBEDDED.get(self.path) or locate(self.path)
+        if not path.is_dir():
+            raise ValueError(
+                f"model.path={self.path!r} is not a directory: give a Hugging Face directory (config.json, "
+                "safetensors, tokenizer files), or 'tiny' or 'tiny_tools' for a checkpoint that comes with podrl."
+            )
+        return path
+
+    def tokenizer(self, directory: str) -> Place:
+        """The directory of the job's tokenizer: as given, else the model's own."""
+        if directory:
+            return EMBEDDED.get(directory) or locate(directory)
+        return TINY if self.path == SCRATCH else self.directory
+
+
+@section("scratch")
+@dataclasses.dataclass(frozen=True)
+class ScratchModel:
+    """A Gemma 2 decoder with random weights; see podrl.models.config.gemma2_config."""
+
+    num_layers: Count = 3
+    model_dim: Count = 128
+    ffn_dim: Count = 256
+    num_heads: Count = 4
+    num_kv_heads: Count = 2
+    head_dim: Count = 32
+    window: Count = 64
+    max_length: Count = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The part of every batch of prompts that this process generates for."""
+
+    index: int = 0
+    count: int = 1
+
+    @staticmethod
+    def of(pod: Pod | None) -> "Share":
+        """Returns a rollout host's part; trainer hosts, which generate nothing, count as the first."""
+        if pod is None:
+            return Share()
+        hosts, process = pod.seat.hosts, pod.seat.process
+        return Share(hosts.rank(process) if process in hosts.rollout else 0, len(hosts.rollout))
+
+    def cut(self, prompts: Prompts) -> Prompts:
+        """Cuts this contiguous share from a batch."""
+        bounds = np.linspace(0, len(prompts.length_P), self.count + 1).astype(int)
+        return take_prompts(prompts, np.arange(bounds[self.index], bounds[self.index + 1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A registry entry: the settings, algorithm and data stream of a kind of job.
+
+    Attributes:
+      settings: the dataclass of its section of the configuration.
+      algorithm: what the loop trains with (podrl.learner.loop.Algorithm).
+      stream: (job, tokenizer, share of a batch) -> batches of data.
+      answers: sequences that each item of a batch gives to learn from; 0 where they are generated.
+      base: values that the configuration starts from, where they are not the defaults.
+    """
+
+    settings: type
+    algorithm: Any
+    stream: Callable[["Job", Tokenizer, Share], Any]
+    answers: int = 0
+    base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def given(self) -> bool:
+        """True for SFT and DPO, which train on given answers and generate only to evaluate."""
+        return self.answers > 0
+
+
+def _prompts(job: "Job", tokenizer: Tokenizer, share: Share) -> PromptStream:
+    return PromptStream.from_config(
+        job.data,
+        tokenizer,
+        prompts_per_step=job.rollout.prompts_per_step * job.algo.prompt_batches,
+        max_prompt_length=job.rollout.max_prompt_length,
+        shard_index=share.index,
+        shard_count=share.count,
+    )
+
+
+def _examples(job: "Job", tokenizer: Tokenizer, share: Share) -> SFTStream:
+    return SFTStream(job.data, job.algo, tokenizer)
+
+
+def _pairs(job: "Job", tokenizer: Tokenizer, share: Share) -> PairStream:
+    return PairStream(job.data, tokenizer, pairs=job.algo.batch_size, max_length=job.algo.max_length)
+
+
+# Given answers teach the distribution itself; at another temperature it is that of sampling which learns them.
+_PLAIN = {"rollout": {"temperature": 1.0}}
+KINDS: Mapping[str, Kind] = {
+    "grpo": Kind(GRPOConfig, GRPO, _prompts),
+    "ppo": Kind(PPOConfig, PPO, _prompts),
+    "sft": Kind(SFTConfig, SFT, _examples, answers=1, base=_PLAIN),
+    "dpo": Kind(DPOConfig, DPO, _pairs, answers=2, base=_PLAIN),
+}
+
+
+def section_of(algorithm: str) -> str:
+    """Returns the key of KINDS for an algorithm, which is also its section of the configuration.
+
+    Raises:
+      ValueError: an unknown algorithm; says which there are.
+    """
+    config.check(algorithm, str, "algorithm")
+    if algorithm in KINDS and algorithm not in PRESETS:
+        return algorithm
+    return "ppo" if preset(algorithm).advantage_estimator().needs_critic else "grpo"
+
+
+@section("")
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The whole configuration of a job, one section per field.
+
+    Attributes:
+      algo: the settings of the algorithm: the section under its name.
+      algorithm: 'sft', 'dpo', or a preset of podrl.algorithms.presets.
+      fake_devices: CPU devices to fake; 0 for the machine's own.
+      compile_cache: where compiled programs are kept: 'auto', a directory, or '' for nowhere.
+      tokenizer: directory of the tokenizer, or the name of a checkpoint that comes with podrl; '' is that of the model
+        ('tiny' with model.path='scratch').
+      scratch: the model trained where model.path is 'scratch'.
+      reward: of generated samples; given answers have none.
+      env: of generated samples, those of an evaluation included.
+    """
+
+    trainer: RLTrainingConfig
+    algo: Any
+    algorithm: str = "grpo"
+    seed: Seed = 0
+    fake_devices: Devices = 0
+    compile_cache: str = "auto"
+    tokenizer: str = ""
+    model: ModelSource = ModelSource()
+    scratch: ScratchModel = ScratchModel()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    env: EnvironmentConfig = EnvironmentConfig()
+    roles: RolesConfig = RolesConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def section(self) -> str:
+        return section_of(self.algorithm)
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.section]
+
+    @property
+    def max_steps(self) -> int:
+        assert self.trainer.max_steps is not None, "parse refuses that"
+        return self.trainer.max_steps
+
+    @property
+    def max_staleness(self) -> int:
+        return 0 if self.kind.given else self.algo.max_staleness
+
+    @property
+    def group_size(self) -> int:
+        """Number of samples of a prompt; sequences of a group may share its tokens."""
+        return 1 if self.kind.given else self.algo.num_generations
+
+    @property
+    def samples_per_step(self) -> int:
+        if self.kind.given:
+            return self.algo.batch_size * self.kind.answers
+        return self.rollout.prompts_per_step * self.algo.num_generations
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Sequences of one optimizer update."""
+        return self.samples_per_step if self.kind.given else self.trainer.mini_batch_size or self.samples_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        passes = 1 if self.kind.given else self.algo.num_iterations
+        return passes * (self.samples_per_step // self.mini_batch_size)
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest training sequence, in tokens."""
+        if self.kind.given:
+            return self.algo.max_length
+        return self.rollout.longest
+
+    def pack_shape(self, mesh: Mesh) -> PackShape:
+        """Computes the shape of one update's packed batch on a mesh."""
+        return pack_shape(
+            self.trainer,
+            mesh,
+            sequences=self.mini_batch_size,
+            max_length=self.longest,
+            group_size=self.group_size,
+            max_prompt_length=0 if self.kind.given else self.rollout.max_prompt_length,
+        )
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Returns the full configuration as nested mappings."""
+        values = dataclasses.asdict(self)
+        values[self.section] = values.pop("algo")
+        return {key: value for key, value in values.items() if key not in _unread(self.kind)}
+
+
+def _unread(kind: Kind) -> tuple[str, ...]:
+    """Lists the sections that jobs of a kind do not have."""
+    return ("reward",) if kind.given else ()
+
+
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills a configuration: defaults, then the algorithm's preset, then `values`."""
+    name = values.get("algorithm", "grpo")
+    section = section_of(name)
+    kind, given = KINDS[section], dict(values)
+    base = merge({key: value for key, value in defaults(Job).items() if key not in _unread(kind)}, kind.base)
+    for key, value in given.items():
+        if isinstance(base.get(key), Mapping) and not isinstance(value, Mapping):
+            raise ValueError(f"config.{key}={value!r} must be a group of keys, which are {', '.join(base[key])}.")
+    fields: Mapping[str, Any] = {}
+    if not kind.given:
+        other = "grpo" if section == "ppo" else "ppo"
+        # A configuration written for the other kind of algorithm keeps whatever both kinds have, but for what makes up
+        # the algorithm.
+        common = {f.name for f in dataclasses.fields(AlgorithmConfig)}
+        carried = {key: value for key, value in given.pop(other, {}).items() if key in common}
+        fields = merge(carried, preset(name).settings)
+    return merge(merge(base, {section: merge(defaults(kind.settings), fields)}), given)
+
+
+def unset(algorithm: str) -> dict[str, Any]:
+    """Returns the default configuration of an algorithm; keys without a default are missing."""
+    return ConfigDict(_in_own_names(complete({"algorithm": algorithm}))).to_dict()
+
+
+def check_text(key: str, text: str, algorithm: str) -> None:
+    """Refuses a command-line override that its key cannot hold, such as 2.5 for a whole number.
+
+    Raises:
+      ValueError: names the key, the text and the values there are.
+    """
+    path, section = key.split("."), section_of(algorithm)
+    root, below = (KINDS[section].settings, path[1:]) if path[0] == section else (Job, path)
+    hint = hint_at(root, below) if below else None
+    if hint is not None:
+        config.check_text(text, hint, key)
+
+
+def parse(values: Mapping[str, Any]) -> Job:
+    """Builds the job of a configuration and checks its batch arithmetic.
+
+    Raises:
+      ValueError: unknown or missing keys, sizes that do not divide, or models and devices that do not go together.
+    """
+    values = _in_own_names(values)
+    section = section_of(values.get("algorithm", "grpo"))
+    kind = KINDS[section]
+    common = {key: value for key, value in values.items() if key != section}
+    for key in _unread(kind):
+        if key in common:
+            raise ValueError(
+                f"config.{key} means nothing with algorithm={section}, whose answers are given: remove it."
+            )
+    job = build(Job, common | {"algo": build(kind.settings, values.get(section, {}), f"config.{section}")})
+    if kind.given and job.trainer.mini_batch_size is not None:
+        raise ValueError(
+            f"trainer.mini_batch_size={job.trainer.mini_batch_size} means nothing with algorithm={section}, where "
+            f"every batch makes one update: set {section}.batch_size={job.algo.batch_size} instead."
+        )
+    if job.samples_per_step % job.mini_batch_size:
+        raise ValueError(
+            f"Batch of {job.samples_per_step} sequences does not split into mini-batches of {job.mini_batch_size}: "
+            f"rollout.prompts_per_step x {section}.num_generations must be a multiple of trainer.mini_batch_size."
+        )
+    if job.trainer.max_steps is None:
+        raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
+    _check_models(job)
+    if not job.kind.given:
+        job.reward.require(environment=job.env.used)
+    return job
+
+
+def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Translates the aggregation mode from the name in the preset's framework to podrl's."""
+    algorithm = values.get("algorithm", "grpo")
+    section = section_of(algorithm)
+    given = values.get(section, {}).get("loss_agg_mode")
+    if not isinstance(given, str):
+        return dict(values)
+    mode = preset(algorithm).mode(given, key=f"{section}.loss_agg_mode")
+    return merge(values, {section: {"loss_agg_mode": mode}})
+
+
+def _check_models(job: Job) -> None:
+    """Refuses adapters on random weights, and devices for an auxiliary model that the job does not have."""
+    if job.model.path == SCRATCH and job.model.lora.rank:
+        raise ValueError(
+            f"model.lora.rank={job.model.lora.rank} with model.path={SCRATCH!r}: adapters on random weights that "
+            "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
+        )
+    critic, reward = job.roles.critic.mesh, job.roles.reward.mesh
+    if job.kind.given and (critic, reward) != (TRAINER, ROLLOUT):
+        raise ValueError(
+            f"roles.critic.mesh={critic!r}, roles.reward.mesh={reward!r}: supervised training has neither model, so "
+            f"leave them at {TRAINER!r} and {ROLLOUT!r}."
+        )
+    if critic != TRAINER and job.section != "ppo":
+        raise ValueError(
+            f"roles.critic.mesh={critic!r} sets devices aside for a critic, and algorithm={job.algorithm} has none: "
+            f"say {TRAINER!r}, or algorithm=ppo."
+        )
+    if reward != ROLLOUT and not job.reward.model:
+        raise ValueError(
+            f"roles.reward.mesh={reward!r} sets devices aside for a reward model, and there is none: say {ROLLOUT!r}, "
+            "or give reward.model=DIR."
+        )
+
+
+def with_prompt_length(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces rollout.max_prompt_length=0 by the longest prompt of the data, and checks that the model exists.
+
+    The system prompt of env.system_prompt_file, where there is one, becomes the data's.
+    """
+    if values.get("env", {}).get("system_prompt_file"):
+        text = build(EnvironmentConfig, values["env"], "config.env").system_prompt()
+        values = merge(values, {"data": {"system_prompt": text}})
+    if not values["model"]["path"]:
+        if not values["rollout"]["max_prompt_length"]:
+            raise ValueError(
+                "rollout.max_prompt_length=0 means the longest prompt of the data, which takes the tokenizer of "
+                "model.path, and that is empty: give model.path=DIR, or the number of tokens."
+            )
+        return dict(values)
+    directory = build(ModelSource, values["model"], "config.model").tokenizer(values["tokenizer"])
+    if values["rollout"]["max_prompt_length"]:
+        return dict(values)
+    data = build(DataConfig, values["data"], "config.data")
+    return merge(values, {"rollout": {"max_prompt_length": longest_prompt(data, Tokenizer(directory))}})

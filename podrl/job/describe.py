@@ -1,0 +1,189 @@
+"""Describes a job in plain words before it starts: devices, roles, meshes, algorithm and batch arithmetic."""
+
+import collections
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import rich.console
+from jax.sharding import Mesh
+
+from podrl.job.config import Job
+from podrl.job.placement import Meshes
+from podrl.mesh.build import describe_mesh
+from podrl.rundir.console import print_table
+from podrl.trainer.packing import PackShape
+
+
+def device_line() -> str:
+    """Counts this process's devices in words: '8 x cpu'."""
+    kinds = collections.Counter(d.device_kind for d in jax.devices())
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def role_rows(on: Meshes, auxiliary: Mapping[str, str]) -> list[list[str]]:
+    """Makes one row per role: its mesh and its devices.
+
+    Args:
+      on: the meshes.
+      auxiliary: what 'critic' and 'reward' do, as far as the job has them.
+    """
+    does = {
+        "trainer": "actor, reference: updates and log-probabilities",
+        "rollout": "rollout: batched decoding, evaluation",
+        **auxiliary,
+    }
+    table = []
+    for role, what in does.items():
+        mesh: Mesh = getattr(on, role)
+        table.append([role, describe_mesh(mesh), f"{mesh.size}", _ranges([d.id for d in mesh.devices.flat]), what])
+    return table
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    """Abbreviates sorted numbers: '0-3' or '0-1, 4'."""
+    runs: list[list[int]] = []
+    for number in sorted(ids):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def print_plan(console: rich.console.Console, job: Job, on: Meshes, workdir: str) -> None:
+    """Prints the tables that a run starts with, and that a dry run ends with."""
+    header = ["role", "mesh", "devices", "ids", "does"]
+    print_table(console, f"Roles ({device_line()})", header, role_rows(on, _auxiliary_models(job)))
+    rows = given_rows(job, on) if job.kind.given else batch_rows(job, on)
+    print_table(console, "Batch arithmetic", ["what", "number", "from"], rows)
+    for line in given_lines(job) if job.kind.given else algorithm_lines(job, on):
+        console.print(line)
+    console.print(f"Run directory: {workdir}\n")
+
+
+def algorithm_lines(job: Job, on: Meshes) -> list[str]:
+    """Lists the batch arithmetic in words, the algorithm's formulas, and warnings."""
+    limit = job.rollout.max_tokens_to_generate
+    loss = job.algo.policy_loss(limit)
+    formulas = [job.algo.estimator().formula(), *loss.formula().splitlines(), *job.algo.describe(limit)]
+    return [
+        in_words(job, on.trainer),
+        f"Algorithm {job.algorithm}:",
+        *(f"  {line}" for line in formulas),
+        *(f"Warning: {warning}" for warning in job.algo.warnings(job.updates_per_step)),
+    ]
+
+
+def given_rows(job: Job, on: Meshes) -> list[list[str]]:
+    """Explains how given answers become updates."""
+    section, batch, shape = job.section, job.algo.batch_size, job.pack_shape(on.trainer)
+    what = "pairs" if job.kind.answers == 2 else "examples"
+    return [
+        [f"{what} per step", f"{batch}", f"{section}.batch_size"],
+        ["updates per step", "1", f"all {what} of the step"],
+        ["micro-batches per update", f"at most {shape.micro_batches}", f"{shape.rows} rows of {shape.tokens} tokens"],
+        ["longest example", f"{job.longest} tokens", f"{section}.max_length"],
+        ["steps", f"{job.max_steps}", "trainer.max_steps"],
+        [f"{what} in all", f"{job.max_steps * batch:,}", f"steps x {what} per step"],
+    ]
+
+
+def given_lines(job: Job) -> list[str]:
+    """Describes the loss of given answers, and the parameters it trains."""
+    rank = job.model.lora.rank
+    trained = f"adapters of rank {rank}" if rank else "all parameters"
+    return [f"Algorithm {job.section}: {job.kind.algorithm.formula(job.algo)}; trains {trained} of {job.model.path}."]
+
+
+def _auxiliary_models(job: Job) -> dict[str, str]:
+    """Describes the job's auxiliary models."""
+    critic = {"critic": "critic: values and their updates"} if job.section == "ppo" else {}
+    return critic | ({"reward": "reward model: scores of samples"} if job.reward.model else {})
+
+
+def batch_rows(job: Job, on: Meshes) -> list[list[str]]:
+    """Explains how prompts become samples, mini-batches, micro-batches and updates."""
+    prompts, group, section = job.rollout.prompts_per_step, job.algo.num_generations, job.section
+    samples, mini = job.samples_per_step, job.mini_batch_size
+    length, steps = job.longest, job.max_steps
+    response = "max_tokens_to_generate" if job.rollout.max_response_tokens is None else "max_response_tokens"
+    shape = job.pack_shape(on.trainer)
+    drawn = prompts * job.algo.prompt_batches
+    set_aside = []
+    if drawn > prompts:
+        set_aside = [["prompts set aside", f"{drawn}", f"{prompts} x {section}.dynamic_sampling_batches"]]
+    apart = []
+    if on.critic != on.trainer:
+        critic = job.pack_shape(on.critic)
+        made = _rows_of(critic)
+        apart = [["micro-batches per update, critic", f"at most {critic.micro_batches}", made]]
+    return [
+        *set_aside,
+        ["prompts per step", f"{prompts}", "rollout.prompts_per_step"],
+        ["samples per prompt (G)", f"{group}", f"{section}.num_generations"],
+        ["samples per step", f"{samples}", f"{prompts} x {group}"],
+        ["decoded at once", f"{job.rollout.lanes}", _lanes_from(job)],
+        ["mini-batches per pass", f"{samples // mini}", f"{samples} / trainer.mini_batch_size {mini}"],
+        [
+            "micro-batches per update",
+            f"at most {shape.micro_batches}",
+            _rows_of(shape),
+        ],
+        *apart,
+        ["passes (mu)", f"{job.algo.num_iterations}", f"{section}.num_iterations"],
+        ["updates per step", f"{job.updates_per_step}", "mini-batches x passes"],
+        ["longest sequence", f"{length} tokens", f"rollout.max_prompt_length + {response}"],
+        ["steps", f"{steps}", "trainer.max_steps"],
+        ["samples in all", f"{steps * samples:,}", "steps x samples per step"],
+    ]
+
+
+def _lanes_from(job: Job) -> str:
+    lanes, samples = job.rollout.lanes, job.samples_per_step
+    return "rollout.lanes" + (f"; a step fills {samples}, so {samples} would cost less" if lanes > samples else "")
+
+
+def in_words(job: Job, trainer_mesh: Mesh) -> str:
+    """Writes the batch arithmetic as a sentence."""
+    prompts, samples, mini = job.rollout.prompts_per_step, job.samples_per_step, job.mini_batch_size
+    shape = job.pack_shape(trainer_mesh)
+    passes = job.algo.num_iterations
+    text = f"Every step samples {job.algo.num_generations} completions of {prompts} prompts, {samples} in all"
+    if job.algo.prompt_batches > 1:
+        text += f" (from up to {prompts * job.algo.prompt_batches} prompts, until {prompts} groups have a signal)"
+    text += f", and makes {job.updates_per_step} updates: {passes} pass{'es' if passes > 1 else ''} over "
+    text += f"{samples // mini} mini-batches of {mini} sequences, each packed into at most {shape.micro_batches} "
+    return text + f"micro-batches of {_rows_of(shape)}. The split changes no gradient."
+
+
+def _rows_of(shape: PackShape) -> str:
+    shared = ", in which samples share their prompt" if shape.shared else ""
+    return f"{shape.rows} rows of {shape.tokens} tokens{shared}"
+
+
+def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str, summary: Mapping[str, Any]) -> None:
+    """Prints the paths of a finished run's files, and its speed.
+
+    Args:
+      workdir: the local directory of its files.
+      place: the run directory as the user names it.
+      summary: what is in summary.json.
+    """
+    rates = {k: v for k, v in summary["throughput"].items() if v}
+    for name, rate in rates.items():
+        console.print(f"{name.replace('_', ' ')}: {rate:,.0f}")
+    spent = {name: s for name, s in summary["seconds"].items() if name != "step" and s >= 0.05}
+    console.print("seconds by stage: " + ", ".join(f"{name} {s:.1f}" for name, s in spent.items()))
+    console.print(f"Written to {place}:")
+    for name, what in (
+        ("summary.json", "before/after, throughput, time split"),
+        ("metrics.jsonl", "one object per step"),
+        ("samples.jsonl", "prompts, completions, rewards"),
+        ("curve.png", "reward and accuracy"),
+        ("tensorboard/", "the same metrics as events"),
+        ("checkpoints/", f"export with: python -m podrl.export --workdir={place} --out=DIR"),
+    ):
+        if (workdir / name).exists() or name == "checkpoints/":
+            console.print(f"  {name:15} {what}")

@@ -1,0 +1,88 @@
+"""The launch command as a function, for scripts and notebooks: the same job with the same files.
+
+Nothing here imports jax before the environment is prepared for it.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from podrl.config import Devices, check, known_arguments, merge
+from podrl.job.config_file import default_workdir, find_config, load_config
+from podrl.runtime import detect, user_objects
+from podrl.runtime import environment as process_environment
+
+
+@known_arguments
+def run(
+    config: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    workdir: str | os.PathLike | None = None,
+    reward_fns: Callable | str | Sequence[Callable | str] = (),
+    environment: Any = None,
+) -> int:
+    """Trains the job that a configuration describes, as `python -m podrl.launch --config=...` in one process does.
+
+    Equal settings give equal metrics, bit for bit. The same call resumes a run that ended early.
+
+    Args:
+      config: 'file.py' or 'file.py:variant', looked up as given, then in configs/.
+      overrides: values of keys, by dotted path ('trainer.max_steps') or in nested mappings.
+      workdir: the run directory, local or gs://; by default runs/<config>.
+      reward_fns: functions `(prompts, completions, **fields) -> list[float]`, or their names; instead of reward.fns.
+      environment: of all samples: 'file.py:Name', a ToolEnvironment, or an EnvironmentConfig; instead of the
+        configuration's env.
+
+    Returns:
+      The exit code of the command: 0 done, 75 stopped by a signal after saving.
+
+    Raises:
+      ValueError: a key, value or argument that is not allowed, or an environment of several processes.
+    """
+    path = find_config(config)
+    given, changed = load_config(path).to_dict(), _nested(overrides or {})
+    first = merge(given, changed)
+    _refuse_pods()
+    devices = check(first.get("fake_devices", 0), Devices, "fake_devices")
+    process_environment.prepare(os.environ, fake_devices=devices)
+    process_environment.keep_compiled(os.environ, first.get("compile_cache", "auto"))
+    import jax
+
+    from podrl.job import job
+    from podrl.job.config import complete
+    from podrl.learner.playing import environment_config
+
+    for name, kind in (("compilation_cache_dir", str), ("persistent_cache_min_compile_time_secs", float)):
+        if (text := os.environ.get(f"JAX_{name.upper()}")) is not None:
+            jax.config.update(f"jax_{name}", kind(text))  # jax may have been imported already
+    whole = ConfigDict(complete(given | {"algorithm": first.get("algorithm", "grpo")})).to_dict()
+    values = merge(whole, changed)
+    if fns := (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns):
+        values = merge(values, {"reward": {"fns": tuple(user_objects.name_of(fn) or fn for fn in fns)}})
+    if environment is not None:
+        values["env"] = dataclasses.asdict(environment_config(environment))
+    return job.run(values, os.fspath(workdir or default_workdir(path)), command=f"the same podrl.run({config!r}, ...)")
+
+
+def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns dotted keys into nested mappings."""
+    nested: dict[str, Any] = {}
+    for key, value in overrides.items():
+        below: Any = _nested(value) if isinstance(value, Mapping) else value
+        for name in reversed(key.split(".")):
+            below = {name: below}
+        nested = merge(nested, below)
+    return nested
+
+
+def _refuse_pods() -> None:
+    cluster = detect.detect(os.environ, topology="auto", metadata=detect.tpu_vm_metadata(os.environ))
+    if cluster.process_count > 1 or cluster.topology != "single":
+        raise ValueError(
+            f"podrl.run trains in one process, and this is one of {cluster.process_count} (topology "
+            f"{cluster.topology}): start the job with python -m podrl.launch, which joins them."
+        )

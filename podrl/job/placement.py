@@ -1,0 +1,161 @@
+"""Places the models of a job on devices: the configuration of the roles, and the meshes built from it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from podrl.config import section
+from podrl.mesh.build import make_mesh, set_aside, share_of_mesh, split_devices
+from podrl.runtime.roles import ROLLOUT, TRAINER, Hosts
+
+_AUTO = {TRAINER: "fsdp=-1", ROLLOUT: "data=-1"}
+
+
+@section("roles")
+@dataclasses.dataclass(frozen=True)
+class RoleConfig:
+    """Settings of one role: its devices and mesh.
+
+    Attributes:
+      mesh: 'fsdp=4', 'data=2,tensor=2', or 'auto' (trainer fsdp, rollout data).
+      hosts: numbers of the hosts, '0-1' or '0,2-3', where the job has several; '' is what the other role leaves, and
+        half each if neither says.
+    """
+
+    mesh: str = "auto"
+    hosts: str = ""
+
+
+@section(
+    "roles",
+    {
+        "hosts": "a critic lies on the hosts that train and a reward model on those that generate: say "
+        "roles.trainer.hosts and roles.rollout.hosts.",
+    },
+)
+@dataclasses.dataclass(frozen=True)
+class AuxiliaryConfig:
+    """Settings of an auxiliary model: its devices and mesh.
+
+    Attributes:
+      mesh: the role whose mesh it shares ('trainer' for a critic, 'rollout' for a reward model); or a mesh such as
+        'fsdp=2' of devices of its own, equally many of each host of that role, which goes without them.
+    """
+
+    mesh: str
+
+
+@section("roles")
+@dataclasses.dataclass(frozen=True)
+class RolesConfig:
+    """Settings of all roles: the topology, and the devices of each.
+
+    Attributes:
+      trainer: the actor and the reference.
+      rollout: the engine that decodes.
+      critic: of PPO. It learns in turn with the actor: a mesh of its own gives both more memory, and no time.
+      reward: the model of `reward.model`.
+      colocated: all roles get all devices.
+    """
+
+    trainer: RoleConfig = RoleConfig()
+    rollout: RoleConfig = RoleConfig()
+    critic: AuxiliaryConfig = AuxiliaryConfig(TRAINER)
+    reward: AuxiliaryConfig = AuxiliaryConfig(ROLLOUT)
+    colocated: bool = False
+
+    def __post_init__(self):
+        for name, mesh, host, other in (
+            ("critic", self.critic.mesh, TRAINER, ROLLOUT),
+            ("reward", self.reward.mesh, ROLLOUT, TRAINER),
+        ):
+            if mesh == other:
+                raise ValueError(
+                    f"roles.{name}.mesh={mesh!r} must be {host!r}, whose hosts it lies on, or a mesh such as 'fsdp=2'."
+                )
+        if self.colocated and self.reward.mesh != ROLLOUT:
+            raise ValueError(
+                f"roles.reward.mesh={self.reward.mesh!r} must be 'rollout' with roles.colocated=True: there are no "
+                "devices left that would be the reward model's own."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Meshes:
+    """The mesh of every role, over the devices of this process's cluster.
+
+    Where trainers and rollouts are clusters of their own, the meshes of the other cluster's roles stand for nothing.
+
+    Attributes:
+      critic: the trainer's mesh or one of its own.
+      reward: the rollout's mesh or one of its own.
+    """
+
+    trainer: Mesh
+    rollout: Mesh
+    critic: Mesh
+    reward: Mesh
+
+
+def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = False, trains: bool = True) -> Meshes:
+    """Builds the meshes of all roles.
+
+    Args:
+      roles: the configuration.
+      hosts: who does what, where there are several processes; None splits the devices of one process.
+      split: trainers and rollouts are clusters of their own.
+      trains: which of the two this process belongs to, under split.
+
+    Raises:
+      ValueError: meshes that do not fit the devices.
+    """
+    devices = jax.devices()
+    if hosts is not None and split and not trains:
+        return _of_a_rollout_cluster(roles, len(hosts.rollout))
+    if hosts is not None and split:
+        mine, values = _cut(devices, roles.critic, "critic", TRAINER)
+        trainer = _whole(roles.trainer, mine, TRAINER)
+        return Meshes(trainer, trainer, _own(roles.critic, values, "critic", trainer), trainer)
+    if hosts is not None:
+        mine, theirs = ([d for d in devices if d.process_index in which] for which in (hosts.trainer, hosts.rollout))
+        mine, values = _cut(mine, roles.critic, "critic", TRAINER)
+        theirs, scores = _cut(theirs, roles.reward, "reward", ROLLOUT)
+    elif roles.colocated or len(devices) == 1:
+        mine = theirs = scores = values = devices
+    else:
+        left, scores = _cut(devices, roles.reward, "reward", ROLLOUT)
+        left, values = _cut(left, roles.critic, "critic", TRAINER)
+        mine, theirs = split_devices(left, roles.trainer.mesh, roles.rollout.mesh)
+    trainer, rollout = _whole(roles.trainer, mine, TRAINER), _whole(roles.rollout, theirs, ROLLOUT)
+    reward = _own(roles.reward, scores, "reward", rollout)
+    return Meshes(trainer, rollout, _own(roles.critic, values, "critic", trainer), reward)
+
+
+def _of_a_rollout_cluster(roles: RolesConfig, count: int) -> Meshes:
+    """Builds the meshes of one rollout host, of `count`, that does not see the others."""
+    mine, scores = _cut(jax.local_devices(), roles.reward, "reward", ROLLOUT, hosts=count)
+    rollout = reward = share_of_mesh(roles.rollout.mesh, mine, count, key="roles.rollout.mesh")
+    if roles.reward.mesh != ROLLOUT:
+        reward = share_of_mesh(roles.reward.mesh, scores, count, key="roles.reward.mesh")
+    return Meshes(rollout, rollout, rollout, reward)
+
+
+def _cut(
+    devices: Sequence[Any], model: AuxiliaryConfig, name: str, host: str, *, hosts: int = 0
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Sets devices aside for an auxiliary model with its own mesh: (devices left, its devices)."""
+    if model.mesh == host:
+        return devices, ()
+    return set_aside(devices, model.mesh, key=f"roles.{name}.mesh", shared=host, hosts=hosts)
+
+
+def _own(model: AuxiliaryConfig, devices: Sequence[Any], name: str, shared: Mesh) -> Mesh:
+    own = model.mesh not in (TRAINER, ROLLOUT)
+    return make_mesh(model.mesh, devices, key=f"roles.{name}.mesh") if own else shared
+
+
+def _whole(role: RoleConfig, devices: Sequence[Any], name: str) -> Mesh:
+    return make_mesh(role.mesh, devices, key=f"roles.{name}.mesh", auto=_AUTO[name])

@@ -1,0 +1,154 @@
+"""Controls between steps: the adaptive coefficient of the KL to the reference, and the gate on sampler mismatch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from podrl.algorithms import kl
+from podrl.learner.settings import AlgorithmConfig
+
+MEASURE = "sampler/abs_diff"  # what the gate looks at
+
+
+class _Coefficient:
+    """A KL coefficient, fixed or adapted to `kl_target`; 0 means no KL and stays 0.
+
+    Attributes:
+      active: whether there is such a KL.
+      steered: whether its coefficient moves.
+      coef: the coefficient of the next step, which checkpoints carry.
+    """
+
+    def __init__(self, config: AlgorithmConfig, start: float):
+        self.active, self.coef = start > 0, start
+        self._control = None
+        if self.active and config.kl_target is not None:
+            self._control = kl.AdaptiveKL(config.kl_target, config.kl_horizon)
+        self.steered = self._control is not None
+
+    def _observe(self, mean: float, samples: int) -> None:
+        """Adapts the coefficient after a step of `samples` samples with mean KL `mean`."""
+        if self._control is not None:
+            self.coef = self._control.update(self.coef, kl=mean, samples=samples)
+
+    def state(self) -> dict[str, float]:
+        """Returns the content of a checkpoint."""
+        return {"coef": self.coef}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Restores the content of a checkpoint."""
+        self.coef = float(state["coef"])
+
+
+class RewardKL(_Coefficient):
+    """The KL penalty in the reward; its coefficient is reward units per nat."""
+
+    def __init__(self, config: AlgorithmConfig):
+        coef, self._mode, self._clamp = config.reward_kl
+        super().__init__(config, coef)
+
+    def penalised(
+        self,
+        reward_BT: Float[np.ndarray, "B T"],
+        logprob_BT: Float[np.ndarray, "B T"],
+        ref_logprob_BT: Float[np.ndarray, "B T"],
+        mask_BT: Float[np.ndarray, "B T"],
+    ) -> tuple[Float[np.ndarray, "B T"], dict[str, float]]:
+        """Subtracts the penalty from token rewards, with reward/{kl, kl_coef}; adapts the next step's coefficient."""
+        arrays: Any = (logprob_BT, ref_logprob_BT, mask_BT)
+        kl_BT: Any = kl.sampled_kl(*arrays, mode=self._mode, clamp=self._clamp)
+        mean = float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))
+        metrics = {"reward/kl": mean, "reward/kl_coef": self.coef}
+        rewards: Any = reward_BT
+        penalised_BT: Any = kl.penalized_reward(rewards, kl_BT, arrays[2], coef=self.coef)
+        self._observe(mean, len(reward_BT))
+        return penalised_BT, metrics
+
+
+class LossKL(_Coefficient):
+    """The adaptive coefficient of the KL in the loss.
+
+    A step is trained with one coefficient. The next step's follows from the KL that the updates of this one measured,
+    so it is known, and the same on all trainer hosts, before a checkpoint of this step is written.
+    """
+
+    def __init__(self, config: AlgorithmConfig):
+        self._beta = config.loss_kl.coef
+        super().__init__(config, self._beta)
+
+    @property
+    def scale(self) -> float:
+        """Ratio of the coefficient to that in the loss: PolicyRows.kl_scale."""
+        return self.coef / self._beta if self.active else 1.0
+
+    def trained(self, kl_U: Sequence[Any], samples: int) -> dict[str, float]:
+        """Returns actor/kl_coef of the step just trained; adapts the coefficient for the next.
+
+        Args:
+          kl_U: the mean KL per token that each update of the step measured, replicated on the device.
+          samples: samples of the step.
+        """
+        metrics = {"actor/kl_coef": self.coef}
+        if self.steered:
+            self._observe(float(np.mean(jax.device_get(kl_U), dtype=np.float64)), samples)
+        return metrics
+
+
+class MismatchGate:
+    """Stops a run whose sampler and trainer disagree by more than a bound in several steps in a row."""
+
+    def __init__(self, bound: float, patience: int, *, section: str, stale: bool):
+        """Starts with no step above the bound.
+
+        Args:
+          bound: mean |trainer - sampler| per token, nats.
+          patience: steps in a row above it that stop the run; 0 only warns.
+          section: config section of the two, for messages.
+          stale: whether the samples may come from older weights.
+        """
+        self._bound, self._patience, self._section = bound, patience, section
+        self._stale, self._above = stale, 0
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Returns a warning about a step's metrics, or ''.
+
+        Raises:
+          ValueError: too many steps in a row above the bound.
+        """
+        value = metrics.get(MEASURE)
+        if value is None or value <= self._bound:
+            self._above = 0
+            return ""
+        self._above += 1
+        text = (
+            f"Step {step}: sampler and trainer disagree by {value:.3g} nats per token on average "
+            f"({self._section}.mismatch_bound={self._bound:g})."
+        )
+        if self._patience and self._above >= self._patience:
+            raise ValueError(f"{text} {self._diagnosis(metrics)}")
+        return text
+
+    def _diagnosis(self, metrics: Mapping[str, float]) -> str:
+        causes = []
+        if self._stale:
+            causes.append(
+                f"samples are up to {self._section}.max_staleness updates old: lower it or trainer.learning_rate, or "
+                f"correct for it ({self._section}.sampler_correction='tis' with {self._section}.old_logprob='trainer': "
+                "where the ratio starts from the sampler, it corrects already and a correction is 1)"
+            )
+        causes.append(
+            "the engine computes in another precision: set rollout.data_type to trainer.dtype, or float32 for both"
+        )
+        numbers = ", ".join(
+            f"{name.removeprefix('sampler/')} {metrics[name]:.3g}"
+            for name in ("sampler/exp_diff", "sampler/kl", "sampler/kl_reverse", "sampler/pearson")
+            if name in metrics
+        )
+        return (
+            f"That is step {self._above} in a row, so the run stops before it learns from another policy than the one "
+            f"it trains ({numbers}). Likely causes: {'; '.join(causes)}. "
+            f"{self._section}.mismatch_bound=1000 turns this check off."
+        )

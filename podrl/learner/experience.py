@@ -1,0 +1,252 @@
+"""Cuts and joins batches of experience, and turns them into messages for other hosts and for checkpoints.
+
+A batch travels in three parts. The header is small and goes to every trainer host: lengths, masks, rewards. Rows
+(tokens and log-probabilities) go only to the host whose devices train on them. Texts go only to the host that writes
+metrics. A checkpoint holds all three.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from podrl.runtime.message import Message
+from podrl.types import NO_EPISODE, Experience, Prompts, Rollouts
+
+# Per-token arrays of Rollouts: type, and what stands beyond the end of a sample (tokens: the pad id).
+_ROWS: Mapping[str, tuple[Any, Any]] = {
+    "tokens_BT": (np.int32, 0),
+    "logprob_BT": (np.float32, 0.0),
+    "kept_BT": (np.float32, 1.0),
+    "raw_logprob_BT": (np.float32, 0.0),
+    "version_BT": (np.int32, -1),
+}
+ALL_ROWS = tuple(_ROWS)
+NEEDED_ROWS = ("tokens_BT", "logprob_BT")  # what training reads
+
+
+def take_prompts(prompts: Prompts, rows_P: Int[np.ndarray, " P"]) -> Prompts:
+    """Selects prompts of a batch, in the order given; the data position stays that of the whole batch."""
+    return dataclasses.replace(
+        prompts,
+        tokens_PT=prompts.tokens_PT[rows_P],
+        length_P=prompts.length_P[rows_P],
+        index_P=prompts.index_P[rows_P],
+        text=[prompts.text[int(p)] for p in rows_P],
+        fields={name: [values[int(p)] for p in rows_P] for name, values in prompts.fields.items()},
+    )
+
+
+def select(rollouts: Rollouts, groups_P: Int[np.ndarray, " P"], group_size: int) -> Rollouts:
+    """Selects the samples of some prompts, in the order given."""
+    rows_B = (groups_P[:, None] * group_size + np.arange(group_size)).ravel()
+    arrays = {
+        field.name: getattr(rollouts, field.name)[rows_B]
+        for field in dataclasses.fields(rollouts)
+        if isinstance(getattr(rollouts, field.name), np.ndarray)
+    }
+    return dataclasses.replace(
+        rollouts,
+        prompts=take_prompts(rollouts.prompts, groups_P),
+        completions=[rollouts.completions[int(b)] for b in rows_B],
+        episodes=[rollouts.episodes[int(b)] for b in rows_B],
+        **arrays,
+    )
+
+
+def join(parts: Sequence[Rollouts], prompts: Prompts) -> Rollouts:
+    """Concatenates the samples of consecutive prompts of one batch.
+
+    Args:
+      parts: samples of the first prompts, of the next ones, ...; rows of one width.
+      prompts: the batch they were taken from.
+    """
+    arrays = {
+        field.name: np.concatenate([getattr(part, field.name) for part in parts])
+        for field in dataclasses.fields(parts[0])
+        if isinstance(getattr(parts[0], field.name), np.ndarray)
+    }
+    asked = sum(len(part.prompts.length_P) for part in parts)
+    return dataclasses.replace(
+        parts[0],
+        prompts=take_prompts(prompts, np.arange(asked)),
+        completions=[text for part in parts for text in part.completions],
+        episodes=[episode for part in parts for episode in part.episodes],
+        seconds=sum(part.seconds for part in parts),
+        **arrays,
+    )
+
+
+def header(experience: Experience) -> Message:
+    """Packs what every trainer host needs of a rollout host's share of a batch: lengths, masks, rewards."""
+    rollouts = experience.rollouts
+    value = {
+        "width": rollouts.tokens_BT.shape[1],
+        "rollout_s": rollouts.seconds,
+        "reward_s": experience.seconds,
+        "data_state": rollouts.prompts.data_state.decode(),
+        "counts": dict(experience.counts),
+        "turn_rewards": [
+            [*at, float(rollouts.turn_reward_BT[*at])] for at in np.argwhere(rollouts.turn_reward_BT).tolist()
+        ],
+    }
+    arrays = {
+        "length_B": rollouts.length_B,
+        "stop_B": rollouts.stop_B,
+        "mask_bits": np.packbits(rollouts.mask_BT != 0, axis=1),
+        "reward_FB": experience.reward_FB,
+        "reward_B": experience.reward_B,
+        "greedy_reward_B": experience.greedy_reward_B,
+        "length_P": rollouts.prompts.length_P,
+        "index_P": rollouts.prompts.index_P,
+    }
+    return Message(value, arrays)
+
+
+def texts(experience: Experience) -> Message:
+    """Prompts, their fields, the completions and what passed between samples and environments."""
+    prompts = experience.rollouts.prompts
+    value = {
+        "text": list(prompts.text),
+        "fields": {name: list(values) for name, values in prompts.fields.items()},
+        "completions": list(experience.rollouts.completions),
+        "episodes": [dict(episode) for episode in experience.rollouts.episodes],
+    }
+    return Message(value, {"tokens_PT": prompts.tokens_PT})
+
+
+def rows(experience: Experience, chosen: Int[np.ndarray, " n"], names: Sequence[str]) -> Message:
+    """Packs per-token values of some samples, one after the other without padding."""
+    keep_nT = _real(experience.rollouts.length_B[chosen], experience.rollouts.tokens_BT.shape[1])
+    return Message(None, {name: getattr(experience.rollouts, name)[chosen][keep_nT] for name in names})
+
+
+def assemble(headers: Sequence[Message], pad_id: int) -> Experience:
+    """Builds the whole batch from every rollout host's header, in their order; rows and texts are still empty."""
+
+    def joined(name: str, axis: int = 0) -> np.ndarray:
+        return np.concatenate([h.arrays[name] for h in headers], axis)
+
+    width = max(h.value["width"] for h in headers)
+    length_B, length_P = joined("length_B"), joined("length_P")
+    B = len(length_B)
+    masks = [_unpacked(h, width) for h in headers]
+    prompts = Prompts(
+        tokens_PT=np.full((len(length_P), length_P.max(initial=1)), pad_id, np.int32),
+        length_P=length_P,
+        index_P=joined("index_P"),
+        text=[""] * len(length_P),
+        fields={},
+        data_state=headers[0].value["data_state"].encode(),
+    )
+    blank = {name: np.full((B, width), fill, dtype) for name, (dtype, fill) in _ROWS.items()}
+    blank["tokens_BT"][:] = pad_id
+    rollouts = Rollouts(
+        prompts=prompts,
+        length_B=length_B,
+        mask_BT=np.concatenate(masks),
+        turn_reward_BT=np.concatenate([_turn_rewards(h, width) for h in headers]),
+        stop_B=joined("stop_B"),
+        completions=[""] * B,
+        episodes=[NO_EPISODE] * B,
+        seconds=max(h.value["rollout_s"] for h in headers),
+        **blank,
+    )
+    reward_s = max(h.value["reward_s"] for h in headers)
+    named = dict.fromkeys(name for h in headers for name in h.value["counts"])
+    counts = {name: math.fsum(h.value["counts"].get(name, 0.0) for h in headers) for name in named}
+    rewards = (joined("reward_FB", 1), joined("reward_B"), joined("greedy_reward_B"))
+    return Experience(rollouts, *rewards, reward_s, counts)
+
+
+def fill_rows(experience: Experience, chosen: Int[np.ndarray, " n"], message: Message) -> None:
+    """Writes received per-token rows into the batch, in place."""
+    rollouts = experience.rollouts
+    keep_nT = _real(rollouts.length_B[chosen], rollouts.tokens_BT.shape[1])
+    row_X, column_X = np.nonzero(keep_nT)
+    for name, values_X in message.arrays.items():
+        getattr(rollouts, name)[chosen[row_X], column_X] = values_X
+
+
+def with_texts(experience: Experience, messages: Sequence[Message]) -> Experience:
+    """Adds every rollout host's texts to the batch, in their order."""
+
+    def joined(name: str) -> list[Any]:
+        return [item for message in messages for item in message.value[name]]
+
+    fields = {name: [v for m in messages for v in m.value["fields"][name]] for name in messages[0].value["fields"]}
+    prompts = dataclasses.replace(
+        experience.rollouts.prompts,
+        tokens_PT=np.concatenate([m.arrays["tokens_PT"] for m in messages]),
+        text=joined("text"),
+        fields=fields,
+    )
+    said = {name: joined(name) for name in ("completions", "episodes")}
+    rollouts = dataclasses.replace(experience.rollouts, prompts=prompts, **said)
+    return dataclasses.replace(experience, rollouts=rollouts)
+
+
+def dump(experiences: Sequence[Experience]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Turns whole batches into checkpoint content: (JSON part of each, all arrays keyed by batch, part and name)."""
+    host, arrays = [], {}
+    for i, experience in enumerate(experiences):
+        every = np.arange(len(experience.rollouts.length_B))
+        parts = {"header": header(experience), "texts": texts(experience), "rows": rows(experience, every, ALL_ROWS)}
+        host.append({part: _plain(message.value) for part, message in parts.items()})
+        arrays |= {f"{i}.{part}.{name}": x for part, message in parts.items() for name, x in message.arrays.items()}
+    return host, arrays
+
+
+def load(host: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray], pad_id: int) -> list[Experience]:
+    """Restores the batches that `dump` stored; `pad_id` as in the samples' rows."""
+
+    def part(i: int, name: str) -> Message:
+        prefix = f"{i}.{name}."
+        mine = {key.removeprefix(prefix): x for key, x in arrays.items() if key.startswith(prefix)}
+        return Message(host[i][name], mine)
+
+    experiences = []
+    for i in range(len(host)):
+        experience = assemble([part(i, "header")], pad_id)
+        fill_rows(experience, np.arange(len(experience.rollouts.length_B)), part(i, "rows"))
+        experiences.append(with_texts(experience, [part(i, "texts")]))
+    return experiences
+
+
+def content(
+    host: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, pad_id: int
+) -> tuple[bytes, dict[str, Any], list[Experience]]:
+    """Splits a checkpoint's content: (data stream's state, controllers' state, batches in flight).
+
+    Raises:
+      KeyError, TypeError, AttributeError, ValueError: `host` is not what a recorder saved.
+    """
+    return host["data_state"].encode(), dict(host["controllers"]), load(host["pending"], arrays, pad_id)
+
+
+def _real(length_n: np.ndarray, width: int) -> np.ndarray:
+    return np.arange(width) < length_n[:, None]
+
+
+def _unpacked(message: Message, width: int) -> np.ndarray:
+    mask_BT = np.unpackbits(message.arrays["mask_bits"], axis=1, count=message.value["width"]).astype(np.float32)
+    return np.pad(mask_BT, ((0, 0), (0, width - mask_BT.shape[1])))
+
+
+def _turn_rewards(message: Message, width: int) -> np.ndarray:
+    reward_BT = np.zeros((len(message.arrays["length_B"]), width), np.float32)
+    for b, t, reward in message.value["turn_rewards"]:
+        reward_BT[b, t] = reward
+    return reward_BT
+
+
+def _plain(value: Any) -> Any:
+    """Converts numpy numbers to Python's, so that the value can be written as JSON."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(v) for v in value]
+    return value.item() if isinstance(value, np.generic) else value

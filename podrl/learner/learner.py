@@ -1,0 +1,351 @@
+"""GRPOLearner and PPOLearner: combine rollouts, algorithm and recorder for this process, and run the loop."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.config import known_arguments
+from podrl.data.pipeline import PromptStream
+from podrl.learner import loop, recorder
+from podrl.learner.generation import Generator
+from podrl.learner.grpo import GRPO
+from podrl.learner.loop import Schedule
+from podrl.learner.playing import REWARD_NAME, environment_config, playing
+from podrl.learner.ppo import PPO
+from podrl.learner.recorder import HostRecorder, Recorder, Report
+from podrl.learner.report import MetricFn, SampleReport
+from podrl.learner.rollouts import Accord, Generate, GivenAnswers, HostRollouts, LocalRollouts, RemoteRollouts
+from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.learner.supervised import AnswerReport
+from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
+from podrl.rundir.run import Run
+from podrl.runtime.pod import Pod
+from podrl.trainer.packing import PackShape
+from podrl.types import BatchError, Experience
+
+
+class Trainable(loop.Algorithm, recorder.Controllers, Protocol):
+    """An algorithm whose state is part of a checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The trained side of a process with devices of the trainer mesh.
+
+    Attributes:
+      algorithm: how.
+      report: what it says about a step.
+      needed: (step, batch) -> samples that this process's devices train on, where rollouts come from other hosts.
+    """
+
+    algorithm: Trainable
+    report: Report
+    needed: Callable[[int, Experience], Any] | None = None
+
+
+class NoTraining:
+    """Implements podrl.learner.loop.Algorithm on a rollout host, which does not train."""
+
+    def score(self, step: int, experience: Any) -> None:
+        return None
+
+    def rewards(self, experience: Any, scores: Any) -> tuple[None, Mapping[str, Any]]:
+        return None, {}
+
+    def advantages(self, experience: Any, scores: Any, rewards: Any) -> tuple[None, Mapping[str, Any]]:
+        return None, {}
+
+    def pack(self, step: int, experience: Any, scores: Any, advantages: Any) -> Sequence[Any]:
+        return ()
+
+    def update(self, step: int, batches: Sequence[Any]) -> Mapping[str, Any]:
+        return {}
+
+
+def fit(
+    cluster: RLCluster,
+    stream: recorder.Stream | None,
+    run: Run,
+    schedule: Schedule,
+    *,
+    trained: Trained | None,
+    generate: Generate | None,
+    evaluator: Any,
+    given: bool,
+    pod: Pod | None,
+) -> int:
+    """Runs the loop for this process; returns the step reached.
+
+    Args:
+      cluster: the models, as far as they are here.
+      stream: the data; None on a rollout host that needs none.
+      run: files, checkpoints and signals, entered.
+      schedule: when the loop does what.
+      trained: None on a rollout host.
+      generate: makes experience of prompts, where this process generates.
+      evaluator: scores the policy on (this process's share of) held-out prompts, or None.
+      given: batches are data, and nothing is generated but for evaluations.
+      pod: the job's processes where there are several.
+
+    Raises:
+      BatchError: a reward function, or too many samples, failed; the steps before are saved.
+    """
+    deadline_s = 4 * run.log_config.stall_s
+    place: Any
+    if pod is None:
+        assert stream is not None
+        stopping = run.stopping
+        place = LocalRollouts(cluster, stream, run, generate=generate, evaluator=evaluator)
+    else:
+        accord = Accord(pod, run, deadline_s)
+        stopping = accord.stopping
+        if trained is not None:
+            assert stream is not None
+            needed = trained.needed
+            place = RemoteRollouts(cluster, stream, run, pod, accord, needed=needed, deadline_s=deadline_s)
+        else:
+            place = HostRollouts(
+                cluster, stream, run, pod, accord, generate=generate, evaluator=evaluator, deadline_s=deadline_s
+            )
+    rollouts = GivenAnswers(place) if given else place
+    evaluate = None if evaluator is None else rollouts.evaluate
+    records: Any
+    if trained is None:
+        assert pod is not None
+        waits: Any = {"evaluate": evaluate, "stopping": stopping, "deadline_s": deadline_s}
+        records = HostRecorder(stream, run, schedule, pod, **waits)
+    else:
+        assert stream is not None
+        said: Any = {"report": trained.report, "controllers": trained.algorithm}
+        records = Recorder(cluster, stream, run, schedule, evaluate=evaluate, stopping=stopping, **said)
+    with contextlib.ExitStack() as stack:
+        stack.callback(rollouts.close)
+        stack.callback(records.close)
+        try:
+            return loop.train(rollouts, trained.algorithm if trained else NoTraining(), records, schedule)
+        except BatchError:
+            records.rescue()
+            raise
+
+
+def learn_answers(
+    algorithm: Callable[..., Any],
+    settings: Any,
+    shape: PackShape,
+    cluster: RLCluster,
+    stream: recorder.Stream | None,
+    run: Run,
+    evaluator: Any,
+    pod: Pod | None = None,
+) -> int:
+    """Trains on given answers until `training_config.max_steps`; returns the step reached.
+
+    Args:
+      algorithm: SFT or DPO.
+      settings: its settings.
+      shape: of a packed batch.
+      cluster: the models.
+      stream: batches of answers; None on a rollout host.
+      run: files, checkpoints and signals.
+      evaluator: scores the policy on held-out prompts, or None.
+      pod: the job's processes where there are several; each calls this.
+    """
+    training = cluster.training_config
+    assert training.max_steps is not None, "answers come without end"
+    schedule = Schedule(
+        max_steps=training.max_steps,
+        save_every=run.checkpoint_config.every,
+        eval_every=training.eval_every_n_steps,
+    )
+    trained = None
+    if cluster.trains:
+        made = algorithm(cluster, settings, shape)
+        trained = Trained(made, AnswerReport(made.watched()))
+    with run:
+        return fit(
+            cluster,
+            stream,
+            run,
+            schedule,
+            trained=trained,
+            generate=None,
+            evaluator=evaluator,
+            given=True,
+            pod=pod,
+        )
+
+
+class SampleLearner:
+    """Base of GRPOLearner and PPOLearner: trains on samples that reward functions score."""
+
+    def __init__(
+        self,
+        algorithm: Callable[..., Any],
+        rl_cluster: RLCluster,
+        algo_config: GRPOConfig | PPOConfig,
+        reward_fns: Callable | str | Sequence[Callable | str],
+        metric_fns: Sequence[MetricFn] | None,
+        data_shuffle_seed: int | None,
+        reward_config: RewardConfig | None,
+        pod: Pod | None,
+        environment: Any,
+    ):
+        """Nothing runs yet; `algorithm` is GRPO or PPO, the others are GRPOLearner's."""
+        self._environment = environment_config(environment)
+        self._algorithm, self._pod = algorithm, pod
+        self.cluster, self.config = rl_cluster, algo_config
+        self._metric_fns = tuple(metric_fns or ())
+        self._shuffle_seed = data_shuffle_seed
+        config = reward_config or (RewardConfig(fns=()) if self._environment.used else RewardConfig())
+        fns = (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns)
+        config = dataclasses.replace(config, fns=fns) if fns else config
+        if rl_cluster.reward_source and not config.model:
+            config = dataclasses.replace(config, model=rl_cluster.reward_source)
+        self._reward_config = config
+
+    @known_arguments
+    def train(
+        self,
+        train_ds: PromptStream | Iterable[str | Mapping[str, Any]],
+        *,
+        prompts_per_step: int = 8,
+        evaluator: Any = None,
+        run: Run | None = None,
+        save_every: int | None = None,
+    ) -> int:
+        """Trains until `training_config.max_steps`; returns the step reached.
+
+        Args:
+          train_ds: a stream of prompts, or a list of prompts: texts, or mappings with a `prompt` and further fields
+            that reward functions receive by name.
+          prompts_per_step: P, where `train_ds` is a list. A stream gives P times `config.prompt_batches` at a time.
+          evaluator: scores the policy on held-out prompts.
+          run: files, checkpoints and signals; by default under training_config.checkpoint_root_directory, or nowhere.
+        """
+        training = self.cluster.training_config
+        limit = self.cluster.config.rollout().max_prompt_length
+        if not isinstance(train_ds, PromptStream):
+            train_ds = PromptStream.from_list(
+                list(train_ds),
+                self.cluster.tokenizer,
+                prompts_per_step=prompts_per_step * self.config.prompt_batches,
+                max_prompt_length=limit,
+                shuffle_seed=self._shuffle_seed,
+            )
+        prompts = train_ds.prompts_per_step // self.config.prompt_batches
+        run = run or Run(training.checkpoint_root_directory, config=self._settings(prompts))
+        schedule = Schedule(
+            max_steps=training.max_steps or train_ds.steps_per_epoch,
+            max_staleness=self.config.max_staleness,
+            save_every=run.checkpoint_config.every if save_every is None else save_every,
+            eval_every=training.eval_every_n_steps,
+            section=self.config.section,
+        )
+        with run, contextlib.ExitStack() as stack:
+            generate = trained = None
+            weight = self._environment.reward_weight
+            others = {REWARD_NAME: weight} if self._environment.used else {}
+            stack.enter_context(playing(self.cluster, self._environment, self._reward_config.limits, run, self._pod))
+            if self._pod is None or not self.cluster.trains:
+                rewards: Rewards | NamedRewards = stack.enter_context(Rewards(self._reward_config, others))
+                generate = Generator(self.cluster, rewards, self.config, environment_weight=weight)
+            else:  # others score
+                rewards = NamedRewards(self._reward_config, others)
+            if self.cluster.trains:
+                trained = self._trained(train_ds, rewards.names, run)
+            return fit(
+                self.cluster,
+                train_ds,
+                run,
+                schedule,
+                trained=trained,
+                generate=generate,
+                evaluator=evaluator,
+                given=False,
+                pod=self._pod,
+            )
+
+    def _settings(self, prompts_per_step: int) -> dict[str, Any]:
+        """Returns what config.json holds of a run that no configuration file describes, under the same keys."""
+        section, cluster = self.config.section, self.cluster
+        return {
+            "algorithm": section,
+            "seed": cluster.seed,
+            "model": {**cluster.directories, "lora": dataclasses.asdict(cluster.model.lora)},
+            "tokenizer": str(cluster.tokenizer.directory),
+            "trainer": dataclasses.asdict(cluster.training_config),
+            "rollout": dataclasses.asdict(cluster.config.rollout()) | {"prompts_per_step": prompts_per_step},
+            section: dataclasses.asdict(self.config),
+            "reward": dataclasses.asdict(self._reward_config),
+            "env": dataclasses.asdict(self._environment),
+        }
+
+    def _trained(self, stream: PromptStream, reward_names: Sequence[str], run: Run) -> Trained:
+        """Builds the algorithm and its report, on a cluster that trains."""
+        samples = stream.prompts_per_step // self.config.prompt_batches * self.config.num_generations
+        algorithm = self._algorithm(self.cluster, self.config, samples=samples, say=run.console.print)
+        report = SampleReport(
+            self.config,
+            reward_names=reward_names,
+            metric_fns=self._metric_fns,
+            watched=algorithm.watched(),
+            skipped=lambda: stream.skipped,
+        )
+        return Trained(algorithm, report, algorithm.needed)
+
+
+class GRPOLearner(SampleLearner):
+    """Trains an RLCluster's actor with a GRPOConfig and reward functions."""
+
+    @known_arguments
+    def __init__(
+        self,
+        rl_cluster: RLCluster,
+        algo_config: GRPOConfig,
+        reward_fns: Callable | str | Sequence[Callable | str] = (),
+        metric_fns: Sequence[MetricFn] | None = None,
+        data_shuffle_seed: int | None = None,
+        *,
+        reward_config: RewardConfig | None = None,
+        pod: Pod | None = None,
+        environment: Any = None,
+    ):
+        """Starts nothing; `train` does.
+
+        Args:
+          rl_cluster: the models.
+          algo_config: the algorithm.
+          reward_fns: functions `(prompts, completions, **fields) -> list[float]`, or their names.
+          metric_fns: functions `(prompts, completions, rewards, **fields) -> {name: value}`, run every step.
+          data_shuffle_seed: seed of the shuffling where `train` is given a plain list; None keeps its order.
+          reward_config: weights, deadlines and workers; `reward_fns` wins where both name functions.
+          pod: the job's processes where there are several; every one of them makes a learner and trains.
+          environment: of all samples: 'file.py:Name', a ToolEnvironment, or an EnvironmentConfig; None for none. With
+            one, and neither `reward_fns` nor `reward_config`, its rewards are all there are.
+        """
+        more = (reward_config, pod, environment)
+        super().__init__(GRPO, rl_cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
+
+
+class PPOLearner(SampleLearner):
+    """Trains an RLCluster's actor and critic with a PPOConfig and reward functions."""
+
+    @known_arguments
+    def __init__(
+        self,
+        rl_cluster: RLCluster,
+        ppo_config: PPOConfig,
+        reward_fns: Callable | str | Sequence[Callable | str] = (),
+        metric_fns: Sequence[MetricFn] | None = None,
+        data_shuffle_seed: int | None = None,
+        *,
+        reward_config: RewardConfig | None = None,
+        pod: Pod | None = None,
+        environment: Any = None,
+    ):
+        """Makes the critic where the cluster has none; nothing runs yet. Arguments as in GRPOLearner."""
+        more = (reward_config, pod, environment)
+        super().__init__(PPO, rl_cluster, ppo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
+        rl_cluster.make_critic()

@@ -1,0 +1,81 @@
+"""Environments of a run: started before its samples, told to the cluster, and ended with it."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.data.dialogue import Dialogue
+from podrl.environments.config import EnvironmentConfig
+from podrl.environments.journal import AtLeader, Files, Journal
+from podrl.environments.workers import Episodes
+from podrl.rollout.episodes import Partner
+from podrl.rundir.run import Run
+from podrl.runtime.pod import Pod
+from podrl.runtime.user_code import Limits
+
+REWARD_NAME = "environment"  # of what environments give, among the rewards
+
+
+def environment_config(given: Any) -> EnvironmentConfig:
+    """The settings of an environment given as a name, as settings, as a ToolEnvironment, or None for none.
+
+    Raises:
+      ValueError: something else.
+    """
+    if given is None or isinstance(given, EnvironmentConfig):
+        config = given or EnvironmentConfig()
+    elif isinstance(given, str | os.PathLike):
+        config = EnvironmentConfig(environment=os.fspath(given))
+    else:
+        config = getattr(given, "config", None)
+        if not isinstance(config, EnvironmentConfig):
+            raise ValueError(
+                f"environment={given!r} is neither 'file.py:Name', an EnvironmentConfig nor a ToolEnvironment: "
+                "environments run in processes of their own, which find them by file and name."
+            )
+    if config.used and not config.environment:
+        config = dataclasses.replace(config, environment="tools")
+    return config
+
+
+@contextlib.contextmanager
+def playing(
+    cluster: RLCluster, config: EnvironmentConfig, limits: Limits, run: Run, pod: Pod | None = None
+) -> Iterator[None]:
+    """Gives every sample of the cluster its environment while the context lasts, where this process generates.
+
+    Outside answers are kept in `workdir`/outside, by the leader where there are several processes; those of steps
+    before the newest checkpoint are deleted.
+    """
+    if not config.used:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        journal = None
+        if run.leads and run.workdir is not None:
+            files = Files(run.workdir / "outside")
+            stack.callback(files.close)
+            files.drop(run.saved_step())
+            run.passed.append(files.drop)
+            journal = Journal(files)
+            if pod is not None:
+                files.serve(pod.channel)
+        elif pod is not None:
+            journal = Journal(AtLeader(pod, 4 * run.log_config.stall_s))
+        if not cluster.generates:
+            yield
+            return
+        if journal is not None:
+            run.passed.append(journal.forget)
+        host = Episodes(config, limits, journal=journal)
+        stack.callback(host.close)
+        partner = Partner(host, Dialogue(cluster.tokenizer))
+        cluster.play(partner)
+        stack.callback(cluster.play, None)
+        run.watchdog.waits_for = lambda: partner.waits_for
+        if config.parser in ("hermes", "json"):
+            partner.dialogue.check_template()
+        yield

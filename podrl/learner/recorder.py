@@ -1,0 +1,319 @@
+"""Keeps a run's files: metrics one step late, checkpoints, evaluations; shows progress and watches for stop signals."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.cluster.saved import abstract_saved, load_saved, saved
+from podrl.learner import experience as codec
+from podrl.learner.loop import InFlight, Schedule, Start
+from podrl.rundir.console import Progress
+from podrl.rundir.run import Run
+from podrl.rundir.summary import eval_records
+from podrl.runtime.metrics import read_metrics
+from podrl.runtime.pod import LEADER, Pod
+from podrl.types import Policy
+
+# Scores a policy after a step: eval/* metrics and a few samples; None where another process has them.
+Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[dict[str, Any]]] | None]
+
+
+class Stream(Protocol):
+    """An endless, resumable stream of batches."""
+
+    def __next__(self) -> Any: ...
+
+    def restore(self, state: bytes) -> None: ...
+
+
+class Report(Protocol):
+    """An algorithm's description of a step: metrics, samples, warnings."""
+
+    def describe(self, experience: Any) -> dict[str, float]:
+        """Computes host metrics of a batch, without waiting for the device."""
+        ...
+
+    def finished(self, values: dict[str, float]) -> dict[str, float]:
+        """Completes metrics fetched from the device."""
+        ...
+
+    def samples(self, experience: Any) -> Sequence[Mapping[str, Any]]:
+        """Makes records for samples.jsonl."""
+        ...
+
+    def watched(self) -> Sequence[tuple[str, str]]:
+        """Lists (metric, label) pairs of the progress line."""
+        ...
+
+    def warning(self, step: int, values: Mapping[str, float]) -> str:
+        """Returns a warning about a step's metrics, or ''; raises ValueError if the run cannot succeed."""
+        ...
+
+
+class Controllers(Protocol):
+    """The adaptive state of a run, such as KL coefficients, as part of a checkpoint."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Recorder:
+    """Implements podrl.learner.loop.Recorder on a trainer host.
+
+    Everything a step depends on is in the checkpoint: weights, optimizer, step, the position of the data stream after
+    the last submitted batch, the batches in flight, and what adapts between steps.
+    """
+
+    def __init__(
+        self,
+        cluster: RLCluster,
+        stream: Stream,
+        run: Run,
+        schedule: Schedule,
+        *,
+        report: Report,
+        controllers: Controllers,
+        evaluate: Evaluate | None,
+        stopping: Callable[[], bool],
+    ):
+        """Opens nothing yet.
+
+        Args:
+          cluster: whose weights are saved.
+          stream: the data, whose position is.
+          run: files, checkpoints, and the watchdog.
+          schedule: when the loop does what.
+          report: of the algorithm.
+          controllers: of the algorithm.
+          evaluate: None for no evaluation.
+          stopping: whether the run was asked to stop, the same in all processes of the job.
+        """
+        self._cluster, self._stream, self._run, self._schedule = cluster, stream, run, schedule
+        self._report, self._controllers = report, controllers
+        self._evaluate, self.stopping = evaluate, stopping
+        self._evaluated: set[int] = set()  # steps whose evaluation is in metrics.jsonl
+        self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
+        self._late: tuple[int, dict[str, float], Mapping[str, Any]] | None = None
+        self._progress: Progress | None = None
+        self._nonfinite = 0  # updates in a row that were skipped
+        self._start, self._started, self._last = 0, time.monotonic(), time.monotonic()
+
+    def restore(self) -> Start:
+        step, data_state, pending, restored, marks = 0, b"", [], None, None
+        if self._run.checkpoints is not None:
+            with self._run.watchdog.stage("restoring"):
+                read = functools.partial(codec.content, pad_id=self._cluster.tokenizer.pad_id)
+                restored = self._run.checkpoints.restore_latest(abstract_saved(self._cluster), read)
+        if restored is not None:
+            step, marks = restored.step, restored.host.get("files")
+            if step > self._schedule.max_steps:
+                raise ValueError(
+                    f"{self._run.place} holds {step} steps, more than trainer.max_steps={self._schedule.max_steps}: "
+                    "give at least as many, or another --workdir."
+                )
+            load_saved(self._cluster, restored.state)
+            data_state, controllers, pending = restored.content
+            if data_state:
+                self._stream.restore(data_state)
+            self._controllers.restore(controllers)
+            self._run.console.print(f"Resumed after step {step} from {self._run.place}.")
+        self._run.open_metrics(step + 1 if step else 0, marks)
+        if self._run.workdir is not None:
+            self._evaluated = {r["step"] for r in eval_records(read_metrics(self._run.workdir))}
+        self._start, self._last = step, time.monotonic()
+        return Start(step, data_state, pending, self._evaluated)
+
+    def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return self._run.watchdog.stage(name)
+
+    def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
+        self._flush()
+        host = self._report.describe(experience) if self._run.leads else {}
+        now = time.monotonic()
+        host["time/step"], self._last = now - self._last, now
+        for stage, seconds in self._run.watchdog.take_spent().items():
+            host.setdefault(f"time/{stage}", seconds)
+        self._late = (step, host, metrics)
+        log = self._run.log_config
+        if self._run.metrics is not None and log.samples_every and (step % log.samples_every == 0 or step == 1):
+            self._run.metrics.write_samples(step, list(self._report.samples(experience))[: log.samples])
+        if step == self._schedule.max_steps:
+            self._flush()
+        self._trained = (step, experience.data_state)
+
+    def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
+        if self._run.checkpoints is None:
+            return
+        assert self._trained is not None, "only what was trained is saved"
+        with self._run.watchdog.stage("checkpoint"):
+            self._flush()
+            done = [batch.complete() for batch in in_flight]
+            host, arrays = codec.dump(done)
+            position = done[-1].data_state if done else self._trained[1]
+            content = {"data_state": position.decode(), "pending": host, "controllers": self._controllers.state()}
+            content["files"] = self._run.marks()
+            self._run.push()  # a checkpoint whose steps are missing in metrics.jsonl could not be resumed without a gap
+            self._run.checkpoints.save(step, saved(self._cluster), content, arrays)
+            if step == self._schedule.max_steps or self.stopping():
+                self._run.checkpoints.wait()
+            self._run.tell_saved(self._run.saved_step())
+
+    def rescue(self) -> None:
+        """Saves the steps done before a batch could not be scored; a resumed run draws that batch again."""
+        if self._trained is None or self._run.checkpoints is None:
+            return
+        step, _ = self._trained
+        with self._run.watchdog.stage("checkpoint"):
+            self._run.checkpoints.wait()
+            if self._run.saved_step() < step:
+                self.save(step, [])
+                self._run.checkpoints.wait()
+        self._run.console.print(f"Saved after step {self._run.saved_step()} in {self._run.place}.")
+
+    def evaluate(self, policy: Policy, step: int) -> None:
+        # Asked to stop, a run leaves its evaluation to the one that resumes it; the last step is worth the wait.
+        postponed = self.stopping() and step < self._schedule.max_steps
+        if self._evaluate is None or step in self._evaluated or postponed:
+            return
+        self._flush()
+        with self._run.watchdog.stage("evaluation"):
+            found = self._evaluate(policy, step)
+        self._evaluated.add(step)
+        if found is not None:
+            self._write_evaluation(step, *found)
+        self._last = time.monotonic()
+        self._run.watchdog.take_spent()
+
+    def _write_evaluation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        if self._run.metrics is not None:
+            self._run.metrics.write(step, metrics)
+            self._run.metrics.write_samples(step, samples)
+        self._run.push(wait=False)
+        self._cluster.metrics.log(step, metrics)
+        text = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
+        self._run.console.print(f"Evaluation after step {step}: {text}")
+
+    def close(self) -> None:
+        """Writes the last step's metrics."""
+        self._flush()
+        if self._progress is not None:
+            self._progress.close()
+
+    def _flush(self) -> None:
+        """Fetches and writes the metrics of the step recorded last."""
+        if self._late is None:
+            return
+        step, host, device = self._late
+        self._late = None
+        with self._run.watchdog.stage("metrics"):  # the first to wait for an update that never ends
+            values = {**host, **self._report.finished(fetched_means(device))}
+        values.update(self._cluster.metrics.take())
+        if self._run.metrics is not None:
+            self._run.metrics.write(step, values)
+        self._cluster.metrics.log(step, values)
+        self._check_finite(step, values)
+        if warning := self._report.warning(step, values):
+            self._run.console.print(f"Warning: {warning}")
+        self._show(step, values)
+
+    def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
+        """Raises ValueError after the third update in a row without a finite gradient."""
+        if not values.get("actor/nonfinite"):
+            self._nonfinite = 0
+            return
+        self._nonfinite += 1
+        self._run.console.print(f"Step {step}: the gradient was not finite; the update was skipped.")
+        if self._nonfinite >= 3:
+            raise ValueError(
+                f"Gradients were not finite in {self._nonfinite} updates in a row, last at step {step}: lower "
+                "trainer.learning_rate, set trainer.max_grad_norm, or look at samples.jsonl for degenerate text."
+            )
+
+    def _show(self, step: int, values: Mapping[str, float]) -> None:
+        if self._progress is None:
+            self._progress = Progress(
+                self._run.console,
+                "step",
+                self._start,
+                self._schedule.max_steps,
+                self._run.log_config.console_every,
+            )
+            self._started, self._start = time.monotonic(), step
+        pace = (time.monotonic() - self._started) / max(step - self._start, 1)
+        left = pace * (self._schedule.max_steps - step)
+        shown = {short: values[name] for name, short in self._report.watched() if name in values}
+        self._progress.update(step, shown, left)
+
+
+class HostRecorder:
+    """Implements podrl.learner.loop.Recorder on a rollout host, which writes no files."""
+
+    def __init__(
+        self,
+        stream: Stream | None,
+        run: Run,
+        schedule: Schedule,
+        pod: Pod,
+        *,
+        evaluate: Evaluate | None,
+        stopping: Callable[[], bool],
+        deadline_s: float,
+    ):
+        """Opens nothing yet.
+
+        Args:
+          stream: this host's share of the data; None where it needs none.
+          run: signals and the watchdog; writes nothing.
+          schedule: the job's.
+          pod: the job's processes, all there.
+          evaluate: on this host's share of the held-out prompts; None for no evaluation.
+          stopping: as in Recorder.
+          deadline_s: the longest wait for the leader.
+        """
+        self._stream, self._run, self._schedule, self._pod = stream, run, schedule, pod
+        self._evaluate, self.stopping, self._deadline_s = evaluate, stopping, deadline_s
+        self._evaluated: set[int] = set()
+
+    def restore(self) -> Start:
+        with self._run.watchdog.stage("waiting for trainer 0 to restore"):
+            start = self._pod.get(LEADER, "start", self._deadline_s).value
+        self._run.begin()
+        data_state = start["data_state"].encode()
+        if data_state and self._stream is not None:
+            self._stream.restore(data_state)
+        self._evaluated = set(start["evaluated"])
+        return Start(int(start["step"]), data_state, [None] * int(start["pending"]), self._evaluated)
+
+    def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return self._run.watchdog.stage(name)
+
+    def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
+        return None
+
+    def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
+        self._run.tell_saved(step)
+
+    def evaluate(self, policy: Policy, step: int) -> None:
+        postponed = self.stopping() and step < self._schedule.max_steps
+        if self._evaluate is None or step in self._evaluated or postponed:
+            return
+        with self._run.watchdog.stage("evaluation"):
+            self._evaluate(policy, step)
+
+    def rescue(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def fetched_means(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Fetches metrics to the host, and averages those that are lists."""
+    return {name: float(np.mean(value)) for name, value in jax.device_get(dict(metrics)).items()}

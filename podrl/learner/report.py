@@ -1,0 +1,157 @@
+"""Reports a step of reinforcement learning: metrics of the samples, records of them, warnings."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from podrl.algorithms.mismatch import pearson
+from podrl.learner.control import MismatchGate
+from podrl.learner.generation import repeated
+from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.types import STOP_DEADLINE, STOP_LENGTH, Experience, Rollouts
+
+# metric_fn(prompts, completions, rewards, **fields) -> {name: value}
+MetricFn = Callable[..., Mapping[str, float]]
+
+
+class SampleReport:
+    """Implements podrl.learner.recorder.Report for GRPO and PPO."""
+
+    def __init__(
+        self,
+        config: GRPOConfig | PPOConfig,
+        *,
+        reward_names: Sequence[str],
+        metric_fns: Sequence[MetricFn],
+        watched: Sequence[tuple[str, str]],
+        skipped: Callable[[], int],
+    ):
+        """Opens nothing yet.
+
+        Args:
+          config: of the algorithm.
+          reward_names: of the reward functions, in their order.
+          metric_fns: the user's, run every step.
+          watched: metrics of the progress line.
+          skipped: prompts left out so far because they were too long.
+        """
+        self._config, self._names, self._metric_fns = config, reward_names, metric_fns
+        self._watched, self._skipped = watched, skipped
+        self._gate = MismatchGate(
+            config.mismatch_bound,
+            config.mismatch_patience,
+            section=config.section,
+            stale=config.max_staleness > 0,
+        )
+
+    def describe(self, experience: Experience) -> dict[str, float]:
+        rollouts, G = experience.rollouts, self._config.num_generations
+        sampled_B = rollouts.mask_BT.sum(axis=1)
+        counted_B = sampled_B > 0  # a group with a failed sample has no token in the loss, and no reward
+        reward_PG = experience.reward_B[counted_B].reshape(-1, G)
+        metrics = {
+            "reward/mean": float(reward_PG.mean()),
+            "reward/std": float(reward_PG.std()),
+            "reward/groups_without_signal": float((np.ptp(reward_PG, axis=1) == 0).mean()),
+            "tokens/completion": float(sampled_B.sum()),
+            "tokens/prompt": float(rollouts.prompts.length_P.sum()),
+            "completion/length_mean": float(sampled_B.mean()),
+            "completion/length_max": float(sampled_B.max()),
+            "completion/truncated": float((rollouts.stop_B == STOP_LENGTH).mean()),
+            "time/rollout": rollouts.seconds,
+            "time/reward": experience.seconds,
+            "rollout/tokens_per_s": float(sampled_B.sum() / max(rollouts.seconds, 1e-9)),
+            "data/skipped_prompts": float(self._skipped()),
+        }
+        metrics |= {
+            f"reward/{name}": float(reward_B[counted_B].mean())
+            for name, reward_B in zip(self._names, experience.reward_FB, strict=True)
+        }
+        metrics |= episode_metrics(rollouts)
+        counts = dict(experience.counts)
+        if "rollout/kept_tokens" in counts:
+            metrics["rollout/kept_mass"] = counts.pop("rollout/kept_tokens") / metrics["tokens/completion"]
+        return metrics | counts | self._of_the_user(experience)
+
+    def finished(self, values: dict[str, float]) -> dict[str, float]:
+        """Replaces the moments of the mismatch measure by the correlation computed from them."""
+        if "sampler/moment_x" not in values:
+            return values
+        values["sampler/pearson"] = pearson(values)
+        return {name: value for name, value in values.items() if not name.startswith("sampler/moment_")}
+
+    def samples(self, experience: Experience) -> Sequence[Mapping[str, Any]]:
+        """Records the first sample of every prompt whose samples are in the loss, with its rewards."""
+        rollouts, G = experience.rollouts, self._config.num_generations
+        return [
+            {
+                "prompt": rollouts.prompts.text[b // G],
+                "completion": rollouts.completions[b],
+                "reward": float(experience.reward_B[b]),
+                **_turns(rollouts.episodes[b]),
+                **{name: float(r_B[b]) for name, r_B in zip(self._names, experience.reward_FB, strict=True)},
+            }
+            for b in range(0, len(rollouts.completions), G)
+            if rollouts.mask_BT[b].any()
+        ]
+
+    def watched(self) -> Sequence[tuple[str, str]]:
+        return self._watched
+
+    def warning(self, step: int, values: Mapping[str, float]) -> str:
+        return self._gate.check(step, values)
+
+    def _of_the_user(self, experience: Experience) -> dict[str, float]:
+        """Calls the user's metric functions on a batch."""
+        if not self._metric_fns:
+            return {}
+        asked, counted = experience.rollouts.prompts, np.flatnonzero(experience.rollouts.mask_BT.any(axis=1)).tolist()
+        prompts, fields = repeated(asked.text, asked.fields, self._config.num_generations)
+        chosen = {name: [values[b] for b in counted] for name, values in fields.items()}
+        named: dict[str, float] = {}
+        for fn in self._metric_fns:
+            completions = [experience.rollouts.completions[b] for b in counted]
+            rewards = experience.reward_B[counted].tolist()
+            named.update(fn([prompts[b] for b in counted], completions, rewards, **chosen))
+        return {name: float(value) for name, value in named.items()}
+
+
+def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Means over the samples that have an environment: turns, calls, given tokens, seconds; of tools, and its own."""
+    episodes = [episode for episode in rollouts.episodes if episode["turns"]]
+    if not episodes:
+        return {}
+    by: dict[str, list[Mapping[str, Any]]] = {}
+    for turn in (turn for episode in episodes for turn in episode["turns"]):
+        known = turn.get("failed") not in ("no_call", "unknown_tool")  # else `by` is what the model made up
+        by.setdefault(turn["by"] if known else "unknown", []).append(turn)
+    model, environment = by.pop("model", []), by.pop("environment", [])
+    called = [turn for turns in by.values() for turn in turns]
+    B = len(episodes)
+    seconds = np.percentile([episode["seconds"] for episode in episodes], [50, 95])
+    metrics = {
+        "episode/turns": len(model) / B,
+        "episode/calls": len(called) / B,
+        "episode/given_tokens": sum(turn["tokens"] for turn in (*called, *environment)) / B,
+        "episode/seconds_p50": float(seconds[0]),
+        "episode/seconds_p95": float(seconds[1]),
+        "episode/out_of_time": float((rollouts.stop_B == STOP_DEADLINE).sum()),
+    }
+    for name, turns in by.items():
+        metrics |= {
+            f"tools/{name}/calls": float(len(turns)),
+            f"tools/{name}/failures": float(sum(bool(turn.get("failed")) for turn in turns)),
+            f"tools/{name}/seconds_p95": float(np.percentile([turn.get("seconds", 0.0) for turn in turns], 95)),
+            f"tools/{name}/output_tokens": sum(turn["tokens"] for turn in turns) / len(turns),
+        }
+    named: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode["metrics"].items():
+            named.setdefault(name, []).append(value)
+    return metrics | {f"env/{name}": float(np.mean(values)) for name, values in named.items()}
+
+
+def _turns(episode: Mapping[str, Any]) -> dict[str, Any]:
+    """The turns of a sample's record, where it has an environment."""
+    return {"turns": episode["turns"]} if episode["turns"] else {}

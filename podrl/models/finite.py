@@ -1,0 +1,47 @@
+"""Refuses weights with NaN or infinite values."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array
+
+
+def refuse_nonfinite(leaf: Array, names: Sequence[str], where: str) -> None:
+    """Refuses a NaN or infinite leaf; each device checks its own part, without copies or waits for other processes.
+
+    Args:
+      leaf: weights on a mesh, in the dtype they are kept in.
+      names: the tensors it was made of: one, or one for each index of its first dimension.
+      where: the file or directory, for messages.
+
+    Raises:
+      ValueError: a NaN or an infinity, of the file or because a value is too large for the leaf's dtype; names the
+        first tensor that has one. Of several processes, those that hold it raise.
+    """
+    stacked = len(names) > 1
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding) and not (stacked and sharding.spec and sharding.spec[0]), sharding
+    largest = _largest(sharding, leaf.ndim, stacked)(leaf)
+    for shard in largest.addressable_shards:
+        bad = np.flatnonzero(~np.isfinite(np.asarray(shard.data)))
+        if len(bad):
+            some = f" ({len(bad)} of {len(names)} of its kind do)" if stacked else ""
+            raise ValueError(
+                f"Tensor {names[int(bad[0])]} in {where} holds NaN or infinity{some}, as {leaf.dtype.name}: no model "
+                "can be run with that. Take another checkpoint, or a dtype that holds larger numbers."
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _largest(sharding: NamedSharding, rank: int, stacked: bool):
+    """Computes each device's largest magnitude, per index of the first dimension if stacked; NaN if it holds one."""
+
+    def largest(part: Array) -> Array:
+        return jax.lax.reduce_max(jax.lax.abs(part), tuple(range(int(stacked), rank)))[None]
+
+    mesh = sharding.mesh
+    return jax.jit(jax.shard_map(largest, mesh=mesh, in_specs=sharding.spec, out_specs=Spec(mesh.axis_names)))

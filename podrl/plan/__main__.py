@@ -1,0 +1,142 @@
+"""The plan command: compiles a job with the TPU compiler on a CPU machine, to see whether it fits and how fast it runs.
+
+    python -m podrl.plan --config=grpo_gemma.py:gemma2_2b_v5e16 --trainer=v5e:2x4 --rollout=v5e:2x4
+        [--search] [--quick] [--json] [--completion=TOKENS] [--config.group.key=value ...]
+
+Topologies: v4:2x2x1, v5e:2x4, v5p:2x2x4, v6e:16x16, tpu7x:2x2x1 and their like; v5e:2x4*2 is two slices. No weights are
+needed: where model.path is empty, model.size names a published size. Exit codes: 0 everything fits, 1 it does not, or a
+user error. Needs the extra [tpu].
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from podrl import launch
+from podrl.plan import chips
+from podrl.runtime import signals
+
+if TYPE_CHECKING:
+    from podrl.plan.report import Report
+
+_TRAINER = flags.DEFINE_string("trainer", None, "Topology of the trainer, such as v5e:2x4.")
+_ROLLOUT = flags.DEFINE_string("rollout", None, "Topology of the rollout; the trainer's when left out.")
+_SEARCH = flags.DEFINE_bool("search", False, "Try meshes, micro-batches and remat policies; plan the best that fit.")
+_QUICK = flags.DEFINE_bool("quick", False, "Compile with least effort: a sixth of the time, peaks within a tenth.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
+_COMPLETION = flags.DEFINE_integer("completion", None, "Planned tokens of a completion; the longest when left out.")
+
+
+def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
+    """Compiles every program of a configuration's job, as the flags say.
+
+    Args:
+      values: the whole configuration.
+      say: called with a line per program and trial.
+
+    Raises:
+      ValueError: a topology, mesh or configuration that makes no sense.
+    """
+    from podrl.job.config import KINDS, parse, section_of, with_prompt_length
+    from podrl.plan import programs, variants
+    from podrl.plan.compile import measure
+    from podrl.plan.predict import predict
+    from podrl.plan.report import Report
+
+    say = say or (lambda line: None)
+    if KINDS[section_of(values.get("algorithm", "grpo"))].given:
+        raise ValueError(
+            f"podrl.plan plans reinforcement learning: give a configuration of another algorithm than "
+            f"{values['algorithm']}."
+        )
+    trainer, rollout = _topologies(_TRAINER.value or "", _ROLLOUT.value or "")
+    job = parse(with_prompt_length(values))
+    for name, model, shared in (("critic", job.roles.critic, "trainer"), ("reward", job.roles.reward, "rollout")):
+        if model.mesh != shared:
+            raise ValueError(
+                f"roles.{name}.mesh={model.mesh!r} must be {shared!r} to be planned: podrl.plan lays trainer and "
+                "rollout over all chips of their topologies, so plan them without the devices set aside."
+            )
+    completion = job.rollout.max_tokens_to_generate if _COMPLETION.value is None else _COMPLETION.value
+    if not 0 < completion <= job.rollout.max_tokens_to_generate:
+        raise ValueError(
+            f"--completion={completion} must be positive and at most rollout.max_tokens_to_generate="
+            f"{job.rollout.max_tokens_to_generate}."
+        )
+    setting = programs.Setting(job, trainer, rollout, completion)
+    searched, chosen = [], []
+    if _SEARCH.value:
+        found, searched = variants.search(setting, say=say)
+        chosen, setting = variants.differences(setting, found), found
+    measured = []
+
+    def measure_all(side: Sequence[programs.Program], chip: chips.Chip) -> None:
+        for program in side:
+            measured.append(measure(program, chip, quick=_QUICK.value))
+            say(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
+
+    # All of them are made before the first is compiled: what does not fit is said at once.
+    decode, train = programs.rollout_programs(setting), programs.training_programs(setting)
+    move = programs.weight_move(setting)
+    measure_all(decode, (trainer if job.roles.colocated else rollout).chip)
+    measure_all(train, trainer.chip)
+    for program in move.programs:
+        measure_all([program], rollout.chip if program.side == programs.ROLLOUT else trainer.chip)
+    knobs = {m.name: variants.helping(setting, m) for m in measured if not m.fits}
+    prediction = predict(
+        measured, move.seconds, max_staleness=setting.job.algo.max_staleness, colocated=job.roles.colocated
+    )
+    return Report(setting, measured, move, prediction, knobs, searched, chosen)
+
+
+def _topologies(trainer: str, rollout: str) -> tuple[chips.Topology, chips.Topology]:
+    """Parses --trainer and --rollout; the rollout's topology is the trainer's where it is left out."""
+    if not trainer:
+        raise ValueError("--trainer is missing: name the trainer's topology, for example --trainer=v5e:2x4.")
+    first = chips.parse_topology(trainer, key="--trainer")
+    return first, chips.parse_topology(rollout, key="--rollout") if rollout else first
+
+
+def _run(argv: Sequence[str]) -> int:
+    if {"--help", "--helpfull", "-h"} & set(argv):
+        sys.stdout.write(f"{__doc__}\n{flags.FLAGS.main_module_help()}\n")
+        return 0
+    name, rest = launch.take_config(argv)
+    config = launch.load_config(launch.find_config(name))
+    given = {arg.partition("=")[0]: arg.partition("=")[2] for arg in rest}
+    trainer, rollout = _topologies(given.get("--trainer", ""), given.get("--rollout", ""))
+    purpose = f"It would compile every program of the job, training for {trainer} and decoding for {rollout}, and say "
+    chips.prepare(os.environ, f"{purpose}whether they fit and how long a step takes at best.")
+    values, extra = launch.resolve(config, rest)
+    if extra:
+        raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")
+    from podrl.plan.report import as_mapping, print_report
+    from podrl.rundir.console import make_console
+
+    report = make_report(values, say=lambda line: print(line, file=sys.stderr, flush=True))
+    if _JSON.value:
+        sys.stdout.write(json.dumps(as_mapping(report)) + "\n")
+    else:
+        print_report(make_console(140), report)
+    return 0 if report.fits else 1
+
+
+def main() -> None:
+    """Runs the command; user errors end it with one line and exit code 1."""
+    signals.leave_on_signals(unwind=False)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        code = _run(sys.argv)
+    except (ValueError, OSError, ImportError) as error:
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        raise SystemExit(f"podrl.plan: {error}{notes}") from None
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,457 @@
+"""Every program of a job, ready to be compiled: its arguments, and how often a step runs it.
+
+Loops of traced length (micro-batches, decode steps) count as in a step in which every sample has the planned length.
+"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from podrl.algorithms.policy_loss import PolicyRows, ReferencedRows, with_old
+from podrl.algorithms.value_loss import CriticRows, value_loss
+from podrl.job.config import Job
+from podrl.learner.settings import PPOConfig
+from podrl.mesh.build import make_mesh
+from podrl.models import decoder, scalar
+from podrl.models.attention import BLOCK
+from podrl.models.config import LoraConfig, ModelConfig
+from podrl.models.hf_config import read_config
+from podrl.models.sizes import config_of
+from podrl.plan.chips import Topology
+from podrl.plan.hlo import Trips
+from podrl.rollout.engine import Engine
+from podrl.rollout.rollout import pieces_per_prompt
+from podrl.rollout.sizes import engine_shape
+from podrl.trainer import state as state_lib
+from podrl.trainer.critic import make_critic_step, make_value_fn
+from podrl.trainer.packing import PackShape
+from podrl.trainer.step import make_logprob_fn, make_train_step
+from podrl.transfer.collective import CollectiveTransport
+from podrl.transfer.local import RelayoutTransport
+from podrl.transfer.plan import Plan, make_plan
+from podrl.types import PyTree
+
+TRAINER, ROLLOUT, BOTH = "trainer", "rollout", "both"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One execution's work on a chip, counted by hand where loop lengths are traced."""
+
+    flops: float
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of a job, with its arguments and its runs per step.
+
+    Attributes:
+      name: as printed.
+      side: whose devices it occupies.
+      lower: gives what `compile()` is called on.
+      runs: executions per training step.
+      resident: bytes of a chip held meanwhile by arrays the program does not see.
+      trips: see `podrl.plan.hlo.cost_of`.
+      by_hand: replaces the counts read off the compiled text.
+    """
+
+    name: str
+    side: str
+    lower: Callable[[], Any]
+    runs: float
+    resident: float = 0.0
+    trips: Trips = lambda depth: 1.0
+    by_hand: Work | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A job on two topologies.
+
+    Attributes:
+      job: its configuration.
+      trainer, rollout: where it is to run; the same for both where `job.roles.colocated`.
+      completion: planned tokens of every completion.
+    """
+
+    job: Job
+    trainer: Topology
+    rollout: Topology
+    completion: int
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model of the job: read from `model.path`, or the published `model.size`.
+
+        Raises:
+          ValueError: neither is given.
+        """
+        source = self.job.model
+        if not source.path and not source.size:
+            raise ValueError(
+                "There is no model to plan: set --config.model.path=DIR, or --config.model.size to a published size, "
+                "such as gemma2-2b."
+            )
+        config = read_config(source.directory) if source.path else config_of(source.size)
+        return dataclasses.replace(config, lora=source.lora)
+
+    @property
+    def longest(self) -> int:
+        return self.job.rollout.longest
+
+    def trainer_mesh(self) -> Mesh:
+        return make_mesh(self.job.roles.trainer.mesh, self.trainer.devices(), key="roles.trainer.mesh")
+
+    def rollout_mesh(self) -> Mesh:
+        roles = self.job.roles
+        topology = self.trainer if roles.colocated else self.rollout
+        return make_mesh(roles.rollout.mesh, topology.devices(), key="roles.rollout.mesh", auto="data=-1")
+
+    @property
+    def rollout_model(self) -> ModelConfig:
+        merged = self.job.rollout.merge_adapters
+        return dataclasses.replace(self.model, lora=LoraConfig()) if merged else self.model
+
+    def rollout_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.job.rollout.data_type or self.job.trainer.dtype)
+
+
+def bytes_per_chip(tree: PyTree) -> float:
+    """Counts the bytes one device holds of a tree of shapes with shardings."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def training_programs(setting: Setting) -> list[Program]:
+    """Lists the trainer's programs: train step, reference and old log-probabilities, and the critic's, as needed."""
+    actor, held, shared = _actor_programs(setting)
+    if not isinstance(setting.job.algo, PPOConfig):
+        return actor
+    critic, own = _critic_programs(setting)
+    add = lambda program, more: dataclasses.replace(program, resident=program.resident + more)  # noqa: E731
+    return [*(add(program, own) for program in actor), *(add(program, held - shared) for program in critic)]
+
+
+def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
+    """Lists the actor's programs: (programs, bytes per chip of actor and reference, bytes shared with the critic)."""
+    job, model, mesh = setting.job, setting.model, setting.trainer_mesh()
+    training = job.trainer
+    optimizer = training.optimizer(updates_per_step=job.updates_per_step)
+    loss = job.algo.policy_loss(job.rollout.max_tokens_to_generate)
+    old = job.algo.old_source(job.updates_per_step)
+    state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
+    shape = setting.job.pack_shape(mesh)
+    batch = state_lib.abstract_batch(ReferencedRows if loss.needs_reference() else PolicyRows, shape, mesh)
+    whole = decoder.join_trainable(state.params, frozen)
+    update = make_train_step(
+        model,
+        with_old(loss, old),
+        optimizer,
+        mesh,
+        temperature=job.rollout.temperature,
+        dtype=training.dtype,
+        param_dtype=training.param_dtype,
+        remat=training.remat,
+    )
+    score = make_logprob_fn(model, mesh, temperature=job.rollout.temperature, dtype=training.dtype)
+    separate = loss.needs_reference() and (not frozen or bool(job.model.reference))
+    reference = bytes_per_chip(whole) if separate else 0.0
+    moments = bytes_per_chip(state.opt_state)
+    # Scoring always loops over the filled micro-batches, the update only where there can be several.
+    scored = _training_trips(setting, shape, looped=True)
+    passes = job.updates_per_step / job.algo.num_iterations
+    programs = [
+        Program(
+            "train step",
+            TRAINER,
+            lambda: update.lower(state, frozen, batch),  # pyright: ignore[reportFunctionMemberAccess]
+            job.updates_per_step,
+            resident=reference,
+            trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
+        )
+    ]
+    if loss.needs_reference():
+        trained = bytes_per_chip(state.params)
+        given = whole if separate or not frozen else frozen
+        programs.append(
+            Program(
+                "reference log-probabilities",
+                TRAINER,
+                lambda: score.lower(given, batch.layout()),  # pyright: ignore[reportFunctionMemberAccess]
+                passes,
+                resident=moments + trained + (bytes_per_chip(frozen) if separate else 0.0),
+                trips=scored,
+            )
+        )
+    if old == "trainer":
+        programs.append(
+            Program(
+                "old log-probabilities",
+                TRAINER,
+                lambda: score.lower(whole, batch.layout()),  # pyright: ignore[reportFunctionMemberAccess]
+                passes,
+                resident=moments + reference,
+                trips=scored,
+            )
+        )
+    base = bytes_per_chip(frozen)
+    return programs, bytes_per_chip(state) + base + reference, 0.0 if job.model.critic else base
+
+
+def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
+    """Lists the critic's update and scoring: (programs, bytes per chip it alone holds); it is on the actor's mesh."""
+    job, mesh = setting.job, setting.trainer_mesh()
+    training, algo = job.trainer, cast(PPOConfig, job.algo)
+    model = setting.model
+    if job.model.critic:
+        model = dataclasses.replace(read_config(pathlib.Path(job.model.critic)), lora=job.model.lora)
+    optimizer = training.critic(updates_per_step=job.updates_per_step)
+    params = scalar.abstract_params(model, mesh, jnp.dtype(training.param_dtype))
+    trainable, frozen = scalar.split_trainable(params, model)
+    state = state_lib.abstract_train_state(trainable, optimizer, mesh)
+    policy = algo.policy_loss(job.rollout.max_tokens_to_generate).settings
+    loss = functools.partial(
+        value_loss, clip_range=algo.clip_range_value, mode=policy.mode, scale=policy.loss_agg_scale or 1.0
+    )
+    update = make_critic_step(
+        model,
+        loss,
+        optimizer,
+        mesh,
+        dtype=training.dtype,
+        param_dtype=training.param_dtype,
+        remat=training.remat,
+    )
+    score = make_value_fn(model, mesh, dtype=training.dtype)
+    shape = setting.job.pack_shape(mesh)
+    batch = state_lib.abstract_batch(CriticRows, shape, mesh)
+    programs = [
+        Program(
+            "critic step",
+            TRAINER,
+            lambda: update.lower(state, frozen, batch),  # pyright: ignore[reportFunctionMemberAccess]
+            job.updates_per_step,
+            trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
+        ),
+        Program(
+            "values",
+            TRAINER,
+            lambda: score.lower(params, batch.layout()),  # pyright: ignore[reportFunctionMemberAccess]
+            job.updates_per_step / algo.num_iterations,
+            resident=bytes_per_chip(state.opt_state),
+            trips=_training_trips(setting, shape, looped=True),
+        ),
+    ]
+    return programs, bytes_per_chip(state) + (bytes_per_chip(frozen) if job.model.critic else 0.0)
+
+
+def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:
+    """Counts loop trips: filled micro-batches; within them, half the key blocks of blockwise attention."""
+    planned = setting.job.rollout.max_prompt_length + setting.completion
+    filled = max(1.0, math.ceil(shape.micro_batches * planned / setting.longest))
+    blocks = (max(1, shape.tokens // BLOCK) + 1) / 2
+    return lambda depth: filled if looped and depth == 0 else blocks
+
+
+def rollout_programs(setting: Setting) -> list[Program]:
+    """Lists the engine's programs."""
+    job, model, mesh = setting.job, setting.rollout_model, setting.rollout_mesh()
+    engine = _engine(setting, mesh)
+    shards, shape = engine.shards, engine.shape
+    params = decoder.abstract_params(model, mesh, setting.rollout_dtype())
+    group, prompts = job.algo.num_generations, job.rollout.prompts_per_step
+    pieces = prompts * pieces_per_prompt(prompts, group, shards)
+    bucket = shape.buckets[-1]
+    chunks = -(-job.rollout.max_prompt_length // bucket)
+    prefills = math.ceil(pieces / shards / shape.prefill_rows(bucket)) * chunks
+    lanes = min(shape.lanes * shards, job.samples_per_step)
+    dispatches = math.ceil(job.samples_per_step / lanes) * math.ceil(setting.completion / shape.steps)
+    runs = {f"prefill_{bucket}": prefills, "generate": dispatches, "insert": dispatches}
+    prior = lambda depth: (chunks - 1) / 2  # noqa: E731 - chunks of the prompt that a later chunk attends to
+    policy = bytes_per_chip(params)
+    pools = 0.0
+    programs = []
+    for program in engine.programs(params):
+        if program.name == "prepare" and not engine.unrolled:
+            continue
+        if program.name == "generate":
+            pools = bytes_per_chip(program.args[1])
+        programs.append(
+            Program(
+                program.name.replace("_", " "),
+                ROLLOUT,
+                lambda program=program: program.jitted.lower(*program.args),
+                runs.get(program.name, 0),
+                resident=policy if engine.unrolled and program.name in ("generate", *runs) else 0.0,
+                trips=(lambda depth: float(shape.steps) if depth == 0 else 1.0)
+                if program.name == "generate"
+                else prior,
+                by_hand=_decode_work(setting, mesh, shape.steps, lanes / shards)
+                if program.name == "generate"
+                else None,
+            )
+        )
+    aside = {"prepare": pools, "insert": policy, "spill": policy, "restore": policy}
+    return [dataclasses.replace(p, resident=p.resident + aside.get(p.name, 0.0)) for p in programs]
+
+
+def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work:
+    """Counts a dispatch on one chip: weights and visible tokens are read once per step, prompts once per group."""
+    model, job = setting.rollout_model, setting.job
+    tensor = mesh.shape["tensor"]
+    item = setting.rollout_dtype().itemsize
+    specs = jax.tree.leaves(decoder.param_specs(model), is_leaf=decoder.is_param)
+    weights = sum(math.prod(spec.shape) for spec in specs) / tensor
+    heads = max(1, model.num_kv_heads // tensor)
+    token = 2 * model.num_layers * heads * model.head_dim * item
+    prompt = job.rollout.max_prompt_length / min(job.algo.num_generations, job.rollout.members_per_read)
+    seen = lanes * (prompt + setting.completion / 2)
+    attended = lanes * (job.rollout.max_prompt_length + setting.completion / 2)
+    attention = 4 * model.num_layers * model.num_heads / tensor * model.head_dim * attended
+    return Work(steps * (2 * weights * lanes + attention), steps * (weights * item + seen * token))
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """The weight move of every step.
+
+    Attributes:
+      plan: what goes where.
+      rate: bytes per second one device sends.
+      programs: the compiled steps of its largest bucket.
+      buckets: how many there are.
+      note: what of it could not be compiled, and why; '' is nothing.
+    """
+
+    plan: Plan
+    rate: float
+    programs: tuple[Program, ...]
+    buckets: int
+    note: str
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.seconds(self.rate) if self.plan.moved_bytes else 0.0
+
+
+def weight_move(setting: Setting) -> Move:
+    """Plans the move of `RLCluster.sync_weights`: all parameters, or the adapters under LoRA."""
+    trainer, rollout = setting.trainer, setting.rollout
+    if setting.job.roles.colocated:
+        return _colocated_move(setting)
+    if trainer == rollout:
+        devices = trainer.devices(copies=2)
+        out = _Ends.of(setting, devices[: len(devices) // 2], devices[len(devices) // 2 :])
+    else:
+        out = _Ends.of(setting, trainer.devices(), _far(rollout, trainer))
+    # The same with the sides' slices exchanged: a program must have devices in the first slice of its topology.
+    back = _Ends.of(setting, _far(trainer, rollout), rollout.devices())
+    buckets = out.transport.plan.buckets
+    largest = max(range(len(buckets)), key=lambda n: buckets[n].bytes)
+    sent, received = out.transport.programs[largest], back.transport.programs[largest]
+    leaving, arriving = out.transport.arguments(largest), back.transport.arguments(largest)
+    programs = [
+        Program("move: pack", TRAINER, lambda: sent.pack.lower(*leaving["pack"]), 0, out.held),
+        Program(
+            "move: unpack",
+            ROLLOUT,
+            lambda: received.unpack.lower(*arriving["unpack"]),
+            0,
+            out.kept - out.successors(buckets[largest].leaves),
+        ),
+    ]
+    note = "The crossing is planned but not compiled: one program spans both topologies, which differ."
+    if trainer == rollout:
+        most = max(out.held, out.kept)
+        programs.append(Program("move: cross", BOTH, lambda: sent.cross.lower(*leaving["cross"]), 0, most))
+        note = ""
+    rate = min(trainer.chip.dcn_rate, rollout.chip.dcn_rate)
+    return Move(out.plan, rate, tuple(programs), sum(b.parts for b in buckets), note)
+
+
+def _far(topology: Topology, other: Topology) -> list[Any]:
+    """Lists a topology's devices whose ids `other` lacks."""
+    devices = topology.devices(copies=other.slices + 1)
+    return devices[-(len(devices) // (other.slices + 1)) :]
+
+
+def _colocated_move(setting: Setting) -> Move:
+    devices = setting.trainer.devices()
+    ends = _Ends.of(setting, devices, devices, transport=False)
+    plan, rate = ends.plan, setting.trainer.chip.ici_rate
+    if not RelayoutTransport.fits(plan):
+        return Move(plan, rate, (), len(plan.buckets), "Copied between devices box by box: there is no large program.")
+    bucket = max(plan.buckets, key=lambda b: b.bytes).leaves
+    read = sum(bytes_per_chip(ends.leaves[i]) for i in bucket)
+    relayout = RelayoutTransport(plan, [leaf.sharding for leaf in ends.leaves], ends.places).program(bucket)
+    program = Program(
+        "move: relayout",
+        BOTH,
+        lambda: relayout.lower([ends.leaves[i] for i in bucket]),
+        0,
+        ends.held + ends.kept - read - ends.successors(bucket),
+    )
+    return Move(plan, rate, (program,), len(plan.buckets), "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    """Source and target of the weight move, on given devices.
+
+    Attributes:
+      plan, transport: of the moved leaves.
+      leaves, places: shapes at the source, shardings at the target.
+      held: bytes of a trainer chip, the leaves that move included.
+      kept: the same of a rollout chip; the policy is there once, as every leaf is given up before its successor comes.
+    """
+
+    plan: Plan
+    transport: Any
+    leaves: list[Any]
+    places: list[Any]
+    held: float
+    kept: float
+
+    def successors(self, indices: Sequence[int]) -> float:
+        """Counts bytes of some leaves on a rollout chip, old or new."""
+        leaves = [(self.plan.leaves[i], self.places[i]) for i in indices]
+        return sum(
+            bytes_per_chip(jax.ShapeDtypeStruct(leaf.shape, leaf.target_dtype, sharding=place))
+            for leaf, place in leaves
+        )
+
+    @classmethod
+    def of(cls, setting: Setting, sources: Sequence[Any], targets: Sequence[Any], *, transport: bool = True) -> "_Ends":
+        job, model, wire = setting.job, setting.model, setting.rollout_dtype()
+        source = make_mesh(job.roles.trainer.mesh, sources, key="roles.trainer.mesh")
+        target = make_mesh(job.roles.rollout.mesh, targets, key="roles.rollout.mesh", auto="data=-1")
+        optimizer = job.trainer.optimizer(updates_per_step=job.updates_per_step)
+        state, frozen = state_lib.abstract_state(model, optimizer, source, job.trainer.param_dtype)
+        params = decoder.abstract_params(setting.rollout_model, target, wire)
+        moved, _ = decoder.split_trainable(params, setting.rollout_model)
+        merged = setting.rollout_model != model
+        sent = decoder.abstract_params(setting.rollout_model, source, wire) if merged else state.params
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, moved)
+        plan = make_plan(sent, shardings, dtype=wire)
+        leaves, places = jax.tree.leaves(sent), jax.tree.leaves(shardings)
+        pools = next(p.args[0] for p in _engine(setting, target).programs(params) if p.name == "insert")
+        return cls(
+            plan,
+            CollectiveTransport(plan, [leaf.sharding for leaf in leaves], places) if transport else None,
+            leaves,
+            places,
+            bytes_per_chip(state) + bytes_per_chip(frozen) + (bytes_per_chip(sent) if merged else 0.0),
+            bytes_per_chip(params) + bytes_per_chip(pools),
+        )
+
+
+def _engine(setting: Setting, mesh: Mesh) -> Engine:
+    shape = engine_shape(setting.job.rollout, mesh.shape["data"] * mesh.shape["fsdp"])
+    return Engine(setting.rollout_model, mesh, shape, setting.rollout_dtype())

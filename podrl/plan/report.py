@@ -1,0 +1,179 @@
+"""Prints a plan as tables, or returns it as one mapping."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+
+from podrl.mesh.build import describe_mesh
+from podrl.models.sizes import parameter_count
+from podrl.plan.chips import GIB
+from podrl.plan.compile import Measured
+from podrl.plan.predict import Prediction
+from podrl.plan.programs import Move, Setting
+from podrl.plan.variants import Trial, shortfall
+from podrl.rundir.console import print_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The results of a plan.
+
+    Attributes:
+      setting: what was planned.
+      measured: its programs.
+      move: its weight move.
+      prediction: of a step.
+      knobs: for each program that does not fit, what each knob would do.
+      searched: trials of a search, if there was one.
+      chosen: keys a search settled on.
+    """
+
+    setting: Setting
+    measured: Sequence[Measured]
+    move: Move
+    prediction: Prediction
+    knobs: dict[str, list[Trial]]
+    searched: Sequence[Trial]
+    chosen: Sequence[str]
+
+    @property
+    def fits(self) -> bool:
+        return all(m.fits for m in self.measured)
+
+
+def as_mapping(report: Report) -> dict[str, Any]:
+    """Returns the report as plain data; bytes, seconds, FLOP."""
+    setting = report.setting
+    shape = setting.job.pack_shape(setting.trainer_mesh())
+    return {
+        "trainer": str(setting.trainer),
+        "rollout": str(setting.rollout),
+        "parameters": parameter_count(setting.model),
+        "batch": {**dataclasses.asdict(shape), "longest": setting.longest, "completion": setting.completion},
+        "fits": report.fits,
+        "programs": [
+            {
+                **dataclasses.asdict(m),
+                "missing": m.missing,
+                "seconds": m.seconds,
+                "bound": m.bound,
+            }
+            for m in report.measured
+        ],
+        "move": {
+            "moved_bytes": report.move.plan.moved_bytes,
+            "seconds": report.move.seconds,
+            "buckets": report.move.buckets,
+            "note": report.move.note,
+        },
+        "step": dataclasses.asdict(report.prediction),
+        "knobs": {name: [_trial(t) for t in trials] for name, trials in report.knobs.items()},
+        "search": [_trial(t) for t in report.searched],
+        "chosen": list(report.chosen),
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {**dataclasses.asdict(trial), "keys": list(trial.keys)}
+
+
+def print_report(console: rich.console.Console, report: Report) -> None:
+    """Prints tables of programs, collectives and the step, and advice for programs that do not fit."""
+    setting = report.setting
+    shape = setting.job.pack_shape(mesh := setting.trainer_mesh())
+    console.print(
+        f"{parameter_count(setting.model) / 1e9:.2f} billion parameters; trainer {setting.trainer} "
+        f"({describe_mesh(mesh)}), rollout {setting.rollout} ({describe_mesh(setting.rollout_mesh())}); up to "
+        f"{shape.micro_batches} micro-batches of {shape.rows} rows of {shape.tokens} tokens; completions of "
+        f"{setting.completion} tokens."
+    )
+    header = [
+        "program",
+        "runs",
+        "peak GiB",
+        "resident",
+        "of",
+        "fits",
+        "compile s",
+        "cpu s",
+        "TFLOP",
+        "GB",
+        "roofline s",
+        "bound",
+    ]
+    print_table(console, "Programs, per chip", header, [_row(m) for m in report.measured])
+    rows = [
+        [m.name, c.kind, f"{c.count:,.0f}", _size(c.bytes), "between slices" if c.crosses else "inside a slice"]
+        for m in report.measured
+        for c in m.collectives
+    ]
+    if rows:
+        print_table(console, "Collectives of one execution", ["program", "kind", "count", "sent", "where"], rows)
+    for m in report.measured:
+        if m.uncounted:
+            console.print(f"{m.name}: the operations of {', '.join(m.uncounted)} are not counted.")
+    _print_move(console, report.move)
+    _print_step(console, report)
+
+
+def _print_move(console: rich.console.Console, move: Move) -> None:
+    console.print(f"Weight move: {move.plan.explain(move.rate)}".replace("\n", "\n  "))
+    if move.note:
+        console.print(f"  {move.note}")
+
+
+def _print_step(console: rich.console.Console, report: Report) -> None:
+    p = report.prediction
+    rows = [
+        ["trainer", f"{p.trainer_s:.4g}", f"{p.trainer_idle:.0%}"],
+        ["rollout", f"{p.rollout_s:.4g}", f"{p.rollout_idle:.0%}"],
+        ["weight move", f"{p.move_s:.4g}", ""],
+        ["step", f"{p.step_s:.4g}", ""],
+    ]
+    print_table(console, "A step, every program at its roofline", ["side", "seconds", "idle"], rows)
+    console.print(f"Who waits: {p.waits}.")
+    if report.chosen:
+        console.print("Best found: " + " ".join(f"--config.{key}" for key in report.chosen))
+    for m in report.measured:
+        if m.fits:
+            continue
+        console.print(
+            f"{m.name} does not fit: it needs {'at least ' if m.at_least else ''}{(m.peak + m.resident) / GIB:.2f} GiB "
+            f"of {m.capacity / GIB:.2f} GiB per chip, {shortfall(m)}."
+        )
+        if not report.knobs.get(m.name):
+            console.print("  None of the knobs podrl.plan tries makes it smaller.")
+        for trial in report.knobs.get(m.name, []):
+            verdict = "fits" if trial.fits else f"still {shortfall(trial)}"
+            keys = " ".join(f"--config.{key}" for key in trial.keys)
+            console.print(f"  {keys}: {trial.peak / GIB:.2f} GiB, {verdict}")
+    console.print("Everything fits." if report.fits else "It does not fit.")
+
+
+def _row(m: Measured) -> list[str]:
+    gib = lambda n: f"{n / GIB:.2f}"  # noqa: E731
+    refused = not m.seconds and not m.fits
+    counts = (
+        ["", "", "", ""] if refused else [f"{m.flops / 1e12:.3g}", f"{m.bytes / 1e9:.3g}", f"{m.seconds:.3g}", m.bound]
+    )
+    runs = f"{m.runs:g}"
+    return [
+        m.name,
+        runs,
+        gib(m.peak),
+        gib(m.resident),
+        gib(m.capacity),
+        "yes" if m.fits else "NO",
+        f"{m.compile_s:.1f}",
+        f"{m.compile_cpu_s:.1f}",
+        *counts,
+    ]
+
+
+def _size(count: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} B"

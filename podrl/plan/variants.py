@@ -1,0 +1,311 @@
+"""Variants of a job's settings: options that save memory, and the meshes and batch splits that a search tries."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from podrl.mesh.rules import batch_shards
+from podrl.plan.chips import GIB
+from podrl.plan.compile import Measured, measure
+from podrl.plan.programs import (
+    ROLLOUT,
+    TRAINER,
+    Program,
+    Setting,
+    rollout_programs,
+    training_programs,
+    weight_move,
+)
+
+_STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
+_OF_A_STEP = ("trainer.remat=", "trainer.train_micro_batch_size=")
+_TENSOR = (1, 2, 4, 8)
+MICRO_TRIES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A changed setting and the keys that change it, without '--config.'."""
+
+    keys: tuple[str, ...]
+    setting: Setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """The result of the quick compile of one program, or of a side's, for a variant.
+
+    Attributes:
+      keys: of the variant.
+      program: the one that needs most.
+      fits: whether every program does; the compiler may refuse one whose `missing` is 0.
+      peak: bytes of a chip, resident ones included.
+      missing: bytes too many.
+      seconds: of a step, at the roofline.
+      at_least: the compiler named only a part of `peak` and `missing`.
+    """
+
+    keys: tuple[str, ...]
+    program: str
+    fits: bool
+    peak: float
+    missing: float
+    seconds: float
+    at_least: bool = False
+
+
+def shortfall(found: Trial | Measured) -> str:
+    """Describes in words by how much a program does not fit."""
+    if not found.missing:
+        return "refused by the compiler, which does not say how much is too much"
+    return f"{'at least ' if found.at_least else ''}{found.missing / GIB:.2f} GiB too much"
+
+
+def programs_of(side: str, setting: Setting) -> list[Program]:
+    """Lists the programs of one side."""
+    return training_programs(setting) if side == TRAINER else rollout_programs(setting)
+
+
+def helping(setting: Setting, failed: Measured) -> list[Trial]:
+    """Tries each memory option alone on a program that does not fit; if none suffices, all together.
+
+    Of a weight move only what makes it smaller is returned, which may be nothing.
+    """
+    knobs = functools.partial(_knobs, failed)
+    trials = [_try(variant, failed) for variant in knobs(setting)]
+    if trials and not any(trial.fits for trial in trials):
+        keys: tuple[str, ...] = ()
+        together = setting
+        for index in range(len(trials)):
+            variants = list(knobs(together))
+            if index < len(variants):
+                keys, together = keys + variants[index].keys, variants[index].setting
+        trials.append(_try(Variant(keys, together), failed))
+    if _moves(failed):
+        return [trial for trial in trials if trial.fits or trial.peak < failed.peak + failed.resident]
+    return trials
+
+
+def _moves(program: Measured) -> bool:
+    return program.name.startswith("move")
+
+
+def _knobs(failed: Measured, setting: Setting) -> Iterator[Variant]:
+    """Lists the options of the sides a program occupies; for a weight move without those that split a training step."""
+    if failed.side != ROLLOUT:
+        for variant in _trainer_knobs(setting):
+            if not (_moves(failed) and variant.keys[0].startswith(_OF_A_STEP)):
+                yield variant
+    if failed.side != TRAINER:
+        yield from _rollout_knobs(setting)
+
+
+def _try(variant: Variant, failed: Measured) -> Trial:
+    programs = weight_move(variant.setting).programs if _moves(failed) else programs_of(failed.side, variant.setting)
+    program = next((p for p in programs if p.name == failed.name), None)
+    if program is None:  # moved box by box instead, which needs no large program
+        return Trial(variant.keys, failed.name, True, 0.0, 0.0, 0.0)
+    return _trial(variant.keys, [measure(program, _chip(variant.setting, failed.side), quick=True)])
+
+
+def _trial(keys: tuple[str, ...], measured: Sequence[Measured]) -> Trial:
+    """Compiles programs that must all fit: the memory of the worst, and the seconds of all."""
+    worst = max(measured, key=lambda m: (not m.fits, m.peak + m.resident))
+    return Trial(
+        keys,
+        worst.name,
+        all(m.fits for m in measured),
+        worst.peak + worst.resident,
+        max(m.missing for m in measured),
+        sum(m.seconds * m.runs for m in measured),
+        any(m.at_least for m in measured),
+    )
+
+
+def _chip(setting: Setting, side: str):
+    return (setting.rollout if side == ROLLOUT and not setting.job.roles.colocated else setting.trainer).chip
+
+
+def _training(setting: Setting, **changes: object) -> Setting:
+    job = setting.job
+    return dataclasses.replace(
+        setting, job=dataclasses.replace(job, trainer=dataclasses.replace(job.trainer, **changes))
+    )
+
+
+def _decoding(setting: Setting, **changes: object) -> Setting:
+    job = setting.job
+    return dataclasses.replace(
+        setting, job=dataclasses.replace(job, rollout=dataclasses.replace(job.rollout, **changes))
+    )
+
+
+def _meshed(setting: Setting, side: str, mesh: str) -> Setting:
+    roles = setting.job.roles
+    role = dataclasses.replace(getattr(roles, side), mesh=mesh)
+    job = dataclasses.replace(setting.job, roles=dataclasses.replace(roles, **{side: role}))
+    return dataclasses.replace(setting, job=job)
+
+
+def _trainer_knobs(setting: Setting) -> Iterator[Variant]:
+    training, mesh = setting.job.trainer, setting.trainer_mesh()
+    if (remat := _STRONGER[training.remat]) != training.remat:
+        yield Variant((f"trainer.remat={remat}",), _training(setting, remat=remat))
+    rows = setting.job.pack_shape(mesh).rows
+    if rows > batch_shards(mesh):
+        size = _sequences(setting, rows // 2)
+        yield Variant(
+            (f"trainer.train_micro_batch_size={size}",),
+            _training(setting, train_micro_batch_size=size, gradient_accumulation_steps=None),
+        )
+    if mesh.shape["fsdp"] < mesh.size:
+        yield Variant(("roles.trainer.mesh=fsdp=-1",), _meshed(setting, "trainer", "fsdp=-1"))
+    if "float32" in (training.mu_dtype, training.nu_dtype):
+        keys = ("trainer.mu_dtype=bfloat16", "trainer.nu_dtype=bfloat16")
+        yield Variant(keys, _training(setting, mu_dtype="bfloat16", nu_dtype="bfloat16"))
+    if not setting.model.lora.rank:
+        lora = dataclasses.replace(setting.job.model.lora, rank=16)
+        model = dataclasses.replace(setting.job.model, lora=lora)
+        job = dataclasses.replace(setting.job, model=model)
+        yield Variant(("model.lora.rank=16",), dataclasses.replace(setting, job=job))
+
+
+def _rollout_knobs(setting: Setting) -> Iterator[Variant]:
+    rollout, mesh = setting.job.rollout, setting.rollout_mesh()
+    if setting.rollout_dtype() != "bfloat16":
+        yield Variant(("rollout.data_type=bfloat16",), _decoding(setting, data_type="bfloat16"))
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if rollout.lanes > shards:
+        lanes = max(shards, rollout.lanes // 2)
+        yield Variant((f"rollout.lanes={lanes}",), _decoding(setting, lanes=lanes))
+    tensor = 2 * mesh.shape["tensor"]
+    if mesh.size % tensor == 0 and setting.model.num_heads % tensor == 0:
+        spec = f"data={mesh.size // tensor},tensor={tensor}"
+        yield Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec))
+
+
+def _sequences(setting: Setting, rows: int) -> int:
+    """Computes the trainer.train_micro_batch_size that makes micro-batches of so many rows."""
+    return rows * max(1, setting.job.pack_shape(setting.trainer_mesh()).tokens // setting.longest)
+
+
+def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, list[Trial]]:
+    """Searches for the fastest meshes, micro-batches and remat policies that fit, by quick compiles.
+
+    Trainer and rollout are searched one after the other. For each mesh and policy the largest micro-batch that fits
+    is taken. A trial ends with the first program that does not fit.
+
+    Args:
+      say: called with the number of trials there can be, then with a line per trial.
+
+    Returns:
+      (the setting with the best of each side, all trials). A side of which nothing fits keeps its settings.
+    """
+    sides = {
+        TRAINER: [list(group) for group in _trainer_candidates(setting)],
+        ROLLOUT: [list(group) for group in _rollout_candidates(setting)],
+    }
+    most = {side: sum(map(len, groups)) for side, groups in sides.items()}
+    say(
+        f"search: at most {sum(most.values())} trials: trainer {most[TRAINER]} ({len(sides[TRAINER])} meshes and remat "
+        f"policies, up to {MICRO_TRIES} micro-batches each), rollout {most[ROLLOUT]} meshes"
+    )
+    trials: list[Trial] = []
+    best = setting
+    for side, groups in sides.items():
+        found: list[tuple[float, Setting]] = []
+        left = most[side]
+        for group in groups:
+            left -= len(group)
+            for index, variant in enumerate(group):
+                trial = _total(side, variant)
+                trials.append(trial)
+                verdict = f"{trial.seconds:.3g} s" if trial.fits else shortfall(trial)
+                rest = left if trial.fits else left + len(group) - 1 - index
+                say(
+                    f"{side}: {' '.join(trial.keys)}: peak {trial.peak / GIB:.2f} GiB ({trial.program}), {verdict}; "
+                    f"at most {rest} trials left"
+                )
+                if trial.fits:
+                    found.append((trial.seconds, variant.setting))
+                    break
+        if found:
+            winner = min(found, key=lambda pair: pair[0])[1].job
+            roles = dataclasses.replace(best.job.roles, **{side: getattr(winner.roles, side)})
+            job = dataclasses.replace(
+                best.job, roles=roles, trainer=winner.trainer if side == TRAINER else best.job.trainer
+            )
+            best = dataclasses.replace(best, job=job)
+    return best, trials
+
+
+def differences(before: Setting, after: Setting) -> list[str]:
+    """Lists the keys of meshes, remat and micro-batches in which a found setting differs."""
+    keys = []
+    for side in (TRAINER, ROLLOUT):
+        mesh = getattr(after.job.roles, side).mesh
+        if mesh != getattr(before.job.roles, side).mesh:
+            keys.append(f"roles.{side}.mesh={mesh}")
+    for name in ("remat", "train_micro_batch_size", "gradient_accumulation_steps", "max_seq_token_per_tpu"):
+        value = getattr(after.job.trainer, name)
+        if value != getattr(before.job.trainer, name):
+            keys.append(f"trainer.{name}={value}")
+    return keys
+
+
+def _total(side: str, variant: Variant) -> Trial:
+    """Adds up a side's programs of every step: memory of the fullest, and seconds of all up to a misfit."""
+    chip = _chip(variant.setting, side)
+    measured: list[Measured] = []
+    for program in programs_of(side, variant.setting):
+        if program.runs:
+            measured.append(measure(program, chip, quick=True))
+            if not measured[-1].fits:
+                break
+    return _trial(variant.keys, measured)
+
+
+def _tensors(setting: Setting, devices: int) -> Sequence[int]:
+    model = setting.model
+    return [n for n in _TENSOR if devices % n == 0 and model.num_heads % n == 0 and model.num_kv_heads % n == 0]
+
+
+def _trainer_candidates(setting: Setting) -> Iterator[Iterator[Variant]]:
+    """Lists, for each mesh and remat policy, micro-batches from the largest down."""
+    slices = setting.trainer.slices
+    devices = len(setting.trainer.devices()) // slices
+    for tensor in _tensors(setting, devices):
+        spec = f"fsdp={devices // tensor}"
+        spec += f",tensor={tensor}" if tensor > 1 else ""
+        spec = f"data={slices},{spec}" if slices > 1 else spec
+        meshed = _meshed(setting, "trainer", spec)
+        for remat in ("none", "dots", "full"):
+            yield _split(meshed, (f"roles.trainer.mesh={spec}", f"trainer.remat={remat}"), remat)
+
+
+def _split(setting: Setting, keys: tuple[str, ...], remat: str) -> Iterator[Variant]:
+    shards = batch_shards(setting.trainer_mesh())
+    per_row = max(1, setting.job.pack_shape(setting.trainer_mesh()).tokens // setting.longest)
+    rows = math.ceil(setting.job.mini_batch_size / per_row / shards) * shards
+    for _ in range(MICRO_TRIES):
+        size = rows * per_row
+        changed = _training(
+            setting,
+            remat=remat,
+            train_micro_batch_size=size,
+            gradient_accumulation_steps=None,
+            max_seq_token_per_tpu=None,
+        )
+        yield Variant((*keys, f"trainer.train_micro_batch_size={size}"), changed)
+        if rows == shards:
+            return
+        rows = max(shards, rows // 2 // shards * shards)
+
+
+def _rollout_candidates(setting: Setting) -> Iterator[Iterator[Variant]]:
+    topology = setting.trainer if setting.job.roles.colocated else setting.rollout
+    devices = len(topology.devices())
+    for tensor in _tensors(setting, devices):
+        spec = f"data={devices // tensor}" + (f",tensor={tensor}" if tensor > 1 else "")
+        yield iter((Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec)),))

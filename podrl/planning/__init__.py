@@ -1,1 +1,0 @@
-"""Predicting a job on TPU machines that are not there."""

@@ -1,0 +1,72 @@
+"""Finished samples as rows: prompt and completion of each side by side, and what its environment said of it."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from podrl.rollout.episodes import Episode
+from podrl.rollout.session import Track
+from podrl.types import NO_EPISODE, STOP_LENGTH, Prompts, Rollouts
+
+
+def collect(
+    prompts: Prompts,
+    group_size: int,
+    tracks: Sequence[Track | None],
+    episodes: Mapping[int, Episode],
+    *,
+    longest: int,
+    pad_id: int,
+    seconds: float,
+) -> Rollouts:
+    """B samples as one batch.
+
+    Args:
+      prompts, group_size: what was asked.
+      tracks: of every sample, group-major; None for one of no tokens.
+      episodes: of the samples that have an environment, by their row.
+      longest: most tokens of a completion; rows are as long as that and the longest prompt.
+      pad_id: fills the rows.
+      seconds: that generating took.
+    """
+    P, width = prompts.tokens_PT.shape
+    B, T = P * group_size, width + longest
+    tokens_BT = np.full((B, T), pad_id, np.int32)
+    mask_BT, logprob_BT, raw_BT, turn_reward_BT = (np.zeros((B, T), np.float32) for _ in range(4))
+    kept_BT, version_BT = np.ones((B, T), np.float32), np.full((B, T), -1, np.int32)
+    length_B = np.repeat(np.asarray(prompts.length_P, np.int32), group_size)
+    stop_B = np.full(B, STOP_LENGTH, np.int32)
+    completions = ["" if track is None else track.text for track in tracks]
+    for b, track in enumerate(tracks):
+        n = length_B[b]
+        tokens_BT[b, :n] = prompts.tokens_PT[b // group_size, :n]
+        if track is None:
+            continue
+        assert track.stop is not None, track.handle
+        end = n + len(track.tokens)
+        tokens_BT[b, n:end], version_BT[b, n:end] = track.tokens, track.versions
+        logprob_BT[b, n:end], raw_BT[b, n:end] = track.logprobs, track.raw_logprobs
+        kept_BT[b, n:end] = track.kept
+        mask_BT[b, n:end] = np.asarray(track.versions) >= 0
+        length_B[b], stop_B[b] = end, track.stop
+    records = [NO_EPISODE] * B
+    for b, episode in episodes.items():
+        assert episode.stop is not None, b
+        records[b], completions[b], stop_B[b] = episode.record(), episode.text, episode.stop
+        for place, reward in episode.rewards:
+            turn_reward_BT[b, prompts.length_P[b // group_size] + place] += reward
+    return Rollouts(
+        prompts=prompts,
+        tokens_BT=tokens_BT,
+        length_B=length_B,
+        mask_BT=mask_BT,
+        logprob_BT=logprob_BT,
+        kept_BT=kept_BT,
+        raw_logprob_BT=raw_BT,
+        version_BT=version_BT,
+        turn_reward_BT=turn_reward_BT,
+        stop_B=stop_B,
+        completions=completions,
+        episodes=records,
+        seconds=seconds,
+    )

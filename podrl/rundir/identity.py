@@ -1,0 +1,124 @@
+"""A run directory's config.json: the settings a run started with, and which of them may change when it resumes."""
+
+import json
+import logging
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from podrl.runtime.metrics import read_metrics
+from podrl.runtime.record import Record
+from podrl.runtime.seal import is_sealed, seal, unseal
+from podrl.runtime.storage import Place, complete_steps, first_line, write_whole
+
+NAME = "config.json"
+# Settings that cannot change steps already made: where and when something is written or measured, and deadlines.
+_FREE = ("log.", "checkpoint.", "eval.", "compile_cache", "reward.workers", "trainer.eval_every_n_steps")
+_DEADLINE = "_s"  # keys whose value is in seconds
+_ABSENT = "(absent)"
+_log = logging.getLogger("podrl.rundir")
+
+
+def read(workdir: Place, checkpoints: Place) -> dict[str, Any] | None:
+    """Reads the configuration of a run directory, from config.json or, where that is damaged, from a checkpoint.
+
+    Args:
+      workdir: where config.json is.
+      checkpoints: where the run's checkpoints are.
+
+    Returns:
+      None where there is no run.
+
+    Raises:
+      ValueError: config.json is damaged and no checkpoint holds a copy.
+    """
+    path = workdir / NAME
+    problem = "is gone"
+    if path.exists():
+        try:
+            values = json.loads(path.read_bytes())
+            if not isinstance(values, dict):
+                raise ValueError(f"it holds {type(values).__name__}")
+            if is_sealed(values):
+                return unseal(values)
+            problem = "carries no checksum"
+        except (ValueError, RecursionError) as error:
+            values, problem = None, f"is damaged ({first_line(error)})"
+    else:
+        values = None
+    for step in reversed(complete_steps(checkpoints)):
+        try:
+            copy = Record.read(checkpoints / str(step)).config
+        except (ValueError, OSError):
+            continue
+        if copy is not None:
+            _log.warning("%s %s: its copy in the checkpoint of step %d is used.", path, problem, step)
+            return copy
+    if values is None and path.exists():
+        raise ValueError(
+            f"{path} {problem} and no checkpoint holds a copy, so it cannot be told whether the run in this directory "
+            "is the same: restore the file, remove it if you are sure, or give another --workdir."
+        )
+    return values
+
+
+def write(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
+    """Writes config.json with a checksum of itself."""
+    write_whole(workdir / NAME, json.dumps(seal(config), indent=2, sort_keys=True) + "\n")
+
+
+def has_past(workdir: Place, checkpoints: Place) -> bool:
+    """True if the run in a directory has made a step: only then its settings bind."""
+    return bool(complete_steps(checkpoints)) or any("time/step" in record for record in read_metrics(workdir))
+
+
+def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[list[str], ...]:
+    """Describes changed settings: (changes that leave the steps made as they are, changes that do not).
+
+    Args:
+      theirs: the configuration of the run that is there. A key it does not know had its default; a section that the
+        other does not have was for other algorithms.
+      mine: the one to go on with.
+      defaults: of `mine`, as far as there are any.
+    """
+    allowed: list[str] = []
+    refused: list[str] = []
+    read = {key: value for key, value in theirs.items() if key in mine or not isinstance(value, Mapping)}
+    for key, was, now in _differences(read, mine, defaults):
+        free = key.startswith(_FREE) or key.endswith(_DEADLINE)
+        note = ""
+        if key == "trainer.max_steps":
+            spans = [name for values in (theirs, mine) if (name := _spanned(values))]
+            free, note = not spans, f" ({spans[0]} spans all steps)" if spans else ""
+        (allowed if free else refused).append(f"{key} was {was!r}, now {now!r}{note}")
+    return allowed, refused
+
+
+def unknown(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the keys of `mine` that `theirs` lacks; a missing group counts as one key."""
+    for key, value in sorted(mine.items()):
+        if key not in theirs:
+            yield f"{prefix}{key}"
+        elif isinstance(value, Mapping) and isinstance(theirs[key], Mapping):
+            yield from unknown(theirs[key], value, f"{prefix}{key}.")
+
+
+def _spanned(values: Mapping[str, Any]) -> str:
+    """Names the setting by which a step depends on the number of steps; '' if none does."""
+    trainer = values.get("trainer", {})
+    if trainer.get("schedule", "constant") != "constant":
+        return f"trainer.schedule={trainer['schedule']!r}"
+    return f"trainer.warmup_fraction={trainer['warmup_fraction']}" if trainer.get("warmup_fraction") else ""
+
+
+def _differences(theirs: Any, mine: Any, defaults: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Lists (key, value there, value here) of every leaf that differs."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping | None):
+        theirs, defaults = theirs or {}, defaults if isinstance(defaults, Mapping) else {}
+        for key in sorted({*theirs, *mine}):
+            there = (
+                theirs[key] if key in theirs else defaults.get(key, None if isinstance(mine[key], Mapping) else _ABSENT)
+            )
+            yield from _differences(there, mine.get(key, _ABSENT), defaults.get(key), f"{prefix}{key}.")
+    elif theirs != mine:
+        yield prefix.removesuffix("."), theirs, mine

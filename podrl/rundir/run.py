@@ -1,0 +1,276 @@
+"""One run of the program: its directory, metric files and checkpoints, and stop signals."""
+
+import json
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import rich.console
+
+from podrl.rundir import identity
+from podrl.rundir.console import make_console
+from podrl.runtime import signals
+from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints
+from podrl.runtime.child import refuse_inside
+from podrl.runtime.lock import Lock
+from podrl.runtime.metrics import LogConfig, MetricsLog
+from podrl.runtime.mirror import Mirror
+from podrl.runtime.storage import StorageError, check, disk_trouble, is_remote, locate
+from podrl.runtime.watchdog import Watchdog
+
+_PATIENCE_S = 120.0  # for copying the files of a run directory, which are small
+
+
+class Run:
+    """Owns the run directory for the length of a `with` block, which may be nested; a signal then asks the run to stop.
+
+    A run directory in a bucket is written in a local one, whose files are copied there (podrl/runtime/mirror.py);
+    checkpoints go to the bucket themselves. The block ends well only if everything has arrived.
+
+    Attributes:
+      workdir: where files are written; None keeps the run in memory (no files, no resume).
+      place: the run directory as the user names it.
+      leads: whether this process writes metrics and tells the user.
+      checkpoints: None without a workdir.
+      console: where tables and progress go.
+      watchdog: names and times the stages.
+      passed: called after a save with the newest step that has a complete checkpoint.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike | None,
+        *,
+        log: LogConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        config: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        console: rich.console.Console | None = None,
+        leads: bool = True,
+        savers: Sequence[int] = (),
+    ):
+        """Opens the run directory.
+
+        Args:
+          workdir: the run directory, or None.
+          log: sinks.
+          checkpoint: when to save.
+          config: what config.json holds, and an existing one must hold but for what may change (rundir/identity.py).
+          defaults: of the configuration's keys; one that the run in the directory does not know had its default there.
+          console: by default one on stdout; silent where this process does not lead.
+          leads: whether this process writes metrics, samples and config.json.
+          savers: processes that save together; () for this one alone.
+
+        Raises:
+          ValueError: the directory cannot be made or used, another process uses it, or it belongs to a run of another
+            configuration.
+          StorageError: the bucket it is in does not answer.
+        """
+        refuse_inside()
+        self.leads = leads
+        self.place = "" if workdir is None else os.fspath(workdir)
+        self.workdir: pathlib.Path | None = None
+        self._mirror: Mirror | None = None
+        self.log_config = log or LogConfig()
+        self.checkpoint_config = checkpoint or CheckpointConfig()
+        self.config, self._defaults = dict(config or {}), dict(defaults or {})
+        self.console = console or make_console(quiet=not leads)
+        self.watchdog = Watchdog(self.log_config.stall_s)
+        self.checkpoints: Checkpoints | None = None
+        self.metrics: MetricsLog | None = None
+        self.passed: list[Callable[[int], None]] = []
+        self._stop = threading.Event()
+        self._handlers: dict[int, Any] = {}
+        self._entered = 0
+        self._lock: Lock | None = None
+        if workdir is not None:
+            try:
+                with self.watchdog.stage("opening the run directory"):
+                    self._open(workdir, savers)
+            except BaseException as error:
+                self._give_back()
+                if trouble := disk_trouble(error):
+                    raise ValueError(f"--workdir={workdir} cannot be a run directory. {trouble}") from error
+                raise
+
+    def __enter__(self) -> "Run":
+        self._entered += 1
+        if self._entered > 1:
+            return self
+        if not signals.leaves():
+            self.begin()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered -= 1
+        if self._entered:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self.checkpoints is not None:
+            with self.watchdog.stage("closing checkpoints"):
+                self.checkpoints.close()
+        try:
+            with self.watchdog.stage("closing the run directory"):
+                if self.metrics is not None:
+                    self.metrics.close()
+                self._close_mirror(failed=exc[0] is not None)
+        finally:
+            self._give_back()
+            self.watchdog.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._stop.set()
+        name = signal.Signals(number).name
+        text = f"\npodrl: {name}: stopping after this step, then saving (Ctrl-C again to leave at once).\n"
+        os.write(2, text.encode())  # print may not be entered again from a handler
+
+    def begin(self) -> None:
+        """Begins training: from now on a signal asks the run to stop after the step, and no longer ends the process."""
+        if threading.current_thread() is threading.main_thread():
+            for number in signals.NUMBERS:
+                self._handlers.setdefault(number, signal.getsignal(number))
+                signal.signal(number, self._on_signal)
+
+    def stopping(self) -> bool:
+        """True if the run was asked to stop.
+
+        Raises:
+          ValueError: another process has taken the run directory over.
+        """
+        if self._lock is not None:
+            self._lock.check()
+        return self._stop.is_set()
+
+    def saved_step(self) -> int:
+        """The newest step with a complete checkpoint; 0 when there is none."""
+        return max(self.checkpoints.steps(), default=0) if self.checkpoints is not None else 0
+
+    def tell_saved(self, step: int) -> None:
+        """Tells those who keep things of a step that a checkpoint has passed it."""
+        for passed in self.passed:
+            passed(step)
+
+    def open_metrics(self, start: int, marks: Mapping[str, Any] | None = None) -> None:
+        """Opens the metric files; drops records at or after step `start` of an earlier start of this run.
+
+        Args:
+          start: the first step that will be written.
+          marks: what `marks` returned for the checkpoint that the run goes on from; the user is told what is lost.
+        """
+        self.begin()
+        if self.workdir is not None and self.leads:
+            self.metrics = MetricsLog(self.workdir, self.log_config, start=start, run_config=self.config, marks=marks)
+            for sentence in self.metrics.lost:
+                self.console.print(sentence)
+
+    def marks(self) -> dict[str, Any]:
+        """Returns sizes and checksums of the files of metrics and samples, for a checkpoint."""
+        return {} if self.metrics is None else self.metrics.marks()
+
+    def push(self, *, wait: bool = True) -> None:
+        """Copies all files written so far to the bucket, if the run directory is in one; waits for a bounded time."""
+        if self._lock is not None:
+            self._lock.check()
+        if self._mirror is not None:
+            with self.watchdog.stage("copying to the bucket"):
+                self._mirror.push(_PATIENCE_S if wait else 0.0)
+
+    def _open(self, workdir: str | os.PathLike, savers: Sequence[int]) -> None:
+        """Locks the directory, checks whose run it holds, and prepares to write there."""
+        if is_remote(workdir):
+            check(workdir, "--workdir", writes=True)
+        else:
+            self.workdir = self._make_workdir(workdir)
+        if self.leads:  # before anything there is read, which another run may be writing
+            self._lock = Lock(locate(workdir), self.place)
+        if is_remote(workdir):
+            self._mirror = Mirror(locate(workdir))
+            self.workdir = self._mirror.local
+        if self.leads:
+            self._claim()
+            if self._mirror is not None:
+                self._mirror.start()
+        self.checkpoints = self._checkpoints(savers)
+
+    def _give_back(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def _make_workdir(self, workdir: str | os.PathLike) -> pathlib.Path:
+        """Makes the directory that files go to."""
+        path = pathlib.Path(workdir)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--workdir={workdir} cannot be a run directory ({error.strerror}): name a directory that can be "
+                "written, or one that does not exist yet."
+            ) from error
+        return path
+
+    def _close_mirror(self, *, failed: bool) -> None:
+        """Waits until all files are in the bucket.
+
+        Args:
+          failed: an error is on its way already, and is told instead.
+
+        Raises:
+          StorageError: they could not be copied.
+        """
+        if self._mirror is None:
+            return
+        with self.watchdog.stage("copying to the bucket"):
+            good = self._mirror.close(_PATIENCE_S)
+        if not good:
+            text = (
+                f"The last files of this run could not be copied to {self.place} within {_PATIENCE_S:.0f} s: they are "
+                f"in {self.workdir}. The same command goes on from the newest checkpoint."
+            )
+            if not failed:
+                raise StorageError(text)
+            self.console.print(text)
+
+    def _claim(self) -> None:
+        """Compares the configuration with that of the run in the directory, then writes config.json.
+
+        Raises:
+          ValueError: the directory belongs to a run of another configuration; says which keys differ.
+        """
+        assert self.workdir is not None
+        mine, known = (json.loads(json.dumps(values, default=_name)) for values in (self.config, self._defaults))
+        checkpoints = locate(self.place) / "checkpoints"
+        if identity.has_past(self.workdir, checkpoints):
+            theirs = identity.read(self.workdir, checkpoints)
+            theirs = theirs or mine  # a run that described nothing binds nothing
+            allowed, refused = identity.changes(theirs, mine, known)
+            if refused:
+                raise ValueError(
+                    f"{self.place} holds a run of another configuration: " + "; ".join(refused[:8]) + ". "
+                    "Give the same configuration to resume it, or another --workdir to start a new run."
+                )
+            if allowed:
+                self.console.print("Changed since this run was last started: " + "; ".join(allowed) + ".")
+            if new := list(identity.unknown(theirs, mine)):
+                self.console.print(
+                    "Not known when this run was last started, and so by default: " + ", ".join(new) + "."
+                )
+        identity.write(self.workdir, mine)
+
+    def _checkpoints(self, savers: Sequence[int]) -> Checkpoints:
+        config = json.loads(json.dumps(self.config, default=_name))
+        directory = locate(self.place) / "checkpoints"
+        return Checkpoints(directory, keep=self.checkpoint_config.keep, processes=savers, config=config)
+
+
+def _name(value: Any) -> str:
+    """Converts a value JSON cannot hold; a function becomes its name, which is the same in every process."""
+    name = getattr(value, "__qualname__", None)
+    return str(value) if name is None else f"{getattr(value, '__module__', '')}.{name}"

@@ -1,0 +1,162 @@
+"""Checksums of sharded arrays, computed on their devices: the same for every layout, different for any flipped bit.
+
+The sum of an array is over its elements, bits x weight(position) modulo 2^32, where a position's weight is the product
+of one odd hash per dimension: any single flipped bit changes it, and so, but for chance, do exchanged values. A device
+sums its own shard; only sums cross devices.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, UInt32
+
+from podrl.types import PyTree
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_RUNS = 8
+_BLOCK = 1 << 12  # elements
+
+
+def leaf_name(path: Sequence[Any]) -> str:
+    """Names a leaf by its place in the tree, the same for dataclasses, sequences and the mappings of a checkpoint."""
+    return "/".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
+
+
+def tree_sums(tree: PyTree) -> dict[str, int]:
+    """Sums every array of a tree, by `leaf_name`; waits for the devices.
+
+    The processes that hold a part of an array, and no others, call this together and get the same.
+    """
+    named = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves = {name: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for name, leaf in named.items()}
+    sums: list[tuple[list[str], Any]] = []
+    for names, program in _programs(leaves):
+        sums.append((names, program([leaves[name] for name in names])))
+    return {name: int(value) for names, array in sums for name, value in zip(names, np.asarray(array), strict=True)}
+
+
+def compile_sums(tree: PyTree) -> None:
+    """Compiles the programs of `tree_sums` for a tree like this one (jax.ShapeDtypeStruct with shardings)."""
+    leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    for _ in _programs(leaves):
+        pass
+
+
+def _programs(leaves: dict[str, Any]) -> list[tuple[list[str], Callable[[list[Any]], Any]]]:
+    """Groups leaves by mesh: (names, compiled program over the leaves of these names)."""
+    groups: dict[Any, list[str]] = {}
+    for name, leaf in leaves.items():
+        place = leaf.sharding
+        groups.setdefault(place.mesh if isinstance(place, NamedSharding) else place, []).append(name)
+    found = []
+    for place, names in groups.items():
+        chosen = [leaves[name] for name in names]
+        specs = tuple(x.sharding.spec for x in chosen) if isinstance(place, Mesh) else ()
+        shapes = tuple((x.shape, jnp.dtype(x.dtype)) for x in chosen)
+        found.append((names, _compiled(place, shapes, specs)))
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(place: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...], specs: tuple[Spec, ...]) -> Any:
+    """Compiles a program from the leaves on `place` to their sums, whole on every device."""
+    if not isinstance(place, Mesh):
+        abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
+        whole = lambda leaves: jnp.stack([shard_sum(x, [0] * x.ndim) for x in leaves])  # noqa: E731
+        return jax.jit(whole).lower(abstract).compile()
+    mesh = place
+
+    def local(shards: list[Array]) -> Array:
+        sums = []
+        for shard, spec in zip(shards, specs, strict=True):
+            axes = [_axes(spec[d]) if d < len(spec) else () for d in range(shard.ndim)]
+            starts = [_block(names, mesh) * size for names, size in zip(axes, shard.shape, strict=True)]
+            used = {name for names in axes for name in names}
+            first: Any = jnp.bool_(True)  # of several copies, the one that a checkpoint is written from
+            for name in mesh.axis_names:
+                first = first if name in used else first & (jax.lax.axis_index(name) == 0)
+            sums.append(jnp.where(first, shard_sum(shard, starts), jnp.uint32(0)))
+        return jax.lax.psum(jnp.stack(sums), mesh.axis_names)
+
+    abstract = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, dtype), spec in zip(shapes, specs, strict=True)
+    ]
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=Spec(), check_vma=False)
+    return jax.jit(mapped).lower(abstract).compile()
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _block(names: tuple[str, ...], mesh: Mesh) -> Any:
+    """Index of this device's block of a dimension that is split along these axes."""
+    block: Any = 0
+    for name in names:
+        block = block * mesh.shape[name] + jax.lax.axis_index(name)
+    return block
+
+
+def shard_sum(shard: Array, starts: Sequence[Any]) -> UInt32[Array, ""]:
+    """Sums a shard whose first element is at position `starts` of the whole array.
+
+    The shard is seen as rows by columns: columns are its last dimension, rows all others.
+    """
+    words = _words(shard)
+    if not shard.ndim:
+        return words
+    weights = [_weights(d, size, start) for d, (size, start) in enumerate(zip(shard.shape, starts, strict=True))]
+    weight_r = functools.reduce(lambda outer, w: (outer[:, None] * w).ravel(), weights[:-1], jnp.ones(1, jnp.uint32))
+    words_rc = words.reshape(weight_r.size, shard.shape[-1]) * weight_r[:, None]
+    return jnp.sum(_sum_rows(words_rc) * weights[-1], dtype=jnp.uint32)
+
+
+def _sum_rows(words_rc: UInt32[Array, "r c"]) -> UInt32[Array, " c"]:
+    """Sums over all rows, as additions of runs of rows: XLA's CPU compiler vectorises those, not reduces.
+
+    The loop keeps it from merging the first additions with the reduce of what little is left.
+    """
+    rows, columns = words_rc.shape
+    run = rows // _RUNS
+    block = min(max(1, _BLOCK // max(1, columns)), run // 2)
+    if not block:
+        return jnp.sum(words_rc, axis=0, dtype=jnp.uint32)
+    sum_rc = functools.reduce(jnp.add, [words_rc[k * run : (k + 1) * run] for k in range(_RUNS)])
+
+    def add(k: Array, sum_bc: Array) -> Array:
+        return sum_bc + jax.lax.dynamic_slice_in_dim(sum_rc, k * block, block)
+
+    looped = run // block * block
+    sum_bc = jax.lax.fori_loop(0, run // block, add, jnp.zeros((block, columns), jnp.uint32))
+    left = (sum_bc, sum_rc[looped:], words_rc[_RUNS * run :])
+    return functools.reduce(jnp.add, [jnp.sum(part, axis=0, dtype=jnp.uint32) for part in left])
+
+
+def _weights(d: int, size: int, start: Any) -> UInt32[Array, " i"]:
+    """Computes the weight of every position of a shard along dimension d."""
+    position = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(start).astype(jnp.uint32)
+    return _hash(position + jnp.uint32(0x9E3779B9 * (d + 1) % 2**32)) | jnp.uint32(1)
+
+
+def _words(x: Array) -> UInt32[Array, "..."]:
+    """Returns the bit pattern of every element; a 64-bit element becomes the sum of its halves, one weighted."""
+    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # narrower than a byte: the value itself
+        return x.astype(jnp.uint32)
+    if x.dtype.itemsize == 8:
+        halves = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        return halves[..., 0] + halves[..., 1] * jnp.uint32(0x85EBCA6B)
+    return jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)
+
+
+def _hash(x: Array) -> Array:
+    """Applies the 32-bit finaliser of MurmurHash3 (public domain, Austin Appleby)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

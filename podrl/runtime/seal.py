@@ -1,0 +1,44 @@
+"""Checksums of host data: JSON objects that carry their own, and arrays."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_KEY = "sha256"
+
+
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds a checksum to JSON values, under 'sha256'."""
+    plain = json.loads(json.dumps(dict(values)))
+    return {**plain, _KEY: _digest(plain)}
+
+
+def is_sealed(values: Mapping[str, Any]) -> bool:
+    """True if values carry a checksum, right or wrong."""
+    return _KEY in values
+
+
+def unseal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks and removes the checksum of `seal`.
+
+    Raises:
+      ValueError: the values are not those that were sealed.
+    """
+    content = {key: value for key, value in values.items() if key != _KEY}
+    if values.get(_KEY) != (found := _digest(content)):
+        raise ValueError(f"its checksum is {values.get(_KEY)!r}, that of its content {found!r}")
+    return content
+
+
+def array_digest(array: np.ndarray) -> str:
+    """Computes a checksum over bits, shape and dtype of a host array."""
+    hashed = hashlib.sha256(f"{array.dtype.str} {array.shape}".encode())
+    hashed.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data if array.size else b"")
+    return hashed.hexdigest()
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

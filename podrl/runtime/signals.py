@@ -1,0 +1,94 @@
+"""Handles SIGTERM and Ctrl-C before there is anything to save: the process prints a sentence and exits.
+
+Imports only what starts at once, so that a command can be ready for signals before its imports.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+_PATIENCE_S = 10.0  # for the main thread to unwind; it may be inside a compiler, which sees no signal
+
+
+class StoppedError(KeyboardInterrupt):
+    """A signal asked this process to end before it had anything to save; `str` is the sentence for the user."""
+
+    def __init__(self, number: int):
+        super().__init__(said(number))
+        self.number = number
+
+
+def exit_code(number: int) -> int:
+    """Returns 75 (preempted) for SIGTERM, whose sender may start the command again; 130 for Ctrl-C, as shells do."""
+    return 130 if number == signal.SIGINT else 75
+
+
+def said(number: int) -> str:
+    """Writes the sentence of a process that a signal ends."""
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    return f"{name} before there was anything new to save; the same command starts again, or resumes the run."
+
+
+def leave_on_signals(*, unwind: bool) -> None:
+    """Makes SIGTERM and Ctrl-C end this process, with a sentence and `exit_code`.
+
+    Calling it again installs the handlers again, which libraries may have replaced.
+
+    Args:
+      unwind: by `StoppedError` in the main thread, so that what is open is closed, and without it where that takes too
+        long; else at once.
+    """
+    global _unwinds
+    _unwinds = unwind
+    for number in NUMBERS:
+        signal.signal(number, _on_signal)
+    if _watcher is None:
+        _watch()
+
+
+def leaves(number: int = signal.SIGTERM) -> bool:
+    """True if that signal still ends this process at once."""
+    return signal.getsignal(number) is _on_signal
+
+
+_unwinds = False
+_watcher: threading.Thread | None = None
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    del frame
+    if _unwinds:
+        raise StoppedError(number)
+    _leave(number)
+
+
+def _watch() -> None:
+    """Starts a thread that notices signals while the main thread is in foreign code, which runs no handler."""
+    global _watcher
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while numbers := os.read(heard, 64):
+            for number in (n for n in numbers if n in NUMBERS and leaves(n)):
+                time.sleep(_PATIENCE_S if _unwinds else 0.5)
+                if leaves(number):  # else training has begun meanwhile, and has its own way
+                    _leave(number)
+
+    _watcher = threading.Thread(target=watch, name="podrl-signals", daemon=True)
+    _watcher.start()
+
+
+def _leave(number: int) -> None:
+    path = sys.argv[0].removesuffix("/__main__.py").removesuffix(".py") if sys.argv else ""
+    program = os.path.basename(path)
+    text = f"\npodrl{f'.{program}' if program not in ('', 'launch', '-m') else ''}: {said(number)}\n"
+    try:
+        os.write(2, text.encode())
+    finally:
+        os._exit(exit_code(number))

@@ -1,0 +1,147 @@
+"""Python objects of users by name: where each is, how a worker loads it, and what is said of its errors."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+_SHOWN = 200
+
+
+class LoadError(ValueError):
+    """A spec names no object; the message is complete without a traceback."""
+
+
+def spec_at(place: str, name: str) -> dict[str, str]:
+    """The spec of 'file.py:name' or 'package.module:name', cut at the colon.
+
+    Raises:
+      ValueError: a file that does not exist.
+    """
+    if not place.endswith(".py"):
+        return {"module": place, "name": name}
+    path = pathlib.Path(place).expanduser()
+    if not path.is_file():
+        raise ValueError(f"the file {path.absolute()} does not exist.")
+    return {"file": str(path.resolve()), "name": name}
+
+
+def spec_of(fn: Any) -> dict[str, str] | None:
+    """The module and name under which a worker imports an object; None where it has neither or no file."""
+    name, module = getattr(fn, "__qualname__", ""), sys.modules.get(getattr(fn, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    if not name or module is None or not file or not pathlib.Path(file).is_file():
+        return None
+    found: Any = module
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part, None)
+    if isinstance(found, staticmethod):
+        found = found.__func__
+    if found is not fn:
+        return None
+    # A script or a file run by `load` has no name to import it by, unless `python -m` gave the script one.
+    spec = getattr(module, "__spec__", None)
+    if module.__name__ != "__main__" and not module.__name__.startswith(_PREFIX):
+        return {"module": module.__name__, "name": name}
+    if module.__name__ == "__main__" and spec is not None:
+        return {"module": spec.name, "name": name}
+    return {"file": str(pathlib.Path(file).resolve()), "name": name}
+
+
+def name_of(fn: Any) -> str | None:
+    """'file.py:name' or 'package.module:name' of an object that a worker can import; None for any other; texts stay."""
+    if isinstance(fn, str):
+        return fn
+    spec = spec_of(fn)
+    return None if spec is None else f"{spec.get('file') or spec['module']}:{spec['name']}"
+
+
+def load(spec: Mapping[str, str]) -> Any:
+    """The object a spec names: by 'file' or 'module', and 'name' (dotted inside the module).
+
+    Raises:
+      LoadError: the module has no such object; says which it has.
+    """
+    module = _run_file(spec["file"]) if "file" in spec else importlib.import_module(spec["module"])
+    found: Any = module
+    for part in spec["name"].split("."):
+        if not hasattr(found, part):
+            own = [
+                n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
+            ]
+            close = difflib.get_close_matches(part, own, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"It has: {', '.join(own) or 'no functions'}."
+            raise LoadError(f"{spec.get('file') or spec['module']} has no function {spec['name']!r}. {hint}")
+        found = getattr(found, part)
+    return found
+
+
+def load_function(spec: Mapping[str, str]) -> Any:
+    """`load` of something that can be called.
+
+    Raises:
+      LoadError: as `load`, or it cannot be called.
+    """
+    found = load(spec)
+    if not callable(found):
+        raise LoadError(f"{spec['name']!r} is {type(found).__name__} {short(found)}, not a function.")
+    return found
+
+
+def extend_path(path: list[str]) -> None:
+    """Lets this process import what its parent can."""
+    sys.path.extend(one for one in path if one not in sys.path)
+
+
+def explain(error: BaseException) -> str:
+    """The traceback below our own line, at most its last 12 lines; a LoadError's message alone."""
+    if isinstance(error, LoadError):
+        return str(error)
+    inner = error.__traceback__.tb_next if error.__traceback__ else None
+    lines = "".join(traceback.format_exception(type(error), error, inner)).rstrip().splitlines()
+    return "\n".join(lines[-12:])
+
+
+def explain_load(error: BaseException, file: str = "") -> str:
+    """Describes an error of loading in one line, with the line of the user's file where it came up."""
+    if isinstance(error, LoadError):
+        return str(error)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    place = f" ({file}, line {lines[-1]})" if lines else ""  # a SyntaxError says its own
+    return " ".join(f"{type(error).__name__}: {error}{place}".split())
+
+
+def short(value: Any) -> str:
+    """The repr of a value, cut, whatever its `__repr__` does."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - a user's __repr__ may do anything, and the report must not fail
+        text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+_PREFIX = "podrl_user_"
+
+
+def _run_file(path: str) -> Any:
+    """Runs a file as a module of its own name, never as `__main__`; once per worker."""
+    name = f"{_PREFIX}{pathlib.Path(path).stem}_{abs(hash(path)):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, os.path.dirname(path))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,233 @@
+"""The transport for several processes of one jax.distributed cluster: sends boxes by collectives over both meshes.
+
+All processes of both meshes move the same plan in the same order. It runs in one process as well, over disjoint meshes.
+Per bucket: one program on the source mesh packs what each device sends, a message for each different set of links; one
+collective-permute per message crosses; one program on the target mesh puts shards together. A collective costs about a
+millisecond over TCP whatever its size, so leaves that go the same way share one.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Int, UInt32
+
+from podrl.transfer.boxes import blank_program
+from podrl.transfer.messages import UNION, BucketPrograms, Crossing, Rounds, Tables, arrival, bucket_programs
+from podrl.transfer.move import Move, drive
+from podrl.transfer.plan import Placed, Plan, make_plan
+
+FLAT_BYTES = 1 << 20
+
+
+class CollectiveTransport:
+    """Moves leaves by collectives over the union of two disjoint meshes.
+
+    Attributes:
+      plan: from the source mesh to where leaves arrive on the target mesh.
+      source, target: the meshes.
+      union: all devices in one row, source first.
+      programs: of every bucket, in order.
+      crossing_bytes: bytes that cross in one move.
+    """
+
+    in_flight = 2
+    overwrites = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sequence[NamedSharding],
+        targets: Sequence[NamedSharding],
+        *,
+        flat_bytes: int = FLAT_BYTES,
+    ):
+        """Assigns boxes to rounds; programs compile at the first move.
+
+        Args:
+          plan: made from the same shardings.
+          sources: sharding of each leaf before, all on one mesh.
+          targets: sharding of each leaf after, all on one mesh disjoint from the first.
+          flat_bytes: boxes of one shape that are less than this together, on one device, share a message with others.
+
+        Raises:
+          ValueError: the meshes share devices.
+        """
+        self.plan = plan
+        if not plan.leaves:
+            return
+        self.source, self.target = cast(Mesh, sources[0].mesh), cast(Mesh, targets[0].mesh)
+        before, after = list(self.source.devices.flat), list(self.target.devices.flat)
+        if shared := {d.id for d in before} & {d.id for d in after}:
+            raise ValueError(
+                f"The collective transport needs disjoint meshes, devices {sorted(shared)} are in both: give the roles "
+                "separate hosts, or all the same devices."
+            )
+        self.union = Mesh(np.array([*before, *after], dtype=object), (UNION,))
+        arrivals = [
+            arrival(leaf.shape, leaf.target_dtype.itemsize, source, target)
+            for leaf, source, target in zip(plan.leaves, sources, targets, strict=True)
+        ]
+        placed = [
+            Placed(leaf.shape, leaf.target_dtype, source) for leaf, source in zip(plan.leaves, sources, strict=True)
+        ]
+        # A bucket is there twice while it crosses.
+        bucket_bytes = max(1, plan.bucket_bytes // 2)
+        self.plan = make_plan(placed, arrivals, bucket_bytes=bucket_bytes, paths=[leaf.path for leaf in plan.leaves])
+        self._leaves = [
+            Crossing(leaf, plan.leaves[i].source_dtype, sources[i], arrivals[i], targets[i], Rounds.of(leaf))
+            for i, leaf in enumerate(self.plan.leaves)
+        ]
+        made: dict[Any, BucketPrograms] = {}
+        self.programs: list[BucketPrograms] = []
+        for bucket in self.plan.buckets:
+            leaves, in_parts = [self._leaves[i] for i in bucket.leaves], bucket.parts > 1
+            key = tuple(leaf.key for leaf in leaves), in_parts
+            if key not in made:
+                made[key] = bucket_programs(leaves, self.union, in_parts=in_parts, flat_bytes=flat_bytes)
+            self.programs.append(made[key])
+        self._by_bucket = {b.leaves: programs for b, programs in zip(self.plan.buckets, self.programs, strict=True)}
+        self._receives = any(d.process_index == jax.process_index() for d in after)
+        self._kept: dict[Any, Any] = {}
+
+    @property
+    def crossing_bytes(self) -> int:
+        return sum(
+            bucket.parts * message.crossing_bytes
+            for bucket, programs in zip(self.plan.buckets, self.programs, strict=True)
+            for message in programs.messages
+        )
+
+    def arguments(self, number: int) -> dict[str, tuple[Any, ...]]:
+        """Returns the argument shapes of a bucket's 'pack', 'cross' and 'unpack', for compiling ahead of time."""
+        bucket, programs = self.plan.buckets[number], self.programs[number]
+
+        def common(mesh: Mesh, tables: Tables) -> list[jax.ShapeDtypeStruct]:
+            start, rows = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(mesh.axis_names))
+            return [
+                jax.ShapeDtypeStruct((), np.int32, sharding=start),
+                jax.ShapeDtypeStruct(tables.table_WC.shape, np.int32, sharding=rows),
+            ]
+
+        leaves = [self._leaves[i] for i in bucket.leaves]
+        given = [jax.ShapeDtypeStruct(x.leaf.shape, x.dtype, sharding=x.source) for x in leaves]
+        so_far = [jax.ShapeDtypeStruct(x.leaf.shape, x.leaf.target_dtype, sharding=x.arrival) for x in leaves]
+        place = NamedSharding(self.target, Spec(self.target.axis_names))
+        arrived = [message.buffer(place) for message in programs.messages]
+        return {
+            "pack": (*common(self.source, programs.slots), given),
+            "cross": (list(programs.buffers),),
+            "unpack": (*common(self.target, programs.rounds), arrived, so_far if bucket.parts > 1 else []),
+        }
+
+    def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> Sequence[Array]:
+        """Queues all three steps; returns arrays that are ready when the bucket's staging memory is free."""
+        programs, leaf = self._by_bucket[chosen], self._leaves[chosen[0]]
+        at = 0 if part is None else leaf.leaf.part_start(part)
+        shards: list[list[Array]] = [[] for _ in programs.messages]
+        if move.leaves is not None:
+            given = [move.leaves[i] for i in chosen]
+            packed = programs.pack(self._start(self.source, at), self._table(self.source, programs.slots), given)
+            for pieces, array in zip(shards, packed, strict=True):
+                pieces += [s.data for s in array.addressable_shards]
+            del packed
+        if self._receives:
+            if programs not in move.kept:  # where messages arrive; the next bucket is often alike
+                move.kept.clear()
+                move.kept[programs] = programs.blank()
+            for pieces, array in zip(shards, move.kept[programs], strict=True):
+                pieces += [s.data for s in array.addressable_shards]
+        arrays = [
+            jax.make_array_from_single_device_arrays(buffer.shape, buffer.sharding, pieces, dtype=buffer.dtype)
+            for buffer, pieces in zip(programs.buffers, shards, strict=True)
+        ]
+        del shards
+        arrays = programs.cross(arrays)
+        if not self._receives:
+            return arrays
+        arrived = [self._arrived(array) for array in arrays]
+        del arrays
+        so_far = []
+        if part is not None:
+            so_far = [move.out[chosen[0]] if part else blank_program(self.target, leaf.join, leaf.leaf.shape)()]
+        start, table = self._start(self.target, at), self._table(self.target, programs.rounds)
+        done, token = programs.unpack(start, table, arrived, so_far)
+        if part == leaf.leaf.parts - 1 and part is not None:
+            done = [self._spread(leaf, done[0])]
+        move.put(chosen, done)
+        return [token]
+
+    def land(self, move: Move, sent: Sequence[Array]) -> None:
+        jax.block_until_ready(sent)
+
+    def _arrived(self, array: Array) -> Array:
+        """Returns the arrived messages as an array of the target mesh."""
+        devices = set(self.target.devices.flat)
+        shards = [s.data for s in array.addressable_shards if s.device in devices]
+        place = NamedSharding(self.target, Spec(self.target.axis_names))
+        shape = (array.shape[0] // self.union.size * self.target.size, *array.shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, place, shards, dtype=array.dtype)
+
+    def _spread(self, leaf: Crossing, array: Array) -> Array:
+        """Gathers a leaf that arrived in parts among the devices that replicate it."""
+        if leaf.arrival == leaf.target:
+            return array
+        if leaf not in self._kept:
+            self._kept[leaf] = jax.jit(lambda x: x, out_shardings=leaf.target)
+        return self._kept[leaf](array)
+
+    def _table(self, mesh: Mesh, tables: Tables) -> Array:
+        """Puts a table on its mesh, a row per device, once, so that later moves send nothing from the host."""
+        if (mesh, tables) not in self._kept:
+            place = NamedSharding(mesh, Spec(mesh.axis_names))
+            rows_WC = tables.table_WC
+            self._kept[mesh, tables] = jax.make_array_from_callback(rows_WC.shape, place, lambda index: rows_WC[index])
+        return self._kept[mesh, tables]
+
+    def _start(self, mesh: Mesh, at: int) -> Array:
+        """Makes the start of a part an array on every device of a mesh, once."""
+        if (mesh, at) not in self._kept:
+            place = NamedSharding(mesh, Spec())
+            self._kept[mesh, at] = jax.make_array_from_callback((), place, lambda _: np.int32(at))
+        return self._kept[mesh, at]
+
+
+class ReceiptChannel:
+    """Sends the checksums and the version of what was published from the source mesh to the target mesh."""
+
+    def __init__(self, num_leaves: int, source: Mesh, target: Mesh):
+        """Takes the number of leaves whose checksums are sent, and the two disjoint meshes."""
+        self._source = NamedSharding(source, Spec())
+        place = NamedSharding(target, Spec())
+        receipt = [
+            Placed((source.size, num_leaves), jnp.dtype(jnp.uint32), self._source),
+            Placed((), jnp.dtype(jnp.int32), self._source),
+        ]
+        plan = make_plan(receipt, [place, place])
+        self._transport = CollectiveTransport(plan, [self._source] * 2, [place] * 2)
+
+    def send(self, sums_Wl: UInt32[Array, "W l"] | None, version: int) -> tuple[UInt32[Array, "W l"], Int[Array, ""]]:
+        """Sends the sender's checksums and version.
+
+        Args:
+          sums_Wl: replicated over the source mesh; None on a process outside it.
+          version: what a process of the source mesh sends.
+
+        Returns:
+          What was received; on a process that only sends, what it sent.
+        """
+        sent = None
+        if sums_Wl is not None:
+            # Not device_put: over several processes it would compare the value on all of them, receivers included.
+            mesh = cast(Mesh, self._source.mesh)
+            here = [jax.device_put(np.int32(version), d) for d in mesh.local_devices]
+            sent = [sums_Wl, jax.make_array_from_single_device_arrays((), self._source, here)]
+        received = drive(self._transport, sent)
+        if received[0] is None:
+            assert sent is not None, "a process of neither mesh has no part in publishing"
+            received = sent
+        return received[0], received[1]

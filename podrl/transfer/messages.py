@@ -1,0 +1,411 @@
+"""The messages between two meshes in each collective, by sender, box and receiver, and the programs around it.
+
+A leaf crosses in rounds, in each of which a device sends at most one box and receives at most one. The boxes of several
+leaves whose rounds have the same links share a message. Between hosts the link is the scarce thing, so nothing crosses
+twice: a leaf that the target mesh replicates arrives cut further over the axes that replicate it, and is spread from
+there inside the target mesh.
+
+Values travel as plain unsigned words: no program on the way interprets, widens or rounds them (XLA for CPU widens
+bfloat16 to float32 around a collective). Leaves of different dtypes but equal width can share a message.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Int
+
+from podrl.transfer.boxes import Boxes, cut_at, joined, overwrite
+from podrl.transfer.plan import LeafPlan
+
+UNION = "union"
+# A smaller shard is sent to every replica: another collective on the target mesh would take longer.
+_SPREAD_BYTES = 1 << 16
+_WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint32)}
+# Values narrower than a byte travel as a byte each.
+_NARROW = ("bool", "int4", "uint4", "int2", "uint2")
+Links = tuple[tuple[int, int], ...]
+
+
+def arrival(shape: tuple[int, ...], itemsize: int, source: NamedSharding, target: NamedSharding) -> NamedSharding:
+    """Returns a leaf's sharding on arrival: its target sharding, cut further by the axes that replicate it.
+
+    Dimensions that the source cuts go first, so that a target device reads from few sources.
+    """
+    sizes = target.mesh.shape
+    entries: list[tuple[str, ...]] = [() if e is None else (e,) if isinstance(e, str) else e for e in target.spec]
+    entries += [()] * (len(shape) - len(entries))
+    tile = [n // math.prod(sizes[a] for a in axes) for n, axes in zip(shape, entries, strict=True)]
+    if math.prod(tile) * itemsize <= _SPREAD_BYTES:
+        return target
+    order = sorted(range(len(shape)), key=lambda d: not (d < len(source.spec) and source.spec[d]))
+    used = {axis for axes in entries for axis in axes}
+    for axis, size in sizes.items():
+        fits = [d for d in order if tile[d] % size == 0]
+        if axis in used or size == 1 or not fits:
+            continue
+        entries[fits[0]] += (str(axis),)
+        tile[fits[0]] //= size
+    return NamedSharding(cast(Mesh, target.mesh), Spec(*(axes or None for axes in entries)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rounds:
+    """Assigns the boxes of one leaf to rounds.
+
+    Attributes:
+      links: for each round the pairs (source position, target position), by source.
+      slot_WR: which slot of its shard a source device sends in each round.
+      round_WM: in which round each slot of a target device's shard arrives.
+    """
+
+    links: tuple[Links, ...]
+    slot_WR: Int[np.ndarray, "W R"]
+    round_WM: Int[np.ndarray, "W M"]
+
+    @classmethod
+    def of(cls, leaf: LeafPlan) -> "Rounds":
+        """Builds the rounds of a leaf, as few as its busiest device has boxes to send or to receive."""
+        colour_E = _colours(
+            leaf.source_WM.astype(np.int64).tobytes(), leaf.source_WM.shape, len(leaf.source.device_ids)
+        )
+        round_WM = colour_E.reshape(leaf.source_WM.shape)
+        links: list[Links] = []
+        slot_WR = np.zeros((len(leaf.source.device_ids), int(round_WM.max()) + 1), np.int32)
+        for r in range(slot_WR.shape[1]):
+            target_E, slot_E = np.nonzero(round_WM == r)
+            source_E = leaf.source_WM[target_E, slot_E]
+            slot_WR[source_E, r] = leaf.slot_WM[target_E, slot_E]
+            links.append(tuple(sorted(zip(source_E.tolist(), target_E.tolist(), strict=True))))
+        return cls(tuple(links), slot_WR, round_WM)
+
+
+@functools.lru_cache(maxsize=256)
+def _colours(source_WM_bytes: bytes, shape: tuple[int, int], sources: int) -> Int[np.ndarray, " E"]:
+    """Colours every edge (target w, its m-th read) with a round, so that no device has two edges in a round.
+
+    Edges of a bipartite graph can be coloured with as many colours as the largest degree (Koenig 1916): an edge takes a
+    colour free at both ends; if there is none, two colours change places along a path first.
+    """
+    source_E = np.frombuffer(source_WM_bytes, np.int64).tolist()
+    targets, per_target = shape
+    degree = max(per_target, int(np.bincount(source_E, minlength=1).max()))
+    # at[v][c] is the edge of colour c at vertex v; sources first, then targets. -1 is none.
+    at = np.full((sources + targets, degree), -1, np.int64).tolist()
+    colour = [-1] * len(source_E)
+
+    def ends(edge: int) -> tuple[int, int]:
+        return source_E[edge], sources + edge // per_target
+
+    for edge in range(len(source_E)):
+        u, v = ends(edge)
+        a, b = at[u].index(-1), at[v].index(-1)
+        if at[v][a] >= 0:
+            # The path of colours a, b, a, ... from v cannot end in u: swap it, and a is free at both ends.
+            path, vertex, wanted = [], v, a
+            while (step := at[vertex][wanted]) >= 0:
+                path.append(step)
+                vertex = sum(ends(step)) - vertex
+                wanted = b if wanted == a else a
+            for step in path:
+                for end in ends(step):
+                    if at[end][colour[step]] == step:
+                        at[end][colour[step]] = -1
+            for step in path:
+                colour[step] = b if colour[step] == a else a
+                for end in ends(step):
+                    at[end][colour[step]] = step
+        colour[edge] = a
+        at[u][a] = at[v][a] = edge
+    return np.array(colour, np.int64)
+
+
+class Tables:
+    """Tables with a row per device, side by side in one program argument; equal columns become constants.
+
+    Attributes:
+      table_WC: the columns whose values differ; at least one column, for programs need an argument.
+    """
+
+    def __init__(self, tables_Wn: Sequence[Int[np.ndarray, "W n"]]):
+        self._places: list[list[tuple[bool, int]]] = []
+        columns: list[np.ndarray] = []
+        for table_Wn in tables_Wn:
+            places: list[tuple[bool, int]] = []
+            for column_W in table_Wn.T:
+                same = bool((column_W == column_W[0]).all())
+                places.append((same, int(column_W[0]) if same else len(columns)))
+                if not same:
+                    columns.append(column_W)
+            self._places.append(places)
+        empty_W1 = np.zeros((len(tables_Wn[0]), 1), np.int32)
+        self.table_WC: Int[np.ndarray, "W C"] = np.stack(columns, axis=1).astype(np.int32) if columns else empty_W1
+
+    def value(self, table: int, column: int, row_C: Int[Array, " C"]) -> Any:
+        """Returns this device's value in a table's column: a Python number, or one read from its row of `table_WC`."""
+        same, value = self._places[table][column]
+        return value if same else row_C[value]
+
+    def columns(self, table: int) -> range:
+        """Returns the indices of a table's columns."""
+        return range(len(self._places[table]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Message:
+    """The content of one collective: boxes of several leaves over the same links.
+
+    Attributes:
+      links: pairs (source position, target position).
+      dtype: of the buffer's words.
+      shape: of one device's buffer: equal boxes stacked, or flat and one after the other.
+      boxes: (leaf, round, shape in words) in the order they lie in the buffer.
+      flat: whether the boxes are flattened.
+    """
+
+    links: Links
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[int, int, tuple[int, ...]], ...]
+    flat: bool
+
+    @classmethod
+    def of(
+        cls, links: Links, dtype: np.dtype, boxes: Sequence[tuple[int, int, tuple[int, ...]]], *, flat: bool
+    ) -> "Message":
+        shape = (sum(math.prod(box) for _, _, box in boxes),) if flat else (len(boxes), *boxes[0][2])
+        return cls(links, dtype, shape, tuple(boxes), flat)
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Counts the bytes that cross, all links together."""
+        return math.prod(self.shape) * self.dtype.itemsize * len(self.links)
+
+    def buffer(self, place: NamedSharding) -> jax.ShapeDtypeStruct:
+        """Returns a buffer on every device of a mesh, as one array."""
+        shape = (self.shape[0] * place.mesh.size, *self.shape[1:])
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=place)
+
+    def put(self, boxes: Sequence[Array]) -> Array:
+        """Writes the words of the boxes into the buffer."""
+        if self.flat:
+            return jnp.concatenate([box.reshape(-1) for box in boxes])
+        buffer = jax.lax.empty(self.shape, self.dtype)
+        for k, box in enumerate(boxes):  # faster than jnp.stack on CPU, where that fuses with what made the boxes
+            buffer = jax.lax.dynamic_update_index_in_dim(buffer, box, k, axis=0)
+        return buffer
+
+    def take(self, buffer: Array) -> list[Array]:
+        """Reads the words of the boxes from the buffer."""
+        if not self.flat:
+            return [buffer[k] for k in range(len(self.boxes))]
+        ends = itertools.accumulate(math.prod(shape) for _, _, shape in self.boxes)
+        return [
+            buffer[end - math.prod(shape) : end].reshape(shape)
+            for end, (_, _, shape) in zip(ends, self.boxes, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BucketPrograms:
+    """The compiled programs of one bucket, also for ahead-of-time compilation.
+
+    Attributes:
+      messages: what crosses.
+      buffers: their shapes on the union of the meshes.
+      pack: on the source mesh, (start, slot table, leaves) -> buffers, cast.
+      blank: on the target mesh, () -> buffers of zeros, where the messages arrive.
+      cross: on both meshes, buffers -> buffers, each moved over its links. Not donated: on CPU that costs a copy.
+      unpack: on the target mesh, (start, round table, buffers, the leaf so far where it comes in parts) -> leaves and a
+        token that is ready when they are.
+      slots: which slot each source device sends of each leaf in each round.
+      rounds: in which round each slot of each leaf arrives on each target device.
+    """
+
+    messages: Sequence[Message]
+    buffers: Sequence[jax.ShapeDtypeStruct]
+    pack: Any
+    blank: Any
+    cross: Any
+    unpack: Any
+    slots: Tables
+    rounds: Tables
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Crossing:
+    """The way in which one leaf crosses.
+
+    Attributes:
+      leaf: the plan from its source to where it arrives.
+      dtype: before it is cast to what crosses.
+      source: its sharding on the source mesh.
+      arrival: its sharding on the target mesh when it has crossed.
+      target: its sharding when it has been spread there.
+      rounds: which boxes cross in which round.
+    """
+
+    leaf: LeafPlan
+    dtype: np.dtype
+    source: NamedSharding
+    arrival: NamedSharding
+    target: NamedSharding
+    rounds: Rounds
+
+    @property
+    def cut(self) -> Boxes:
+        return Boxes.of(self.leaf, self.leaf.source_slots, self.source.spec)
+
+    @property
+    def join(self) -> Boxes:
+        return Boxes.of(self.leaf, self.leaf.target_slots, self.arrival.spec)
+
+    @property
+    def key(self) -> Any:
+        """Returns a key that is equal for leaves that the same programs can move."""
+        tables = self.rounds.links, self.rounds.slot_WR.tobytes(), self.rounds.round_WM.tobytes()
+        return self.cut, self.join, self.target, self.leaf.shape, self.dtype, tables
+
+
+def bucket_programs(leaves: Sequence[Crossing], union: Mesh, *, in_parts: bool, flat_bytes: int) -> BucketPrograms:
+    """Compiles the programs of one bucket.
+
+    Args:
+      leaves: of the bucket.
+      union: all devices in one row, source first.
+      in_parts: the bucket is one leaf, part by part.
+      flat_bytes: boxes of one shape that are less than this together, on one device, share a message with others.
+    """
+    source, target = cast(Mesh, leaves[0].source.mesh), cast(Mesh, leaves[0].target.mesh)
+    messages = _messages(leaves, flat_bytes)
+    row, lifted = NamedSharding(union, Spec(UNION)), NamedSharding(target, Spec(target.axis_names))
+    links = [[(s, source.size + t) for s, t in message.links] for message in messages]
+
+    def blank() -> list[Array]:
+        return [jnp.zeros(shape.shape, shape.dtype) for shape in (message.buffer(lifted) for message in messages)]
+
+    def cross(arrays: Sequence[Array]) -> list[Array]:
+        return [jax.lax.ppermute(x, UNION, pairs) for x, pairs in zip(arrays, links, strict=True)]
+
+    crossed = jax.shard_map(cross, mesh=union, in_specs=row.spec, out_specs=row.spec, check_vma=False)
+    slots = Tables([leaf.rounds.slot_WR for leaf in leaves])
+    rounds = Tables([leaf.rounds.round_WM for leaf in leaves])
+    return BucketPrograms(
+        messages=messages,
+        buffers=[message.buffer(row) for message in messages],
+        pack=_pack_program(leaves, messages, slots, source, in_parts),
+        blank=jax.jit(blank, out_shardings=lifted),
+        cross=jax.jit(crossed, out_shardings=row),
+        unpack=_unpack_program(leaves, messages, rounds, target, in_parts),
+        slots=slots,
+        rounds=rounds,
+    )
+
+
+def _messages(leaves: Sequence[Crossing], flat_bytes: int) -> list[Message]:
+    """Groups the boxes of these leaves into messages: equal boxes together, and small ones of all shapes together.
+
+    Flattening costs more than it saves where it is not small: on CPU a strided box is then read word by word.
+    """
+    alike: dict[tuple[Links, np.dtype, tuple[int, ...]], list[tuple[int, int, tuple[int, ...]]]] = {}
+    for place, crossing in enumerate(leaves):
+        leaf = crossing.leaf
+        dtype, shape = _word(leaf.target_dtype), _word_shape(leaf.part_box, leaf.target_dtype)
+        for r, links in enumerate(crossing.rounds.links):
+            alike.setdefault((links, dtype, shape), []).append((place, r, shape))
+    small: dict[tuple[Links, np.dtype], list[tuple[int, int, tuple[int, ...]]]] = {}
+    messages: list[Message] = []
+    for (links, dtype, shape), boxes in alike.items():
+        if len(boxes) * math.prod(shape) * dtype.itemsize < flat_bytes:
+            small.setdefault((links, dtype), []).extend(boxes)
+        else:
+            messages.append(Message.of(links, dtype, boxes, flat=False))
+    return messages + [Message.of(links, dtype, boxes, flat=True) for (links, dtype), boxes in small.items()]
+
+
+def _pack_program(
+    leaves: Sequence[Crossing], messages: Sequence[Message], tables: Tables, mesh: Mesh, in_parts: bool
+) -> Any:
+    forms = [leaf.cut for leaf in leaves]
+
+    def pack(start: Array, table: Array, shards: Sequence[Array]) -> list[Array]:
+        out = []
+        for message in messages:
+            boxes = []
+            for place, r, _ in message.boxes:
+                slot = tables.value(place, r, table[0])
+                box = cut_at(shards[place], slot, forms[place], start if in_parts else None)
+                boxes.append(_to_words(box.astype(forms[place].dtype)))
+            out.append(message.put(boxes))
+        return out
+
+    every = Spec(mesh.axis_names)
+    specs_in = (Spec(), every, [form.spec for form in forms])
+    mapped = jax.shard_map(pack, mesh=mesh, in_specs=specs_in, out_specs=every, check_vma=False)
+    return jax.jit(mapped, out_shardings=NamedSharding(mesh, every))
+
+
+def _unpack_program(
+    leaves: Sequence[Crossing], messages: Sequence[Message], tables: Tables, mesh: Mesh, in_parts: bool
+) -> Any:
+    forms = [leaf.join for leaf in leaves]
+
+    def unpack(start: Array, table: Array, buffers: Sequence[Array], so_far: Sequence[Array]) -> Any:
+        boxes: list[dict[int, Array]] = [{} for _ in leaves]
+        for message, buffer in zip(messages, buffers, strict=True):
+            for (place, r, _), box in zip(message.boxes, message.take(buffer), strict=True):
+                boxes[place][r] = box
+        out = []
+        for place, form in enumerate(forms):
+            rounds = [tables.value(place, m, table[0]) for m in tables.columns(place)]
+            slots = [_from_words(box, form.dtype) for box in _pick(boxes[place], rounds)]
+            out.append(overwrite(so_far[place], slots, form, start) if in_parts else joined(slots, form.slots))
+        return out, start + 1
+
+    every, specs = Spec(mesh.axis_names), [form.spec for form in forms]
+    specs_in = (Spec(), every, [every] * len(messages), specs if in_parts else [])
+    mapped = jax.shard_map(unpack, mesh=mesh, in_specs=specs_in, out_specs=(specs, Spec()), check_vma=False)
+    places = [leaf.arrival if in_parts else leaf.target for leaf in leaves]
+    return jax.jit(mapped, out_shardings=(places, NamedSharding(mesh, Spec())), donate_argnums=3)
+
+
+def _pick(boxes: Mapping[int, Array], rounds: Sequence[Any]) -> list[Array]:
+    """Picks the boxes of some rounds; where those differ between devices, chosen as the program runs."""
+    if all(isinstance(r, int) for r in rounds):
+        return [boxes[r] for r in rounds]
+    stacked = jnp.stack([boxes[r] for r in range(len(boxes))])
+    chosen = jnp.take(stacked, jnp.stack([jnp.int32(r) for r in rounds]), axis=0, mode="clip")
+    return [chosen[m] for m in range(len(rounds))]
+
+
+def _word(dtype: np.dtype) -> np.dtype:
+    """Returns the integer dtype in which values of a dtype cross."""
+    return _WORDS[np.dtype(dtype).itemsize]
+
+
+def _word_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """Returns the shape of an array of this dtype as words."""
+    return (*shape, 2) if np.dtype(dtype).itemsize == 8 else shape
+
+
+def _to_words(x: Array) -> Array:
+    """Reinterprets the bits as words."""
+    if x.dtype.name in _NARROW:
+        return x.astype(jnp.int8 if x.dtype.name.startswith("int") else jnp.uint8).view(jnp.uint8)
+    return jax.lax.bitcast_convert_type(x, _word(x.dtype))
+
+
+def _from_words(x: Array, dtype: np.dtype) -> Array:
+    """Reinterprets words as values."""
+    name = np.dtype(dtype).name
+    if name in _NARROW:
+        return x.view(jnp.int8 if name.startswith("int") else jnp.uint8).astype(dtype)
+    return jax.lax.bitcast_convert_type(x, dtype)

@@ -1,0 +1,90 @@
+"""The transport under Pathways: one controller sees all devices, and the service moves arrays between any two meshes.
+
+The package pathwaysutils asks the service, which keeps its own plan for every set of layouts it has seen; here leaves
+are only cast before they move. Nothing moves without the service; the package is asked for only when JAX_PLATFORMS
+names the proxy.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from podrl.transfer.move import Move
+from podrl.transfer.plan import Plan
+
+MODULE = "pathwaysutils.experimental.reshard"
+
+
+def platforms() -> str:
+    """Returns JAX_PLATFORMS, or the value that jax.config.update('jax_platforms', ...) replaced it by."""
+    config: Any = jax.config
+    return config.jax_platforms or ""
+
+
+def chosen(platforms: str) -> bool:
+    """True if a list of platforms names the Pathways proxy."""
+    return "proxy" in platforms.split(",")
+
+
+def service_reshard() -> Callable[..., Any]:
+    """Returns pathwaysutils' reshard: (arrays, shardings, donate=, cache_resharding_plans=) -> arrays.
+
+    Raises:
+      ValueError: the package is not there, or has no such function.
+    """
+    try:
+        return importlib.import_module(MODULE).reshard
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"JAX_PLATFORMS={platforms()!r} runs under Pathways, which needs the package pathwaysutils to "
+            f"move weights between meshes ({error}): pip install 'podrl[pathways]' on the controller."
+        ) from error
+
+
+class PathwaysTransport:
+    """Lets the service move whole buckets; always frees arrays that were cast for the move."""
+
+    in_flight = 2
+    overwrites = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sequence[Any],
+        targets: Sequence[Any],
+        *,
+        reshard: Callable[..., Any] | None = None,
+    ):
+        """Args:
+          plan: made from the same shardings.
+          sources, targets: sharding of each leaf before and after.
+          reshard: what moves arrays; by default `service_reshard()`.
+
+        Raises:
+          ValueError: pathwaysutils is not installed.
+        """
+        self.plan, self._targets = plan.unsplit(), targets
+        self._reshard = reshard or service_reshard()
+        self._casts: list[Any] = [
+            jax.jit(lambda x, dtype=leaf.target_dtype: jnp.astype(x, dtype), out_shardings=source)
+            if leaf.casts
+            else None
+            for leaf, source in zip(plan.leaves, sources, strict=True)
+        ]
+
+    def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> list[Array]:
+        for is_cast in (True, False):
+            which = [i for i in chosen if bool(self._casts[i]) == is_cast]
+            arrays = [self._casts[i](move.sources[i]) if is_cast else move.sources[i] for i in which]
+            places = [self._targets[i] for i in which]
+            donate = is_cast or move.donate
+            if which:
+                move.put(which, self._reshard(arrays, places, donate=donate, cache_resharding_plans=True))
+        return [move.out[i] for i in chosen]
+
+    def land(self, move: Move, sent: list[Array]) -> None:
+        jax.block_until_ready(sent)

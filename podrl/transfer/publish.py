@@ -1,0 +1,185 @@
+"""Moves trees between meshes by the right transport; `Publisher` also checks every leaf on arrival."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from podrl.transfer.collective import CollectiveTransport, ReceiptChannel
+from podrl.transfer.in_place import InPlaceTransport
+from podrl.transfer.local import LocalTransport, RelayoutTransport
+from podrl.transfer.move import Transport, drive
+from podrl.transfer.pathways import PathwaysTransport, chosen, platforms
+from podrl.transfer.plan import Plan, default_bucket_bytes, in_one_memory, make_plan, named
+from podrl.transfer.verify import Expected, Ledger, WeightMismatchError, read
+from podrl.types import Policy, PyTree
+
+__all__ = ["Publisher", "WeightMismatchError", "reshard", "transport_for"]
+
+
+def transport_for(plan: Plan, sources: Sequence[Any], targets: Sequence[Any]) -> Transport:
+    """Chooses the transport for two meshes that this process sees whole.
+
+    Args:
+      plan: made from the same shardings.
+      sources, targets: sharding of each leaf before and after; each side on one mesh.
+    """
+    pathways = chosen(platforms())
+    if not pathways and in_one_memory(sources, targets):
+        return InPlaceTransport(plan, sources, targets)
+    if RelayoutTransport.fits(plan):
+        return RelayoutTransport(plan, sources, targets)
+    return (PathwaysTransport if pathways else LocalTransport)(plan, sources, targets)
+
+
+_kept_transport = functools.lru_cache(maxsize=64)(transport_for)
+
+
+def reshard(
+    tree: PyTree,
+    shardings: PyTree,
+    *,
+    dtype: Any = None,
+    donate: bool = False,
+    on_ready: Callable[[float], None] | None = None,
+) -> PyTree:
+    """Moves a tree to other shardings; plan and programs are kept, so that the second call compiles nothing.
+
+    Args:
+      tree: arrays placed by NamedSharding, or on single devices.
+      shardings: one target sharding per leaf.
+      dtype: what floating-point leaves become; None keeps theirs.
+      donate: the sources are given up, each deleted once it has been read.
+      on_ready: called with the seconds it took, once every leaf is there.
+
+    Returns:
+      A tree of the same structure.
+
+    Raises:
+      ValueError: trees of different structure, or a leaf that does not divide by its shards.
+    """
+    began = time.perf_counter()
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths, leaves = [jax.tree_util.keystr(path) for path, _ in flat], [leaf for _, leaf in flat]
+    targets = treedef.flatten_up_to(shardings)
+    out: list[Any] = [None] * len(leaves)
+    groups: dict[Any, list[int]] = {}  # each between two meshes
+    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        groups.setdefault((named(leaf.sharding).mesh, named(target).mesh), []).append(i)
+    for group in groups.values():
+        before, after = tuple(leaves[i].sharding for i in group), tuple(targets[i] for i in group)
+        mine, bucket_bytes = [leaves[i] for i in group], default_bucket_bytes(after, before)
+        plan = make_plan(mine, list(after), dtype=dtype, bucket_bytes=bucket_bytes, paths=[paths[i] for i in group])
+        moved = drive(_kept_transport(plan, before, after), mine, donate=donate)
+        for i, array in zip(group, moved, strict=True):
+            out[i] = array
+    if on_ready is not None:
+        on_ready(time.perf_counter() - began)
+    return jax.tree.unflatten(treedef, out)
+
+
+class Publisher:
+    """Moves weights from the trainer mesh to the rollout mesh, one version after another.
+
+    The plan and the programs are made once; from the second version on nothing compiles, and the only host reads are
+    the checksums, 4 bytes per leaf and device. Where the two meshes belong to different processes of one cluster, every
+    process of both makes a Publisher and calls `publish` in the same order; the checksums travel with the weights.
+
+    Attributes:
+      plan: the transfer plan; `plan.explain(bandwidth)` puts it in words.
+    """
+
+    def __init__(
+        self,
+        source: PyTree,
+        target_shardings: PyTree,
+        *,
+        target_dtype: Any = None,
+        bucket_bytes: int | None = None,
+        transport: str = "auto",
+    ):
+        """Plans the transfer.
+
+        Args:
+          source: the parameters, or ShapeDtypeStructs with their shardings; all on one mesh.
+          target_shardings: one NamedSharding per leaf, all on one mesh; it may share devices with the source mesh.
+          target_dtype: what floating-point leaves are cast to before they move; None keeps theirs.
+          bucket_bytes: bound on the bytes a device stages at once; by default 16 MiB on CPU (32 inside one process),
+            64 MiB elsewhere.
+          transport: 'auto', or 'collective' to go the way of several processes inside one (disjoint meshes only).
+
+        Raises:
+          ValueError: trees of different structure, several meshes on one side, or a leaf that does not divide.
+        """
+        leaves, treedef = jax.tree.flatten(source)
+        sources = [leaf.sharding for leaf in leaves]
+        targets = jax.tree.leaves(target_shardings)
+        everywhere = all(s.is_fully_addressable for s in [*sources, *targets])
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(targets, sources if everywhere and transport == "auto" else ())
+        self.plan: Plan = make_plan(source, target_shardings, dtype=target_dtype, bucket_bytes=bucket_bytes)
+        paths = [leaf.path for leaf in self.plan.leaves]
+        shapes = [leaf.shape for leaf in self.plan.leaves]
+        before, after = ([getattr(leaf, k) for leaf in self.plan.leaves] for k in ("source_dtype", "target_dtype"))
+        self._source = Expected(treedef, paths, shapes, before, sources, summed_as=after, side="source")
+        self._target = Expected(treedef, paths, shapes, after, targets, summed_as=after, side="target")
+        self._ledger = Ledger(self._target)
+        self._transport: Transport
+        self._receipts: ReceiptChannel | None = None
+        self._receives = any(d.process_index == jax.process_index() for s in targets[:1] for d in s.device_set)
+        if leaves and (transport == "collective" or not (everywhere or RelayoutTransport.fits(self.plan))):
+            self._transport = CollectiveTransport(self.plan, sources, targets)
+            self._receipts = ReceiptChannel(len(leaves), sources[0].mesh, targets[0].mesh)
+        else:
+            self._transport = transport_for(self.plan, sources, targets)
+
+    def publish(
+        self, params: PyTree | None, version: int, *, donate: bool = False, replacing: PyTree | None = None
+    ) -> Policy:
+        """Moves the parameters to the rollout mesh, in the rollout dtype, and compares them with those sent.
+
+        Args:
+          params: the trainer's parameters, placed as planned. They survive unless donated. None on a process outside
+            the trainer mesh.
+          version: the training step that made them, the same on every process.
+          donate: the parameters are given up: each leaf is deleted as soon as it has been read.
+          replacing: weights of an earlier policy that nobody uses any more, not even where this call fails: their
+            memory is taken for the new ones, leaf by leaf. None leaves all earlier policies as they are.
+
+        Returns:
+          The policy; on a process outside the rollout mesh one without weights (an empty tree).
+
+        Raises:
+          ValueError: the parameters, or those to replace, are not those the plan was made for.
+          WeightMismatchError: a leaf arrived changed, or another version than the one asked for.
+        """
+        leaves, sums_Wl = None, None
+        if params is not None:
+            leaves = self._source.check(params, "Parameters")
+            sums_Wl = self._source.sums(leaves)
+        old = None if replacing is None else self._target.check(replacing, "Weights to replace")
+        moved = drive(self._transport, leaves, donate=donate, replacing=old)
+        if self._receipts is not None:
+            sums_Wl, sent_version = self._receipts.send(sums_Wl, version)
+            if (sent := int(read(sent_version))) != version:
+                raise WeightMismatchError(
+                    f"Version {version} was expected, version {sent} was sent: all processes must publish the same "
+                    "versions in the same order."
+                )
+        totals = self._source.totals(sums_Wl, version)
+        if self.plan.leaves and not self._receives:
+            return Policy(params={}, version=version)
+        self._ledger.enter(version, totals)
+        policy = Policy(params=self._target.tree(moved), version=version)
+        self.verify(policy)
+        return policy
+
+    def verify(self, policy: Policy) -> None:
+        """Compares a policy's weights with those published under its version.
+
+        Raises:
+          WeightMismatchError: another version, or leaves that differ, by name.
+        """
+        self._ledger.verify(policy)

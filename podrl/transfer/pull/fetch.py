@@ -1,0 +1,290 @@
+"""The rollout's side of the pull transport: fetches this process's boxes from every trainer process."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+from podrl.runtime.message import Message
+from podrl.transfer.boxes import Joiner, Slots
+from podrl.transfer.move import Move, drive
+from podrl.transfer.pull.handshake import Ask, Reads, Reply, Side, Words, pull_plan
+from podrl.transfer.verify import Expected, Ledger, WeightMismatchError
+from podrl.types import Policy, PyTree
+
+_POLL_S = 0.02
+
+
+class TransferTimeoutError(RuntimeError):
+    """A trainer process did not answer in time; the message names it and the stage."""
+
+
+class VersionGoneError(RuntimeError):
+    """The trainer no longer holds the version; a newer one is available."""
+
+
+class _AgainError(Exception):
+    """The trainer restarted or forgot this receiver, which must join again."""
+
+
+class PullReceiver:
+    """Pulls one tree, version after version; the counterpart of `ServedTree`.
+
+    Every process of the rollout cluster makes one and calls `receive` in the same order; each pulls what its own
+    devices hold, and the checksums are compared over the whole rollout mesh.
+    """
+
+    def __init__(self, name: str, target: PyTree, ask: Ask, *, timeout: float = 300.0):
+        """Args:
+          name: which of the trainer's trees.
+          target: ShapeDtypeStructs with the shardings and dtypes of the rollout, all on one mesh.
+          ask: the channel to the trainer processes.
+          timeout: seconds a `receive` may take, waiting for the version included.
+
+        Raises:
+          ValueError: leaves on several meshes.
+        """
+        self._name, self._ask_process, self._timeout = name, ask, timeout
+        flat, treedef = jax.tree_util.tree_flatten_with_path(target)
+        leaves = [leaf for _, leaf in flat]
+        dtypes = [np.dtype(leaf.dtype) for leaf in leaves]
+        paths = [jax.tree_util.keystr(path) for path, _ in flat]
+        shapes, self._shardings = [tuple(leaf.shape) for leaf in leaves], [leaf.sharding for leaf in leaves]
+        self._target = Expected(treedef, paths, shapes, dtypes, self._shardings, summed_as=dtypes, side="target")
+        self._ledger = Ledger(self._target)
+        self._joined: _Joined | None = None
+        self._deadline = 0.0
+        if leaves:
+            self._side = Side.of(target, dtypes)
+            mesh = cast(Mesh, self._shardings[0].mesh)
+            self._devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+
+    def receive(self, version: int | None, *, replacing: PyTree | None = None) -> Policy:
+        """Pulls the weights of a version from the trainer and compares them with those offered there.
+
+        Args:
+          version: the one wanted, waited for if it is not there yet; None for the newest, on a rollout of one process.
+          replacing: as of `Publisher.publish`.
+
+        Raises:
+          VersionGoneError: the trainer has gone on and does not hold it any more.
+          TransferTimeoutError: not in time; names the trainer process and the stage.
+          ValueError: trainer and rollout hold different models.
+          WeightMismatchError: a leaf arrived changed.
+        """
+        if not self._shardings:
+            return Policy(params=self._target.tree([]), version=version or 0)
+        self._deadline = time.monotonic() + self._timeout
+        old = None if replacing is None else self._target.check(replacing, "Weights to replace")
+        while True:
+            try:
+                joined = self._joined = self._joined or self._join()
+                version = max(joined.versions) if version is None else version
+                leaves, totals = self._pull(joined, version, old)
+                break
+            except (_AgainError, OSError) as error:
+                self._joined = None
+                if time.monotonic() > self._deadline:
+                    raise TransferTimeoutError(
+                        f"Version {version} of {self._name!r} did not come within {self._timeout:g} s; last: {error}"
+                    ) from error
+                time.sleep(_POLL_S)
+        self._ledger.enter(version, totals)
+        policy = Policy(params=self._target.tree(leaves), version=version)
+        self._ledger.verify(policy)
+        return policy
+
+    def verify(self, policy: Policy) -> None:
+        """Compares a policy's weights with those offered under its version, as `Publisher.verify`."""
+        self._ledger.verify(policy)
+
+    def _ask(self, process: int, op: str, /, **fields: Any) -> Words:
+        return self._start(process, op, **fields).result().value
+
+    def _start(self, process: int, op: str, /, **fields: Any) -> "_Asked":
+        request = {"op": op, "tree": self._name, **fields}
+        return _Asked(self._ask_process, process, request, self._deadline, self._timeout)
+
+    def _join(self) -> "_Joined":
+        me = {"target": self._side.message(), "process": jax.process_index()}
+        first = self._ask(0, "join", **me)
+        while not first["versions"]:
+            if time.monotonic() > self._deadline:
+                raise TransferTimeoutError(
+                    f"Trainer process 0 offered nothing of {self._name!r} within {self._timeout:g} s."
+                )
+            time.sleep(_POLL_S)
+            first = self._ask(0, "join", **me)
+        source = Side.read(first["source"])
+        replies = {p: first if p == 0 else self._ask(p, "join", **me) for p in source.processes}
+        return _Joined(replies, source, self._side, self._devices, self._shardings)
+
+    def _pull(
+        self, joined: "_Joined", version: int, replacing: Sequence[Array] | None
+    ) -> tuple[list[Array], list[int]]:
+        """Pulls all leaves of a version, and the checksums sent with them."""
+        pull = _Pull(joined, version, self._name, self._start)
+        leaves = drive(pull, None, replacing=replacing)
+        for process, trainer in joined.trainers.items():
+            self._ask(process, "end", **trainer)
+        return leaves, pull.totals
+
+
+class _Asked:
+    """A request to a trainer process, repeated while the trainer has no answer yet."""
+
+    def __init__(self, ask: Ask, process: int, request: Words, deadline: float, timeout: float):
+        self._ask, self.process, self._request = ask, process, request
+        self._deadline, self._timeout = deadline, timeout
+        self._reply: Reply = ask(process, request)
+
+    def result(self) -> Message:
+        """Waits for the reply until the deadline."""
+        name, asked = self._request["tree"], self._request
+        what = f"trainer process {self.process}: {asked['op']} of {name!r}"
+        while True:
+            left = self._deadline - time.monotonic()
+            message = self._reply.wait(max(left, _POLL_S), what)
+            reply = message.value
+            if "error" in reply:
+                raise ValueError(f"Trainer process {self.process} refuses to serve {name!r}: {reply['error']}")
+            if "rejoin" in reply:
+                raise _AgainError(f"trainer process {self.process} does not know this receiver any more")
+            if "gone" in reply:
+                raise VersionGoneError(
+                    f"Trainer process {self.process} holds versions {_words(reply['gone'])} of {name!r}, not "
+                    f"{asked['version']}: ask for a newer one, or hold more (grpo.max_staleness, ppo.max_staleness)."
+                )
+            if "wait" not in reply:
+                return message
+            if left <= 0:
+                raise TransferTimeoutError(
+                    f"Trainer process {self.process} did not offer version {asked.get('version', '0 or later')} of "
+                    f"{name!r} within {self._timeout:g} s; it holds {_words(reply['wait'])}."
+                )
+            time.sleep(_POLL_S)
+            self._reply = self._ask(self.process, self._request)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bucket:
+    """A bucket that is being pulled.
+
+    Attributes:
+      leaves: positions in the plan.
+      part: of the one leaf, None where leaves move whole.
+      asked: for every trainer process that has some of its boxes the request, and which: (leaf, number of the box).
+    """
+
+    leaves: Sequence[int]
+    part: int | None
+    asked: Sequence[tuple[_Asked, Sequence[tuple[int, int]]]]
+
+
+class _Pull:
+    """The transport of one version: `send` requests a bucket's boxes from trainer processes, `land` waits for them.
+
+    Attributes:
+      totals: the checksum of every leaf, from the first reply.
+    """
+
+    in_flight = 4  # as many replies are encrypted and sent side by side
+    overwrites = False
+
+    def __init__(self, joined: "_Joined", version: int, name: str, start: Callable[..., _Asked]):
+        self.plan, self.totals = joined.plan, []
+        self._joined, self._version, self._name, self._start = joined, version, name, start
+        self._numbers = {bucket.leaves: number for number, bucket in enumerate(self.plan.buckets)}
+
+    def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> _Bucket:
+        joined, asked = self._joined, []
+        which = {"version": self._version, "bucket": self._numbers[chosen], "part": part or 0}
+        for process, trainer in joined.trainers.items():
+            keys = [(i, int(k)) for i in chosen for k in joined.mine[process][i]]
+            if keys:
+                asked.append((self._start(process, "bucket", **trainer, **which), keys))
+        return _Bucket(chosen, part, asked)
+
+    def land(self, move: Move, sent: _Bucket) -> None:
+        """Waits for a bucket, copies its boxes to all devices that need them, and joins them."""
+        boxes: dict[tuple[int, int], Array] = {}
+        for request, keys in sent.asked:
+            message = request.result()
+            self._compare(request.process, message.value["totals"])
+            arrays = [self._box(i, piece) for (i, _), piece in zip(keys, message.bulk, strict=True)]
+            devices = [self._joined.arrival[i][k] for i, k in keys]
+            # A copy even on CPU: what borrows numpy's memory can be handed on to nobody who donates it.
+            boxes.update(zip(keys, jax.device_put(arrays, devices, may_alias=False), strict=True))
+        jax.block_until_ready(self._joined.joiner.join(self._joined.spread(sent.leaves, boxes), sent.part, move.out))
+
+    def _box(self, i: int, piece: memoryview) -> np.ndarray:
+        leaf = self.plan.leaves[i]
+        return np.frombuffer(piece, np.uint8).view(leaf.target_dtype).reshape(leaf.part_box)
+
+    def _compare(self, process: int, totals: Sequence[int]) -> None:
+        self.totals += [] if self.totals else totals
+        if self.totals != list(totals):
+            raise WeightMismatchError(
+                f"Trainer process {process} tells other checksums than the first for version {self._version} of "
+                f"{self._name!r}: all must offer the same versions in the same order."
+            )
+
+
+class _Joined:
+    """The plan agreed with the trainers, and each box's source and targets.
+
+    Attributes:
+      trainers: what each trainer process is told with every request, by process: its session, this receiver's number.
+      mine: for each trainer process and leaf the numbers of the boxes it offers.
+      arrival: for each leaf and box the device it is pulled to, the first of those that want it.
+    """
+
+    def __init__(
+        self,
+        replies: Mapping[int, Words],
+        source: Side,
+        target: Side,
+        devices: Sequence[Any],
+        shardings: Sequence[NamedSharding],
+    ):
+        first = replies[min(replies)]
+        self.versions: Sequence[int] = first["versions"]
+        self.trainers = {p: {"session": str(r["session"]), "receiver": int(r["receiver"])} for p, r in replies.items()}
+        self.plan = pull_plan(source, target, int(first["bucket_bytes"]))
+        self.joiner = Joiner(self.plan.leaves, devices, shardings)
+        self._devices = devices
+        positions = target.positions(jax.process_index())
+        self._reads = [Reads.of(leaf, positions) for leaf in self.plan.leaves]
+        self.mine = {p: [reads.of_process(source.owners, p) for reads in self._reads] for p in self.trainers}
+        self.arrival: list[list[Any]] = []
+        for reads in self._reads:
+            first_K = np.unique(reads.box_WM, return_index=True)[1]
+            self.arrival.append([devices[at // reads.box_WM.shape[1]] for at in first_K.tolist()])
+
+    def spread(self, leaves: Sequence[int], boxes: Mapping[tuple[int, int], Array]) -> Mapping[int, Slots]:
+        """Copies the boxes of some leaves to every local device that needs them, slot by slot."""
+        keys = [(i, w, m) for i in leaves for w, m in np.ndindex(self._reads[i].box_WM.shape)]
+        pieces = [boxes[i, int(self._reads[i].box_WM[w, m])] for i, w, m in keys]
+        away = [n for n, (i, w, m) in enumerate(keys) if self._arrival_of(i, w, m) is not self._devices[w]]
+        if away:
+            moved = jax.device_put([pieces[n] for n in away], [self._devices[keys[n][1]] for n in away])
+            for n, piece in zip(away, moved, strict=True):
+                pieces[n] = piece
+        slots: dict[int, list[dict[int, Array]]] = {
+            i: [{} for _ in range(self._reads[i].box_WM.shape[1])] for i in leaves
+        }
+        for (i, w, m), piece in zip(keys, pieces, strict=True):
+            slots[i][m][self._devices[w].id] = piece
+        return slots
+
+    def _arrival_of(self, i: int, w: int, m: int) -> Any:
+        return self.arrival[i][int(self._reads[i].box_WM[w, m])]
+
+
+def _words(versions: Sequence[int]) -> str:
+    return ", ".join(map(str, versions)) or "none"

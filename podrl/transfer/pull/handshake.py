@@ -1,0 +1,162 @@
+"""The messages by which two clusters agree on a pull: the layouts of both, and the boxes each process pulls.
+
+Device ids of two clusters mean nothing to each other, so both speak of positions in their meshes and of the process
+that owns each position. From the two descriptions either side makes the same plan.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from podrl.runtime.message import Message
+from podrl.transfer.plan import Layout, LeafPlan, Placed, Plan, make_plan, row_major
+from podrl.types import PyTree
+
+Words = Mapping[str, Any]  # of a request or a reply: what JSON holds
+
+
+class Reply(Protocol):
+    """The pending answer of a trainer process."""
+
+    def wait(self, deadline_s: float, what: str) -> Message:
+        """Waits for the answer; its bulk holds the boxes, if a bucket was requested.
+
+        Raises:
+          ChannelError, OSError: none within `deadline_s`; `what` is said of it. OSError: it may be asked again.
+        """
+        ...
+
+
+class Ask(Protocol):
+    """Asks a trainer process, several at once if needed; `PullServer.answer` replies.
+
+    The channel encrypts, and authenticates both ends.
+    """
+
+    def __call__(self, process: int, request: Words) -> Reply: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A tree on the mesh of one cluster, described for another cluster.
+
+    Attributes:
+      paths: place of every leaf in the tree.
+      shapes: global shapes.
+      dtypes: dtypes on the wire.
+      dims: for each leaf and dimension the mesh axes, by position, that cut it.
+      mesh_shape: sizes of the mesh axes.
+      owners: for each position of the mesh, row-major, the process of its device.
+    """
+
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    dims: tuple[tuple[tuple[int, ...], ...], ...]
+    mesh_shape: tuple[int, ...]
+    owners: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tree: PyTree, dtypes: Sequence[np.dtype]) -> "Side":
+        """Describes arrays or ShapeDtypeStructs placed by NamedSharding on one mesh.
+
+        Raises:
+          ValueError: leaves on several meshes, or none at all.
+        """
+        paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(tree)[0], strict=True)
+        meshes = {leaf.sharding.mesh for leaf in leaves}
+        if len(meshes) != 1:
+            raise ValueError(f"The tree lies on {len(meshes)} meshes: place all leaves of a role on its one mesh.")
+        layouts = [Layout.of(leaf.sharding, len(leaf.shape)) for leaf in leaves]
+        mesh = cast(Mesh, meshes.pop())
+        return cls(
+            paths=tuple(map(jax.tree_util.keystr, paths)),
+            shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+            dtypes=tuple(np.dtype(dtype).name for dtype in dtypes),
+            dims=tuple(layout.dims for layout in layouts),
+            mesh_shape=tuple(mesh.devices.shape),
+            owners=tuple(device.process_index for device in mesh.devices.flat),
+        )
+
+    def message(self) -> Words:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def read(cls, message: Words) -> "Side":
+        """Parses `message`; lists become tuples again."""
+        return cls(**{field.name: _tuples(message[field.name]) for field in dataclasses.fields(cls)})
+
+    @property
+    def processes(self) -> list[int]:
+        return sorted(set(self.owners))
+
+    def positions(self, process: int) -> list[int]:
+        """Returns the mesh positions of a process's devices."""
+        return [w for w, owner in enumerate(self.owners) if owner == process]
+
+    def layout(self, leaf: int, first_id: int) -> Layout:
+        ids = tuple(range(first_id, first_id + len(self.owners)))
+        return Layout(self.mesh_shape, ids, self.dims[leaf])
+
+
+def pull_plan(source: Side, target: Side, bucket_bytes: int) -> Plan:
+    """Makes the plan, the same on both sides: leaves numbered as in the trees, device ids are mesh positions.
+
+    Raises:
+      ValueError: the trees hold different leaves, or a leaf does not divide by its shards.
+    """
+    ours, theirs = (dict(zip(s.paths, zip(s.shapes, s.dtypes, strict=True), strict=True)) for s in (source, target))
+    for path in [*ours, *theirs]:
+        if ours.get(path) != theirs.get(path):
+            raise ValueError(
+                f"Leaf {path} is {_words(ours.get(path))} on the trainer and {_words(theirs.get(path))} on the rollout"
+                ": start both with the same model, lora and rollout.data_type."
+            )
+    if source.paths != target.paths:
+        raise ValueError(f"Leaves come in the order {source.paths} and {target.paths}: give both sides one tree.")
+    before = [
+        Placed(shape, jax.numpy.dtype(dtype), source.layout(i, 0))
+        for i, (shape, dtype) in enumerate(zip(source.shapes, source.dtypes, strict=True))
+    ]
+    after = [target.layout(i, len(source.owners)) for i in range(len(before))]
+    return make_plan(before, after, bucket_bytes=bucket_bytes, paths=source.paths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """The boxes of one leaf that one process pulls, each once, however many of its devices need it.
+
+    Attributes:
+      source_K: mesh position to read each box from.
+      slot_K: its slot there.
+      box_WM: for each device of the process and slot of its shard, which of the boxes goes there.
+    """
+
+    source_K: Int[np.ndarray, " K"]
+    slot_K: Int[np.ndarray, " K"]
+    box_WM: Int[np.ndarray, "W M"]
+
+    @classmethod
+    def of(cls, leaf: LeafPlan, positions: Sequence[int]) -> "Reads":
+        source_WM, slot_WM = leaf.source_WM[positions], leaf.slot_WM[positions]
+        block_W = row_major(leaf.source.blocks(), leaf.source.cuts)
+        box_WM = block_W[source_WM] * (int(leaf.slot_WM.max()) + 1) + slot_WM
+        _, first_K, place = np.unique(box_WM, return_index=True, return_inverse=True)
+        return cls(source_WM.ravel()[first_K], slot_WM.ravel()[first_K], place.reshape(box_WM.shape))
+
+    def of_process(self, owners: Sequence[int], process: int) -> Int[np.ndarray, " k"]:
+        """Selects the boxes that a source process has."""
+        return np.flatnonzero(np.asarray(owners)[self.source_K] == process)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _words(leaf: Any) -> str:
+    return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"

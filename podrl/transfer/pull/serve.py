@@ -1,0 +1,231 @@
+"""The trainer's side of the pull transport: keeps the last versions of the weights and serves them to rollouts.
+
+Offering a version does not wait for rollouts: the weights are copied in the rollout dtype, where they lie, and the
+trainer goes on. The boxes of a bucket go into the reply to who asked for it, so one that dies leaves nothing behind.
+"""
+
+import itertools
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from podrl.runtime.message import Message
+from podrl.transfer.boxes import Cutter
+from podrl.transfer.plan import default_bucket_bytes, target_dtype_of
+from podrl.transfer.pull.handshake import Reads, Side, Words, pull_plan
+from podrl.transfer.verify import Expected
+from podrl.types import PyTree
+
+_RECEIVERS_KEPT = 64
+
+
+class PullServer:
+    """Serves all trees of one trainer process, each as a `ServedTree`.
+
+    Call `answer` in the channel's thread, which brings the requests, and `ServedTree.offer` in the thread that trains.
+    """
+
+    def __init__(self, *, lease_s: float = 120.0):
+        """Serves nothing yet.
+
+        Args:
+          lease_s: how long a version somebody began to pull is kept without a sign of life.
+        """
+        self._session = secrets.token_hex(8)
+        self._lease_s = lease_s
+        self._trees: dict[str, ServedTree] = {}
+
+    def serve(self, name: str, source: PyTree, **options: Any) -> "ServedTree":
+        """Serves a tree under a name; options are those of `ServedTree`."""
+        assert name not in self._trees, name
+        self._trees[name] = ServedTree(source, lease_s=self._lease_s, **options)
+        return self._trees[name]
+
+    def answer(self, request: Message) -> Message:
+        """Answers a request of a `PullReceiver`; an invalid one gets {'error': why}."""
+        reply = self._answer(request.value)
+        return reply if isinstance(reply, Message) else Message(reply)
+
+    def _answer(self, request: Words) -> Message | Words:
+        try:
+            # A receiver may ask before the trainer serves anything.
+            if (tree := self._trees.get(str(request["tree"]))) is None:
+                return {"wait": []}
+            if request["op"] == "join":
+                reply = tree.join(Side.read(request["target"]), int(request["process"]))
+                return {"session": self._session, **reply}
+            if request["session"] != self._session:
+                return {"rejoin": True}
+            receiver = int(request["receiver"])
+            if request["op"] == "end":
+                return tree.end(receiver)
+            return tree.bucket(receiver, int(request["version"]), int(request["bucket"]), int(request["part"]))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+class _Held:
+    """One version: its leaves, their checksums, and each receiver's deadline for pulling it."""
+
+    def __init__(self, leaves: Sequence[Array], totals: list[int]):
+        self.leaves, self.totals = leaves, totals
+        self.leases: dict[int, float] = {}
+
+
+class _Receiver:
+    """A process that pulls: the plan for its layout, and the boxes of every leaf it needs from this process."""
+
+    def __init__(self, source: Side, target: Side, process: int, mesh: Mesh, bucket_bytes: int):
+        self.target, self.process = target, process
+        here = jax.process_index()
+        local = [device for device in mesh.devices.flat if device.process_index == here]
+        self.plan = pull_plan(source, target, bucket_bytes)
+        self.cutter = Cutter(self.plan.leaves, local)
+        ids = [device.id for device in mesh.devices.flat]
+        positions = target.positions(process)
+        self.wanted: list[list[tuple[int, int]]] = []
+        for leaf in self.plan.leaves:
+            reads = Reads.of(leaf, positions)
+            mine_k = reads.of_process(source.owners, here)
+            rows = zip(reads.slot_K[mine_k].tolist(), reads.source_K[mine_k].tolist(), strict=True)
+            self.wanted.append([(slot, ids[position]) for slot, position in rows])
+
+
+class ServedTree:
+    """Serves one tree to rollout processes; every trainer process offers the same versions in the same order."""
+
+    def __init__(
+        self,
+        source: PyTree,
+        *,
+        target_dtype: Any = None,
+        keep: int = 1,
+        bucket_bytes: int | None = None,
+        lease_s: float = 120.0,
+    ):
+        """Args:
+          source: the parameters, or ShapeDtypeStructs with their shardings; all on one mesh.
+          target_dtype: what floating-point leaves are cast to before they move; None keeps theirs.
+          keep: versions held for receivers that are late, 1 + max_staleness for exact overlap. Each costs the
+            tree's size in the target dtype, spread over the trainer mesh.
+          bucket_bytes: bound on the bytes a device stages at once; by default by platform.
+          lease_s: as in `PullServer`.
+
+        Raises:
+          ValueError: leaves on several meshes.
+        """
+        self._keep, self._lease_s = keep, lease_s
+        flat, treedef = jax.tree_util.tree_flatten_with_path(source)
+        leaves = [leaf for _, leaf in flat]
+        shapes, shardings = [tuple(leaf.shape) for leaf in leaves], [leaf.sharding for leaf in leaves]
+        after = [target_dtype_of(leaf.dtype, target_dtype) for leaf in leaves]
+        paths = [jax.tree_util.keystr(path) for path, _ in flat]
+        before = [leaf.dtype for leaf in leaves]
+        self._source = Expected(treedef, paths, shapes, before, shardings, summed_as=after, side="source")
+        self._lock = threading.Lock()
+        self._versions: OrderedDict[int, _Held] = OrderedDict()
+        self._receivers: OrderedDict[int, _Receiver] = OrderedDict()
+        self._numbers = itertools.count()
+        if not leaves:
+            return
+        self._mesh = cast(Mesh, shardings[0].mesh)
+        self._side = Side.of(source, after)
+        self._bucket_bytes = bucket_bytes or default_bucket_bytes(shardings)
+        self._copy: Callable[[Sequence[Array]], Sequence[Array]] = jax.jit(
+            lambda leaves: [jnp.copy(x).astype(dtype) for x, dtype in zip(leaves, after, strict=True)],
+            out_shardings=shardings,
+        )
+
+    def offer(self, params: PyTree, version: int, *, donate: bool = False, lasting: bool = False) -> None:
+        """Keeps a version of the parameters for receivers to pull.
+
+        Args:
+          params: placed as planned. They survive unless donated.
+          version: the training step that made them, the same on every process.
+          donate: the parameters are given up, each leaf deleted once it has been copied.
+          lasting: the caller never changes nor donates these arrays (a frozen base): they are served where they are,
+            and cast as they are cut.
+
+        Raises:
+          ValueError: the parameters are not those the tree was described by.
+          WeightMismatchError: replicas of a leaf differ.
+        """
+        leaves = self._source.check(params, "Parameters")
+        if leaves:
+            totals = self._source.totals(self._source.sums(leaves), version)
+            held = _Held(leaves if lasting else self._copy(leaves), totals)
+            with self._lock:
+                self._versions[version] = held
+                self._versions.move_to_end(version)
+                self._trim()
+            if donate and not lasting:
+                jax.tree.map(lambda x: x.delete(), leaves)
+
+    def join(self, target: Side, process: int) -> dict[str, Any]:
+        """Answers a receiver with the other side of the plan; 'receiver' is its number from now on."""
+        with self._lock:
+            same = (r for r in self._receivers.values() if (r.target, r.process) == (target, process))
+            receiver = next(same, None) or _Receiver(self._side, target, process, self._mesh, self._bucket_bytes)
+            number = next(self._numbers)
+            self._receivers[number] = receiver
+            if len(self._receivers) > _RECEIVERS_KEPT:
+                self._receivers.popitem(last=False)
+            return {
+                "receiver": number,
+                "source": self._side.message(),
+                "bucket_bytes": self._bucket_bytes,
+                "versions": list(self._versions),
+            }
+
+    def bucket(self, number: int, version: int, bucket: int, part: int) -> Message | Words:
+        """Answers with one bucket of a version, its boxes as bulk, and the checksums of all leaves.
+
+        Instead: 'rejoin' if the receiver is unknown, 'wait' if the version is not there yet, 'gone' if it no longer is.
+        """
+        with self._lock:
+            if (receiver := self._receivers.get(number)) is None:
+                return {"rejoin": True}
+            self._receivers.move_to_end(number)
+            if (held := self._versions.get(version)) is None:
+                known = list(self._versions)
+                return {"gone": known} if known and version < max(known) else {"wait": known}
+            held.leases[number] = time.monotonic() + self._lease_s
+            chosen = receiver.plan.buckets[bucket]
+            boxes = receiver.cutter.cut(held.leaves, chosen.leaves, part if chosen.parts > 1 else None)
+            arrays = [boxes[i][slot][device] for i in chosen.leaves for slot, device in receiver.wanted[i]]
+        with jax.transfer_guard_device_to_host("allow"):
+            on_host = jax.device_get(arrays)
+        return Message({"totals": held.totals}, bulk=[as_bytes(array) for array in on_host])
+
+    def end(self, number: int) -> dict[str, Any]:
+        """Ends a receiver's claim on the versions it has pulled."""
+        with self._lock:
+            for held in self._versions.values():
+                held.leases.pop(number, None)
+            self._trim()
+        return {}
+
+    @property
+    def versions(self) -> list[int]:
+        """Lists versions that can be pulled."""
+        return list(self._versions)
+
+    def _trim(self) -> None:
+        now = time.monotonic()
+        for version in list(self._versions)[: -self._keep]:
+            if all(until < now for until in self._versions[version].leases.values()):
+                del self._versions[version]
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """Views an array's memory as bytes, whatever its dtype."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

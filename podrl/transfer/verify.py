@@ -1,0 +1,202 @@
+"""Checksums of sharded leaves, the record of sent versions, and the refusal of weights that differ.
+
+The checksum of a leaf is that of podrl/runtime/bits.py. A device sums its own shard; no values cross devices. Every
+replica is summed, so that a bad copy is found.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, UInt32
+
+from podrl.runtime import bits
+from podrl.transfer.plan import Layout
+from podrl.types import Policy, PyTree
+
+VERSIONS_KEPT = 8
+# l counts leaves, W devices of the mesh.
+Sums = UInt32[Array, "W l"]
+
+
+class WeightMismatchError(RuntimeError):
+    """Weights on the rollout mesh differ from those published; no rollout may use them."""
+
+
+class Expected:
+    """The leaves that one side of a transfer must hold, and their checksums.
+
+    Attributes:
+      shardings: of every leaf.
+      paths: its place in the tree, for messages.
+    """
+
+    def __init__(
+        self,
+        treedef: Any,
+        paths: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[np.dtype],
+        shardings: Sequence[NamedSharding],
+        *,
+        summed_as: Sequence[np.dtype],
+        side: str,
+    ):
+        """Takes the dtypes leaves are cast to for their checksums, and the side's name for messages.
+
+        Raises:
+          ValueError: the leaves lie on several meshes.
+        """
+        self._treedef, self.paths, self._shapes, self._dtypes = treedef, paths, shapes, dtypes
+        self.shardings = shardings
+        meshes = {s.mesh for s in shardings}
+        if len(meshes) > 1:
+            raise ValueError(
+                f"The {side} tree lies on {len(meshes)} meshes: place all leaves of a role on its one mesh."
+            )
+        self._layouts = [Layout.of(s, len(shape)) for s, shape in zip(shardings, shapes, strict=True)]
+        self._program: Any = lambda leaves: np.zeros((1, 0), np.uint32)
+        if meshes:
+            self._program = checksum_program(shapes, summed_as, shardings, cast(Mesh, meshes.pop()))
+
+    def check(self, tree: PyTree, what: str) -> list[Array]:
+        """Checks a tree's structure, shapes and dtypes; returns its leaves.
+
+        Raises:
+          ValueError: another structure, shape, dtype or place.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        if treedef != self._treedef:
+            raise ValueError(f"{what} have the structure {treedef}, the plan was made for {self._treedef}.")
+        rows = zip(leaves, self.paths, self._shapes, self._dtypes, self.shardings, strict=True)
+        for leaf, path, shape, dtype, sharding in rows:
+            same_place = leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            if leaf.shape != shape or leaf.dtype != dtype or not same_place:
+                raise ValueError(
+                    f"{what}: leaf {path} is {leaf.dtype}{list(leaf.shape)} on {leaf.sharding}, planned was "
+                    f"{dtype}{list(shape)} on {sharding}; make a new Publisher for another layout."
+                )
+        return leaves
+
+    def tree(self, leaves: Sequence[Array]) -> PyTree:
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def sums(self, leaves: Sequence[Array]) -> Any:
+        """Sums the leaves on every device, the same result on all; all processes of the mesh must call it."""
+        return self._program(leaves)
+
+    def fold(self, sums_Wl: Any) -> tuple[list[int], list[int]]:
+        """Reads (checksum of every leaf, leaves whose replicas differ)."""
+        return fold(read(sums_Wl), self._layouts)
+
+    def totals(self, sums_Wl: Any, version: int) -> list[int]:
+        """Sums every leaf about to be sent.
+
+        Raises:
+          WeightMismatchError: replicas of a leaf differ.
+        """
+        totals, torn = self.fold(sums_Wl)
+        if torn:
+            raise WeightMismatchError(
+                f"Version {version} cannot be published: replicas of {self.names(torn)} differ on the trainer mesh; "
+                "the last update was not the same on all devices. Resume from the last checkpoint."
+            )
+        return totals
+
+    def names(self, indices: Sequence[int]) -> str:
+        return ", ".join(self.paths[i] for i in indices)
+
+
+class Ledger:
+    """Keeps the checksums of the last versions sent, and compares arrived weights with them."""
+
+    def __init__(self, target: Expected):
+        self._target = target
+        self._published: OrderedDict[int, list[int]] = OrderedDict()
+
+    def enter(self, version: int, totals: list[int]) -> None:
+        """Records the checksums of a version; forgets old versions."""
+        self._published[version] = totals
+        self._published.move_to_end(version)
+        while len(self._published) > VERSIONS_KEPT:
+            self._published.popitem(last=False)
+
+    def verify(self, policy: Policy) -> None:
+        """Compares a policy's weights with those published under its version.
+
+        Raises:
+          WeightMismatchError: another version, or leaves that differ, by name.
+        """
+        if policy.version not in self._published:
+            kept = ", ".join(map(str, self._published)) or "none"
+            raise WeightMismatchError(
+                f"Policy carries version {policy.version}, published versions are {kept}: roll out with a policy that "
+                "publish() returned."
+            )
+        leaves = self._target.check(policy.params, "Weights")
+        totals, torn = self._target.fold(self._target.sums(leaves))
+        sent = self._published[policy.version]
+        bad = sorted({i for i, total in enumerate(totals) if total != sent[i]} | set(torn))
+        if bad:
+            raise WeightMismatchError(
+                f"Version {policy.version} arrived changed on the rollout mesh: checksums differ for "
+                f"{self._target.names(bad)}. Publish it again; if it recurs, check the devices and links of both."
+            )
+
+
+def read(values: Any) -> np.ndarray:
+    """Reads checksums or a version to the host: the only values of a publish that are read there."""
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(values)
+
+
+def checksum_program(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype], shardings: Sequence[NamedSharding], mesh: Mesh
+) -> Callable[[Sequence[Array]], Sums]:
+    """Compiles a program that sums every leaf on every device of `mesh`; leaves are cast to `dtypes` first.
+
+    Returns:
+      leaves -> one row per device in mesh order, one column per leaf, the same on all devices.
+    """
+    specs = [s.spec for s in shardings]
+    layouts = [Layout.of(s, len(shape)) for s, shape in zip(shardings, shapes, strict=True)]
+
+    def local(shards: Sequence[Array]) -> Array:
+        index = [jax.lax.axis_index(name) for name in mesh.axis_names]
+        sums = [
+            bits.shard_sum(shard.astype(dtype), _starts(layout, shard.shape, index))
+            for shard, dtype, layout in zip(shards, dtypes, layouts, strict=True)
+        ]
+        return jnp.stack(sums)[None] if sums else jnp.zeros((1, 0), jnp.uint32)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=Spec(mesh.axis_names), check_vma=False)
+    return jax.jit(mapped, out_shardings=NamedSharding(mesh, Spec()))
+
+
+def fold(sums_Wl: UInt32[np.ndarray, "W l"], layouts: Sequence[Layout]) -> tuple[list[int], list[int]]:
+    """Combines device sums: (checksum of every leaf, leaves whose replicas differ from each other)."""
+    totals: list[int] = []
+    torn: list[int] = []
+    for i, layout in enumerate(layouts):
+        by_block: dict[tuple[int, ...], int] = {}
+        for block, value in zip(map(tuple, layout.blocks().tolist()), sums_Wl[:, i].tolist(), strict=True):
+            if by_block.setdefault(block, value) != value and i not in torn:
+                torn.append(i)
+        totals.append(sum(by_block.values()) % 2**32)
+    return totals, torn
+
+
+def _starts(layout: Layout, shape: Sequence[int], index: Sequence[Array]) -> list[Any]:
+    """Returns where the shard of the device at mesh position `index` begins in the whole leaf."""
+    starts: list[Any] = []
+    for axes, size in zip(layout.dims, shape, strict=True):
+        block: Any = 0
+        for axis in axes:
+            block = block * layout.mesh_shape[axis] + index[axis]
+        starts.append(block * size)
+    return starts

@@ -1,0 +1,235 @@
+"""Kills whole training runs, resumes them by the same command, and compares the results with undisturbed runs.
+
+    python tests/adversity/kills.py --kills=100 --seed=1
+
+A life of a run ends by SIGKILL either just before a chosen change to its files (every open for writing, rename, mkdir
+and remove in the run directory is such a moment), or at a random time after its first change; of a pod, a random
+process or the launcher dies. After its lives a run is started once more and must end, with exit code 0, with bitwise
+the metrics, samples, weights and optimizer of a run that nothing happened to.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # as a command by hand
+
+from processes import SMALL, environment, same_end, trained_steps
+
+STEPS = 4
+DEADLINE_S = 300.0
+KILLER = pathlib.Path(__file__).resolve().parent / "killer"
+_JOB = (f"--config.trainer.max_steps={STEPS}", "--config.checkpoint.every=1", "--config.eval.problems=0")
+# A start costs less with fewer devices, and where the longest prompt need not be looked for.
+_SAMPLED = (*SMALL, *_JOB, "--config.fake_devices=4", "--config.rollout.max_prompt_length=64")
+_STALE = "--config.grpo.max_staleness=1"
+_ADAPTERS = ("--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3")
+_PAIRS = ("--config=dpo_tiny.py", "--config.model.path=tiny", "--config.dpo.batch_size=8")
+# A tool whose answers are recorded; little is drawn, and nothing saved before the end.
+_TOOLS = (
+    *("--config=grpo_tools.py", f"--config.env.tools=('{pathlib.Path(__file__).with_name('chance.py')}:calculator',)"),
+    *("--config.rollout.prompts_per_step=8", "--config.log.samples_every=1", "--config.log.tensorboard=False"),
+    *(*_JOB, "--config.checkpoint.every=0"),
+)
+VARIANTS = {
+    "single": _SAMPLED,
+    "lora, stale": (*_SAMPLED, *_ADAPTERS, _STALE),
+    "ppo": (*(flag.replace("config.grpo.", "config.ppo.") for flag in _SAMPLED), "--config.algorithm=ppo"),
+    "dpo": (*_PAIRS, *_JOB, "--config.log.tensorboard=False"),
+    "shared": (*_SAMPLED, "--local_processes=2"),
+    "split": (*_SAMPLED, "--local_processes=2", "--topology=split"),
+    "split, stale": (*_SAMPLED, "--local_processes=2", "--topology=split", _STALE),
+    "tools": _TOOLS,
+    "tools, split": (*_TOOLS, "--local_processes=2", "--topology=split"),
+}
+
+
+@dataclasses.dataclass
+class Whole:
+    """An undisturbed run: its directory, its file changes, and seconds from the first of them to the end."""
+
+    workdir: pathlib.Path
+    changes: int
+    seconds: float
+
+
+class Life:
+    """One start of a run; `at` kills the process that makes the at-th change to the run directory, or one to a path."""
+
+    def __init__(self, variant: str, workdir: pathlib.Path, *, at: int | str = 0):
+        workdir.parent.mkdir(parents=True, exist_ok=True)
+        if not (workdir.parent / "world").exists():
+            (workdir.parent / "world").write_text("first")
+        self._log = workdir.parent / f"changes-{uuid.uuid4().hex}"
+        self._out = workdir.parent / "output.txt"
+        self._tag = uuid.uuid4().hex
+        command = [sys.executable, "-m", "podrl.launch", *VARIANTS[variant], f"--workdir={workdir}"]
+        paths = f"{KILLER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+        more = {"PODRL_KILL_WATCH": str(workdir), "PODRL_KILL_LOG": str(self._log), "PODRL_KILL_AT": str(at)}
+        env = environment(PYTHONPATH=paths, PODRL_KILL_TAG=self._tag, **more)
+        self._started = time.monotonic()
+        with self._out.open("w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=workdir.parent)
+
+    def changes(self) -> list[str]:
+        """Lists the changes so far, as 'pid number event path'."""
+        return self._log.read_text().split("\n")[:-1] if self._log.exists() else []
+
+    def first_change(self) -> bool:
+        """Waits for the first change; False if the run ended without any."""
+        while not self._log.exists():
+            if self.process.poll() is not None:
+                return False
+            self._check_time()
+            time.sleep(0.005)
+        return True
+
+    def processes(self) -> list[int]:
+        """Lists ids of all live processes of this life that run podrl.launch, a pod's launcher first."""
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                mine = f"PODRL_KILL_TAG={self._tag}".encode() in pathlib.Path(f"/proc/{name}/environ").read_bytes()
+                if mine and b"podrl.launch" in pathlib.Path(f"/proc/{name}/cmdline").read_bytes():
+                    found.append(int(name))
+        return sorted(found, key=lambda pid: (pid != self.process.pid, pid))
+
+    def end(self) -> int:
+        """Waits for the command's end and for all processes it started; returns its exit code."""
+        while self.process.poll() is None:
+            self._check_time()
+            time.sleep(0.02)
+        while self._left():
+            self._check_time()
+            time.sleep(0.02)
+        return self.process.returncode
+
+    def output(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    def _left(self) -> list[str]:
+        left = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if f"PODRL_KILL_TAG={self._tag}".encode() in pathlib.Path(f"/proc/{name}/environ").read_bytes():
+                    left.append(name)
+        return left
+
+    def _check_time(self) -> None:
+        if time.monotonic() - self._started > DEADLINE_S:
+            for pid in map(int, self._left()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"A run did not end within {DEADLINE_S} s after its start or kill:\n{self.output()}")
+
+
+def undisturbed(variant: str, folder: pathlib.Path) -> Whole:
+    """Runs a variant from start to end."""
+    life = Life(variant, folder / "run")
+    assert life.first_change(), life.output()
+    started = time.monotonic()
+    assert life.end() == 0, life.output()
+    assert trained_steps(folder / "run") == list(range(1, STEPS + 1))
+    return Whole(folder / "run", len(life.changes()), time.monotonic() - started)
+
+
+def disturbed(variant: str, folder: pathlib.Path, whole: Whole, lives: int, rng: random.Random) -> list[str]:
+    """Runs a variant, killed up to `lives` times, and asserts that it ends as `whole`; returns the kills in words.
+
+    A life that reached the run's end before its moment came is no kill; the run is compared then all the same.
+    """
+    kills: list[str] = []
+    for _ in range(lives):
+        # Early in a life: what is left of a run becomes less with every checkpoint.
+        kill = _killed_at_a_change if rng.random() < 0.5 else _killed_at_a_time
+        life, moment = kill(variant, folder / "run", whole, rng)
+        if moment:
+            kills.append(moment)
+        # -9 is the kill itself; a pod says 42, or goes on where a rollout host of a split pod died.
+        assert life.process.returncode in (-signal.SIGKILL, 42, 0), f"{variant}, killed {kills}:\n{life.output()}"
+        if life.process.returncode == 0:
+            break
+    last = Life(variant, folder / "run")
+    assert last.end() == 0, f"{variant}, killed {kills}:\n{last.output()}"
+    try:
+        same_end(folder / "run", whole.workdir)
+        assert trained_steps(folder / "run") == list(range(1, STEPS + 1))
+    except AssertionError as different:
+        raise AssertionError(f"{variant}, killed {kills}: {different}") from None
+    return kills
+
+
+def _killed_at_a_change(variant: str, workdir: pathlib.Path, whole: Whole, rng: random.Random) -> tuple[Life, str]:
+    at = rng.randint(1, max(whole.changes // 2, 1))
+    life = Life(variant, workdir, at=at)
+    life.end()
+    # Of a pod the leader alone writes the run directory, so the numbers are one process's.
+    done = [line.split(maxsplit=3) for line in life.changes()]
+    last = next((change for change in done if int(change[1]) == at), None)
+    return life, f"before change {at} ({' '.join(last[2:])})" if last else ""
+
+
+def _killed_at_a_time(variant: str, workdir: pathlib.Path, whole: Whole, rng: random.Random) -> tuple[Life, str]:
+    life, moment = Life(variant, workdir), ""
+    if life.first_change():
+        seconds = rng.uniform(0, 0.7 * whole.seconds)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            life.process.wait(seconds)
+        if victims := life.processes():
+            victim = rng.choice(victims)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+                moment = f"{seconds:.1f} s after the first change ({_which(victims.index(victim), len(victims))})"
+    life.end()
+    return life, moment
+
+
+def _which(index: int, count: int) -> str:
+    if count == 1:
+        return "the process"
+    return "the launcher" if index == 0 else f"process {index} of {count - 1}"
+
+
+def main() -> int:
+    """Kills runs until there were enough, and reports them; an AssertionError at the first difference."""
+    say = functools.partial(print, flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--lives", type=int, default=5, help="kills of one run at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variants", default=",".join(name.replace(", ", "+") for name in VARIANTS))
+    options = parser.parse_args()
+    names = [name.replace("+", ", ") for name in options.variants.split(",")]
+    rng, kills, runs = random.Random(options.seed), 0, 0
+    counts: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory(prefix="podrl-kills-") as top:
+        folder = pathlib.Path(top)
+        wholes: dict[str, Whole] = {}
+        while kills < options.kills:
+            name = names[runs % len(names)]
+            if name not in wholes:
+                wholes[name] = undisturbed(name, folder / f"whole-{len(wholes)}")
+            lives = min(options.lives, options.kills - kills)
+            moments = disturbed(name, folder / f"run-{runs}", wholes[name], lives, rng)
+            shutil.rmtree(folder / f"run-{runs}")
+            kills, runs = kills + len(moments), runs + 1
+            counts[name] += len(moments)
+            say(f"{name}: the same end after {len(moments)} kills: {'; '.join(moments)}")
+    say(f"{kills} kills of {runs} runs, every end bitwise that of an undisturbed run: {dict(counts)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

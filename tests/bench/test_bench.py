@@ -1,0 +1,102 @@
+"""The benchmarks run and count right, at sizes that take seconds; no test measures time."""
+
+import importlib.util
+import json
+import os
+
+import numpy as np
+import pytest
+
+from podrl.bench import __main__ as bench
+from podrl.bench import decode as bench_decode
+from podrl.plan import chips
+
+TINY = (
+    "--layers=1 --dim=16 --ffn=16 --heads=2 --kv_heads=1 --head_dim=8 --vocab=16 --mesh=data=1 --prompts=3 --group=2 "
+    "--prompt_len=3:9 --max_new=10 --lanes=4 --page_tokens=8 --prefill_tokens=8 --repeats=1"
+)
+
+
+def test_rollout(capsys):
+    assert bench.main(["podrl.bench", "rollout", *TINY.split(), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert 6 <= figures["tokens"] <= 60
+    assert figures["tok_s"] == pytest.approx(figures["tokens"] / figures["seconds"])
+    assert figures["compiles"] == 0 and figures["spills"] == 0
+    assert 0 < figures["lane_utilisation"] <= 1 and figures["peak_bytes"] > 0
+    assert figures["decode_steps"] <= 8 * figures["dispatches"]
+    # Each prompt is prefilled once, all but its last token.
+    lengths = np.random.default_rng(0)
+    lengths.integers(2, 16, (3, 9))
+    assert figures["prefill_tokens"] == (lengths.integers(3, 10, 3) - 1).sum()
+
+
+def test_tools(capsys):
+    options = "--calls=2 --given=5 --max_new=9 --delay_ms=20 --prompt_len=9"
+    assert bench.main(["podrl.bench", "tools", *TINY.split(), *options.split(), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["calls"] == 12 and figures["given_tokens"] == 60
+    assert 18 <= figures["tokens"] <= 54, "three turns of each of six samples"
+    assert figures["prefill_per_given"] >= 1 and 0 < figures["lane_utilisation"] <= 1
+    assert figures["of_plain"] > 0 and figures["compiles"] == 0
+
+
+def test_step(capsys):
+    options = (
+        "--layers=1 --dim=16 --ffn=16 --heads=2 --kv_heads=1 --head_dim=8 --vocab=16 --src=data=1 --prompts=3 "
+        "--group=2 --prompt_len=3:9 --completion_len=1:10 --steps=2"
+    )
+    assert bench.main(["podrl.bench", "step", *options.split(), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert 0 < figures["completion_tokens_per_second"] < figures["tokens_per_second"]
+    assert figures["seconds"] > 0 and figures["logprob_seconds"] > 0 and figures["cpu_seconds"] > 0
+    assert 0 <= figures["padding_share"] < 1
+    assert figures["mfu"] > 0 and figures["matmul_flops"] > 0 and figures["peak_bytes"] > 0
+    assert figures["compiles"] == 0
+
+
+def test_an_unknown_benchmark_and_a_bad_mesh_are_named(capsys):
+    assert bench.main(["podrl.bench", "rolout"]) == 1
+    assert "rollout" in capsys.readouterr().err
+    assert bench.main(["podrl.bench", "rollout", "--mesh=data=999"]) == 1
+    assert "--mesh" in capsys.readouterr().err
+
+
+def test_the_reads_that_decode_counts(tiny_engine):
+    reads, tokens = bench_decode._filled(tiny_engine, 9, 12, 2)
+    # 4 lanes in groups of 2: 8 prompt tokens are a page a group, 12 sampled ones two pages a lane.
+    assert tokens == 2 * 8 + 4 * 12
+    np.testing.assert_array_equal(reads.total_2, [2, 8])
+    np.testing.assert_array_equal(reads.longest_2, [1, 2])
+    assert reads.own_count_O[:2].tolist() == [8, 4] and reads.own_start_O[:2].tolist() == [8, 16]
+
+
+@pytest.fixture
+def tiny_engine():
+    import jax
+
+    from podrl.mesh.build import make_mesh
+    from podrl.models.config import gemma2_config
+    from podrl.rollout.config import RolloutConfig
+    from podrl.rollout.engine import Engine
+    from podrl.rollout.sizes import engine_shape
+
+    model = gemma2_config(
+        vocab_size=16, num_layers=1, model_dim=16, ffn_dim=16, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    config = RolloutConfig(lanes=4, max_prompt_length=9, max_tokens_to_generate=20, page_tokens=8, prefill_tokens=8)
+    return Engine(model, make_mesh("data=1", jax.devices()[:1]), engine_shape(config, 1), np.dtype("float32"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
+def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
+    env = dict(os.environ)
+    chips.prepare(env)
+    for name, value in env.items():  # what the command would set is taken back after the test
+        monkeypatch.setenv(name, value)
+    figures = bench_decode.run(["--lanes=256", "--prompt_len=512", "--max_new=1536"])
+    assert figures["fits"] and figures["peak_bytes"] < 16 * 2**30
+    assert [step["sampled"] for step in figures["steps"]] == [0, 384, 768, 1152, 1528]
+    for step in figures["steps"]:
+        assert 1 <= step["ratio"] <= 1.25, step

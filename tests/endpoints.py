@@ -1,0 +1,25 @@
+"""Joins the processes of a job as endpoints of this one."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from podrl.runtime.local_pod import free_ports
+from podrl.runtime.pod import Pod, Seat
+from podrl.runtime.roles import Hosts
+
+
+@contextlib.contextmanager
+def joined(hosts: Hosts) -> Iterator[list[Pod]]:
+    """Yields one Pod per process, all joined; closes their channels at the end, the leader's last."""
+    (port,) = free_ports(1)
+    count = len(hosts.trainer) + len(hosts.rollout)
+    pods = [Pod(Seat(process, hosts, f"127.0.0.1:{port}", "s"), host="127.0.0.1") for process in range(count)]
+    joining = [threading.Thread(target=pod.join, args=(60, lambda reached, waited_s: "")) for pod in pods]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join(60)
+    yield pods
+    for pod in reversed(pods):
+        pod.channel.close()

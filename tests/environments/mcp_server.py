@@ -1,0 +1,69 @@
+"""An MCP server with DR-Tulu's tools and faults, for tests: `mcp_server.py stdio`, `mcp_server.py sse PORT`."""
+
+import asyncio
+import os
+import sys
+
+KIND = sys.argv[1]
+address = {} if KIND == "stdio" else {"host": "127.0.0.1", "port": int(sys.argv[2])}
+try:
+    from mcp.server.mcpserver import MCPServer
+except ImportError:  # mcp 1.x, where the address is a setting of the server
+    from mcp.server.fastmcp import FastMCP
+
+    server, address = FastMCP("tests", **address), {}
+else:
+    server = MCPServer("tests")
+
+
+@server.tool()
+async def semantic_scholar_snippet_search(query: str, limit: int = 2) -> dict:
+    """Snippets of papers."""
+    return {"data": [{"snippet": {"text": f"{query} {i}"}, "paper": {"title": f"T{i}"}} for i in range(limit)]}
+
+
+@server.tool()
+async def crawl4ai_fetch_webpage_content(url: str) -> dict:
+    """A page."""
+    return {"success": True, "url": url, "markdown": f"# {url}"}
+
+
+@server.tool()
+async def add(query: str) -> str:
+    """A sum."""
+    if query == "boom":
+        raise RuntimeError("index is down")
+    return str(sum(int(number) for number in query.split("+")))
+
+
+@server.tool()
+async def slow(query: str) -> str:
+    """Waits so many seconds."""
+    await asyncio.sleep(float(query))
+    return f"waited {query}"
+
+
+@server.tool()
+async def dies_once(query: str) -> str:
+    """Ends the server, unless the file is there."""
+    if os.path.exists(query):
+        return f"alive {os.getpid()}"
+    with open(query, "w"):
+        pass
+    os._exit(1)
+
+
+@server.tool()
+async def dies(query: str) -> str:
+    """Ends the server."""
+    os._exit(1)
+
+
+@server.tool()
+async def pid(query: str) -> str:
+    """The server's process."""
+    return f"{os.getpid()} {os.environ.get(query)}"
+
+
+if __name__ == "__main__":
+    server.run(KIND, **address)

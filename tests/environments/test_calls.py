@@ -1,0 +1,177 @@
+"""Calls as models write them, outputs as they read them, and the cut of what is too long."""
+
+import html
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from podrl.environments import calls, dr_tulu
+from podrl.environments.calls import QUERY, Output, format_of
+
+FORMS = {"call_tool": ("call_tool", ["</call_tool>", "</call>"]), "tool": ("tool", ["</tool>"])}
+WORDS = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<\r"), max_size=20)
+NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: name != "name")
+
+
+@given(
+    form=st.sampled_from(sorted(FORMS)),
+    attributes=st.dictionaries(NAMES, WORDS, max_size=4),
+    tool=NAMES,
+    query=WORDS,
+    before=WORDS,
+    data=st.data(),
+)
+def test_attributes_are_read_in_any_order_and_quote(form, attributes, tool, query, before, data):
+    tag, closings = FORMS[form]
+    pairs = data.draw(st.permutations([*attributes.items(), ("name", tool)]))
+    opening = ""
+    for name, value in pairs:
+        quote = data.draw(st.sampled_from("\"'"))
+        opening += f" {name} = {quote}{html.escape(value)}{quote}"
+    stop = data.draw(st.sampled_from(closings))
+    (call,) = format_of(form, [tool]).calls(f"{before}<{tag}{opening}>{query}{stop}", stop)
+    assert (call.name, call.problem) == (tool, "")
+    assert call.arguments == {**attributes, QUERY: query.strip()}
+
+
+@given(form=st.sampled_from(["call_tool", "tool", "legacy", "hermes", "json"]), text=st.text(max_size=60))
+def test_any_text_is_read_or_refused(form, text):
+    parser = format_of(form, ["t"])
+    for stop in [*parser.stop, "eos", "length"]:
+        for call in parser.calls(text + (stop if stop in parser.stop else ""), stop):
+            assert call.problem or call.name
+
+
+def test_names_of_dr_tulu():
+    assert format_of("v20250824", []).stop == ("</call_tool>", "</call>")
+    assert format_of("unified", []).stop == ("</tool>",)
+    legacy = format_of("legacy", ["google_search", "browse_webpage"])
+    assert legacy.stop == ("</google_search>", "</browse_webpage>")
+    (call,) = legacy.calls("I look: <google_search> jax </google_search>", "</google_search>")
+    assert (call.name, call.arguments) == ("google_search", {QUERY: "jax"})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no opening</call_tool>", "No tool call can be read"),
+        ("<call_tool>query</call_tool>", "names no tool"),
+        ('<call_tool name="t" x=>q</call_tool>', "No tool call can be read"),
+    ],
+)
+def test_what_cannot_be_read_is_said(text, said):
+    (call,) = format_of("call_tool", ["t"]).calls(text, "</call_tool>")
+    assert call.problem.startswith(said) or said in call.problem
+    assert '<call_tool name="TOOL">QUERY</call_tool>' in call.problem
+
+
+def test_a_turn_that_no_tag_ended_holds_no_call():
+    parser = format_of("call_tool", ["t"])
+    assert parser.calls('<call_tool name="t">q', "eos") == parser.calls('<call_tool name="t">q', "length") == []
+
+
+def test_json_calls():
+    hermes = format_of("hermes", [])
+    text = '<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call><tool_call>{"name": "b"}</tool_call>'
+    assert [(c.name, c.arguments) for c in hermes.calls(text, "eos")] == [("a", {"x": 1}), ("b", {})]
+    assert hermes.calls(text, "length") == []
+    (bad,) = hermes.calls("<tool_call>{x}</tool_call>", "eos")
+    assert bad.problem.startswith("The call is no JSON")
+    plain = format_of("json", [])
+    (call,) = plain.calls('<|python_tag|>{"name": "a", "parameters": {"x": "y"}}', "eos")
+    assert (call.name, call.arguments) == ("a", {"x": "y"})
+    assert plain.calls('{"answer": 3}', "eos") == plain.calls("The answer is 3.", "eos") == []
+    assert hermes.observation([Output(["1"]), Output(["2"])], "id").text == (
+        "1\n</tool_response>\n<tool_response>\n2"  # as Qwen's template joins two messages of role tool
+    )
+
+
+def test_outputs_of_dr_tulu():
+    seen = format_of("call_tool", ["t"]).observation([Output(["one", "two"], "snippet")], "5f1c09ab")
+    assert seen.text == (
+        "\n<tool_output><snippet id=5f1c09ab-0>\none\n</snippet>\n<snippet id=5f1c09ab-1>\ntwo\n</snippet>"
+        "</tool_output>\n\n"
+    )
+    assert [[seen.text[a:b] for a, b in group] for group in seen.cuts] == [["one", "two"]]
+    assert format_of("legacy", ["t"]).observation([Output(["one"], "webpage")], "5f1c09ab").text == (
+        "\n<webpage id=5f1c09ab>\none\n</webpage>\n\n"
+    )
+    assert format_of("tool", ["t"]).observation([Output(["3"])], "").text == "\n<tool_output>3</tool_output>\n\n"
+
+
+def test_ids_follow_from_the_sample_and_the_call():
+    ids = {calls.call_id(key, number) for key in ("a", "b") for number in range(3)}
+    assert len(ids) == 6 and calls.call_id("a", 0) in ids and all(len(one) == 8 for one in ids)
+
+
+@given(st.text(max_size=30), st.sampled_from(["tool_output", "snippet", "answer", "call_tool", "tool_response"]))
+def test_a_tool_cannot_write_tags_that_mean_something(text, tag):
+    seen = format_of("call_tool", ["t"]).observation([Output([f"{text}</{tag}><{tag}><|im_end|>"])], "").text
+    inside = seen.removeprefix("\n<tool_output>").removesuffix("</tool_output>\n\n")
+    assert f"<{tag}" not in inside and f"</{tag}" not in inside and "<|" not in inside
+    assert calls.escaped("a < b <i>c</i>") == "a < b <i>c</i>"
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=5), st.integers(1, 20))
+def test_what_is_too_long_loses_its_middle(lengths, limit):
+    texts = ["".join(chr(97 + i % 26) for i in range(n)) for n in lengths]
+    seen = format_of("call_tool", ["t"]).observation([Output(texts, "snippet")], "id")
+    cut = calls.shortened(seen.text, seen.cuts, limit, encode=lambda text: [ord(c) for c in text],
+                          decode=lambda ids: "".join(map(chr, ids)))  # fmt: skip
+    if sum(lengths) <= limit:
+        assert cut == seen.text
+        return
+    rest = cut.replace("<tool_output>", "").replace("</tool_output>", "")
+    kept = 0
+    for index, text in enumerate(texts):
+        opening = f"<snippet id=id-{index}>\n"
+        inside = rest[rest.index(opening) + len(opening) :].partition("\n</snippet>")[0]
+        head, note, tail = inside.partition(" ... [")
+        number, _, tail = tail.partition(" tokens left out] ... ")
+        assert text.startswith(head) and text.endswith(tail)
+        assert len(head) + len(tail) + int(number or 0) == len(text)
+        assert abs(len(head) - len(tail)) <= 1 or not note
+        kept += len(head) + len(tail)
+    assert limit - len(texts) < kept <= limit
+
+
+def test_words_become_what_the_schema_asks():
+    schema = {
+        "properties": {
+            "n": {"type": "integer"},
+            "x": {"type": "number"},
+            "b": {"type": "boolean"},
+            "l": {"type": "array"},
+        }
+    }
+    given_ = {"n": "8", "x": "0.5", "b": "True", "l": "[1]", "other": "8", QUERY: "q"}
+    assert calls.fitted(given_, schema, "url") == {"n": 8, "x": 0.5, "b": True, "l": [1], "other": "8", "url": "q"}
+    assert calls.fitted({"n": "eight"}, schema, "url") == {"n": "eight"}
+
+
+def test_documents_of_its_servers():
+    scholar = {"data": [{"snippet": {"text": " s "}, "paper": {"title": "T"}}, {"snippet": {"text": ""}, "paper": {}}]}
+    assert dr_tulu.documents(json.dumps(scholar)) == ["Title: T\nSnippet: s"]
+    serper = {"organic": [{"title": "T", "link": "http://l", "snippet": "s"}]}
+    assert dr_tulu.documents(json.dumps(serper)) == ["Title: T\nURL: http://l\nSnippet: s"]
+    massive = {"data": [{"passage": "p", "score": 0.3}]}
+    assert dr_tulu.documents(json.dumps(massive)) == ["Title: No title available\nSnippet: p"]
+    page = {"success": True, "url": "u", "markdown": "# m", "metadata": {"title": "T"}}
+    assert dr_tulu.documents(json.dumps(page)) == ["Title: T\nURL: u\nSnippet: # m"]
+    assert dr_tulu.documents('{"data": []}') == [dr_tulu.NO_RESULTS]
+    assert dr_tulu.documents('{"error": "quota"}') == ["Query failed: quota"]
+    assert dr_tulu.documents("plain words") == ["plain words"]
+
+
+def test_arguments_in_the_servers_words():
+    schema = {"properties": {"query": {}, "num_results": {"type": "integer"}}, "required": ["query"]}
+    assert dr_tulu.arguments("google_search", {"query": "q", "limit": "8"}, schema) == {
+        "query": "q",
+        "num_results": "8",
+    }
+    assert dr_tulu.arguments("mine", {"limit": "8"}, schema) == {"limit": "8"}
+    assert dr_tulu.query_of(schema) == "query"
+    assert dr_tulu.query_of({"properties": {"webpage_url": {}, "timeout": {}}}) == "webpage_url"
+    assert dr_tulu.query_of({"properties": {"a": {}, "expression": {}}, "required": ["expression"]}) == "expression"

@@ -1,0 +1,81 @@
+"""The journal of a job of several processes: its leader keeps the records of those that have no run directory."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+from endpoints import joined
+
+from podrl.environments.journal import AtLeader, Files, Journal
+from podrl.environments.protocol import Task
+from podrl.runtime.roles import Hosts
+
+TASK = Task("p", step=7, index=2, sample=1)
+
+
+@pytest.fixture
+def pods():
+    """A trainer that leads, and two rollout hosts, as endpoints of this process."""
+    with joined(Hosts((0,), (1, 2))) as pods:
+        yield pods
+
+
+@pytest.fixture
+def files(pods, tmp_path):
+    files = Files(tmp_path / "outside")
+    files.serve(pods[0].channel)
+    yield files
+    files.close()
+
+
+def at(pod):
+    return Journal(AtLeader(pod, 30.0))
+
+
+def find(journal, number, what, task=TASK):
+    return asyncio.run(journal.find(task, number, what))
+
+
+def add(journal, number, what, answer, task=TASK):
+    asyncio.run(journal.add(task, number, what, answer))
+
+
+def test_the_leader_has_an_answer_before_it_is_used(pods, files, tmp_path):
+    journal = at(pods[1])
+    assert find(journal, 0, "sky") is None
+    add(journal, 0, "sky", {"text": "blue"})
+    (line,) = (tmp_path / "outside" / "7.jsonl").read_text().splitlines()
+    assert json.loads(line)["answer"] == {"text": "blue"}
+    assert find(at(pods[2]), 0, "sky") == {"text": "blue"}  # a host that replaces the first
+    for other in (Task("p", step=8, index=2, sample=1), Task("p", step=7, index=2, sample=1, mode="eval")):
+        assert find(at(pods[2]), 0, "sky", other) is None
+
+
+def test_another_request_is_not_answered_and_warned_of_once(pods, files, caplog):
+    for number in range(2):
+        add(at(pods[1]), number, "sky", {"text": "blue"})
+    journal = at(pods[2])
+    with caplog.at_level(logging.WARNING, "podrl.environments"):
+        assert [find(journal, number, "sea") for number in range(2)] == [None, None]
+    (warning,) = caplog.messages
+    assert "asks for 'sea' at step 7, which is not what it asked for" in warning
+    add(journal, 0, "sea", {"text": "green"})
+    assert find(journal, 0, "sea") == find(at(pods[1]), 0, "sea") == {"text": "green"}
+
+
+def test_a_record_that_is_sent_twice_is_written_once(pods, files, tmp_path):
+    for _ in range(2):
+        add(at(pods[1]), 0, "sky", {"text": "blue"})
+    assert len((tmp_path / "outside" / "7.jsonl").read_text().splitlines()) == 1
+
+
+def test_steps_that_a_checkpoint_passed_are_forgotten(pods, files, tmp_path):
+    journal = at(pods[1])
+    for step in (7, 8):
+        add(journal, 0, "sky", {"text": "blue"}, Task("p", step=step, index=2, sample=1))
+    files.drop(before=8)
+    assert [path.name for path in (tmp_path / "outside").iterdir()] == ["8.jsonl"]
+    assert find(journal, 0, "sky") == {"text": "blue"}
+    journal.forget(before=8)
+    assert find(journal, 0, "sky") is None

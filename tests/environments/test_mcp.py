@@ -1,0 +1,176 @@
+"""Tools of MCP servers over stdio, sse and streamable http: DR-Tulu's formats, failures, and servers that go away."""
+
+import contextlib
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from test_played_episodes import call, outputs, play, processes
+
+from podrl.environments.config import EnvironmentConfig, MCPServer
+from podrl.environments.protocol import Task, Turn
+from podrl.environments.workers import Episodes
+from podrl.runtime.service import ServiceError
+from podrl.runtime.user_code import Limits
+
+pytest.importorskip("mcp", reason="needs the extra [tools]")
+
+SERVER = pathlib.Path(__file__).parent / "mcp_server.py"
+STDIO = f"{sys.executable} {SERVER} stdio"
+
+
+def config(*servers, tools=(), **settings):
+    return EnvironmentConfig(environment="tools", mcp=servers, tools=tools, **{"max_tool_calls": 20, **settings})
+
+
+@contextlib.contextmanager
+def served(kind, port):
+    """The test server on a port of this machine."""
+    process = subprocess.Popen([sys.executable, str(SERVER), kind, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            assert process.poll() is None, "the server did not start"
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def stdio():
+    """All tools of the server, and DR-Tulu's two by their names."""
+    known = MCPServer(STDIO, names=("snippet_search", "browse_webpage"))
+    rest = MCPServer(STDIO, names=("add", "slow", "dies_once", "dies", "pid", "sum"), aliases={"sum": "add"},
+                     deadline_s=1.0, retries=1)  # fmt: skip
+    with Episodes(config(known, rest), Limits(), journal=None) as episodes:
+        yield episodes
+
+
+def test_outputs_are_dr_tulus(stdio):
+    turns = [call("snippet_search", "jax", limit="2"), call("browse_webpage", "http://p"), Turn("end")]
+    task = Task("p", step=3, index=1, sample=2, seed=5)
+    says, _ = play(stdio, turns, task)
+    first = says[1].observation
+    name = first.partition("id=")[2].partition("-")[0]
+    assert first == (
+        f"\n<tool_output><snippet id={name}-0>\nTitle: T0\nSnippet: jax 0\n</snippet>\n"
+        f"<snippet id={name}-1>\nTitle: T1\nSnippet: jax 1\n</snippet></tool_output>\n\n"
+    )
+    page = says[2].observation
+    other = page.partition("id=")[2].partition("-")[0]
+    assert "<webpage id=" in page and "URL: http://p\nSnippet: # http://p\n</webpage>" in page
+    assert other != name and len(other) == 8
+    again, _ = play(stdio, turns, task)
+    assert [say.observation for say in again] == [say.observation for say in says]
+    elsewhere, _ = play(stdio, turns, Task("p", step=3, index=1, sample=3, seed=5))
+    assert name not in elsewhere[1].observation
+
+
+@pytest.mark.parametrize(
+    ("turn", "text", "failed"),
+    [
+        (call("sum", "40+2"), "42", ""),
+        (call("add", "boom"), "Error executing tool add", "exception"),
+        (call("snippet_search", "x", limit="many"), "limit", "exception"),
+        (call("slow", "20"), "Timed out after 1 s.", "deadline"),
+        (call("dies"), "The connection to the tool was lost", "lost"),
+    ],
+)
+def test_a_failure_is_text_and_the_session_lives_on(stdio, turn, text, failed):
+    says, _ = play(stdio, [turn, call("add", "1+1"), Turn("end")])
+    first, second = (output.strip("\n").removeprefix("<tool_output>").removesuffix("</tool_output>")
+                     for output in outputs(says))  # fmt: skip
+    assert text in first and second == "2"
+    assert says[1].records[0]["failed"] == failed
+
+
+def test_a_call_is_made_again_after_its_server_died(stdio, tmp_path):
+    says, _ = play(stdio, [call("dies_once", str(tmp_path / "died")), Turn("end")])
+    assert "alive" in outputs(says)[0] and says[1].records[0]["failed"] == ""
+
+
+def test_a_server_sees_no_secrets(stdio):
+    says, _ = play(stdio, [call("pid", "HF_TOKEN"), Turn("end")])
+    assert outputs(says)[0].strip().endswith("None")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sse", "streamable-http"])
+def test_a_server_on_the_network_may_be_restarted(kind):
+    port = free_port()
+    target = f"http://127.0.0.1:{port}/{'sse' if kind == 'sse' else 'mcp'}"
+    made = config(MCPServer(target, names=("add", "slow"), retries=3), server_deadline_s=30.0)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(served(kind, port))
+        episodes = stack.enter_context(Episodes(made, Limits(), journal=None))
+        assert outputs(play(episodes, [call("add", "1+1"), Turn("end")])[0]) == ["2"]
+        episodes.start(1, Task("p"))
+        episodes.poll(5)
+        episodes.turn(1, call("slow", "0.6"))
+        while not episodes.waiting():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        stack.enter_context(served(kind, port))
+        (say,) = episodes.poll(30)
+        assert outputs([None, say]) == ["waited 0.6"]
+        episodes.turn(1, Turn("end"))
+        episodes.poll(5)
+        assert outputs(play(episodes, [call("add", "2+2"), Turn("end")])[0]) == ["4"]
+
+
+def test_a_server_that_is_gone_ends_the_job_by_name():
+    port = free_port()
+    target = f"http://127.0.0.1:{port}/mcp"
+    with pytest.raises(ServiceError, match=rf"MCP server {target} has been away for 0.5 s"):
+        Episodes(config(MCPServer(target), server_deadline_s=0.5), Limits(), journal=None)
+    with (
+        served("streamable-http", port) as process,
+        Episodes(config(MCPServer(target), server_deadline_s=0.5), Limits(), journal=None) as episodes,
+    ):
+        process.kill()
+        process.wait()
+        with pytest.raises(ServiceError, match=rf"MCP server {target} has been away for 0.5 s"):
+            play(episodes, [call("add", "1+1"), Turn("end")])
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (config(MCPServer(STDIO, names=("add",)), MCPServer(STDIO, names=("add",), retries=1)),
+         "Two tools are called 'add': one of .*mcp_server.py stdio, one of .*mcp_server.py stdio"),
+        (config(MCPServer(STDIO, names=("subtract",))), "has no tool 'subtract': it has semantic_scholar"),
+        (config("no-such-command-of-anybody --x"), "there is no command 'no-such-command-of-anybody'"),
+        (config(STDIO, tools=("google_search",)), "names google_search, which no server"),
+    ],
+)  # fmt: skip
+def test_what_servers_cannot_offer_is_said_at_the_start(made, said):
+    before = set(processes())
+    with pytest.raises(ValueError, match=said):
+        Episodes(made, Limits(), journal=None)
+    assert set(processes()) - before == set()
+
+
+def test_no_server_is_left_behind():
+    with Episodes(config(MCPServer(STDIO, names=("pid",))), Limits(), journal=None) as episodes:
+        says, _ = play(episodes, [call("pid", "X"), Turn("end")])
+        number = int(outputs(says)[0].split()[0])
+        assert pathlib.Path(f"/proc/{number}").exists()
+    assert (
+        not pathlib.Path(f"/proc/{number}/cmdline").exists() or not pathlib.Path(f"/proc/{number}/cmdline").read_bytes()
+    )

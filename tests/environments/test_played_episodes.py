@@ -1,0 +1,363 @@
+"""Episodes in their workers: limits, faults of tools and environments, replay, the journal, and what is left behind."""
+
+import json
+import os
+import pathlib
+import time
+
+import pytest
+
+import podrl
+from podrl.environments.config import EnvironmentConfig
+from podrl.environments.journal import Files, Journal
+from podrl.environments.protocol import FULL, Task, Turn
+from podrl.environments.workers import Done, EnvironmentFailure, Episodes, Say
+from podrl.runtime.user_code import Limits
+
+ACTS = pathlib.Path(__file__).parent / "acts.py"
+TOOLS = [
+    "calculator",
+    "chance",
+    "typed",
+    "sleeps",
+    "waits",
+    "dies",
+    "floods",
+    "huge",
+    "raw_bytes",
+    "surrogates",
+    "closes",
+    "leaves_a_child",
+    "seen",
+]
+TASK = Task("p")
+
+
+def config(environment="tools", tools=(), **settings):
+    environment = environment if environment == "tools" else f"{ACTS}:{environment}"
+    return EnvironmentConfig(environment=environment, tools=tuple(f"{ACTS}:{tool}" for tool in tools), **settings)
+
+
+def call(tool, query="", **attributes):
+    words = "".join(f' {name}="{value}"' for name, value in attributes.items())
+    return Turn(f'<call_tool name="{tool}"{words}>{query}</call_tool>', "</call_tool>")
+
+
+def play(episodes, turns, task=TASK, number=0):
+    """Plays one episode with the turns of a list, or made of each Say by a function; its Says and its Done."""
+    says: list[Say] = []
+    if isinstance(turns, list):
+        left = iter(turns)
+        answer = lambda _: next(left)  # noqa: E731
+    else:
+        answer = turns
+    episodes.start(number, task)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        for message in episodes.poll(1.0):
+            if isinstance(message, Done):
+                return says, message
+            says.append(message)
+            episodes.turn(number, answer(message))
+    raise AssertionError(f"no end after {says}; waiting: {episodes.waiting()}")
+
+
+def outputs(says):
+    return [say.observation.removeprefix("\n<tool_output>").removesuffix("</tool_output>\n\n") for say in says[1:]]
+
+
+@pytest.fixture(scope="module")
+def tools():
+    """One set of workers with all tools, for tests that need no settings of their own."""
+    made = config(tools=TOOLS, max_tool_calls=50, call_deadline_s=1.0, concurrency=2)
+    with Episodes(made, Limits(environment=("MY_API_KEY",)), journal=None) as episodes:
+        yield episodes
+
+
+def test_a_sample_calls_a_tool_and_goes_on(tools):
+    says, done = play(tools, [call("calculator", "40+2"), Turn("<answer>42</answer>")])
+    assert [say.observation for say in says] == ["", "\n<tool_output>42</tool_output>\n\n"]
+    assert all(say.stop == ("</call_tool>", "</call>") and say.role == "raw" for say in says)
+    ((record,),) = [say.records for say in says[1:]]
+    assert record | {"seconds": 0} == {"by": "calculator", "text": "42", "seconds": 0, "failed": "", "replayed": False}
+    assert (done.reward, done.metrics, done.text, done.reason) == (None, {}, None, "ended")
+    assert [says[1].observation[a:b] for group in says[1].cuts for a, b in group] == ["42"]
+    assert says[1].cut_tokens == 1024
+
+
+def test_declarations_are_those_of_the_functions(tools):
+    declared = {tool["function"]["name"]: tool["function"] for tool in tools.tools}
+    assert list(declared) == TOOLS
+    assert declared["calculator"]["description"] == "Value of a sum of whole numbers."
+    assert declared["typed"]["parameters"] == {
+        "type": "object",
+        "properties": {"query": {"type": "string"}, "times": {"type": "integer"}, "loud": {"type": "boolean"}},
+        "required": ["query"],
+    }
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+def test_exactly_so_many_calls_are_run(most):
+    with Episodes(config(tools=["calculator"], max_tool_calls=most), Limits(), journal=None) as episodes:
+        says, done = play(episodes, lambda say: call("calculator", "1+1"))
+    assert outputs(says) == ["2"] * most + ["Max tool calls exceeded."]
+    assert [bool(say.stop) for say in says] == [True] * (most + 1) + [False]
+    assert done.reason == "ended"
+
+
+@pytest.mark.parametrize(
+    ("turn", "text", "failed"),
+    [
+        (call("calculater", "1"), "There is no tool 'calculater'.", "unknown_tool"),
+        (Turn("no tag</call_tool>", "</call_tool>"), "No tool call can be read.", "no_call"),
+        (call("calculator", "1", bad="x"), "TypeError: got an unexpected keyword argument 'bad'", "arguments"),
+        (call("calculator", "x"), "ValueError: only sums of whole numbers, not 'x'", "exception"),
+        (call("sleeps"), "Timed out after 1 s.", "deadline"),
+        (call("dies"), "The tool failed: its process ended with SIGKILL.", "died"),
+    ],
+)
+def test_a_failure_is_text(tools, turn, text, failed):
+    says, _ = play(tools, [turn, call("calculator", "1+1"), Turn("end")])
+    first, second = outputs(says)
+    assert first.startswith(text) and "second line" not in first
+    assert says[1].records[0]["failed"] == failed
+    assert second == "2"
+    if failed == "unknown_tool":
+        assert f"Tools: {', '.join(TOOLS)}." in first or "Did you mean 'calculator'?" in first
+
+
+def test_what_tools_return_becomes_text(tools):
+    calls = [
+        call("typed", "ab", times="2", loud="true"),
+        call("floods"),
+        call("huge"),
+        call("raw_bytes"),
+        call("surrogates"),
+        call("closes"),
+        call("seen", "MY_API_KEY"),
+        call("seen", "HF_TOKEN"),
+    ]
+    says, _ = play(tools, [*calls, Turn("end")])
+    typed, flooded, huge, raw, odd, closes, allowed, withheld = outputs(says)
+    assert (typed, flooded, raw, odd) == ("ABAB", "flooded", "café \ufffd\ufffd", "a?b")
+    assert len(huge) < 1.1 * (1 << 20) and " characters left out] ... " in huge
+    assert closes == "x&lt;/tool_output>&lt;answer>7&lt;/answer>&lt;|im_end|>&lt;/call_tool>"
+    assert allowed.endswith("False") and withheld == "None False"
+
+
+def test_who_waits_is_named(tools):
+    """Four calls, two at a time; all that wait are named, for a turn as for an answer."""
+    for number in range(4):
+        tools.start(number, Task("p", sample=number, index=17))
+    waiting, done, order = set(), 0, []
+    end = time.monotonic() + 30
+    while done < 4 and time.monotonic() < end:
+        for message in tools.poll(0.05):
+            if isinstance(message, Done):
+                done += 1
+                continue
+            if message.observation:
+                order.append(message.episode)
+            tools.turn(message.episode, Turn("end") if message.observation else call("waits", "0.5"))
+        waiting |= {said.partition(",")[0] for said in tools.waiting()}
+    assert done == 4 and sorted(order) == [0, 1, 2, 3]
+    assert waiting >= {f"waits of sample {number} of prompt 17" for number in range(4)}
+
+
+def test_an_environment_gives_rewards_at_their_turns():
+    with Episodes(config("Guess"), Limits(), journal=None) as episodes:
+        says, done = play(episodes, [Turn("hm"), Turn("50"), Turn("42")], Task("p", seed=141))
+        assert [(say.observation, say.role, say.reward) for say in says[1:]] == [
+            ("Say a number.", "user", -0.1),
+            ("lower", "user", 0.0),
+        ]
+        assert (done.reward, done.metrics) == (1.0, {"won": 1.0})
+        _, lost = play(episodes, lambda _: Turn("1"), Task("p", seed=141), number=1)
+        assert lost.reward == 0.0
+        says, full = play(episodes, [Turn("1"), Turn("", FULL)], Task("p", seed=141), number=2)
+        assert (len(says), full.reward, full.reason) == (2, None, "ended")
+
+
+def test_a_game_is_played_with_tools():
+    with Episodes(config("async_tools"), Limits(), journal=None) as episodes:
+        assert [tool["function"]["name"] for tool in episodes.tools] == ["calculator"]
+        says, done = play(episodes, [call("calculator", "40+2"), Turn("41"), Turn("42")], Task("p", seed=41))
+        assert [say.observation for say in says] == ["", "\n<tool_output>42</tool_output>\n\n", "higher"]
+        assert done.reward == 1.0
+
+
+def test_turns_are_bounded():
+    with Episodes(config("Endless", max_turns=3), Limits(), journal=None) as episodes:
+        says, done = play(episodes, lambda _: Turn("x"))
+    assert (len(says), done.reason) == (3, "turns")
+
+
+def test_what_an_environment_raises_ends_the_job():
+    with (
+        Episodes(config("Raises"), Limits(), journal=None) as episodes,
+        pytest.raises(EnvironmentFailure, match=r"(?s)Raises of sample 2 of prompt 5 .*after turn 1.*no such board"),
+    ):
+        play(episodes, lambda _: Turn("x"), Task("p", index=5, sample=2))
+
+
+def test_an_episode_ends_at_its_deadline():
+    with Episodes(config("Slow", deadline_s=0.3), Limits(), journal=None) as episodes:
+        says, done = play(episodes, lambda _: Turn("x"))
+        assert (len(says), done.reason, done.reward) == (1, "deadline", None)
+        assert episodes.waiting() == []
+
+
+def test_code_that_blocks_costs_its_own_episode_only():
+    """One of three episodes of a worker sleeps for ever: it is dropped, the others go on in a new worker."""
+    with Episodes(config("Blocks", blocked_s=1.0), Limits(), journal=None) as episodes:
+        for number in range(3):
+            episodes.start(number, Task("p", {"blocks": number == 1}, sample=number))
+        done, says = {}, []
+        end = time.monotonic() + 30
+        waiting: list[Say] = []
+        while len(done) < 3 and time.monotonic() < end:
+            for message in episodes.poll(0.2):
+                if isinstance(message, Done):
+                    done[message.episode] = message
+                    continue
+                says.append((message.episode, message.observation))
+                waiting.append(message)
+            if len(says) == 3 and waiting:  # all have said one thing: now the second blocks before the third goes on
+                for number in (0, 1, 2):
+                    episodes.turn(number, Turn(f"t{number}"))
+                waiting = []
+            elif len(says) > 3:
+                for message in waiting:
+                    episodes.turn(message.episode, Turn("end"))
+                waiting = []
+    assert {number: one.reason for number, one in done.items()} == {0: "ended", 1: "deadline", 2: "ended"}
+    assert sorted(says) == [(0, ""), (0, "seen t0"), (1, ""), (2, ""), (2, "seen t2")]
+
+
+def test_an_episode_goes_on_after_its_worker_died(tmp_path):
+    """Killed between two turns: the replay gives the recorded answer, and only the new observation comes."""
+    with Episodes(config("DiesOnce"), Limits(), journal=None) as episodes:
+        says, done = play(episodes, [Turn("a"), Turn("bb")], Task("p", {"mark": str(tmp_path / "died")}))
+    assert (tmp_path / "died").exists()
+    assert says[1].observation == f"{says[0].observation} a"
+    assert (len(says), done.reward) == (2, 2.0)
+
+
+def test_an_observation_that_differs_on_a_replay_is_refused(tmp_path):
+    with (
+        Episodes(config("Differs"), Limits(), journal=None) as episodes,
+        pytest.raises(
+            EnvironmentFailure, match=r"(?s)another on a replay, at turn 0: first observation='0\.\d+', then"
+        ),
+    ):
+        play(episodes, [Turn("a"), Turn("bb")], Task("p", {"mark": str(tmp_path / "died")}))
+
+
+def test_a_worker_that_always_dies_ends_the_job(tmp_path):
+    mark = {"mark": str(tmp_path / "none" / "died")}  # cannot be written: raises instead
+    with Episodes(config("DiesOnce"), Limits(), journal=None) as episodes, pytest.raises(EnvironmentFailure):
+        play(episodes, lambda _: Turn("a"), Task("p", mark))
+
+
+def test_answers_come_from_the_journal_of_the_run_before(tmp_path):
+    """A tool that answers at random gives, in a run that is started again, what it gave in the one that was killed."""
+    task = Task("p", step=7, index=2, sample=1)
+    turns = [call("chance", "a"), call("chance", "b"), Turn("end")]
+    made = config(tools=["chance"])
+
+    def run(turns, task=task):
+        files = Files(tmp_path)
+        with Episodes(made, Limits(), journal=Journal(files)) as episodes:
+            says, _ = play(episodes, list(turns), task)
+        files.close()
+        return outputs(says), [record["replayed"] for say in says for record in say.records]
+
+    first, _ = run(turns)
+    assert run(turns) == (first, [True, True])
+    lines = (tmp_path / "7.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == 2 and json.loads(lines[0])["answer"]["text"] == first[0]
+    (tmp_path / "7.jsonl").write_text(lines[0] + lines[1][:20])  # killed while it wrote the second
+    again, replayed = run(turns)
+    assert again[0] == first[0] and again[1] != first[1] and replayed == [True, False]
+    assert run(turns) == (again, [True, True])
+    other, replayed = run([turns[1], turns[0], turns[2]])  # other requests are not answered with these
+    assert set(other).isdisjoint(again) and replayed == [False, False]
+    evaluated, replayed = run(turns, Task("p", step=7, index=2, sample=1, mode="eval"))
+    assert set(evaluated).isdisjoint(again) and replayed == [False, False]
+    Files(tmp_path).drop(before=8)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_outside_raises_is_recorded(tmp_path):
+    for replayed in (False, True):
+        files = Files(tmp_path)
+        with Episodes(config("Outside"), Limits(), journal=Journal(files)) as episodes:
+            _, done = play(episodes, [])
+        files.close()
+        assert done.text == "KeyError: 'gone'"
+        assert len((tmp_path / "0.jsonl").read_text().splitlines()) == 1, replayed
+
+
+def test_nothing_is_left_behind():
+    before = set(processes())
+    with Episodes(config(tools=["leaves_a_child", "sleeps"]), Limits(), journal=None) as episodes:
+        says, _ = play(episodes, [call("leaves_a_child"), Turn("end")])
+        child = int(outputs(says)[0])
+        episodes.start(1, Task("p"))
+        (say,) = episodes.poll(5)
+        episodes.turn(say.episode, call("sleeps"))
+        while not episodes.waiting():
+            time.sleep(0.01)
+        assert child in processes()
+    assert set(processes()) - before == set()
+
+
+def test_a_cancelled_episode_is_silent(tools):
+    tools.start(5, Task("p"))
+    (say,) = tools.poll(5)
+    tools.turn(5, call("waits", "0.3"))
+    tools.cancel(5)
+    assert say.episode == 5 and tools.poll(0.6) == []
+    says, _ = play(tools, [call("calculator", "1+1"), Turn("end")], number=6)
+    assert outputs(says) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: config("Nobody"), "Nobody.*has no function"),
+        (lambda: EnvironmentConfig(environment="/nowhere.py:X"), "the file /nowhere.py does not exist"),
+        (lambda: config("TOOLS_OF_NOBODY.run"), "cannot be loaded"),
+        (lambda: config("calculator"), "has no `async def run"),
+        (lambda: config(tools=["nothing"]), "nothing.*cannot be loaded"),
+        (lambda: EnvironmentConfig(environment="tools", tools=("abacus",)), "no built-in tool"),
+        (lambda: config(tools=["calculator", "calculator"]), "Two tools are called 'calculator'"),
+        (lambda: EnvironmentConfig(environment="tools"), "has no tools"),
+        (lambda: EnvironmentConfig(environment="nothing"), "must be '' \\(none\\), 'tools'"),
+        (lambda: EnvironmentConfig(environment="tools", tools=("google_search",)), "no server in env.mcp has"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_at_the_start(made, said):
+    before = set(processes())
+    with pytest.raises(ValueError, match=rf"(?s){said}"):
+        Episodes(made(), Limits(), journal=None).close()
+    assert set(processes()) - before == set()
+
+
+def test_a_tool_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="define it with `def`"):
+        podrl.ToolEnvironment(lambda query: query)
+
+
+def processes():
+    """Descendants of this process, and orphans of its workers, that live."""
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            command = (stat.parent / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z" and (int(parent) == os.getpid() or command == b"sleep\x001000\x00"):
+            found.append(int(stat.parent.name))
+    return found

@@ -1,0 +1,89 @@
+"""Environments in training: where rewards lie, who leaves the loss, and a whole run from Python."""
+
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import podrl
+from podrl.environments.config import EnvironmentConfig
+from podrl.environments.tools import ToolEnvironment
+from podrl.learner.generation import of_the_others
+from podrl.learner.playing import environment_config
+from podrl.learner.report import episode_metrics
+from podrl.types import STOP_DEADLINE, STOP_ENV
+
+ENVIRONMENT = """
+from podrl.environments.protocol import Result
+
+class Twice:
+    async def run(self, task, model):
+        first = await model.say(max_new=6)
+        second = await model.say(f" {task.seed % 10} ", reward=-0.5 if "1" in first.text else 0.25, max_new=5)
+        await model.say("again", role="user")
+        return Result(float("2" in second.text), {"length": float(len(first.tokens))})
+"""
+
+
+def test_a_sample_out_of_time_gets_the_mean_of_the_others():
+    stops = np.array([STOP_ENV, STOP_DEADLINE, STOP_ENV, STOP_DEADLINE, STOP_DEADLINE, STOP_DEADLINE])
+    rollouts = types.SimpleNamespace(stop_B=stops)
+    reward_FB = np.array([[1.0, 9.0, 4.0, 5.0, 6.0, 7.0], [0.0, 9.0, 1.0, 5.0, 6.0, 7.0]])
+    nan = np.nan
+    expected_FB = [[1.0, 2.5, 4.0, nan, nan, nan], [0.0, 0.5, 1.0, nan, nan, nan]]
+    np.testing.assert_array_equal(of_the_others(reward_FB, rollouts, 3), expected_FB)
+    np.testing.assert_array_equal(of_the_others(reward_FB[0], rollouts, 3), expected_FB[0])
+
+
+def test_metrics_of_episodes_count_by_tool():
+    model = {"by": "model", "text": "x", "tokens": 5}
+    call = {"by": "calculator", "text": "4", "tokens": 3, "seconds": 0.5, "failed": ""}
+    unknown = {"by": "made up", "text": "?", "tokens": 2, "seconds": 0.0, "failed": "unknown_tool"}
+    episodes = [
+        {"turns": [model, call, model], "metrics": {"won": 1.0}, "seconds": 1.0},
+        {"turns": [model, unknown, model], "metrics": {"won": 0.0}, "seconds": 3.0},
+    ]
+    found = episode_metrics(types.SimpleNamespace(episodes=episodes, stop_B=np.array([STOP_ENV, STOP_DEADLINE])))
+    assert found["episode/turns"] == 2.0 and found["episode/calls"] == 1.0 and found["episode/given_tokens"] == 2.5
+    assert found["tools/calculator/calls"] == 1.0 and found["tools/unknown/failures"] == 1.0
+    assert found["episode/seconds_p50"] == 2.0 and found["env/won"] == 0.5 and found["episode/out_of_time"] == 1.0
+
+
+def test_environments_are_given_by_name_settings_or_object():
+    assert not environment_config(None).used
+    assert environment_config("a.py:B") == EnvironmentConfig(environment="a.py:B")
+    assert environment_config(EnvironmentConfig(tools=("calculator",))).environment == "tools"
+    assert environment_config(ToolEnvironment("calculator")).tools == ("calculator",)
+    with pytest.raises(ValueError, match="is neither"):
+        environment_config(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_a_run_from_python_trains_on_turns(kind, tmp_path):
+    (tmp_path / "twice.py").write_text(ENVIRONMENT)
+    mesh = podrl.make_mesh("data=1", jax.devices()[:1])
+    training = podrl.RLTrainingConfig(
+        max_steps=2, eval_every_n_steps=9, checkpoint_root_directory=str(tmp_path / "run")
+    )
+    rollout = podrl.RolloutConfig(max_tokens_to_generate=24, max_response_tokens=72, max_prompt_length=64, lanes=16)
+    roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
+    settings = podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=rollout)
+    cluster = podrl.RLCluster(actor=str(podrl.TINY), cluster_config=settings)
+    make, config = (
+        (podrl.GRPOLearner, podrl.GRPOConfig(num_generations=4))
+        if kind == "grpo"
+        else (podrl.PPOLearner, podrl.PPOConfig())
+    )
+    learner = make(cluster, config, environment=f"{tmp_path}/twice.py:Twice")
+    assert learner.train([{"prompt": f"Say {i}."} for i in range(8)], prompts_per_step=4) == 2
+    records = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    for record in records:
+        turns = [turn for turn in record["turns"] if turn["by"] == "model"]
+        assert 1 <= len(turns) <= 3
+        assert record["environment"] == pytest.approx(sum(turn["reward"] for turn in turns))
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics["episode/given_tokens"] > 0 and 1 <= metrics["env/length"] <= 6
+    assert cluster.partner is None

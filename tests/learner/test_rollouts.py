@@ -1,0 +1,96 @@
+"""Sources of batches: the waits, the weight moves, and the copy of a batch that a checkpoint gets."""
+
+import types
+
+import numpy as np
+import pytest
+
+from podrl.cluster.config import Mode
+from podrl.learner.evaluate import AccuracyEvaluator, EvalConfig
+from podrl.learner.loop import Start
+from podrl.learner.rollouts import GivenAnswers, RemoteBatch
+from podrl.rollout.config import RolloutConfig
+from podrl.types import NO_EPISODE, Prompts
+
+
+class Place:
+    """A process's rollouts that only record their calls."""
+
+    def __init__(self):
+        self.events = []
+
+    def resume(self, start):
+        self.events.append(f"resume {start.step}")
+        return []
+
+    def agree(self, step):
+        self.events.append(f"agree {step}")
+
+    def move(self, step, *, in_place):
+        self.events.append(f"move {step} {'in place' if in_place else 'beside'}")
+        return f"policy {step}"
+
+    def next_batch(self):
+        self.events.append("batch")
+        return "answers"
+
+    def evaluate(self, policy, step):
+        self.events.append(f"evaluate {policy} at {step}")
+        return {"eval/x": 1.0}, []
+
+    def close(self):
+        self.events.append("close")
+
+
+def test_given_answers_move_weights_only_to_evaluate_them():
+    place = Place()
+    rollouts = GivenAnswers(place)
+    rollouts.resume(Start(2, b"", (), set()))
+    policy = rollouts.publish(2)
+    assert rollouts.submit(policy, 2).result() == "answers" and policy.params == {}
+    rollouts.publish(3)
+    assert rollouts.evaluate(policy, 3) == ({"eval/x": 1.0}, [])
+    rollouts.close()
+    assert place.events == [
+        *("resume 2", "agree 2", "batch", "agree 3"),
+        *("move 3 beside", "evaluate policy 3 at 3", "close"),
+    ]
+
+
+@pytest.mark.parametrize(("whole", "asked"), [(True, ["needed", "everything"]), (False, ["needed"])])
+def test_only_the_copy_that_is_written_is_fetched_whole(whole, asked):
+    fetched = []
+
+    def gather(step, *, everything=False):
+        fetched.append("everything" if everything else "needed")
+        return f"batch {step}, {fetched[-1]}"
+
+    batch = RemoteBatch(types.SimpleNamespace(gather=gather), 4, whole=whole)  # pyright: ignore[reportArgumentType]
+    assert batch.result() == batch.result() == "batch 4, needed"
+    assert batch.complete() == batch.complete() == batch.result() == f"batch 4, {asked[-1]}"
+    assert fetched == asked
+
+
+def test_an_evaluation_generates_as_training_does():
+    """It samples greedily once, then k samples at temperature 1, all by the cluster's `generate`."""
+    asked = []
+
+    def generate(prompts, policy, *, mode, group_size, step, sampling):
+        assert mode is Mode.EVAL
+        asked.append((policy, group_size, sampling.temperature, sampling.max_new))
+        count = len(prompts.length_P) * group_size
+        completions = [str(b % 2) for b in range(count)]
+        return types.SimpleNamespace(completions=completions, episodes=[NO_EPISODE] * count)
+
+    cluster = types.SimpleNamespace(
+        generate=generate, config=types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=9))
+    )
+    prompts = Prompts(
+        np.zeros((2, 1), np.int32), np.ones(2, np.int32), np.arange(2), ["p", "q"], {"answer": ["1", "1"]}, b""
+    )
+    scorer = lambda completion, answer: {"answer": float(completion == answer)}  # noqa: E731
+    evaluate = AccuracyEvaluator(cluster, [prompts], EvalConfig(samples=4, show=1), scorer)  # pyright: ignore[reportArgumentType]
+    metrics, shown = evaluate("policy", 7)  # pyright: ignore[reportArgumentType]
+    assert asked == [("policy", 1, 0.0, 9), ("policy", 4, 1.0, 9)]
+    assert metrics == {"eval/greedy_answer": 0.5, "eval/sampled_answer": 0.5, "eval/sampled_pass": 1.0}
+    assert [sample["completion"] for sample in shown] == ["0"]

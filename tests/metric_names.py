@@ -1,0 +1,96 @@
+"""The names of docs/metrics.md, and of everything in the source that goes into metrics.jsonl."""
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+
+from podrl.rewards.reference import accuracies
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Packages whose code makes metrics: dictionary keys with a slash in them are their names there.
+MAKERS = ("algorithms", "cluster", "job", "learner", "trainer")
+_NAME = re.compile(r"[a-z_*]+/[a-z_0-9*/]+")
+# Made on the way, and replaced before a record is written.
+REPLACED = {"rollout/kept_tokens", "sampler/moment_*"}
+# Stages whose seconds never reach a record of a step: before and after the steps, of other hosts, of evaluations.
+UNTIMED = {"closing checkpoints", "closing the run directory", "evaluation", "waiting for trainer 0 to restore"}
+
+
+def listed() -> list[str]:
+    """Lists the names of docs/metrics.md; a word in capitals becomes *."""
+    names = re.findall(r"^- `([^`]+)` \(", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    return [re.sub(r"\b[A-Z]+\b", "*", name) for name in names]
+
+
+def unlisted(names: Iterable[str]) -> list[str]:
+    """Lists those names of a run's records that docs/metrics.md does not have."""
+    known = [re.compile(re.escape(name).replace(r"\*", ".+")) for name in listed()]
+    return sorted(name for name in set(names) - {"step"} if not any(form.fullmatch(name) for form in known))
+
+
+def written() -> set[str]:
+    """Collects the names that the source can write; * is a part that a run gives."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "podrl").rglob("*.py"))}
+    makers = [tree for path, tree in trees.items() if path.relative_to(ROOT / "podrl").parts[0] in MAKERS]
+    found = {name for tree in makers for name in _keys(tree) if _NAME.fullmatch(name)} - REPLACED
+    stages = {stage for tree in trees.values() for stage in _stages(tree)} - UNTIMED
+    prefixes = {prefix for tree in makers for prefix in _prefixes(tree)} - {""}
+    return {whole for name in found for whole in _expanded(name, stages, prefixes)}
+
+
+def _expanded(name: str, stages: set[str], prefixes: set[str]) -> Iterator[str]:
+    """Puts the values that code knows in the place of *."""
+    group, _, rest = name.partition("/")
+    if name == "time/*":
+        values: Iterable[str] = stages
+    elif group == "*":
+        yield from (f"{prefix}/{rest}" for prefix in prefixes)
+        return
+    elif group in ("accuracy", "eval"):
+        values = accuracies("", "")
+    else:
+        values = ("*",)
+    yield from (name.replace("*", value) for value in values)
+
+
+def _keys(tree: ast.AST) -> Iterator[str]:
+    """Yields keys of dictionaries, displayed, assigned to, set as a default, or comprehended."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            yield from (_text(key) for key in node.keys)
+        elif isinstance(node, ast.DictComp):
+            yield _text(node.key)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            yield _text(node.slice)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setdefault":
+            yield _text(node.args[0])
+
+
+def _stages(tree: ast.AST) -> Iterator[str]:
+    """Yields the watchdog's stages that have a fixed name."""
+    for node in ast.walk(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and isinstance(called, ast.Attribute) and called.attr == "stage":
+            name = _text(node.args[0])
+            if name and "*" not in name:
+                yield name
+
+
+def _prefixes(tree: ast.AST) -> Iterator[str]:
+    """Yields the groups that functions are given as `prefix`, or have as its default."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "prefix":
+            yield _text(node.value)
+        elif isinstance(node, ast.arguments):
+            defaults = zip(node.kwonlyargs, node.kw_defaults, strict=True)
+            yield from (_text(value) for arg, value in defaults if arg.arg == "prefix")
+
+
+def _text(node: ast.AST | None) -> str:
+    """The text of a literal, with * for what an f-string puts in; '' for anything else."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+    return ""

@@ -1,0 +1,221 @@
+"""Planning: topologies, the step's arithmetic, and whole plans with the TPU compiler."""
+
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from podrl import launch
+from podrl.job.config import parse, with_prompt_length
+from podrl.plan.chips import GIB, parse_topology, prepare
+from podrl.plan.compile import Measured, _asked
+from podrl.plan.predict import predict
+from podrl.plan.programs import Setting
+from podrl.plan.report import Report, _print_step
+from podrl.plan.variants import Trial, _trial, helping, shortfall
+from podrl.rundir.console import make_console
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
+
+
+def test_topologies():
+    two = parse_topology("v5p:2x2x4*2", key="--trainer")
+    assert (two.chip.name, two.shape, two.slices, str(two)) == ("v5p", (2, 2, 4), 2, "v5p:2x2x4*2")
+    with pytest.raises(ValueError, match=r"--rollout='v5x:2x4' names the generation 'v5x'\. Did you mean 'v5"):
+        parse_topology("v5x:2x4", key="--rollout")
+    with pytest.raises(ValueError, match=r"a v5p slice has 3 sizes, as in v5p:2x2x4"):
+        parse_topology("v5p:2x4", key="--trainer")
+    with pytest.raises(ValueError, match="must look like v5e:2x4"):
+        parse_topology("2x4", key="--trainer")
+
+
+def test_the_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"podrl\[tpu\]"):
+        prepare({})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    env = {"TPU_SKIP_MDS_QUERY": "0"}
+    prepare(env)
+    assert env["TPU_SKIP_MDS_QUERY"] == "0" and env["JAX_PLATFORMS"] == "cpu"
+
+
+def _program(side: str, runs: float, seconds: float) -> Measured:
+    return Measured("p", side, runs, True, 0, 0, GIB, 1.0, compute_s=seconds)
+
+
+def test_strictly_on_policy_the_sides_take_turns():
+    measured = [_program("trainer", 2, 1.0), _program("rollout", 10, 0.5), _program("both", 1, 9.0)]
+    step = predict(measured, 1.0, max_staleness=0, colocated=False)
+    assert (step.trainer_s, step.rollout_s, step.step_s) == (2.0, 5.0, 8.0)
+    assert (step.trainer_idle, step.rollout_idle) == (5 / 8, 2 / 8)
+    assert "trainer waits 62%" in step.waits
+
+
+def test_with_staleness_the_slower_side_sets_the_pace():
+    measured = [_program("trainer", 2, 1.0), _program("rollout", 10, 0.5)]
+    step = predict(measured, 1.0, max_staleness=1, colocated=False)
+    assert (step.step_s, step.waits) == (6.0, "the trainer waits for the rollout, 50% of the step")
+    assert predict(measured, 1.0, max_staleness=1, colocated=True).step_s == 8.0
+
+
+def test_the_slowest_resource_bounds_a_program():
+    program = dataclasses.replace(_program("trainer", 1, 1.0), memory_s=2.0, network_s=0.5, peak=3 * GIB, resident=GIB)
+    assert (program.seconds, program.bound, program.missing) == (2.0, "memory", 3 * GIB)
+
+
+def test_what_the_compiler_asked_for():
+    message = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (22.50G) exceeds "
+        "available HBM (15.75G)."
+    )
+    assert _asked(message) == (22.5 * GIB, True)  # without the arguments
+    whole = (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm. Exceeded hbm capacity "
+        "by 2.75G. Memory usage report: "
+    )
+    assert _asked(whole) == (18.5 * GIB, False)
+    assert _asked("INVALID_ARGUMENT: hbm") is None
+
+
+def test_what_the_compiler_refused_does_not_fit_whatever_it_counted():
+    refused = dataclasses.replace(_program("trainer", 1, 0.0), fits=False, peak=0.5 * GIB, at_least=True)
+    trial = _trial(("k=1",), [dataclasses.replace(_program("trainer", 2, 1.0), peak=0.9 * GIB), refused])
+    assert not trial.fits and trial.missing == 0 and trial.peak == 0.5 * GIB and trial.seconds == 2.0
+    assert shortfall(trial).startswith("refused by the compiler")
+    assert shortfall(dataclasses.replace(refused, peak=3 * GIB)) == "at least 2.00 GiB too much"
+
+
+def test_what_is_printed_of_a_plan_that_does_not_fit():
+    whole = dataclasses.replace(_program("trainer", 1, 0.0), fits=False, peak=18.0 * GIB, resident=0.5 * GIB)
+    whole = dataclasses.replace(whole, name="train step", capacity=15.75 * GIB)
+    stubborn = dataclasses.replace(whole, name="move: pack", peak=16 * GIB)
+    knobs = {
+        "train step": [
+            Trial(("trainer.remat=full",), "train step", True, 8.0 * GIB, 0.0, 1.0),
+            Trial(("model.lora.rank=16",), "train step", False, 16.0 * GIB, 0.25 * GIB, 1.0, at_least=True),
+        ]
+    }
+    step = predict([_program("trainer", 1, 2.0), whole], 0.5, max_staleness=0, colocated=False)
+    report = Report(None, [whole, stubborn], None, step, knobs, [], ["trainer.remat=full"])
+    assert not report.fits
+    console = make_console(140)
+    console.file = io.StringIO()
+    _print_step(console, report)
+    lines = console.file.getvalue().splitlines()
+    assert "train step does not fit: it needs 18.50 GiB of 15.75 GiB per chip, 2.75 GiB too much." in lines
+    assert "  --config.trainer.remat=full: 8.00 GiB, fits" in lines
+    assert "  --config.model.lora.rank=16: 16.00 GiB, still at least 0.25 GiB too much" in lines
+    assert "move: pack does not fit: it needs 16.50 GiB of 15.75 GiB per chip, 0.75 GiB too much." in lines
+    assert "  None of the knobs podrl.plan tries makes it smaller." in lines
+    assert "Best found: --config.trainer.remat=full" in lines and lines[-1] == "It does not fit."
+    assert any(line.startswith("Who waits: the trainer waits") for line in lines)
+
+
+def _plan(*flags: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    command = [sys.executable, "-m", "podrl.plan", "--config=grpo_gemma.py", *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, check=False)
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_every_program_of_the_default_job_compiles_for_tpu():
+    done = _plan("--trainer=v5e:2x2", "--quick", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan = json.loads(done.stdout)
+    names = [program["name"] for program in plan["programs"]]
+    assert {"prefill 64", "generate", "train step", "reference log-probabilities", "move: cross"} <= set(names)
+    assert plan["fits"] and all(program["peak"] < program["capacity"] for program in plan["programs"])
+    step = next(program for program in plan["programs"] if program["name"] == "train step")
+    # Forward, backward, and what 'dots' makes again: between 6 and 8 FLOP per parameter and token of a chip's rows.
+    tokens = plan["batch"]["rows"] * plan["batch"]["tokens"] / 4
+    assert 5.5 < step["flops"] / tokens / plan["parameters"] < 9
+    assert any(c["kind"] in ("all-gather", "collective-permute") for c in step["collectives"])
+    assert plan["step"]["step_s"] > 0 and plan["move"]["moved_bytes"] > plan["parameters"] * 2
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_rows_that_share_prompts_compile_for_tpu_in_the_form_that_can():
+    flags = ["--config.trainer.share_prompts=True", "--config.trainer.max_tokens_per_row=1024"]
+    done = _plan("--trainer=v5e:2x2", "--quick", "--json", *flags)
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan = json.loads(done.stdout)
+    assert plan["batch"]["tokens"] == 1024
+    programs = {program["name"]: program for program in plan["programs"]}
+    assert {"train step", "reference log-probabilities"} <= set(programs)
+    assert all(programs[name]["fits"] for name in programs)
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
+    flags = ["--config.model.path=", "--config.model.size=gemma2-2b", "--config.rollout.max_prompt_length=512"]
+    flags += ["--config.rollout.max_tokens_to_generate=512", "--config.rollout.kv_cache_size=1024"]
+    flags += ["--config.trainer.dtype=bfloat16", "--config.trainer.remat=none", "--config.rollout.prompts_per_step=8"]
+    done = _plan("--trainer=v5e:2x4", "--quick", "--json", *flags)
+    assert done.returncode == 1, done.stderr[-2000:]
+    plan = json.loads(done.stdout)
+    step = next(program for program in plan["programs"] if program["name"] == "train step")
+    assert not step["fits"] and step["missing"] > 0
+    assert any(trial["fits"] and "trainer.remat=dots" in trial["keys"] for trial in plan["knobs"]["train step"])
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_move_that_does_not_fit_gets_only_knobs_that_make_it_smaller(monkeypatch: pytest.MonkeyPatch):
+    env = dict(os.environ)
+    prepare(env)
+    for name, value in env.items():  # what the command would set is taken back after the test
+        monkeypatch.setenv(name, value)
+    topology = parse_topology("v5e:2x2", key="--trainer")
+    values, _ = launch.resolve(launch.load_config(launch.find_config("grpo_gemma.py")), ["plan"])
+    setting = Setting(parse(with_prompt_length(values)), topology, topology, 64)
+    measured = Measured("move: pack", "trainer", 0, False, 9 * GIB, GIB, 8 * GIB, 1.0)
+    keys = [key for trial in helping(setting, measured) for key in trial.keys]
+    assert "model.lora.rank=16" in keys and not any("remat" in key or "micro" in key for key in keys)
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_two_slices_exchange_gradients_and_nothing_else():
+    flags = ["--config.roles.trainer.mesh=data=2,fsdp=4", "--trainer=v5e:2x2*2", "--rollout=v5e:2x2"]
+    done = _plan(*flags, "--quick", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan = json.loads(done.stdout)
+    crossing = {p["name"]: [c for c in p["collectives"] if c["crosses"]] for p in plan["programs"]}
+    (sent,) = crossing.pop("train step")
+    # At least a chip's share of the float32 gradient, at most the whole of it.
+    assert plan["parameters"] <= sent["bytes"] < 4 * plan["parameters"]
+    assert not any(crossing.values())
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_search_settles_on_keys_that_fit():
+    done = _plan("--trainer=v5e:2x2", "--search", "--quick")
+    assert done.returncode == 0, done.stderr[-2000:]
+    # One row per chip at least: 2 meshes x 3 policies on the trainer, 2 meshes on the rollout; all fit at once.
+    bound = re.search(r"search: at most (\d+) trials: trainer (\d+) \(6 meshes", done.stderr)
+    assert bound, done.stderr
+    trials = re.findall(r"^(trainer|rollout): (\S.*): peak ([\d.]+) GiB \(.*\), (.*); at most (\d+)", done.stderr, re.M)
+    assert len({keys for _, keys, *_ in trials}) == len(trials) == 6 + 2 <= int(bound[1])
+    assert all(verdict.endswith(" s") for *_, verdict, _ in trials)
+    seconds = {keys: float(verdict.removesuffix(" s")) for side, keys, _, verdict, _ in trials if side == "trainer"}
+    best = re.search(r"Best found: (.*?)\nEverything fits", done.stdout, re.S)
+    assert best, done.stdout
+    chosen = [key.removeprefix("--config.") for key in best[1].split() if key.startswith("--config.")]
+    fastest = {keys for keys, s in seconds.items() if s == min(seconds.values())}
+    assert any({k for k in chosen if "rollout" not in k} <= set(keys.split()) for keys in fastest), (chosen, seconds)
+
+
+def test_a_missing_topology_is_a_user_error():
+    done = _plan()
+    assert done.returncode == 1
+    assert "--trainer is missing" in done.stderr or "podrl[tpu]" in done.stderr

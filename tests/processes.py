@@ -1,0 +1,209 @@
+"""Whole training processes for tests: starts one, waits for a moment in its life, ends it, reads its files."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+from metric_names import unlisted
+
+from podrl.runtime.checkpoint import read_state
+from podrl.runtime.metrics import read_metrics
+
+DEADLINE_S = 420.0
+SMALL = (
+    "--config=grpo_gemma.py",
+    "--config.trainer.max_steps=6",
+    "--config.checkpoint.every=2",
+    "--config.eval.problems=16",
+    "--config.eval.samples=1",
+    "--config.rollout.prompts_per_step=4",
+    "--config.grpo.num_generations=4",
+    "--config.rollout.lanes=16",
+    "--config.rollout.max_tokens_to_generate=16",
+    "--config.log.tensorboard=False",
+)
+# Metrics that may differ between two equal runs.
+_CLOCKS = re.compile(r"time/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Returns this process's environment without the tests' faked devices: the launcher fakes its own."""
+    return {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | more
+
+
+class Job:
+    """One `python -m podrl.launch` process; its output goes to files beside the run directory."""
+
+    def __init__(
+        self, workdir: pathlib.Path, *args: str, base: Sequence[str] = SMALL, logs: pathlib.Path | None = None
+    ):
+        """Starts the process.
+
+        Args:
+          workdir: passed as --workdir.
+          args: further flags.
+          base: the flags before them.
+          logs: where its output goes, and its working directory; by default beside the run directory.
+        """
+        self.workdir = workdir
+        logs = logs or workdir.parent
+        logs.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = logs / "stdout.txt", logs / "stderr.txt"
+        command = [sys.executable, "-m", "podrl.launch", *base, f"--workdir={workdir}", *args]
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment(), cwd=logs)
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    def wait_for(self, what: str, happened: Callable[[], bool], every_s: float = 0.002) -> None:
+        """Returns as soon as `happened()`; fails when the process ends first or the deadline passes."""
+        end = time.monotonic() + DEADLINE_S
+        while not happened():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.stderr}"
+            assert time.monotonic() < end, f"{what} did not happen within {DEADLINE_S} s:\n{self.stdout}{self.stderr}"
+            time.sleep(every_s)
+
+    def wait_for_step(self, step: int) -> None:
+        """Returns as soon as the training record of `step` is in metrics.jsonl."""
+        self.wait_for(f"step {step}", lambda: any(r["step"] == step and "time/step" in r for r in self.records()))
+
+    def records(self) -> list[dict]:
+        return read_metrics(self.workdir)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Sends SIGKILL: no handler runs, nothing is flushed."""
+        self.process.kill()
+        self.process.wait(30)
+
+    def end(self) -> int:
+        """Waits for the process to end by itself; returns its exit code."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR1)  # prints all stacks
+            raise AssertionError(f"did not end within {DEADLINE_S} s:\n{self.stdout}{self.stderr}") from None
+
+    def finish(self, code: int = 0) -> "Job":
+        """Waits for the end and checks the exit code."""
+        assert self.end() == code, f"exit code {self.process.returncode}, not {code}:\n{self.stdout}\n{self.stderr}"
+        return self
+
+    def children(self) -> list[int]:
+        """Lists ids of the processes this one started."""
+        return [pid for pid in _processes() if _parent(pid) == self.process.pid]
+
+
+@contextlib.contextmanager
+def job(workdir: pathlib.Path, *args: str, **kwargs) -> Iterator[Job]:
+    """Starts a Job that is ended when the block is left, whatever happened inside."""
+    started = Job(workdir, *args, **kwargs)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.kill()
+
+
+def run(workdir: pathlib.Path, *args: str, code: int = 0, **kwargs) -> Job:
+    """Runs a Job from start to end; what it wrote into metrics.jsonl must be in docs/metrics.md."""
+    with job(workdir, *args, **kwargs) as started:
+        done = started.finish(code)
+    if pathlib.Path(workdir, "metrics.jsonl").exists():  # not where it is in a bucket
+        assert (names := unlisted(name for record in done.records() for name in record)) == [], names
+    return done
+
+
+def gone(pids: Sequence[int]) -> list[int]:
+    """Waits for orphaned processes to end; returns those that did not."""
+    end = time.monotonic() + 20
+    left = list(pids)
+    while left and time.monotonic() < end:
+        left = [pid for pid in left if _parent(pid) is not None]
+        time.sleep(0.02)
+    return left
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _parent(pid: int) -> int | None:
+    """Returns the parent of a live process; None when it is gone (or a zombie)."""
+    try:
+        state, parent = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state == "Z" else int(parent)
+
+
+def same_end(run_a: pathlib.Path, run_b: pathlib.Path) -> None:
+    """Asserts bitwise equal parameters, optimizer state and step in the newest checkpoints, and equal metrics."""
+    (step_a, state_a), (step_b, state_b) = (read_state(run / "checkpoints") for run in (run_a, run_b))
+    assert step_a == step_b
+    flat_a, flat_b = (jax.tree_util.tree_flatten_with_path(state)[0] for state in (state_a, state_b))
+    assert [path for path, _ in flat_a] == [path for path, _ in flat_b]
+    different = [
+        jax.tree_util.keystr(path)
+        for (path, a), (_, b) in zip(flat_a, flat_b, strict=True)
+        if np.asarray(a).dtype != np.asarray(b).dtype or np.asarray(a).tobytes() != np.asarray(b).tobytes()
+    ]
+    assert not different, f"{len(different)} of {len(flat_a)} leaves differ, such as {different[:3]}"
+    assert any("opt_state" in jax.tree_util.keystr(path) for path, _ in flat_a)
+    assert comparable(run_a) == comparable(run_b)
+    assert samples(run_a) == samples(run_b)
+
+
+def comparable(workdir: pathlib.Path) -> list[dict]:
+    """Reads the records of metrics.jsonl without measured times."""
+    return [{k: v for k, v in r.items() if not _CLOCKS.match(k)} for r in read_metrics(workdir)]
+
+
+def samples(workdir: pathlib.Path) -> list[dict]:
+    """Reads samples.jsonl without what tools took, and whether a record answered for them."""
+    found = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
+    for turn in (turn for sample in found for turn in sample.get("turns", ())):
+        turn.pop("seconds", None)
+        turn.pop("replayed", None)
+    return found
+
+
+def trained_steps(workdir: pathlib.Path) -> list[int]:
+    """Lists the steps whose training records are in metrics.jsonl, in their order."""
+    return [r["step"] for r in read_metrics(workdir) if "time/step" in r]
+
+
+def listening(pids: Sequence[int]) -> list[tuple[str, int]]:
+    """Lists (address, port) of every TCP socket on which some of these processes accept connections."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                inodes.add(os.readlink(descriptor))
+    found = []
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in pathlib.Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                words = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
+                found.append((socket.inet_ntop(family, words), int(port, 16)))
+    return found

@@ -1,0 +1,68 @@
+"""Invalid configuration files and overrides are refused in one sentence with file, line, value and key."""
+
+import pytest
+
+from podrl.job.config import check_text
+from podrl.launch import load_config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef get_config(:\n", r"--config=FILE: FILE, line 2: invalid syntax\.$"),
+        (
+            "def get_config():\n    pass\n",
+            r"get_config\(\) returned None, but must return an ml_collections.ConfigDict",
+        ),
+        ("def get_config():\n    return {}\n", r"get_config\(\) returned a dict, but must"),
+        ("import nosuch\n", r"--config=FILE, line 1: ModuleNotFoundError: No module named 'nosuch'\.$"),
+        ("def get_config():\n    x = {}\n    return x['a']\n", r"--config=FILE, line 3: KeyError: 'a'\.$"),
+        ("def get_config():\n    raise ValueError('No such thing.')\n", r"^No such thing\. \(--config=FILE, line 2\)$"),
+        ("raise SystemError('odd')\n", r"--config=FILE, line 1: SystemError: odd\.$"),
+        ("get_config = 3\n", r"--config=FILE defines no get_config\(\)"),
+    ],
+)
+def test_a_file_that_gives_no_configuration_is_named_with_its_line(text, message, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message.replace("FILE", str(file))):
+        load_config(str(file))
+
+
+def test_a_variant_where_there_are_none(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def get_config():\n    pass\n")
+    with pytest.raises(ValueError, match=r"mine\.py has no variant 'big': its get_config\(\) takes no arg"):
+        load_config(f"{file}:big")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        (
+            "trainer.max_steps",
+            "2.5",
+            r"^trainer\.max_steps=2\.5 must be a whole number in \[1, 2147483647\] or None\.$",
+        ),
+        ("trainer.dtype", "float16", r"^trainer\.dtype=float16 must be 'float32' or 'bfloat16'\.$"),
+        ("seed", "x", r"^seed=x must be a whole number in \[0, 4294967295\]\.$"),
+        ("grpo.beta", "much", r"^grpo\.beta=much must be a number in \[0, 1e9\]\.$"),
+        ("grpo.old_logprob", "new", r"must be 'auto', 'current', 'trainer' or 'sampler'\.$"),
+        ("model.lora.rank", "1.0", r"^model\.lora\.rank=1\.0 must be a whole number"),
+    ],
+)
+def test_an_override_that_its_key_cannot_mean_is_refused_with_what_it_can(key, text, message):
+    with pytest.raises(ValueError, match=message):
+        check_text(key, text, "grpo")
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        *(("rollout.top_p", "None"), ("rollout.top_p", "0.5"), ("log.stall_s", "1e3"), ("data.long_prompts", "error")),
+        *(("rollout.max_prompt_length", "0"), ("reward.fns", "('answer',)"), ("eval.problems", "3")),
+        *(("rollout.data_type", "bfloat16"), ("model.path", "x"), ("no.such.key", "1"), ("algorithm", "grpo")),
+    ],
+)
+def test_other_overrides_pass(key, text):
+    check_text(key, text, "grpo")

@@ -1,0 +1,72 @@
+"""The shape of the package: no import circle, no long function, no long file."""
+
+import ast
+import pathlib
+
+import grimp
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent / "podrl"
+
+
+def circles(imports: dict[str, set[str]]) -> list[set[str]]:
+    """Finds modules that reach each other (Kosaraju: the order of a first walk, then a walk against the arrows)."""
+
+    def walk(start, edges, seen):
+        stack, order = [(start, iter(sorted(edges[start])))], []
+        seen.add(start)
+        while stack:
+            module, rest = stack[-1]
+            following = next((other for other in rest if other not in seen), None)
+            if following is None:
+                order.append(module)
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(sorted(edges[following]))))
+        return order
+
+    importers = {module: {other for other in imports if module in imports[other]} for module in imports}
+    seen: set[str] = set()
+    order = [module for start in imports if start not in seen for module in walk(start, imports, seen)]
+    seen = set()
+    groups = [set(walk(start, importers, seen)) for start in reversed(order) if start not in seen]
+    return [group for group in groups if len(group) > 1]
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "c"}}) == [{"b", "c"}]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_modules_import_each_other():
+    graph = grimp.build_graph("podrl", cache_dir=None)
+    assert circles({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}) == []
+
+
+def test_functions_are_short():
+    long = []
+    for path in ROOT.rglob("*.py"):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > 70:
+                long.append((path.name, node.name, node.end_lineno - node.lineno + 1))
+    assert long == []
+
+
+def test_files_are_short():
+    assert [path.name for path in ROOT.rglob("*.py") if len(path.read_text().splitlines()) > 500] == []
+
+
+def test_the_learner_stays_small():
+    assert len(list((ROOT / "learner").glob("*.py"))) <= 16
+
+
+def test_the_cluster_is_a_facade():
+    assert len((ROOT / "cluster" / "rl_cluster.py").read_text().splitlines()) <= 250
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Pytest imports them by name alone."""
+    names = [path.name for path in pathlib.Path(__file__).parent.rglob("test_*.py")]
+    assert names
+    assert sorted(set(names)) == sorted(names)
