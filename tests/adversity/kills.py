@@ -145,15 +145,18 @@ def undisturbed(variant: str, folder: pathlib.Path) -> Whole:
     return Whole(folder / "run", len(life.changes()), time.monotonic() - started)
 
 
-def disturbed(variant: str, folder: pathlib.Path, whole: Whole, lives: int, rng: random.Random) -> list[str]:
+def disturbed(
+    variant: str, folder: pathlib.Path, whole: Whole, lives: int, rng: random.Random, *, by_time: float = 0.5
+) -> list[str]:
     """Runs a variant, killed up to `lives` times, and asserts that it ends as `whole`; returns the kills in words.
 
     A life that reached the run's end before its moment came is no kill; the run is compared then all the same.
+    `by_time` is the share of random times among the kills; the others are at changes, which a first life never misses.
     """
     kills: list[str] = []
     for _ in range(lives):
         # Early in a life: what is left of a run becomes less with every checkpoint.
-        kill = _killed_at_a_change if rng.random() < 0.5 else _killed_at_a_time
+        kill = _killed_at_a_time if rng.random() < by_time else _killed_at_a_change
         life, moment = kill(variant, folder / "run", whole, rng)
         if moment:
             kills.append(moment)
