@@ -68,10 +68,14 @@ def held_out(key: str) -> bool:
 
 
 class Generator(Generic[P]):
-    """The problems that one function writes."""
+    """The problems that one function writes.
 
-    def __init__(self, write: Callable[[Draw], P]) -> None:
-        self._write = write
+    Attributes:
+      reasoned: whether their answers have the reference format, in which reasoning comes first.
+    """
+
+    def __init__(self, write: Callable[[Draw], P], *, reasoned: bool = True) -> None:
+        self._write, self.reasoned = write, reasoned
 
     def problem(self, split: Split, index: int, seed: int = 0) -> P:
         """The problem at a position of an endless stream, in any order of access.

@@ -230,6 +230,13 @@ def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192
     return -(-max(lengths, default=1) // 64) * 64
 
 
+def has_format(config: DataConfig) -> bool:
+    """True where the task asks for the reference format: reasoning, then the answer, each in its tags."""
+    if config.system_prompt not in ("", AUTO):
+        return all(tag in config.system_prompt for tag in template.TAGS)
+    return config.path not in EMBEDDED or EMBEDDED[config.path].reasoned
+
+
 class Renderer:
     """Renders a record's prompt text and reward fields by the configuration's template."""
 

@@ -6,6 +6,7 @@ from podrl.data.tokenizer import Tokenizer
 
 REASONING_START, REASONING_END = "<reasoning>", "</reasoning>"
 ANSWER_START, ANSWER_END = "<answer>", "</answer>"
+TAGS = (REASONING_START, REASONING_END, ANSWER_START, ANSWER_END)
 # A call of the calculator and its output, as a model and its environment write them (podrl/environments).
 CALL_START, CALL_END = '<call_tool name="calculator">', "</call_tool>"
 OUTPUT_START, OUTPUT_END = "<tool_output>", "</tool_output>"

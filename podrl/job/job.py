@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.pull_link import PullLink
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.data.pipeline import DataConfig, held_out_prompts
+from podrl.data.pipeline import DataConfig, has_format, held_out_prompts
 from podrl.data.tokenizer import Tokenizer
 from podrl.job import describe
 from podrl.job.config import SCRATCH, Job, ScratchModel, Share, parse, unset, with_prompt_length
@@ -147,7 +147,7 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
         shape = job.pack_shape(on.trainer)
         with playing(cluster, environment_config(job.env), job.reward.limits, current, pod):
             return learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, evaluator, pod)
-    metric_fns = [answer_accuracy] if job.eval.problems else []
+    metric_fns = [functools.partial(answer_accuracy, has_format=has_format(job.data))] if job.eval.problems else []
     make: Any = PPOLearner if job.section == "ppo" else GRPOLearner
     learner = make(cluster, job.algo, metric_fns=metric_fns, reward_config=job.reward, pod=pod, environment=job.env)
     return learner.train(stream, evaluator=evaluator, run=current)
@@ -233,15 +233,23 @@ def make_evaluator(
         return None
     if share is not None and share.count > 1:
         batches = [cut for batch in batches if len((cut := share.cut(batch)).length_P)]
-    return AccuracyEvaluator(cluster, batches, config, accuracies)
+    scorer = functools.partial(accuracies, has_format=has_format(data))
+    return AccuracyEvaluator(cluster, batches, config, scorer)
 
 
 def answer_accuracy(
-    prompts: list[str], completions: list[str], rewards: list[float], *, answer: list[str] | None = None, **_: Any
+    prompts: list[str],
+    completions: list[str],
+    rewards: list[float],
+    *,
+    has_format: bool = True,
+    answer: list[str] | None = None,
+    **_: Any,
 ) -> dict[str, float]:
-    """Computes accuracy/{answer,partial,format} of the training samples, where the data has answers."""
+    """Computes accuracy/{answer,partial,format} of the training samples, where the data has answers and a format."""
     del prompts, rewards
     if not answer:
         return {}
-    scored = [accuracies(completion, str(truth)) for completion, truth in zip(completions, answer, strict=True)]
+    pairs = zip(completions, answer, strict=True)
+    scored = [accuracies(completion, str(truth), has_format=has_format) for completion, truth in pairs]
     return {f"accuracy/{name}": sum(s[name] for s in scored) / len(scored) for name in scored[0]}

@@ -61,16 +61,13 @@ BUILT_IN: dict[str, Callable[..., list[float]]] = {
 }
 
 
-def accuracies(completion: str, truth: str) -> dict[str, float]:
+def accuracies(completion: str, truth: str, *, has_format: bool = True) -> dict[str, float]:
     """1.0 or 0.0 for each of: 'answer' (first number after `<answer>` equals the reference answer), 'partial' (their
-    ratio is within 0.9-1.1), 'format' (the exact format)."""
+    ratio is within 0.9-1.1), 'format' (the exact format), where the task has one."""
     guess, target = number_of(completion), _number(truth)
     close = guess is not None and target is not None and _within(guess, target, 0.9, 1.1)
-    return {
-        "answer": float(_equal(guess, truth)),
-        "partial": float(close),
-        "format": float(answer_of(completion) is not None),
-    }
+    scores = {"answer": float(_equal(guess, truth)), "partial": float(close)}
+    return scores | ({"format": float(answer_of(completion) is not None)} if has_format else {})
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -8,10 +8,10 @@ import pytest
 
 from podrl.config import build
 from podrl.data.generated import Draw, held_out
-from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
+from podrl.data.pipeline import DataConfig, PromptStream, has_format, held_out_prompts
 from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.sums import GENERATOR
-from podrl.data.template import CALL_END, CALL_START, OUTPUT_END, OUTPUT_START
+from podrl.data.template import CALL_END, CALL_START, OUTPUT_END, OUTPUT_START, SYSTEM_PROMPT
 from podrl.data.tokenizer import Tokenizer
 from podrl.data.train_tokenizer import CALL_TAGS, write
 from podrl.job.config import EMBEDDED
@@ -23,6 +23,14 @@ DATA = build(DataConfig, {"path": "sums", "seed": 1})
 @pytest.fixture(scope="module")
 def tools():
     return Tokenizer(EMBEDDED["tiny_tools"])
+
+
+def test_sums_have_no_format_to_score():
+    assert not has_format(DATA)
+    assert has_format(DataConfig()) and has_format(DataConfig(path="questions.jsonl"))
+    assert has_format(DataConfig(path="questions.jsonl", system_prompt=""))
+    assert not has_format(DataConfig(path="questions.jsonl", system_prompt="Answer in <answer> tags."))
+    assert has_format(DataConfig(path="sums", system_prompt=SYSTEM_PROMPT))
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])

@@ -28,6 +28,9 @@ def test_calling_is_learned(done):
     assert len(steps) == 12 and steps[0]["episode/calls"] < 0.3 and steps[-1]["episode/calls"] > 0.45
     before, after = (record["eval/greedy_answer"] for record in records if "eval/greedy_answer" in record)
     assert before < 0.02 and after > 0.6
+    scored = {name for record in records for name in record if name.startswith(("eval/", "accuracy/"))}
+    assert {"eval/greedy_answer", "accuracy/answer"} <= scored
+    assert not any(name.endswith("format") for name in scored), "sums have none"
 
 
 def test_calls_are_answered_by_the_calculator(done):

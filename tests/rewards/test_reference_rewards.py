@@ -112,6 +112,7 @@ def test_answers_may_be_numbers_and_batches_must_match():
 )
 def test_accuracies(completion, truth, expected):
     assert reference.accuracies(completion, truth) == dict(zip(("answer", "partial", "format"), expected, strict=True))
+    assert list(reference.accuracies(completion, truth, has_format=False)) == ["answer", "partial"]
 
 
 def test_pass_at_k():
