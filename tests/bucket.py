@@ -47,14 +47,36 @@ def _with_precondition(insert):
     return answer
 
 
+def _with_refusals(insert):
+    """Answers 503 to what is below `Bucket.refused`, as a service that is overloaded; every client tries again."""
+
+    def answer(request, response, storage, *args, **kwargs):
+        meta = (request.data or {}).get("meta", {}) if isinstance(request.data, dict) else {}
+        name = request.query["name"][0] if "name" in request.query else meta.get("name", "")
+        if Bucket.refused and name.startswith(Bucket.refused):
+            Bucket.refusals += 1
+            response.status = http.HTTPStatus.SERVICE_UNAVAILABLE
+            return None
+        return insert(request, response, storage, *args, **kwargs)
+
+    return answer
+
+
 objects.download = _with_generation(objects.download)
-objects.insert = _with_precondition(objects.insert)
+objects.insert = _with_refusals(_with_precondition(objects.insert))
 
 
 class Bucket:
-    """A bucket served over the JSON API of Google Cloud Storage from this process; used as a `with` block."""
+    """A bucket served over the JSON API of Google Cloud Storage from this process; used as a `with` block.
+
+    Attributes:
+      refused: objects whose names begin so are not taken; '' for none.
+      refusals: how often one was not.
+    """
 
     NAME = "bucket"
+    refused = ""
+    refusals = 0
 
     def __init__(self):
         from gcp_storage_emulator.server import create_server  # takes note of the handlers, so not before they are ours

@@ -5,15 +5,18 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import pathlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, TextIO
 
 from podrl.environments.protocol import Task
 from podrl.runtime.channel import Channel
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
+from podrl.runtime.storage import sync_directory
 
 _log = logging.getLogger("podrl.environments")
 _READ, _ADD = "outside/read", "outside/add"
@@ -28,7 +31,7 @@ class Store(Protocol):
     async def read(self, name: str) -> Records: ...
 
     async def add(self, name: str, record: Record) -> None:
-        """Returns when the record would outlive this process."""
+        """Returns when the record would outlive this process and its machine's power."""
         ...
 
 
@@ -76,24 +79,36 @@ class Journal:
 
 
 class Files:
-    """Records in `directory`/<name>.jsonl; any thread may call any method."""
+    """Records in `directory`/<name>.jsonl; any thread may call any method.
 
-    def __init__(self, directory: pathlib.Path) -> None:
-        self._directory = directory
+    One thread writes: all records that wait when the disk has taken the last ones go to it together.
+    """
+
+    def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None) -> None:
+        """Opens nothing yet.
+
+        Args:
+          directory: where the files are.
+          written: called after records were written, on the thread that did.
+        """
+        self._directory, self._written = directory, written
         self._files: dict[str, TextIO] = {}
         self._records: dict[str, Records] = {}
-        self._lock = threading.Lock()
+        self._waiting: list[tuple[str, Record, Future[Message]]] = []
+        self._lock = threading.Lock()  # of the files and what is read from them
+        self._more = threading.Condition()  # of what waits and of the thread
+        self._thread: threading.Thread | None = None
 
     async def read(self, name: str) -> Records:
         return {_key(record): record for record in self._listed(name)}
 
     async def add(self, name: str, record: Record) -> None:
-        self._add(name, record)
+        await asyncio.wrap_future(self._add(name, record))
 
     def serve(self, channel: Channel) -> None:
-        """Keeps the records of the job's other processes too; an answer to them says that a record is written."""
+        """Keeps the records of the job's other processes too; an answer to them says that the disk has a record."""
         channel.serve(_READ, lambda message: Message(self._listed(message.value)))
-        channel.serve(_ADD, lambda message: Message(self._add(**message.value)))
+        channel.serve(_ADD, lambda message: self._add(**message.value))
 
     def drop(self, before: int) -> None:
         """Deletes the records of steps before one that a checkpoint has passed."""
@@ -106,6 +121,12 @@ class Files:
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Writes what waits, then closes the files; a later record opens them again."""
+        with self._more:
+            thread, self._thread = self._thread, None
+            self._more.notify()
+        if thread is not None:
+            thread.join()
         with self._lock:
             for file in self._files.values():
                 file.close()
@@ -115,16 +136,54 @@ class Files:
         with self._lock:
             return list(self._read(name).values())
 
-    def _add(self, name: str, record: Record) -> None:
+    def _add(self, name: str, record: Record) -> "Future[Message]":
+        """A future that is done when the disk has the record."""
+        done: Future[Message] = Future()
+        done.set_running_or_notify_cancel()  # whoever waits for it may be cancelled, the writing not
+        with self._more:
+            self._waiting.append((name, record, done))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._follow, name="podrl-journal", daemon=True)
+                self._thread.start()
+            self._more.notify()
+        return done
+
+    def _follow(self) -> None:
+        while True:
+            with self._more:
+                self._more.wait_for(lambda: self._waiting or self._thread is not threading.current_thread())
+                records, self._waiting = self._waiting, []
+            if not records:
+                return
+            try:
+                self._write(records)
+                self._written()
+            except Exception as error:  # noqa: BLE001 - raised where the record is waited for
+                for *_, done in records:
+                    done.set_exception(error)
+            else:
+                for *_, done in records:
+                    done.set_result(Message())
+
+    def _write(self, records: "Sequence[tuple[str, Record, Future[Message]]]") -> None:
         with self._lock:
-            records = self._read(name)
-            if records.get(_key(record)) == record:
-                return  # sent twice
-            if name not in self._files:
-                self._files[name] = (self._directory / f"{name}.jsonl").open("a")
-            self._files[name].write(json.dumps(record) + "\n")
-            self._files[name].flush()
-            records[_key(record)] = record
+            changed: dict[str, TextIO] = {}
+            for name, record, _ in records:
+                known = self._read(name)
+                if known.get(_key(record)) == record:
+                    continue  # sent twice
+                changed[name] = file = self._open(name)
+                file.write(json.dumps(record) + "\n")
+                known[_key(record)] = record
+            for file in changed.values():
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _open(self, name: str) -> TextIO:
+        if name not in self._files:
+            self._files[name] = (self._directory / f"{name}.jsonl").open("a")
+            sync_directory(self._directory)
+        return self._files[name]
 
     def _read(self, name: str) -> Records:
         """The records of a step; a torn last line, of a run that was killed while it wrote, is cut off."""

@@ -12,7 +12,7 @@ from podrl.environments.config import EnvironmentConfig
 from podrl.environments.journal import AtLeader, Files, Journal
 from podrl.environments.workers import Episodes
 from podrl.rollout.episodes import Partner
-from podrl.rundir.run import Run
+from podrl.rundir.run import OUTSIDE, Run
 from podrl.runtime.pod import Pod
 from podrl.runtime.user_code import Limits
 
@@ -47,8 +47,8 @@ def playing(
 ) -> Iterator[None]:
     """Gives every sample of the cluster its environment while the context lasts, where this process generates.
 
-    Outside answers are kept in `workdir`/outside, by the leader where there are several processes; those of steps
-    before the newest checkpoint are deleted.
+    Outside answers are kept in `workdir`/outside, by the leader where there are several processes, and within seconds
+    in the bucket where the run directory is in one; those of steps before the newest checkpoint are deleted.
     """
     if not config.used:
         yield
@@ -56,7 +56,7 @@ def playing(
     with contextlib.ExitStack() as stack:
         journal = None
         if run.leads and run.workdir is not None:
-            files = Files(run.workdir / "outside")
+            files = Files(run.workdir / OUTSIDE, run.hurry)
             stack.callback(files.close)
             files.drop(run.saved_step())
             run.passed.append(files.drop)

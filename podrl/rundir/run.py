@@ -22,6 +22,7 @@ from podrl.runtime.mirror import Mirror
 from podrl.runtime.storage import StorageError, check, disk_trouble, is_remote, locate
 from podrl.runtime.watchdog import Watchdog
 
+OUTSIDE = "outside"  # folder of the outside answers, which a resumed run reads
 _PATIENCE_S = 120.0  # for copying the files of a run directory, which are small
 
 
@@ -182,6 +183,11 @@ class Run:
             with self.watchdog.stage("copying to the bucket"):
                 self._mirror.push(_PATIENCE_S if wait else 0.0)
 
+    def hurry(self) -> None:
+        """Has new files copied to the bucket soon, if the run directory is in one; returns at once."""
+        if self._mirror is not None:
+            self._mirror.hurry()
+
     def _open(self, workdir: str | os.PathLike, savers: Sequence[int]) -> None:
         """Locks the directory, checks whose run it holds, and prepares to write there."""
         if is_remote(workdir):
@@ -191,7 +197,7 @@ class Run:
         if self.leads:  # before anything there is read, which another run may be writing
             self._lock = Lock(locate(workdir), self.place)
         if is_remote(workdir):
-            self._mirror = Mirror(locate(workdir))
+            self._mirror = Mirror(locate(workdir), folders=(OUTSIDE,) if self.leads else ())
             self.workdir = self._mirror.local
         if self.leads:
             self._claim()

@@ -41,7 +41,7 @@ _SILENT_S = 600  # that the kernel keeps a connection to itself which has not se
 _WAITING = 4096  # such connections at once
 _DESCRIPTORS = 1 << 16
 
-Handler = Callable[[Message], Message]
+Handler = Callable[[Message], "Message | Future[Message]"]
 Frames = Sequence[bytes | memoryview]
 
 
@@ -139,7 +139,7 @@ class Channel:
         self._do(lambda: self._board.pop(key, None))
 
     def serve(self, name: str, handler: Handler) -> None:
-        """Answers calls of `name` with `handler`, on the channel's thread: it must be quick and may not call others."""
+        """Answers calls of `name` with `handler`, on the channel's thread: it must be quick, or give a Future."""
         self._do(lambda: self._handlers.__setitem__(name, handler))
 
     # Messages and functions of other processes.
@@ -257,11 +257,20 @@ class Channel:
                 return
             if key not in self._handlers:
                 return  # not served yet: the caller asks again
-            answer = encode(self._handlers[key](message))
+            answer = self._handlers[key](message)
+            if isinstance(answer, Future):
+                answer.add_done_callback(lambda done: self._do(lambda: self._reply(identity, number, done.result)))
+                return
+            self._reply(identity, number, lambda: answer)
         except Exception as error:  # noqa: BLE001 - whatever arrives from outside, this endpoint goes on
             self._answer(identity, number, b"error", encode(Message(f"{type(error).__name__}: {error}")))
-            return
-        self._answer(identity, number, b"ok", answer)
+
+    def _reply(self, identity: bytes, number: bytes, result: Callable[[], Message]) -> None:
+        try:
+            status, frames = b"ok", encode(result())
+        except Exception as error:  # noqa: BLE001 - told to whoever asked
+            status, frames = b"error", encode(Message(f"{type(error).__name__}: {error}"))
+        self._answer(identity, number, status, frames)
 
     def _link(self, place: tuple[str, int]) -> "_Link":
         if place not in self._peers:

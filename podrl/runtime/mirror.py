@@ -7,25 +7,33 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 
 from podrl.runtime import lock
 from podrl.runtime.storage import Place, StorageError, denied, first_line, is_denied, is_remote
 
 _log = logging.getLogger("podrl.mirror")
 _EVERY_S = 30.0
+_SOON_S = 1.0  # a bucket takes an object about once a second
 _RETRY_S = 5.0
 
 
 class Mirror:
-    """Mirrors `local` to a bucket within `_EVERY_S` seconds, or at once on `push`.
+    """Mirrors `local` to a bucket within `_EVERY_S` seconds, in about one after `hurry`, or at once on `push`.
+
+    What is removed here after it was copied is removed there.
 
     Attributes:
       remote: the directory in the bucket.
       local: a directory of this process's own, gone after `close` unless something in it could not be copied.
     """
 
-    def __init__(self, remote: Place):
-        """Makes the local directory and fetches the files directly in the remote one.
+    def __init__(self, remote: Place, *, folders: Sequence[str] = ()):
+        """Makes the local directory and fetches the files directly in the remote one, and those in folders of it.
+
+        Args:
+          remote: the directory in the bucket.
+          folders: names of the folders whose files are wanted, too.
 
         Raises:
           StorageError: they cannot be read.
@@ -35,10 +43,11 @@ class Mirror:
         self._copied: dict[pathlib.Path, tuple[int, int]] = {}  # (time of change, size) when last copied
         self._changed = threading.Condition()
         self._asked = self._done = 0
-        self._closing = self._failing = False
+        self._hurried = self._closing = self._failing = False
         self._thread: threading.Thread | None = None
         try:
-            self._fetch()
+            for folder in ("", *folders):
+                self._fetch(folder)
         except Exception as error:
             shutil.rmtree(self.local)
             raise StorageError(f"{remote} cannot be read: {first_line(error)}") from error
@@ -58,6 +67,12 @@ class Mirror:
             raise StorageError(f"{self.remote} cannot be written to: {first_line(error)}") from error
         self._thread = threading.Thread(target=self._follow, name="podrl-mirror", daemon=True)
         self._thread.start()
+
+    def hurry(self) -> None:
+        """Has changes copied about a second from now, for files that change much more often."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
 
     def push(self, wait_s: float) -> bool:
         """Copies all changes made so far; False if that did not succeed within `wait_s` seconds."""
@@ -82,10 +97,12 @@ class Mirror:
     def _follow(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._asked > self._done or self._closing, _EVERY_S)
+                self._changed.wait_for(lambda: self._hurried or self._asked > self._done or self._closing, _EVERY_S)
+                if self._hurried:
+                    self._changed.wait_for(lambda: self._asked > self._done or self._closing, _SOON_S)
                 if self._closing:
                     return
-                asked = self._asked
+                asked, self._hurried = self._asked, False
             try:
                 self._copy()
             except Exception as error:  # noqa: BLE001 - whatever storage raises, training must outlive it
@@ -119,13 +136,18 @@ class Mirror:
                     target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
                 self._copied[path] = seen
+        for path in [path for path in self._copied if not path.exists()]:
+            (self.remote / str(path.relative_to(self.local))).unlink(missing_ok=True)
+            del self._copied[path]
 
-    def _fetch(self) -> None:
-        if not self.remote.is_dir():
+    def _fetch(self, folder: str) -> None:
+        remote = self.remote / folder
+        if not remote.is_dir():
             return
-        for file in self.remote.iterdir():
+        (self.local / folder).mkdir(exist_ok=True)
+        for file in remote.iterdir():
             if file.name and file.name != lock.NAME and file.is_file():
-                path = self.local / file.name
+                path = self.local / folder / file.name
                 path.write_bytes(file.read_bytes())
                 self._copied[path] = _look(path)
 

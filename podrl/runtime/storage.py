@@ -175,6 +175,16 @@ def write_whole(file: pathlib.Path, content: str | bytes) -> None:
         out.flush()
         os.fsync(out.fileno())
     temporary.replace(file)
+    sync_directory(file.parent)
+
+
+def sync_directory(directory: pathlib.Path) -> None:
+    """Waits until the disk knows the names of a local directory's files, as a new one needs to outlive a power cut."""
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(held)
+    finally:
+        os.close(held)
 
 
 def disk_trouble(error: BaseException) -> str:

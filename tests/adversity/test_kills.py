@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from kills import STEPS, Life, disturbed, undisturbed
-from processes import same_end
+from kills import STEPS, VARIANTS, Life, disturbed, undisturbed
+from processes import comparable, job, run, same_end
 
 pytestmark = pytest.mark.e2e
 # At least 20 in all; a life of a pod costs twice that of one process.
@@ -41,3 +41,32 @@ def test_answers_that_were_used_are_given_again(variant, with_tools, tmp_path):
     same_end(workdir, with_tools)
     assert '"replayed": true' in (workdir / "samples.jsonl").read_text()
     assert not list((workdir / "outside").iterdir())  # a checkpoint has passed them
+
+
+def test_a_bucket_has_the_answers_for_another_machine(with_tools, bucket, monkeypatch, tmp_path):
+    """The bucket takes all but the checkpoint until the run is killed; the next start has nothing but the bucket."""
+    (tmp_path / "world").write_text("first")
+    place, settings = "gs://bucket/runs/tools", {"base": VARIANTS["tools"], "logs": tmp_path}
+    drawn = {f"{step}.jsonl": answers for step, answers in enumerate(_calls(with_tools))}
+
+    def recorded():
+        names = [f"runs/tools/outside/{name}" for name in drawn]
+        return dict(zip(drawn, [bucket.read(name).count(b"\n") for name in names], strict=True))
+
+    monkeypatch.setattr(type(bucket), "refused", "runs/tools/checkpoints/")
+    with job(place, **settings) as first:
+        first.wait_for("all answers", lambda: bucket.refusals and recorded() == drawn, every_s=0.1)
+        first.kill()
+    monkeypatch.setattr(type(bucket), "refused", "")
+    (tmp_path / "world").write_text("second")
+    run(place, **settings)
+    here = bucket.download("runs/tools", tmp_path / "here")
+    same_end(here, with_tools)
+    assert '"replayed": true' in (here / "samples.jsonl").read_text()
+    assert bucket.names("runs/tools/outside/") == []  # a checkpoint has passed them
+
+
+def _calls(workdir):
+    """How many answers each step of a run was given."""
+    steps = [record for record in comparable(workdir) if "tools/calculator/calls" in record]
+    return [round(step["tools/calculator/calls"]) for step in steps]

@@ -1,14 +1,20 @@
 """The journal of a job of several processes: its leader keeps the records of those that have no run directory."""
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
+import threading
+import time
 
 import pytest
 from endpoints import joined
 
 from podrl.environments.journal import AtLeader, Files, Journal
 from podrl.environments.protocol import Task
+from podrl.runtime.channel import ChannelError
+from podrl.runtime.message import Message
 from podrl.runtime.roles import Hosts
 
 TASK = Task("p", step=7, index=2, sample=1)
@@ -68,6 +74,63 @@ def test_a_record_that_is_sent_twice_is_written_once(pods, files, tmp_path):
     for _ in range(2):
         add(at(pods[1]), 0, "sky", {"text": "blue"})
     assert len((tmp_path / "outside" / "7.jsonl").read_text().splitlines()) == 1
+
+
+@contextlib.contextmanager
+def slow_disk(monkeypatch, seconds=0.05):
+    """A disk that takes its time, and a list of what it has taken: the sizes of the files."""
+    taken, sync = [], os.fsync
+
+    def fsync(file):
+        time.sleep(seconds)
+        sync(file)
+        taken.append(os.fstat(file).st_size)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "fsync", fsync)
+        yield taken
+
+
+def test_an_answer_is_on_the_disk_before_it_is_used_and_many_go_there_together(files, monkeypatch, tmp_path):
+    async def one(number):
+        await files.add("7", {"index": 0, "sample": 0, "n": number, "request": "", "answer": "x" * number})
+        return f'"n": {number},' in (tmp_path / "outside" / "7.jsonl").read_text()[: taken[-1]]
+
+    async def several():
+        return await asyncio.gather(*(one(number) for number in range(100)))
+
+    with slow_disk(monkeypatch) as taken:
+        assert asyncio.run(several()) == [True] * 100
+    assert len(taken) <= 4  # the first record's, its file's name, and the others'
+    assert len((tmp_path / "outside" / "7.jsonl").read_text().splitlines()) == 100
+
+
+def test_hosts_wait_for_the_leaders_disk_but_not_for_each_other(pods, files, monkeypatch, tmp_path):
+    """Answers of hosts go to the disk together, and its wait holds up nothing else that the leader serves."""
+    with slow_disk(monkeypatch, 0.2) as taken:
+        started = time.monotonic()
+        threads = [threading.Thread(target=add, args=(at(pods[1 + n % 2]), n, "sky", {"n": n})) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        pods[0].channel.serve("other", lambda message: message)
+        pods[1].call(0, "other", Message(1), 30.0)
+        served = time.monotonic() - started
+        for thread in threads:
+            thread.join()
+    assert served < 0.35 and len(taken) <= 5
+    assert len((tmp_path / "outside" / "7.jsonl").read_text().splitlines()) == 8
+
+
+def test_a_disk_that_fails_is_told_to_whoever_waits(pods, files, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(Journal(files).add(TASK, 0, "sky", {"text": "blue"}))
+    with pytest.raises(ChannelError, match=r"OSError: .*No space left"):
+        add(at(pods[1]), 0, "sky", {"text": "blue"})
 
 
 def test_steps_that_a_checkpoint_passed_are_forgotten(pods, files, tmp_path):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 
 import pytest
 
@@ -49,6 +50,39 @@ def test_only_what_changed_is_written_again(tmp_path):
     (copied.local / "a").write_text("mine, longer")
     assert copied.close(20)
     assert (tmp_path / "a").read_text() == "mine, longer"
+
+
+def test_folders_that_are_wanted_are_fetched_and_what_is_removed_is_removed_there(tmp_path):
+    remote = tmp_path / "remote"
+    for folder in ("outside", "tensorboard"):
+        (remote / folder).mkdir(parents=True)
+        (remote / folder / "3").write_text(folder)
+    copied = Mirror(remote, folders=("outside", "absent"))
+    assert _files(copied.local) == {"outside/3": "outside"}
+    copied.start()
+    (copied.local / "outside" / "4").write_text("4")
+    assert copied.push(20)
+    (copied.local / "outside" / "3").unlink()
+    assert copied.close(20)
+    assert _files(remote) == {"outside/4": "4", "tensorboard/3": "tensorboard"}
+
+
+def test_what_is_hurried_arrives_soon_and_not_at_every_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror, "_SOON_S", 0.3)
+    copied = Mirror(tmp_path)
+    copied.start()
+    copies, copy = [], copied._copy
+    monkeypatch.setattr(copied, "_copy", lambda: (copies.append(time.monotonic()), copy()))
+    end = time.monotonic() + 20
+    for number in range(30):
+        (copied.local / "a").write_text(str(number))
+        copied.hurry()
+        time.sleep(0.02)
+    while (not (tmp_path / "a").exists() or (tmp_path / "a").read_text() != "29") and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (tmp_path / "a").read_text() == "29"
+    assert 1 <= len(copies) <= 4
+    assert copied.close(20)
 
 
 def test_trouble_is_told_once_and_ends_when_it_ends(tmp_path, caplog):
