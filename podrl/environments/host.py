@@ -35,7 +35,7 @@ class _Episode:
       said, turns, answers: the log; answers by number. What a replay gives is compared with it.
       at: how many observations its present life has made.
       life: its number in the worker; another one after each replay.
-      lives: workers that died under it.
+      lives: workers that died under it since it last said something new, and the present one.
       spent_s: seconds of the environment and its tools so far; since: when the present stretch began, 0 while the model
         samples.
       asks: what it waits for outside, and since when.
@@ -179,7 +179,7 @@ class Host:
         if culprit is not None:
             self._end(culprit, "deadline")
         for episode in [self._episodes[number] for number in sorted(home.episodes)]:
-            episode.lives += 1
+            episode.lives += culprit is None
             if episode.lives > _LIVES:
                 self._emit(EnvironmentFailure(f"{self._name(episode)} lost {_LIVES} workers in turn: {why}"))
                 return
@@ -296,6 +296,7 @@ class Host:
                 return
         else:
             episode.said.append(said)
+            episode.lives = 1
             self._stop_clock(episode)
             self._emit({"say": episode.number, **said, "records": records})
         self._give(episode)

@@ -159,7 +159,8 @@ async def _connect(target: str, command: list[str]) -> AsyncIterator[Any]:
         from mcp.client.stdio import stdio_client
 
         guarded = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, *command]
-        way: Any = stdio_client(StdioServerParameters(command=guarded[0], args=guarded[1:], env=dict(os.environ)))
+        started = {"command": guarded[0], "args": guarded[1:], "env": dict(os.environ)}
+        way: Any = stdio_client(StdioServerParameters(**started, encoding_error_handler="replace"))
     elif target.rstrip("/").endswith("/sse"):
         from mcp.client.sse import sse_client
 

@@ -75,9 +75,9 @@ class Servers:
         self._link.send({"open": key, "server": server, "away_s": self._deadline_s})
 
     def _answered(self, frame: dict[str, Any]) -> None:
-        self._deaths = 0
         match frame:
             case {"result": number, "reply": reply}:
+                self._deaths = 0
                 if number in self._calls and not self._calls[number][1].done():
                     self._calls[number][1].set_result(reply)
             case {"opened": key, "tools": tools}:

@@ -23,9 +23,10 @@ def plain(value: Any) -> str:
     if isinstance(value, bytes):
         text = value.decode(errors="replace")
     elif isinstance(value, str):
-        text = value.encode(errors="replace").decode()  # lone surrogates
+        text = value
     else:
         text = "" if value is None else json.dumps(value, default=str, ensure_ascii=False)
+    text = text.encode(errors="replace").decode()  # lone surrogates
     if len(text) > MOST_CHARACTERS:
         half = MOST_CHARACTERS // 2
         text = f"{text[:half]} ... [{len(text) - 2 * half} characters left out] ... {text[-half:]}"

@@ -67,7 +67,7 @@ class Told:
             self.over = True
             raise Ended(f"env.max_turns={self._config.max_turns} turns are over.")
         said = {
-            "observation": str(observation),
+            "observation": str(observation).encode(errors="replace").decode(),  # lone surrogates
             "role": role,
             "stop": list(stop),
             "max_new": max_new,

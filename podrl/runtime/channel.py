@@ -139,7 +139,7 @@ class Channel:
         self._do(lambda: self._board.pop(key, None))
 
     def serve(self, name: str, handler: Handler) -> None:
-        """Answers calls of `name` with `handler`, on the channel's thread: it must be quick, or give a Future."""
+        """Answers calls of `name` with `handler`, on the channel's thread: it is quick, or gives a Future."""
         self._do(lambda: self._handlers.__setitem__(name, handler))
 
     # Messages and functions of other processes.

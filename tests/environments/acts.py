@@ -1,6 +1,7 @@
 """Environments and tools of a user's file, good and bad, for the tests of episodes."""
 
 import asyncio
+import ctypes
 import os
 import random
 import re
@@ -32,6 +33,30 @@ def sleeps(query: str) -> str:
     return query
 
 
+def holds(query: str) -> str:
+    """Sleeps without letting go of the interpreter."""
+    ctypes.PyDLL(None).sleep(1000)
+    return query
+
+
+def kills_its_group(query: str) -> str:
+    os.killpg(0, signal.SIGKILL)
+    return query
+
+
+def leaves(query: str) -> str:
+    sys.exit(3)
+
+
+def logged(query: str) -> str:
+    """Writes into a file when it begins and when it ends."""
+    for word in ("begin", "end"):
+        with open(query, "a") as file:
+            file.write(f"{word}\n")
+        time.sleep(0.1 * (word == "begin"))
+    return "done"
+
+
 def waits(query: str) -> str:
     time.sleep(float(query))
     return f"waited {query}"
@@ -59,6 +84,10 @@ def raw_bytes(query: str) -> bytes:
 
 def surrogates(query: str) -> str:
     return "a\udcffb"
+
+
+def surrogates_within(query: str) -> dict:
+    return {"a": "\udcff"}
 
 
 def closes(query: str) -> str:
@@ -98,14 +127,31 @@ class Raises:
 
 
 class Blocks:
-    """Holds its process where the task says so."""
+    """Holds its process, or its interpreter too, where the task says so."""
 
     async def run(self, task, model):
         turn = await model.say()
-        if task.fields.get("blocks"):
+        if task.fields.get("blocks") == "process":
             time.sleep(1e9)
+        elif task.fields.get("blocks"):
+            ctypes.PyDLL(None).sleep(1000)
         turn = await model.say(f"seen {turn.text}")
         return podrl.Result(1.0, text=turn.text)
+
+
+class Dies:
+    """Its process dies whenever it has heard its first turn."""
+
+    async def run(self, task, model):
+        await model.say()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mumbles:
+    """Says what is no text."""
+
+    async def run(self, task, model):
+        await model.say("a\udcffb")
 
 
 class DiesOnce:
