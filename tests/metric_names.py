@@ -47,7 +47,11 @@ def _expanded(name: str, stages: set[str], prefixes: set[str]) -> Iterator[str]:
     elif group == "*":
         yield from (f"{prefix}/{rest}" for prefix in prefixes)
         return
-    elif group in ("accuracy", "eval"):
+    elif name == "eval/*_*":  # how the samples are drawn, and what is measured
+        measured = [*accuracies("", ""), "reward", "reward/*"]
+        yield from (f"eval/{how}_{what}" for how in ("greedy", "sampled") for what in measured)
+        return
+    elif group == "accuracy":
         values = accuracies("", "")
     else:
         values = ("*",)

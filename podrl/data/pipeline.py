@@ -237,13 +237,18 @@ def has_format(config: DataConfig) -> bool:
     return config.path not in EMBEDDED or EMBEDDED[config.path].reasoned
 
 
+def system_prompt(config: DataConfig) -> str:
+    """The instructions before every question; '' for none."""
+    reference = "" if config.path in EMBEDDED else template.SYSTEM_PROMPT
+    return reference if config.system_prompt == AUTO else config.system_prompt
+
+
 class Renderer:
     """Renders a record's prompt text and reward fields by the configuration's template."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
-        reference = "" if config.path in EMBEDDED else template.SYSTEM_PROMPT
-        self._system = reference if config.system_prompt == AUTO else config.system_prompt
+        self._system = system_prompt(config)
 
     def __call__(self, record: Record | Problem) -> tuple[str, Mapping[str, Any]]:
         fields = task_fields(record, self._config)

@@ -16,8 +16,10 @@ from ml_collections import ConfigDict
 from podrl import config
 from podrl.algorithms.presets import PRESETS, preset
 from podrl.config import Count, Devices, Seed, build, defaults, hint_at, merge, section
+from podrl.data import template
 from podrl.data.pairs import PairStream
-from podrl.data.pipeline import DataConfig, PromptStream, longest_prompt
+from podrl.data.pipeline import AUTO, DataConfig, PromptStream, longest_prompt
+from podrl.data.pipeline import EMBEDDED as EMBEDDED_TASKS
 from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.tokenizer import Tokenizer
 from podrl.environments.config import EnvironmentConfig
@@ -257,6 +259,14 @@ class Job:
     def updates_per_step(self) -> int:
         passes = 1 if self.kind.given else self.algo.num_iterations
         return passes * (self.samples_per_step // self.mini_batch_size)
+
+    @property
+    def has_accuracies(self) -> bool:
+        """True where completions are asked to answer between the reference tags, where accuracies look for it."""
+        prompt = self.data.system_prompt
+        asked = prompt == AUTO or template.ANSWER_START in prompt or (not prompt and self.data.path in EMBEDDED_TASKS)
+        named = {fn.partition("@")[0] for fn in self.reward.fns if isinstance(fn, str)}
+        return self.kind.given or asked or bool(named & {"answer", "number"})
 
     @property
     def longest(self) -> int:

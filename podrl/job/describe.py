@@ -9,6 +9,7 @@ import jax
 import rich.console
 from jax.sharding import Mesh
 
+from podrl.data.pipeline import split, system_prompt, task_fields
 from podrl.job.config import Job
 from podrl.job.placement import Meshes
 from podrl.mesh.build import describe_mesh
@@ -60,7 +61,35 @@ def print_plan(console: rich.console.Console, job: Job, on: Meshes, workdir: str
     print_table(console, "Batch arithmetic", ["what", "number", "from"], rows)
     for line in given_lines(job) if job.kind.given else algorithm_lines(job, on):
         console.print(line)
+    if not job.kind.given and not console.quiet:
+        for line in data_lines(job):
+            console.print(line)
     console.print(f"Run directory: {workdir}\n")
+
+
+def data_lines(job: Job) -> list[str]:
+    """Counts the records to train on and to evaluate on, and names the fields that reward functions are given."""
+    data = job.data
+    try:
+        train, held = split(data)
+    except FileNotFoundError:
+        return [f"Data: data.path={data.path} or data.eval_path={data.eval_path} is not here; the run itself needs it."]
+    fields = ["system_prompt"] if system_prompt(data) else []
+    fields += [name for name in task_fields(train[0], data) if name not in fields]
+    fields += ["turns", "model_text"] if job.env.used else []
+    given = f"Reward functions are given prompts, completions, and of every record: {', '.join(fields)}."
+    count = f"Data: {len(train):,} records to train on, "
+    if not job.eval.problems:
+        return [f"{count}no evaluation (eval.problems=0).", given]
+    if not len(held):
+        return [
+            f"{count}none held out, so there is no evaluation before and after: data.path={data.path} is too small for "
+            f"data.eval_fraction={data.eval_fraction:g}. Raise it, or give data.eval_path.",
+            given,
+        ]
+    held_out = min(len(held), job.eval.problems)
+    source = "data.eval_path" if data.eval_path else "held out from training"
+    return [f"{count}{held_out} to evaluate on ({source}).", given]
 
 
 def algorithm_lines(job: Job, on: Meshes) -> list[str]:

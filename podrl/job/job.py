@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.pull_link import PullLink
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.data.pipeline import DataConfig, has_format, held_out_prompts
+from podrl.data.pipeline import has_format, held_out_prompts
 from podrl.data.tokenizer import Tokenizer
 from podrl.job import describe
 from podrl.job.config import SCRATCH, Job, ScratchModel, Share, parse, unset, with_prompt_length
 from podrl.job.placement import Meshes, meshes
-from podrl.learner.evaluate import AccuracyEvaluator, EvalConfig
+from podrl.learner.evaluate import Evaluator
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
 from podrl.learner.playing import REWARD_NAME, environment_config, playing
 from podrl.models import decoder
@@ -142,14 +142,17 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
                 cluster.warm_up(cluster.sync_weights(0, in_place=True))
             elif cluster.generates:  # the weights come when everybody knows from which step
                 cluster.warm_up()
-    evaluator = make_evaluator(cluster, job.data, job.eval, job.rollout.max_prompt_length, share)
+    evaluator = make_evaluator(cluster, job, share)
     if job.kind.given:
         shape = job.pack_shape(on.trainer)
         with playing(cluster, environment_config(job.env), job.reward.limits, current, pod):
             return learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, evaluator, pod)
-    metric_fns = [functools.partial(answer_accuracy, has_format=has_format(job.data))] if job.eval.problems else []
+    measured = job.eval.problems and job.has_accuracies
+    metric_fns = [functools.partial(answer_accuracy, has_format=has_format(job.data))] if measured else []
     make: Any = PPOLearner if job.section == "ppo" else GRPOLearner
     learner = make(cluster, job.algo, metric_fns=metric_fns, reward_config=job.reward, pod=pod, environment=job.env)
+    if evaluator is not None:
+        evaluator.rewards = learner.rewards_of
     return learner.train(stream, evaluator=evaluator, run=current)
 
 
@@ -213,28 +216,27 @@ def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any], comma
     return EXIT_DONE
 
 
-def make_evaluator(
-    cluster: RLCluster, data: DataConfig, config: EvalConfig, max_prompt_length: int, share: Share | None = None
-) -> AccuracyEvaluator | None:
-    """Builds the evaluation on (this process's share of) held-out problems; None when it is off or there are none."""
-    if not config.problems:
+def make_evaluator(cluster: RLCluster, job: Job, share: Share | None = None) -> Evaluator | None:
+    """Builds the evaluation on (this process's share of) held-out records; None when it is off or there are none."""
+    if not job.eval.problems:
         return None
+    data, limit = job.data, job.rollout.max_prompt_length
     try:
-        batches = held_out_prompts(data, cluster.tokenizer, count=config.problems, max_prompt_length=max_prompt_length)
+        batches = held_out_prompts(data, cluster.tokenizer, count=job.eval.problems, max_prompt_length=limit)
     except ValueError as error:
-        error.add_note(f"the evaluation reads it, which eval.problems={config.problems} asks for and 0 leaves out")
+        error.add_note(f"the evaluation reads it, which eval.problems={job.eval.problems} asks for and 0 leaves out")
         raise
     if not batches:
         _log.warning(
-            "There is no evaluation: data.path=%s holds out no question that fits rollout.max_prompt_length=%d. Give "
-            "data.eval_path, raise data.eval_fraction=%s, or set eval.problems=0.",
-            *(data.path, max_prompt_length, data.eval_fraction),
+            "There is no evaluation: none of the records held out from data.path=%s fits rollout.max_prompt_length=%d. "
+            "Give data.eval_path, raise data.eval_fraction=%s, or set eval.problems=0.",
+            *(data.path, limit, data.eval_fraction),
         )
         return None
     if share is not None and share.count > 1:
         batches = [cut for batch in batches if len((cut := share.cut(batch)).length_P)]
-    scorer = functools.partial(accuracies, has_format=has_format(data))
-    return AccuracyEvaluator(cluster, batches, config, scorer)
+    scorer = functools.partial(accuracies, has_format=has_format(data)) if job.has_accuracies else None
+    return Evaluator(cluster, batches, job.eval, scorer=scorer)
 
 
 def answer_accuracy(

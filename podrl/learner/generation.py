@@ -82,6 +82,26 @@ class Generator:
         group_size = group_size or self._group_size
         rollouts = self._cluster.generate(prompts, policy, group_size=group_size, step=step, sampling=sampling)
         started = time.monotonic()
+        return rollouts, self._rewards_of(rollouts, group_size), time.monotonic() - started
+
+    def judged(self, rollouts: Rollouts, group_size: int, *, at_once: int) -> dict[str, np.ndarray]:
+        """Scores samples that are not trained on: 'reward' as in training, 'reward/NAME' of each function.
+
+        Args:
+          rollouts: samples, NaN being the reward of those that failed.
+          group_size: samples of a prompt.
+          at_once: prompts whose samples reward functions are given together.
+        """
+        groups = np.arange(len(rollouts.prompts.length_P))
+        cuts = [select(rollouts, groups[i : i + at_once], group_size) for i in range(0, len(groups), at_once)]
+        reward_FB = np.concatenate([self._rewards_of(cut, group_size) for cut in cuts], axis=1)
+        total_B = self._config.shaped(self._rewards.combine(reward_FB), rollouts, self._limit)
+        named = zip(self._rewards.names, reward_FB, strict=True)
+        return {"reward": total_B} | {f"reward/{name}": reward_B for name, reward_B in named}
+
+    def _rewards_of(self, rollouts: Rollouts, group_size: int) -> np.ndarray:
+        """Scores samples by every function, the reward model and their environments; NaN for a failed sample."""
+        prompts = rollouts.prompts
         texts, fields = repeated(prompts.text, prompts.fields, group_size)
         whole = np.flatnonzero(rollouts.stop_B != STOP_FAILED).tolist()
         if self._cluster.partner is not None:
@@ -96,7 +116,7 @@ class Generator:
             score_FB = np.concatenate([score_FB, given_B[None, whole]])
         reward_FB = np.full((len(score_FB), len(texts)), np.nan)
         reward_FB[:, whole] = score_FB
-        return rollouts, of_the_others(reward_FB, rollouts, group_size), time.monotonic() - started
+        return of_the_others(reward_FB, rollouts, group_size)
 
     def _refilled(
         self,

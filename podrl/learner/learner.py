@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import known_arguments
 from podrl.data.pipeline import PromptStream
@@ -23,7 +25,7 @@ from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
 from podrl.rundir.run import Run
 from podrl.runtime.pod import Pod
 from podrl.trainer.packing import PackShape
-from podrl.types import BatchError, Experience
+from podrl.types import BatchError, Experience, Rollouts
 
 
 class Trainable(loop.Algorithm, recorder.Controllers, Protocol):
@@ -204,6 +206,8 @@ class SampleLearner:
         if rl_cluster.reward_source and not config.model:
             config = dataclasses.replace(config, model=rl_cluster.reward_source)
         self._reward_config = config
+        self._generate: Generator | None = None  # while `train` runs, where this process generates
+        self._prompts = 0
 
     @known_arguments
     def train(
@@ -221,7 +225,8 @@ class SampleLearner:
           train_ds: a stream of prompts, or a list of prompts: texts, or mappings with a `prompt` and further fields
             that reward functions receive by name.
           prompts_per_step: P, where `train_ds` is a list. A stream gives P times `config.prompt_batches` at a time.
-          evaluator: scores the policy on held-out prompts.
+          evaluator: scores the policy on held-out prompts: (policy, step) -> (metrics, samples to show). One of
+            podrl.learner.evaluate does so by this learner's reward functions if given `rewards=learner.rewards_of`.
           run: files, checkpoints and signals; by default under training_config.checkpoint_root_directory, or nowhere.
         """
         training = self.cluster.training_config
@@ -244,13 +249,15 @@ class SampleLearner:
             section=self.config.section,
         )
         with run, contextlib.ExitStack() as stack:
-            generate = trained = None
+            trained = None
             weight = self._environment.reward_weight
             others = {REWARD_NAME: weight} if self._environment.used else {}
             stack.enter_context(playing(self.cluster, self._environment, self._reward_config.limits, run, self._pod))
             if self._pod is None or not self.cluster.trains:
                 rewards: Rewards | NamedRewards = stack.enter_context(Rewards(self._reward_config, others))
-                generate = Generator(self.cluster, rewards, self.config, environment_weight=weight)
+                self._generate = Generator(self.cluster, rewards, self.config, environment_weight=weight)
+                self._prompts = prompts
+                stack.callback(setattr, self, "_generate", None)
             else:  # others score
                 rewards = NamedRewards(self._reward_config, others)
             if self.cluster.trains:
@@ -261,11 +268,21 @@ class SampleLearner:
                 run,
                 schedule,
                 trained=trained,
-                generate=generate,
+                generate=self._generate,
                 evaluator=evaluator,
                 given=False,
                 pod=self._pod,
             )
+
+    def rewards_of(self, rollouts: Rollouts, group_size: int) -> dict[str, np.ndarray]:
+        """Scores samples by the reward functions of the training that runs, in batches of its size.
+
+        Returns:
+          'reward' of every sample, as a training step counts it, and 'reward/NAME' of each function; NaN for none.
+        """
+        assert self._generate is not None, "reward functions run while `train` does, where samples are generated"
+        at_once = max(1, self._prompts * self.config.num_generations // group_size)
+        return self._generate.judged(rollouts, group_size, at_once=at_once)
 
     def _settings(self, prompts_per_step: int) -> dict[str, Any]:
         """Returns what config.json holds of a run that no configuration file describes, under the same keys."""

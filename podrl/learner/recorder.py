@@ -15,7 +15,7 @@ from podrl.learner import experience as codec
 from podrl.learner.loop import InFlight, Schedule, Start
 from podrl.rundir.console import Progress
 from podrl.rundir.run import Run
-from podrl.rundir.summary import eval_records
+from podrl.rundir.summary import eval_means, eval_records
 from podrl.runtime.metrics import read_metrics
 from podrl.runtime.pod import LEADER, Pod
 from podrl.types import Policy
@@ -197,8 +197,9 @@ class Recorder:
             self._run.metrics.write_samples(step, samples)
         self._run.push(wait=False)
         self._cluster.metrics.log(step, metrics)
-        text = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
-        self._run.console.print(f"Evaluation after step {step}: {text}")
+        text = "  ".join(f"{name} {value:.3f}" for name, value in eval_means(metrics).items())
+        records = f" ({metrics['eval/records']:.0f} records)" if "eval/records" in metrics else ""
+        self._run.console.print(f"Evaluation after step {step}{records}: {text}")
 
     def close(self) -> None:
         """Writes the last step's metrics."""

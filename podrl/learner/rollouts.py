@@ -1,7 +1,6 @@
 """Sources of the loop's batches: this process, other hosts, this host's share of a pod's, or given answers."""
 
 import concurrent.futures
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -10,7 +9,7 @@ import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner import experience as codec
-from podrl.learner.evaluate import AccuracyEvaluator
+from podrl.learner.evaluate import Evaluator, summarised
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Evaluate, Stream
 from podrl.rewards.compose import RewardServiceError
@@ -213,18 +212,22 @@ class RemoteRollouts:
             return next(self._stream)
 
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
-        """Averages, on the leader, the evaluations that the rollout hosts made of their shares."""
+        """Joins, on the leader, the scores that the rollout hosts gave their shares of the held-out prompts.
+
+        Raises:
+          BatchError: a reward function failed on one of them, or a service it asks was away; on every trainer host.
+        """
         del policy
-        if not self._pod.leads:
+        if not self._pod.leads:  # the others have nothing to do, but must stop where the leader does
+            _raise_failure([self._pod.get(LEADER, f"evaluated/{step}", self._deadline_s)])
             return None
-        parts = [m.value for m in self._from_all(lambda p: self._pod.get(p, f"evaluation/{step}", self._deadline_s))]
-        total = math.fsum(part["problems"] for part in parts)
-        names = next((part["metrics"] for part in parts if part["metrics"]), {})
-        metrics = {
-            name: math.fsum(part["metrics"].get(name, 0.0) * part["problems"] for part in parts) / total
-            for name in names
-        }
-        return metrics, [sample for part in parts for sample in part["samples"]][: len(parts[0]["samples"])]
+        messages = self._from_all(lambda p: self._pod.get(p, f"evaluation/{step}", self._deadline_s))
+        self._pod.channel.put(f"evaluated/{step}", next((m for m in messages if "error" in m.value), Message({})))
+        _raise_failure(messages)
+        samples = [sample for message in messages for sample in message.value["samples"]]
+        names = next((list(m.arrays) for m in messages if m.arrays), [])
+        scores = {name: np.concatenate([m.arrays[name] for m in messages if m.arrays]) for name in names}
+        return summarised(scores), samples[: len(messages[0].value["samples"])]
 
     def gather(self, step: int, *, everything: bool = False) -> Experience:
         """Collects the batch of a step from all rollout hosts.
@@ -240,10 +243,7 @@ class RemoteRollouts:
         assert self._needed is not None
         with self._run.watchdog.stage("rollout"):
             headers = self._from_all(lambda p: self._pod.get(p, f"header/{step}", self._deadline_s))
-            for message in headers:
-                if "error" in message.value:
-                    error = RewardServiceError if message.value["away"] else BatchError
-                    raise error(message.value["error"])
+            _raise_failure(headers)
             experience = codec.assemble(headers, self._cluster.tokenizer.pad_id)
             counts = [len(message.arrays["length_B"]) for message in headers]
             wanted = np.arange(sum(counts)) if everything else self._needed(step, experience)
@@ -323,7 +323,7 @@ class HostRollouts:
         accord: Accord,
         *,
         generate: Generate | None,
-        evaluator: AccuracyEvaluator | None,
+        evaluator: Evaluator | None,
         deadline_s: float,
     ):
         """Nothing runs yet.
@@ -374,8 +374,7 @@ class HostRollouts:
             try:
                 experience = generate(prompts, policy, step)
             except BatchError as error:
-                away = isinstance(error, ServiceError)
-                self._pod.channel.put(f"header/{step}", Message({"error": str(error), "away": away}))
+                self._pod.channel.put(f"header/{step}", _failure(error))
                 raise
             self._batches[step] = experience
             self._pod.channel.put(f"texts/{step}", codec.texts(experience))
@@ -389,12 +388,16 @@ class HostRollouts:
     def evaluate(self, policy: Policy, step: int) -> None:
         """Sends the evaluation of this host's share to the leader."""
         assert self._evaluator is not None
-        metrics: dict[str, float] = {}
+        scores: dict[str, np.ndarray] = {}
         samples: list[dict[str, Any]] = []
-        if self._evaluator.problems:  # more hosts than problems leave some without
-            metrics, samples = self._thread.submit(self._evaluator, policy, step).result()
-        value = {"metrics": metrics, "samples": _jsonable(samples), "problems": self._evaluator.problems}
-        self._pod.channel.put(f"evaluation/{step}", Message(value))
+        try:
+            if self._evaluator.problems:  # more hosts than problems leave some without
+                scores, samples = self._thread.submit(self._evaluator.scores, policy).result()
+        except BatchError as error:
+            self._pod.channel.put(f"evaluation/{step}", _failure(error))
+            self._pod.await_end(_LAST_WORDS_S)  # the trainers save first, then end the job
+            raise
+        self._pod.channel.put(f"evaluation/{step}", Message({"samples": _jsonable(samples)}, scores))
         self._evaluations.append(step)
 
     def close(self) -> None:
@@ -450,6 +453,19 @@ class GivenAnswers:
 
     def close(self) -> None:
         self._place.close()
+
+
+def _failure(error: BatchError) -> Message:
+    """Tells the trainer hosts why there is no batch, or no evaluation."""
+    return Message({"error": str(error), "away": isinstance(error, ServiceError)})
+
+
+def _raise_failure(messages: Sequence[Message]) -> None:
+    """Raises the first failure among what the rollout hosts sent."""
+    for message in messages:
+        if "error" in message.value:
+            error = RewardServiceError if message.value["away"] else BatchError
+            raise error(message.value["error"])
 
 
 def _jsonable(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Writes a finished run's summary.json, curve.png and before/after table."""
 
 import json
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,43 +56,84 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
     return summary
 
 
+def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The means of an evaluation, without their errors and the number of records, by names without 'eval/'."""
+    return _means(_eval_values(metrics))
+
+
 def draw_curve(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
-    """Draws the reward per step on the left, evaluation accuracies on the right."""
+    """Draws the reward per step; and held-out rewards and accuracies, as far as there are any, with their intervals."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    rewards = [(r["step"], r["reward/mean"]) for r in records if r.get("reward/mean") is not None]
-    if rewards:
-        left.plot(*zip(*rewards, strict=True), color="tab:blue")
+    evaluated = [(record, _eval_values(record)) for record in eval_records(records)]
+    means = dict.fromkeys(name for _, values in evaluated for name in _means(values))
+    shares, rewards = ([name for name in means if _is_share(name) is share] for share in (True, False))
+    panels = [("evaluation: rewards", "mean over held-out records", rewards)] if rewards else []
+    if shares or not rewards:
+        panels.append(("evaluation" if evaluated else "no evaluation", "share of held-out records", shares))
+    figure = Figure(figsize=(5.5 * (1 + len(panels)), 4), layout="constrained")
+    left, *others = figure.subplots(1, 1 + len(panels))
+    trained = [(r["step"], r["reward/mean"]) for r in records if r.get("reward/mean") is not None]
+    if trained:
+        left.plot(*zip(*trained, strict=True), color="tab:blue")
     left.set(xlabel="step", ylabel="mean reward", title="training reward")
-    evals = eval_records(records)
-    for name in sorted({n for r in evals for n in r if n.startswith("eval/") and n.endswith(_CURVES)}):
-        points = [(r["step"], r[name]) for r in evals if r.get(name) is not None]
-        right.plot(*zip(*points, strict=True), marker="o", label=name.removeprefix("eval/"))
-    if evals:
-        right.legend()
-    right.set(xlabel="step", ylabel="share of held-out problems", title="evaluation", ylim=(0, 1.02))
+    for axes, (title, label, names) in zip(others, panels, strict=True):
+        for name in names:
+            points = [(r["step"], v[name], _half_width(v, name)) for r, v in evaluated if v.get(name) is not None]
+            if points:
+                steps, values, widths = zip(*points, strict=True)
+                axes.errorbar(steps, values, yerr=widths, marker="o", capsize=3, label=name)
+        if names:
+            axes.legend()
+        axes.set(xlabel="step", ylabel=label, title=title)
+        if names is shares:
+            axes.set(ylim=(0, 1.02))
     figure.savefig(path, dpi=110)
 
 
-_CURVES = ("answer", "partial", "format", "pass")
+_SHARES = ("answer", "partial", "format", "pass")
+_RECORDS, _ERROR = "records", "error/"
+_Z = 1.96  # standard errors on either side of the mean that hold 95 % of a normal distribution
 
 
 def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]) -> None:
-    """Prints the final table: every evaluation metric before, after, and the change in points."""
+    """Prints the final table: every mean of the evaluation before and after, and the change, with 95 % intervals."""
     before, after = summary["before"], summary["after"]
     rows = []
-    for name in after:
-        start, end = before.get(name), after[name]
-        if start is None or end is None or not name.endswith(_CURVES):
+    for name, end in _means(after).items():
+        start = before.get(name)
+        if start is None or end is None:
             continue
-        rows.append([name, f"{100 * start:.1f}%", f"{100 * end:.1f}%", f"{100 * (end - start):+.1f}"])
+        was, now = (_half_width(values, name) for values in (before, after))
+        moved = math.hypot(was, now)
+        if _is_share(name):
+            was, now, moved, start, end = (100 * value for value in (was, now, moved, start, end))
+            cells = f"{start:.1f}% ± {was:.1f}", f"{end:.1f}% ± {now:.1f}", f"{end - start:+.1f} points ± {moved:.1f}"
+        else:
+            cells = f"{start:.3f} ± {was:.3f}", f"{end:.3f} ± {now:.3f}", f"{end - start:+.3f} ± {moved:.3f}"
+        rows.append([name, *cells])
     if rows:
-        print_table(console, "Held-out problems", ["accuracy", "before", "after", "points"], rows)
+        count = after.get(_RECORDS)
+        title = "Held-out records" if count is None else f"{count:.0f} held-out records, ± 95% intervals"
+        print_table(console, title, ["mean", "before", "after", "change"], rows)
+
+
+def _is_share(name: str) -> bool:
+    """True for accuracies, in which 1 is every record; else the unit is that of the reward functions."""
+    return name.endswith(_SHARES) and "_reward" not in name
+
+
+def _half_width(values: Mapping[str, float], name: str) -> float:
+    """Half of a mean's 95 % interval; NaN where its standard error is not known, as of a single record."""
+    error = values.get(f"{_ERROR}{name}")
+    return math.nan if error is None else _Z * error
+
+
+def _means(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if name != _RECORDS and not name.startswith(_ERROR)}
 
 
 def _eval_values(record: Mapping[str, Any]) -> dict[str, float]:

@@ -63,9 +63,11 @@ def test_metrics_have_every_step_and_every_evaluation_once(done):
         assert None not in record.values(), record
         assert record["actor/kl"] > -1e-6 and record["time/step"] > 0
     for record in records:
-        assert all(0 <= value <= 1 for name, value in record.items() if name.startswith(("eval/", "accuracy/")))
+        shares = {k: v for k, v in record.items() if k.startswith(("eval/", "accuracy/")) and "reward" not in k}
+        assert all(0 <= value <= 1 for name, value in shares.items() if name != "eval/records")
     evaluation = {f"eval/{how}_{what}" for how in ("greedy", "sampled") for what in ("answer", "partial", "format")}
-    assert evaluation <= set(records[0]) and records[0]["step"] == 0
+    evaluation |= {f"eval/{how}_reward{of}" for how in ("greedy", "sampled") for of in ("", "/answer", "/number")}
+    assert evaluation <= set(records[0]) and records[0]["step"] == 0 and records[0]["eval/records"] == 16
 
 
 def test_samples_hold_prompts_completions_and_rewards_by_function(done):
@@ -111,6 +113,20 @@ def test_tensorboard_events_hold_the_metrics(done):
 def test_the_console_shows_roles_arithmetic_progress_and_the_table(done):
     for text in ("fsdp=4", "data=4", "4 x 4", "Evaluation after step 0", "step 1/6", "step 6/6", "reward", "kl"):
         assert text in done.stdout, text
-    for text in ("accuracy", "tok/s", "left", "before", "after", "greedy_answer", str(done.workdir), "summary.json"):
+    for text in (
+        "accuracy",
+        "tok/s",
+        "left",
+        "before",
+        "after",
+        "greedy_answer",
+        "16 held-out",
+        "greedy_reward/number",
+        "±",
+        str(done.workdir),
+        "summary.json",
+    ):
+        assert text in done.stdout, text
+    for text in ("Data: 1,000,000 records", "16 to evaluate on", "16 held-out records", "greedy_reward/number", "±"):
         assert text in done.stdout, text
     assert done.stderr == ""

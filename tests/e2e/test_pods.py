@@ -157,7 +157,9 @@ def test_ctrl_c_on_a_pod_saves_and_leaves_nobody_behind(tmp_path):
     assert gone(hosts) == []
 
 
-def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path):
+@pytest.mark.parametrize(("good", "step"), [(5, 3), (8, 6)], ids=["training", "evaluation"])
+def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path, good, step):
+    """The first evaluation takes two calls, each of the six steps one; the last evaluation comes after them."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import pathlib\n"
@@ -165,14 +167,14 @@ def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path):
         f"    calls = pathlib.Path({str(tmp_path / 'calls')!r})\n"
         "    n = int(calls.read_text()) if calls.exists() else 0\n"
         "    calls.write_text(str(n + 1))\n"
-        "    if n >= 3:\n"
+        f"    if n >= {good}:\n"
         "        raise RuntimeError('no verdict')\n"
         "    return [float(len(c) % 3) for c in completions]\n"
     )
     with job(tmp_path / "run", "--local_processes=2", f"--config.reward.fns=('{rewards}:brittle',)") as running:
         assert running.end() == 1, running.stderr
     assert "Reward function brittle failed" in running.stderr and "no verdict" in running.stderr
-    assert "Saved after step 3" in running.stdout
+    assert f"Saved after step {step}" in running.stdout
 
 
 @pytest.mark.parametrize(

@@ -111,3 +111,18 @@ def test_an_aggregation_under_a_frameworks_name():
     assert found.algo.loss_agg_mode == "sequence-mean-token-scale"
     with pytest.raises(ValueError, match=r"grpo.loss_agg_mode='seq-mean-token-sum-norm' has more than one meaning"):
         planned("grpo", grpo={"loss_agg_mode": "seq-mean-token-sum-norm"})
+
+
+def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_path):
+    found, text = planned("grpo")
+    assert "Data: 1,000,000 records to train on, 256 to evaluate on (held out from training)." in text
+    assert "prompts, completions, and of every record: " in text and "question, answer" in text
+    assert found.has_accuracies
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(f'{{"question": "q{i}", "answer": "{i}", "topic": "x"}}\n' for i in range(3)))
+    found, text = planned("grpo", data={"path": str(own), "system_prompt": ""}, reward={"fns": ("r1_format",)})
+    assert "Data: 3 records to train on, none held out, so there is no evaluation" in text
+    assert "is too small for data.eval_fraction=0.05" in text and "topic" in text
+    assert not found.has_accuracies  # nothing asks for an answer between tags
+    assert planned("grpo", data={"path": str(own), "system_prompt": ""})[0].has_accuracies  # a reward reads it
+    assert "is not here; the run itself needs it" in planned("grpo", data={"path": str(tmp_path / "gone.jsonl")})[1]

@@ -2,15 +2,10 @@
 
 import types
 
-import numpy as np
 import pytest
 
-from podrl.cluster.config import Mode
-from podrl.learner.evaluate import AccuracyEvaluator, EvalConfig
 from podrl.learner.loop import Start
 from podrl.learner.rollouts import GivenAnswers, RemoteBatch
-from podrl.rollout.config import RolloutConfig
-from podrl.types import NO_EPISODE, Prompts
 
 
 class Place:
@@ -69,28 +64,3 @@ def test_only_the_copy_that_is_written_is_fetched_whole(whole, asked):
     assert batch.result() == batch.result() == "batch 4, needed"
     assert batch.complete() == batch.complete() == batch.result() == f"batch 4, {asked[-1]}"
     assert fetched == asked
-
-
-def test_an_evaluation_generates_as_training_does():
-    """It samples greedily once, then k samples at temperature 1, all by the cluster's `generate`."""
-    asked = []
-
-    def generate(prompts, policy, *, mode, group_size, step, sampling):
-        assert mode is Mode.EVAL
-        asked.append((policy, group_size, sampling.temperature, sampling.max_new))
-        count = len(prompts.length_P) * group_size
-        completions = [str(b % 2) for b in range(count)]
-        return types.SimpleNamespace(completions=completions, episodes=[NO_EPISODE] * count)
-
-    cluster = types.SimpleNamespace(
-        generate=generate, config=types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=9))
-    )
-    prompts = Prompts(
-        np.zeros((2, 1), np.int32), np.ones(2, np.int32), np.arange(2), ["p", "q"], {"answer": ["1", "1"]}, b""
-    )
-    scorer = lambda completion, answer: {"answer": float(completion == answer)}  # noqa: E731
-    evaluate = AccuracyEvaluator(cluster, [prompts], EvalConfig(samples=4, show=1), scorer)  # pyright: ignore[reportArgumentType]
-    metrics, shown = evaluate("policy", 7)  # pyright: ignore[reportArgumentType]
-    assert asked == [("policy", 1, 0.0, 9), ("policy", 4, 1.0, 9)]
-    assert metrics == {"eval/greedy_answer": 0.5, "eval/sampled_answer": 0.5, "eval/sampled_pass": 1.0}
-    assert [sample["completion"] for sample in shown] == ["0"]

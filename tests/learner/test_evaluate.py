@@ -1,0 +1,144 @@
+"""Evaluations: the run's own rewards beside the accuracies, the error of every mean, and what a pod makes of shares."""
+
+import dataclasses
+import math
+import types
+
+import numpy as np
+import pytest
+
+from podrl.cluster.config import Mode
+from podrl.learner.evaluate import EvalConfig, Evaluator, summarised
+from podrl.learner.generation import Generator
+from podrl.learner.settings import GRPOConfig
+from podrl.rewards.compose import RewardConfig, Rewards
+from podrl.rollout.config import RolloutConfig
+from podrl.rundir.console import make_console
+from podrl.rundir.summary import draw_curve, print_before_after
+from podrl.types import NO_EPISODE, STOP_FAILED, Prompts, Rollouts
+
+LIMIT = 9
+
+
+def samples_of(prompts: Prompts, completions: list[str]) -> Rollouts:
+    B = len(completions)
+    zeros_BT = np.zeros((B, 4), np.float32)
+    return Rollouts(
+        prompts=prompts,
+        tokens_BT=np.zeros((B, 4), np.int32),
+        length_B=np.full(B, 4),
+        mask_BT=zeros_BT + 1,
+        logprob_BT=zeros_BT,
+        kept_BT=zeros_BT,
+        raw_logprob_BT=zeros_BT,
+        version_BT=np.zeros((B, 4), np.int32),
+        turn_reward_BT=zeros_BT,
+        stop_B=np.array([STOP_FAILED if text == "lost" else 0 for text in completions]),
+        completions=completions,
+        episodes=[NO_EPISODE] * B,
+        seconds=0.0,
+    )
+
+
+class Cluster:
+    """Generates texts it was given: greedy ones, then sampled ones."""
+
+    partner = reward_model = None
+    config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT))
+
+    def __init__(self, greedy, sampled):
+        self.texts = {1: greedy, 2: sampled}
+        self.asked = []
+
+    def generate(self, prompts, policy, *, mode, group_size, step, sampling):
+        assert mode is Mode.EVAL
+        self.asked.append((policy, group_size, sampling.temperature, sampling.max_new))
+        return samples_of(prompts, self.texts[group_size])
+
+
+def prompts_with(answers) -> Prompts:
+    P = len(answers)
+    fields = {"answer": list(answers)}
+    return Prompts(np.zeros((P, 1), np.int32), np.ones(P, np.int32), np.arange(P), ["p"] * P, fields, b"")
+
+
+BATCHES = []
+
+
+def length(prompts, completions, **fields):
+    BATCHES.append(len(completions))
+    return [float(len(text)) for text in completions]
+
+
+def test_a_policy_is_scored_greedily_and_sampled_by_the_rewards_of_the_run():
+    BATCHES.clear()
+    cluster = Cluster(["1", "22", "x"], ["1", "1", "4444", "22", "xxx", "1"])
+    right = lambda completion, answer: {"answer": float(completion == answer)}  # noqa: E731
+    # `eval` puts this function where a worker cannot find it: it runs here.
+    with Rewards(RewardConfig(fns=(lambda *a, **k: length(*a, **k),), weights=(0.5,))) as rewards:
+        generator = Generator(cluster, rewards, GRPOConfig(num_generations=2))  # pyright: ignore[reportArgumentType]
+        evaluate = Evaluator(cluster, [prompts_with("12x")], EvalConfig(samples=2, show=1), scorer=right)  # pyright: ignore[reportArgumentType]
+        evaluate.rewards = lambda rollouts, G: generator.judged(rollouts, G, at_once=2)
+        metrics, shown = evaluate("policy", 7)  # pyright: ignore[reportArgumentType]
+    assert cluster.asked == [("policy", 1, 0.0, LIMIT), ("policy", 2, 1.0, LIMIT)]
+    assert BATCHES == [2, 1, 4, 2]  # never more prompts at once than a training step has
+    name = rewards.names[0]
+    assert metrics["eval/greedy_answer"] == pytest.approx(2 / 3) and metrics["eval/sampled_answer"] == pytest.approx(
+        1 / 3
+    )
+    assert metrics["eval/sampled_pass"] == pytest.approx(1 / 3) and metrics["eval/records"] == 3
+    assert metrics[f"eval/greedy_reward/{name}"] == pytest.approx(4 / 3)
+    assert metrics["eval/greedy_reward"] == pytest.approx(2 / 3)
+    assert metrics[f"eval/sampled_reward/{name}"] == pytest.approx(12 / 6)
+    # Lengths 1, 3 and 2 on average of a record's two samples: their deviation is 1, over sqrt(3).
+    assert metrics[f"eval/error/sampled_reward/{name}"] == pytest.approx(1 / math.sqrt(3))
+    record = {"evaluation": "greedy", "prompt": "p", "completion": "1", "truth": "1", "answer": 1.0}
+    assert shown == [record | {"rewards": {"reward": 0.5, f"reward/{name}": 1.0}}]
+
+
+def test_a_task_without_answers_has_rewards_and_no_accuracies():
+    cluster = Cluster(["a", "bb"], ["a", "lost", "bb", "bb"])
+    batch = dataclasses.replace(prompts_with("12"), fields={})
+    given = lambda rollouts, G: {  # noqa: E731
+        "reward": np.where(rollouts.stop_B == STOP_FAILED, np.nan, [float(len(text)) for text in rollouts.completions])
+    }
+    evaluate = Evaluator(cluster, [batch], EvalConfig(samples=2), rewards=given)  # pyright: ignore[reportArgumentType]
+    metrics, shown = evaluate("policy", 1)  # pyright: ignore[reportArgumentType]
+    assert {name for name in metrics if "error" not in name} == {
+        "eval/greedy_reward",
+        "eval/sampled_reward",
+        "eval/records",
+    }
+    assert metrics["eval/sampled_reward"] == pytest.approx(5 / 3)  # the lost sample counts nowhere
+    assert metrics["eval/error/sampled_reward"] == pytest.approx(0.5)
+    assert "truth" not in shown[0]
+
+
+def test_shares_of_a_pod_joined_are_the_whole():
+    rng = np.random.default_rng(0)
+    scores = {
+        "eval/sampled_answer": (rng.random((7, 3)) > 0.5).astype(float),
+        "eval/sampled_reward": rng.random((7, 3)),
+    }
+    cut = [{name: score[rows] for name, score in scores.items()} for rows in (slice(0, 1), slice(1, 7))]
+    joined = {name: np.concatenate([part[name] for part in cut]) for name in scores}
+    assert summarised(joined) == summarised(scores)
+    assert "eval/error/sampled_reward" not in summarised(cut[0])  # one record has no spread
+
+
+def test_the_table_and_the_curve_show_intervals(tmp_path, capsys):
+    before = {"greedy_answer": 0.25, "greedy_reward": -1.0, "error/greedy_answer": 0.1, "error/greedy_reward": 0.3}
+    after = {"greedy_answer": 0.5, "greedy_reward": 1.0, "error/greedy_answer": 0.1, "error/greedy_reward": 0.4}
+    print_before_after(make_console(), {"before": before | {"records": 9.0}, "after": after | {"records": 9.0}})
+    printed = capsys.readouterr().out
+    for text in ("9 held-out records", "25.0% ± 19.6", "+25.0 points ± 27.7", "-1.000 ± 0.588", "+2.000 ± 0.980"):
+        assert text in printed, printed
+    assert "error" not in printed
+    import matplotlib.image
+
+    sizes = []
+    for metrics in (before, {"greedy_reward": 1.0}, {"greedy_answer": 0.5}, {}):
+        record = {"step": 0} | {f"eval/{name}": value for name, value in metrics.items()}
+        draw_curve([record, {"step": 1, "reward/mean": 1.0}], tmp_path / "curve.png")
+        sizes.append(matplotlib.image.imread(tmp_path / "curve.png").shape[1])
+    assert sizes == [1815, 1210, 1210, 1210]  # rewards and accuracies have panels of their own
