@@ -372,12 +372,12 @@ class Engine:
     def pack_chunks(self, bucket: int, chunks: Sequence[Chunk]) -> np.ndarray:
         """Packs chunks into the flat argument of `prefills[bucket]`: int32, one row per prefill row of the mesh.
 
-        Columns: tokens (bucket), start, then J pages, J starts, J counts of what came before, then the targets.
+        Columns: tokens (bucket), start, then J pages, J starts, J counts of what came before, the targets, the offset.
         """
         s, J = self.shape, self.shape.max_pages
         rows, width = self._chunk_shape(bucket)
         flat = np.zeros((self.shards, rows // self.shards, width), np.int32)
-        flat[:, :, bucket + 1 + 3 * J :] = s.pages - 1
+        flat[:, :, bucket + 1 + 3 * J : -1] = s.pages - 1
         used = [0] * self.shards
         for chunk in chunks:
             row = flat[chunk.shard, used[chunk.shard]]
@@ -388,11 +388,12 @@ class Engine:
                 row[bucket + 1 + j], row[bucket + 1 + J + j], row[bucket + 1 + 2 * J + j] = page, start, count
             targets = list(chunk.targets)
             row[bucket + 1 + 3 * J : bucket + 1 + 3 * J + len(targets)] = targets
+            row[-1] = chunk.offset
         return flat.reshape(rows, width)
 
     def _chunk_shape(self, bucket: int) -> tuple[int, int]:
         s = self.shape
-        width = bucket + 1 + 3 * s.max_pages + bucket // s.page_tokens
+        width = bucket + 1 + 3 * s.max_pages + _targets(bucket, s.page_tokens) + 1
         return self.shards * s.prefill_rows(bucket), width
 
     def _prefill(self, bucket: int, params: PyTree, state: DecodeState, flat_BI: Int[Array, "B I"]) -> DecodeState:
@@ -401,18 +402,19 @@ class Engine:
         J, C, B = s.max_pages, s.page_tokens, s.prefill_rows(bucket)
         tokens_BT, start_B, rest = flat_BI[:, :bucket], flat_BI[:, bucket], flat_BI[:, bucket + 1 :]
         prior = (rest[:, :J], rest[:, J : 2 * J], rest[:, 2 * J : 3 * J])
-        targets_BJ = rest[:, 3 * J :]
+        targets_BJ, offset_B = rest[:, 3 * J : -1], rest[:, -1]
         longest = jnp.max(jnp.sum(prior[2] > 0, axis=1))
         position_BT = start_B[:, None] + jnp.arange(bucket)
         ends = self._ends(params)
-        shape = (model.num_layers, B, model.num_kv_heads, bucket, model.head_dim)
+        # A page before the chunk, and as much behind it as the last page may reach.
+        shape = (model.num_layers, B, model.num_kv_heads, (1 + _targets(bucket, C)) * C, model.head_dim)
         fresh = (jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
         pools = (state.key_LMKCH, state.value_LMKCH)
 
         def layer_fn(x: Array, fresh: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int) -> tuple:
             def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: decoder.LayerInfo) -> tuple:
                 new = tuple(
-                    jax.lax.dynamic_update_slice(f, kv.swapaxes(1, 2)[None], (index, 0, 0, 0, 0))
+                    jax.lax.dynamic_update_slice(f, kv.swapaxes(1, 2)[None], (index, 0, 0, C, 0))
                     for f, kv in zip(fresh, (k_BTKH, v_BTKH), strict=True)
                 )
                 out = attention.prefill_attention(
@@ -426,14 +428,20 @@ class Engine:
         x_BTD = decoder.embed(ends, tokens_BT, model, self.dtype)
         _, fresh = self._layers(params, x_BTD, fresh, layer_fn)
 
-        def write(i: Array, pool: Array, new_LBKTH: Array) -> Array:
-            b, j = i // (bucket // C), i % (bucket // C)
-            block = jax.lax.dynamic_slice(new_LBKTH, (0, b, 0, j * C, 0), (shape[0], 1, shape[2], C, shape[4]))
-            return jax.lax.dynamic_update_slice(pool, block, (0, targets_BJ[b, j], 0, 0, 0))
+        size = (shape[0], 1, shape[2], C, shape[4])
 
-        count = B * (bucket // C)
+        def write(i: Array, pool: Array, new_LBKTH: Array) -> Array:
+            """Writes the chunk's part of one page: its places from the page's begin on, moved by the offset."""
+            b, j = i % B, i // B
+            at, page = j * C - offset_B[b], targets_BJ[b, j]
+            block = jax.lax.dynamic_slice(new_LBKTH, (0, b, 0, at + C, 0), size)
+            before = jax.lax.dynamic_slice(pool, (0, page, 0, 0, 0), size)
+            block = jnp.where((at + jnp.arange(C) < 0)[:, None], before, block)
+            return jax.lax.dynamic_update_slice(pool, block, (0, page, 0, 0, 0))
+
+        used = jnp.max(jnp.sum(targets_BJ < s.pages - 1, axis=1))
         key, value = (
-            jax.lax.fori_loop(0, count, lambda i, p, new=new: write(i, p, new), pool)
+            jax.lax.fori_loop(0, used * B, lambda i, p, new=new: write(i, p, new), pool)
             for pool, new in zip(pools, fresh, strict=True)
         )
         return dataclasses.replace(state, key_LMKCH=key, value_LMKCH=value)
@@ -496,3 +504,8 @@ class Engine:
             key_LMKCH=state.key_LMKCH.at[:, page_M].set(key_LMKCH),
             value_LMKCH=state.value_LMKCH.at[:, page_M].set(value_LMKCH),
         )
+
+
+def _targets(bucket: int, page_tokens: int) -> int:
+    """The most pages that a chunk of a bucket lies in: one more than it fills where it begins inside a page."""
+    return -(-bucket // page_tokens) + 1

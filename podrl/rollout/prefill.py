@@ -18,20 +18,22 @@ def cut_chunks(
     start: int,
     prior: Sequence[tuple[int, int, int]],
     pages: Sequence[int],
+    offset: int = 0,
 ) -> list[Chunk]:
     """Cuts given tokens into chunks of at most the largest bucket; each sees `prior` and the chunks before it.
 
     Args:
       start: position of the first token.
       pages: what takes them, `page_tokens` each.
+      offset: tokens that the first page holds already; it is not in `prior`.
     """
     C, largest = shape.page_tokens, shape.buckets[-1]
     chunks = []
     for at in range(0, len(tokens), largest):
-        part = np.asarray(tokens[at : at + largest], np.int32)
-        done = [(page, start + j * C, C) for j, page in enumerate(pages[: at // C])]
-        targets = pages[at // C : at // C + -(-len(part) // C)]
-        chunks.append(Chunk(shard, part, start + at, [*prior, *done], targets))
+        part, place = np.asarray(tokens[at : at + largest], np.int32), offset + at
+        held = [(page, start - offset + j * C, min(C, place - j * C)) for j, page in enumerate(pages[: -(-place // C)])]
+        targets = pages[place // C : -(-(place + len(part)) // C)]
+        chunks.append(Chunk(shard, part, start + at, [*prior, *held], targets, place % C))
     return chunks
 
 

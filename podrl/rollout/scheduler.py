@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -102,14 +103,32 @@ class Feed:
     """Tokens of a sample to prefill: those at positions from `start` on and before the one it feeds next.
 
     Attributes:
-      prior: what it holds already, as (page, start, count).
+      prior: the full pages it has already, and its prompt's, as (page, start, count).
       targets: the pages that take them.
+      offset: tokens that the first of these holds already.
     """
 
     sample: Sample
     start: int
     prior: list[tuple[int, int, int]]
     targets: list[int]
+    offset: int
+
+
+class _Fit(NamedTuple):
+    """How a sample's given tokens fit its pages.
+
+    Attributes:
+      keep: its first pages, which stay; the last of them takes as many of the tokens as it has places for.
+      tokens: to feed, those of its other pages included.
+      new: pages that take the rest.
+      rest: places that are then left in its last page.
+    """
+
+    keep: int
+    tokens: int
+    new: int
+    rest: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,24 +260,19 @@ class Scheduler:
         assigned = self._shards[sample.shard].assigned
         assigned.insert(sum(s.grown > 0 for s in assigned), sample)
 
-    def _refit(self, sample: Sample, *, compact: bool) -> tuple[int, int]:
-        """(pages that stay, tokens behind them) when a sample's given tokens are fed.
-
-        The last page is given up if it is not full, and its tokens are fed again; `compact`: from the first such page.
-        """
-        counts = [page.count for page in sample.store.pages]
-        part = [j for j, count in enumerate(counts) if count < self.shape.page_tokens]
-        keep = len(counts)
-        if part and (compact or part[-1] == keep - 1):
-            keep = part[0] if compact else keep - 1
-        return keep, sum(counts[keep:]) + sample.unfed
+    def _fit(self, sample: Sample, *, compact: bool) -> _Fit:
+        """Appends a sample's given tokens to its last page; `compact`: to its first that is not full, all else anew."""
+        C, counts = self.shape.page_tokens, [page.count for page in sample.store.pages]
+        keep = next((j + 1 for j, count in enumerate(counts) if count < C), len(counts)) if compact else len(counts)
+        tokens = sum(counts[keep:]) + sample.unfed
+        end = tokens + (counts[keep - 1] if keep else C)  # counted from the begin of the last page that stays
+        return _Fit(keep, tokens, -(-end // C) - 1, -end % C)
 
     def _room(self, sample: Sample, *, compact: bool) -> int:
         """Tokens that a sample can still sample, after its given ones, in the pages it may hold."""
-        C, steps = self.shape.page_tokens, self.shape.steps
-        keep, tokens = self._refit(sample, compact=compact)
-        left = self.shape.sample_pages - self._prompt_pages(sample) - keep - -(-tokens // C)
-        return left * C + -tokens % C // steps * steps
+        fit = self._fit(sample, compact=compact)
+        left = self.shape.sample_pages - self._prompt_pages(sample) - fit.keep - fit.new
+        return left * self.shape.page_tokens + fit.rest // self.shape.steps * self.shape.steps
 
     @property
     def busy(self) -> bool:
@@ -418,10 +432,8 @@ class Scheduler:
         """Pages that seating takes besides those the sample has."""
         if not sample.unfed and not sample.compact:
             return 1 if self._full(sample) else 0
-        keep, tokens = self._refit(sample, compact=sample.compact)
-        taken = -(-tokens // self.shape.page_tokens)
-        opened = -tokens % self.shape.page_tokens < self.shape.steps
-        return max(keep + taken + opened - len(sample.store.pages), 0)
+        fit = self._fit(sample, compact=sample.compact)
+        return max(fit.keep + fit.new + (fit.rest < self.shape.steps) - len(sample.store.pages), 0)
 
     def _reserve(self, shard: _Shard) -> int:
         C = self.shape.page_tokens
@@ -458,17 +470,22 @@ class Scheduler:
         plan.seats.append(sample)
 
     def _feed(self, shard: _Shard, sample: Sample) -> Feed:
-        """Pages for a sample's given tokens, and for those before them whose page they share."""
+        """Finds places for a sample's given tokens: what its last page has left, and new pages."""
         C, pages = self.shape.page_tokens, sample.store.pages
-        keep, tokens = self._refit(sample, compact=sample.compact)
-        start = sample.position - tokens
-        shard.give([page.index for page in pages[keep:]])
-        del pages[keep:]
-        prior = [(s.index, s.start, s.count) for s in (*shard.prompts[sample.prompt].store.pages, *pages)]
-        new = shard.take(-(-tokens // C))
-        pages.extend(Page(index, start + j * C, min(C, tokens - j * C)) for j, index in enumerate(new))
+        fit = self._fit(sample, compact=sample.compact)
+        shard.give([page.index for page in pages[fit.keep :]])
+        del pages[fit.keep :]
+        last = [page for page in pages[-1:] if page.count < C]
+        full = pages[: len(pages) - len(last)]
+        prior = [(page.index, page.start, page.count) for page in (*shard.prompts[sample.prompt].store.pages, *full)]
+        start, offset = sample.position - fit.tokens, sum(page.count for page in last)
+        new = [Page(index, start - offset + (len(last) + j) * C, C) for j, index in enumerate(shard.take(fit.new))]
+        pages.extend(new)
+        targets = [*last, *new]
+        for page in targets:
+            page.count = min(C, sample.position - page.start)
         sample.unfed, sample.compact = 0, False
-        return Feed(sample, start, prior, new)
+        return Feed(sample, start, prior, [page.index for page in targets], offset)
 
     def _vacate(self, sample: Sample, live: bool) -> None:
         if sample.lane < 0:

@@ -311,7 +311,8 @@ class Session:
         """A sample's tokens from the feed's start on, all but its last, which is fed when it is seated."""
         track, n = self._tracks[feed.sample.id], len(self._tracks[feed.sample.id].prompt)
         row = [*track.prompt[feed.start :], *track.tokens[max(feed.start - n, 0) :]]
-        return cut_chunks(self.engine.shape, feed.sample.shard, row[:-1], feed.start, feed.prior, feed.targets)
+        shape, shard = self.engine.shape, feed.sample.shard
+        return cut_chunks(shape, shard, row[:-1], feed.start, feed.prior, feed.targets, feed.offset)
 
     def _prefill(self, sequences: list[list[Chunk]]) -> None:
         self.state = run_chunks(self.engine, self._params, self.state, sequences)

@@ -54,7 +54,8 @@ def engine_shape(config: RolloutConfig, shards: int) -> EngineShape:
                 f"{config.kv_cache_size}."
             )
     largest = max(C, min(prompt * C, config.prefill_tokens // C * C))
-    buckets = [C]
+    # Tools and environments mostly give less than a page.
+    buckets = [C // 2, C] if config.response_tokens > config.max_tokens_to_generate and C > 1 else [C]
     while buckets[-1] < largest:
         buckets.append(min(2 * buckets[-1], largest))
     return EngineShape(

@@ -31,7 +31,7 @@ class EngineShape:
       max_pages: J, pages one sample and its prompt may hold together.
       members: W.
       stop_ids: E.
-      buckets: prefill chunk lengths, ascending multiples of C.
+      buckets: prefill chunk lengths, ascending.
       prefill_tokens: rows of a prefill call times its bucket, about.
     """
 
@@ -144,7 +144,8 @@ class Chunk:
       tokens: the tokens, at most the largest bucket.
       start: position of the first one.
       prior: (page, start, count) of what the sequence holds already.
-      targets: pages that take the new keys and values, C tokens each.
+      targets: pages that take the new keys and values.
+      offset: place of the first token in the first of them; what lies before it there stays.
     """
 
     shard: int
@@ -152,3 +153,4 @@ class Chunk:
     start: int
     prior: Sequence[tuple[int, int, int]]
     targets: Sequence[int]
+    offset: int = 0

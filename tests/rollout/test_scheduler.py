@@ -224,14 +224,37 @@ def test_a_pause_keeps_what_counts():
     scheduler.give(0, 5)
     scheduler.resume(0, left=4)
     plan = scheduler.plan()
-    (feed,) = plan.feeds  # the page that was not full is fed again, with the given tokens behind its own
-    assert (feed.sample, feed.start, len(feed.targets)) == (sample, 6, 2)
+    (feed,) = plan.feeds  # the page that was not full takes the given tokens behind its own
+    assert (feed.sample, feed.start, feed.offset) == (sample, 7, 1)
+    assert feed.targets == [page.index for page in sample.store.pages[1:3]]
     assert [(start, count) for _, start, count in feed.prior] == [(0, 2), (2, 4)]
     assert [(s.start, s.count) for s in sample.store.pages] == [(2, 4), (6, 4), (10, 2), (12, 0)]
     assert [s.id for s in plan.seats] == [0] and not plan.spills
     assert sample.position == 12
     with pytest.raises(AssertionError):
         scheduler.resume(0, left=4)
+
+
+@pytest.mark.parametrize(("left", "fed"), [(4, (12, 7, 2)), (8, (5, 5, 2))])
+def test_what_lies_behind_free_places_is_fed_again_only_where_room_is_short(left, fed):
+    """A sample with pages of 5 and 7 tokens, each of 8 places, is given 2: for 8 more it needs the free places."""
+    shape = PoolShape(shards=1, lanes=1, pages=5, page_tokens=8, steps=4, members=1, sample_pages=3)
+    scheduler = Scheduler(shape)
+    scheduler.add(0, 1, [(0, 30, None)])
+    sample = scheduler.samples[0]
+    for position in (5, 12):
+        while sample.position < position:
+            scheduler.plan()
+            scheduler.advance()
+        scheduler.pause(0, position=position)
+        if position == 5:
+            scheduler.resume(0, left=8)
+    assert [(page.start, page.count) for page in sample.store.pages] == [(0, 5), (5, 7)]
+    scheduler.give(0, 2)
+    scheduler.resume(0, left=left)
+    (feed,) = scheduler.plan().feeds
+    assert (feed.start, feed.offset, len(feed.targets)) == fed
+    assert sum(page.count for page in sample.store.pages) == sample.position == 14
 
 
 @pytest.mark.parametrize(("tokens", "fit"), [(12, False), (3, True)])
