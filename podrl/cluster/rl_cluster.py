@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -208,6 +208,7 @@ class RLCluster:
         group_size: int = 1,
         step: int = 0,
         sampling: Sampling | None = None,
+        ended: Callable[[Any], None] | None = None,
     ) -> Rollouts:
         """Samples completions of prompts.
 
@@ -219,6 +220,7 @@ class RLCluster:
           group_size: samples per prompt.
           step: part of every sample's random key.
           sampling: overrides the configuration's sampling.
+          ended: told of each sample when it ends; not by an engine that is not podrl's.
         """
         if not isinstance(prompts, Prompts):
             limit = self.config.rollout().max_prompt_length
@@ -227,9 +229,8 @@ class RLCluster:
             sampling = self.config.rollout(mode).sampling()
         policy = self.sync_weights() if policy is None else policy
         more: dict[str, Any] = {} if self.partner is None else {"mode": mode.value}
+        more |= {"ended": ended} if ended and isinstance(self.config.rollout_engine, str) else {}
         return self.rollout.generate(policy, prompts, group_size=group_size, step=step, sampling=sampling, **more)
-
-    # Metrics.
 
     def buffer_metrics(self, metrics: Mapping[str, float], mode: Mode = Mode.TRAIN) -> None:
         """Adds values to the next step's record; several values of one name are averaged."""

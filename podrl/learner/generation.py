@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,10 @@ import numpy as np
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.experience import join, select, take_prompts
 from podrl.learner.settings import AlgorithmConfig
+from podrl.rewards.batch import OpenBatch
 from podrl.rewards.compose import Rewards
 from podrl.rollout.config import Sampling
+from podrl.rollout.rollout import Finished
 from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, Policy, Prompts, Rollouts
 
 _OF_TOKENS = ("mask_BT", "turn_reward_BT")  # what a sample loses that leaves the loss
@@ -78,11 +80,26 @@ class Generator:
     def _scored(
         self, prompts: Prompts, policy: Policy, step: int, *, group_size: int = 0, sampling: Sampling | None = None
     ) -> tuple[Rollouts, np.ndarray, float]:
-        """Generates and scores: (samples, reward of each function, NaN for a failed sample, seconds of scoring)."""
+        """Generates, and scores what has ended meanwhile.
+
+        Returns:
+          Samples; the reward of each function, NaN for a failed sample; seconds of scoring after the last one ended.
+        """
         group_size = group_size or self._group_size
-        rollouts = self._cluster.generate(prompts, policy, group_size=group_size, step=step, sampling=sampling)
-        started = time.monotonic()
-        return rollouts, self._rewards_of(rollouts, group_size), time.monotonic() - started
+        batch = self._open(prompts, group_size)
+
+        def ended(sample: Finished) -> None:
+            b = sample.prompt * group_size + sample.sample
+            own = [token for token, v in zip(sample.tokens, sample.versions, strict=True) if v >= 0]
+            self._end(batch, b, sample.stop, sample.completion, sample.episode, own)
+
+        more: Any = {"group_size": group_size, "step": step, "sampling": sampling, "ended": ended}
+        try:
+            rollouts = self._cluster.generate(prompts, policy, **more)
+            started = time.monotonic()
+            return rollouts, self._rewards_of(rollouts, group_size, batch), time.monotonic() - started
+        finally:
+            batch.cancel()
 
     def judged(self, rollouts: Rollouts, group_size: int, *, at_once: int) -> dict[str, np.ndarray]:
         """Scores samples that are not trained on: 'reward' as in training, 'reward/NAME' of each function.
@@ -99,24 +116,37 @@ class Generator:
         named = zip(self._rewards.names, reward_FB, strict=True)
         return {"reward": total_B} | {f"reward/{name}": reward_B for name, reward_B in named}
 
-    def _rewards_of(self, rollouts: Rollouts, group_size: int) -> np.ndarray:
-        """Scores samples by every function, the reward model and their environments; NaN for a failed sample."""
-        prompts = rollouts.prompts
+    def _open(self, prompts: Prompts, group_size: int) -> OpenBatch:
         texts, fields = repeated(prompts.text, prompts.fields, group_size)
-        whole = np.flatnonzero(rollouts.stop_B != STOP_FAILED).tolist()
+        return self._rewards.open(texts, fields, group_size=group_size)
+
+    def _end(
+        self, batch: OpenBatch, b: int, stop: int, completion: str, episode: Mapping[str, Any], own: Sequence[int]
+    ) -> None:
+        """Gives a sample to the reward functions; where it has an environment, with turns and the model's own words."""
+        said = {}
         if self._cluster.partner is not None:
-            fields = fields | said(rollouts, self._cluster.tokenizer.decode)
-        chosen = {name: [values[b] for b in whole] for name, values in fields.items()}
-        score_FB = self._rewards.score([texts[b] for b in whole], [rollouts.completions[b] for b in whole], chosen)
+            said = {"turns": list(episode["turns"]), "model_text": self._cluster.tokenizer.decode(own)}
+        if stop == STOP_FAILED:
+            batch.leave_out(b)
+        else:
+            batch.add(b, completion, said)
+
+    def _rewards_of(self, rollouts: Rollouts, group_size: int, batch: OpenBatch | None = None) -> np.ndarray:
+        """Rewards of samples by every function, the reward model and their environments; NaN for a failed sample."""
+        batch = batch or self._open(rollouts.prompts, group_size)
+        for b in batch.missing():  # of no tokens, or of an engine that does not tell
+            own = rollouts.tokens_BT[b, rollouts.mask_BT[b] > 0].tolist()
+            self._end(batch, b, rollouts.stop_B[b], rollouts.completions[b], rollouts.episodes[b], own)
+        more = []
         if self._cluster.reward_model is not None:
-            score_B = self._cluster.reward_model.score_samples(rollouts, fields)
-            score_FB = np.concatenate([score_FB, score_B[None, whole]])
+            fields = repeated(rollouts.prompts.text, rollouts.prompts.fields, group_size)[1]
+            more.append(self._cluster.reward_model.score_samples(rollouts, fields))
         if self._cluster.partner is not None:
-            given_B = rollouts.turn_reward_BT.sum(axis=1, dtype=np.float64)
-            score_FB = np.concatenate([score_FB, given_B[None, whole]])
-        reward_FB = np.full((len(score_FB), len(texts)), np.nan)
-        reward_FB[:, whole] = score_FB
-        return of_the_others(reward_FB, rollouts, group_size)
+            more.append(rollouts.turn_reward_BT.sum(axis=1, dtype=np.float64))
+        failed_B = rollouts.stop_B == STOP_FAILED
+        rows = [batch.result(), *(np.where(failed_B, np.nan, row_B)[None] for row_B in more)]
+        return of_the_others(np.concatenate(rows), rollouts, group_size)
 
     def _refilled(
         self,
@@ -181,13 +211,6 @@ def of_the_others(reward_XB: np.ndarray, rollouts: Rollouts, group_size: int) ->
     total_XP = np.where(late_PG, 0.0, reward_XPG).sum(axis=-1)
     mean_XP = np.where(count_P > 0, total_XP / np.maximum(count_P, 1), np.nan)
     return np.where(late_PG, mean_XP[..., None], reward_XPG).reshape(reward_XB.shape)
-
-
-def said(rollouts: Rollouts, decode: Callable[[list[int]], str]) -> dict[str, list[Any]]:
-    """What reward functions may ask for of samples with environments: `turns`, and the model's own words alone."""
-    rows = zip(rollouts.tokens_BT, rollouts.mask_BT, strict=True)
-    own = [decode(tokens_T[mask_T > 0].tolist()) for tokens_T, mask_T in rows]
-    return {"turns": [list(episode["turns"]) for episode in rollouts.episodes], "model_text": own}
 
 
 def repeated(

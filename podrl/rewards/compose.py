@@ -3,31 +3,29 @@
 import dataclasses
 import difflib
 import functools
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
 from podrl.config import Finite, Positive, Workers, section
 from podrl.rewards import formats, math_answer, reference, turns, worker
+from podrl.rewards.batch import OpenBatch, Part, RewardError, Scorer
 from podrl.rewards.judge import JudgeConfig, judge
 from podrl.rewards.pool import Pool
 from podrl.runtime.service import ServiceError
 from podrl.runtime.user_code import Limits
 from podrl.runtime.user_objects import spec_at, spec_of
 from podrl.runtime.workers import DiedError, LateError
-from podrl.types import BatchError
 
 RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)
-_HEAD = 160
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _JUDGE_S = 5.0  # that a request of its own may be late
 # Errors of functions that meet a limit, and the field of `limits` that sets it.
@@ -50,7 +48,10 @@ class RewardConfig:
         `(prompts, completions, **fields) -> list[float]`. A name followed by '@' and the name of a data set is for
         that data set's records only; samples of others get 0 from it.
       weights: one per function, in the same order; empty for 1 each.
-      deadline_s: seconds a function may take for one batch, and for which one is called again whose service is away.
+      calls: what a function is never given in parts: a 'sample', a 'group' (all samples of a prompt), or the 'batch'.
+        It is called with what has ended while others are still sampled; with 'batch', training waits for it. A function
+        that only Python has is given batches.
+      deadline_s: seconds that one call of a function may take, and for which one is called again whose service is away.
       workers: processes the functions run in.
       dataset_field: the record's field with the name of its data set.
       model: directory of a reward model (sequence classification with one label) whose score is added; '' for none.
@@ -61,6 +62,7 @@ class RewardConfig:
 
     fns: tuple[str | Callable[..., Any], ...] = tuple(reference.BUILT_IN)
     weights: tuple[Finite, ...] = ()
+    calls: Literal["sample", "group", "batch"] = "group"
     deadline_s: Positive = 30.0
     workers: Workers = 2
     dataset_field: str = "dataset"
@@ -82,10 +84,6 @@ class RewardConfig:
             raise ValueError("reward.fns is empty: name at least one reward function, or a reward.model.")
 
 
-class RewardError(BatchError):
-    """A reward function failed; the message names it, the sample, and the key to turn."""
-
-
 class RewardServiceError(RewardError, ServiceError):
     """A service that a reward function asks stayed away until the deadline; no reward is made up for it."""
 
@@ -101,44 +99,6 @@ class _Function:
     spec: Mapping[str, str] | None
     here: Callable[..., Any] | None
     dataset: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    prompts: Sequence[str]
-    completions: Sequence[str]
-    fields: Mapping[str, Sequence[Any]]
-
-    def one(self, index: int) -> "_Batch":
-        return self.of([index])
-
-    def of(self, rows: Sequence[int]) -> "_Batch":
-        return _Batch(
-            [self.prompts[b] for b in rows],
-            [self.completions[b] for b in rows],
-            {name: [values[b] for b in rows] for name, values in self.fields.items()},
-        )
-
-    @functools.cached_property
-    def body(self) -> bytes:
-        content = {
-            "prompts": list(self.prompts),
-            "completions": list(self.completions),
-            "fields": {name: list(values) for name, values in self.fields.items()},
-        }
-        try:
-            return json.dumps(content, default=_plain).encode()
-        except (TypeError, ValueError) as error:
-            raise RewardError(
-                f"The data's fields {', '.join(self.fields)} cannot be sent to reward workers: {error}. Fields must be "
-                "text, numbers, or lists and mappings of them."
-            ) from error
-
-    def show(self, index: int) -> str:
-        return (
-            f"sample {index} of {len(self.completions)} (prompt {_head(self.prompts[index])}, "
-            f"completion {_head(self.completions[index])})"
-        )
 
 
 class NamedRewards:
@@ -184,8 +144,10 @@ class Rewards:
                 ", ".join(local),
             )
         specs = {function.name: function.spec for function in self._functions if function.spec is not None}
-        self._pool = Pool(specs, min(config.workers, len(specs)), config.limits) if specs else None
-        self._threads = ThreadPoolExecutor(max(len(self._functions), 1), thread_name_prefix="podrl-reward")
+        size = min(config.workers, len(specs)) if config.calls == "batch" else config.workers
+        self._pool = Pool(specs, size, config.limits) if specs else None
+        threads = max(len(self._functions) * config.workers, 1)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="podrl-reward")
 
     def __enter__(self) -> "Rewards":
         return self
@@ -212,10 +174,26 @@ class Rewards:
                 raise ValueError(f"{name} has {length} values for {len(completions)} completions: they must match.")
         if not completions:
             return np.zeros((len(self._functions), 0))
-        batch = _Batch(prompts, completions, fields)
-        jobs = [self._threads.submit(self._score, function, batch) for function in self._functions]
+        part = Part(prompts, completions, fields)
+        jobs = [self._submit(function, part) for function in self._functions]
         rewards = [job.result() for job in jobs]
         return np.array(rewards, np.float64).reshape(len(rewards), len(completions))
+
+    def open(self, prompts: Sequence[str], fields: Mapping[str, Sequence[Any]], *, group_size: int) -> OpenBatch:
+        """A batch that is sampled now, which functions score while it is.
+
+        Args:
+          prompts: of each of its B samples, group-major.
+          fields: task fields by name, B values each.
+          group_size: samples of a prompt.
+        """
+        sizes = {"sample": 1, "group": group_size, "batch": 0}
+        scorers = []
+        for function in self._functions:
+            whole = 1 if isinstance(function.here, _Judge) else 0 if function.here else sizes[self._config.calls]
+            parallel = 1 if function.here else self._config.workers
+            scorers.append(Scorer(whole, parallel, functools.partial(self._submit, function)))
+        return OpenBatch(scorers, prompts, fields)
 
     def combine(self, reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, " B"]:
         """The weighted sum over functions, and over the rows of the reward model and of others where there are.
@@ -246,41 +224,44 @@ class Rewards:
         if self._pool is not None:
             self._pool.close()
 
-    def _score(self, function: _Function, batch: _Batch) -> list[float]:
+    def _submit(self, function: _Function, part: Part) -> Future[list[float]]:
+        return self._threads.submit(self._score, function, part)
+
+    def _score(self, function: _Function, part: Part) -> list[float]:
         """Computes a function's rewards of a batch; 0 for records of data sets it is not for."""
         if not function.dataset:
-            return self._scored(function, batch)
-        if self._config.dataset_field not in batch.fields:
+            return self._scored(function, part)
+        if self._config.dataset_field not in part.fields:
             raise RewardError(
                 f"Reward function {function.name} is for one data set, but the records have no field "
-                f"{self._config.dataset_field!r} (reward.dataset_field): they have {', '.join(batch.fields) or 'none'}."
+                f"{self._config.dataset_field!r} (reward.dataset_field): they have {', '.join(part.fields) or 'none'}."
             )
-        names = batch.fields[self._config.dataset_field]
+        names = part.fields[self._config.dataset_field]
         rows = [b for b, name in enumerate(names) if str(name) == function.dataset]
-        rewards = [0.0] * len(batch.completions)
-        for b, value in zip(rows, self._scored(function, batch.of(rows)) if rows else [], strict=True):
+        rewards = [0.0] * len(part.completions)
+        for b, value in zip(rows, self._scored(function, part.of(rows)) if rows else [], strict=True):
             rewards[b] = value
         return rewards
 
-    def _scored(self, function: _Function, batch: _Batch) -> list[float]:
+    def _scored(self, function: _Function, part: Part) -> list[float]:
         try:
-            reply = self._patiently(function, batch)
+            reply = self._patiently(function, part)
         except LateError as error:
-            raise self._late(function, batch) from error
+            raise self._late(function, part) from error
         except DiedError as error:
-            raise self._failed(function, batch, str(error)) from error
+            raise self._failed(function, part, str(error)) from error
         if "raised" in reply:
-            raise self._failed(function, batch, f"it raised:\n{reply['raised']}")
+            raise self._failed(function, part, f"it raised:\n{reply['raised']}")
         if "bad" in reply and "sample" in reply:
-            raise RewardError(f"Reward function {function.name} {reply['bad']}, for {batch.show(reply['sample'])}.")
+            raise RewardError(f"Reward function {function.name} {reply['bad']}, for {part.show(reply['sample'])}.")
         if "bad" in reply:
-            raise self._failed(function, batch, f"it {reply['bad']}.")
+            raise self._failed(function, part, f"it {reply['bad']}.")
         return reply["values"]
 
-    def _patiently(self, function: _Function, batch: _Batch) -> dict[str, Any]:
+    def _patiently(self, function: _Function, part: Part) -> dict[str, Any]:
         """Calls a function again, at growing intervals, while a service that it asks is away."""
         started, pause = time.monotonic(), _FIRST_PAUSE_S
-        while "away" in (reply := self._call(function, batch, self._config.deadline_s)):
+        while "away" in (reply := self._call(function, part, self._config.deadline_s)):
             waited = time.monotonic() - started
             if waited + pause > self._config.deadline_s:
                 raise RewardServiceError(
@@ -292,56 +273,56 @@ class Rewards:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return reply
 
-    def _call(self, function: _Function, batch: _Batch, deadline_s: float) -> dict[str, Any]:
+    def _call(self, function: _Function, part: Part, deadline_s: float) -> dict[str, Any]:
         if function.here is not None:
             if isinstance(function.here, _Judge):  # ends by itself before it is given up
                 deadline_s += _JUDGE_S
-            return _in_thread(function.here, batch, deadline_s)
+            return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None
-        return self._pool.call(function.name, batch.body, deadline_s)
+        return self._pool.call(function.name, part.body, deadline_s)
 
-    def _late(self, function: _Function, batch: _Batch) -> RewardError:
+    def _late(self, function: _Function, part: Part) -> RewardError:
         """Runs the samples one by one, for as long as the batch was given, to find one that hangs."""
         limit = self._config.deadline_s
         end, index, alone = time.monotonic() + limit, 0, 0.0
-        while index < len(batch.completions) and end > time.monotonic():
+        while index < len(part.completions) and end > time.monotonic():
             started = time.monotonic()
             try:
-                self._call(function, batch.one(index), end - started)
+                self._call(function, part.one(index), end - started)
             except (LateError, DiedError):
                 alone = time.monotonic() - started
                 break
             index += 1
         if alone >= limit / 2:
-            which = f"It did not return within {alone:.1f} s for {batch.show(index)} alone."
+            which = f"It did not return within {alone:.1f} s for {part.show(index)} alone."
         else:
             which = (
-                f"One by one, {index} of the {len(batch.completions)} samples were scored in as long: it is slow, not "
-                f"stuck, and was last given {batch.show(min(index, len(batch.completions) - 1))}."
+                f"One by one, {index} of the {len(part.completions)} samples were scored in as long: it is slow, not "
+                f"stuck, and was last given {part.show(min(index, len(part.completions) - 1))}."
             )
         return RewardError(
-            f"Reward function {function.name} did not return within {limit} s for {len(batch.completions)} samples. "
+            f"Reward function {function.name} did not return within {limit} s for {len(part.completions)} samples. "
             f"{which} Make it faster, or raise reward.deadline_s={limit}."
         )
 
-    def _failed(self, function: _Function, batch: _Batch, what: str) -> RewardError:
+    def _failed(self, function: _Function, part: Part, what: str) -> RewardError:
         """Runs the samples one by one to name the first that fails alone, within one more deadline."""
         end = time.monotonic() + self._config.deadline_s
-        where = f"a batch of {len(batch.completions)}; none of its samples fails alone"
-        for index in range(len(batch.completions)):
+        where = f"a batch of {len(part.completions)}; none of its samples fails alone"
+        for index in range(len(part.completions)):
             left = end - time.monotonic()
             if left <= 0:
-                where = f"a batch of {len(batch.completions)}; the first {index} of its samples do not fail alone"
+                where = f"a batch of {len(part.completions)}; the first {index} of its samples do not fail alone"
                 break
             try:
-                reply = self._call(function, batch.one(index), left)
+                reply = self._call(function, part.one(index), left)
             except (LateError, DiedError):
                 reply = {}
             if "values" not in reply:
-                where = batch.show(index)
+                where = part.show(index)
                 break
         else:
-            where += f", as {batch.show(0)}"
+            where += f", as {part.show(0)}"
         return RewardError(f"Reward function {function.name} failed for {where}: {what}{self._advice(what)}")
 
     def _advice(self, what: str) -> str:
@@ -366,13 +347,13 @@ class _Judge:
         return self._judge(prompts, completions, fields.get("answer") or [""] * len(prompts))
 
 
-def _in_thread(fn: Callable[..., Any], batch: _Batch, deadline_s: float) -> dict[str, Any]:
+def _in_thread(fn: Callable[..., Any], part: Part, deadline_s: float) -> dict[str, Any]:
     """Calls a function in a daemon thread, so that an endless one blocks neither the caller nor the exit."""
     replies: list[dict[str, Any]] = []
 
     def run() -> None:
-        fields = {name: list(values) for name, values in batch.fields.items()}
-        replies.append(worker.call(fn, list(batch.prompts), list(batch.completions), fields))
+        fields = {name: list(values) for name, values in part.fields.items()}
+        replies.append(worker.call(fn, list(part.prompts), list(part.completions), fields))
 
     thread = threading.Thread(target=run, daemon=True, name="podrl-reward-function")
     thread.start()
@@ -452,14 +433,3 @@ def _unique(functions: Sequence[_Function]) -> list[_Function]:
         seen[function.name] = count = seen.get(function.name, 0) + 1
         renamed.append(function if count == 1 else dataclasses.replace(function, name=f"{function.name}_{count}"))
     return renamed
-
-
-def _plain(value: Any) -> Any:
-    """Converts numpy values for JSON."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} {str(value)[:80]!r} is no JSON value")
-
-
-def _head(text: str) -> str:
-    return repr(text if len(text) <= _HEAD else f"{text[:_HEAD]}...")

@@ -212,6 +212,7 @@ class RolloutWorker:
         step: int,
         sampling: Sampling | None = None,
         mode: Mode = "train",
+        ended: Callable[[Finished], None] | None = None,
     ) -> Rollouts:
         """Samples `group_size` completions of every prompt.
 
@@ -222,6 +223,7 @@ class RolloutWorker:
           step: part of every sample's random key.
           sampling: settings; the configuration's by default.
           mode: what the samples' environments are told they are for.
+          ended: called with each sample when it ends, between two steps of the engine.
 
         Returns:
           B = P * G samples, group-major, in rows as long as the longest prompt and `max_new`, or what a sample with an
@@ -241,6 +243,8 @@ class RolloutWorker:
                 episodes[b], tracks[b] = sample, sample.track
             else:
                 tracks[b] = sample
+            if ended is not None:
+                ended(_finished(b, sample, group_size))
         longest = asked.response if self.partner else asked.sampling.max_new or 0
         seconds = time.perf_counter() - started
         return collect(prompts, group_size, tracks, episodes, longest=longest, pad_id=self._pad_id, seconds=seconds)
@@ -258,21 +262,7 @@ class RolloutWorker:
         """Like `generate`, yielding each sample when it ends."""
         asked = self._request(policy, prompts, group_size, step, sampling, mode)
         for b, sample in self._run(self.session(policy), asked):
-            episode = sample if isinstance(sample, Episode) else Episode(sample, stop=sample.stop, text=sample.text)
-            track = episode.track
-            assert episode.stop is not None
-            yield Finished(
-                prompt=b // group_size,
-                sample=b % group_size,
-                tokens=track.tokens if track else [],
-                logprobs=track.logprobs if track else [],
-                kept=track.kept if track else [],
-                raw_logprobs=track.raw_logprobs if track else [],
-                versions=track.versions if track else [],
-                stop=episode.stop,
-                completion=episode.text,
-                episode=episode.record(),
-            )
+            yield _finished(b, sample, group_size)
 
     def session(self, policy: Policy) -> Session:
         """Opens a session for callers that submit, pause and extend samples themselves; call `close` when done."""
@@ -431,6 +421,25 @@ def _unanswered(session: Session, asked: Request, between: Callable[[], None]) -
         between()
         for track in session.step():
             yield rows[track.handle], track
+
+
+def _finished(b: int, sample: Track | Episode, group_size: int) -> Finished:
+    """The sample of a row."""
+    episode = sample if isinstance(sample, Episode) else Episode(sample, stop=sample.stop, text=sample.text)
+    track = episode.track
+    assert episode.stop is not None
+    return Finished(
+        prompt=b // group_size,
+        sample=b % group_size,
+        tokens=track.tokens if track else [],
+        logprobs=track.logprobs if track else [],
+        kept=track.kept if track else [],
+        raw_logprobs=track.raw_logprobs if track else [],
+        versions=track.versions if track else [],
+        stop=episode.stop,
+        completion=episode.text,
+        episode=episode.record(),
+    )
 
 
 def _failures(session: Session, samples: int) -> str:

@@ -25,7 +25,7 @@ def fickle(prompts, completions, **fields):
     if way == "raises":
         raise RuntimeError("no such unit")
     if way == "nan":
-        return [float("nan") if i == 5 else 1.0 for i in range(len(completions))]
+        return [float("nan") if i == 2 else 1.0 for i in range(len(completions))]
     if way == "length":
         return [1.0] * (len(completions) - 1)
     if way == "away":
@@ -37,12 +37,12 @@ def fickle(prompts, completions, **fields):
         time.sleep(1)
 """
 EXPECTED = {
-    "raises": ["RuntimeError: no such unit", "sample 0 of 16", "completion "],
-    "nan": ["nan", "not a finite number", "sample 5 of 16", "prompt "],
-    "length": ["returned 15 values for 16 completions", "sample 0 of 16"],
-    "exits": ["exit code 3", "sample 0 of 16"],
+    "raises": ["RuntimeError: no such unit", " of 16 (prompt ", "completion "],
+    "nan": ["nan", "not a finite number", " of 16 (prompt "],
+    "length": ["values for", " completions", " of 16 (prompt "],
+    "exits": ["exit code 3", " of 16 (prompt "],
     "away": ["a service that has been away for", "nobody listens", "the same command goes on", "reward.deadline_s=2 "],
-    "hangs": ["did not return within 2.0 s for 16 samples", "sample 0 of 16", "reward.deadline_s=2.0"],
+    "hangs": ["did not return within 2.0 s for", " of 16 (prompt ", "reward.deadline_s=2.0"],
 }
 
 

@@ -1,6 +1,7 @@
 """The rollout side of a step: groups kept, replaced and compared with a greedy completion."""
 
 import types
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
+from podrl.rewards.batch import OpenBatch, Scorer
 from podrl.rollout.config import RolloutConfig
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, STOP_LENGTH, Prompts, Rollouts
 
@@ -35,7 +37,7 @@ class Engine:
         self.config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT, top_k=5))
         self._failed = failed
 
-    def generate(self, batch, policy, *, group_size, step, sampling=None):
+    def generate(self, batch, policy, *, group_size, step, sampling=None, ended=None):
         self.asked.append((batch.index_P.tolist(), group_size))
         B, T = len(batch.length_P) * group_size, 1 + LIMIT
         mask_BT = np.tile((np.arange(T) >= 1) & (np.arange(T) <= 3), (B, 1)).astype(np.float32)
@@ -60,14 +62,19 @@ class Grader:
         self._differ = differ
         self.asked: list[tuple[int, int]] = []
 
-    def score(self, texts, completions, fields):
+    def open(self, texts, fields, *, group_size):
+        return OpenBatch([Scorer(group_size, 1, self._submit)], texts, fields)
+
+    def _submit(self, part):
         rewards = []
-        for text, completion, number in zip(texts, completions, fields["p"], strict=True):
+        for text, completion, number in zip(part.prompts, part.completions, part.fields["p"], strict=True):
             p, g, how = completion.split()
             self.asked.append((int(p), int(g)))
             assert text == f"prompt {p}" and number == int(p)
             rewards.append(float(p) if how == "greedy" else float(g == "1" and int(p) in self._differ))
-        return np.array([rewards])
+        job = Future()
+        job.set_result(rewards)
+        return job
 
     def combine(self, reward_FB):
         return 2.0 * reward_FB[0]

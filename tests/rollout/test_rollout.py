@@ -221,3 +221,23 @@ def test_pieces_fill_the_shards():
     assert pieces_per_prompt(2, 8, 4) == 2
     assert pieces_per_prompt(1, 3, 4) == 3
     assert pieces_per_prompt(17, 8, 4) == 1
+
+
+def test_samples_are_told_of_as_they_end(tight, policy, prompts_of):
+    """In the order in which they end, each once, and as the rows say."""
+    told, steps = [], []
+    sampling = Sampling(max_new=40, temperature=3.0, stop_ids=(17, 250))
+
+    def ended(sample):
+        told.append(sample)
+        steps.append(tight._session.stats.dispatches)
+
+    rollouts = tight.generate(policy, prompts_of([20, 3, 9]), group_size=4, step=2, sampling=sampling, ended=ended)
+    assert sorted(3 * [0, 1, 2]) != [sample.prompt for sample in told]
+    assert sorted((sample.prompt, sample.sample) for sample in told) == [(p, g) for p in range(3) for g in range(4)]
+    assert steps == sorted(steps) and steps[0] < steps[-1]
+    for sample in told:
+        b = sample.prompt * 4 + sample.sample
+        row = slice(rollouts.prompts.length_P[sample.prompt], rollouts.length_B[b])
+        assert (sample.completion, sample.stop) == (rollouts.completions[b], rollouts.stop_B[b])
+        assert sample.tokens == rollouts.tokens_BT[b, row].tolist()

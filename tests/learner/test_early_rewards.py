@@ -1,0 +1,157 @@
+"""Rewards are computed while the batch is still sampled, and are those of a batch that is scored as a whole."""
+
+import dataclasses
+import time
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from podrl.learner.generation import Generator
+from podrl.learner.settings import GRPOConfig
+from podrl.rewards.compose import RewardConfig, RewardError, Rewards
+from podrl.rollout.config import RolloutConfig
+from podrl.rollout.rollout import Finished
+from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Prompts, Rollouts
+
+P, G = 3, 2
+B = P * G
+FUNCTIONS = """
+import pathlib
+import time
+
+HERE = pathlib.Path(__file__).parent
+
+
+def notes(prompts, completions, number, **fields):
+    for completion in completions:
+        (HERE / completion).touch()
+    return [len(completion) + 0.1 * n for completion, n in zip(completions, number, strict=True)]
+
+
+def size(prompts, completions, **fields):
+    return [float(len(completions))] * len(completions)
+
+
+def lowest(prompts, completions, **fields):
+    return [float(min(int(completion[5:]) for completion in completions))] * len(completions)
+
+
+def gated(prompts, completions, **fields):
+    (HERE / "begun").touch()
+    while not (HERE / "go").exists():
+        time.sleep(0.01)
+    return [float(len(completions))] * len(completions)
+
+
+def fails(prompts, completions, **fields):
+    return [1.0 / (completion != "said 3") for completion in completions]
+"""
+
+
+class Engine:
+    """Ends its samples in a given order; `wait(b)` is called before each ends."""
+
+    reward_model = partner = None
+    config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=2))
+
+    def __init__(self, order, wait=lambda b: None, failed=()):
+        self._order, self._wait, self._failed = order, wait, failed
+
+    def generate(self, prompts, policy, *, group_size, step, sampling, ended):
+        stop_B = np.array([STOP_FAILED if b in self._failed else STOP_EOS for b in range(B)])
+        for b in self._order:
+            self._wait(b)
+            own = {"tokens": [7], "logprobs": [0.0], "kept": [1.0], "raw_logprobs": [0.0], "versions": [0]}
+            ended(Finished(b // G, b % G, stop=int(stop_B[b]), completion=f"said {b}", episode=NO_EPISODE, **own))
+        ones_BT = np.ones((B, 2), np.float32)
+        rows: Any = (ones_BT.astype(np.int32), np.full(B, 2), ones_BT, *[ones_BT] * 5)
+        return Rollouts(prompts, *rows, stop_B, [f"said {b}" for b in range(B)], [NO_EPISODE] * B, 1.0)
+
+
+def made(tmp_path, engine, *fns, **settings):
+    (tmp_path / "scores.py").write_text(FUNCTIONS)
+    fields = {"number": list(range(P))}
+    prompts = Prompts(np.ones((P, 1), np.int32), np.ones(P, np.int32), np.arange(P), ["p"] * P, fields, b"")
+    config = RewardConfig(fns=tuple(fn if callable(fn) else f"{tmp_path}/scores.py:{fn}" for fn in fns), **settings)
+    with Rewards(config) as rewards:
+        generator = Generator(engine, rewards, GRPOConfig(num_generations=G))
+        return generator(prompts, None, 0)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("calls", "done"), [("sample", [3, 0, 4, 5, 2]), ("group", [4, 5, 2, 3])])
+def test_a_reward_is_there_before_the_last_sample_ends(calls, done, tmp_path):
+    """The engine does not end its last sample before the rewards of those that ended are recorded."""
+    order = [3, 0, 4, 5, 2, 1]
+
+    def wait(b):
+        if b != order[-1]:
+            return
+        wanted, end = [tmp_path / f"said {sample}" for sample in done], time.monotonic() + 60
+        while not all(path.exists() for path in wanted):
+            assert time.monotonic() < end, "the rewards of what has ended wait for the last sample"
+            time.sleep(0.01)
+        assert not (tmp_path / "said 1").exists()
+
+    experience = made(tmp_path, Engine(order, wait), "notes", calls=calls)
+    expected_B = [6 + 0.1 * (b // G) for b in range(B)]
+    np.testing.assert_array_equal(experience.reward_FB, [expected_B])
+
+
+@pytest.mark.parametrize("order", [range(B), [5, 0, 3, 1, 4, 2]])
+def test_what_is_given_at_once_changes_no_reward(order, tmp_path):
+    def here(prompts, completions, number, **fields):
+        return [n - 0.3 * len(completions) for n in number]
+
+    found = [
+        made(tmp_path, Engine(order, failed=[2]), "notes", here, calls=calls) for calls in ("sample", "group", "batch")
+    ]
+    assert np.isnan(found[0].reward_FB[:, 2]).all() and np.isfinite(np.delete(found[0].reward_FB, 2, axis=1)).all()
+    for other in found[1:]:
+        np.testing.assert_array_equal(other.reward_FB, found[0].reward_FB)
+        np.testing.assert_array_equal(other.reward_B, found[0].reward_B)
+    np.testing.assert_allclose(found[0].reward_FB[1, :2], [-1.5, -1.5])  # a function of Python's own: all at once
+
+
+@pytest.mark.parametrize(("calls", "whole"), [("sample", 1), ("group", G), ("batch", B)])
+def test_what_belongs_together_is_in_one_call(calls, whole, tmp_path):
+    """Sample 2 failed: its group is scored without it. Each call's samples get the number of samples in it."""
+    reward_FB = made(tmp_path, Engine([5, 2, 0, 3, 1, 4], failed=[2]), "size", "lowest", calls=calls).reward_FB
+    size_B, lowest_B = reward_FB
+    for b in set(range(B)) - {2}:
+        others = set(range(b - b % whole, b - b % whole + whole)) - {2}
+        assert {lowest_B[other] for other in others} == {lowest_B[b]} and size_B[b] >= len(others)
+
+
+def test_calls_that_are_dear_are_few(tmp_path):
+    """While the first call waits, all other samples end: they are scored in one call more, not in one each."""
+
+    def wait(b):
+        if b == 4:
+            end = time.monotonic() + 60
+            while not (tmp_path / "begun").exists():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        if b == 1:
+            (tmp_path / "go").touch()
+
+    experience = made(tmp_path, Engine([5, 4, 0, 2, 3, 1], wait), "gated", calls="sample", workers=1)
+    assert sorted(experience.reward_FB[0]) in ([1, 5, 5, 5, 5, 5], [1, 1, 4, 4, 4, 4])
+
+
+@pytest.mark.parametrize("calls", ["sample", "group", "batch"])
+def test_a_failure_names_the_sample_by_its_place_in_the_batch(calls, tmp_path):
+    with pytest.raises(RewardError, match=r"(?s)fails failed for sample 3 of 6 .*'said 3'.*division by zero"):
+        made(tmp_path, Engine(range(B)), "fails", calls=calls)
+
+
+def test_an_engine_that_does_not_tell_is_scored_at_its_end(tmp_path):
+    class Silent(Engine):
+        def generate(self, *args, ended, **options):
+            return super().generate(*args, ended=lambda sample: None, **options)
+
+    told, silent = (made(tmp_path, kind(range(B)), "notes", "size") for kind in (Engine, Silent))
+    for field in dataclasses.fields(told):
+        if field.name.startswith("reward_"):
+            np.testing.assert_array_equal(getattr(told, field.name), getattr(silent, field.name))
