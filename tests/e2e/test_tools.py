@@ -1,12 +1,18 @@
 """A model that learns to ask a calculator: what it said, what it was given, and what became of it in a few steps."""
 
+import contextlib
 import json
 import re
+import socket
+import subprocess
+import sys
+import time
 
 import pytest
-from processes import comparable, run
+from processes import comparable, environment, job, run, samples
 
 from podrl.environments.calculator import calculator
+from podrl.runtime.local_pod import free_ports
 
 pytestmark = pytest.mark.e2e
 SHORT = (
@@ -45,7 +51,59 @@ def test_calls_are_answered_by_the_calculator(done):
         assert all(turn["versions"][0] >= 0 for turn in sample["turns"] if turn["by"] == "model")
 
 
-def test_the_calculator_over_mcp_gives_the_same_run(done, tmp_path):
+# Over MCP: the first steps of the same run.
+OVER_MCP = ("--config=grpo_tools.py:mcp", *SHORT, "--config.trainer.max_steps=4", "--config.eval.problems=1")
+
+
+@contextlib.contextmanager
+def served(kind, port):
+    """The calculator as a server on a port of this machine."""
+    command = [sys.executable, "-m", "podrl.environments.calculator_server", f"--transport={kind}", f"--port={port}"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            assert process.poll() is None, "the server did not start"
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def steps_of(workdir):
+    """The first four training records, and what was drawn for them."""
+    records = [record for record in comparable(workdir) if "actor/grad_norm" in record][:4]
+    trained = [{name: value for name, value in one.items() if not name.startswith("eval/")} for one in records]
+    return trained, [sample for sample in samples(workdir) if sample["step"] <= 4 and "reward" in sample]
+
+
+def test_the_calculator_over_stdio_gives_the_same_run(done, tmp_path):
     pytest.importorskip("mcp")
-    other = run(tmp_path / "run", base=("--config=grpo_tools.py:mcp", *SHORT))
-    assert comparable(done.workdir) == comparable(other.workdir)
+    assert steps_of(run(tmp_path / "run", base=OVER_MCP).workdir) == steps_of(done.workdir)
+
+
+def test_the_calculator_over_sse_gives_the_same_run(done, tmp_path):
+    pytest.importorskip("mcp")
+    (port,) = free_ports(1)
+    with served("sse", port):
+        other = run(tmp_path / "run", f"--config.env.mcp=('http://127.0.0.1:{port}/sse',)", base=OVER_MCP)
+    assert steps_of(other.workdir) == steps_of(done.workdir)
+
+
+def test_a_server_that_is_gone_ends_the_run_and_the_same_command_goes_on(done, tmp_path):
+    """Over streamable http: killed in the middle, gone for good as the run says, and there again for the next start."""
+    pytest.importorskip("mcp")
+    (port,) = free_ports(1)
+    target = f"http://127.0.0.1:{port}/mcp"
+    flags = (f"--config.env.mcp=('{target}',)", "--config.env.server_deadline_s=1")
+    with served("streamable-http", port) as server, job(tmp_path / "run", *flags, base=OVER_MCP) as first:
+        first.wait_for_step(1)
+        server.kill()
+        assert first.end() == 42, first.stderr
+    assert f"MCP server {target} has been away for 1 s" in first.stderr and "Traceback" not in first.stderr
+    with served("streamable-http", port):
+        last = run(tmp_path / "run", *flags, base=OVER_MCP)
+    assert steps_of(last.workdir) == steps_of(done.workdir)
