@@ -1,4 +1,4 @@
-"""Runs a benchmark: `python -m podrl.bench {rollout,step,reshard,decode,tools} [options]`."""
+"""Runs a benchmark: `python -m podrl.bench {decode,pod,reshard,rollout,step,tools} [options]`."""
 
 import importlib
 import json
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from podrl.config import nearest
 
-BENCHES = ("decode", "reshard", "rollout", "step", "tools")
+BENCHES = ("decode", "pod", "reshard", "rollout", "step", "tools")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -124,8 +124,14 @@ def rows(experience: Experience, chosen: Int[np.ndarray, " n"], names: Sequence[
     return Message(None, {name: getattr(experience.rollouts, name)[chosen][keep_nT] for name in names})
 
 
-def assemble(headers: Sequence[Message], pad_id: int) -> Experience:
-    """Builds the whole batch from every rollout host's header, in their order; rows and texts are still empty."""
+def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL_ROWS) -> Experience:
+    """Builds the whole batch from every rollout host's header, in their order; rows and texts are still empty.
+
+    Args:
+      headers: of the hosts' shares.
+      pad_id: of the samples' rows.
+      names: the rows that `fill_rows` will write; the others are blank views, which take no memory.
+    """
 
     def joined(name: str, axis: int = 0) -> np.ndarray:
         return np.concatenate([h.arrays[name] for h in headers], axis)
@@ -142,13 +148,16 @@ def assemble(headers: Sequence[Message], pad_id: int) -> Experience:
         fields={},
         data_state=headers[0].value["data_state"].encode(),
     )
-    blank = {name: np.full((B, width), fill, dtype) for name, (dtype, fill) in _ROWS.items()}
-    blank["tokens_BT"][:] = pad_id
+    fills = {name: np.asarray(fill, dtype) for name, (dtype, fill) in _ROWS.items()} | {"tokens_BT": np.int32(pad_id)}
+    blank = {
+        name: _filled(B, width, fill) if name in names else np.broadcast_to(fill, (B, width))
+        for name, fill in fills.items()
+    }
     rollouts = Rollouts(
         prompts=prompts,
         length_B=length_B,
         mask_BT=np.concatenate(masks),
-        turn_reward_BT=np.concatenate([_turn_rewards(h, width) for h in headers]),
+        turn_reward_BT=_turn_rewards(headers, B, width),
         stop_B=joined("stop_B"),
         completions=[""] * B,
         episodes=[NO_EPISODE] * B,
@@ -236,10 +245,17 @@ def _unpacked(message: Message, width: int) -> np.ndarray:
     return np.pad(mask_BT, ((0, 0), (0, width - mask_BT.shape[1])))
 
 
-def _turn_rewards(message: Message, width: int) -> np.ndarray:
-    reward_BT = np.zeros((len(message.arrays["length_B"]), width), np.float32)
-    for b, t, reward in message.value["turn_rewards"]:
-        reward_BT[b, t] = reward
+def _filled(rows: int, width: int, value: Any) -> np.ndarray:
+    """An array of one value; memory for zeros is taken where something is written."""
+    return np.full((rows, width), value) if value else np.zeros((rows, width), value.dtype)
+
+
+def _turn_rewards(headers: Sequence[Message], rows: int, width: int) -> np.ndarray:
+    reward_BT, first = np.zeros((rows, width), np.float32), 0
+    for message in headers:
+        for b, t, reward in message.value["turn_rewards"]:
+            reward_BT[first + b, t] = reward
+        first += len(message.arrays["length_B"])
     return reward_BT
 
 

@@ -114,13 +114,21 @@ class LocalRollouts:
 
 
 class Accord:
-    """Keeps a pod's processes in step: in every step all continue or stop as the leader decides."""
+    """Keeps a pod's processes in step: in every step all continue or stop as the leader decides.
+
+    Attributes:
+      taken: every trainer host has all it needs of the batches before this step, as far as the leader knew.
+    """
 
     def __init__(self, pod: Pod, run: Run, deadline_s: float):
         self._pod, self._run, self._deadline_s = pod, run, deadline_s
         self._stop = self._wished = False
+        self._trains = pod.seat.process in pod.seat.hosts.trainer
+        self._reached = dict.fromkeys(pod.seat.hosts.trainer, 0)
+        self._words: list[int] = []  # offered and not dropped yet
+        self.taken = 0
         if pod.leads:
-            pod.channel.serve("stop", self._on_wish)
+            pod.channel.serve("reached", self._on_reached)
 
     def stopping(self) -> bool:
         """True if the leader decided to stop, at the last step agreed on."""
@@ -129,18 +137,28 @@ class Accord:
     def agree(self, step: int) -> None:
         """Waits for the leader's decision on a step; on the leader, sends it."""
         if self._pod.leads:
+            self._reached[LEADER] = step
+            self.taken = min(self._reached.values())
             self._stop = self._stop or self._wished or self._run.stopping()
-            self._pod.channel.put(f"word/{step}", Message({"stop": self._stop}))
-            self._pod.channel.drop(f"word/{step - 2}")
+            self._pod.channel.put(f"word/{step}", Message({"stop": self._stop, "taken": self.taken}))
+            self._words.append(step)
+            while self._words[0] < min(step - 1, self.taken):  # a trainer may be behind, a rollout host is at step
+                self._pod.channel.drop(f"word/{self._words.pop(0)}")
             return
-        if self._run.stopping():
-            self._pod.call(LEADER, "stop", Message(), self._deadline_s)
+        stops = self._run.stopping()
+        if self._trains or stops:
+            reached = {"process": self._pod.seat.process, "step": step, "stop": stops}
+            self._pod.call(LEADER, "reached", Message(reached), self._deadline_s)
         with self._run.watchdog.stage(f"waiting for trainer 0 at step {step}"):
-            self._stop = bool(self._pod.get(LEADER, f"word/{step}", self._deadline_s).value["stop"])
+            word = self._pod.get(LEADER, f"word/{step}", self._deadline_s).value
+        self._stop, self.taken = bool(word["stop"]), int(word["taken"])
 
-    def _on_wish(self, message: Message) -> Message:
-        self._wished = True
-        return message
+    def _on_reached(self, message: Message) -> Message:
+        """Notes, on the channel's thread, where another host is and whether it was asked to stop."""
+        self._wished = self._wished or message.value["stop"]
+        if (process := message.value["process"]) in self._reached:
+            self._reached[process] = max(self._reached[process], message.value["step"])
+        return Message()
 
 
 class RemoteRollouts:
@@ -244,10 +262,11 @@ class RemoteRollouts:
         with self._run.watchdog.stage("rollout"):
             headers = self._from_all(lambda p: self._pod.get(p, f"header/{step}", self._deadline_s))
             _raise_failure(headers)
-            experience = codec.assemble(headers, self._cluster.tokenizer.pad_id)
+            names = codec.ALL_ROWS if everything else codec.NEEDED_ROWS
+            experience = codec.assemble(headers, self._cluster.tokenizer.pad_id, names)
             counts = [len(message.arrays["length_B"]) for message in headers]
             wanted = np.arange(sum(counts)) if everything else self._needed(step, experience)
-            self._fetch_rows(step, experience, counts, wanted, everything)
+            self._fetch_rows(step, experience, counts, wanted, names)
             if everything or self._pod.leads:
                 sent = self._from_all(lambda p: self._pod.get(p, f"texts/{step}", self._deadline_s))
                 experience = codec.with_texts(experience, sent)
@@ -258,9 +277,8 @@ class RemoteRollouts:
         self._asking.shutdown(wait=False, cancel_futures=True)
 
     def _fetch_rows(
-        self, step: int, experience: Experience, counts: list[int], wanted: np.ndarray, everything: bool
+        self, step: int, experience: Experience, counts: list[int], wanted: np.ndarray, names: Sequence[str]
     ) -> None:
-        names = codec.NEEDED_ROWS if not everything else codec.ALL_ROWS
         starts = np.cumsum([0, *counts])
         hosts = self._pod.seat.hosts.rollout
 
@@ -350,7 +368,7 @@ class HostRollouts:
 
     def agree(self, step: int) -> None:
         self._accord.agree(step)
-        for done in [s for s in self._batches if s < step]:
+        for done in [s for s in self._batches if s < self._accord.taken]:
             del self._batches[done]
             self._pod.channel.drop(f"header/{done}")
             self._pod.channel.drop(f"texts/{done}")

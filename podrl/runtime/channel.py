@@ -10,39 +10,37 @@ even take a descriptor: the kernel keeps it.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
 import queue
-import resource
+import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from typing import Any
 
-import numpy as np
 import zmq
 import zmq.auth.thread
 import zmq.utils.monitor
 import zmq.utils.z85
 
-from podrl.runtime.message import Message, MessageError, decode, encode
+from podrl.runtime.message import PIECE, Frames, Message, MessageError, decode, encode, from_pieces, in_pieces
+from podrl.runtime.sockets import listen, raise_descriptor_limit
 
-RESEND_S = 5.0
+RESEND_S = 60.0  # connections that broke are noticed, and unserved calls wait: this is for what nobody thought of
 SILENCE_S = 30.0  # of a whole machine: heartbeats are the business of threads that no compilation holds up
 _HEARTBEATS = 6  # in that time
-PIECE = 1 << 20
 HANDSHAKE_S = 10.0
 _SEALED = 64  # bytes that encryption adds to a frame, and some
-_SILENT_S = 600  # that the kernel keeps a connection to itself which has not sent a byte
-_WAITING = 4096  # such connections at once
-_DESCRIPTORS = 1 << 16
+_SWEEP_S = 1.0  # between two looks at connections that say nothing
+_READABLE = int(zmq.POLLIN)
+_TURN = 100  # messages of one socket before the others have theirs
 
-Handler = Callable[[Message], "Message | Future[Message]"]
-Frames = Sequence[bytes | memoryview]
+Handler = Callable[[Message], "Message | futures.Future[Message]"]
 
 
 class ChannelError(RuntimeError):
@@ -53,11 +51,24 @@ class LateError(ChannelError):
     """No answer within the deadline."""
 
 
+@dataclasses.dataclass
+class Traffic:
+    """Messages, answers included, that an endpoint sent and received, and their bytes before encryption."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def count(self, frames: Sequence[Any]) -> None:
+        self.messages += 1
+        self.bytes += sum(map(len, frames))
+
+
 class Channel:
     """This process's endpoint. All sockets live on one thread of its own; any thread may call any method.
 
     Attributes:
       address: 'host:port' at which others reach it.
+      traffic: so far.
     """
 
     def __init__(
@@ -86,7 +97,7 @@ class Channel:
         """
         if not secret:
             raise ValueError("The processes' channel needs a secret: set PODRL_SECRET to the same text on all hosts.")
-        self.name = name
+        self.name, self.traffic = name, Traffic()
         self._silence_ms = int(1000 * silence_s)
         self._public, self._private = _keys(secret)
         raise_descriptor_limit()
@@ -97,7 +108,7 @@ class Channel:
         self._server = self._context.socket(zmq.ROUTER)
         self._secure(self._server, server=True)
         try:
-            listener = _listen(host, port)
+            listener = listen(host, port)
             bound = listener.getsockname()[1]
             self._server.setsockopt(zmq.USE_FD, listener.detach())
             self._server.bind(f"tcp://{host}:{bound}")
@@ -112,6 +123,7 @@ class Channel:
         self.address = f"{host}:{bound}"
         self._board: dict[str, Frames] = {}
         self._waiting: dict[str, list[tuple[bytes, bytes]]] = {}
+        self._unserved: dict[str, dict[tuple[bytes, bytes], Message]] = {}
         self._handlers: dict[str, Handler] = {}
         self._peers: dict[tuple[str, int], _Link] = {}
         self._answers: dict[int, _Request] = {}
@@ -120,9 +132,11 @@ class Channel:
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
-        self._poller = zmq.Poller()
-        self._poller.register(self._server, zmq.POLLIN)
-        self._poller.register(self._wake_in, zmq.POLLIN)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._sockets: dict[zmq.Socket, Callable[[], None]] = {}
+        self._touched: dict[zmq.Socket, None] = {}
+        self._listen_to(self._server, self._receive_request)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="podrl-channel", daemon=True)
         self._thread.start()
@@ -140,7 +154,7 @@ class Channel:
 
     def serve(self, name: str, handler: Handler) -> None:
         """Answers calls of `name` with `handler`, on the channel's thread: it is quick, or gives a Future."""
-        self._do(lambda: self._handlers.__setitem__(name, handler))
+        self._do(lambda: self._serve(name, handler))
 
     # Messages and functions of other processes.
 
@@ -193,31 +207,54 @@ class Channel:
     # On the channel's thread.
 
     def _loop(self) -> None:
-        resend = time.monotonic() + RESEND_S
+        now = time.monotonic()
+        resend, sweep = now + RESEND_S, now + _SWEEP_S
         while not self._closed.is_set():
-            readies = self._poller.poll(250)
+            readies = self._selector.select(0.0 if self._touched else 0.25)
+            self._touched |= {key.data: None for key, _ in readies if key.data is not None}
+            self._drain()
             while not self._jobs.empty():  # before requests: what this process did first is seen first
                 self._jobs.get()()
-            for ready, _ in readies:
-                if ready is self._server:
-                    self._receive_request()
-                elif ready == self._wake_in.fileno():
-                    self._drain()
-                else:
-                    next(link for link in self._peers.values() if ready in link.sockets).receive(ready)
-            for link in self._peers.values():
-                link.check()
-            if time.monotonic() > resend:
-                resend = time.monotonic() + RESEND_S
+            now = time.monotonic()
+            if now > sweep:
+                sweep = now + _SWEEP_S
+                self._touched |= dict.fromkeys(self._sockets)
+                for link in self._peers.values():
+                    link.check()
+            if now > resend:
+                resend = now + RESEND_S
                 for request in [r for r in self._answers.values() if not r.place[1]]:
                     self._send(request)
+            self._receive()
         while not self._jobs.empty():  # what was offered or asked before closing still leaves
             self._jobs.get()()
         for link in self._peers.values():
             link.close()
         self._server.close(linger=1000)
+        self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
+
+    def _listen_to(self, sock: zmq.Socket, receive: Callable[[], None]) -> None:
+        """Calls `receive` for each message of a socket.
+
+        Its descriptor shows only that something changed since its events were looked at, which sending does too. So
+        every socket that was used is looked at again, and a few hundred silent ones cost nothing.
+        """
+        self._sockets[sock] = receive
+        self._touched[sock] = None
+        self._selector.register(int(sock.getsockopt(zmq.FD)), selectors.EVENT_READ, sock)
+
+    def _receive(self) -> None:
+        """Takes the messages of the sockets that may have some, of none more than its turn."""
+        looked, self._touched = self._touched, {}
+        for sock in looked:
+            for _ in range(_TURN):
+                if not int(sock.getsockopt(zmq.EVENTS)) & _READABLE:
+                    break
+                self._sockets[sock]()
+            else:
+                self._touched[sock] = None
 
     def _do(self, job: Callable[[], object]) -> None:
         self._jobs.put(job)
@@ -237,33 +274,21 @@ class Channel:
         for identity, number in self._waiting.pop(key, ()):
             self._answer(identity, number, b"ok", frames)
 
-    def _answer(self, identity: bytes, number: bytes, status: bytes, frames: Frames) -> None:
-        self._server.send_multipart([identity, number, status, *in_pieces(frames)], copy=False)
+    def _serve(self, name: str, handler: Handler) -> None:
+        self._handlers[name] = handler
+        for (identity, number), message in self._unserved.pop(name, {}).items():
+            self._call(identity, number, name, message)
 
-    def _receive_request(self) -> None:
-        received = self._server.recv_multipart(copy=False)
-        if len(received) < 4:
-            return  # not a request of ours
-        identity, number, head = (part.bytes for part in received[:3])
+    def _call(self, identity: bytes, number: bytes, name: str, message: Message) -> None:
         try:
-            kind, key = json.loads(head)
-            message = decode(from_pieces(received[3:]))
-            if kind == "get":
-                waiting = self._waiting.setdefault(key, [])
-                if (identity, number) not in waiting:
-                    waiting.append((identity, number))
-                if key in self._board:
-                    self._offer(key, self._board[key])
-                return
-            if key not in self._handlers:
-                return  # not served yet: the caller asks again
-            answer = self._handlers[key](message)
-            if isinstance(answer, Future):
-                answer.add_done_callback(lambda done: self._do(lambda: self._reply(identity, number, done.result)))
-                return
-            self._reply(identity, number, lambda: answer)
+            answer = self._handlers[name](message)
         except Exception as error:  # noqa: BLE001 - whatever arrives from outside, this endpoint goes on
             self._answer(identity, number, b"error", encode(Message(f"{type(error).__name__}: {error}")))
+            return
+        if isinstance(answer, futures.Future):
+            answer.add_done_callback(lambda done: self._do(lambda: self._reply(identity, number, done.result)))
+        else:
+            self._reply(identity, number, lambda: answer)
 
     def _reply(self, identity: bytes, number: bytes, result: Callable[[], Message]) -> None:
         try:
@@ -272,14 +297,42 @@ class Channel:
             status, frames = b"error", encode(Message(f"{type(error).__name__}: {error}"))
         self._answer(identity, number, status, frames)
 
+    def _answer(self, identity: bytes, number: bytes, status: bytes, frames: Frames) -> None:
+        self.traffic.count(frames)
+        self._server.send_multipart([identity, number, status, *in_pieces(frames)], copy=False)
+        self._touched[self._server] = None
+
+    def _receive_request(self) -> None:
+        received = self._server.recv_multipart(copy=False)
+        self.traffic.count(received)
+        if len(received) < 4:
+            return  # not a request of ours
+        identity, number, head = (part.bytes for part in received[:3])
+        try:
+            kind, key = json.loads(head)
+            message = decode(from_pieces(received[3:]))
+        except Exception as error:  # noqa: BLE001 - whatever arrives from outside, this endpoint goes on
+            self._answer(identity, number, b"error", encode(Message(f"{type(error).__name__}: {error}")))
+            return
+        if kind == "get":
+            waiting = self._waiting.setdefault(key, [])
+            if (identity, number) not in waiting:
+                waiting.append((identity, number))
+            if key in self._board:
+                self._offer(key, self._board[key])
+        elif key in self._handlers:
+            self._call(identity, number, key, message)
+        else:
+            self._unserved.setdefault(key, {})[identity, number] = message
+
     def _link(self, place: tuple[str, int]) -> "_Link":
         if place not in self._peers:
             client = self._context.socket(zmq.DEALER)
             self._secure(client, server=False)
             link = _Link(self, client, place)
             self._peers[place] = link
-            for ready in link.sockets:
-                self._poller.register(ready, zmq.POLLIN)
+            self._listen_to(client, link.receive)
+            self._listen_to(link.monitor, link.receive_event)
         return self._peers[place]
 
     def _came_back(self, place: tuple[str, int]) -> None:
@@ -292,8 +345,11 @@ class Channel:
             self._answers.pop(request.number, None)
             return
         self._answers[request.number] = request
+        self.traffic.count(request.frames)
         frames = [request.number.to_bytes(8, "little"), request.head, *in_pieces(request.frames)]
-        self._link(request.place).client.send_multipart(frames, copy=False)
+        client = self._link(request.place).client
+        client.send_multipart(frames, copy=False)
+        self._touched[client] = None
 
     def _answered(self, number: bytes, status: bytes, pieces: Sequence[Any]) -> None:
         request = self._answers.pop(int.from_bytes(number, "little"), None)
@@ -325,7 +381,7 @@ class _Request:
 
     def __init__(self, channel: Channel, number: int, place: tuple[str, int], head: bytes, frames: Frames):
         self._channel, self.number, self.place, self.head, self.frames = channel, number, place, head, frames
-        self._future: Future[tuple[bytes, Sequence[Any]]] = Future()
+        self._future: futures.Future[tuple[bytes, Sequence[Any]]] = futures.Future()
         self.done = False
 
     def answer(self, status: bytes, pieces: Sequence[Any]) -> None:
@@ -337,6 +393,14 @@ class _Request:
     def fail(self, text: str) -> None:
         """Makes `wait` raise ChannelError, unless the answer has arrived."""
         self.answer(b"error", in_pieces(encode(Message(text))))
+
+    def arrived(self, seconds: float) -> bool:
+        """Waits for so long for the answer; returns whether it is there."""
+        return bool(futures.wait([self._future], seconds).done)
+
+    def forget(self) -> None:
+        """Gives the request up: it is not sent again, and its answer is dropped."""
+        self.done = True
 
     def wait(self, deadline_s: float, what: str) -> Message:
         """Waits for the answer.
@@ -352,7 +416,7 @@ class _Request:
         try:
             status, pieces = self._future.result(deadline_s)
         except TimeoutError:
-            self.done = True
+            self.forget()
             raise LateError(f"No answer within {deadline_s:g} s from {what}.") from None
         try:
             message = decode(from_pieces(pieces))
@@ -370,8 +434,7 @@ class _Link:
 
     def __init__(self, channel: Channel, client: zmq.Socket, place: tuple[str, int]):
         self._channel, self.client, self._place = channel, client, place
-        self._monitor = client.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self.sockets = (client, self._monitor)
+        self.monitor = client.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._stood = False
         self._broken_since: float | None = None
         self._lost: Callable[[], None] | None = None
@@ -380,14 +443,15 @@ class _Link:
     def watch(self, lost: Callable[[], None]) -> None:
         self._lost = lost
 
-    def receive(self, ready: Any) -> None:
-        if ready is self.client:
-            received = self.client.recv_multipart(copy=False)
-            if len(received) >= 3:  # else not an answer of ours
-                number, status, *pieces = received
-                self._channel._answered(number.bytes, status.bytes, pieces)
-            return
-        event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
+    def receive(self) -> None:
+        received = self.client.recv_multipart(copy=False)
+        self._channel.traffic.count(received)
+        if len(received) >= 3:  # else not an answer of ours
+            number, status, *pieces = received
+            self._channel._answered(number.bytes, status.bytes, pieces)
+
+    def receive_event(self) -> None:
+        event = zmq.utils.monitor.recv_monitor_message(self.monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._broken_since = None
             if self._stood:
@@ -404,7 +468,7 @@ class _Link:
 
     def close(self) -> None:
         self.client.disable_monitor()
-        self._monitor.close(linger=0)
+        self.monitor.close(linger=0)
         self.client.close(linger=1000)
 
 
@@ -417,74 +481,6 @@ class _OneKey:
     def callback(self, domain: str, key: bytes) -> bool:
         del domain
         return key == self._public
-
-
-def in_pieces(frames: Frames) -> Frames:
-    """Splits bytes into frames of at most PIECE, after one with the length of each original frame."""
-    pieces: list[bytes | memoryview] = [struct.pack(f"<{len(frames)}Q", *map(len, frames))]
-    for frame in frames:
-        whole = memoryview(frame)
-        pieces += [whole[at : at + PIECE] for at in range(0, len(frame), PIECE)]
-    return pieces
-
-
-def from_pieces(pieces: Sequence[Any]) -> Frames:
-    """Joins the frames of `in_pieces`; the results are copies, aligned as numpy aligns them.
-
-    Raises:
-      MessageError: other pieces than the first of them says.
-    """
-    buffers = [memoryview(getattr(piece, "buffer", piece)) for piece in pieces]
-    if not buffers or len(buffers[0]) % 8:
-        raise MessageError("A message without the lengths of its frames arrived: it was cut, or is another podrl's.")
-    lengths = struct.unpack(f"<{len(buffers[0]) // 8}Q", buffers[0])
-    rest = iter(buffers[1:])
-    if sum(lengths) != sum(map(len, buffers[1:])):
-        raise MessageError(f"A message of {sum(lengths)} bytes arrived with {sum(map(len, buffers[1:]))}: it was cut.")
-    frames: list[bytes | memoryview] = []
-    for length in lengths:
-        frame = np.empty(length, np.uint8)
-        at = 0
-        while at < length:
-            piece = next(rest)
-            if at + len(piece) > length:
-                raise MessageError("A message arrived with other pieces than it was cut into: it is refused.")
-            frame[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-            at += len(piece)
-        frames.append(frame.data)
-    return frames
-
-
-def raise_descriptor_limit() -> None:
-    """Lets this process open as many files and connections as the system allows it, up to 65,536."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket; the kernel hands over a connection only after it has sent data."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
-        listener.bind((host, port))
-        listener.listen(_WAITING)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def interface_towards(host: str) -> str:
-    """Finds the address of this host's interface towards `host`; sends no packet."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
 
 
 def _keys(secret: str) -> tuple[bytes, bytes]:

@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from podrl.runtime.channel import ChannelError, interface_towards
+from podrl.runtime.channel import ChannelError
 from podrl.runtime.detect import UNIX, Cluster, too_few_workers
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import ROLLOUT, Hosts, assign
+from podrl.runtime.sockets import interface_towards
 from podrl.runtime.storage import first_line, locate
 from podrl.runtime.user_code import forget
 

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ import numpy as np
 VERSION = 2
 _KINDS = "biufc"  # numpy kinds that are plain numbers
 _DIGEST = 16
+PIECE = 1 << 20
+
+Frames = Sequence[bytes | memoryview]
 
 
 class MessageError(ValueError):
@@ -74,6 +78,42 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
         name: _array(frame, dtype, shape) for (name, dtype, shape), frame in zip(head["arrays"], rest, strict=True)
     }
     return Message(head["value"], arrays, [memoryview(frame) for frame in bulk])
+
+
+def in_pieces(frames: Frames) -> Frames:
+    """Splits bytes into frames of at most PIECE, after one with the length of each original frame."""
+    pieces: list[bytes | memoryview] = [struct.pack(f"<{len(frames)}Q", *map(len, frames))]
+    for frame in frames:
+        whole = memoryview(frame)
+        pieces += [whole[at : at + PIECE] for at in range(0, len(frame), PIECE)]
+    return pieces
+
+
+def from_pieces(pieces: Sequence[Any]) -> Frames:
+    """Joins the frames of `in_pieces`; the results are copies, aligned as numpy aligns them.
+
+    Raises:
+      MessageError: other pieces than the first of them says.
+    """
+    buffers = [memoryview(getattr(piece, "buffer", piece)) for piece in pieces]
+    if not buffers or len(buffers[0]) % 8:
+        raise MessageError("A message without the lengths of its frames arrived: it was cut, or is another podrl's.")
+    lengths = struct.unpack(f"<{len(buffers[0]) // 8}Q", buffers[0])
+    rest = iter(buffers[1:])
+    if sum(lengths) != sum(map(len, buffers[1:])):
+        raise MessageError(f"A message of {sum(lengths)} bytes arrived with {sum(map(len, buffers[1:]))}: it was cut.")
+    frames: list[bytes | memoryview] = []
+    for length in lengths:
+        frame = np.empty(length, np.uint8)
+        at = 0
+        while at < length:
+            piece = next(rest)
+            if at + len(piece) > length:
+                raise MessageError("A message arrived with other pieces than it was cut into: it is refused.")
+            frame[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+            at += len(piece)
+        frames.append(frame.data)
+    return frames
 
 
 def _array(frame: bytes | memoryview, dtype_text: str, shape: Sequence[int]) -> np.ndarray:

@@ -27,7 +27,7 @@ _OVER_S = 3600.0
 _LAST_S = 10.0
 _OTHERS_S = 30.0
 _LAST_STEP_S = 0.2  # from saying that one leaves to having left
-_FIRST_SLICE_S, _LONGEST_SLICE_S = 2.0, 10.0  # between two looks at where a process is
+_LOOK_S = 2.0  # between two looks at where a process is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Pod:
         self.channel = Channel(self.name, secret=seat.secret, host=host, port=port)
         self._leader = self.channel.address if self.leads else seat.leader
         self._addresses: dict[int, str] = {LEADER: self._leader}
+        self._changes = 0  # of the roster since all were there
         self._left: set[int] = set()
         self._gone: set[int] = set()
         self._ended = threading.Event()
@@ -104,6 +105,7 @@ class Pod:
         self._take(roster)
         self.channel.watch(self._leader, self._lost_leader)
         threading.Thread(target=self._await_verdict, name="podrl-verdict", daemon=True).start()
+        threading.Thread(target=self._follow_roster, name="podrl-roster", daemon=True).start()
         return self
 
     def _ask_leader(self, kind: str, key: str, message: Message, deadline_s: float) -> Message:
@@ -113,9 +115,7 @@ class Pod:
         return request.wait(deadline_s, f"{self._leader}: {key}")
 
     def address(self, process: int) -> str:
-        """Returns a process's address; a replaced rollout process has a new one."""
-        if not self.leads and process != LEADER:
-            self._take(self.channel.call(self._leader, "roster", Message(), deadline_s=60, who="trainer 0"))
+        """Returns a process's address; a replaced rollout process has a new one, which is known soon after it came."""
         with self._changed:
             return self._addresses[process]
 
@@ -127,9 +127,7 @@ class Pod:
         Raises:
           ChannelError: it was not there within the deadline.
         """
-        return self._patiently(
-            process, key, deadline_s, lambda address, s: self.channel.get(address, key, deadline_s=s)
-        )
+        return self._ask(process, "get", key, Message(), deadline_s)
 
     def call(self, process: int, name: str, message: Message, deadline_s: float) -> Message:
         """Calls a function that a process serves.
@@ -137,30 +135,27 @@ class Pod:
         Raises:
           ChannelError: no answer within the deadline, or the function failed.
         """
-        return self._patiently(
-            process, name, deadline_s, lambda address, s: self.channel.call(address, name, message, deadline_s=s)
-        )
+        return self._ask(process, "call", name, message, deadline_s)
 
-    def _patiently(self, process: int, what: str, deadline_s: float, ask: Callable[[str, float], Message]) -> Message:
+    def _ask(self, process: int, kind: str, key: str, message: Message, deadline_s: float) -> Message:
         end = time.monotonic() + deadline_s
-        slice_s = _FIRST_SLICE_S
-        with self._changed:
-            address = self._addresses[process]
-        while True:
-            try:
-                return ask(address, min(slice_s, max(end - time.monotonic(), 0.1)))
-            except LateError:
-                address, slice_s = self.address(process), min(2 * slice_s, _LONGEST_SLICE_S)
-                if time.monotonic() > end:
-                    raise LateError(
-                        f"{self.name} waited {deadline_s:.0f} s for {what} from {self.seat.hosts.name(process)} (host "
-                        f"{process}): see what that host is doing (kill -USR1 prints its stacks), or raise log.stall_s."
-                    ) from None
+        address = self.address(process)
+        request = self.channel.request(address, kind, key, message)
+        while not request.arrived(min(_LOOK_S, max(end - time.monotonic(), 0.0))):
+            if time.monotonic() >= end:
+                request.forget()
+                raise LateError(
+                    f"{self.name} waited {deadline_s:.0f} s for {key} from {self.seat.hosts.name(process)} (host "
+                    f"{process}): see what that host is doing (kill -USR1 prints its stacks), or raise log.stall_s."
+                )
+            if (new := self.address(process)) != address:
+                request.forget()
+                address, request = new, self.channel.request(new, kind, key, message)
+        return request.wait(0.0, f"{address}: {key}")
 
     def _host_roster(self, deadline_s: float, too_few: Callable[[int, float], str]) -> None:
         everyone = set(self.seat.hosts.trainer) | set(self.seat.hosts.rollout)
         self.channel.serve("join", self._joined)
-        self.channel.serve("roster", lambda _: self._roster())
         self.channel.serve("leave", self._on_leave)
         self.channel.serve("failing", self._on_failing)
         end = time.monotonic() + deadline_s
@@ -186,17 +181,30 @@ class Pod:
             self._left.discard(process)
             self._changed.notify_all()
             if returned:
-                self.channel.put("roster", self._roster())
+                self._changes += 1
+                for key in ("roster", f"roster/{self._changes}"):
+                    self.channel.put(key, self._roster())
                 _log.warning("%s came back at %s.", self.seat.hosts.name(process), address)
         self.channel.watch(address, lambda: self._lost(process, address))
         return Message()
 
     def _roster(self) -> Message:
-        return Message({str(process): address for process, address in self._addresses.items()})
+        addresses = {str(process): address for process, address in self._addresses.items()}
+        return Message({"changes": self._changes, "addresses": addresses})
 
     def _take(self, roster: Message) -> None:
         with self._changed:
-            self._addresses = {int(process): address for process, address in roster.value.items()}
+            self._changes = roster.value["changes"]
+            self._addresses = {int(process): address for process, address in roster.value["addresses"].items()}
+
+    def _follow_roster(self) -> None:
+        """Takes every new roster; nobody has to ask the leader where somebody is."""
+        while not self._ended.is_set():
+            request = self.channel.request(self._leader, "get", f"roster/{self._changes + 1}", Message())
+            try:
+                self._take(request.wait(1e9, "trainer 0: roster"))
+            except ChannelError:
+                return
 
     # Going apart.
 

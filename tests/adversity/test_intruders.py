@@ -13,8 +13,8 @@ import time
 import pytest
 from processes import job, listening, trained_steps
 
-from podrl.runtime.channel import PIECE, Channel
-from podrl.runtime.message import Message
+from podrl.runtime.channel import Channel
+from podrl.runtime.message import PIECE, Message
 
 # An endpoint in a process that may open 1,024 files and no more. Its answers prove that it can still open some.
 ENDPOINT = """
@@ -137,7 +137,7 @@ def test_a_job_of_separate_clusters_goes_on_among_intruders(tmp_path):
 
 
 def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes():
-    program = "import resource; from podrl.runtime.channel import raise_descriptor_limit as up; up(); up()\n"
+    program = "import resource; from podrl.runtime.sockets import raise_descriptor_limit as up; up(); up()\n"
     program += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 5000)
     command = limited(f"ulimit -Sn 256; ulimit -Hn {hard}", program)

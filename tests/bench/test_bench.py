@@ -41,6 +41,15 @@ def test_tools(capsys):
     assert figures["of_plain"] > 0 and figures["compiles"] == 0
 
 
+def test_a_leader_exchanges_a_few_messages_with_every_host(capsys):
+    small = "--trainers=4 --rollouts=8 --steps=2 --processes=2 --tokens=8 --generate_s=0 --update_s=0"
+    assert bench.main(["podrl.bench", "pod", *small.split(), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["samples"] == 32 * 8 and figures["leader_cpu_ms"] > 0 and figures["added_ms"] > 0
+    # Of each rollout host a header, rows, texts and a word, of each trainer host a place and a word: asked, answered.
+    assert figures["messages"] == pytest.approx(8 * 8 + 3 * 4, abs=8)
+
+
 def test_step(capsys):
     options = (
         "--layers=1 --dim=16 --ffn=16 --heads=2 --kv_heads=1 --head_dim=8 --vocab=16 --src=data=1 --prompts=3 "

@@ -9,8 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from podrl.runtime.channel import Channel, ChannelError, _Request, interface_towards
+from podrl.runtime.channel import Channel, ChannelError, _Request
 from podrl.runtime.message import Message, MessageError, _digest, decode, encode
+from podrl.runtime.sockets import interface_towards
 
 
 @pytest.fixture
@@ -68,6 +69,24 @@ def test_calls_answer_and_errors_come_back(pair):
     np.testing.assert_array_equal(answer.arrays["y"], [0, 2, 4])
     with pytest.raises(ChannelError, match="ZeroDivisionError"):
         b.call(a.address, "fail", Message(), deadline_s=10)
+
+
+def test_a_call_waits_until_its_function_is_served(pair):
+    a, b = pair
+    request = b.request(a.address, "call", "later", Message(3))
+    assert not request.arrived(0.3)
+    a.serve("later", lambda m: Message(m.value + 1))
+    assert request.arrived(10) and request.wait(0.0, "a: later").value == 4
+
+
+def test_bursts_of_requests_from_both_sides_are_all_answered(pair):
+    """More messages than one socket's turn, so that sockets are looked at again after each other's."""
+    a, b = pair
+    for end in (a, b):
+        end.serve("same", lambda m: m)
+    pairs = [(a, b.address, i) for i in range(500)] + [(b, a.address, i) for i in range(500)]
+    requests = [(end.request(address, "call", "same", Message(i)), i) for end, address, i in pairs]
+    assert [request.wait(30, "the other").value for request, _ in requests] == [i for _, i in requests]
 
 
 def test_a_stranger_gets_no_answer(pair):

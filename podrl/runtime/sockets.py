@@ -1,0 +1,40 @@
+"""Listening sockets on one interface, and the number of connections that a process may hold."""
+
+import resource
+import socket
+
+_SILENT_S = 600  # that the kernel keeps a connection to itself which has not sent a byte
+_WAITING = 4096  # such connections at once
+_DESCRIPTORS = 1 << 16
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process open as many files and connections as the system allows it, up to 65,536."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Opens a listening socket; the kernel hands over a connection only after it has sent data."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+        listener.bind((host, port))
+        listener.listen(_WAITING)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def interface_towards(host: str) -> str:
+    """Finds the address of this host's interface towards `host`; sends no packet."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
