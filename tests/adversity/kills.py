@@ -4,8 +4,9 @@
 
 A life of a run ends by SIGKILL either just before a chosen change to its files (every open for writing, rename, mkdir
 and remove in the run directory is such a moment), or at a random time after its first change; of a pod, a random
-process or the launcher dies. After its lives a run is started once more and must end, with exit code 0, with bitwise
-the metrics, samples, weights and optimizer of a run that nothing happened to.
+process or the launcher dies. A process that calls a tool dies between call and answer, too. After its lives a run is
+started once more and must end, with exit code 0, with bitwise the metrics, samples, weights and optimizer of a run that
+nothing happened to.
 """
 
 import argparse
@@ -58,11 +59,12 @@ VARIANTS = {
 
 @dataclasses.dataclass
 class Whole:
-    """An undisturbed run: its directory, its file changes, and seconds from the first of them to the end."""
+    """An undisturbed run: its directory, file changes, seconds from the first to the end, and calls of tools."""
 
     workdir: pathlib.Path
     changes: int
     seconds: float
+    calls: int
 
 
 class Life:
@@ -142,7 +144,12 @@ def undisturbed(variant: str, folder: pathlib.Path) -> Whole:
     started = time.monotonic()
     assert life.end() == 0, life.output()
     assert trained_steps(folder / "run") == list(range(1, STEPS + 1))
-    return Whole(folder / "run", len(life.changes()), time.monotonic() - started)
+    return Whole(folder / "run", len(life.changes()), time.monotonic() - started, calls_made(folder))
+
+
+def calls_made(folder: pathlib.Path) -> int:
+    """Counts the calls of tools in all lives of a run."""
+    return (folder / "calls").stat().st_size if (folder / "calls").exists() else 0
 
 
 def disturbed(
@@ -157,9 +164,10 @@ def disturbed(
     for _ in range(lives):
         # Early in a life: what is left of a run becomes less with every checkpoint.
         kill = _killed_at_a_time if rng.random() < by_time else _killed_at_a_change
-        life, moment = kill(variant, folder / "run", whole, rng)
-        if moment:
-            kills.append(moment)
+        if whole.calls and rng.random() < 0.5:
+            kill = _killed_in_calls
+        life, moments = kill(variant, folder / "run", whole, rng)
+        kills += moments
         # -9 is the kill itself; a pod says 42, or goes on where a rollout host of a split pod died.
         assert life.process.returncode in (-signal.SIGKILL, 42, 0), f"{variant}, killed {kills}:\n{life.output()}"
         if life.process.returncode == 0:
@@ -174,18 +182,36 @@ def disturbed(
     return kills
 
 
-def _killed_at_a_change(variant: str, workdir: pathlib.Path, whole: Whole, rng: random.Random) -> tuple[Life, str]:
+def killed_in_calls(variant: str, workdir: pathlib.Path, calls: list[int]) -> tuple[Life, list[str]]:
+    """A life in which whoever makes one of these calls, counted over all lives, dies before it has the answer."""
+    workdir.parent.mkdir(parents=True, exist_ok=True)
+    (workdir.parent / "kill_at_calls").write_text(" ".join(map(str, calls)))
+    life = Life(variant, workdir)
+    life.end()
+    return life, [f"in call {call}" for call in calls if call <= calls_made(workdir.parent)]
+
+
+def _killed_in_calls(variant: str, workdir: pathlib.Path, whole: Whole, rng: random.Random) -> tuple[Life, list[str]]:
+    made = calls_made(workdir.parent)
+    # A rollout host of a split pod is replaced, so the next one can be killed, too.
+    further = sorted(rng.sample(range(1, whole.calls // 2), 3 if "split" in variant else 1))
+    return killed_in_calls(variant, workdir, [made + call for call in further])
+
+
+def _killed_at_a_change(
+    variant: str, workdir: pathlib.Path, whole: Whole, rng: random.Random
+) -> tuple[Life, list[str]]:
     at = rng.randint(1, max(whole.changes // 2, 1))
     life = Life(variant, workdir, at=at)
     life.end()
     # Of a pod the leader alone writes the run directory, so the numbers are one process's.
     done = [line.split(maxsplit=3) for line in life.changes()]
     last = next((change for change in done if int(change[1]) == at), None)
-    return life, f"before change {at} ({' '.join(last[2:])})" if last else ""
+    return life, [f"before change {at} ({' '.join(last[2:])})"] if last else []
 
 
-def _killed_at_a_time(variant: str, workdir: pathlib.Path, whole: Whole, rng: random.Random) -> tuple[Life, str]:
-    life, moment = Life(variant, workdir), ""
+def _killed_at_a_time(variant: str, workdir: pathlib.Path, whole: Whole, rng: random.Random) -> tuple[Life, list[str]]:
+    life, moments = Life(variant, workdir), []
     if life.first_change():
         seconds = rng.uniform(0, 0.7 * whole.seconds)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -194,9 +220,10 @@ def _killed_at_a_time(variant: str, workdir: pathlib.Path, whole: Whole, rng: ra
             victim = rng.choice(victims)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
-                moment = f"{seconds:.1f} s after the first change ({_which(victims.index(victim), len(victims))})"
+                which = _which(victims.index(victim), len(victims))
+                moments = [f"{seconds:.1f} s after the first change ({which})"]
     life.end()
-    return life, moment
+    return life, moments
 
 
 def _which(index: int, count: int) -> str:

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from kills import STEPS, VARIANTS, Life, disturbed, undisturbed
+from kills import STEPS, VARIANTS, Life, calls_made, disturbed, killed_in_calls, undisturbed
 from processes import comparable, job, run, same_end
 
 pytestmark = pytest.mark.e2e
@@ -41,6 +41,26 @@ def test_answers_that_were_used_are_given_again(variant, with_tools, tmp_path):
     same_end(workdir, with_tools)
     assert '"replayed": true' in (workdir / "samples.jsonl").read_text()
     assert not list((workdir / "outside").iterdir())  # a checkpoint has passed them
+
+
+@pytest.mark.parametrize("variant", ["tools", "tools, split"])
+def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_path):
+    """Whoever asks dies: the process, and the next start goes on; of a split pod the rollout host, and another does."""
+    drawn, asked, kills = _calls(with_tools), [], []
+    for step, calls in enumerate(drawn):
+        asked.append(sum(drawn[:step]) + calls // 2 + len(asked))  # a call that was not answered is made again
+    for lot in [asked] if "split" in variant else [[call] for call in asked]:
+        life, moments = killed_in_calls(variant, tmp_path / "run", lot)
+        assert life.process.returncode in (-9, 0), life.output()
+        kills += moments
+    if life.process.returncode:
+        life = Life(variant, tmp_path / "run")
+        assert life.end() == 0, life.output()
+    assert len(kills) == len(drawn) == STEPS
+    assert life.output().count("it is started again") == (STEPS if "split" in variant else 0)
+    same_end(tmp_path / "run", with_tools)
+    # Recorded answers were not asked for again; what was under way at a kill was.
+    assert calls_made(tmp_path) <= sum(drawn) + 4 * len(kills)
 
 
 def test_a_bucket_has_the_answers_for_another_machine(with_tools, bucket, monkeypatch, tmp_path):
