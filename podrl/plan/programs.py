@@ -279,8 +279,6 @@ def rollout_programs(setting: Setting) -> list[Program]:
     pools = 0.0
     programs = []
     for program in engine.programs(params):
-        if program.name == "prepare" and not engine.unrolled:
-            continue
         if program.name == "generate":
             pools = bytes_per_chip(program.args[1])
         programs.append(

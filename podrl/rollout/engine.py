@@ -56,7 +56,8 @@ class Engine:
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
-        self.prepare = jax.jit(self._prepare)
+        # Where nothing changes no program runs: its results would be a second copy of the weights.
+        self.prepare = jax.jit(self._prepare) if self.unrolled else self._prepare
 
     # Shapes and shardings.
 
@@ -194,7 +195,7 @@ class Engine:
             for bucket in s.buckets
         ]
         return [
-            Program("prepare", self.prepare, (given,)),
+            *([Program("prepare", self.prepare, (given,))] if self.unrolled else []),
             *prefills,
             Program("insert", self.bulk_insert, (state, rows(*updates.shape))),
             Program("generate", self.generate, (prepared, state, rows(self.shards, self.read_shape.size))),

@@ -62,7 +62,8 @@ def test_more_layers_than_are_unrolled(tiny_on, check, prompts_of):
     model = dataclasses.replace(model, lora=LoraConfig(rank=2, alpha=4.0, pattern="q|down"))
     tiny = tiny_on("data=1", 1, model)
     worker = tiny.worker(CONFIG, warm=False)
-    assert not worker._get_engine(tiny.params).unrolled
+    engine = worker._get_engine(tiny.params)
+    assert not engine.unrolled and engine.prepare(tiny.params) is tiny.params, "the weights are held once"
     generate(tiny, check, prompts_of)
 
 
