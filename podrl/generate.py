@@ -18,14 +18,16 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from podrl.data import sources
+from podrl.environments import config as env
 from podrl.runtime import environment, signals, storage
 from podrl.runtime.arguments import Parser
 from podrl.runtime.storage import StorageError, is_remote
+from podrl.runtime.user_code import Limits
 
 STOP_NAMES = ("eos", "length", "stop_string", "failed", "environment", "deadline")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -50,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system_prompt", default="auto", help='before a "question"; as data.system_prompt')
     parser.add_argument("--env", default="", help="environment of every completion: file.py:Name or module:Name")
     parser.add_argument("--tool", action="append", default=[], help="a tool it may call; may be given several times")
+    parser.add_argument("--parser", choices=get_args(env.Parser), default="call_tool", help="how a tool is called")
     parser.add_argument("--max_response", type=int, default=None, help="new and given tokens; default: --max_new")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -84,6 +87,7 @@ def _generate(args: argparse.Namespace) -> int:
     import jax.numpy as jnp
 
     from podrl.data.tokenizer import Tokenizer
+    from podrl.learner.playing import offered
     from podrl.mesh.build import make_mesh
     from podrl.models import hf_load
     from podrl.rollout.config import RolloutConfig
@@ -93,9 +97,10 @@ def _generate(args: argparse.Namespace) -> int:
     sampling = _sampling(args)
     mesh = make_mesh(args.mesh, jax.local_devices(), key="--mesh", auto="data=-1")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    tokenizer = Tokenizer.load(args.model)
+    environment = _environment(args)
+    tokenizer = Tokenizer.load(args.model, tools=offered(environment, Limits()))
     rows = _tokenise(records, tokenizer, args)
-    output = Output(args.out, _settings(args, records), args.n)
+    output = Output(args.out, _settings(args, records, tokenizer.tools_digest), args.n)
     left = [index for index in range(len(records)) if index not in output.done]
     if output.done:
         _say(f"{output.partial} holds {len(output.done)} of {len(records)} prompts; going on from there.")
@@ -113,7 +118,7 @@ def _generate(args: argparse.Namespace) -> int:
         worker = RolloutWorker(model, mesh, config, seed=args.seed, **given)
         worker.warm_up(params, _say)
         prompts = _prompts(rows, left, records, tokenizer)
-        with _partner(args, tokenizer) as worker.partner:
+        with _partner(environment, tokenizer) as worker.partner:
             given = {"group_size": args.n, "step": 0, "sampling": sampling, "mode": "eval"}
             _write(worker.stream(Policy(params, 0), prompts, **given), records, left, output)
         stats = worker.stats
@@ -186,13 +191,13 @@ def _check_prompt(record: Mapping[str, Any], place: str) -> None:
         raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty.")
 
 
-def _settings(args: argparse.Namespace, records: sources.Records) -> dict[str, Any]:
-    """Lists everything completions depend on, as JSON; the prompts by their checksum."""
+def _settings(args: argparse.Namespace, records: sources.Records, tools: str) -> dict[str, Any]:
+    """Lists everything completions depend on, as JSON; the prompts, and the tools they name, by their checksums."""
     digest = hashlib.sha256()
     for i in range(len(records)):
         digest.update(json.dumps(records[i], sort_keys=True, default=str).encode() + b"\n")
     given = {name: value for name, value in vars(args).items() if name not in _FREE}
-    return json.loads(json.dumps(given | {"prompts": digest.hexdigest()}, default=str))
+    return json.loads(json.dumps(given | {"prompts": digest.hexdigest(), "tools": tools}, default=str))
 
 
 class Output:
@@ -299,21 +304,28 @@ def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace
     return rows
 
 
-@contextlib.contextmanager
-def _partner(args: argparse.Namespace, tokenizer: Any) -> Iterator[Any]:
-    """The environments of all completions; None without."""
-    from podrl.data.dialogue import Dialogue
-    from podrl.environments.config import EnvironmentConfig
-    from podrl.environments.workers import Episodes
-    from podrl.rollout.episodes import Partner
-    from podrl.runtime.user_code import Limits
-
+def _environment(args: argparse.Namespace) -> env.EnvironmentConfig:
+    """The environment of all completions; one that is not used without --env and --tool."""
     if not args.env and not args.tool:
+        return env.EnvironmentConfig()
+    return env.EnvironmentConfig(environment=args.env or "tools", tools=tuple(args.tool), parser=args.parser)
+
+
+@contextlib.contextmanager
+def _partner(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
+    """Plays that environment; None where it is not used."""
+    from podrl.data.dialogue import Dialogue
+    from podrl.environments.workers import Episodes
+    from podrl.learner.playing import check
+    from podrl.rollout.episodes import Partner
+
+    if not config.used:
         yield None
         return
-    config = EnvironmentConfig(environment=args.env or "tools", tools=tuple(args.tool))
     with Episodes(config, Limits(), journal=None) as host:
-        yield Partner(host, Dialogue(tokenizer))
+        partner = Partner(host, Dialogue(tokenizer))
+        check(host, partner.dialogue)
+        yield partner
 
 
 def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sources.Records, tokenizer: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
@@ -14,6 +15,7 @@ MOST = 1 << 20  # characters a template may write of a conversation beyond its o
 _WIDTH = re.compile(r"[%:{]\S*\d{7}")  # in a text: a format that pads to millions of characters
 
 Message = Mapping[str, str]
+Tools = Sequence[Mapping[str, Any]]  # each {"type": "function", "function": {name, description, parameters}}
 
 
 class ChatTemplate:
@@ -30,10 +32,10 @@ class ChatTemplate:
           ValueError: it does not parse, or holds a number or format that can only be meant to fill the memory.
         """
         self._where = where
-        self._environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
-        self._environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-            value, ensure_ascii=False, indent=indent
+        self._environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
+        self._environment.filters["tojson"] = _json
         try:
             for constant in self._environment.parse(source).find_all(nodes.Const):
                 _check_constant(constant.value)
@@ -41,15 +43,32 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"The chat template of {where} does not parse: {_said(error)}") from error
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, tokens: Mapping[str, str]) -> str:
-        """Renders the conversation as text; `tokens` are the special tokens by their names, such as 'bos_token'.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tokens: Mapping[str, str],
+        tools: Tools = (),
+    ) -> str:
+        """Renders the conversation as text.
+
+        The current date is not given: a prompt is the same on every day.
+
+        Args:
+          messages: the conversation.
+          add_generation_prompt: end with the opening of the model's turn.
+          tokens: the special tokens by their names, such as 'bos_token'.
+          tools: what the model may call.
 
         Raises:
           ValueError: the template refuses these messages, fails on them, or does not come to an end within bounds.
         """
-        most = MOST + 8 * sum(len(str(value)) for message in messages for value in message.values())
+        said = sum(len(str(value)) for message in messages for value in message.values())
+        most = MOST + 8 * (said + len(json.dumps(list(tools))))
         self._environment.turns_left = most
-        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, **tokens}
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **tokens}
+        given["tools"] = list(tools) or None
         try:
             return "".join(_bounded(self._template.generate(given), most))
         except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -91,6 +110,26 @@ def _size(operator: str, left: Any, right: Any) -> float:
     if isinstance(left, int) and isinstance(right, int):
         return left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
     return 0
+
+
+class _Generation(jinja2.ext.Extension):
+    """Reads `{% generation %}`, which marks a model's words in some templates, as what stands inside."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _bounded(pieces: Iterator[str], most: int) -> Iterator[str]:

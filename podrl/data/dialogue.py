@@ -19,11 +19,11 @@ class Dialogue:
         """Of a tokenizer; its chat template is read when the first turn is made of it."""
         self.tokenizer, self.decode = tokenizer, tokenizer.decode
 
-    def encode(self, text: str, role: str = "raw", *, last: int | None = None) -> list[int]:
+    def encode(self, text: str | Sequence[str], role: str = "raw", *, last: int | None = None) -> list[int]:
         """Tokens of an observation, encoded alone; special tokens written in its text stay text.
 
         Args:
-          text: the observation.
+          text: the observation; several become messages of their own where the role is a tool's.
           role: 'raw' for the text as it is; 'user' or 'tool' for a turn of the chat template behind the end of the
             model's turn, and the opening of the model's next one.
           last: the sample's last token: the end of the model's turn is not written again where it is that.
@@ -31,20 +31,21 @@ class Dialogue:
         Raises:
           ValueError: a role that the chat template does not give.
         """
+        texts = [text] if isinstance(text, str) else list(text)
+        if role == "raw" or (role := self._role(role)) == "user":
+            texts = ["\n\n".join(texts)]
         if role == "raw":
-            return self.tokenizer.encode_plain(text)
-        role = self._role(role)
-        before, inside, after = self._behind(role, text), "", ""
-        if self.tokenizer.holds_special(text):
-            before, inside, after = self._around(role, text)
+            return self.tokenizer.encode_plain(texts[0])
+        written, given = [self._behind(role, texts)], []
+        if any(map(self.tokenizer.holds_special, texts)):
+            written, given = self._around(role, texts)
         mark = "" if last is None else self.tokenizer.token_text(last)
         if mark and last in self.tokenizer.eos_ids:
-            before = before.removeprefix(mark)
-        return [
-            *self.tokenizer.encode(before),
-            *self.tokenizer.encode_plain(inside),
-            *self.tokenizer.encode(after),
-        ]
+            written[0] = written[0].removeprefix(mark)
+        tokens = self.tokenizer.encode(written[0])
+        for inside, after in zip(given, written[1:], strict=True):
+            tokens += [*self.tokenizer.encode_plain(inside), *self.tokenizer.encode(after)]
+        return tokens
 
     def stops(self, strings: Sequence[str]) -> tuple[tuple[str, ...], Mapping[int, str]]:
         """Stop strings as (those that are text, those that are one special token, by its id).
@@ -67,13 +68,27 @@ class Dialogue:
                 )
         return tuple(texts), ids
 
-    def check_template(self) -> None:
-        """Refuses a chat template of which no later turns can be made.
+    def check_template(self, role: str = "user") -> None:
+        """Refuses a chat template in which no turn of a role can follow a model's words.
 
         Raises:
           ValueError: there is none, or it writes a model's earlier turns otherwise than they were.
         """
-        self._role("user")
+        self._role(role)
+
+    def check_tags(self, tags: Sequence[str]) -> None:
+        """Refuses tags that are special tokens: they are no text of a completion, and none of an observation.
+
+        Raises:
+          ValueError: names the tag and the token.
+        """
+        for tag in tags:
+            if self.tokenizer.holds_special(tag):
+                raise ValueError(
+                    f"The tag {tag!r} of env.parser holds a special token of {self.tokenizer.directory}: what a model "
+                    "says is read without special tokens, so no call would be found. Choose another env.parser, or "
+                    "add the tag to the tokenizer as a token that is not special."
+                )
 
     def _named(self, token: int) -> bool:
         return bool(self.tokenizer.token_text(token))
@@ -92,7 +107,10 @@ class Dialogue:
             if role != "tool":
                 raise
             return self._role("user")
-        if _WORDS not in once or not again.startswith(once + _WORDS):
+        if role == "tool" and "more" not in once.rpartition(_WORDS)[2]:  # the role is passed over
+            return self._role("user")
+        # White space between given turns may differ, as in Hermes' form: what the sample was given stays in it.
+        if again.count(_WORDS) != 2 or not _packed(again).startswith(_packed(once + _WORDS)):
             raise ValueError(
                 f"The chat template of {self.tokenizer.directory} writes earlier turns of the model otherwise than "
                 f"they were (it makes {once!r} of two turns): say(role={role!r}) cannot go on behind sampled tokens. "
@@ -100,20 +118,25 @@ class Dialogue:
             )
         return role
 
-    def _behind(self, role: str, text: str) -> str:
-        """Renders the chat template's text between the model's words and its next ones, with a turn in between."""
+    def _behind(self, role: str, texts: Sequence[str]) -> str:
+        """Renders the chat template's text between the model's words and its next ones, with turns in between."""
         turns = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": _WORDS}]
-        whole = self.tokenizer.apply_chat_template([*turns, {"role": role, "content": text}])
+        whole = self.tokenizer.apply_chat_template([*turns, *({"role": role, "content": text} for text in texts)])
         return whole[whole.index(_WORDS) + len(_WORDS) :]
 
-    def _around(self, role: str, text: str) -> tuple[str, str, str]:
-        """Splits that rendering at the turn's text: (before the text, the text, behind it)."""
-        text = text.replace(_OPEN, "").replace(_CLOSE, "")
-        whole, parts = self._behind(role, text), ("", "", "")
-        for given in (text, text.strip()):  # many templates strip it, which the marks prevent
-            before, _, rest = self._behind(role, _OPEN + given + _CLOSE).partition(_OPEN)
-            inside, _, after = rest.partition(_CLOSE)
-            parts = (before, inside, after)
-            if "".join(parts) == whole:
+    def _around(self, role: str, texts: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Splits that rendering at the turns' texts: (what the template writes around them, the texts)."""
+        texts = [text.replace(_OPEN, "").replace(_CLOSE, "") for text in texts]
+        whole = self._behind(role, texts)
+        written, given = [whole], []
+        for form in (str, str.strip):  # many templates strip a text, which the marks prevent
+            parts = self._behind(role, [_OPEN + form(text) + _CLOSE for text in texts]).split(_OPEN)
+            pairs = [part.partition(_CLOSE)[::2] for part in parts[1:]]
+            written, given = [parts[0], *(after for _, after in pairs)], [inside for inside, _ in pairs]
+            if "".join([written[0], *(inside + after for inside, after in pairs)]) == whole:
                 break
-        return parts
+        return written, given
+
+
+def _packed(text: str) -> str:
+    return "".join(text.split())

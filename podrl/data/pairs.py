@@ -42,7 +42,8 @@ class PairStream(Batches[_Pair]):
         limit = Limit(max_length, "dpo.max_length", data.long_prompts)
         source = given_answers(data, _check_form)
         writer = _Writer(data, tokenizer, limit)
-        super().__init__(Stream(source, writer, data.seed if data.shuffle else None, limit))
+        seed = data.seed if data.shuffle else None
+        super().__init__(Stream(source, writer, seed, limit, tools=tokenizer.tools_digest))
         self.steps_per_epoch = max(1, len(source) // pairs)
         self._pairs, self._max_length, self._pad_id = pairs, max_length, tokenizer.pad_id
 

@@ -116,7 +116,11 @@ class PromptStream(Batches[_Task]):
             )
         assert 0 <= shard_index < shard_count, (shard_index, shard_count)
         limit = Limit(max_prompt_length, "rollout.max_prompt_length", long_prompts)
-        tasks = Stream(source, lambda index, record: _tokenise(*render(record), tokenizer, limit), shuffle_seed, limit)
+
+        def prepare(index: int, record: Any) -> _Task | TooLong:
+            return _tokenise(*render(record), tokenizer, limit)
+
+        tasks = Stream(source, prepare, shuffle_seed, limit, tools=tokenizer.tools_digest)
         super().__init__(tasks)
         self.prompts_per_step = prompts_per_step
         self.steps_per_epoch = max(1, len(source) // prompts_per_step)
@@ -249,6 +253,14 @@ class Renderer:
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._system = system_prompt(config)
+        names = [str(tool["function"]["name"]) for tool in tokenizer.tools]
+        unnamed = tokenizer.unnamed_tools if config.template == "chat" else names
+        if missing := [name for name in unnamed if name not in self._system]:
+            raise ValueError(
+                f"Prompts do not name the tools {', '.join(missing)}: data.template={config.template} of "
+                f"{tokenizer.directory} passes tools over. Describe them in data.system_prompt or "
+                "env.system_prompt_file, or choose an env.parser whose tags the model knows."
+            )
 
     def __call__(self, record: Record | Problem) -> tuple[str, Mapping[str, Any]]:
         fields = task_fields(record, self._config)

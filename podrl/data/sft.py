@@ -124,7 +124,8 @@ class SFTStream(Batches[Example]):
         limit = Limit(config.max_length, "sft.max_length", data.long_prompts)
         source = given_answers(data, _check_form)
         writer = _Writer(data, config, tokenizer, limit)
-        super().__init__(Stream(source, writer, data.seed if data.shuffle else None, limit))
+        seed = data.seed if data.shuffle else None
+        super().__init__(Stream(source, writer, seed, limit, tools=tokenizer.tools_digest))
         self.steps_per_epoch = max(1, len(source) // config.batch_size)
         self._config, self._pad_id = config, tokenizer.pad_id
         rows = config.batch_size // shard_count

@@ -56,6 +56,8 @@ class Stream(Generic[Item]):
         prepare: Callable[[int, Any], Item | TooLong],
         shuffle_seed: int | None,
         limit: Limit,
+        *,
+        tools: str = "",
     ) -> None:
         """Starts at the first record.
 
@@ -64,6 +66,7 @@ class Stream(Generic[Item]):
           prepare: makes an item of (position in the walk, record); must depend on nothing else.
           shuffle_seed: None keeps the source's order.
           limit: for messages about items that were left out.
+          tools: checksum of the tools that items name; '' for none.
 
         Raises:
           ValueError: an empty source.
@@ -71,7 +74,7 @@ class Stream(Generic[Item]):
         if not len(source):
             raise ValueError("There are no records to train on: data.path must hold at least one.")
         self.emitted = self.skipped = 0
-        self._records, self._seed, self._limit = len(source), shuffle_seed, limit
+        self._records, self._seed, self._limit, self._tools = len(source), shuffle_seed, limit, tools
         dataset = grain.MapDataset.source(source)
         if shuffle_seed is not None:
             dataset = dataset.shuffle(seed=shuffle_seed)
@@ -99,13 +102,14 @@ class Stream(Generic[Item]):
             "records": self._records,
             "seed": self._seed,
         }
+        state |= {"tools": self._tools} if self._tools else {}
         return json.dumps(state).encode()
 
     def restore(self, state: bytes) -> None:
         """Continues at a position that `state` returned.
 
         Raises:
-          ValueError: the state belongs to another number of records or another seed.
+          ValueError: the state belongs to another number of records, another seed or other tools.
         """
         saved = json.loads(state)
         for name, now, key in (("records", self._records, "data.path"), ("seed", self._seed, "data.seed")):
@@ -114,6 +118,11 @@ class Stream(Generic[Item]):
                     f"The checkpoint's data position belongs to {name}={saved[name]}, but {key} gives {name}={now}: "
                     "resume with the same data, or start in a new --workdir."
                 )
+        if saved.get("tools", "") != self._tools:
+            raise ValueError(
+                "The prompts of the checkpoint name other tools, or others of their arguments and descriptions, than "
+                "env.tools and the servers of env.mcp offer now: resume with the same, or start in a new --workdir."
+            )
         self._iterator.set_state(saved["iterator"])
         self.emitted, self.skipped = saved["emitted"], saved["skipped"]
 

@@ -1,5 +1,7 @@
 """Tokenizers: text to token ids and back, from the tokenizer files of a Hugging Face directory."""
 
+import functools
+import hashlib
 import itertools
 import json
 import re
@@ -12,7 +14,7 @@ import tokenizers
 from etils import epath
 from jaxtyping import Int
 
-from podrl.data.chat import ChatTemplate, Message
+from podrl.data.chat import ChatTemplate, Message, Tools
 from podrl.runtime.storage import locate
 from podrl.types import Prompts
 
@@ -49,13 +51,15 @@ class Tokenizer:
       pad_id: fills rows; the first end id where the model names none.
       bos_id: starts a sequence; None where the model names none.
       eos_ids: every id that ends a completion, the tokenizer's own first.
+      tools: what the chat template is told that the model may call, in every conversation.
     """
 
-    def __init__(self, directory: str | epath.PathLike) -> None:
+    def __init__(self, directory: str | epath.PathLike, *, tools: Tools = ()) -> None:
         """Reads `tokenizer.json` (preferred) or SentencePiece's `tokenizer.model`, and the JSON files beside it.
 
         Args:
           directory: a Hugging Face model directory, local or gs://.
+          tools: see the attribute.
 
         Raises:
           FileNotFoundError: no such directory, or neither tokenizer file in it.
@@ -79,12 +83,13 @@ class Tokenizer:
         pad = self._one_id("pad", generation, model)
         self.pad_id = self.eos_ids[0] if pad is None else pad
         self._special, self._starts = self._find_special()
+        self.tools = tuple(tools)
         self._template = self._read_template()
 
     @classmethod
-    def load(cls, directory: str | epath.PathLike) -> "Tokenizer":
+    def load(cls, directory: str | epath.PathLike, *, tools: Tools = ()) -> "Tokenizer":
         """Loads a tokenizer, as the constructor does."""
-        return cls(directory)
+        return cls(directory, tools=tools)
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
         """Encodes `text`; special tokens written in it become their ids, none is added unless `bos` is set.
@@ -148,7 +153,7 @@ class Tokenizer:
         """Formats a conversation as the model's text, start token included; pass it to `encode` without `bos`.
 
         Args:
-          messages: mappings with 'role' (system, user or assistant) and 'content'.
+          messages: mappings with 'role' (system, user, assistant or tool) and 'content'.
           add_generation_prompt: end with the opening of the model's turn.
 
         Raises:
@@ -158,7 +163,21 @@ class Tokenizer:
             raise ValueError(
                 f"{self.directory} has no chat template: add chat_template.jinja or set data.template=plain."
             )
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, tokens=self._tokens)
+        more: Any = {"tokens": self._tokens, "tools": self.tools}
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **more)
+
+    @functools.cached_property
+    def tools_digest(self) -> str:
+        """A checksum of `tools`; '' without."""
+        return hashlib.sha256(json.dumps(self.tools).encode()).hexdigest()[:16] if self.tools else ""
+
+    @functools.cached_property
+    def unnamed_tools(self) -> tuple[str, ...]:
+        """Names of `tools` that prompts made by the chat template do not hold."""
+        if not self.tools:
+            return ()
+        text = "" if self._template is None else self.apply_chat_template([{"role": "user", "content": "?"}])
+        return tuple(name for tool in self.tools if (name := str(tool["function"]["name"])) not in text)
 
     def _special_tokens_beyond(self, model: Mapping[str, Any]) -> dict[int, str]:
         """Lists special tokens at the end of the ids without an embedding in the model, as Gemma 3's for images."""
@@ -216,7 +235,7 @@ class Tokenizer:
         source = _read_text(file) if file.exists() else self._config.get("chat_template")
         if isinstance(source, list):
             named = {entry["name"]: entry["template"] for entry in source}
-            source = named.get("default")
+            source = named.get("tool_use" if self.tools and "tool_use" in named else "default")
         return None if source is None else ChatTemplate(source, str(self.directory))
 
 

@@ -16,8 +16,9 @@ _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _STRUCTURE = re.compile(
     r"<(?=\||/?(?:tool_output|snippet|webpage|call_tool|call|tool|tool_call|tool_response|answer)\b)", re.IGNORECASE
 )
-# The names of DR-Tulu's parsers, and ours.
-ALIASES = {"v20250824": "call_tool", "unified": "tool"}
+SEPARATOR = "\ue0f2"  # between outputs that become messages of their own in the chat template; of Unicode's private use
+# The names of DR-Tulu's parsers, and of chat models whose templates ask for these forms.
+ALIASES = {"v20250824": "call_tool", "unified": "tool", "qwen3": "hermes", "llama3": "json", "gemma": "json"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +58,15 @@ class Tags:
     Attributes:
       role: how observations enter the sample.
       stop: strings that end a call.
+      tags: what else the model writes or reads, and no special token may be.
     """
 
     role = "raw"
+    tags: tuple[str, ...] = ("<tool_output>", "</tool_output>", "<snippet", "</snippet>", "<webpage", "</webpage>")
 
     def __init__(self, openings: Sequence[str], closings: Sequence[str], *, legacy: bool = False) -> None:
         self._openings, self.stop, self._legacy = tuple(openings), tuple(closings), legacy
+        self.tags = (*(f"<{opening}" for opening in openings), *type(self).tags)
 
     def calls(self, text: str, stop: str) -> list[Call]:
         """The call that a turn ends with; none where no tag ended it."""
@@ -112,13 +116,17 @@ class Tags:
 
 
 class Json:
-    """Calls as JSON, in a turn that ends by itself: in <tool_call> tags (hermes), or the whole turn (json)."""
+    """Calls as JSON, in a turn that ends by itself: in <tool_call> tags (hermes), or the whole turn (json).
+
+    The chat template tells the model of its tools, and forms the turns of their outputs.
+    """
 
     role = "tool"
     stop: tuple[str, ...] = ()
 
     def __init__(self, *, tags: bool) -> None:
         self._tags = tags
+        self.tags = ("<tool_call>", "</tool_call>") if tags else ()
 
     def calls(self, text: str, stop: str) -> list[Call]:
         """All calls of a turn that the model ended; none of one that a limit ended."""
@@ -133,13 +141,13 @@ class Json:
         return [] if call.problem else [call]
 
     def observation(self, outputs: Sequence[Output], call_id: str) -> Observation:
-        """The outputs as one turn of the template; between several stands what it puts between tool messages."""
+        """The outputs, each a message of the template."""
         del call_id
         written = _Writer()
         for index, output in enumerate(outputs):
             written.begin()
-            written.add("\n</tool_response>\n<tool_response>\n" if index else "")
-            written.fill("\n\n".join(output.texts))
+            written.add(SEPARATOR if index else "")
+            written.fill("\n\n".join(output.texts).replace(SEPARATOR, ""))
         return written.observation()
 
 
@@ -187,6 +195,11 @@ def format_of(parser: str, tools: Sequence[str]) -> Format:
         case "json":
             return Json(tags=False)
     raise AssertionError(parser)
+
+
+def in_template(parser: str) -> bool:
+    """True where the chat template tells the model of its tools: the parser reads JSON calls of chat models."""
+    return isinstance(format_of(parser, []), Json)
 
 
 def escaped(text: str) -> str:

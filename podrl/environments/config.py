@@ -7,7 +7,7 @@ from typing import Literal
 
 from podrl.config import Count, Finite, Natural, Positive, Workers, section
 
-Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified"]
+Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]
 
 
 @section("env.mcp")
@@ -51,7 +51,8 @@ class EnvironmentConfig:
       tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in one.
       mcp: servers that offer tools, each as an MCPServer or only its target.
       parser: how the model writes a call. 'call_tool' (also 'v20250824'), 'tool' (also 'unified') and 'legacy' are
-        DR-Tulu's; 'hermes' is JSON in <tool_call> tags, 'json' a turn that is one JSON object.
+        DR-Tulu's. 'hermes' (also 'qwen3') is JSON in <tool_call> tags, 'json' (also 'llama3', 'gemma') a turn that is
+        one JSON object: with these, prompts of the model's chat template name the tools and their schemas.
       max_tool_calls: calls of one sample that are run; the next one gets 'Max tool calls exceeded.'.
       max_turns: turns of the model in one episode.
       output_tokens: tokens of one tool's output; what is longer is cut in the middle, and says so.

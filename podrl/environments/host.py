@@ -97,8 +97,8 @@ class Host:
         self._next_life = 0
         self._watch: asyncio.Task[None] | None = None
 
-    async def open(self) -> list[dict[str, Any]]:
-        """Starts the workers; the declarations of the tools.
+    async def open(self) -> tuple[str, list[dict[str, Any]]]:
+        """Starts the workers; (the parser of calls, the declarations of the tools).
 
         Raises:
           ValueError: the environment or a tool cannot be loaded.
@@ -108,7 +108,9 @@ class Host:
         loaded = [await self._loaded(home) for home in self._homes]
         self._watch = asyncio.create_task(self._watch_blocked())
         own = loaded[0]["loaded"]
-        return await self._toolbox.toolset(EnvironmentConfig(**own)) if own is not None else []
+        if own is None:
+            return self._config.parser, []
+        return own["parser"], await self._toolbox.toolset(EnvironmentConfig(**own))
 
     def start(self, number: int, task: Task) -> None:
         self._enter(_Episode(number, task, -1, self._homes[0]))

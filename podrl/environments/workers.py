@@ -68,7 +68,11 @@ class Done:
 
 
 class Episodes:
-    """All episodes of this process; one thread may call it."""
+    """All episodes of this process; one thread may call it.
+
+    Attributes:
+      parser: of the calls of the environment's tools.
+    """
 
     def __init__(self, config: EnvironmentConfig, limits: Limits, *, journal: Journal | None) -> None:
         """Starts the workers and loads the environment and its tools into them.
@@ -95,7 +99,7 @@ class Episodes:
             raise
         self._finalizer = weakref.finalize(self, _close, self._loop, self._thread, self._host)
         try:
-            self._tools = self._on_loop(self._host.open())
+            self.parser, self._tools = self._on_loop(self._host.open())
         except BaseException:
             self.close()
             raise

@@ -17,6 +17,7 @@ from podrl import config
 from podrl.algorithms.presets import PRESETS, preset
 from podrl.config import Count, Devices, Seed, build, defaults, hint_at, merge, section
 from podrl.data import template
+from podrl.data.chat import Tools
 from podrl.data.pairs import PairStream
 from podrl.data.pipeline import AUTO, DataConfig, PromptStream, longest_prompt
 from podrl.data.pipeline import EMBEDDED as EMBEDDED_TASKS
@@ -406,8 +407,10 @@ def _check_models(job: Job) -> None:
         )
 
 
-def with_prompt_length(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_prompt_length(values: Mapping[str, Any], tools: Tools = ()) -> dict[str, Any]:
     """Replaces rollout.max_prompt_length=0 by the longest prompt of the data, and checks that the model exists.
+
+    `tools` are those that prompts name.
 
     The system prompt of env.system_prompt_file, where there is one, becomes the data's.
     """
@@ -425,4 +428,4 @@ def with_prompt_length(values: Mapping[str, Any]) -> dict[str, Any]:
     if values["rollout"]["max_prompt_length"]:
         return dict(values)
     data = build(DataConfig, values["data"], "config.data")
-    return merge(values, {"rollout": {"max_prompt_length": longest_prompt(data, Tokenizer(directory))}})
+    return merge(values, {"rollout": {"max_prompt_length": longest_prompt(data, Tokenizer(directory, tools=tools))}})

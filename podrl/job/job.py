@@ -15,24 +15,29 @@ from jax.sharding import Mesh
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.pull_link import PullLink
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.config import build
+from podrl.data.chat import Tools
 from podrl.data.pipeline import has_format, held_out_prompts
 from podrl.data.tokenizer import Tokenizer
+from podrl.environments.config import EnvironmentConfig
 from podrl.job import describe
 from podrl.job.config import SCRATCH, Job, ScratchModel, Share, parse, unset, with_prompt_length
 from podrl.job.placement import Meshes, meshes
 from podrl.learner.evaluate import Evaluator
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
-from podrl.learner.playing import REWARD_NAME, environment_config, playing
+from podrl.learner.playing import REWARD_NAME, asks_template, environment_config, offered, playing
 from podrl.models import decoder
 from podrl.models.config import gemma2_config
 from podrl.models.pretrained import Decoder
-from podrl.rewards.compose import Rewards
+from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rewards.reference import accuracies
 from podrl.rundir import summary
 from podrl.rundir.console import make_console
 from podrl.rundir.run import Run
 from podrl.runtime import storage
-from podrl.runtime.pod import Pod
+from podrl.runtime.message import Message
+from podrl.runtime.metrics import LogConfig
+from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.roles import Hosts
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
@@ -45,21 +50,22 @@ def dry_run(values: Mapping[str, Any], workdir: str) -> int:
     console = make_console()
     if not values["model"]["path"]:
         console.print("model.path is empty: the run itself needs --config.model.path=DIR.")
-    job = parse(with_prompt_length(values))
+    sized = values["rollout"]["max_prompt_length"] or not values["model"]["path"]
+    job = parse(with_prompt_length(values, () if sized else tools_of_prompts(values)))
     console.print(json.dumps(job.as_mapping(), indent=2, default=str))
     describe.print_plan(console, job, meshes(job.roles), workdir)
     return EXIT_DONE
 
 
-def build_cluster(job: Job, on: Meshes, link: PullLink | None = None) -> RLCluster:
-    """Loads the models of a job onto its meshes."""
+def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Tools = ()) -> RLCluster:
+    """Loads the models of a job onto its meshes; `tools` are those that prompts name."""
     roles = {Role.ACTOR: on.trainer, Role.REFERENCE: on.trainer, Role.ROLLOUT: on.rollout}
     config = ClusterConfig(
         role_to_mesh=roles | {Role.CRITIC: on.critic, Role.REWARD: on.reward},
         training_config=job.trainer,
         rollout_config=job.rollout,
     )
-    tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
+    tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
     actor: Any = job.model.path
     if actor == SCRATCH:
         trains = (
@@ -112,7 +118,8 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
       pod: the job's processes where there are several; each calls this.
     """
     check_storage(workdir, values)
-    job = parse(with_prompt_length(values))
+    tools = tools_of_prompts(values, pod)
+    job = parse(with_prompt_length(values, tools))
     _check_auxiliary(job, pod)
     started = time.monotonic()
     link = _pull_link(job, pod)
@@ -122,18 +129,32 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
         Rewards(job.reward, others).close()  # fail on a misspelt reward function before loading models
     with _open_run(job, workdir, pod) as current:
         describe.print_plan(current.console, job, on, workdir)
-        step = _train(job, on, link, current, pod)
+        step = _train(job, on, link, current, pod, tools)
         if not current.leads:
             return EXIT_DONE if step == job.max_steps else EXIT_PREEMPTED
         facts = {"seed": job.seed, "devices": describe.device_line(), "wall_s": round(time.monotonic() - started, 1)}
         return finish(current, step, job.max_steps, facts, command)
 
 
-def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod | None) -> int:
+def tools_of_prompts(values: Mapping[str, Any], pod: Pod | None = None) -> Tools:
+    """The tools that the job's prompts name: in a pod the leader asks for them, so that all processes have the same."""
+    config = environment_config(build(EnvironmentConfig, values["env"], "config.env"))
+    if not asks_template(config):
+        return ()
+    if pod is None or pod.leads:
+        found = offered(config, build(RewardConfig, values.get("reward", {}), "config.reward").limits)
+        tools = json.loads(json.dumps(found))
+        if pod is not None:
+            pod.channel.put("tools", Message({"tools": tools}))
+        return tools
+    return pod.get(LEADER, "tools", 4 * build(LogConfig, values["log"], "config.log").stall_s).value["tools"]
+
+
+def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod | None, tools: Tools) -> int:
     """Loads the models, opens the data, and runs the loop; returns the step reached."""
     share = Share.of(pod)
     with current.watchdog.stage("start-up"):
-        cluster = build_cluster(job, on, link)
+        cluster = build_cluster(job, on, link, tools)
         if job.kind.given:  # a rollout host only evaluates; the first evaluation compiles
             stream = job.kind.stream(job, cluster.tokenizer, share) if cluster.trains else None
         else:

@@ -8,6 +8,7 @@ from typing import Any
 
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.dialogue import Dialogue
+from podrl.environments.calls import format_of, in_template
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.journal import AtLeader, Files, Journal
 from podrl.environments.workers import Episodes
@@ -39,6 +40,26 @@ def environment_config(given: Any) -> EnvironmentConfig:
     if config.used and not config.environment:
         config = dataclasses.replace(config, environment="tools")
     return config
+
+
+def asks_template(config: EnvironmentConfig) -> bool:
+    """True where the environment's tools may have to be named by prompts, which the environment itself knows."""
+    return config.used and (config.environment != "tools" or in_template(config.parser))
+
+
+def offered(config: EnvironmentConfig, limits: Limits) -> list[Any]:
+    """The tools that prompts name, as chat templates take them: where the model writes calls as its template says.
+
+    The environment and its servers are started, asked, and ended.
+
+    Raises:
+      ValueError: the environment or a tool cannot be loaded.
+      ServiceError: an MCP server does not answer.
+    """
+    if not asks_template(config):
+        return []
+    with Episodes(config, limits, journal=None) as host:
+        return host.tools if in_template(host.parser) else []
 
 
 @contextlib.contextmanager
@@ -76,6 +97,29 @@ def playing(
         cluster.play(partner)
         stack.callback(cluster.play, None)
         run.watchdog.waits_for = lambda: partner.waits_for
-        if config.parser in ("hermes", "json"):
-            partner.dialogue.check_template()
+        check(host, partner.dialogue)
         yield
+
+
+def check(host: Episodes, dialogue: Dialogue) -> None:
+    """Refuses tools that a model cannot call in its tokens, or that are others than those its prompts name.
+
+    Raises:
+      ValueError: says which, and what to change.
+    """
+    if not host.tools:
+        return
+    form = format_of(host.parser, [tool["function"]["name"] for tool in host.tools])
+    dialogue.check_tags(form.tags)
+    dialogue.stops(form.stop)
+    if not in_template(host.parser):
+        return
+    dialogue.check_template(form.role)
+    named = {tool["function"]["name"]: tool for tool in dialogue.tokenizer.tools}
+    there = {tool["function"]["name"]: tool for tool in host.tools}
+    if named and named != there:
+        differ = sorted(name for name in named.keys() | there.keys() if named.get(name) != there.get(name))
+        raise ValueError(
+            f"The tools {', '.join(differ)} of this process are others than those that prompts name: all processes of "
+            "the job must be offered the same by env.tools and the servers of env.mcp."
+        )

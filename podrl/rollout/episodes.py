@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from podrl.data.dialogue import Dialogue
-from podrl.environments.calls import shortened
+from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, Task, Turn
 from podrl.environments.workers import Done, Say
 from podrl.rollout.config import Sampling
@@ -213,7 +213,8 @@ class Pump:
             if say.cuts:
                 text = shortened(text, say.cuts, say.cut_tokens, dialogue.encode, dialogue.decode)
             if text or say.role != "raw":
-                tokens = dialogue.encode(text, say.role, last=last)
+                texts = text.split(SEPARATOR) if say.role == "tool" else text
+                tokens = dialogue.encode(texts, say.role, last=last)
             texts, ids = dialogue.stops((*self._request.sampling.stop_strings, *say.stop))
         except ValueError as error:
             raise BatchError(f"{self._name(b)}: {error}") from error

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podrl.environments import calls, dr_tulu
-from podrl.environments.calls import QUERY, Output, format_of
+from podrl.environments.calls import QUERY, SEPARATOR, Output, format_of, in_template
 
 FORMS = {"call_tool": ("call_tool", ["</call_tool>", "</call>"]), "tool": ("tool", ["</tool>"])}
 WORDS = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<\r"), max_size=20)
@@ -42,6 +42,15 @@ def test_any_text_is_read_or_refused(form, text):
     for stop in [*parser.stop, "eos", "length"]:
         for call in parser.calls(text + (stop if stop in parser.stop else ""), stop):
             assert call.problem or call.name
+
+
+def test_names_of_chat_models():
+    asked = {"qwen3": "<tool_call>", "hermes": "<tool_call>", "llama3": "", "gemma": "", "json": ""}
+    for parser, tag in asked.items():
+        assert in_template(parser) and format_of(parser, ["t"]).tags == ((tag, "</tool_call>") if tag else ())
+        (call,) = format_of(parser, ["t"]).calls(f'{tag}{{"name": "t"}}{tag.replace("<", "</")}', "eos")
+        assert call.name == "t"
+    assert not any(map(in_template, ["call_tool", "tool", "legacy", "v20250824", "unified"]))
 
 
 def test_names_of_dr_tulu():
@@ -83,9 +92,9 @@ def test_json_calls():
     (call,) = plain.calls('<|python_tag|>{"name": "a", "parameters": {"x": "y"}}', "eos")
     assert (call.name, call.arguments) == ("a", {"x": "y"})
     assert plain.calls('{"answer": 3}', "eos") == plain.calls("The answer is 3.", "eos") == []
-    assert hermes.observation([Output(["1"]), Output(["2"])], "id").text == (
-        "1\n</tool_response>\n<tool_response>\n2"  # as Qwen's template joins two messages of role tool
-    )
+    seen = hermes.observation([Output(["1"]), Output([f"2{SEPARATOR}x"])], "id")
+    assert seen.text.split(SEPARATOR) == ["1", "2x"]  # two messages of role tool
+    assert [[seen.text[a:b] for a, b in group] for group in seen.cuts] == [["1"], ["2x"]]
 
 
 def test_outputs_of_dr_tulu():

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import podrl
+from podrl.environments.calls import SEPARATOR
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.journal import Files, Journal
 from podrl.environments.protocol import FULL, Task, Turn
@@ -88,6 +89,19 @@ def test_a_sample_calls_a_tool_and_goes_on(tools):
     assert (done.reward, done.metrics, done.text, done.reason) == (None, {}, None, "ended")
     assert [says[1].observation[a:b] for group in says[1].cuts for a, b in group] == ["42"]
     assert says[1].cut_tokens == 1024
+
+
+def test_calls_of_chat_models_are_answered_by_messages_of_tools():
+    """Two calls in one turn: two messages. A turn that a limit ended is none, whatever it holds."""
+    text = '<tool_call>{"name": "calculator", "arguments": {"query": "%s"}}</tool_call>'
+    with Episodes(config(tools=["calculator"], parser="qwen3"), Limits(), journal=None) as episodes:
+        assert episodes.parser == "qwen3"
+        says, _ = play(episodes, [Turn(text % "1+1" + text % "2+2"), Turn(text % "3+3", "length")])
+    assert [(say.observation, say.role, say.stop) for say in says] == [
+        ("", "raw", ()),
+        (f"2{SEPARATOR}4", "tool", ()),
+    ]
+    assert [record["text"] for record in says[1].records] == ["2", "4"]
 
 
 def test_declarations_are_those_of_the_functions(tools):
