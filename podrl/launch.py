@@ -219,9 +219,14 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
     Raises:
       ValueError: an unknown key or flag.
     """
-    from podrl.job.config import check_text, complete
+    from podrl.job.config import check_text, complete, section_of
+    from podrl.trainer.custom import ARGUMENTS
 
     config.algorithm = _early(argv, "algorithm", config.get("algorithm", "grpo"))
+    section = section_of(config.algorithm)
+    for name in ARGUMENTS:  # functions of the user's, whose own numbers are keys
+        if function := _early(argv, f"{section}.{name}", ""):
+            config[section] = ConfigDict(dict(config.get(section, {})) | {name: function})
     values = ConfigDict(complete(config.to_dict()))
     _check_overrides(argv, values)
     for arg in argv:

@@ -1,7 +1,8 @@
 """The advantage of a run: its checked settings, and the call that turns rewards into advantages."""
 
 import dataclasses
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 from jaxtyping import Array, Float
 
@@ -34,12 +35,20 @@ class AdvantageSettings:
 
     Attributes:
       advantage_estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg, pass_at_k, or
-        gae, which needs a critic's values (`podrl.algorithms.gae`).
+        gae, which needs a critic's values (`podrl.algorithms.gae`); or a function of the user's, 'file.py:function'
+        (docs/algorithms.md).
+      advantage_args: numbers of such a function, by the names of its keywords.
       gamma: discount per sampled token; reinforce_plus_plus and gae only.
     """
 
-    advantage_estimator: str = "grpo"
+    advantage_estimator: str | Callable[..., Any] = "grpo"
+    advantage_args: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     gamma: Share = 1.0
+
+    @property
+    def own_advantage(self) -> bool:
+        """True where the estimator is a function of the user's."""
+        return callable(self.advantage_estimator) or ":" in self.advantage_estimator
 
     @property
     def section(self) -> str:
@@ -51,10 +60,16 @@ class AdvantageSettings:
 
     def check_advantage(self) -> None:
         """Raises ValueError for an unknown estimator."""
-        if ALIASES.get(self.advantage_estimator, self.advantage_estimator) not in KINDS:
+        name = self.advantage_estimator
+        if isinstance(name, str) and ":" not in name and ALIASES.get(name, name) not in KINDS:
             raise ValueError(
-                f"{self.section}.advantage_estimator={self.advantage_estimator!r} is not an estimator: use one of "
-                f"{', '.join((*KINDS, *ALIASES))}."
+                f"{self.section}.advantage_estimator={name!r} is not an estimator: use one of "
+                f"{', '.join((*KINDS, *ALIASES))}, or 'file.py:function' for one of your own."
+            )
+        if self.advantage_args and not self.own_advantage:
+            raise ValueError(
+                f"{self.section}.advantage_args={self.advantage_args!r} are those of a function of your own, and "
+                f"{self.section}.advantage_estimator={name!r} is none."
             )
 
 
@@ -87,14 +102,21 @@ class GAESettings(AdvantageSettings):
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageEstimator:
-    """The configured advantage estimator; calling it turns token rewards into token advantages."""
+    """The configured advantage estimator; calling it turns token rewards into token advantages.
+
+    Attributes:
+      settings: what it is made of.
+      own: the user's estimator, where `settings` name one: (reward_PG, length_PG=) -> advantage_PG.
+    """
 
     settings: GroupSettings | GAESettings = GroupSettings()
+    own: Callable[..., Any] | None = None
 
     @property
     def kind(self) -> str:
-        """Canonical name of the estimator."""
-        return ALIASES.get(self.settings.advantage_estimator, self.settings.advantage_estimator)
+        """Canonical name of the estimator; of a function of the user's, its name."""
+        name = self.settings.advantage_estimator
+        return ALIASES.get(name, name) if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
 
     @property
     def needs_greedy(self) -> bool:
@@ -118,6 +140,9 @@ class AdvantageEstimator:
 
     def formula(self) -> str:
         """Writes the advantage with its numbers in plain text, for the dry run."""
+        if self.own is not None:
+            numbers = ", ".join(f"{name}={value:g}" for name, value in self.settings.advantage_args.items())
+            return f"advantage: {self.kind}({numbers}), your own"
         text = KINDS[self.kind].format(**dataclasses.asdict(self.settings))
         if self.kind in ("grpo", "pass_at_k") and self._group.advantage_scale == "std":
             ddof = 1 if self.kind == "pass_at_k" else self._group.advantage_ddof
@@ -146,6 +171,9 @@ class AdvantageEstimator:
         if self.kind == "reinforce_plus_plus":
             return advantages.reinforce_plus_plus(reward_BT, mask_BT, gamma=settings.gamma)[0]
         reward_B = xp.where(keep_BT, reward_BT, 0.0).sum(axis=1)
+        if self.own is not None:
+            advantage_B = self._given(reward_B, keep_BT.sum(axis=1), group_size)
+            return xp.where(keep_BT, advantage_B[:, None], 0.0)
         group = {"group_size": group_size, "singleton": settings.singleton}
         scale = {"scale": settings.advantage_scale, "eps": settings.advantage_eps}
         match self.kind:
@@ -165,3 +193,21 @@ class AdvantageEstimator:
                 assert self.kind == "pass_at_k", self.kind
                 advantage_B = advantages.pass_at_k(reward_B, group_size=group_size, **scale)
         return xp.where(keep_BT, advantage_B[:, None], 0.0)
+
+    def _given(self, reward_B: Any, length_B: Any, group_size: int) -> Any:
+        """Asks the user's function.
+
+        Raises:
+          ValueError: it returned something else than a finite number for every sample.
+        """
+        assert self.own is not None
+        xp = namespace(reward_B)
+        shape = (-1, group_size)
+        made_PG = xp.asarray(self.own(reward_B.reshape(shape), length_PG=length_B.reshape(shape)), reward_B.dtype)
+        if made_PG.size != reward_B.size or not bool(xp.isfinite(made_PG).all()):
+            raise ValueError(
+                f"{self.settings.section}.advantage_estimator={self.kind} returned shape {made_PG.shape} with "
+                f"{int((~xp.isfinite(made_PG)).sum())} values that are not finite: it must return a finite number for "
+                f"each of {reward_B.size // group_size} prompts x {group_size} samples."
+            )
+        return made_PG.reshape(-1)

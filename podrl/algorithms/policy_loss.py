@@ -1,8 +1,8 @@
 """The policy loss of a run: surrogate, correction, KL, entropy and aggregation, composed and checked."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 import flax.struct
 import jax
@@ -114,7 +114,9 @@ class LossSettings:
     """Settings of the policy loss that every algorithm shares; `KLLossSettings` adds the KL to the reference.
 
     Attributes:
-      policy_loss_fn: clip (grpo, ppo), gspo, gspo_token, cispo, sapo, gmpo, clip_cov, kl_cov or reinforce (gpg).
+      policy_loss_fn: clip (grpo, ppo), gspo, gspo_token, cispo, sapo, gmpo, clip_cov, kl_cov or reinforce (gpg); or a
+        function of the user's, 'file.py:function' (docs/algorithms.md).
+      policy_loss_args: numbers of such a function, by the names of its keywords.
       epsilon: how far the ratio may leave 1 on either side.
       epsilon_low: lower side when it differs; None for epsilon.
       epsilon_high: upper side when it differs (clip-higher); None for epsilon.
@@ -135,7 +137,8 @@ class LossSettings:
       correction_high: its upper bound; None for its usual value.
     """
 
-    policy_loss_fn: str = "clip"
+    policy_loss_fn: str | Callable[..., Any] = "clip"
+    policy_loss_args: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     epsilon: NonNegative = 0.2
     epsilon_low: Share | None = None
     epsilon_high: NonNegative | None = None
@@ -166,8 +169,16 @@ class LossSettings:
     def check_loss(self) -> None:
         """Refuses settings of the loss that contradict each other."""
         key = self.section
+        known = ", ".join((*KINDS, *ALIASES))
         self._check(
-            self.kind in KINDS, "policy_loss_fn", f"is not a policy loss: use one of {', '.join((*KINDS, *ALIASES))}"
+            self.kind in KINDS or self.own_loss,
+            "policy_loss_fn",
+            f"is not a policy loss: use one of {known}, or 'file.py:function' for one of your own",
+        )
+        self._check(
+            self.own_loss or not self.policy_loss_args,
+            "policy_loss_args",
+            f"are those of a function of your own, and {key}.policy_loss_fn={self.policy_loss_fn!r} is none",
         )
         self._check_correction()
         low = "epsilon" if self.epsilon_low is None else "epsilon_low"
@@ -203,8 +214,14 @@ class LossSettings:
 
     @property
     def kind(self) -> str:
-        """Canonical name of the surrogate."""
-        return ALIASES.get(self.policy_loss_fn, self.policy_loss_fn)
+        """Canonical name of the surrogate; of a function of the user's, its name."""
+        name = self.policy_loss_fn
+        return ALIASES.get(name, name) if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
+
+    @property
+    def own_loss(self) -> bool:
+        """True where the surrogate is a function of the user's."""
+        return callable(self.policy_loss_fn) or ":" in self.policy_loss_fn
 
     @property
     def mode(self) -> str:
@@ -262,12 +279,20 @@ class KLLossSettings(LossSettings):
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-    """The configured policy loss; calling it gives a (micro-)batch's loss and metrics."""
+    """The configured policy loss; calling it gives a (micro-)batch's loss and metrics.
+
+    Attributes:
+      settings: what it is made of.
+      own: the user's token loss, where `settings` name one: (logprob_BT, old_logprob_BT, advantage_BT, mask_BT=,
+        length_BT=, segment_BT=) -> loss_BT.
+    """
 
     settings: LossSettings
+    own: Callable[..., Array] | None = None
 
     def __post_init__(self):
         settings = self.settings
+        assert (self.own is not None) == settings.own_loss, settings.policy_loss_fn
         if settings.mode in aggregation.SCALED_MODES and settings.loss_agg_scale is None:
             raise ValueError(
                 f"{settings.section}.loss_agg_scale=None must be a length in tokens for "
@@ -303,7 +328,11 @@ class PolicyLoss:
         settings, penalty = self.settings, self.settings.loss_kl
         bounds = {"low": f"{1 - settings.low:g}", "high": f"{1 + settings.high:g}"}
         bounds |= {"epsilon_low": settings.low, "epsilon_high": settings.high}
-        token = KINDS[settings.kind].format(**(dataclasses.asdict(settings) | bounds))
+        if self.own is None:
+            token = KINDS[settings.kind].format(**(dataclasses.asdict(settings) | bounds))
+        else:
+            numbers = ", ".join(f"{name}={value:g}" for name, value in settings.policy_loss_args.items())
+            token = f"{settings.kind}({numbers}), your own"
         if settings.epsilon_c is not None:
             token += f", at most {settings.epsilon_c:g} |A| where A < 0"
         low, high = settings.correction_bounds
@@ -382,6 +411,9 @@ class PolicyLoss:
         policy = (logprob_BT, old_BT, rows.advantage_BT)
         where = (mask_BT, rows.length_BT, rows.layout.segment_BT)
         bounds = {"epsilon_low": settings.low, "epsilon_high": settings.high}
+        if self.own is not None:
+            names = ("mask_BT", "length_BT", "segment_BT")
+            return surrogates.given(self.own(*policy, **dict(zip(names, where, strict=True))), *policy[:2])
         match settings.kind:
             case "clip":
                 return surrogates.clip(*policy, **bounds, epsilon_c=settings.epsilon_c)

@@ -39,6 +39,7 @@ from podrl.runtime.metrics import LogConfig
 from podrl.runtime.pod import Pod
 from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.storage import Place, locate
+from podrl.trainer import custom
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.packing import PackShape, pack_shape
 from podrl.types import Prompts
@@ -316,7 +317,8 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
         common = {f.name for f in dataclasses.fields(AlgorithmConfig)}
         carried = {key: value for key, value in given.pop(other, {}).items() if key in common}
         fields = merge(carried, preset(name).settings)
-    return merge(merge(base, {section: merge(defaults(kind.settings), fields)}), given)
+    whole = merge(merge(base, {section: merge(defaults(kind.settings), fields)}), given)
+    return merge(whole, {section: custom.completed(whole[section], section)})
 
 
 def unset(algorithm: str) -> dict[str, Any]:

@@ -24,6 +24,8 @@ def run(
     workdir: str | os.PathLike | None = None,
     reward_fns: Callable | str | Sequence[Callable | str] = (),
     environment: Any = None,
+    loss: Callable | str | None = None,
+    advantage: Callable | str | None = None,
 ) -> int:
     """Trains the job that a configuration describes, as `python -m podrl.launch --config=...` in one process does.
 
@@ -36,6 +38,9 @@ def run(
       reward_fns: functions `(prompts, completions, **fields) -> list[float]`, or their names; instead of reward.fns.
       environment: of all samples: 'file.py:Name', a ToolEnvironment, or an EnvironmentConfig; instead of the
         configuration's env.
+      loss: the token loss of the policy, a function `(logprob_BT, old_logprob_BT, advantage_BT, *, numbers...)` or its
+        name; instead of policy_loss_fn of the algorithm's section.
+      advantage: the advantage, a function `(reward_PG, *, numbers...)` or its name; instead of advantage_estimator.
 
     Returns:
       The exit code of the command: 0 done, 75 stopped by a signal after saving.
@@ -53,13 +58,20 @@ def run(
     import jax
 
     from podrl.job import job
-    from podrl.job.config import complete
+    from podrl.job.config import complete, section_of
     from podrl.learner.playing import environment_config
+    from podrl.trainer.custom import ARGUMENTS
 
     for name, kind in (("compilation_cache_dir", str), ("persistent_cache_min_compile_time_secs", float)):
         if (text := os.environ.get(f"JAX_{name.upper()}")) is not None:
             jax.config.update(f"jax_{name}", kind(text))  # jax may have been imported already
-    whole = ConfigDict(complete(given | {"algorithm": first.get("algorithm", "grpo")})).to_dict()
+    algorithm = first.get("algorithm", "grpo")
+    section = section_of(algorithm)
+    for name, function in (("policy_loss_fn", loss), ("advantage_estimator", advantage)):
+        if function is not None:
+            changed = merge(changed, {section: {name: user_objects.name_of(function) or function}})
+    own = {name: value for name, value in changed.get(section, {}).items() if name in ARGUMENTS}
+    whole = ConfigDict(complete(merge(given, {"algorithm": algorithm, section: own}))).to_dict()
     values = merge(whole, changed)
     if fns := (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns):
         values = merge(values, {"reward": {"fns": tuple(user_objects.name_of(fn) or fn for fn in fns)}})

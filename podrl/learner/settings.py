@@ -1,6 +1,7 @@
 """Settings of the algorithms under Tunix's names: those GRPO and PPO share, and those of each."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GA
 from podrl.algorithms.policy_loss import KLLossSettings, LossSettings, PolicyLoss
 from podrl.algorithms.shaping import overlong_penalty
 from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, section
+from podrl.trainer import custom
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, Rollouts
 
 
@@ -65,6 +67,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     def __post_init__(self):
         self.check_loss()
         self.check_advantage()
+        self._own_loss()
         if self.dynamic_sampling and self.num_generations < 2:
             raise ValueError(
                 f"{self.section}.dynamic_sampling=True needs {self.section}.num_generations of at least 2, not "
@@ -105,9 +108,15 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     def policy_loss(self, max_tokens: int) -> PolicyLoss:
         """Builds the configured policy loss; `max_tokens` is rollout.max_tokens_to_generate."""
+        own = self._own_loss()
         if self.mode in SCALED_MODES and self.loss_agg_scale is None:
-            return PolicyLoss(dataclasses.replace(self, loss_agg_scale=float(max_tokens)))
-        return PolicyLoss(self)
+            return PolicyLoss(dataclasses.replace(self, loss_agg_scale=float(max_tokens)), own)
+        return PolicyLoss(self, own)
+
+    def _own_loss(self) -> Callable[..., Any] | None:
+        """Finds the user's token loss, where the settings name one."""
+        key = f"{self.section}.policy_loss_fn"
+        return custom.loss(self.policy_loss_fn, self.policy_loss_args, key) if self.own_loss else None
 
     def old_source(self, updates_per_step: int) -> str:
         """Decides the source of old log-probabilities: 'current', 'trainer' or 'sampler'."""
@@ -207,7 +216,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     """
 
     algo_variant: Literal["grpo"] = "grpo"
-    policy_loss_fn: str = "grpo"
+    policy_loss_fn: str | Callable[..., Any] = "grpo"
     loss_algo: Literal["grpo", "gspo-token"] = "grpo"
     kl_in_reward: NonNegative = 0.0
     kl_reward_mode: str = "k1"
@@ -215,6 +224,11 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     def __post_init__(self):
         super().__post_init__()
         kl.canonical_mode(self.kl_reward_mode, key="grpo.kl_reward_mode")
+        if self.own_loss and self.loss_algo != "grpo":
+            raise ValueError(
+                f"grpo.loss_algo={self.loss_algo!r} names a loss and so does grpo.policy_loss_fn="
+                f"{self.policy_loss_fn!r}: set grpo.loss_algo='grpo'."
+            )
         estimator = self.estimator()
         if estimator.needs_critic:
             raise ValueError(
@@ -242,7 +256,10 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
         return {"beta": self.beta, "kl_in_reward": self.kl_in_reward}
 
     def estimator(self) -> AdvantageEstimator:
-        return AdvantageEstimator(self)
+        if not self.own_advantage:
+            return AdvantageEstimator(self)
+        key = "grpo.advantage_estimator"
+        return AdvantageEstimator(self, custom.advantage(self.advantage_estimator, self.advantage_args, key))
 
 
 @section(
@@ -271,8 +288,8 @@ class PPOConfig(AlgorithmConfig, GAESettings):
     """
 
     algo_variant: Literal["ppo"] = "ppo"
-    advantage_estimator: str = "gae"
-    policy_loss_fn: str = "ppo"
+    advantage_estimator: str | Callable[..., Any] = "gae"
+    policy_loss_fn: str | Callable[..., Any] = "ppo"
     value_loss_fn: Literal["ppo"] = "ppo"
     beta: NonNegative = 0.04
     entropy_coef: Finite | None = None

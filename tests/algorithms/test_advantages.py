@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from podrl import testing
 from podrl.algorithms import advantages
 from podrl.algorithms.estimator import KINDS, AdvantageEstimator, GAESettings, GroupSettings
 from podrl.algorithms.gae import discounted_return, gae, masked_whiten, outcome_reward
@@ -85,22 +86,8 @@ def test_singleton_groups(kind):
 
 
 @pytest.mark.parametrize("kind", OUTCOME)
-def test_permuting_members_permutes_advantages(kind):
-    order = np.array([2, 0, 3, 1, 7, 5, 4, 6])
-    straight_BT = estimate(kind, REWARD_B)
-    permuted_BT = estimate(kind, REWARD_B[order], MASK_BT[order])
-    np.testing.assert_allclose(permuted_BT, straight_BT[order], atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", OUTCOME)
-def test_masked_rewards_and_padding_do_not_matter(kind):
-    estimator = AdvantageEstimator(GroupSettings(advantage_estimator=kind))
-    reward_BT = outcome_reward(REWARD_B, MASK_BT)
-    plain_BT = estimator(reward_BT, REWARD_B * 0, MASK_BT, group_size=4)
-    wide_BT = np.pad(np.where(MASK_BT > 0, reward_BT, np.nan), ((0, 0), (2, 3)), constant_values=np.nan)
-    padded_BT = estimator(wide_BT, REWARD_B * 0, np.pad(MASK_BT, ((0, 0), (2, 3))), group_size=4)
-    np.testing.assert_allclose(padded_BT[:, 2:-3], plain_BT, atol=1e-12)
-    assert np.all(padded_BT[:, :2] == 0) and np.all(padded_BT[:, -3:] == 0)
+def test_every_estimator_passes_the_checks_for_those_of_users(kind):
+    testing.check_advantage(kind)
 
 
 @settings(max_examples=50, deadline=None)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_examples import policy_rows
 
 from podrl.algorithms.gae import outcome_reward
 from podrl.algorithms.presets import PRESETS, preset
+from podrl.testing import policy_rows
 
 
 def build(name):

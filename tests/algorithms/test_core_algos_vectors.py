@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_examples import policy_rows
 
 from podrl.algorithms import advantages, corrections, gae, kl
 from podrl.algorithms.aggregate import aggregate
@@ -19,6 +18,7 @@ from podrl.algorithms.presets import preset
 from podrl.algorithms.segments import masked
 from podrl.algorithms.surrogates import gmpo
 from podrl.algorithms.value_loss import CriticRows, value_loss
+from podrl.testing import policy_rows
 
 VECTORS = json.loads((pathlib.Path(__file__).parent / "core_algos.json").read_text())
 VERL_EPS = 1e-8

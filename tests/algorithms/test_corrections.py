@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_examples import policy_rows
 
 from podrl.algorithms.aggregate import token_mean
 from podrl.algorithms.corrections import CORRECTIONS, importance_weight
 from podrl.algorithms.mismatch import mismatch, pearson
 from podrl.algorithms.value_loss import CriticRows, value_loss
+from podrl.testing import policy_rows
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,15 @@
 """PolicyLoss: published constants, hand-worked numbers, and properties of every loss in every layout."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_examples import lay_out, packed_layout, padded_layout, policy_rows, sequences
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from podrl import testing
 from podrl.algorithms.policy_loss import KINDS, KLLossSettings, PolicyLoss, with_old
-from podrl.types import Ratio
+from podrl.testing import lay_out, packed_layout, policy_rows, sequences
 
 # Every surrogate, every correction, every aggregation mode and several KL estimators, each at least once.
 SETTINGS = {
@@ -55,32 +53,8 @@ def double_precision():
         yield
 
 
-@functools.cache
-def compiled(kind):
-    """Computes loss, metrics and the gradient of the undivided total, compiled once per kind."""
-
-    def total(logprob_BT, *rest):
-        with jax.numpy_dtype_promotion("strict"):  # a trainer may forbid mixing dtypes silently
-            loss, metrics = SETTINGS[kind](logprob_BT, *rest)
-        return loss.total, (loss, metrics)
-
-    return jax.jit(jax.value_and_grad(total, has_aux=True))
-
-
 def run(kind, arguments):
-    (_, (loss, metrics)), grad_BT = compiled(kind)(*arguments)
-    return loss, metrics, grad_BT
-
-
-def numbers(loss, metrics):
-    flat = {"loss": loss} | metrics
-    return {name: (float(ratio.total), float(ratio.count)) for name, ratio in flat.items()}
-
-
-def assert_same(a, b, rtol=1e-12, atol=1e-12):
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=atol, err_msg=name)
+    return testing.run(SETTINGS[kind], arguments)
 
 
 def test_every_kind_is_covered():
@@ -179,69 +153,33 @@ def test_kl_and_entropy_enter_with_their_coefficients():
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_masked_tokens_and_packing_do_not_matter(kind):
-    tokens = sequences(constant_advantage=False)
-    layouts = [padded_layout(tokens["owner"]), packed_layout(tokens["owner"])]
-    results = []
-    for layout in layouts:
-        for junk in (0.0, np.nan, np.inf):
-            loss, metrics, grad_BT = run(kind, lay_out(tokens, layout, junk))
-            grad_BT = np.asarray(grad_BT)
-            results.append((numbers(loss, metrics), grad_BT[layout.row, layout.column]))
-            assert np.count_nonzero(grad_BT) <= tokens["mask"].sum()
-    for found, grad in results:
-        assert_same(found, results[0][0])
-        np.testing.assert_allclose(grad, results[0][1], rtol=1e-12, atol=1e-15)
-    assert np.all(results[0][1][tokens["mask"] == 0] == 0)
-    assert np.any(results[0][1] != 0)
+    def strictly(*arguments):
+        with jax.numpy_dtype_promotion("strict"):  # a trainer may forbid mixing dtypes silently
+            return SETTINGS[kind](*arguments)
+
+    testing.check_packing(strictly)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SETTINGS if not SETTINGS[kind].batch_dependent])
 def test_any_split_into_micro_batches_adds_up(kind):
-    tokens = sequences(constant_advantage=False)
-    arguments = lay_out(tokens, padded_layout(tokens["owner"]))
-    *policy, all_rows = arguments
-    whole_loss, whole_metrics, whole_grad_BT = run(kind, arguments)
-    for rows in ([[0], [1], [2], [3]], [[0, 3], [1, 2]], [[2], [0, 1, 3]]):
-        loss, grad_BT, metrics = Ratio(jnp.zeros(()), jnp.zeros(())), jnp.zeros_like(whole_grad_BT), None
-        for part in rows:
-            keep_B1 = jnp.isin(jnp.arange(4), jnp.array(part))[:, None]
-            some = all_rows.replace(mask_BT=all_rows.mask_BT * keep_B1)
-            part_loss, part_metrics, part_grad_BT = run(kind, (*policy, some))
-            loss, grad_BT = loss + part_loss, grad_BT + part_grad_BT
-            add = {name: part_metrics[name] + metrics[name] for name in metrics} if metrics else part_metrics
-            metrics = add
-        assert_same(numbers(loss, metrics), numbers(whole_loss, whole_metrics))
-        np.testing.assert_allclose(grad_BT, whole_grad_BT, rtol=1e-12, atol=1e-15)
+    testing.check_micro_batches(SETTINGS[kind])
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_no_advantage_no_gradient(kind):
-    tokens = sequences()
-    tokens["advantage"] = np.zeros_like(tokens["mask"])
-    layout = packed_layout(tokens["owner"])
+    # The penalty of kl_cov does not ask for an advantage, and every covariance is tied at 0.
     quiet = PolicyLoss(KLLossSettings(policy_loss_fn=kind, beta=0.0))
-    grad_BT = jax.grad(lambda x_BT, *rest: quiet(x_BT, *rest)[0].mean())(*lay_out(tokens, layout))
-    if kind == "kl_cov":  # its penalty does not ask for an advantage, and every covariance is tied at 0
-        assert np.count_nonzero(grad_BT) == 1
-    else:
-        assert np.all(np.asarray(grad_BT) == 0)
+    testing.check_no_advantage(quiet, but=1 if kind == "kl_cov" else 0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kl_cov"])
+def test_every_loss_passes_the_checks_for_those_of_users(kind):
+    testing.check_policy_loss(kind)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_extreme_ratios_stay_finite_in_float32(kind):
-    tokens = sequences()
-    layout = padded_layout(tokens["owner"])
-    every = np.arange(tokens["mask"].size)
-    for offset in (60.0, 1e4):
-        for current in (every % 2 == 0, every >= 0, every < 0):  # which tokens the current policy finds unlikely
-            moved = dict(tokens, logprob=tokens["logprob"] - offset * current)
-            for name in ("old_logprob", "sampler_logprob", "ref_logprob"):
-                moved[name] = tokens[name] - offset * ~current
-            with jax.enable_x64(False):
-                loss, metrics, grad_BT = run(kind, lay_out(moved, layout))
-            assert loss.total.dtype == jnp.float32
-            assert np.isfinite(list(numbers(loss, metrics).values())).all()
-            assert np.isfinite(grad_BT).all()
+    testing.check_extremes(SETTINGS[kind])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind not in ("cispo", "gspo_token")])
@@ -386,7 +324,8 @@ def test_sharding_over_devices_changes_nothing():
     spread = jax.tree.map(lambda x: jax.device_put(x, rows) if np.ndim(x) else x, arguments)
     loss, metrics, grad_BT = run("gspo", arguments)
     sharded_loss, sharded_metrics, sharded_grad_BT = run("gspo", spread)
-    assert_same(numbers(loss, metrics), numbers(sharded_loss, sharded_metrics))
+    whole, sharded = (testing.numbers_of(*found) for found in ((loss, metrics), (sharded_loss, sharded_metrics)))
+    testing.assert_same(whole, sharded, "by how the batch is sharded")
     np.testing.assert_allclose(grad_BT, sharded_grad_BT, rtol=1e-12, atol=1e-15)
 
 

@@ -165,3 +165,48 @@ def test_podrl_run_is_the_command(tmp_path):
         json.loads((place / "summary.json").read_text()) for place in (tmp_path / "python", commanded.workdir)
     ]
     assert before_after[0]["after"] == before_after[1]["after"]
+
+
+LOSS_SCRIPT = """
+import sys
+
+import jax.numpy as jnp
+
+import podrl
+from podrl.algorithms.surrogates import token_ratio
+
+
+def my_clip(logprob_BT, old_logprob_BT, advantage_BT, *, reach=0.3):
+    ratio_BT = token_ratio(logprob_BT, old_logprob_BT)
+    return jnp.maximum(-advantage_BT * ratio_BT, -advantage_BT * jnp.clip(ratio_BT, 1.0 - reach, 1.0 + reach))
+
+
+def centred(reward_PG, *, power=1.0):
+    return reward_PG - reward_PG.mean(axis=1, keepdims=True)
+
+
+if __name__ == "__main__":
+    small = {"trainer": {"max_steps": 2, "mini_batch_size": MINI}, "eval.problems": 0, "log.tensorboard": False}
+    small |= {"rollout": {"prompts_per_step": 4, "lanes": 16, "max_tokens_to_generate": 16}, "checkpoint.every": 2}
+    small |= {"grpo": {"num_generations": 4, "policy_loss_args": {"reach": 0.2}}}
+    sys.exit(podrl.run("grpo_gemma.py", small, workdir=sys.argv[1], loss=my_clip, advantage=centred))
+"""
+
+
+def test_a_loss_and_an_advantage_of_ones_own_train_as_those_built_in(tmp_path):
+    """With the formulas of `clip` and of GRPO without a scale, the weights are the same, bit for bit."""
+    done = run_script(tmp_path, LOSS_SCRIPT.replace("MINI", "8"), "mine")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "my_clip(reach=0.2), your own" in done.stdout and "centred(power=1), your own" in done.stdout
+    config = read_config(tmp_path / "mine")["grpo"]
+    assert config["policy_loss_fn"] == f"{tmp_path}/script.py:my_clip" and config["policy_loss_args"] == {"reach": 0.2}
+    flags = ("--config.grpo.advantage_scale=none", "--config.trainer.mini_batch_size=8", "--config.eval.problems=0")
+    ours = run(tmp_path / "ours", *flags, "--config.trainer.max_steps=2")
+    mine, theirs = (read_state(place / "checkpoints")[1]["params"] for place in (tmp_path / "mine", ours.workdir))
+    assert np.array_equal(mine["embed"], theirs["embed"])
+    named = ("policy_loss_fn", "my_clip"), ("advantage_estimator", "centred")
+    flags = [f"--config.grpo.{key}={tmp_path}/script.py:{name}" for key, name in named]
+    flags += ["--config.grpo.policy_loss_args.reach=0.2", "--config.trainer.mini_batch_size=8"]
+    more = ("--config.eval.problems=0", "--config.trainer.max_steps=2")
+    resumed = run(tmp_path / "mine", *flags, *more)  # the command goes on with the run of the script
+    assert "Resumed after step 2" in resumed.stdout
