@@ -107,3 +107,11 @@ def test_a_server_that_is_gone_ends_the_run_and_the_same_command_goes_on(done, t
     with served("streamable-http", port):
         last = run(tmp_path / "run", *flags, base=OVER_MCP)
     assert steps_of(last.workdir) == steps_of(done.workdir)
+
+
+def test_the_checkpoint_is_trained_by_its_command(tmp_path):
+    """A few steps of it, calls first and then guesses too; all of them take minutes (see configs/sft_tools.py)."""
+    few = ("--config.trainer.max_steps=4", "--config.sft.full_steps=2", "--config.log.tensorboard=False")
+    done = run(tmp_path / "run", base=("--config=sft_tools.py", *few))
+    losses = [record["sft/loss"] for record in done.records() if "actor/grad_norm" in record]
+    assert len(losses) == 4 and losses[-1] < losses[0]

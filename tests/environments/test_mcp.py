@@ -119,6 +119,7 @@ def test_no_more_calls_at_once_than_a_server_may_have(tmp_path):
         assert most_at_once(episodes, tmp_path / "log", samples=12) == 3
 
 
+@pytest.mark.slow
 def test_a_call_is_made_again_after_the_process_of_the_sessions_died():
     """The servers it started die with it, and new ones answer; where it dies at every call the job ends."""
     made = config(MCPServer(STDIO, names=("slow", "pid")))
