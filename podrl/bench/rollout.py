@@ -66,12 +66,13 @@ class Bench:
       cpu_seconds: CPU time of the last generation.
     """
 
-    def __init__(self, args: argparse.Namespace, response: int = 0):
+    def __init__(self, args: argparse.Namespace, response: int = 0, end_ids: Sequence[int] = (END_ID,)):
         """Builds the model and compiles the engine; the environment must be ready (`fake_devices`).
 
         Args:
           args: the options of `make_parser`.
           response: sampled and given tokens of a sample, where it is more than `max_new`.
+          end_ids: tokens that end a sample.
         """
         import jax
 
@@ -94,7 +95,7 @@ class Bench:
         make = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))
         self.policy = Policy(make(jax.random.key(args.seed)), 0)
         self.worker = RolloutWorker(
-            model, mesh, _config(args, response), pad_id=0, eos_ids=(END_ID,), decode=lambda ids: "", seed=args.seed
+            model, mesh, _config(args, response), pad_id=0, eos_ids=end_ids, decode=lambda ids: "", seed=args.seed
         )
         started = time.perf_counter()
         self.worker.warm_up(self.policy.params, lambda line: print(line, file=sys.stderr))

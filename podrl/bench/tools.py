@@ -4,26 +4,31 @@ import asyncio
 import dataclasses
 import functools
 import random
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
-
-import numpy as np
 
 from podrl.bench import rollout
 from podrl.bench.model import fake_devices
 
 
 class Calls:
-    """Environment that answers each of the model's turns, `calls` times, after a random wait of up to `delay_s`."""
+    """Environment that answers the model's turns, `calls` times, after a random wait of up to `delay_s`.
+
+    Turns are half to one and a half times as long as the mean, and `sampled` tokens together.
+    """
 
     async def run(self, task: Any, model: Any) -> None:
-        asked, wait = task.fields, random.Random(task.seed)
-        observation = ""
-        for _ in range(asked["calls"]):
-            await model.say(observation, max_new=asked["turn_tokens"])
-            await model.outside("wait", functools.partial(_waited, wait.random() * asked["delay_s"]))
-            observation = asked["observation"]
-        await model.say(observation, max_new=asked["turn_tokens"])
+        asked, draw = task.fields, random.Random(task.seed)
+        left, observation = asked["sampled"], "" if asked["calls"] else asked["observation"]
+        for turns in range(asked["calls"] + 1, 1, -1):
+            turn = max(round(left / turns * (0.5 + draw.random())), 1)
+            await model.say(observation, max_new=turn)
+            await model.outside("wait", functools.partial(_waited, draw.random() * asked["delay_s"]))
+            left, observation = left - turn, asked["observation"]
+        await model.say(observation)
 
 
 async def _waited(seconds: float) -> float:
@@ -34,11 +39,15 @@ async def _waited(seconds: float) -> float:
 def run(argv: Sequence[str]) -> dict[str, Any]:
     """Generates the same batch with calls, and the same tokens without: plain samples, and a prefill of what was given.
 
+    Plain samples read back their own tokens only. For `of_context` they also begin with half of what the others are
+    given, so that they read as much on average, and the other half is prefilled.
+
     Returns:
-      of_plain (seconds with calls over those of plain samples and prefill), seconds, plain_seconds, prefill_seconds
-      (medians), tokens, calls, given_tokens, prefill_per_given (tokens computed for each given one),
-      lane_utilisation (sampled tokens over lane places of all decode steps), lane_utilisation_plain,
-      cpu_seconds_per_call (of this process, above the plain samples and the prefill), spills, compiles.
+      of_plain (seconds with calls over those of plain samples and prefill), of_context, cpu_of_plain, cpu_of_context
+      (the same of CPU time: comparable where the machine is shared), seconds, plain_seconds, prefill_seconds
+      (medians of runs that take turns), tokens, calls, given_tokens, prefill_per_given (tokens computed for each given
+      one), lane_utilisation (sampled tokens over lane places of all decode steps), lane_utilisation_plain,
+      host_seconds_per_call (CPU time of this process's Python threads, above the plain samples'), spills, compiles.
     """
     parser = rollout.make_parser(prog="podrl.bench tools", description=__doc__)
     parser.set_defaults(mesh="data=1", max_new=128)
@@ -48,42 +57,63 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     args = parser.parse_args(argv)
     fake_devices(args.devices)
     given = args.calls * args.given
-    bench = rollout.Bench(args, response=args.max_new + given)
-    told = rollout.Bench(_prefill_only(args, given))
-    plain, prefill = _median(bench, args.repeats), _median(told, args.repeats)
-    with _playing(args, bench):
-        called = _median(bench, args.repeats)
-    samples = args.prompts * args.group
-    calls, tokens = samples * args.calls, samples * given
-    without = plain.cpu_seconds + prefill.cpu_seconds
+    bench = rollout.Bench(args, response=args.max_new + given, end_ids=())
+    prefills, half = rollout.Bench(_prefill_only(args, given)), rollout.Bench(_prefill_only(args, given - given // 2))
+    with _playing(args) as host:
+        jobs = {
+            "plain": _Job(bench),
+            "prefill": _Job(prefills),
+            "context": _Job(bench, _partner(host), _asked(args, 0, given // 2)),
+            "half": _Job(half),
+            "called": _Job(bench, _partner(host), _asked(args, args.calls, args.given)),
+        }
+        times = [{name: job.time() for name, job in jobs.items()} for _ in range(args.repeats + 1)][1:]
+    seconds, cpu, threads = ({name: median(t[name][i] for t in times) for name in jobs} for i in range(3))
+    stats, plain = jobs["called"].stats, jobs["plain"].stats
+    calls, tokens = args.prompts * args.group * args.calls, args.prompts * args.group * given
     return {
-        "of_plain": called.stats.seconds / (plain.stats.seconds + prefill.stats.seconds),
-        "seconds": called.stats.seconds,
-        "plain_seconds": plain.stats.seconds,
-        "prefill_seconds": prefill.stats.seconds,
-        "tokens": called.stats.tokens,
+        "of_plain": seconds["called"] / (seconds["plain"] + seconds["prefill"]),
+        "of_context": seconds["called"] / (seconds["context"] + seconds["half"]),
+        "cpu_of_plain": cpu["called"] / (cpu["plain"] + cpu["prefill"]),
+        "cpu_of_context": cpu["called"] / (cpu["context"] + cpu["half"]),
+        "seconds": seconds["called"],
+        "plain_seconds": seconds["plain"],
+        "prefill_seconds": seconds["prefill"],
+        "tokens": stats.tokens,
         "calls": calls,
         "given_tokens": tokens,
-        "prefill_per_given": (called.stats.prefill_tokens - plain.stats.prefill_tokens) / tokens,
-        "lane_utilisation": called.stats.lane_utilisation,
-        "lane_utilisation_plain": plain.stats.lane_utilisation,
-        "cpu_seconds_per_call": (called.cpu_seconds - without) / calls,
-        "spills": called.stats.spills,
-        "compiles": called.stats.compiles,
+        "prefill_per_given": (stats.prefill_tokens - plain.prefill_tokens) / tokens,
+        "lane_utilisation": stats.lane_utilisation,
+        "lane_utilisation_plain": plain.lane_utilisation,
+        "host_seconds_per_call": (threads["called"] - threads["plain"]) / calls,
+        "spills": stats.spills,
+        "compiles": stats.compiles,
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Timed:
-    stats: Any
-    cpu_seconds: float
+class _Job:
+    """A batch that can be generated again and again; `stats` are those of the last time."""
+
+    def __init__(self, bench: rollout.Bench, partner: Any = None, fields: Mapping[str, Any] | None = None):
+        """The bench's batch, played with environments that find `fields` in their tasks where a partner is given."""
+        self._bench, self._partner = bench, partner
+        count = len(bench.prompts.length_P)
+        self._prompts = dataclasses.replace(
+            bench.prompts, fields={name: [value] * count for name, value in (fields or {}).items()}
+        )
+        self.stats: Any = None
+
+    def time(self) -> tuple[float, float, float]:
+        """Generates the batch: seconds, CPU seconds of the process, CPU seconds of its Python threads."""
+        self._bench.prompts, self._bench.worker.partner = self._prompts, self._partner
+        before = _thread_seconds()
+        self.stats = self._bench.generate()
+        return self.stats.seconds, self._bench.cpu_seconds, _thread_seconds() - before
 
 
-def _median(bench: rollout.Bench, repeats: int) -> _Timed:
-    """The generation of median length, after one that is not counted."""
-    bench.generate()
-    timed = [_Timed(bench.generate(), bench.cpu_seconds) for _ in range(repeats)]
-    return sorted(timed, key=lambda one: one.stats.seconds)[repeats // 2]
+def _thread_seconds() -> float:
+    idents = [thread.ident for thread in threading.enumerate() if thread.ident]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents)
 
 
 def _prefill_only(args: Any, given: int) -> Any:
@@ -92,28 +122,26 @@ def _prefill_only(args: Any, given: int) -> Any:
     return type(args)(**(vars(args) | changes))
 
 
-def _playing(args: Any, bench: rollout.Bench) -> Any:
-    """Gives the samples of a bench their environment; ends it with the context."""
-    from podrl.data.dialogue import Dialogue
-    from podrl.data.tokenizer import Tokenizer
+def _asked(args: Any, calls: int, given: int) -> dict[str, Any]:
+    """What the tasks of `Calls` say; without calls all is given at once, before the first token."""
+    return {"calls": calls, "sampled": args.max_new, "delay_s": args.delay_ms / 1e3, "observation": "1" * given}
+
+
+def _playing(args: Any) -> Any:
+    """Processes in which `Calls` runs, until the end of the context."""
     from podrl.environments.config import EnvironmentConfig
     from podrl.environments.workers import Episodes
-    from podrl.job.config import TINY
-    from podrl.rollout.episodes import Partner
     from podrl.runtime.user_code import Limits
 
+    return Episodes(EnvironmentConfig(environment=f"{__name__}:Calls"), Limits(), journal=None)
+
+
+def _partner(host: Any) -> Any:
+    from podrl.data.dialogue import Dialogue
+    from podrl.data.tokenizer import Tokenizer
+    from podrl.job.config import TINY
+    from podrl.rollout.episodes import Partner
+
     dialogue = Dialogue(Tokenizer(TINY))
-    observation = "1" * args.given
-    assert len(dialogue.encode(observation)) == args.given
-    asked = {
-        "calls": args.calls,
-        "turn_tokens": args.max_new // (args.calls + 1),
-        "delay_s": args.delay_ms / 1e3,
-        "observation": observation,
-    }
-    bench.prompts = dataclasses.replace(
-        bench.prompts, fields={name: np.full(args.prompts, value).tolist() for name, value in asked.items()}
-    )
-    host = Episodes(EnvironmentConfig(environment=f"{__name__}:Calls"), Limits(), journal=None)
-    bench.worker.partner = Partner(host, dialogue)
-    return host
+    assert len(dialogue.encode("1" * 40)) == 40
+    return Partner(host, dialogue)

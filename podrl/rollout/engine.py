@@ -19,7 +19,7 @@ from podrl.models.config import ModelConfig
 from podrl.rollout import attention
 from podrl.rollout.reads import ReadList
 from podrl.rollout.sampling import LaneSampling, draw
-from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, EngineShape, LaneUpdates
+from podrl.rollout.state import FREE, SEAT, DecodeState, Emitted, EngineShape, LaneUpdates
 from podrl.types import PyTree
 
 BATCH = ("data", "fsdp")
@@ -191,7 +191,9 @@ class Engine:
         L, _, K, C, H = self._pool_shape()
         moved = jax.ShapeDtypeStruct((L, self.shards * J, K, C, H), self.dtype, sharding=self.pool_sharding)
         prefills = [
-            Program(f"prefill_{bucket}", self.prefills[bucket], (prepared, state, rows(*self._chunk_shape(bucket))))
+            Program(
+                f"prefill_{bucket}", self.prefills[bucket], (prepared, state, rows(*s.chunk_shape(self.shards, bucket)))
+            )
             for bucket in s.buckets
         ]
         return [
@@ -370,33 +372,6 @@ class Engine:
 
     # Prefill.
 
-    def pack_chunks(self, bucket: int, chunks: Sequence[Chunk]) -> np.ndarray:
-        """Packs chunks into the flat argument of `prefills[bucket]`: int32, one row per prefill row of the mesh.
-
-        Columns: tokens (bucket), start, then J pages, J starts, J counts of what came before, the targets, the offset.
-        """
-        s, J = self.shape, self.shape.max_pages
-        rows, width = self._chunk_shape(bucket)
-        flat = np.zeros((self.shards, rows // self.shards, width), np.int32)
-        flat[:, :, bucket + 1 + 3 * J : -1] = s.pages - 1
-        used = [0] * self.shards
-        for chunk in chunks:
-            row = flat[chunk.shard, used[chunk.shard]]
-            used[chunk.shard] += 1
-            row[: len(chunk.tokens)] = chunk.tokens
-            row[bucket] = chunk.start
-            for j, (page, start, count) in enumerate(chunk.prior):
-                row[bucket + 1 + j], row[bucket + 1 + J + j], row[bucket + 1 + 2 * J + j] = page, start, count
-            targets = list(chunk.targets)
-            row[bucket + 1 + 3 * J : bucket + 1 + 3 * J + len(targets)] = targets
-            row[-1] = chunk.offset
-        return flat.reshape(rows, width)
-
-    def _chunk_shape(self, bucket: int) -> tuple[int, int]:
-        s = self.shape
-        width = bucket + 1 + 3 * s.max_pages + _targets(bucket, s.page_tokens) + 1
-        return self.shards * s.prefill_rows(bucket), width
-
     def _prefill(self, bucket: int, params: PyTree, state: DecodeState, flat_BI: Int[Array, "B I"]) -> DecodeState:
         """Computes keys and values of given tokens, without their logits."""
         model, s = self.model, self.shape
@@ -408,7 +383,7 @@ class Engine:
         position_BT = start_B[:, None] + jnp.arange(bucket)
         ends = self._ends(params)
         # A page before the chunk, and as much behind it as the last page may reach.
-        shape = (model.num_layers, B, model.num_kv_heads, (1 + _targets(bucket, C)) * C, model.head_dim)
+        shape = (model.num_layers, B, model.num_kv_heads, (1 + s.chunk_pages(bucket)) * C, model.head_dim)
         fresh = (jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
         pools = (state.key_LMKCH, state.value_LMKCH)
 
@@ -505,8 +480,3 @@ class Engine:
             key_LMKCH=state.key_LMKCH.at[:, page_M].set(key_LMKCH),
             value_LMKCH=state.value_LMKCH.at[:, page_M].set(value_LMKCH),
         )
-
-
-def _targets(bucket: int, page_tokens: int) -> int:
-    """The most pages that a chunk of a bucket lies in: one more than it fills where it begins inside a page."""
-    return -(-bucket // page_tokens) + 1

@@ -27,6 +27,7 @@ from podrl.types import (
 )
 
 _POLL_S = 1.0  # the longest silence before it is looked who is waited for
+_BUNCH_S = 0.002  # answers less than this apart go on together, where no sample runs
 
 
 class Host(Protocol):
@@ -129,6 +130,7 @@ class Pump:
         self._by_track: dict[int, int] = {}
         self._unasked: dict[int, set[int]] = {}  # by prompt: samples whose environments have not begun
         self._ended: list[int] = []
+        self._owed: set[int] = set()  # samples whose environments have the word
         self._first = partner.started
         partner.started += len(request.prompts.length_P) * request.group_size
 
@@ -140,10 +142,11 @@ class Pump:
                 self._unasked[p] = set(range(p * G, p * G + G))
                 for g in range(G):
                     self._episodes[p * G + g] = Episode()
+                    self._owed.add(p * G + g)
                     self._host.start(self._first + p * G + g, self._task(p, g))
             while self._episodes:
                 between()
-                self._listen(0.0 if self._session.busy else _POLL_S)
+                self._listen()
                 for track in self._session.step() if self._session.busy else ():
                     self._on_event(self._by_track[track.handle], track)
                 ended, self._ended = self._ended, []
@@ -169,13 +172,22 @@ class Pump:
 
     # What environments say.
 
-    def _listen(self, timeout_s: float) -> None:
-        messages = self._host.poll(timeout_s)
-        self._partner.waits_for = "" if messages or not timeout_s else ", ".join(self._host.waiting()[:3])
+    def _listen(self) -> None:
+        """Takes what environments say: while the device has work, or until the first of them and those right behind."""
+        session, idle = self._session, not self._session.busy
+        messages = self._host.poll(_POLL_S if idle else 0.0)
+        self._partner.waits_for = ", ".join(self._host.waiting()[:3]) if idle and not messages else ""
+        self._take(messages)
+        while self._owed and (messages or not idle) and (wait := _BUNCH_S if idle else session.slack_s) > 0:
+            messages = self._host.poll(wait)
+            self._take(messages)
+
+    def _take(self, messages: Sequence[Say | Done]) -> None:
         for message in messages:
             b = message.episode - self._first
             if b not in self._episodes or self._episodes[b].stop is not None:
                 continue
+            self._owed.discard(b)
             if isinstance(message, Say):
                 self._on_say(b, message)
             else:
@@ -291,14 +303,19 @@ class Pump:
         episode.turns.append(
             {"by": "model", "text": text, "tokens": len(tokens), "versions": versions, "stop": stop, "reward": 0.0}
         )
-        self._host.turn(self._first + b, Turn(text, stop, tuple(tokens)))
+        self._tell(b, Turn(text, stop, tuple(tokens)))
 
     # Records.
 
     def _fill(self, b: int) -> None:
         """Tells the environment that its sample is full, so that it returns."""
         self._episodes[b].full = True
-        self._host.turn(self._first + b, Turn("", FULL))
+        self._tell(b, Turn("", FULL))
+
+    def _tell(self, b: int, turn: Turn) -> None:
+        """Gives the environment of a sample the word."""
+        self._owed.add(b)
+        self._host.turn(self._first + b, turn)
 
     def _reward(self, b: int, reward: float) -> None:
         """Puts a reward on the last sampled token."""
@@ -325,6 +342,7 @@ class Pump:
 
     def _end(self, b: int, stop: int, text: str | None) -> None:
         episode = self._episodes[b]
+        self._owed.discard(b)
         episode.stop, episode.seconds = stop, time.monotonic() - episode.started
         whole = "" if episode.track is None else episode.track.text
         episode.text = whole if text is None else text

@@ -54,7 +54,7 @@ def run_chunks(engine: Engine, params: PyTree, state: DecodeState, sequences: Se
             rows = engine.shape.prefill_rows(bucket)
             for at in range(0, max(len(q) for q in by_shard.values()), rows):
                 batch = [chunk for queue in by_shard.values() for chunk in queue[at : at + rows]]
-                flat = engine.put_rows(engine.pack_chunks(bucket, batch))
+                flat = engine.put_rows(engine.shape.pack_chunks(engine.shards, bucket, batch))
                 state = engine.prefills[bucket](params, state, flat)
                 calls += 1
                 if calls % UNDER_WAY == 0:  # a Backlog could not wait for states that are donated on

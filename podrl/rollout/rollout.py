@@ -170,7 +170,9 @@ class RolloutWorker:
         state = engine.bulk_insert(state, engine.put_rows(updates.packed()))
         for number, bucket in enumerate(engine.shape.buckets):
             note(3 + number, f"prefill of {bucket} tokens")
-            state = engine.prefills[bucket](prepared, state, engine.put_rows(engine.pack_chunks(bucket, [])))
+            state = engine.prefills[bucket](
+                prepared, state, engine.put_rows(engine.shape.pack_chunks(engine.shards, bucket, []))
+            )
         note(programs - 1, "generate")
         idle = np.zeros((engine.shards, engine.read_shape.size), np.int32)
         state, _ = engine.generate(prepared, state, engine.put_rows(idle))

@@ -5,114 +5,15 @@ pages change only between dispatches. The scheduler plans a dispatch before the 
 takes every lane to be live until told otherwise, which costs idle steps, never correctness.
 """
 
-import dataclasses
-import enum
 import heapq
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from podrl.rollout.reads import LaneReads, Page, ReadShape
-
-
-class Status(enum.Enum):
-    """State of a sample: waiting for a lane, in a lane, paused by its caller (without a lane), or ended."""
-
-    WAITING = 0
-    RUNNING = 1
-    PAUSED = 2
-    DONE = 3
-
-
-@dataclasses.dataclass(eq=False)
-class Store:
-    """The pages with keys and values of a prompt, or of a sample's own tokens; `spilled`: they are on the host."""
-
-    key: tuple[str, int, int]
-    pages: list[Page] = dataclasses.field(default_factory=list)
-    spilled: bool = False
-
-
-@dataclasses.dataclass
-class PromptRow:
-    """A prompt on one shard: its pages, and the number of unfinished samples assigned there."""
-
-    store: Store
-    users: int = 0
-    filled: bool = False
-
-
-@dataclasses.dataclass(eq=False)
-class Sample:
-    """The scheduler's record of one sample.
-
-    Attributes:
-      prompt: handle of its prompt; `length` are the prompt's tokens.
-      left: tokens it may still sample, counted down by whole dispatches while it runs.
-      position: position of the token it feeds next.
-      grown: tokens sampled so far, at most.
-      unfed: given tokens before `position` whose keys and values are not there: they are fed when it is seated.
-      compact: feed again from the first page that is not full, not only from the last.
-      spilled_at: the plan that took its lane away; what it sampled last is known only after that plan's dispatch.
-    """
-
-    id: int
-    prompt: int
-    length: int
-    max_new: int
-    expected: float | None
-    left: int
-    position: int
-    store: Store
-    shard: int = -1
-    lane: int = -1
-    status: Status = Status.WAITING
-    grown: int = 0
-    unfed: int = 0
-    compact: bool = False
-    seated: int = -1
-    spilled_at: int = -1
-
-
-@dataclasses.dataclass
-class Plan:
-    """Lists the device work before and in the next dispatch, in the order of the fields.
-
-    Attributes:
-      spills: stores to copy to the host, with the pages that hold them; these may be overwritten afterwards.
-      restores: stores to copy back, with their new pages.
-      prefills: prompts to prefill on a shard, with the pages that take them.
-      feeds: samples whose given tokens to prefill, after the prompts.
-      frees: lanes to stop.
-      seats: samples to seat; shard and lane are in the sample.
-      running: (sample, shard, lane) of every lane in the dispatch; empty when there is nothing to run.
-    """
-
-    spills: list[tuple[Store, int, list[int]]] = dataclasses.field(default_factory=list)
-    restores: list[tuple[Store, int, list[int]]] = dataclasses.field(default_factory=list)
-    prefills: list[tuple[int, int, list[int]]] = dataclasses.field(default_factory=list)
-    feeds: list["Feed"] = dataclasses.field(default_factory=list)
-    frees: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    seats: list[Sample] = dataclasses.field(default_factory=list)
-    running: list[tuple[Sample, int, int]] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class Feed:
-    """Tokens of a sample to prefill: those at positions from `start` on and before the one it feeds next.
-
-    Attributes:
-      prior: the full pages it has already, and its prompt's, as (page, start, count).
-      targets: the pages that take them.
-      offset: tokens that the first of these holds already.
-    """
-
-    sample: Sample
-    start: int
-    prior: list[tuple[int, int, int]]
-    targets: list[int]
-    offset: int
+from podrl.rollout.records import Feed, Plan, PoolShape, PromptRow, Sample, Status, Store
 
 
 class _Fit(NamedTuple):
@@ -131,20 +32,6 @@ class _Fit(NamedTuple):
     rest: int
 
 
-@dataclasses.dataclass(frozen=True)
-class PoolShape:
-    """Sizes the scheduler works with: shards; per shard lanes and usable pages; tokens per page and dispatch; samples
-    that share a read; pages a sample and its prompt may hold."""
-
-    shards: int
-    lanes: int
-    pages: int
-    page_tokens: int
-    steps: int
-    members: int
-    sample_pages: int
-
-
 class _Shard:
     """Lanes, free pages, resident prompts and assigned samples of one data-parallel shard."""
 
@@ -156,6 +43,7 @@ class _Shard:
         self.assigned: list[Sample] = []  # to be seated here, in order
         self.running: dict[int, Sample] = {}  # by lane
         self.vacated: list[int] = []  # lanes the device may still take for live
+        self.reserved: int | None = None  # see Scheduler._reserve; None where it must be counted again
 
     def take(self, count: int) -> list[int]:
         """Takes the lowest free pages, so that pages in use stay close together."""
@@ -294,6 +182,7 @@ class Scheduler:
             self._sorted = True
         for shard in self._shards:
             self._grow(shard, plan)
+            shard.reserved = None
         while self._admit_one(plan):
             pass
         for shard in self._shards:
@@ -389,6 +278,8 @@ class Scheduler:
 
     def _make_room(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
         """True where the sample fits, if need be after spilling: paused samples, and all idle pages if nothing runs."""
+        if self._short(shard, sample) <= 0:
+            return True
         needed = [sample.store]
         if sample.prompt in shard.prompts:
             needed.append(shard.prompts[sample.prompt].store)
@@ -436,10 +327,13 @@ class Scheduler:
         return max(fit.keep + fit.new + (fit.rest < self.shape.steps) - len(sample.store.pages), 0)
 
     def _reserve(self, shard: _Shard) -> int:
-        C = self.shape.page_tokens
-        return sum(
-            max(0, -(-int(np.ceil(self._expected(s))) // C) - len(s.store.pages)) for s in shard.running.values()
-        )
+        """Pages that the running samples are expected to need besides those they have."""
+        if shard.reserved is None:
+            shard.reserved = sum(self._yet_to_open(sample) for sample in shard.running.values())
+        return shard.reserved
+
+    def _yet_to_open(self, sample: Sample) -> int:
+        return max(0, -(-math.ceil(self._expected(sample)) // self.shape.page_tokens) - len(sample.store.pages))
 
     def _missing(self, store: Store) -> int:
         return len(store.pages) if store.spilled else 0
@@ -467,6 +361,8 @@ class Scheduler:
         sample.status, sample.seated = Status.RUNNING, self._seat_count
         self._seat_count += 1
         shard.running[sample.lane] = sample
+        if shard.reserved is not None:
+            shard.reserved += self._yet_to_open(sample)
         plan.seats.append(sample)
 
     def _feed(self, shard: _Shard, sample: Sample) -> Feed:

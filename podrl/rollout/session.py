@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,7 +12,8 @@ import numpy as np
 from podrl.rollout.config import Sampling
 from podrl.rollout.engine import Engine
 from podrl.rollout.prefill import cut_chunks, run_chunks
-from podrl.rollout.scheduler import Feed, Plan, PoolShape, Scheduler, Store
+from podrl.rollout.records import Feed, Plan, PoolShape, Store
+from podrl.rollout.scheduler import Scheduler
 from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, LaneUpdates
 from podrl.rollout.stops import StopFinder
 from podrl.types import STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, PyTree
@@ -107,6 +109,7 @@ class _Flight:
     emitted: Emitted
     lanes: list[tuple[Track, int, int]]
     version: int
+    launched: float
 
 
 class Session:
@@ -143,6 +146,8 @@ class Session:
         self._flights: list[_Flight] = []
         self._count = 0
         self._idle_since = time.perf_counter()
+        self._took: deque[float] = deque(maxlen=4)  # seconds of the last dispatches
+        self._planned: deque[float] = deque(maxlen=4)  # seconds of planning them
 
     def add(
         self,
@@ -196,9 +201,22 @@ class Session:
         """True while `step` has anything to do; false also when every open sample is paused."""
         return bool(self._flights) or self._scheduler.busy
 
+    @property
+    def slack_s(self) -> float:
+        """Seconds in which `step` need not be called yet: the device has work until then. 0 where it may be idle.
+
+        Samples that are extended meanwhile run in the next dispatch, not in the one behind it.
+        """
+        if not self._flights or not self._took:
+            return 0.0
+        began = max(self._flights[0].launched, self._idle_since)
+        return max(began + 0.9 * min(self._took) - 2 * max(self._planned) - time.perf_counter(), 0.0)
+
     def step(self) -> list[Track]:
         """Launches a dispatch if there is one, reads the one before; returns samples that ended or paused."""
+        started = time.perf_counter()
         plan = self._scheduler.plan()
+        self._planned.append(time.perf_counter() - started)
         self._carry_out(plan)
         if plan.running:
             self._launch(plan)
@@ -279,7 +297,7 @@ class Session:
             (self._tracks[sample.id], shard * engine.shape.lanes + lane, self._tracks[sample.id].epoch)
             for sample, shard, lane in plan.running
         ]
-        self._flights.append(_Flight(emitted, lanes, self._version))
+        self._flights.append(_Flight(emitted, lanes, self._version, time.perf_counter()))
         self._scheduler.advance()
         self.stats.dispatches += 1
 
@@ -329,7 +347,9 @@ class Session:
 
     def _read(self, flight: _Flight) -> list[Track]:
         out = jax.device_get(flight.emitted)
-        self._idle_since = time.perf_counter()
+        now = time.perf_counter()
+        self._took.append(now - max(flight.launched, self._idle_since))
+        self._idle_since = now
         steps_X = out.steps_X
         self.stats.decode_steps += int(steps_X.max())
         self.stats.lane_steps += int(steps_X.sum()) * self.engine.shape.lanes

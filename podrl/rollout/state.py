@@ -50,6 +50,34 @@ class EngineShape:
         """Returns the number of rows of a bucket's prefill program."""
         return max(1, self.prefill_tokens // bucket)
 
+    def chunk_pages(self, bucket: int) -> int:
+        """Returns the most pages a chunk lies in: one more than it fills where it begins inside a page."""
+        return -(-bucket // self.page_tokens) + 1
+
+    def chunk_shape(self, shards: int, bucket: int) -> tuple[int, int]:
+        """Returns the shape of what `pack_chunks` makes."""
+        return shards * self.prefill_rows(bucket), bucket + 2 + 3 * self.max_pages + self.chunk_pages(bucket)
+
+    def pack_chunks(self, shards: int, bucket: int, chunks: Sequence["Chunk"]) -> np.ndarray:
+        """Packs chunks into the flat argument of a bucket's prefill: int32, one row per prefill row of the mesh.
+
+        Columns: tokens (bucket), start, then J pages, J starts, J counts of what came before, the targets, the offset.
+        """
+        J, (rows, width) = self.max_pages, self.chunk_shape(shards, bucket)
+        flat = np.zeros((shards, rows // shards, width), np.int32)
+        flat[:, :, bucket + 1 + 3 * J : -1] = self.pages - 1
+        used = [0] * shards
+        for chunk in chunks:
+            row = flat[chunk.shard, used[chunk.shard]]
+            used[chunk.shard] += 1
+            row[: len(chunk.tokens)] = chunk.tokens
+            row[bucket] = chunk.start
+            for j, (page, start, count) in enumerate(chunk.prior):
+                row[bucket + 1 + j], row[bucket + 1 + J + j], row[bucket + 1 + 2 * J + j] = page, start, count
+            row[bucket + 1 + 3 * J : bucket + 1 + 3 * J + len(chunk.targets)] = chunk.targets
+            row[-1] = chunk.offset
+        return flat.reshape(rows, width)
+
     def reads(self) -> ReadShape:
         """Sizes of a read list with room for every lane and page; a shared read serves at least one lane."""
         shared = self.lanes * self.prompt_pages

@@ -36,9 +36,9 @@ def test_tools(capsys):
     assert bench.main(["podrl.bench", "tools", *TINY.split(), *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["calls"] == 12 and figures["given_tokens"] == 60
-    assert 18 <= figures["tokens"] <= 54, "three turns of each of six samples"
-    assert figures["prefill_per_given"] >= 1 and 0 < figures["lane_utilisation"] <= 1
-    assert figures["of_plain"] > 0 and figures["compiles"] == 0
+    assert figures["tokens"] == 54, "nine of each of six samples, in three turns"
+    assert figures["prefill_per_given"] == 1 and 0 < figures["lane_utilisation"] <= 1
+    assert figures["of_plain"] > 0 and figures["cpu_of_context"] > 0 and figures["compiles"] == 0
 
 
 def test_a_leader_exchanges_a_few_messages_with_every_host(capsys):

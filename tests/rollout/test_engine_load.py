@@ -142,3 +142,51 @@ def test_pauses_extends_and_spills_together(tiny, tight, policy):
         chosen = reference_BTV[b, np.arange(n, length_B[b]), rows_BT[b, n : length_B[b]]]
         np.testing.assert_allclose(np.asarray(track.raw_logprobs)[sampled], chosen[sampled], atol=1e-4)
         assert sampled.sum() == track.sampled <= 36
+
+
+@pytest.mark.slow
+def test_a_thousand_samples_that_wait_at_once_come_back_as_they_were(tiny, tight, policy):
+    """All pause before any goes on: a pool of 24 pages spills them to the host, and they continue in random order.
+
+    Each then draws what it draws in a session in which nobody waits: its cache came back bit for bit.
+    """
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(6, 300, rng.integers(1, 21)).astype(np.int32) for _ in range(250)]
+    keys_P42 = [keys(rng, 4) for _ in prompts]
+    given = [rng.integers(6, 300, rng.integers(0, 12)).tolist() for _ in range(1000)]
+
+    def play(order):
+        """The tokens of every sample, and how many caches lay on the host at once; `order` None: nobody waits."""
+        session, most = tight.session(policy), 0
+        paused = []
+        first = [Opening(max_new=5)] * 4
+        tracks = [
+            track
+            for prompt, keys_42 in zip(prompts, keys_P42, strict=True)
+            for track in session.add(prompt, keys_42, Sampling(max_new=9), openings=first)
+        ]
+        while session.open:
+            for track in session.step():
+                if order is None and track.sampled <= 5 and track.first == 0:
+                    session.extend(track, Opening(given[track.handle]))
+                elif track.first == 0:
+                    paused.append(track)
+                else:
+                    session.end(track)
+            most = max(most, len(session._spilled))
+            assert order is None or session.busy or len(paused) == 1000 or not paused
+            if len(paused) == 1000:
+                assert not session.busy
+                for b in () if order is None else order:
+                    session.extend(tracks[b], Opening(given[b]))
+                paused.clear()
+        assert session._scheduler.free_counts() == (8, 24) and not session._spilled and not session._tracks
+        stats = session.stats
+        tight.close(session)
+        return [(track.tokens, track.raw_logprobs) for track in tracks], most, stats
+
+    alone, _, few = play(None)
+    together, most, many = play(rng.permutation(1000))
+    assert together == alone
+    assert 900 < most <= 1000 + 250 and many.spills > few.spills
+    assert many.tokens == few.tokens > 5000

@@ -15,7 +15,7 @@ def test_programs_are_those_a_run_calls(tiny, tight, tight_config):
     prepared = engine.prepare(tiny.params)
     state = engine.init_state()
     rows = engine.put_rows(np.zeros((engine.shards, engine.read_shape.size), np.int32))
-    chunks = engine.put_rows(engine.pack_chunks(16, []))
+    chunks = engine.put_rows(engine.shape.pack_chunks(engine.shards, 16, []))
     for name, called in (("generate", (prepared, state, rows)), ("prefill_16", (prepared, state, chunks))):
         program = programs[name]
         same = jax.tree.map(

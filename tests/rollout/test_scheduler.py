@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podrl.rollout.reads import ReadShape
-from podrl.rollout.scheduler import PoolShape, Scheduler, Status
+from podrl.rollout.records import PoolShape, Status
+from podrl.rollout.scheduler import Scheduler
 
 SHAPE = PoolShape(shards=2, lanes=3, pages=9, page_tokens=8, steps=4, members=2, sample_pages=9)
 
