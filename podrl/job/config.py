@@ -255,7 +255,8 @@ class Job:
     @property
     def mini_batch_size(self) -> int:
         """Sequences of one optimizer update."""
-        return self.samples_per_step if self.kind.given else self.trainer.mini_batch_size or self.samples_per_step
+        prompts = 0 if self.kind.given else self.trainer.mini_batch_size or 0
+        return prompts * self.group_size or self.samples_per_step
 
     @property
     def updates_per_step(self) -> int:
@@ -362,8 +363,8 @@ def parse(values: Mapping[str, Any]) -> Job:
         )
     if job.samples_per_step % job.mini_batch_size:
         raise ValueError(
-            f"Batch of {job.samples_per_step} sequences does not split into mini-batches of {job.mini_batch_size}: "
-            f"rollout.prompts_per_step x {section}.num_generations must be a multiple of trainer.mini_batch_size."
+            f"{job.rollout.prompts_per_step} prompts do not split into mini-batches of {job.trainer.mini_batch_size}: "
+            "rollout.prompts_per_step must be a multiple of trainer.mini_batch_size, which counts prompts."
         )
     if job.trainer.max_steps is None:
         raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")

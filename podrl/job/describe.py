@@ -154,7 +154,7 @@ def batch_rows(job: Job, on: Meshes) -> list[list[str]]:
         ["samples per prompt (G)", f"{group}", f"{section}.num_generations"],
         ["samples per step", f"{samples}", f"{prompts} x {group}"],
         ["decoded at once", f"{job.rollout.lanes}", _lanes_from(job)],
-        ["mini-batches per pass", f"{samples // mini}", f"{samples} / trainer.mini_batch_size {mini}"],
+        ["mini-batches per pass", f"{samples // mini}", f"{prompts} prompts / trainer.mini_batch_size {mini // group}"],
         [
             "micro-batches per update",
             f"at most {shape.micro_batches}",

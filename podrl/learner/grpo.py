@@ -45,7 +45,7 @@ class GRPO:
           say: told of settings that are probably not meant.
         """
         self._cluster, self._config, self._samples = cluster, config, samples
-        self.mini_batch_size = cluster.training_config.mini_batch_size or samples
+        self.mini_batch_size = (cluster.training_config.mini_batch_size or 0) * config.num_generations or samples
         updates = len(packing.mini_batches(np.arange(samples), self.mini_batch_size)) * config.num_iterations
         self.old = config.old_source(updates)
         self._estimator: Any = config.estimator()  # its functions take numpy as well as jax arrays, and answer in kind

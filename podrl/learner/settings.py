@@ -266,7 +266,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     "ppo",
     {
         "data_shuffle_seed": "the order of prompts follows --config.data.seed.",
-        "mini_batch_size": "say trainer.mini_batch_size (RLTrainingConfig): sequences per update.",
+        "mini_batch_size": "say trainer.mini_batch_size (RLTrainingConfig): prompts per update.",
         "vf_coef": "the critic has an optimizer of its own: say trainer.critic_learning_rate.",
     },
 )

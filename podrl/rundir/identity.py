@@ -83,6 +83,7 @@ def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mappin
     """
     allowed: list[str] = []
     refused: list[str] = []
+    theirs = _in_prompts(theirs)
     read = {key: value for key, value in theirs.items() if key in mine or not isinstance(value, Mapping)}
     for key, was, now in _differences(read, mine, defaults):
         free = key.startswith(_FREE) or key.endswith(_DEADLINE)
@@ -101,6 +102,17 @@ def unknown(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = ""
             yield f"{prefix}{key}"
         elif isinstance(value, Mapping) and isinstance(theirs[key], Mapping):
             yield from unknown(theirs[key], value, f"{prefix}{key}.")
+
+
+def _in_prompts(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Converts trainer.mini_batch_size of a run of an earlier version, which counted sequences, to prompts."""
+    sections = [values[name] for name in ("grpo", "ppo") if isinstance(values.get(name), Mapping)]
+    trainer = values.get("trainer", {})
+    size = trainer.get("mini_batch_size") if isinstance(trainer, Mapping) else None
+    if not size or not sections or "policy_loss_args" in sections[0]:  # the key came with the unit
+        return values
+    prompts, rest = divmod(size, sections[0].get("num_generations", 1))
+    return {**values, "trainer": {**trainer, "mini_batch_size": f"{size} sequences" if rest else prompts}}
 
 
 def _spanned(values: Mapping[str, Any]) -> str:

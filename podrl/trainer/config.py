@@ -44,7 +44,7 @@ class RLTrainingConfig(AdamSettings):
       max_seq_token_per_tpu: tokens one device holds in a micro-batch; at least one row.
       actor_optimizer: any optax transformation; None is AdamW from the fields below.
       critic_optimizer: the same for the critic.
-      mini_batch_size: sequences per update; None is all of the step's. Must divide them.
+      mini_batch_size: prompts per update, each with its G samples; None is all of the step's. Must divide them.
       train_micro_batch_size: sequences of the longest kind that a micro-batch must hold.
 
       max_tokens_per_row: length of a packed row; None is the longest sequence, rounded up to a multiple of 32 (CPU) or
@@ -80,14 +80,6 @@ class RLTrainingConfig(AdamSettings):
     remat: Literal["none", "dots", "full", "offload"] = "dots"
     warmup_fraction: BelowOne = 0.0
     critic_learning_rate: Rate = 1e-5
-
-    def __post_init__(self):
-        mini, micro, count = self.mini_batch_size, self.train_micro_batch_size, self.gradient_accumulation_steps
-        if mini is not None and micro is not None and count is not None and mini != micro * count:
-            raise ValueError(
-                f"trainer.mini_batch_size={mini} is not trainer.train_micro_batch_size={micro} x "
-                f"trainer.gradient_accumulation_steps={count}: leave one of the three out."
-            )
 
     def optimizer(self, *, updates_per_step: int = 1) -> Optimizer:
         """Builds the actor's optimizer; schedules span max_steps x updates_per_step updates.

@@ -120,9 +120,14 @@ def pack_shape(
         )
     full = _SHARING_TOKENS if shared and kind == "cpu" else _DEVICE_TOKENS[kind]
     per_device = max(1, (limit or full) // tokens)
-    micro = training.train_micro_batch_size
-    if micro is None and training.gradient_accumulation_steps is not None:
-        micro = _ceil(sequences, training.gradient_accumulation_steps)
+    micro, count = training.train_micro_batch_size, training.gradient_accumulation_steps
+    if training.mini_batch_size and micro and count and sequences != micro * count:
+        raise ValueError(
+            f"trainer.mini_batch_size={training.mini_batch_size} makes {sequences} sequences, not trainer."
+            f"train_micro_batch_size={micro} x trainer.gradient_accumulation_steps={count}: leave one of the three out."
+        )
+    if micro is None and count is not None:
+        micro = _ceil(sequences, count)
     rows = per_device * shards
     if micro is not None and max_length <= tokens:
         # Rows that are longer for the sake of sharing are fewer: the memory is that of `micro` sequences.
@@ -346,8 +351,7 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPre
     if len(load) > most:
         raise ValueError(
             f"{len(length_B)} sequences fill {len(load)} rows of {shape.tokens} tokens but the batch has "
-            f"{shape.micro_batches} x {shape.rows}: it was made for fewer or shorter sequences; check "
-            "trainer.mini_batch_size and trainer.max_tokens_per_row."
+            f"{shape.micro_batches} x {shape.rows}: check trainer.mini_batch_size and trainer.max_tokens_per_row."
         )
     micro_batches = _ceil(len(load), shape.rows)
     slot = _deal(load, micro_batches, shape)[rows.row_B]
@@ -472,7 +476,7 @@ def mini_batches(order_B: Sequence[int] | Int[np.ndarray, " B"], size: int | Non
     if size < 1 or len(order) % size:
         raise ValueError(
             f"{len(order)} sequences do not split into mini-batches of {size}: trainer.mini_batch_size must divide the "
-            "samples of a step."
+            "prompts of a step."
         )
     return list(order.reshape(-1, size))
 

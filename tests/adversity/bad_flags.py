@@ -187,7 +187,7 @@ OVERRIDES = {
 
 SIZES = {
     "mini-batches": launch(
-        "--config.trainer.mini_batch_size=3", ["4 sequences", "mini-batches of 3", "trainer.mini_batch_size"]
+        "--config.trainer.mini_batch_size=3", ["prompts do not split", "mini-batches of 3", "trainer.mini_batch_size"]
     ),
     "no prompts": launch("--config.rollout.prompts_per_step=0", ["prompts_per_step=0"]),
     "groups of one": launch("--config.grpo.num_generations=1", ["num_generations=1"]),

@@ -185,3 +185,19 @@ def test_a_corrected_command_starts_and_a_run_is_made_longer_but_not_shorter(tmp
     (step, state), (other, same) = (read_state(path / "checkpoints") for path in (whole, tmp_path / "run"))
     assert step == other == 4
     assert tree_sums(state) == tree_sums(same)
+
+
+def test_a_run_of_before_counted_the_sequences_of_an_update():
+    """It goes on with as many prompts as made them, and is never taken for a run of so many prompts."""
+
+    def saved(size, **grpo):
+        return {"trainer": {"mini_batch_size": size}, "grpo": {"num_generations": 4, **grpo}}
+
+    now = {"policy_loss_args": {}}
+    known = {"grpo": now}
+    assert identity.changes(saved(8), saved(2, **now), known) == ([], [])
+    assert identity.changes(saved(8), saved(8, **now), known) == ([], ["trainer.mini_batch_size was 2, now 8"])
+    odd = identity.changes(saved(6), saved(6, **now), known)
+    assert odd == ([], ["trainer.mini_batch_size was '6 sequences', now 6"])
+    assert identity.changes(saved(8, **now), saved(8, **now), known) == ([], [])
+    assert identity.changes(saved(None), saved(None, **now), known) == ([], [])

@@ -14,7 +14,7 @@ VARIANTS = {
     # A critic, two passes over two mini-batches, a KL coefficient that moves, and a first step of the critic alone.
     "ppo": (
         *("--config.algorithm=ppo", "--config.ppo.kl_target=0.001", "--config.ppo.kl_horizon=50.0"),
-        *("--config.ppo.num_iterations=2", "--config.trainer.mini_batch_size=8", "--config.ppo.critic_warmup=1"),
+        *("--config.ppo.num_iterations=2", "--config.trainer.mini_batch_size=2", "--config.ppo.critic_warmup=1"),
         "--config.trainer.critic_learning_rate=1e-3",
     ),
     # Batches in flight whose groups were replaced from further prompts.
@@ -74,7 +74,7 @@ def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
 def test_nothing_drifts_at_learning_rate_0(tmp_path):
     """In float32, weights stay bitwise the same; policy and reference, scored by one program, are exactly 0 apart."""
     args = ("--config.trainer.learning_rate=0.0", "--config.grpo.num_iterations=2", "--config.grpo.kl_in_reward=0.1")
-    args += ("--config.trainer.mini_batch_size=8", "--config.eval.problems=0", "--config.trainer.max_steps=3")
+    args += ("--config.trainer.mini_batch_size=2", "--config.eval.problems=0", "--config.trainer.max_steps=3")
     done = run(tmp_path / "run", *args)
     records = [r for r in done.records() if "time/step" in r]
     assert len(records) == 3

@@ -85,7 +85,7 @@ STALE_LORA = (
     "--config.eval.problems=0",
 )
 SEVERAL_UPDATES = (
-    *("--config.grpo.num_iterations=2", "--config.trainer.mini_batch_size=8", "--config.trainer.schedule=cosine"),
+    *("--config.grpo.num_iterations=2", "--config.trainer.mini_batch_size=2", "--config.trainer.schedule=cosine"),
     *("--config.trainer.param_dtype=bfloat16", "--config.eval.problems=0"),  # with a float32 master copy
 )
 

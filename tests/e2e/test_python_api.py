@@ -195,18 +195,18 @@ if __name__ == "__main__":
 
 def test_a_loss_and_an_advantage_of_ones_own_train_as_those_built_in(tmp_path):
     """With the formulas of `clip` and of GRPO without a scale, the weights are the same, bit for bit."""
-    done = run_script(tmp_path, LOSS_SCRIPT.replace("MINI", "8"), "mine")
+    done = run_script(tmp_path, LOSS_SCRIPT.replace("MINI", "2"), "mine")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "my_clip(reach=0.2), your own" in done.stdout and "centred(power=1), your own" in done.stdout
     config = read_config(tmp_path / "mine")["grpo"]
     assert config["policy_loss_fn"] == f"{tmp_path}/script.py:my_clip" and config["policy_loss_args"] == {"reach": 0.2}
-    flags = ("--config.grpo.advantage_scale=none", "--config.trainer.mini_batch_size=8", "--config.eval.problems=0")
+    flags = ("--config.grpo.advantage_scale=none", "--config.trainer.mini_batch_size=2", "--config.eval.problems=0")
     ours = run(tmp_path / "ours", *flags, "--config.trainer.max_steps=2")
     mine, theirs = (read_state(place / "checkpoints")[1]["params"] for place in (tmp_path / "mine", ours.workdir))
     assert np.array_equal(mine["embed"], theirs["embed"])
     named = ("policy_loss_fn", "my_clip"), ("advantage_estimator", "centred")
     flags = [f"--config.grpo.{key}={tmp_path}/script.py:{name}" for key, name in named]
-    flags += ["--config.grpo.policy_loss_args.reach=0.2", "--config.trainer.mini_batch_size=8"]
+    flags += ["--config.grpo.policy_loss_args.reach=0.2", "--config.trainer.mini_batch_size=2"]
     more = ("--config.eval.problems=0", "--config.trainer.max_steps=2")
     resumed = run(tmp_path / "mine", *flags, *more)  # the command goes on with the run of the script
     assert "Resumed after step 2" in resumed.stdout

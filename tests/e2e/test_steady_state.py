@@ -53,7 +53,7 @@ PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
     ("lora", "settings", "algorithm"),
     [
         (None, {}, {"beta": 0.04}),
-        (None, {"mini_batch_size": 8}, {"beta": 0.0, "num_iterations": 2}),
+        (None, {"mini_batch_size": 2}, {"beta": 0.0, "num_iterations": 2}),
         (LoraConfig(rank=4), {"rollout": {"top_k": 20}}, {"beta": 0.04, "max_staleness": 1}),
         (LoraConfig(rank=4), {"rollout": {"merge_adapters": True}}, {"beta": 0.04}),
         (None, {}, {"beta": 0.04, "kl_target": 0.01, "kl_horizon": 50.0}),

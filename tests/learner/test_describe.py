@@ -85,7 +85,7 @@ def test_the_models_beside_actor_and_rollout_are_told():
 
 
 def test_the_arithmetic_in_words():
-    _, text = planned("dapo", trainer={"mini_batch_size": 32}, grpo={"num_iterations": 2})
+    _, text = planned("dapo", trainer={"mini_batch_size": 4}, grpo={"num_iterations": 2})
     words = " ".join(text.split())
     assert "(from up to 48 prompts, until 16 groups have a signal), and makes 8 updates" in words
     assert "2 passes over 4 mini-batches of 32 sequences" in words
@@ -126,3 +126,28 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     assert not found.has_accuracies  # nothing asks for an answer between tags
     assert planned("grpo", data={"path": str(own), "system_prompt": ""})[0].has_accuracies  # a reward reads it
     assert "is not here; the run itself needs it" in planned("grpo", data={"path": str(tmp_path / "gone.jsonl")})[1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mini", "group", "updates", "sequences"),
+    [
+        # Tunix (tunix/rl/rl_learner.py): full batch // mini_batch_size updates, of mini_batch_size x num_generations
+        # sequences each.
+        (4, 4, 4, 1, 16),
+        (4, 2, 4, 2, 8),
+        (16, 4, 8, 4, 32),
+        (4, None, 4, 1, 16),
+    ],
+)
+def test_a_mini_batch_counts_prompts_as_in_tunix(prompts, mini, group, updates, sequences):
+    sizes = {"rollout": {"prompts_per_step": prompts}, "grpo": {"num_generations": group}}
+    found, text = planned("grpo", trainer={"mini_batch_size": mini}, **sizes)
+    assert (found.updates_per_step, found.mini_batch_size) == (updates, sequences)
+    assert f"makes {updates} updates: 1 pass over {updates} mini-batches of {sequences} sequences" in " ".join(
+        text.split()
+    )
+
+
+def test_prompts_that_do_not_split_into_mini_batches_are_refused():
+    with pytest.raises(ValueError, match=r"4 prompts do not split into mini-batches of 3: .*prompts_per_step must"):
+        planned("grpo", trainer={"mini_batch_size": 3}, rollout={"prompts_per_step": 4})
