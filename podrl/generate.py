@@ -29,7 +29,7 @@ from podrl.runtime.arguments import Parser
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.user_code import Limits
 
-STOP_NAMES = ("eos", "length", "stop_string", "failed", "environment", "deadline")
+STOP_NAMES = ("eos", "length", "stop_string", "failed", "environment", "deadline", "calls")
 DTYPES = ("float32", "bfloat16", "float16")
 # Arguments that change no completion, so that they may differ where a command goes on.
 _FREE = ("out", "prompts", "devices")

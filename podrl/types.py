@@ -49,8 +49,8 @@ class Prompts:
 Mode = Literal["train", "eval"]  # what samples are made for
 
 # Why a sample ended; values of `Rollouts.stop_B`. A failed one met logits without a distribution (NaN, infinity); an
-# environment ended one by returning, or had no time left for it.
-STOP_EOS, STOP_LENGTH, STOP_STRING, STOP_FAILED, STOP_ENV, STOP_DEADLINE = range(6)
+# environment ended one by returning, or had no time left for it, or it ended after a call beyond env.max_tool_calls.
+STOP_EOS, STOP_LENGTH, STOP_STRING, STOP_FAILED, STOP_ENV, STOP_DEADLINE, STOP_CALLS = range(7)
 
 # `Rollouts.episodes` of a sample that has no environment.
 NO_EPISODE: Mapping[str, Any] = {"turns": [], "metrics": {}, "seconds": 0.0}
@@ -73,7 +73,7 @@ class Rollouts:
       version_BT: version of the weights that sampled each token; -1 where mask is 0.
       turn_reward_BT: what the sample's environment gave, on the last sampled token of the turn it was given for; what
         it gave for the whole sample is on the last of all. 0 elsewhere, and without an environment.
-      stop_B: why each ended: STOP_EOS to STOP_DEADLINE.
+      stop_B: why each ended: STOP_EOS to STOP_CALLS.
       completions: decoded completions without end tokens.
       episodes: of each sample, as JSON: `turns` (of the model: by, text, tokens, versions of the first and last, stop,
         reward; of others: by, text, tokens, seconds, failed, replayed), `metrics` by name, `seconds`.

@@ -114,7 +114,7 @@ class WithTools:
     async def _answer(self, call: calls.Call) -> tuple[calls.Output, dict[str, Any]]:
         self.calls += 1
         if self.calls > self._config.max_tool_calls:
-            self._open = False
+            self._open, self._model.spent = False, True
             return _failure(call.name, EXCEEDED, "limit" if call.name in self._tools else "unknown_tool")
         if call.problem:
             return _failure(call.name, call.problem, "no_call")

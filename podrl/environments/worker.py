@@ -32,6 +32,7 @@ class Told:
         self._send, self._life, self._config = send, life, config
         self._asked, self._turns = 0, 0
         self.over = False  # another turn was wanted than env.max_turns allows
+        self.spent = False  # another call was wanted than env.max_tool_calls allows
         self._turn: asyncio.Future[Turn] | None = None
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._records: list[dict[str, Any]] = []
@@ -206,7 +207,8 @@ class _Worker:
             result = Result()
             with contextlib.suppress(Ended):
                 result = await self._make().run(task, self._models[life]) or result
-            reason = "turns" if self._models[life].over else "ended"
+            model = self._models[life]
+            reason = "turns" if model.over else "calls" if model.spent else "ended"
             self.send({"done": life, "reason": reason, **_checked(result)})
         except asyncio.CancelledError:
             raise

@@ -56,15 +56,16 @@ class Done:
 
     Attributes:
       reward, metrics, text: of its Result.
-      reason: 'ended' by its own return, or because `say` found no room; 'turns': env.max_turns were over; 'deadline':
-        env.deadline_s or env.blocked_s passed, and the sample must leave the loss.
+      reason: 'ended' by its own return, or because `say` found no room; 'turns': env.max_turns were over; 'calls': it
+        ended after a call beyond env.max_tool_calls; 'deadline': env.deadline_s or env.blocked_s passed, and the sample
+        must leave the loss.
     """
 
     episode: int
     reward: float | None
     metrics: dict[str, float]
     text: str | None
-    reason: Literal["ended", "turns", "deadline"]
+    reason: Literal["ended", "turns", "calls", "deadline"]
 
 
 class Episodes:

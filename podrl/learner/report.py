@@ -9,7 +9,7 @@ from podrl.algorithms.mismatch import pearson
 from podrl.learner.control import MismatchGate
 from podrl.learner.generation import repeated
 from podrl.learner.settings import GRPOConfig, PPOConfig
-from podrl.types import STOP_DEADLINE, STOP_LENGTH, Experience, Rollouts
+from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_LENGTH, Experience, Rollouts
 
 # metric_fn(prompts, completions, rewards, **fields) -> {name: value}
 MetricFn = Callable[..., Mapping[str, float]]
@@ -137,6 +137,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         "episode/seconds_p50": float(seconds[0]),
         "episode/seconds_p95": float(seconds[1]),
         "episode/out_of_time": float((rollouts.stop_B == STOP_DEADLINE).sum()),
+        "episode/out_of_calls": float((rollouts.stop_B == STOP_CALLS).sum()),
     }
     for name, turns in by.items():
         metrics |= {

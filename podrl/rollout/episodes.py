@@ -15,6 +15,7 @@ from podrl.rollout.config import Sampling
 from podrl.rollout.session import Opening, Session, Track
 from podrl.rollout.state import STOP_IDS
 from podrl.types import (
+    STOP_CALLS,
     STOP_DEADLINE,
     STOP_ENV,
     STOP_EOS,
@@ -257,9 +258,12 @@ class Pump:
         if track.stop is not None or episode.full:
             return STOP_LENGTH
         spent = track.sampled >= (self._request.sampling.max_new or 0) or len(track.tokens) >= self._request.response
-        if track.paused == STOP_EOS and not episode.stops.get(track.tokens[-1]) and done.reason != "turns":
-            return STOP_EOS
-        return STOP_LENGTH if track.paused == STOP_LENGTH and spent else STOP_ENV
+        if track.paused == STOP_LENGTH and spent:
+            return STOP_LENGTH
+        if done.reason == "calls":
+            return STOP_CALLS
+        own = track.paused == STOP_EOS and not episode.stops.get(track.tokens[-1]) and done.reason != "turns"
+        return STOP_EOS if own else STOP_ENV
 
     def _begin(self, p: int) -> None:
         """Submits the samples of a prompt, all of whose environments have begun or ended."""

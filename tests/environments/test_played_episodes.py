@@ -121,7 +121,7 @@ def test_exactly_so_many_calls_are_run(most):
         says, done = play(episodes, lambda say: call("calculator", "1+1"))
     assert outputs(says) == ["2"] * most + ["Max tool calls exceeded."]
     assert [bool(say.stop) for say in says] == [True] * (most + 1) + [False]
-    assert done.reason == "ended"
+    assert done.reason == "calls"
 
 
 @pytest.mark.parametrize(

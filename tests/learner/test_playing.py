@@ -1,6 +1,8 @@
 """Environments in training: where rewards lie, who leaves the loss, and a whole run from Python."""
 
+import dataclasses
 import json
+import shutil
 import types
 
 import jax
@@ -8,12 +10,17 @@ import numpy as np
 import pytest
 
 import podrl
+from podrl.data.dialogue import Dialogue
+from podrl.data.tokenizer import Tokenizer
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.tools import ToolEnvironment
+from podrl.environments.workers import Episodes
+from podrl.job.config import EMBEDDED
 from podrl.learner.generation import of_the_others
-from podrl.learner.playing import environment_config
+from podrl.learner.playing import check, environment_config, offered
 from podrl.learner.report import episode_metrics
-from podrl.types import STOP_DEADLINE, STOP_ENV
+from podrl.runtime.user_code import Limits
+from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_ENV
 
 ENVIRONMENT = """
 from podrl.environments.protocol import Result
@@ -45,9 +52,10 @@ def test_metrics_of_episodes_count_by_tool():
         {"turns": [model, call, model], "metrics": {"won": 1.0}, "seconds": 1.0},
         {"turns": [model, unknown, model], "metrics": {"won": 0.0}, "seconds": 3.0},
     ]
-    found = episode_metrics(types.SimpleNamespace(episodes=episodes, stop_B=np.array([STOP_ENV, STOP_DEADLINE])))
+    found = episode_metrics(types.SimpleNamespace(episodes=episodes, stop_B=np.array([STOP_CALLS, STOP_DEADLINE])))
     assert found["episode/turns"] == 2.0 and found["episode/calls"] == 1.0 and found["episode/given_tokens"] == 2.5
     assert found["tools/calculator/calls"] == 1.0 and found["tools/unknown/failures"] == 1.0
+    assert found["episode/out_of_calls"] == 1.0
     assert found["episode/seconds_p50"] == 2.0 and found["env/won"] == 0.5 and found["episode/out_of_time"] == 1.0
 
 
@@ -58,6 +66,44 @@ def test_environments_are_given_by_name_settings_or_object():
     assert environment_config(ToolEnvironment("calculator")).tools == ("calculator",)
     with pytest.raises(ValueError, match="is neither"):
         environment_config(3)
+
+
+def _tokenizer(directory, *special, tools=()):
+    """The tokenizer of the sums with a template for tools, and some pieces made special tokens."""
+    shutil.copytree(EMBEDDED["tiny_tools"], directory)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    first = len(content["model"]["vocab"])
+    (directory / "config.json").unlink()  # which has no embeddings for more
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] += [
+        {"id": first + i, "content": text, "special": True, **flags} for i, text in enumerate(special)
+    ]
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    (directory / "chat_template.jinja").write_text(
+        "{% for t in tools %}{{ t | tojson }}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end_of_turn>{% endfor %}[assistant]"
+    )
+    return Tokenizer(directory, tools=tools)
+
+
+def test_tools_are_checked_at_the_start(tmp_path):
+    config = EnvironmentConfig(environment="tools", tools=("calculator",))
+    with Episodes(config, Limits(), journal=None) as host:
+        check(host, Dialogue(_tokenizer(tmp_path / "end", "</call>")))  # only ends a call: it does so as a token
+        for i, tag in enumerate(["<call_tool", "<snippet", "</tool_output>x"]):
+            dialogue = Dialogue(_tokenizer(tmp_path / str(i), tag))
+            if tag.endswith("x"):  # longer than the tag: nobody writes it
+                check(host, dialogue)
+                continue
+            with pytest.raises(ValueError, match=f"The tag '{tag}' of env.parser holds a special token"):
+                check(host, dialogue)
+    with Episodes(dataclasses.replace(config, parser="hermes"), Limits(), journal=None) as host:
+        assert list(offered(dataclasses.replace(config, parser="qwen3"), Limits())) == host.tools
+        assert offered(config, Limits()) == offered(EnvironmentConfig(), Limits()) == []
+        check(host, Dialogue(_tokenizer(tmp_path / "same", tools=host.tools)))
+        other = [{"type": "function", "function": host.tools[0]["function"] | {"description": "Other."}}]
+        with pytest.raises(ValueError, match="The tools calculator of this process are others than those that prompts"):
+            check(host, Dialogue(_tokenizer(tmp_path / "other", tools=other)))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from podrl.environments.protocol import FULL
 from podrl.environments.workers import Done, Say
 from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
-from podrl.types import STOP_DEADLINE, STOP_ENV, STOP_EOS, STOP_LENGTH, BatchError
+from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_ENV, STOP_EOS, STOP_LENGTH, BatchError
 
 STOPS = ("aba", "bcb", "ca")
 
@@ -203,11 +203,12 @@ def test_a_late_episode_ends_where_it_stands(play):
     assert not (rollouts.stop_B[::2] == STOP_DEADLINE).any()
 
 
-def test_the_end_of_the_last_turn_there_may_be_is_not_the_models_end(play):
+@pytest.mark.parametrize(("reason", "stop"), [("turns", STOP_ENV), ("calls", STOP_CALLS)])
+def test_the_end_of_the_last_turn_there_may_be_is_not_the_models_end(play, reason, stop):
     class Bounded(Scripted):
         def turn(self, episode, turn):
             self.turns[episode].append(turn)
-            self.ready.append(Done(episode, None, {}, None, "turns"))
+            self.ready.append(Done(episode, None, {}, None, reason))
 
     def asks(task):
         yield say(stop=())
@@ -215,7 +216,7 @@ def test_the_end_of_the_last_turn_there_may_be_is_not_the_models_end(play):
     rollouts, _ = play(asks, group_size=12, sampling=Sampling(max_new=44, temperature=3.0))
     bounded, _ = play(asks, group_size=12, sampling=Sampling(max_new=44, temperature=3.0), host=Bounded)
     ended = rollouts.stop_B == STOP_EOS
-    assert ended.any() and (bounded.stop_B[ended] == STOP_ENV).all()
+    assert ended.any() and (bounded.stop_B[ended] == stop).all()
     np.testing.assert_array_equal(bounded.stop_B[~ended], rollouts.stop_B[~ended])
 
 
