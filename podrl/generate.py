@@ -191,7 +191,7 @@ def _check_prompt(record: Mapping[str, Any], place: str) -> None:
         raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty.")
 
 
-def _settings(args: argparse.Namespace, records: sources.Records, tools: str) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "") -> dict[str, Any]:
     """Lists everything completions depend on, as JSON; the prompts, and the tools they name, by their checksums."""
     digest = hashlib.sha256()
     for i in range(len(records)):
