@@ -226,7 +226,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
     section = section_of(config.algorithm)
     for name in ARGUMENTS:  # functions of the user's, whose own numbers are keys
         if function := _early(argv, f"{section}.{name}", ""):
-            config[section] = ConfigDict(dict(config.get(section, {})) | {name: function})
+            config.update({section: {name: function}})
     values = ConfigDict(complete(config.to_dict()))
     _check_overrides(argv, values)
     for arg in argv:

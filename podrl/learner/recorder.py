@@ -247,8 +247,8 @@ class Recorder:
                 self._run.log_config.console_every,
             )
             self._started, self._start = time.monotonic(), step
-        pace = (time.monotonic() - self._started) / max(step - self._start, 1)
-        left = pace * (self._schedule.max_steps - step)
+        done = step - self._start  # since the first step shown, which compiles and says nothing of the others
+        left = (time.monotonic() - self._started) / done * (self._schedule.max_steps - step) if done else None
         shown = {short: values[name] for name, short in self._report.watched() if name in values}
         self._progress.update(step, shown, left)
 

@@ -62,14 +62,14 @@ class Progress:
             self._task = self._live.add_task(description, total=total, completed=start, numbers="")
             self._live.start()
 
-    def update(self, step: int, numbers: Mapping[str, float], seconds_left: float) -> None:
-        """Shows step `step` of the total with named numbers."""
+    def update(self, step: int, numbers: Mapping[str, float], seconds_left: float | None) -> None:
+        """Shows step `step` of the total with named numbers; `seconds_left` is None where it is not known yet."""
         text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
         if self._live is not None:
             self._live.update(self._task, completed=step, numbers=text)
         elif step % self._every == 0 or step in (1, self._total):
-            left = f"{int(seconds_left) // 60}:{int(seconds_left) % 60:02d}"
-            self._console.print(f"{self._name} {step}/{self._total}  {text}  left {left}")
+            left = "" if seconds_left is None else f"  left {int(seconds_left) // 60}:{int(seconds_left) % 60:02d}"
+            self._console.print(f"{self._name} {step}/{self._total}  {text}{left}")
             self._console.file.flush()
 
     def close(self) -> None:

@@ -48,3 +48,11 @@ def test_every_console_is_made_without_markup():
     ]
     home = [line for line in found if line.startswith("rundir/console.py")]
     assert len(home) == 1 and found == home
+
+
+def test_the_time_left_is_said_once_it_can_be_known(capsys):
+    progress = Progress(make_console(), "step", 0, 3, 1)
+    progress.update(1, {"reward": 1.0}, None)
+    progress.update(2, {"reward": 1.0}, 61.0)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.strip() == "step 1/3  reward 1.000" and second == "step 2/3  reward 1.000  left 1:01"
