@@ -115,3 +115,16 @@ def test_the_checkpoint_is_trained_by_its_command(tmp_path):
     done = run(tmp_path / "run", base=("--config=sft_tools.py", *few))
     losses = [record["sft/loss"] for record in done.records() if "actor/grad_norm" in record]
     assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [("--config.model.lora.rank=4",), ("--config.algorithm=ppo", "--config.ppo.beta=0.0")], ids=["lora", "ppo"]
+)
+def test_other_ways_to_train_take_samples_with_calls(how, tmp_path):
+    """Two steps by adapters alone and with a critic: what the calculator gave is in rows that are trained on."""
+    few = ("--config.trainer.max_steps=2", "--config.trainer.eval_every_n_steps=0", "--config.checkpoint.every=2")
+    records = comparable(run(tmp_path / "run", base=("--config=grpo_tools.py", *SHORT, *few, *how)).workdir)
+    steps = [record for record in records if "actor/grad_norm" in record]
+    assert len(steps) == 2 and all(step["actor/grad_norm"] > 0 for step in steps)
+    assert all(step["episode/calls"] > 0 and step["episode/given_tokens"] > 0 for step in steps)
