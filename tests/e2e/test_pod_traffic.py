@@ -60,10 +60,16 @@ get_config = runpy.run_path(BASE)["get_config"]
 """
 
 
-@pytest.fixture
-def workdir(tmp_path) -> pathlib.Path:
-    (tmp_path / "noted.py").write_text(f"BASE = {find_config('grpo_gemma.py')!r}\n{_NOTED}")
-    return tmp_path / "run"
+def _folder(path: pathlib.Path) -> pathlib.Path:
+    (path / "noted.py").write_text(f"BASE = {find_config('grpo_gemma.py')!r}\n{_NOTED}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[pathlib.Path]:
+    """Runs the pod without and with staleness; returns the run directories."""
+    options = ((), STALE)
+    return [run(_folder(tmp_path_factory.mktemp("noted")) / "run", *FOUR, *more).workdir for more in options]
 
 
 def _notes(directory: pathlib.Path, host: int) -> dict[tuple[str, int], list[dict]]:
@@ -76,9 +82,9 @@ def _notes(directory: pathlib.Path, host: int) -> dict[tuple[str, int], list[dic
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(staleness, workdir):
+def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(staleness, runs):
     """Also with one batch in flight at every checkpoint, which the first host alone completes for it."""
-    run(workdir, *FOUR, *(STALE if staleness else ()))
+    workdir = runs[staleness]
     received = [_notes(workdir.parent, host) for host in (0, 1)]
     steps_completed, bytes_ = 0, [0, 0]
     for step in range(6):
@@ -103,15 +109,15 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
     assert not any(notes for (key, _), notes in received[1].items() if key in ("texts", "evaluation"))
     # Rollout hosts are told when to start and go on, and at the end that it is over; samples never come back to them.
     for host in (2, 3):
-        assert {key for key, _ in _notes(workdir.parent, host)} <= {"start", "word", "over", "stop"}
+        assert {key for key, _ in _notes(workdir.parent, host)} <= {"start", "word", "over", "reached"}
 
 
-def test_a_pod_that_is_killed_with_a_batch_in_flight_ends_as_one_that_never_was(workdir, tmp_path):
-    undisturbed = run(workdir, *FOUR, *STALE).workdir
+def test_a_pod_that_is_killed_with_a_batch_in_flight_ends_as_one_that_never_was(runs, tmp_path):
+    _folder(tmp_path)
     with job(tmp_path / "killed", *FOUR, *STALE) as running:
         running.wait_for_step(3)
         os.kill(process(running.process.pid, 1), signal.SIGKILL)
         assert running.end() == 42, running.stderr
     again = run(tmp_path / "killed", *FOUR, *STALE)
     assert "Resumed after step 2" in again.stdout
-    same_end(again.workdir, undisturbed)
+    same_end(again.workdir, runs[1])
