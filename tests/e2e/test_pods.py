@@ -171,7 +171,8 @@ def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path, goo
         "        raise RuntimeError('no verdict')\n"
         "    return [float(len(c) % 3) for c in completions]\n"
     )
-    with job(tmp_path / "run", "--local_processes=2", f"--config.reward.fns=('{rewards}:brittle',)") as running:
+    fns = ("--config.reward.calls=batch", f"--config.reward.fns=('{rewards}:brittle',)")
+    with job(tmp_path / "run", "--local_processes=2", *fns) as running:
         assert running.end() == 1, running.stderr
     assert "Reward function brittle failed" in running.stderr and "no verdict" in running.stderr
     assert f"Saved after step {step}" in running.stdout
