@@ -118,7 +118,7 @@ def check_micro_batches(loss: Loss) -> None:
 
 
 def check_no_advantage(loss: Loss, *, but: int = 0) -> None:
-    """Where all advantages are 0 there is no gradient, on at most `but` tokens."""
+    """Asserts that advantages of 0 give no gradient, except on at most `but` tokens."""
     tokens = sequences() | {"advantage": np.zeros(len(sequences()["mask"]))}
     _, _, grad_BT = run(loss, lay_out(tokens, packed_layout(tokens["owner"])))
     count = np.count_nonzero(grad_BT)

@@ -123,7 +123,7 @@ def _prefill_only(args: Any, given: int) -> Any:
 
 
 def _asked(args: Any, calls: int, given: int) -> dict[str, Any]:
-    """What the tasks of `Calls` say; without calls all is given at once, before the first token."""
+    """Makes the tasks of `Calls`; without calls all tokens are given at once, before the first sampled one."""
     return {"calls": calls, "sampled": args.max_new, "delay_s": args.delay_ms / 1e3, "observation": "1" * given}
 
 

@@ -13,7 +13,7 @@ _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
 
 class Dialogue:
-    """What follows a model's words in the tokens of its sample; sampled tokens themselves are never encoded again."""
+    """Encodes what is added to a sample after the model's words; sampled tokens are never encoded again."""
 
     def __init__(self, tokenizer: Tokenizer):
         """Of a tokenizer; its chat template is read when the first turn is made of it."""

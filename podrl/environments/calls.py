@@ -38,7 +38,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a tool gave: its documents, or one text where `tag` is ''."""
+    """A tool's output: documents, or one text where `tag` is ''."""
 
     texts: Sequence[str]
     tag: str = ""
@@ -257,7 +257,7 @@ def shortened(
 
 
 def _shares(lengths: Sequence[int], limit: int) -> list[int]:
-    """What each may have of `limit`: all of it while it is short, and an equal part of what the shorter ones leave."""
+    """Shares `limit` out: short ones get all they need, the others equal parts of what is left."""
     shares, left = [0] * len(lengths), limit
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     for done, i in enumerate(order):

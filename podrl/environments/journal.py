@@ -26,7 +26,7 @@ Records = dict[tuple[int, int, int], Record]  # by the first three
 
 
 class Store(Protocol):
-    """Where records are kept, by the name of their step: 'STEP', 'eval-STEP' those of evaluations."""
+    """A store of records by the name of their step: 'STEP', or 'eval-STEP' for evaluations."""
 
     async def read(self, name: str) -> Records: ...
 

@@ -1,4 +1,4 @@
-"""What an environment is: a coroutine over one sample that gives observations and gets the model's turns."""
+"""The protocol of environments: a coroutine over one sample gives observations and gets the model's turns."""
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ class Ended(Exception):  # noqa: N818 - no error, as StopIteration
 
 
 class OutsideError(Exception):
-    """What `make` raised in `outside`, as 'ValueError: its text'; the same when it comes from a record."""
+    """An outside call failed: `make` raised, now or when the record was made; the text is 'ValueError: its text'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What the model said between two observations.
+    """The model's words between two observations.
 
     Attributes:
       text: the sampled text, the stop string included.

@@ -19,7 +19,7 @@ _KINDS = {int: "integer", float: "number", bool: "boolean", str: "string", list:
 
 
 def plain(value: Any) -> str:
-    """What a tool returned as text that any pipe takes, its middle left out where it is endless."""
+    """Turns a tool's result into text that any pipe takes, without its middle where it is endless."""
     if isinstance(value, bytes):
         text = value.decode(errors="replace")
     elif isinstance(value, str):

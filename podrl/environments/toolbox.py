@@ -168,7 +168,7 @@ class Toolbox:
 
 
 def _theirs(name: str, server: MCPServer, there: Mapping[str, Any]) -> str:
-    """What a server calls the tool that the model calls `name`; '' where it has none."""
+    """Returns a server's name for the tool that the model calls `name`; '' where it has none."""
     known = dr_tulu.TOOLS.get(name)
     words = [server.aliases[name]] if name in server.aliases else [name, *(known.theirs if known else ())]
     return next((word for word in words if word in there), "")

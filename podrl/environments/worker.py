@@ -138,7 +138,7 @@ class Told:
 
 
 def record(by: str, text: str, failed: str, reply: Mapping[str, Any]) -> dict[str, Any]:
-    """What a Say tells of one answer."""
+    """Makes the record of one outside answer, which the next observation carries."""
     return {
         "by": by,
         "text": text,

@@ -32,7 +32,7 @@ _BUNCH_S = 0.002  # answers less than this apart go on together, where no sample
 
 
 class Host(Protocol):
-    """Where episodes run: podrl.environments.workers.Episodes, whose words these are."""
+    """Runs episodes; podrl.environments.workers.Episodes implements it, and documents the methods."""
 
     def start(self, episode: int, task: Task) -> None: ...
 
@@ -64,7 +64,7 @@ class Partner:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a call of `generate` asks for: samples of prompts, and their limits.
+    """A call of `generate`, all settings filled in: prompts, samples of each, and limits.
 
     Attributes:
       prompts, group_size, step, sampling: as of RolloutWorker.generate, all settings filled in.
@@ -251,7 +251,7 @@ class Pump:
         self._end(b, stop, done.text)
 
     def _why(self, episode: Episode, done: Done) -> int:
-        """Why a sample ended whose environment has returned."""
+        """Returns the stop reason of a sample whose environment has returned."""
         track = episode.track
         if track is None:
             return STOP_LENGTH if episode.full else STOP_ENV

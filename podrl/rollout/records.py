@@ -1,4 +1,4 @@
-"""What the scheduler records of samples and prompts, and the plans it makes of them."""
+"""The scheduler's records of samples and prompts, and the plans it makes."""
 
 import dataclasses
 import enum

@@ -17,7 +17,7 @@ from podrl.rollout.records import Feed, Plan, PoolShape, PromptRow, Sample, Stat
 
 
 class _Fit(NamedTuple):
-    """How a sample's given tokens fit its pages.
+    """Places a sample's given tokens in its pages.
 
     Attributes:
       keep: its first pages, which stay; the last of them takes as many of the tokens as it has places for.

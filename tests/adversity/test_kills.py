@@ -87,6 +87,6 @@ def test_a_bucket_has_the_answers_for_another_machine(with_tools, bucket, monkey
 
 
 def _calls(workdir):
-    """How many answers each step of a run was given."""
+    """Counts the answers that each step of a run was given."""
     steps = [record for record in comparable(workdir) if "tools/calculator/calls" in record]
     return [round(step["tools/calculator/calls"]) for step in steps]

@@ -1,4 +1,4 @@
-"""What follows a model's words: the chat template's delta, and stop strings that are tokens."""
+"""Text added after a model's words: the chat template's delta, and stop strings that are tokens."""
 
 import json
 import shutil

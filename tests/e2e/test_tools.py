@@ -1,15 +1,12 @@
 """A model that learns to ask a calculator: what it said, what it was given, and what became of it in a few steps."""
 
-import contextlib
 import json
 import re
-import socket
-import subprocess
 import sys
-import time
 
 import pytest
 from processes import comparable, environment, job, run, samples
+from servers import serving
 
 from podrl.environments.calculator import calculator
 from podrl.runtime.local_pod import free_ports
@@ -55,22 +52,10 @@ def test_calls_are_answered_by_the_calculator(done):
 OVER_MCP = ("--config=grpo_tools.py:mcp", *SHORT, "--config.trainer.max_steps=4", "--config.eval.problems=1")
 
 
-@contextlib.contextmanager
 def served(kind, port):
     """The calculator as a server on a port of this machine."""
     command = [sys.executable, "-m", "podrl.environments.calculator_server", f"--transport={kind}", f"--port={port}"]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
-    try:
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            assert process.poll() is None, "the server did not start"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.05)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    return serving(command, port, environment())
 
 
 def steps_of(workdir):

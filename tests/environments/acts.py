@@ -148,7 +148,7 @@ class Dies:
 
 
 class Mumbles:
-    """Says what is no text."""
+    """An environment that says characters which are no text: lone surrogates."""
 
     async def run(self, task, model):
         await model.say("a\udcffb")

@@ -5,12 +5,12 @@ import os
 import pathlib
 import signal
 import socket
-import subprocess
 import sys
 import time
 
 import pytest
 from processes import gone
+from servers import serving
 from test_played_episodes import call, most_at_once, outputs, play, processes
 
 from podrl.environments.config import EnvironmentConfig, MCPServer
@@ -29,21 +29,9 @@ def config(*servers, tools=(), **settings):
     return EnvironmentConfig(environment="tools", mcp=servers, tools=tools, **{"max_tool_calls": 20, **settings})
 
 
-@contextlib.contextmanager
 def served(kind, port):
     """The test server on a port of this machine."""
-    process = subprocess.Popen([sys.executable, str(SERVER), kind, str(port)], stderr=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            assert process.poll() is None, "the server did not start"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.05)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    return serving([sys.executable, str(SERVER), kind, str(port)], port)
 
 
 def free_port():

@@ -291,7 +291,7 @@ def test_no_more_calls_at_once_than_are_allowed(most, tmp_path):
 
 
 def most_at_once(episodes, log, samples):
-    """How many calls of the tool `logged` overlap, as the file says that it writes."""
+    """Counts the overlapping calls of the tool `logged`, from the file that it writes."""
     for number in range(samples):
         episodes.start(number, Task("p", sample=number))
     done, end = 0, time.monotonic() + 60
