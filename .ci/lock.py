@@ -17,9 +17,9 @@ PLATFORMS = ("manylinux_2_17", "manylinux2014", *(f"manylinux_2_{minor}" for min
 BASE = "requirements.lock"
 # A file holds what its extras add to the base, and begins with the base.
 LOCKS = {
-    BASE: ("gcs", "tools"),
-    "requirements-tpu.lock": ("gcs", "tools", "tpu"),
-    "requirements-pathways.lock": ("gcs", "tools", "pathways"),
+    BASE: ("gcs", "hub", "tools"),
+    "requirements-tpu.lock": ("gcs", "hub", "tools", "tpu"),
+    "requirements-pathways.lock": ("gcs", "hub", "tools", "pathways"),
 }
 
 

@@ -8,13 +8,14 @@ training (fsdp=4) and 4 generating (data=4).
 
 Variants:
     grpo_gemma.py:lora              adapters only, the same task
+    grpo_gemma.py:async             two batches in flight, and the decoupled loss that is meant for them (docs/async.md)
     grpo_gemma.py:gemma2_2b_v5e16   Gemma 2 2B on GSM8K with LoRA, trainer and rollout on 8 TPU v5e chips each; needs
                                     --config.model.path=DIR and --config.data.path=FILE
 """
 
 from ml_collections import ConfigDict
 
-VARIANTS = ("tiny", "lora", "gemma2_2b_v5e16")
+VARIANTS = ("tiny", "lora", "async", "gemma2_2b_v5e16")
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
@@ -25,6 +26,8 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     if variant == "lora":
         config.model.lora = ConfigDict({"rank": 16, "alpha": 32.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
         config.trainer.learning_rate = 2e-3
+    if variant == "async":
+        config.grpo.update({"max_staleness": 2, "old_logprob": "trainer", "sampler_correction": "tis"})
     if variant == "gemma2_2b_v5e16":
         _gemma2_2b(config)
     return config
@@ -86,5 +89,5 @@ def _gemma2_2b(config: ConfigDict) -> None:
         {"max_steps": 3738, "eval_every_n_steps": 500, "learning_rate": 3e-6, "schedule": "cosine"}
     )
     config.trainer.update({"warmup_fraction": 0.1, "b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "max_grad_norm": 0.1})
-    config.trainer.update({"train_micro_batch_size": 8, "dtype": "bfloat16", "remat": "full"})
+    config.trainer.update({"train_micro_batch_size": 2, "dtype": "bfloat16", "remat": "full"})
     config.checkpoint.update({"every": 500, "keep": 4})

@@ -1,7 +1,10 @@
 """The podrl command line, exit codes and environment that every launcher submits."""
 
 import itertools
+import math
+import pathlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -35,6 +38,76 @@ def podrl_command(config: str, workdir: str, extra: Sequence[str]) -> list[str]:
         if flag.split("=")[0] in ("--config", "--workdir"):
             raise ValueError(f"{flag} stands after --: give {flag.split('=')[0]} before it, once.")
     return ["python", "-m", "podrl.launch", f"--config={config}", f"--workdir={workdir}", *extra]
+
+
+def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, copied: bool = False) -> None:
+    """Refuses, before anything is submitted, what the pods would refuse once they run.
+
+    Args:
+      config: value of podrl's --config; what it sets is known where the file and ml_collections are here.
+      extra: further podrl flags.
+      chips: of each role ('trainer', 'rollout'), or of 'all' together; devices count as chips.
+      copied: relative paths may be there, on the disk of a host that is kept.
+
+    Raises:
+      ValueError: an empty model path, a file or directory that only this machine has, or a mesh of other size.
+    """
+    given = dict(flag[len("--config.") :].split("=", 1) for flag in extra if re.match(r"--config\.[\w.]+=", flag))
+    values = _values(config) | given
+    if values.get("model.path") == "":
+        raise ValueError("model.path is empty: say which model after --, as --config.model.path=gs://BUCKET/MODEL.")
+    for key in ("model.path", "model.reference", "model.critic", "reward.model", "data.path", "data.eval_path"):
+        value = values.get(key, "")
+        if not copied and value and "://" not in value and not value.startswith("/") and re.search(r"[./]", value):
+            raise ValueError(
+                f"--config.{key}={value} is a path on this machine, which pods do not see: copy it to the bucket and "
+                f"say --config.{key}=gs://BUCKET/..., or give the absolute path that it has in the image."
+            )
+    sizes = {role: _devices(values.get(f"roles.{role}.mesh", "auto")) for role in ("trainer", "rollout")}
+    together = {"all": sum(sizes.values())} if all(sizes.values()) else {}
+    if values.get("roles.colocated") in ("True", "true"):
+        together = {"all": max(sizes.values())} if any(sizes.values()) else {}
+    for role, need in (sizes | together).items():
+        if need and role in chips and need != chips[role]:
+            meshes = {name: values.get(f"roles.{name}.mesh") for name in sizes if role in (name, "all")}
+            said = " and ".join(f"roles.{name}.mesh={mesh}" for name, mesh in meshes.items())
+            raise ValueError(
+                f"{said} take {need} chips, and the machines asked for have {chips[role]}: change one of them."
+            )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Checks podrl's own flags for tpu_vm.sh; returns 3 where the job would be refused, and says why."""
+    config = next((flag.partition("=")[2] for flag in argv if flag.startswith("--config=")), "")
+    try:
+        check_job(config, argv, {}, copied=True)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 3
+    return 0
+
+
+def _values(config: str) -> dict[str, str]:
+    """Reads what a configuration file sets of places and meshes; {} where it, or what it imports, is not here."""
+    name, _, variant = config.partition(":")
+    beside = pathlib.Path(__file__).resolve().parent.parent / "configs"
+    path = next((p for p in (pathlib.Path(name), pathlib.Path("configs") / name, beside / name) if p.is_file()), None)
+    try:
+        found = runpy.run_path(str(path))["get_config"](*([variant] if variant else [])) if path else {}
+    except ImportError:
+        return {}
+    flat: dict[str, str] = {}
+    for group in ("model", "reward", "data", "roles"):
+        for key, value in dict(found.get(group, {})).items():
+            flat |= {f"{group}.{key}.mesh": value["mesh"]} if hasattr(value, "keys") and "mesh" in value else {}
+            flat |= {f"{group}.{key}": str(value)} if isinstance(value, str | bool) else {}
+    return flat
+
+
+def _devices(mesh: str) -> int:
+    """Multiplies the sizes of a mesh such as 'fsdp=4,tensor=2'; 0 where it leaves one open."""
+    sizes = [part.partition("=")[2] for part in mesh.split(",")]
+    return math.prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0
 
 
 def job_name(name: str, limit: int) -> str:
@@ -119,3 +192,7 @@ def run(command: Sequence[str], *, stdin: str | None = None, missing: Mapping[st
     except FileNotFoundError:
         sys.stderr.write(f"{command[0]} is not on PATH: {missing[command[0]]}\n")
         return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -89,6 +89,8 @@ def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
     """
     trainer = machines.parse_slices(args.trainer, "--trainer")
     rollout = machines.parse_slices(args.rollout, "--rollout")
+    chips = {"trainer": trainer.devices, "rollout": rollout.devices}
+    command.check_job(args.config, extra, chips)
     name = command.job_name(args.name, NAME_LIMIT)
     labels = _labels(args)
     if args.queue:

@@ -79,6 +79,11 @@ class Slices:
         return math.prod(int(n) for n in self.topology.split("x"))
 
     @property
+    def devices(self) -> int:
+        """Number of JAX devices of all slices; a chip of tpu7x is two."""
+        return self.chips * self.count * (2 if self.machine.name.startswith("tpu7x") else 1)
+
+    @property
     def hosts(self) -> int:
         """Number of hosts, pods and processes of one slice."""
         return self.chips // self.machine.chips_per_host

@@ -113,7 +113,10 @@ copy_code() {
 start() {
   ((${#podrl[@]})) || die "nothing to run: give podrl's flags after --, as -- --config=grpo_gemma.py"
   [[ -e $root/podrl/launch.py ]] || die "this copies a checkout of podrl, and $root is none: run launch/tpu_vm.sh of a clone"
-  local identity archive code
+  local identity archive code refused status=0
+  # What the hosts would refuse only after all is copied and installed; where there is no python here, they do.
+  refused=$(python3 "$root/launch/command.py" "${podrl[@]}" 2>&1) || status=$?
+  ((status != 3)) || die "$refused"
   identity=$(date -u +%Y%m%d-%H%M%S)-$$
   archive=podrl-$identity.tar.gz
   code=podrl-run/code-$identity

@@ -81,6 +81,7 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     if args.headless:
         words += ["--headless"]
     else:
+        command.check_job(args.config, extra, {"all": slices.devices})
         podrl = command.podrl_command(args.config, args.workdir, extra)
         # exec: xpk runs `(COMMAND) &` and sends SIGTERM to that subshell, which without exec would not pass it on.
         words += [f"--docker-image={args.image}", f"--command=exec {shlex.join(podrl)}"]

@@ -23,6 +23,19 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(known)}."
 
 
+def elsewhere(name: str, group: Mapping[str, Any], prefix: str = "") -> str:
+    """Suggests the dotted paths at which nested mappings have the key `name`; '' where none has."""
+    places = sorted(_places(name, group, ""))
+    return f" Did you mean {' or '.join(repr(prefix + place) for place in places)}?" if places else ""
+
+
+def _places(name: str, group: Mapping[str, Any], prefix: str) -> list[str]:
+    found = [prefix + name] if name in group else []
+    for key, value in group.items():
+        found += _places(name, value, f"{prefix}{key}.") if isinstance(value, Mapping) else []
+    return found
+
+
 def known_arguments(call: Call) -> Call:
     """Decorates a function, so that a keyword it does not have raises a TypeError that names those it has."""
     names = [name for name in inspect.signature(call).parameters if name != "self"]

@@ -1,6 +1,6 @@
 """The command that writes a run's model as a Hugging Face directory.
 
-    python -m podrl.export --workdir=RUN --out=DIR [--step=N] [--adapter] [--dtype=bfloat16]
+    python -m podrl.export --workdir=RUN --out=DIR [--step=N] [--adapter] [--dtype=bfloat16] [--push=ORG/NAME]
 
 DIR loads in `transformers` (with --adapter: in `peft`, on top of the base model). Adapters are merged unless --adapter.
 """
@@ -25,12 +25,14 @@ import jax
 import jax.numpy as jnp
 
 from podrl.data.tokenizer import Tokenizer
-from podrl.job.config import SCRATCH, ModelSource
+from podrl.job.config import KINDS, SCRATCH, ModelSource
 from podrl.mesh import build
-from podrl.models import decoder, hf_load, hf_save, lora, orbax_files, peft_files
+from podrl.models import decoder, hf_load, hf_save, lora, orbax_files, peft_files, scalar
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
-from podrl.models.hf_config import read_config
+from podrl.models.hf_config import config_to_hf, read_config
 from podrl.rundir import identity
+from podrl.rundir.card import card
+from podrl.runtime import hub
 from podrl.runtime.arguments import Parser
 from podrl.runtime.record import Record
 from podrl.runtime.storage import Place, StorageError, absolute, check, complete_steps, is_remote, locate
@@ -50,7 +52,7 @@ def export_params(
     """Writes weights (adapters merged), config.json and tokenizer files to `out`, complete or not at all.
 
     Args:
-      config, params: the model, with or without adapters.
+      config, params: the model, with or without adapters; one with the leaf `score` is a reward model.
       tokenizer_dir: where the tokenizer's files are copied from; its token ids go into config.json.
       out: must not exist, or be empty.
       dtype: of the written weights.
@@ -59,11 +61,23 @@ def export_params(
       ValueError: `out` holds something already.
     """
     tokenizer = Tokenizer(tokenizer_dir)
+    head = {scalar.HEAD: params[scalar.HEAD]} if scalar.HEAD in params else {}
     if config.lora.rank:
-        config, params = lora.merge(params, config)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
+        config, params = lora.merge({name: leaf for name, leaf in params.items() if name not in head}, config)
+        params = {**params, **head}
+    ids: dict[str, Any] = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": list(tokenizer.eos_ids),
+        "pad_token_id": tokenizer.pad_id,
+    }
     texts = {path.name: path.read_bytes() for path in tokenizer.files if path.name != "config.json"}
-    hf_save.save(out, config, params, dtype=dtype, fields=ids, extra_files=texts)
+    wanted = None
+    if head:
+        (causal,) = config_to_hf(config)["architectures"]
+        ids |= {"architectures": [causal.replace("ForCausalLM", "ForSequenceClassification")]}
+        ids |= {"id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}
+        wanted = scalar.stored_entries(config)
+    hf_save.save(out, config, params, dtype=dtype, fields=ids, extra_files=texts, wanted=wanted)
 
 
 def restore_params(workdir: Place, step: int | None, abstract: PyTree) -> tuple[int, PyTree]:
@@ -109,12 +123,14 @@ class RunModel:
       base: directory of the weights it started from; None for a model trained from scratch.
       tokenizer: directory of its tokenizer.
       dtype: of the trained parameters.
+      scores: it is a reward model.
     """
 
     config: ModelConfig
     base: Place | None
     tokenizer: Place
     dtype: str
+    scores: bool = False
 
 
 def read_run(workdir: Place) -> RunModel:
@@ -145,25 +161,27 @@ def _run_model(raw: Mapping[str, Any]) -> RunModel:
     dtype = raw["trainer"]["param_dtype"]
     source = ModelSource(raw["model"]["path"])
     tokenizer = source.tokenizer(raw.get("tokenizer", ""))
+    scores = (name := raw.get("algorithm", "")) in KINDS and KINDS[name].scores
     if source.path == SCRATCH:
         config = gemma2_config(vocab_size=Tokenizer(tokenizer).vocab_size, **raw["scratch"])
-        return RunModel(dataclasses.replace(config, lora=adapters), None, tokenizer, dtype)
+        return RunModel(dataclasses.replace(config, lora=adapters), None, tokenizer, dtype, scores)
     base = source.directory
-    return RunModel(dataclasses.replace(read_config(base), lora=adapters), base, tokenizer, dtype)
+    return RunModel(dataclasses.replace(read_config(base), lora=adapters), base, tokenizer, dtype, scores)
 
 
 def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, PyTree]:
     """Loads a run's checkpoint over all devices of this process: (description, step, whole parameter tree)."""
     run = read_run(workdir)
     mesh = build.make_mesh("fsdp=-1", jax.local_devices())
-    trainable, _ = decoder.split_trainable(decoder.abstract_params(run.config, mesh, jnp.dtype(run.dtype)), run.config)
+    kind: Any = scalar if run.scores else decoder
+    trainable, _ = kind.split_trainable(kind.abstract_params(run.config, mesh, jnp.dtype(run.dtype)), run.config)
     step, params = restore_params(workdir, step, trainable)
     if run.config.lora.rank:
         if run.base is None:
             raise ValueError(f"{workdir} trained adapters on random weights: there is no base model to put them on.")
         # The base the adapters saw (rounded, under lora.base_dtype); fresh adapters give way to the trained ones.
         _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype), run.config.lora)
-        params = decoder.join_trainable(params, base)
+        params = kind.join_trainable(params, base)
     return run, step, params
 
 
@@ -174,7 +192,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, help="directory to write; must not exist, or be empty")
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's layout")
-    parser.add_argument("--dtype", default="bfloat16", choices=hf_save.DTYPES, help="of the written weights")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=hf_save.DTYPES, help="of the written weights; default: bfloat16"
+    )
+    parser.add_argument("--push", default="", metavar="ORG/NAME", help="upload it to the hub, with a model card")
     return parser.parse_args(argv)
 
 
@@ -196,9 +217,15 @@ def main(argv: Sequence[str] | None = None) -> str:
             peft_files.save_adapters(out, run.config, params, base=str(run.base), dtype=dtype)
         else:
             export_params(run.config, params, run.tokenizer, out, dtype=dtype)
+        pushed = ""
+        if args.push:
+            place = absolute(args.workdir)
+            config = identity.read(place, place / "checkpoints") or {}
+            (out / "README.md").write_text(card(place, config, step))
+            pushed = f" It was uploaded: {hub.push(out, args.push)}."
     except (ValueError, OSError, ImportError, StorageError) as error:
         raise SystemExit(f"podrl.export: {error}") from None
-    return f"Step {step} of {args.workdir} was written to {args.out} ({args.dtype})."
+    return f"Step {step} of {args.workdir} was written to {args.out} ({args.dtype}).{pushed}"
 
 
 if __name__ == "__main__":

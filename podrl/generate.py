@@ -22,9 +22,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from podrl.data import sources
+from podrl.data import shape, sources
 from podrl.environments import config as env
-from podrl.runtime import environment, signals, storage
+from podrl.runtime import environment, hub, signals, storage
 from podrl.runtime.arguments import Parser
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.user_code import Limits
@@ -37,7 +37,9 @@ _FREE = ("out", "prompts", "devices")
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="podrl.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, type=pathlib.Path, help="Hugging Face directory")
+    parser.add_argument(
+        "--model", required=True, type=pathlib.Path, help="Hugging Face directory, or ORG/NAME of the hub"
+    )
     parser.add_argument("--prompts", required=True, help="JSON lines; also .csv and what data.path may name")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="JSON lines; replaced when complete")
     parser.add_argument("--n", type=int, default=1, help="completions per prompt")
@@ -53,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--env", default="", help="environment of every completion: file.py:Name or module:Name")
     parser.add_argument("--tool", action="append", default=[], help="a tool it may call; may be given several times")
     parser.add_argument("--parser", choices=get_args(env.Parser), default="call_tool", help="how a tool is called")
-    parser.add_argument("--max_response", type=int, default=None, help="new and given tokens; default: --max_new")
+    parser.add_argument(
+        "--max_response", type=int, default=None, help="new tokens, and those that --env gives; default: --max_new"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--dtype", default=None, choices=DTYPES, help="of weights and cache; bfloat16 where there is an accelerator"
@@ -81,6 +85,7 @@ def _say(line: str) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    args.model = pathlib.Path(hub.local(os.fspath(args.model)))
     _check(args)
     records = read_prompts(args.prompts)
     import jax
@@ -169,26 +174,10 @@ def read_prompts(path: str | os.PathLike) -> sources.Records:
     """
     path = os.fspath(path)
     storage.check(path, "--prompts")
-    named = not is_remote(path) and not path.startswith("tfds:") and "*" not in path
+    named = not is_remote(path) and not path.startswith(("tfds:", hub.DATA)) and "*" not in path
     if named and not os.path.isfile(path):
         raise FileNotFoundError(f"--prompts={path} {'is no file' if os.path.exists(path) else 'does not exist'}.")
-    return sources.read(path, check=_check_prompt)
-
-
-def _check_prompt(record: Mapping[str, Any], place: str) -> None:
-    name = next((name for name in ("messages", "prompt", "question") if name in record), None)
-    if name is None:
-        raise ValueError(
-            f'{place} has {", ".join(record) or "no fields"}: it must hold "prompt", "messages" or "question".'
-        )
-    value = record[name]
-    if name == "messages":
-        turns = value if isinstance(value, list) else []
-        texts = [turn.get(key) for turn in turns if isinstance(turn, Mapping) for key in ("role", "content")]
-        if not turns or len(texts) != 2 * len(turns) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{place}: 'messages' must be a list of objects with the texts 'role' and 'content'.")
-    elif not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty.")
+    return sources.read(path, check=shape.check)
 
 
 def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "") -> dict[str, Any]:
@@ -284,23 +273,18 @@ def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace
     """Encodes every prompt."""
     from podrl.data import template
 
+    system = template.SYSTEM_PROMPT if args.system_prompt == "auto" else args.system_prompt
+    form = "chat" if tokenizer.has_chat_template else "plain"
     rows = []
     for i in range(len(records)):
         record = records[i]
-        messages = record.get("messages")
-        if messages is None and args.chat and "prompt" in record:
-            messages = [{"role": "user", "content": record["prompt"]}]
-        if messages is not None:
-            text = tokenizer.apply_chat_template(messages)
-        elif "prompt" in record:
-            text = record["prompt"]
-        else:
-            system = template.SYSTEM_PROMPT if args.system_prompt == "auto" else args.system_prompt
-            form = "chat" if tokenizer.has_chat_template else "plain"
-            text = template.wrap(tokenizer, record["question"].strip(), system=system, form=form)
+        name = shape.asked(record)
+        if args.chat and name == "prompt" and isinstance(record["prompt"], str):
+            record, name = {"messages": [{"role": "user", "content": record["prompt"]}]}, "messages"
+        text = shape.prompt(record, tokenizer, system=system, form=form)
         # A chat template writes the start token itself.
         opened = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-        rows.append(tokenizer.encode(text, bos=not (args.chat or messages is not None or opened)))
+        rows.append(tokenizer.encode(text, bos=not (args.chat or isinstance(record[name], list) or opened)))
     return rows
 
 

@@ -11,6 +11,7 @@ from podrl.runtime import signals
 if __name__ == "__main__":  # before the imports below, which take their time
     signals.leave_on_signals(unwind=False)
 
+import dataclasses
 import errno
 import io
 import logging
@@ -27,7 +28,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from podrl.config import nearest
+from podrl.config import elsewhere, nearest
 from podrl.job.config_file import default_workdir, find_config, load_config
 from podrl.runtime import detect, environment, joining, local_pod, roles
 from podrl.runtime.channel import ChannelError
@@ -44,7 +45,13 @@ _STATUS = re.compile(
 # Of these, what a healthy process meets where another one, or the network between them, fails.
 _LOST = re.compile(r"^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): |[Gg]loo")
 # Flags that are read before absl parses them: their type, and the least value.
-_NUMBERS = {"local_processes": (int, 0), "fake_devices": (int, 0), "join_s": (float, 0.0), "heartbeat_s": (float, 1.0)}
+_NUMBERS = {
+    "local_processes": (int, 0),
+    "fake_devices": (int, 0),
+    "join_s": (float, 0.0),
+    "restarts": (int, 0),
+    "heartbeat_s": (float, 1.0),
+}
 _COMMAND = "PODRL_COMMAND"  # what the user typed, told to the processes of a local pod
 
 _WORKDIR = flags.DEFINE_string(
@@ -68,6 +75,17 @@ _FAKE = flags.DEFINE_integer(
 _JOIN_S = flags.DEFINE_float(
     "join_s", joining.JOIN_S, "Seconds within which all processes of the job must have come together."
 )
+_RESTARTS = flags.DEFINE_integer(
+    "restarts",
+    local_pod.RESTARTS,
+    "How often --local_processes starts rollout hosts again that have died, in --topology=split; then others go on.",
+)
+_JOIN = flags.DEFINE_string(
+    "join",
+    "",
+    "HOST:PORT of trainer 0 of a running --topology=split job, which this process joins as one more rollout host, with "
+    "the job's own flags and PODRL_SECRET.",
+)
 _HEARTBEAT_S = flags.DEFINE_float(
     "heartbeat_s",
     joining.HEARTBEAT_S,
@@ -75,6 +93,11 @@ _HEARTBEAT_S = flags.DEFINE_float(
 )
 _SHARED = flags.DEFINE_bool(
     "shared_workdir", False, "All hosts see one --workdir, though its file system looks like this host's own."
+)
+_PROFILE = flags.DEFINE_string(
+    "profile",
+    "",
+    "First and last step, as in 120:125: every host writes jax's profile of them into the run.",
 )
 _DEBUG = flags.DEFINE_bool("debug", False, "Print the whole traceback of user errors too.")
 
@@ -150,20 +173,26 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
             if not isinstance(group, ConfigDict) or key not in group:
                 known = list(group) if isinstance(group, ConfigDict) else []
                 where = ".".join(["config", *path.split(".")[:i]])
-                raise ValueError(f"{where} has no key {key!r}.{nearest(key, known)}")
+                hint = elsewhere(key, config.to_dict(), "config.") or nearest(key, known)
+                raise ValueError(f"{where} has no key {key!r}.{hint}")
             group = group.get_ref(key).get() if group.get(key) is None else group[key]
         if isinstance(group, ConfigDict):
             raise ValueError(f"{arg}: config.{path} is a group of keys; set one of them: {', '.join(group)}.")
 
 
-def _find_cluster(argv: Sequence[str]) -> detect.Cluster:
-    """Determines this process's place in the cluster; refuses settings that cannot work there."""
-    topology = _early(argv, "topology", "auto", prefix="--")
+def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster:
+    """Determines this process's place in the cluster, or in its own slice where it joins another job.
+
+    Settings that cannot work there are refused.
+    """
+    topology = "auto" if joins else _early(argv, "topology", "auto", prefix="--")
     cluster = detect.detect(os.environ, topology=topology, metadata=detect.tpu_vm_metadata(os.environ))
     detect.check_pathways(cluster)
     detect.check_fresh_jax(sys.modules)
     for name in cluster.unset:
         os.environ.pop(name, None)
+    if joins:  # which writes nothing
+        return dataclasses.replace(cluster, topology="split")
     workdir = _early(argv, "workdir", "", prefix="--")
     mounts = pathlib.Path("/proc/mounts")
     text = mounts.read_text() if mounts.exists() else ""
@@ -185,21 +214,27 @@ def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str]:
 
 def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: int) -> int:
     """Runs this same command in several processes of this machine."""
+    share = _share_of_devices(argv, config, processes)
+    local_pod.check_memory(processes)
+    hosts = roles.assign(*_hosts(argv, config), processes)
+    own = ("--local_processes", "--fake_devices")
+    passed = [arg for arg in argv[1:] if arg.partition("=")[0] not in own]
+    command = [sys.executable, "-m", "podrl.launch", f"--config={path}", f"--fake_devices={share}", *passed]
+    split = _early(argv, "topology", "auto", prefix="--") == "split"
+    env = os.environ | {_COMMAND: _command_line(sys.argv)}
+    restarts = _early(argv, "restarts", local_pod.RESTARTS, prefix="--")
+    return local_pod.LocalPod(command, hosts, replace_rollouts=split, environment=env, restarts=restarts).run()
+
+
+def _share_of_devices(argv: Sequence[str], config: ConfigDict, processes: int) -> int:
+    """Number of CPU devices that each process of a pod on one machine fakes."""
     devices = _early(argv, "fake_devices", config.get("fake_devices", 0))
     if 1 < devices < processes and not any(arg.startswith("--fake_devices=") for arg in argv):
         raise ValueError(
             f"--local_processes={processes} share config.fake_devices={devices}, and each needs one: start at most "
             f"{devices} processes, or say --fake_devices=1 for one of their own."
         )
-    local_pod.check_memory(processes)
-    hosts = roles.assign(*_hosts(argv, config), processes)
-    share = _early(argv, "fake_devices", max(devices // processes, 1), prefix="--")
-    own = ("--local_processes", "--fake_devices")
-    passed = [arg for arg in argv[1:] if arg.partition("=")[0] not in own]
-    command = [sys.executable, "-m", "podrl.launch", f"--config={path}", f"--fake_devices={share}", *passed]
-    split = _early(argv, "topology", "auto", prefix="--") == "split"
-    env = os.environ | {_COMMAND: _command_line(sys.argv)}
-    return local_pod.LocalPod(command, hosts, replace_rollouts=split, environment=env).run()
+    return _early(argv, "fake_devices", max(devices // processes, 1), prefix="--")
 
 
 def _command_line(argv: Sequence[str]) -> str:
@@ -252,19 +287,24 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     path = find_config(name)
     config = load_config(path)
     processes = _early(rest, "local_processes", 0, prefix="--")
-    if processes > 1 and "PODRL_PLATFORM" not in os.environ and "--dry_run" not in rest:
+    leader = _early(rest, "join", "", prefix="--")
+    if processes > 1 and not leader and "PODRL_PLATFORM" not in os.environ and "--dry_run" not in rest:
         return _start_pod(rest, path, config, processes)
-    cluster = _find_cluster(rest)
+    cluster = _find_cluster(rest, joins=bool(leader))
     devices = _early(rest, "fake_devices", config.get("fake_devices", 0))
+    if leader and processes > 1:
+        devices = _share_of_devices(rest, config, processes)
     environment.prepare(os.environ, fake_devices=_early(rest, "fake_devices", devices, prefix="--"))
     environment.keep_compiled(os.environ, _early(rest, "compile_cache", config.get("compile_cache", "auto")))
     if cluster.topology == "pathways":
         joining.start_pathways(cluster.coordinator)
     elif cluster.process_count > 1 or cluster.topology == "split":
-        hosts = joining.hosts_of(cluster, *_hosts(rest, config))
         wait_s = _early(rest, "join_s", joining.JOIN_S, prefix="--")
         silence_s = _early(rest, "heartbeat_s", joining.HEARTBEAT_S, prefix="--")
-        seat = joining.take_seat(cluster, hosts, os.environ)
+        if leader:
+            seat = joining.late_seat(leader, os.environ, wait_s)
+        else:
+            seat = joining.take_seat(cluster, joining.hosts_of(cluster, *_hosts(rest, config)), os.environ)
         joined.append(joining.join(cluster, seat, deadline_s=wait_s, heartbeat_s=silence_s))
         signals.leave_on_signals(unwind=True)  # jax's cluster has installed a handler of its own
     elif not _switched_on(rest, "dry_run"):
@@ -281,7 +321,8 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     if _DRY_RUN.value:
         return job.dry_run(values, workdir)
     command = os.environ.get(_COMMAND) or _command_line(argv)
-    return job.run(values, workdir, command=command, pod=joined[0] if joined else None)
+    pod = joined[0] if joined else None
+    return job.run(values, workdir, command=command, pod=pod, profile=_PROFILE.value)
 
 
 def _unraisable(args: "sys.UnraisableHookArgs") -> None:
@@ -299,10 +340,10 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
         print(f"podrl: {error}", file=sys.stderr)
         return signals.exit_code(error.number), str(error)
     if isinstance(error, KeyboardInterrupt):
-        print("podrl: interrupted; the same command resumes from the newest checkpoint, if any.", file=sys.stderr)
+        print("\n".join(("podrl: interrupted.", *_how_to_resume(error))), file=sys.stderr)
         return 130, "interrupted"
     if isinstance(error, ChannelError | StorageError | ServiceError):
-        print(f"podrl: error: {error}", file=sys.stderr)
+        print("\n".join((f"podrl: error: {error}", *_how_to_resume(error))), file=sys.stderr)
         return EXIT_INFRASTRUCTURE, str(error)
     runtimes = _STATUS.match(str(error)) is not None and isinstance(error, RuntimeError | ValueError)
     for pod in joined if runtimes else ():  # likely a collective that lost a process: who knows which one says it
@@ -317,7 +358,14 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
         traceback.print_exception(error)
     if users or not first:
         print("podrl: error:", said if first else said.partition("\n")[0], file=sys.stderr)
+    if lost and _how_to_resume(error):
+        print(*_how_to_resume(error), file=sys.stderr)
     return EXIT_INFRASTRUCTURE if lost else EXIT_USER, said
+
+
+def _how_to_resume(error: BaseException) -> list[str]:
+    """Lists what podrl.job.job noted on an error of a run that may be started again."""
+    return [f"podrl: {note}" for note in getattr(error, "__notes__", ())]
 
 
 def main() -> None:

@@ -21,7 +21,8 @@ import numpy as np
 
 from podrl.algorithms.estimator import AdvantageEstimator
 from podrl.algorithms.gae import outcome_reward
-from podrl.algorithms.policy_loss import PolicyRows, ReferencedRows, with_old
+from podrl.algorithms.policy_loss import PolicyLoss, with_old
+from podrl.algorithms.policy_rows import PolicyRows, ReferencedRows
 from podrl.learner.settings import GRPOConfig
 from podrl.types import Layout, Ratio
 
@@ -125,7 +126,7 @@ def check_no_advantage(loss: Loss, *, but: int = 0) -> None:
     assert count <= but, f"{count} tokens have a gradient though all advantages are 0"
 
 
-def check_direction(loss: Loss) -> None:
+def check_direction(loss: PolicyLoss) -> None:
     """On-policy, a step moves tokens to the side of their advantage, or not at all; and it moves some."""
     tokens = sequences()
     layout = packed_layout(tokens["owner"])

@@ -15,6 +15,23 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Leaves XLA's optimisations out where compiling takes most of the time of a module's tests: it takes half.
+
+    jax's cache in memory does not know that setting: what was compiled under it would go on being used by the modules
+    that follow in this process, where it differs in the last bits from what they compile themselves. A precision that
+    CPU devices have anyway is in the cache's keys, and keeps the two apart.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_default_matmul_precision", "float32")
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_default_matmul_precision", None)
+
+
 @pytest.fixture(scope="session")
 def _buckets():
     pytest.importorskip("gcsfs", reason="needs the extra [gcs]")

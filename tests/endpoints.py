@@ -10,11 +10,15 @@ from podrl.runtime.roles import Hosts
 
 
 @contextlib.contextmanager
-def joined(hosts: Hosts) -> Iterator[list[Pod]]:
-    """Yields one Pod per process, all joined; closes their channels at the end, the leader's last."""
+def joined(hosts: Hosts, *, disposable: bool = False) -> Iterator[list[Pod]]:
+    """Yields one Pod per process, all joined; closes their channels at the end, the leader's last.
+
+    Rollout hosts that are `disposable` may come and go.
+    """
     (port,) = free_ports(1)
     count = len(hosts.trainer) + len(hosts.rollout)
-    pods = [Pod(Seat(process, hosts, f"127.0.0.1:{port}", "s"), host="127.0.0.1") for process in range(count)]
+    seats = [Seat(process, hosts, f"127.0.0.1:{port}", "s", disposable) for process in range(count)]
+    pods = [Pod(seat, host="127.0.0.1") for seat in seats]
     joining = [threading.Thread(target=pod.join, args=(60, lambda reached, waited_s: "")) for pod in pods]
     for thread in joining:
         thread.start()

@@ -9,18 +9,18 @@ from podrl.rewards.reference import accuracies
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Packages whose code makes metrics: dictionary keys with a slash in them are their names there.
-MAKERS = ("algorithms", "cluster", "job", "learner", "trainer")
+MAKERS = ("algorithms", "cluster", "job", "learner", "rollout", "rundir", "trainer")
 _NAME = re.compile(r"[a-z_*]+/[a-z_0-9*/]+")
 # Made on the way, and replaced before a record is written.
-REPLACED = {"rollout/kept_tokens", "sampler/moment_*"}
-# Stages whose seconds never reach a record of a step: before and after the steps, of other hosts, of evaluations.
-UNTIMED = {"closing checkpoints", "closing the run directory", "evaluation", "waiting for trainer 0 to restore"}
+REPLACED = {"rollout/age", "rollout/kept_tokens", "sampler/moment_*"}
+# Stages whose seconds never reach a record: after the steps, and of other hosts.
+UNTIMED = {"closing checkpoints", "closing the run directory", "waiting for trainer 0 to restore"}
 
 
 def listed() -> list[str]:
     """Lists the names of docs/metrics.md; a word in capitals becomes *."""
     names = re.findall(r"^- `([^`]+)` \(", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
-    return [re.sub(r"\b[A-Z]+\b", "*", name) for name in names]
+    return [re.sub(r"(?<![A-Za-z])[A-Z]+\b", "*", name) for name in names]
 
 
 def unlisted(names: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl import export
+from podrl import evaluate, export
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import TINY, ModelSource
 from podrl.models import LoraConfig, decoder, from_pretrained
@@ -63,6 +63,14 @@ def test_the_exported_model_is_the_checkpoint(tmp_path, variant):
     np.testing.assert_allclose(
         np.asarray(third(TOKENS_BT)), np.asarray(models[3].merged()(TOKENS_BT)), atol=2e-5, rtol=0
     )
+
+
+def test_a_run_is_evaluated_by_its_newest_checkpoint(tmp_path):
+    models = make_run(tmp_path / "run", "tiny", steps=(3, 5))
+    found = evaluate.model_directory("model", str(tmp_path / "run"), tmp_path)
+    again = from_pretrained(found)
+    np.testing.assert_array_equal(np.asarray(again(TOKENS_BT)), np.asarray(models[5](TOKENS_BT)))
+    assert evaluate.model_directory("model", found, tmp_path) == found
 
 
 def test_the_export_carries_its_tokenizer(tmp_path):

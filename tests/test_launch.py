@@ -56,8 +56,10 @@ def test_a_dry_run_prints_roles_and_arithmetic_and_writes_nothing(tmp_path):
 
 def test_the_pod_recipe_can_be_read_on_a_laptop(tmp_path):
     done = _launch(tmp_path, "--config=grpo_gemma.py:gemma2_2b_v5e16", "--dry_run")
-    assert done.returncode == 0, done.stderr
-    for text in ("fsdp=4,tensor=2", "data=4,tensor=2", "3738", "0.08 KL", "model.path is empty"):
+    assert (
+        done.returncode == 1 and "error: model.path is empty: the run itself needs --config.model.path" in done.stderr
+    )
+    for text in ("fsdp=4,tensor=2", "data=4,tensor=2", "3738", "0.08 KL"):
         assert text in done.stdout, text
 
 
@@ -67,6 +69,7 @@ def test_the_pod_recipe_can_be_read_on_a_laptop(tmp_path):
         (["--config=grpo_gema.py"], "Did you mean 'grpo_gemma.py'"),
         (["--config=grpo_gemma.py:big"], "no variant 'big'"),
         (["--config=grpo_gemma.py", "--config.grpo.num_generatons=4"], "Did you mean 'num_generations'"),
+        (["--config=grpo_gemma.py", "--config.max_steps=4"], "Did you mean 'config.trainer.max_steps'?"),
         (["--config=grpo_gemma.py", "--config.roles.trainer.mesh=fsdp=16"], "roles.trainer.mesh"),
         (["--config=grpo_gemma.py", "--config.trainer.mini_batch_size=7"], "mini-batches of 7"),
         (["--config=grpo_gemma.py", "--config.model.path=/nowhere"], "model.path='/nowhere'"),

@@ -15,8 +15,26 @@ from podrl.algorithms.kl import canonical_mode
 from podrl.job.config import unset
 
 FIELDS = pathlib.Path(__file__).resolve().parents[2] / "shared" / "vectors" / "config_fields.json"
-# Fields podrl renders differently on purpose: Tunix's default is not representable, or does harm (docs/algorithms.md).
-_DIFFERENT = {"data_type", "eos_tokens", "seed", "kl_loss_mode"}
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
+
+
+def different() -> dict[str, tuple[str, str]]:
+    """Reads the table of defaults that differ: key -> (Tunix's, podrl's)."""
+    table = PAGE.read_text().partition("| key | Tunix | podrl | why |\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[1:]]
+    return {row[0].strip("`"): (row[1], row[2]) for row in rows}
+
+
+def test_the_table_of_defaults_lists_every_one_that_differs():
+    if not FIELDS.exists():
+        pytest.skip("the field list is not beside the checkout")
+    found = {}
+    for name, group in (("GRPOConfig", "grpo"), ("PPOConfig", "ppo"), ("RolloutConfig", "rollout")):
+        mine = {f.name: f.default for f in dataclasses.fields(getattr(podrl, name))}
+        for field, about in json.loads(FIELDS.read_text())[name]["fields"].items():
+            if field in mine and repr(mine[field]) != about["default"]:
+                found[f"{group}.{field}"] = (about["default"].strip("'"), str(mine[field]))
+    assert found == different()
 
 
 def test_every_public_name_exists():
@@ -40,7 +58,7 @@ def test_fields_have_tunix_defaults_or_are_refused_with_advice(name):
     for field, about in spec["fields"].items():
         if field in mine:
             default = mine[field].default
-            if about["default"] is not None and field not in _DIFFERENT:
+            if about["default"] is not None and f"{cls.__section__}.{field}" not in different():
                 assert repr(default) == about["default"], field
         else:
             with pytest.raises(ValueError, match=r"has no field \w+: \w+"):
@@ -65,6 +83,7 @@ def test_podrl_run_refuses_what_the_command_refuses(tmp_path):
         ({"trainer.max_stepz": 3}, "max_stepz.*'max_steps'"),
         ({"trainer": {"max_stepz": 3}}, "max_stepz.*'max_steps'"),
         ({"trainers.max_steps": 3}, "trainers.*'trainer'"),
+        ({"max_steps": 3}, "has no key 'max_steps'. Did you mean 'trainer.max_steps'"),
         ({"algorithm": "grop"}, "grop"),
         ({"fake_devices": -1}, "fake_devices=-1 must be a whole number"),
     ):
@@ -85,12 +104,20 @@ def test_all_refused_fields_are_told_at_once_and_what_asks_for_nothing_is_passed
         podrl.RLTrainingConfig(eval_every_n_steps=0, max_stepz=None)
 
 
-def test_a_mesh_of_other_axes_is_one_sentence():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
-    roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
-    training = podrl.RLTrainingConfig(eval_every_n_steps=0)
-    with pytest.raises(ValueError, match=r"Role\.ACTOR a mesh with the axes \('fsdp', 'tp'\).*'tp' is called 'tensor'"):
-        podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=podrl.RolloutConfig())
+def test_a_mesh_with_the_axes_of_a_tunix_script_is_taken_and_another_is_one_sentence():
+    training, devices = podrl.RLTrainingConfig(eval_every_n_steps=0), np.array(jax.devices())
+
+    def config(mesh):
+        roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
+        return podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=podrl.RolloutConfig())
+
+    for shape, names in (((4, 2), ("fsdp", "tp")), ((2, 4), ("model", "fsdp"))):
+        theirs = jax.sharding.Mesh(devices.reshape(shape), names)
+        mine = config(theirs).role_to_mesh[podrl.Role.ACTOR]
+        assert mine.shape == {"data": 1, "fsdp": 4, "tensor": 2}
+        assert mine.devices[0, 3, 1] == (theirs.devices[3, 1] if names[0] == "fsdp" else theirs.devices[1, 3])
+    with pytest.raises(ValueError, match=r"Role\.ACTOR a mesh with the axes \('fsdp', 'stage'\).*'tp' and 'model' are"):
+        config(jax.sharding.Mesh(devices.reshape(4, 2), ("fsdp", "stage")))
 
 
 @pytest.mark.parametrize(("name", "cls"), [("grpo", podrl.GRPOConfig), ("ppo", podrl.PPOConfig)])

@@ -76,6 +76,19 @@ def importance_weight(
     return jnp.where(mask_BT.astype(bool), weight_BT, 1.0)
 
 
+def stale_weight(age_BT: Float[Array, "B T"], mask_BT: Mask, bound: int) -> Float[Array, "B T"]:
+    """Computes the factor that takes old tokens out of the policy loss: 0 where the age is above `bound`, else 1.
+
+    Aggregation goes on dividing by all loss tokens, those left out included; 1 on masked tokens.
+
+    Args:
+      age_BT: updates by which the trained weights are newer than those that drew the token.
+      mask_BT: 1 on loss tokens.
+      bound: the largest age that counts.
+    """
+    return jnp.where(mask_BT.astype(bool) & (age_BT > bound), jnp.zeros_like(age_BT), 1.0)
+
+
 def within(log_x_BT: Float[Array, "B T"], low: float, high: float):
     """True where low <= exp(log_x) <= high."""
     x_BT = jnp.exp(jnp.clip(log_x_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))

@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from podrl.algorithms.aggregate import token_mean
 from podrl.algorithms.corrections import log_weight
 from podrl.algorithms.kl import LOG_RATIO_LIMIT
 from podrl.algorithms.segments import masked
 from podrl.types import Mask, Ratio
+
+_STALE = "_stale_"  # in names of metrics by age, before the age
 
 # Moments of the two probabilities, from which `pearson` makes the correlation once everything has been added up.
 MOMENTS = ("x", "y", "xx", "yy", "xy")
@@ -46,6 +48,53 @@ def mismatch(
     moments = (x_BT, y_BT, x_BT * x_BT, y_BT * y_BT, x_BT * y_BT)
     values |= {f"sampler/moment_{name}": value_BT for name, value_BT in zip(MOMENTS, moments, strict=True)}
     return {name: token_mean(value_BT, mask_BT) for name, value_BT in values.items()}
+
+
+def mismatch_by_age(
+    logprob_BT: Float[Array, "B T"],
+    sampler_logprob_BT: Float[Array, "B T"],
+    mask_BT: Mask,
+    age_BT: Float[Array, "B T"],
+    oldest: int,
+) -> dict[str, Ratio]:
+    """Splits `sampler/abs_diff` into what the tokens of each age add to it; ages are updates, `oldest` the largest."""
+    d_BT = jnp.clip(log_weight(logprob_BT, sampler_logprob_BT, mask_BT), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    diff_BT = jnp.abs(d_BT)
+    return {
+        f"sampler/abs_diff_stale_{age}": token_mean(jnp.where(age_BT == age, diff_BT, 0.0), mask_BT)
+        for age in range(oldest + 1)
+    }
+
+
+def ratios_by_age(
+    ratio_BT: Float[Array, "B T"],
+    clipped_BT: Bool[Array, "B T"],
+    mask_BT: Mask,
+    age_BT: Float[Array, "B T"],
+    oldest: int,
+) -> dict[str, Ratio]:
+    """Splits ratio and share of clipped tokens into what the tokens of each age add, with the share of the age."""
+    found: dict[str, Ratio] = {}
+    for age in range(oldest + 1):
+        here_BT = age_BT == age
+        values = {
+            f"rollout/share_stale_{age}": here_BT.astype(ratio_BT.dtype),
+            f"actor/ratio_stale_{age}": jnp.where(here_BT, ratio_BT, 0.0),
+            f"actor/pg_clipfrac_stale_{age}": (here_BT & clipped_BT).astype(ratio_BT.dtype),
+        }
+        found |= {name: token_mean(value_BT, mask_BT) for name, value_BT in values.items()}
+    return found
+
+
+def divided(mean: Mapping[str, float]) -> dict[str, float]:
+    """Divides what the tokens of an age add to a mean by their share; ages that no token has are left out."""
+    found = {}
+    for name, value in mean.items():
+        of, stale, age = name.rpartition(_STALE)
+        share = mean[f"rollout/share{_STALE}{age}"] if stale else 1.0
+        if share > 0:
+            found[name] = value if of in ("", "rollout/share") else value / share
+    return found
 
 
 def pearson(mean: Mapping[str, float]) -> float:

@@ -4,18 +4,18 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from podrl.algorithms import aggregate as aggregation
 from podrl.algorithms import kl, surrogates
-from podrl.algorithms.corrections import CORRECTIONS, importance_weight
-from podrl.algorithms.mismatch import mismatch
+from podrl.algorithms.corrections import CORRECTIONS, importance_weight, stale_weight
+from podrl.algorithms.mismatch import mismatch, mismatch_by_age, ratios_by_age
+from podrl.algorithms.policy_rows import AgedReferencedRows, AgedRows, PolicyRows, ReferencedRows
 from podrl.algorithms.segments import masked, sequence_mean
 from podrl.config import Finite, NonNegative, Positive, Range, Share, group_of, section
-from podrl.types import Layout, Mask, Ratio
+from podrl.types import Mask, Ratio
 
 # kind: formula of the per-token loss, with the fields of LossSettings filled in by `formula`.
 KINDS = {
@@ -30,6 +30,8 @@ KINDS = {
     "covariance of A and logprob in ({clip_cov_low:g}, {clip_cov_high:g})",
     "kl_cov": "-r A, + {kl_cov_coef:g} |log r| on the max(1, {cov_fraction:g} of the) loss tokens of largest "
     "covariance of A and logprob",
+    "dppo": "-r A, 0 where A > 0 and p - p_old > {epsilon_high:g}, or A < 0 and p_old - p > {epsilon_low:g}, "
+    "p = exp(logprob), p_old = exp(old_logprob); + {dppo_kl_coef:g} (log r)^2",
     "reinforce": "-A logprob",
 }
 ALIASES = {"grpo": "clip", "ppo": "clip", "gspo-token": "gspo_token", "gpg": "reinforce", "geo_mean": "gmpo"}
@@ -42,57 +44,14 @@ AGGREGATION_FORMULAS = {
 }
 
 
-@flax.struct.dataclass
-class PolicyRows:
-    """Packed rows that the policy loss reads; log-probabilities in nats.
-
-    Attributes:
-      layout: the tokens and where they lie.
-      mask_BT: 1 where the token counts in the loss.
-      length_BT: number of loss tokens in this token's sequence (1 on padding): weights of the sequence-mean modes.
-      advantage_BT: advantage of the token.
-      old_logprob_BT: log-probability under the policy that the ratio starts from: that of the trainer's weights before
-        the first update on this batch, or, until they are asked, what the sampler reported.
-      sampler_logprob_BT: log-probability the rollout engine reported when it drew the token. Where that is the old one
-        too (two policies), the correction is 1, because the ratio already starts from the sampler.
-      kl_scale: factor on the loss's `beta`, for adaptive control; traced, so changing it compiles nothing.
-    """
-
-    layout: Layout
-    mask_BT: Mask
-    length_BT: Float[Array, "B T"]
-    advantage_BT: Float[Array, "B T"]
-    old_logprob_BT: Float[Array, "B T"]
-    sampler_logprob_BT: Float[Array, "B T"]
-    kl_scale: Float[Array, ""] | float
-
-    def clean(self) -> "PolicyRows":
-        """Replaces masked tokens by harmless values: 0, and 1 for lengths."""
-        names = [f.name for f in dataclasses.fields(self) if f.name.endswith("_BT")]
-        values = {name: masked(getattr(self, name), self.mask_BT) for name in names if name != "mask_BT"}
-        values["length_BT"] = jnp.where(self.mask_BT.astype(bool), self.length_BT, jnp.ones((), self.length_BT.dtype))
-        return dataclasses.replace(self, **values)
-
-    def with_reference(self, ref_logprob_BT: Float[Array, "B T"]) -> "ReferencedRows":
-        """Adds log-probabilities under the reference policy, for a loss with a KL to it."""
-        return ReferencedRows(**vars(self), ref_logprob_BT=ref_logprob_BT)
-
-
-@flax.struct.dataclass
-class ReferencedRows(PolicyRows):
-    """PolicyRows plus `ref_logprob_BT`, log-probabilities under the reference, for a loss with a KL to it."""
-
-    ref_logprob_BT: Float[Array, "B T"]
-
-
 PolicyLossFn = Callable[[Array, Array, PolicyRows], tuple[Ratio, dict[str, Ratio]]]
 
 
-def with_old(loss: PolicyLossFn, old: str) -> PolicyLossFn:
+def with_old(loss: "PolicyLoss", old: str) -> PolicyLossFn:
     """Wraps the loss so that `old` gives the old policy of the ratio.
 
     Args:
-      loss: e.g. a PolicyLoss.
+      loss: the loss.
       old: 'trainer' for what the rows hold; 'current' for the policy being trained, exact when a batch of fresh samples
         makes a single update; 'sampler' for the rollout engine, which is then compared with the current weights.
     """
@@ -102,7 +61,7 @@ def with_old(loss: PolicyLossFn, old: str) -> PolicyLossFn:
 
     def sampler(logprob_BT: Array, entropy_BT: Array, rows: PolicyRows):
         found, metrics = loss(logprob_BT, entropy_BT, dataclasses.replace(rows, old_logprob_BT=rows.sampler_logprob_BT))
-        distances = mismatch(jax.lax.stop_gradient(logprob_BT), rows.sampler_logprob_BT, rows.mask_BT)
+        distances = loss.distances(jax.lax.stop_gradient(logprob_BT), rows)
         return found, {**metrics, **distances}
 
     return {"trainer": loss, "current": current, "sampler": sampler}[old]
@@ -114,10 +73,10 @@ class LossSettings:
     """Settings of the policy loss that every algorithm shares; `KLLossSettings` adds the KL to the reference.
 
     Attributes:
-      policy_loss_fn: clip (grpo, ppo), gspo, gspo_token, cispo, sapo, gmpo, clip_cov, kl_cov or reinforce (gpg); or a
-        function of the user's, 'file.py:function' (docs/algorithms.md).
+      policy_loss_fn: clip (grpo, ppo), gspo, gspo_token, cispo, sapo, gmpo, clip_cov, kl_cov, dppo or reinforce (gpg);
+        or a function of the user's, 'file.py:function' (docs/algorithms.md).
       policy_loss_args: numbers of such a function, by the names of its keywords.
-      epsilon: how far the ratio may leave 1 on either side.
+      epsilon: how far the ratio may leave 1 on either side; of dppo, a token's probability that it had.
       epsilon_low: lower side when it differs; None for epsilon.
       epsilon_high: upper side when it differs (clip-higher); None for epsilon.
       epsilon_c: dual clip, the largest ratio that counts where the advantage is negative; None for none; `clip` only.
@@ -127,6 +86,7 @@ class LossSettings:
       clip_cov_low: covariances below are left alone by clip_cov.
       clip_cov_high: covariances above are left alone by clip_cov.
       kl_cov_coef: weight of |log r| on the tokens kl_cov singles out.
+      dppo_kl_coef: weight of (log r)^2 on every loss token under dppo.
       kl_clamp_value: bound on the absolute value of a token's KL to the reference; None for none.
       entropy_coef: weight of the entropy bonus; None is 0.
       loss_agg_mode: how token losses become one number (`podrl.algorithms.aggregate`).
@@ -149,6 +109,7 @@ class LossSettings:
     clip_cov_low: Finite = 1.0
     clip_cov_high: Finite = 5.0
     kl_cov_coef: NonNegative = 1.0
+    dppo_kl_coef: NonNegative = 1e-3
     kl_clamp_value: Positive | None = None
     entropy_coef: Finite | None = 0.0
     loss_agg_mode: str = "sequence-mean-token-mean"
@@ -285,10 +246,14 @@ class PolicyLoss:
       settings: what it is made of.
       own: the user's token loss, where `settings` name one: (logprob_BT, old_logprob_BT, advantage_BT, mask_BT=,
         length_BT=, segment_BT=) -> loss_BT.
+      oldest: the largest age of a token, in updates; from 2 on rows have ages, and metrics are given by age, too.
+      stale_bound: older tokens add nothing to the policy loss; None for no bound.
     """
 
     settings: LossSettings
     own: Callable[..., Array] | None = None
+    oldest: int = 0
+    stale_bound: int | None = None
 
     def __post_init__(self):
         settings = self.settings
@@ -298,6 +263,18 @@ class PolicyLoss:
                 f"{settings.section}.loss_agg_scale=None must be a length in tokens for "
                 f"{settings.section}.loss_agg_mode={settings.mode!r}."
             )
+
+    @property
+    def by_age(self) -> bool:
+        """True if the loss reads the ages of tokens."""
+        return self.oldest > 1
+
+    @property
+    def rows(self) -> type[PolicyRows]:
+        """The class of the rows that the loss reads, those of the reference included."""
+        kinds = {(False, False): PolicyRows, (False, True): ReferencedRows}
+        kinds |= {(True, False): AgedRows, (True, True): AgedReferencedRows}
+        return kinds[self.by_age, self.needs_reference()]
 
     @property
     def batch_dependent(self) -> bool:
@@ -340,6 +317,8 @@ class PolicyLoss:
         if settings.sampler_correction != "none":
             weight = CORRECTIONS[settings.sampler_correction][2].replace("high", f"{high:g}").replace("low", f"{low:g}")
             lines.append(f"times the sampler correction: {weight}, w = exp(old_logprob - sampler_logprob)")
+        if self.stale_bound is not None:
+            lines.append(f"times 0 for tokens drawn by weights more than {self.stale_bound} updates old")
         if penalty.coef:
             mode = kl.canonical_mode(penalty.mode)
             bound = "" if penalty.clamp is None else f", within +-{penalty.clamp:g}"
@@ -364,7 +343,8 @@ class PolicyLoss:
 
         Returns:
           The loss; metrics actor/{pg_loss, pg_clipfrac, pg_clipfrac_lower, approx_kl, kl, entropy, ratio} and
-          sampler/{weight, kept} plus those of `podrl.algorithms.mismatch`. All are means over loss tokens save pg_loss.
+          sampler/{weight, kept} plus those of `podrl.algorithms.mismatch`. All are means over loss tokens save pg_loss;
+          those by age are what `mismatch.divided` divides.
         """
         rows, mask_BT = rows.clean(), rows.mask_BT
         logprob_BT, entropy_BT = masked(logprob_BT, mask_BT), masked(entropy_BT, mask_BT)
@@ -375,6 +355,9 @@ class PolicyLoss:
         settings, penalty = self.settings, self.settings.loss_kl
         low, high = settings.correction_bounds
         weight_BT = importance_weight(old_BT, sampler_BT, *where, settings.sampler_correction, low=low, high=high)
+        if self.stale_bound is not None:
+            assert isinstance(rows, AgedRows), f"stale_bound={self.stale_bound} needs ages"
+            weight_BT = weight_BT * stale_weight(rows.age_BT, mask_BT, self.stale_bound)
         pg_BT = surrogate.loss_BT * self._pool(weight_BT, *where)
 
         kl_BT = jnp.zeros_like(logprob_BT)
@@ -398,8 +381,20 @@ class PolicyLoss:
         metrics |= {
             name: aggregation.token_mean(value_BT.astype(logprob_BT.dtype), mask_BT) for name, value_BT in means.items()
         }
-        metrics |= mismatch(old_BT, sampler_BT, mask_BT)
+        metrics |= self.distances(old_BT, rows)
+        if self.by_age:
+            assert isinstance(rows, AgedRows), f"oldest={self.oldest} needs ages"
+            of_tokens = (surrogate.ratio_BT, surrogate.clipped_BT, mask_BT, rows.age_BT)
+            metrics |= ratios_by_age(*of_tokens, self.oldest)
         return self._reduce(loss_BT, mask_BT, length_BT), jax.lax.stop_gradient(metrics)
+
+    def distances(self, logprob_BT: Float[Array, "B T"], rows: PolicyRows) -> dict[str, Ratio]:
+        """Measures how far the sampler is from a policy of these log-probabilities, and by age where rows have ages."""
+        found = mismatch(logprob_BT, rows.sampler_logprob_BT, rows.mask_BT)
+        if self.by_age:
+            assert isinstance(rows, AgedRows), f"oldest={self.oldest} needs ages"
+            found |= mismatch_by_age(logprob_BT, rows.sampler_logprob_BT, rows.mask_BT, rows.age_BT, self.oldest)
+        return found
 
     def _reduce(self, value_BT: Float[Array, "B T"], mask_BT: Mask, length_BT: Float[Array, "B T"]) -> Ratio:
         settings = self.settings
@@ -433,6 +428,8 @@ class PolicyLoss:
                 return surrogates.clip_cov(*policy, mask_BT, **bounds, fraction=settings.cov_fraction, **covariance)
             case "kl_cov":
                 return surrogates.kl_cov(*policy, mask_BT, fraction=settings.cov_fraction, coef=settings.kl_cov_coef)
+            case "dppo":
+                return surrogates.dppo(*policy, **bounds, coef=settings.dppo_kl_coef)
             case _:
                 assert settings.kind == "reinforce", settings.kind
                 return surrogates.reinforce(*policy)

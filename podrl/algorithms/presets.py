@@ -23,7 +23,8 @@ class Preset:
       dialect: whose names of aggregation modes go first (`podrl.algorithms.aggregate.DIALECTS`); '' for nobody's.
       learner: what the loop does beside: the KL in the reward (`kl_in_reward` and `kl_reward_mode`; of PPO `beta` and
         `kl_method`); `dynamic_sampling` (groups without a signal are replaced); `overlong_shaping` (a penalty on the
-        last tokens before the limit); `overlong_filter` (cut-off samples leave the loss).
+        last tokens before the limit); `overlong_filter` (cut-off samples leave the loss); `old_logprob` (where the
+        ratio starts from).
     """
 
     about: str
@@ -134,6 +135,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "Policy gradient, tokens of the largest covariance held by a KL penalty",
             "arXiv 2505.22617",
             loss=_loss("kl_cov", _TOKENS, cov_fraction=2e-3),
+        ),
+        "dppo": _preset(
+            "Tokens masked by how far their probability has moved, not by their ratio",
+            "arXiv 2602.04879, numbers of prime-rl",
+            advantage={"advantage_scale": "none"},
+            loss=_loss("dppo", _TOKENS),
+            learner={"old_logprob": "sampler"},
         ),
         "rloo": _preset(
             "REINFORCE with a leave-one-out baseline, KL in the reward",

@@ -196,6 +196,35 @@ def gmpo(
     return Surrogate(loss_BT, outside_BT & (advantage_BT > 0), outside_BT & (advantage_BT < 0), ratio_BT)
 
 
+def dppo(
+    logprob_BT: Float[Array, "B T"],
+    old_logprob_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    coef: float = 1e-3,
+) -> Surrogate:
+    """Takes -r A, 0 where the token's probability has moved too far the way A pushes it; plus coef (log r)^2.
+
+    DPPO's binary total variation (arXiv 2602.04879), with the penalty that prime-rl adds. A clip of the ratio holds
+    rare tokens back at once and frequent ones hardly ever; probabilities measure both alike. The penalty is on every
+    token, those cut included, so these are drawn back.
+
+    Args:
+      epsilon_low: how far exp(logprob) may fall below exp(old_logprob) where A < 0.
+      epsilon_high: how far it may rise above where A > 0.
+      coef: weight of the penalty.
+    """
+    ratio_BT = token_ratio(logprob_BT, old_logprob_BT)
+    moved_BT = jax.lax.stop_gradient(jnp.exp(logprob_BT) - jnp.exp(old_logprob_BT))
+    cut_low_BT = (advantage_BT < 0) & (moved_BT < -epsilon_low)
+    cut_BT = (advantage_BT > 0) & (moved_BT > epsilon_high) | cut_low_BT
+    log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    loss_BT = jnp.where(cut_BT, 0.0, -advantage_BT * ratio_BT) + coef * log_r_BT**2
+    return Surrogate(loss_BT, cut_BT, cut_low_BT, ratio_BT)
+
+
 def reinforce(
     logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"], advantage_BT: Float[Array, "B T"]
 ) -> Surrogate:

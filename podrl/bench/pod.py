@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from podrl.learner.hosting import HostRollouts
 from podrl.learner.loop import Schedule, Start, train
-from podrl.learner.rollouts import Accord, HostRollouts, RemoteRollouts
+from podrl.learner.rollouts import RemoteRollouts
+from podrl.rundir.accord import Accord
+from podrl.rundir.profiler import Profiler
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
@@ -135,7 +138,8 @@ def _play(pod: Pod, args: argparse.Namespace, recorder: "_Marks") -> None:
             return np.arange(share, len(experience.rollouts.length_B), shares)
 
         kind = RemoteRollouts if share < args.gathering else _Words
-        rollouts: Any = kind(cluster, Data(), run, pod, accord, needed=needed, deadline_s=DEADLINE_S)
+        some: Any = {"needed": needed, "deadline_s": DEADLINE_S, "begun": schedule.begun}
+        rollouts: Any = kind(cluster, Data(), run, pod, accord, prompts=args.rollouts * args.prompts, **some)
     else:
         made = experience(args, pod.seat.hosts.rank(pod.seat.process))
 
@@ -143,8 +147,9 @@ def _play(pod: Pod, args: argparse.Namespace, recorder: "_Marks") -> None:
             time.sleep(args.generate_s)
             return made
 
+        some = {"evaluator": None, "deadline_s": DEADLINE_S}
         rollouts = HostRollouts(
-            cluster, Data(), run, pod, accord, generate=generate, evaluator=None, deadline_s=DEADLINE_S
+            cluster, Data(args.rollouts * args.prompts), run, pod, accord, generate=generate, **some
         )
     trains = pod.seat.process in pod.seat.hosts.trainer
     train(rollouts, _Sleeps(args.update_s if trains else 0.0), recorder, schedule)
@@ -194,10 +199,15 @@ class _Words(RemoteRollouts):
 
 
 class Data:
-    """Stands for a data stream."""
+    """Stands for a data stream, of batches of so many prompts."""
 
-    def __next__(self) -> None:
-        return None
+    def __init__(self, prompts: int = 0):
+        self._prompts = prompts
+
+    def __next__(self) -> Prompts:
+        P = self._prompts
+        ones = np.ones(P, np.int32)
+        return Prompts(np.ones((P, 1), np.int32), ones, np.arange(P), text=[""] * P, fields={}, data_state=b"{}")
 
     def restore(self, state: bytes) -> None:
         del state
@@ -216,6 +226,8 @@ class Cluster:
 
 class Run:
     """Stands for a run directory: nothing is written, nobody asks to stop."""
+
+    profiler = Profiler("")
 
     class watchdog:  # noqa: N801 - as of Run
         @staticmethod

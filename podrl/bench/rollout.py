@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from podrl.bench import tail
 from podrl.bench.model import add_options, fake_devices, model_of, number_range
 
 END_ID = 1
@@ -36,6 +37,10 @@ def make_parser(prog: str = "podrl.bench rollout", description: str | None = __d
         parser.add_argument(f"--{name}", type=int, default=None, help=f"rollout.{name}{DEFAULTS.get(name, '')}")
     parser.add_argument("--repeats", type=int, default=3, help="timed generations after one untimed; the median counts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--tail", action="store_true", help="log-normal lengths, batch after batch: see podrl.bench.tail"
+    )
+    parser.add_argument("--staleness", type=int, default=2, help="of --tail")
     parser.add_argument("--trace", default="", help="directory to write a profiler trace of one more generation to")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -54,7 +59,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """
     args = make_parser().parse_args(argv)
     fake_devices(args.devices)
-    return _measure(args)
+    return tail.measure(Bench(args, end_ids=()), args) if args.tail else _measure(args)
 
 
 class Bench:

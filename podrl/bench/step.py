@@ -204,7 +204,7 @@ def _samples(args: argparse.Namespace, seed: int) -> dict[str, np.ndarray]:
 
 
 def _pack(sample: dict[str, np.ndarray], placement: Any) -> Any:
-    from podrl.algorithms.policy_loss import ReferencedRows
+    from podrl.algorithms.policy_rows import ReferencedRows
 
     mask_BT, length_BT = placement.loss_tokens(sample["mask_BT"])
     advantage_BT = np.broadcast_to(sample["advantage_BT"][:, None], sample["tokens_BT"].shape)

@@ -39,14 +39,16 @@ async def _waited(seconds: float) -> float:
 def run(argv: Sequence[str]) -> dict[str, Any]:
     """Generates the same batch with calls, and the same tokens without: plain samples, and a prefill of what was given.
 
-    Plain samples read back their own tokens only. For `of_context` they also begin with half of what the others are
-    given, so that they read as much on average, and the other half is prefilled.
+    Plain samples read back their own tokens only, so that `of_plain` is also what reading the given ones costs. For
+    `of_context` plain samples begin with half of what the others are given, so that they read as much on average, and
+    the other half is prefilled: the rest is what calls cost.
 
     Returns:
       of_plain (seconds with calls over those of plain samples and prefill), of_context, cpu_of_plain, cpu_of_context
       (the same of CPU time: comparable where the machine is shared), seconds, plain_seconds, prefill_seconds
       (medians of runs that take turns), tokens, calls, given_tokens, prefill_per_given (tokens computed for each given
-      one), lane_utilisation (sampled tokens over lane places of all decode steps), lane_utilisation_plain,
+      one), decode_steps, decode_steps_plain, lane_utilisation (sampled tokens over lane places of all decode steps),
+      lane_utilisation_plain,
       host_seconds_per_call (CPU time of this process's Python threads, above the plain samples'), spills, compiles.
     """
     parser = rollout.make_parser(prog="podrl.bench tools", description=__doc__)
@@ -83,6 +85,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         "calls": calls,
         "given_tokens": tokens,
         "prefill_per_given": (stats.prefill_tokens - plain.prefill_tokens) / tokens,
+        "decode_steps": stats.decode_steps,
+        "decode_steps_plain": plain.decode_steps,
         "lane_utilisation": stats.lane_utilisation,
         "lane_utilisation_plain": plain.lane_utilisation,
         "host_seconds_per_call": (threads["called"] - threads["plain"]) / calls,

@@ -49,7 +49,6 @@ class Actor:
         loaded: bool,
         temperature: float,
         lora: LoraConfig | None = None,
-        updates_per_step: int = 1,
         seed: int = 0,
     ):
         """Puts the actor on its mesh.
@@ -61,7 +60,6 @@ class Actor:
           loaded: whether devices of the mesh belong to this process.
           temperature: of the distribution whose log-probabilities are meant: that of sampling.
           lora: adapters to add where `source` is a directory.
-          updates_per_step: updates of a step, which learning-rate schedules span.
           seed: of fresh adapters and of dropout.
         """
         self.mesh, self.loaded, self.training, self._seed = mesh, loaded, training, seed
@@ -75,7 +73,7 @@ class Actor:
             self.model: ModelConfig = dataclasses.replace(read_config(source), lora=lora or LoraConfig())
         else:
             self.model = given.config
-        self.optimizer = training.optimizer(updates_per_step=updates_per_step)
+        self.optimizer = training.optimizer()
         if loaded:
             self.state, self.frozen = init_state(self._placed(given.params), self.model, self.optimizer, mesh)
         else:

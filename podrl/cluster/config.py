@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 from podrl.config import section
-from podrl.mesh.build import AXES
+from podrl.mesh.build import AXES, with_own_axes
 from podrl.rollout.config import RolloutConfig
 from podrl.trainer.config import RLTrainingConfig
 
@@ -59,12 +59,15 @@ class ClusterConfig:
         for role in (Role.ACTOR, Role.ROLLOUT):
             if role not in self.role_to_mesh:
                 raise ValueError(f"role_to_mesh has no mesh for {role}: the actor and the rollout both need one.")
-        for role, mesh in self.role_to_mesh.items():
-            if mesh.axis_names != AXES:
+        meshes = {role: with_own_axes(mesh) for role, mesh in self.role_to_mesh.items()}
+        for role, mesh in meshes.items():
+            if mesh is None:
                 raise ValueError(
-                    f"role_to_mesh gives {role} a mesh with the axes {mesh.axis_names}, which must be {AXES}: make it "
-                    "by podrl.make_mesh('fsdp=4,tensor=2', devices); 'tp' is called 'tensor' here, 'dp' 'data'."
+                    f"role_to_mesh gives {role} a mesh with the axes {self.role_to_mesh[role].axis_names}, which must "
+                    f"be among {AXES} ('dp' is 'data', 'tp' and 'model' are 'tensor'): make it by "
+                    "podrl.make_mesh('fsdp=4,tensor=2', devices)."
                 )
+        object.__setattr__(self, "role_to_mesh", meshes)
         reference = self.role_to_mesh.get(Role.REFERENCE, self.role_to_mesh[Role.ACTOR])
         if reference != self.role_to_mesh[Role.ACTOR]:
             raise ValueError(

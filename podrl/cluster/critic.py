@@ -1,4 +1,4 @@
-"""The critic: a value model with its parameters and optimizer on its mesh."""
+"""A trained scalar model on its mesh with its optimizer: the critic, or a reward model that learns."""
 
 import os
 from collections.abc import Callable
@@ -7,19 +7,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from podrl.algorithms.value_loss import CriticRows
 from podrl.mesh.backlog import Backlog
 from podrl.models import scalar
 from podrl.models.config import LoraConfig
 from podrl.models.pretrained import Decoder
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.critic import ValueLoss, make_critic_step, make_value_fn
+from podrl.trainer.critic import ScoreForward, ValueForward, ValueLoss, make_critic_step, make_value_fn
 from podrl.trainer.state import abstract_like, fetch, init_train_state, put_batch
 from podrl.types import Batch, Layout, TrainState
 
 
 class Critic:
-    """A value model with its own optimizer.
+    """A model of one number per token, with its own optimizer: the value before each, or the score after it.
 
     Attributes:
       model: configuration of its trunk.
@@ -35,8 +34,8 @@ class Critic:
         training: RLTrainingConfig,
         *,
         lora: LoraConfig | None = None,
-        updates_per_step: int = 1,
         seed: int = 0,
+        scores: bool = False,
     ):
         """Puts the critic on its mesh.
 
@@ -46,8 +45,8 @@ class Critic:
           mesh: where it goes.
           training: optimizer, dtypes, batch sizes.
           lora: adapters, where `source` is a directory.
-          updates_per_step: updates of a step, which learning-rate schedules span.
           seed: of fresh adapters and of dropout.
+          scores: it is a reward model and the one that the job trains, by the actor's optimizer.
         """
         self.mesh, self.training_config, self._seed = mesh, training, seed
         dtype = jnp.dtype(training.param_dtype)
@@ -58,10 +57,13 @@ class Critic:
         else:
             self.model = source.config
             params = scalar.on_trunk(source.params, self.model, mesh, dtype)
-        self.optimizer = training.critic(updates_per_step=updates_per_step)
+        make = training.optimizer if scores else training.critic
+        self.optimizer = make()
+        self._reads: Any = ScoreForward if scores else ValueForward
+        self._prefix = "actor" if scores else "critic"
         trainable, self.frozen = scalar.split_trainable(params, self.model)
         self.state = init_train_state(trainable, self.optimizer, mesh)
-        self._values = make_value_fn(self.model, mesh, dtype=training.dtype)
+        self._values = make_value_fn(self.model, mesh, dtype=training.dtype, reads=self._reads)
         self._step: Callable | None = None
         self._backlog = Backlog()
 
@@ -76,14 +78,16 @@ class Critic:
             param_dtype=self.training_config.param_dtype,
             remat=self.training_config.remat,
             seed=self._seed,
+            reads=self._reads,
+            prefix=self._prefix,
         )
 
     def values(self, batch: Batch[Layout]) -> Any:
-        """Computes the value before every packed token (A, B, T), on the host; `batch` is a host batch."""
+        """Computes the number of every packed token (A, B, T), on the host; `batch` is a host batch."""
         params = scalar.join_trainable(self.state.params, self.frozen)
         return fetch(self._values(params, put_batch(batch, self.mesh)), self.mesh)
 
-    def update(self, batch: Batch[CriticRows]) -> dict[str, Any]:
+    def update(self, batch: Batch[Any]) -> dict[str, Any]:
         """Makes one optimizer update from a host batch; metrics stay on the device."""
         if self._step is None:
             raise ValueError("The critic needs a loss: call prepare(loss) first; PPOLearner does.")

@@ -21,7 +21,7 @@ from podrl.config import known_arguments
 from podrl.data.tokenizer import Tokenizer, prompts_of
 from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig
-from podrl.models.pretrained import Decoder, check_vocab, directories_of
+from podrl.models.pretrained import Decoder, check_vocab, directories_of, on_this_host
 from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
 from podrl.runtime.metrics import MetricsLogger, UserMetrics
@@ -58,14 +58,14 @@ class RLCluster:
         reward: Any = None,
         perf_config: Any = None,
         lora: LoraConfig | None = None,
-        updates_per_step: int = 1,
         seed: int = 0,
         link: PullLink | None = None,
     ):
         """Puts the models on their meshes.
 
         Args:
-          actor: a Hugging Face directory, or what `podrl.models.from_pretrained` returns.
+          actor: a Hugging Face directory, ORG/NAME of the hub (all models may be named so), or what
+            `podrl.models.from_pretrained` returns.
           tokenizer: a Tokenizer or a directory; by default that of the actor's directory.
           cluster_config: meshes, training and rollout configuration.
           critic: a Hugging Face directory or a model; None for a copy of the actor with a value head, made when a
@@ -74,7 +74,6 @@ class RLCluster:
             reward (RewardConfig.model_weight); it lives on Role.REWARD's mesh, by default the rollout's.
           reference: None for the actor's initial weights (under LoRA: its base), or a directory.
           lora: adapters to add where `actor` is a directory.
-          updates_per_step: optimizer updates of a step (mini-batches x passes), which learning-rate schedules span.
           seed: of everything random in the cluster.
           link: where trainers and rollouts are separate clusters, the weights' way between them; this process then has
             the role the link says, and the other role's mesh is not used.
@@ -84,6 +83,7 @@ class RLCluster:
         """
         if perf_config is not None:
             raise ValueError("RLCluster(..., perf_config=...): stage times are in metrics.jsonl under time/ already.")
+        actor, tokenizer, critic, reward, reference = map(on_this_host, (actor, tokenizer, critic, reward, reference))
         self.config, self.seed, self.training_config = cluster_config, seed, cluster_config.training_config
         self.actor_mesh, self.rollout_mesh = (cluster_config.role_to_mesh[r] for r in (Role.ACTOR, Role.ROLLOUT))
         self.trains, self.generates = cluster_config.roles_of(here := jax.process_index())
@@ -93,7 +93,7 @@ class RLCluster:
         if self.generates:
             self._local_mesh = local_mesh(self.rollout_mesh, here, key="roles.rollout.mesh")
         rollout = cluster_config.rollout()
-        self._options: dict[str, Any] = {"lora": lora, "updates_per_step": updates_per_step, "seed": seed}
+        self._options: dict[str, Any] = {"lora": lora, "seed": seed}
         on = (self.actor_mesh, self.training_config)
         self.actor = Actor(actor, *on, loaded=self.trains, temperature=rollout.temperature, **self._options)
         if tokenizer is None and not isinstance(actor, str | os.PathLike):

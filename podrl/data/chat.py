@@ -65,7 +65,7 @@ class ChatTemplate:
           ValueError: the template refuses these messages, fails on them, or does not come to an end within bounds.
         """
         said = sum(len(str(value)) for message in messages for value in message.values())
-        most = MOST + 8 * (said + len(json.dumps(list(tools))))
+        most = MOST + 8 * (said + (len(json.dumps(list(tools))) if tools else 0))
         self._environment.turns_left = most
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **tokens}
         given["tools"] = list(tools) or None

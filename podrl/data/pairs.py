@@ -1,11 +1,15 @@
 """Streams of preference pairs: two answers to one prompt, one preferred, as batches of tokens."""
 
+import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from podrl.data import pipeline, sources
+from podrl.data.config import EMBEDDED, DataConfig
 from podrl.data.generated import Draw
-from podrl.data.pipeline import EMBEDDED, DataConfig
-from podrl.data.sft import Example, SFTBatch, encode, forms, given_answers
+from podrl.data.mixture import interleaved, split
+from podrl.data.sft import Example, SFTBatch, by_part, encode, forms, given_answers
 from podrl.data.stream import Batches, Limit, Stream, TooLong
 from podrl.data.template import Part, turn
 from podrl.data.tokenizer import Tokenizer
@@ -23,7 +27,9 @@ class PairStream(Batches[_Pair]):
       steps_per_epoch: batches that use as many pairs as there are records.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer, *, pairs: int, max_length: int) -> None:
+    def __init__(
+        self, data: DataConfig, tokenizer: Tokenizer, *, pairs: int, max_length: int, key: str = "dpo.max_length"
+    ) -> None:
         """Starts at the first pair.
 
         Args:
@@ -35,16 +41,18 @@ class PairStream(Batches[_Pair]):
           pairs: of a batch.
           max_length: tokens of prompt and answer; pairs with a longer one are left out, or an error, as
             data.long_prompts says.
+          key: that sets `max_length`, for messages.
 
         Raises:
           ValueError: bad data.
         """
-        limit = Limit(max_length, "dpo.max_length", data.long_prompts)
-        source = given_answers(data, _check_form)
-        writer = _Writer(data, tokenizer, limit)
+        limit = Limit(max_length, key, data.long_prompts)
+        source, parts = given_answers(data, check_form)
+        writer = by_part([_Writer(part.config, tokenizer, limit) for part in parts])
         seed = data.seed if data.shuffle else None
-        super().__init__(Stream(source, writer, seed, limit, tools=tokenizer.tools_digest))
-        self.steps_per_epoch = max(1, len(source) // pairs)
+        stream = Stream(source, writer, seed, limit, tools=tokenizer.tools_digest)
+        super().__init__(stream)
+        self.steps_per_epoch = max(1, stream.records // pairs)
         self._pairs, self._max_length, self._pad_id = pairs, max_length, tokenizer.pad_id
 
     def __iter__(self) -> "PairStream":
@@ -53,6 +61,26 @@ class PairStream(Batches[_Pair]):
     def __next__(self) -> SFTBatch:
         examples = [example for pair in self._stream.take(self._pairs) for example in pair]
         return SFTBatch.of(examples, self._max_length, self._pad_id, self.state())
+
+
+def held_out_pairs(
+    data: DataConfig, tokenizer: Tokenizer, *, count: int, pairs: int, max_length: int, key: str
+) -> list[SFTBatch]:
+    """Makes batches of at most `count` held-out pairs, as PairStream does; none where the data holds none out."""
+    limit = Limit(max_length, key, data.long_prompts)
+    if data.eval_path:
+        whole = dataclasses.replace(data, path=data.eval_path, eval_path="", eval_fraction=0.0, sources=())
+        opened = [(part.config, part.train) for part in split(whole, check_form).parts]
+    else:
+        opened = [(part.config, part.held) for part in split(data, check_form).parts]
+    made = interleaved([_made(_Writer(config, tokenizer, limit), records) for config, records in opened])
+    chosen = list(itertools.islice((pair for pair in made if not isinstance(pair, TooLong)), count))
+    cuts = [chosen[i : i + pairs] for i in range(0, len(chosen), pairs)]
+    return [SFTBatch.of([e for pair in cut for e in pair], max_length, tokenizer.pad_id, b"") for cut in cuts]
+
+
+def _made(write: "_Writer", records: sources.Source) -> Iterator[_Pair | TooLong]:
+    return (write(i, records[i]) for i in range(len(records)))
 
 
 class _Writer:
@@ -67,8 +95,7 @@ class _Writer:
             prompt, fields = self._render(record)
             answers = forms(record, fields, Draw(self._data.seed, 3, index))
         else:
-            question = record.get(self._data.question_field, "").strip()
-            prompt = record["prompt"] if "prompt" in record else self._render.prompt(question)
+            prompt = record["prompt"] if "prompt" in record else self._render.prompt(record)
             answers = [turn(record["chosen"])], [turn(record["rejected"])]
         chosen, rejected = (encode([Part(prompt), *answer], self._tokenizer, self._limit) for answer in answers)
         if isinstance(chosen, TooLong) or isinstance(rejected, TooLong):
@@ -76,7 +103,7 @@ class _Writer:
         return _Pair(chosen, rejected)
 
 
-def _check_form(record: sources.Record, place: str, data: DataConfig) -> None:
+def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     """Refuses a record that holds no pair, with its file and line."""
     before = "prompt" if "prompt" in record else data.question_field
     if not all(isinstance(record.get(name), str) for name in (before, "chosen", "rejected")):

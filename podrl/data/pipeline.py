@@ -1,64 +1,19 @@
 """Turns records into batches of prompts: order, length limit, resumable position, held-out records."""
 
-import array
-import dataclasses
-import functools
-import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from podrl.config import Count, Range, Seed, section
-from podrl.data import problems, sources, sums, template
-from podrl.data.generated import Generator, Problem
+from podrl.data import shape, sources, template
+from podrl.data.config import AUTO, EMBEDDED, DataConfig
+from podrl.data.generated import Problem
+from podrl.data.mixture import Part, interleaved, split
 from podrl.data.sources import Record
-from podrl.data.stream import Batches, Limit, Stream, TooLong
+from podrl.data.stream import Batches, Limit, Mixed, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.types import Prompts
-
-PROBLEMS = "problems"
-# The tasks that come with podrl, by the names that data.path has for them.
-EMBEDDED: Mapping[str, Generator[Any]] = {PROBLEMS: problems.GENERATOR, "sums": sums.GENERATOR}
-AUTO = "auto"
-
-
-@section("data")
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Settings of the source of prompts: file or generator, template, order.
-
-    Attributes:
-      path: an embedded task, 'problems' or 'sums', or a file (see podrl.data.sources.read).
-      eval_path: a file of held-out records; '' holds out a part of `path`.
-      eval_fraction: share of the questions of `path` that is held out where `eval_path` is ''. An embedded task
-        always holds out its own tenth.
-      question_field: the record's field with the question.
-      answer_field: the record's field with the answer; of a GSM8K solution, what follows '####'.
-      system_prompt: instructions before the question; 'auto' is the reference text, and none for an embedded task.
-      template: 'chat' for the model's own turns, 'plain' for a model without a chat template.
-      seed: of the shuffling, and of an embedded task's problems.
-      shuffle: new order every epoch; False keeps the order of the file.
-      long_prompts: what happens to a prompt longer than rollout.max_prompt_length: 'skip' (counted) or 'error'.
-      size: problems of an embedded task in an epoch.
-    """
-
-    path: str = PROBLEMS
-    eval_path: str = ""
-    eval_fraction: Annotated[float, Range("[0, 1)")] = 0.05
-    question_field: str = "question"
-    answer_field: str = "answer"
-    system_prompt: str = AUTO
-    template: Literal["chat", "plain"] = "chat"
-    seed: Seed = 42
-    shuffle: bool = True
-    long_prompts: Literal["skip", "error"] = "skip"
-    size: Count = 1_000_000
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise ValueError(f"data.path is '': name a file of records, or an embedded task: {' or '.join(EMBEDDED)}.")
 
 
 class _Task(NamedTuple):
@@ -78,11 +33,12 @@ class PromptStream(Batches[_Task]):
     Attributes:
       prompts_per_step: P of the whole job.
       steps_per_epoch: batches that use as many prompts as there are records.
+      unanswered: see podrl.data.mixture.Opened.
     """
 
     def __init__(
         self,
-        source: sources.Source,
+        source: sources.Source | Mixed,
         render: Callable[[Any], tuple[str, Mapping[str, Any]]],
         tokenizer: Tokenizer,
         *,
@@ -90,8 +46,7 @@ class PromptStream(Batches[_Task]):
         max_prompt_length: int,
         shuffle_seed: int | None = 42,
         long_prompts: Literal["skip", "error"] = "skip",
-        shard_index: int = 0,
-        shard_count: int = 1,
+        unanswered: Sequence[tuple[str, Sequence[str]]] = (),
     ) -> None:
         """Starts at the first prompt.
 
@@ -103,18 +58,13 @@ class PromptStream(Batches[_Task]):
           max_prompt_length: tokens; the width of every batch.
           shuffle_seed: None keeps the source's order.
           long_prompts: 'skip' or 'error'.
-          shard_index: which part of each batch this process keeps.
-          shard_count: number of parts; must divide P.
+          unanswered: see the attribute.
 
         Raises:
-          ValueError: an empty source, or P that does not split into the shards.
+          ValueError: an empty source, or no prompts in a step.
         """
-        if prompts_per_step < 1 or prompts_per_step % shard_count:
-            raise ValueError(
-                f"{prompts_per_step} prompts do not split over {shard_count} rollout processes: "
-                "rollout.prompts_per_step must be a positive multiple of their number."
-            )
-        assert 0 <= shard_index < shard_count, (shard_index, shard_count)
+        if prompts_per_step < 1:
+            raise ValueError(f"{prompts_per_step} prompts make no step: rollout.prompts_per_step must be at least 1.")
         limit = Limit(max_prompt_length, "rollout.max_prompt_length", long_prompts)
 
         def prepare(index: int, record: Any) -> _Task | TooLong:
@@ -122,10 +72,9 @@ class PromptStream(Batches[_Task]):
 
         tasks = Stream(source, prepare, shuffle_seed, limit, tools=tokenizer.tools_digest)
         super().__init__(tasks)
-        self.prompts_per_step = prompts_per_step
-        self.steps_per_epoch = max(1, len(source) // prompts_per_step)
+        self.prompts_per_step, self.unanswered = prompts_per_step, unanswered
+        self.steps_per_epoch = max(1, tasks.records // prompts_per_step)
         self._width, self._pad_id = max_prompt_length, tokenizer.pad_id
-        self._shard_index, self._shard_count = shard_index, shard_count
 
     @classmethod
     def from_config(
@@ -135,21 +84,18 @@ class PromptStream(Batches[_Task]):
         *,
         prompts_per_step: int,
         max_prompt_length: int,
-        shard_index: int = 0,
-        shard_count: int = 1,
     ) -> "PromptStream":
         """Builds the training stream of a configuration; see the constructor and `DataConfig`."""
-        train, _ = split(config)
+        opened = split(config)
         return cls(
-            train,
-            Renderer(config, tokenizer),
+            opened.train,
+            renderer(config, tokenizer),
             tokenizer,
             prompts_per_step=prompts_per_step,
             max_prompt_length=max_prompt_length,
             shuffle_seed=config.seed if config.shuffle else None,
             long_prompts=config.long_prompts,
-            shard_index=shard_index,
-            shard_count=shard_count,
+            unanswered=opened.unanswered,
         )
 
     @classmethod
@@ -162,36 +108,45 @@ class PromptStream(Batches[_Task]):
         max_prompt_length: int,
         shuffle_seed: int | None = None,
     ) -> "PromptStream":
-        """Builds a stream over prompts given as texts, used as they are, or as mappings with 'prompt' and other fields.
+        """Builds a stream over prompts given as texts, used as they are, or as records (podrl.data.shape).
+
+        A question is put as by the default DataConfig, in the chat template if the model has one. Fields reach reward
+        functions as they are, `question` beside them.
 
         Raises:
-          ValueError: a mapping without 'prompt', or an item that is neither; names its position.
+          ValueError: an item that asks nothing; names its position.
         """
         records = [_listed(item, i) for i, item in enumerate(prompts)]
+        form = "chat" if tokenizer.has_chat_template else "plain"
+
+        def render(record: Record) -> tuple[str, Mapping[str, Any]]:
+            text = shape.prompt(record, tokenizer, system=template.SYSTEM_PROMPT, form=form)
+            given = {key: value for key, value in record.items() if key != shape.asked(record)}
+            return text, {shape.QUESTION: shape.question(record), **given}
+
         return cls(
             sources.Records("the list of prompts", records),
-            lambda record: (record["prompt"], {k: v for k, v in record.items() if k != "prompt"}),
+            render,
             tokenizer,
             prompts_per_step=prompts_per_step,
             max_prompt_length=max_prompt_length,
             shuffle_seed=shuffle_seed,
             long_prompts="error",
+            unanswered=[(f"Prompt {i} lacks 'answer'", ()) for i, r in enumerate(records) if "answer" not in r][:1],
         )
 
     def __iter__(self) -> "PromptStream":
         return self
 
     def __next__(self) -> Prompts:
-        """Returns the next batch (this shard's P / shard_count rows of it), every row `max_prompt_length` wide.
+        """Returns the next batch, every row `max_prompt_length` wide.
 
         Raises:
           ValueError: a prompt is too long under 'error', or all of them are under 'skip'.
         """
         start = self._stream.emitted
         tasks = self._stream.take(self.prompts_per_step)
-        rows = self.prompts_per_step // self._shard_count
-        first = self._shard_index * rows
-        return _batch(tasks[first : first + rows], start + first, self._width, self._pad_id, self.state())
+        return _batch(tasks, start, self._width, self._pad_id, self.state())
 
 
 def held_out_prompts(
@@ -211,14 +166,35 @@ def held_out_prompts(
     """
     if not count:
         return []
-    if config.path in EMBEDDED and not config.eval_path:
-        records: Iterable[Any] = EMBEDDED[config.path].distinct("held_out", count, config.seed)
+    opened = split(config)
+    rendered: Iterator[tuple[str, Mapping[str, Any]]]
+    if opened.evaluation is not None:
+        rendered = map(Renderer(config, tokenizer), map(opened.evaluation.__getitem__, range(len(opened.evaluation))))
     else:
-        held = split(config)[1]
-        records = (held[i] for i in range(len(held)))
-    render = Renderer(config, tokenizer)
+        held = [map(_PartRenderer(part, tokenizer), _held_out(part, count)) for part in opened.parts]
+        rendered = interleaved([iter(records) for records in held])
+    return _fixed(rendered, config, tokenizer, count, max_prompt_length, batch_size)
+
+
+def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_prompt_length: int) -> list[Prompts]:
+    """Makes one batch of the first fitting records of a configuration's only source; see `held_out_prompts`."""
+    (part,) = split(config).parts
+    embedded = part.config.path in EMBEDDED
+    records = _held_out(part, count) if embedded else map(part.train.__getitem__, range(len(part.train)))
+    return _fixed(map(_PartRenderer(part, tokenizer), records), config, tokenizer, count, max_prompt_length, None)
+
+
+def _fixed(
+    rendered: Iterator[tuple[str, Mapping[str, Any]]],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    count: int,
+    max_prompt_length: int,
+    batch_size: int | None,
+) -> list[Prompts]:
+    """Makes batches of the first `count` prompts that are not too long."""
     limit = Limit(max_prompt_length, "rollout.max_prompt_length", config.long_prompts)
-    tasks = (_tokenise(*render(record), tokenizer, limit) for record in records)
+    tasks = (_tokenise(*made, tokenizer, limit) for made in rendered)
     fitting = (task for task in tasks if not isinstance(task, TooLong))
     chosen = list(itertools.islice(fitting, count))
     size = batch_size or max(1, len(chosen))
@@ -229,13 +205,24 @@ def held_out_prompts(
 
 def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192) -> int:
     """Length of the longest of the first `look` training prompts, in tokens, rounded up to a multiple of 64."""
-    train, render = split(config)[0], Renderer(config, tokenizer)
-    lengths = (len(tokenizer.encode(render(train[i])[0])) for i in range(min(look, len(train))))
-    return -(-max(lengths, default=1) // 64) * 64
+    longest = 1
+    for part in (opened := split(config)).parts:
+        render, some = Renderer(part.config, tokenizer), min(-(-look // len(opened.parts)), len(part.train))
+        longest = max(longest, *(len(tokenizer.encode(render(part.train[i])[0])) for i in range(some)))
+    return -(-longest // 64) * 64
+
+
+def _held_out(part: Part, count: int) -> Iterator[Any]:
+    """A source's held-out records; of an embedded task, at most `count` that differ."""
+    if part.config.path in EMBEDDED:
+        return iter(EMBEDDED[part.config.path].distinct("held_out", count, part.config.seed))
+    return map(part.held.__getitem__, range(len(part.held)))
 
 
 def has_format(config: DataConfig) -> bool:
     """True where the task asks for the reference format: reasoning, then the answer, each in its tags."""
+    if config.sources:
+        return all(map(has_format, config.singles()))
     if config.system_prompt not in ("", AUTO):
         return all(tag in config.system_prompt for tag in template.TAGS)
     return config.path not in EMBEDDED or EMBEDDED[config.path].reasoned
@@ -245,6 +232,25 @@ def system_prompt(config: DataConfig) -> str:
     """The instructions before every question; '' for none."""
     reference = "" if config.path in EMBEDDED else template.SYSTEM_PROMPT
     return reference if config.system_prompt == AUTO else config.system_prompt
+
+
+def renderer(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], tuple[str, Mapping[str, Any]]]:
+    """Renders what a stream over a configuration's records is given: records, or those of a mixture."""
+    if not config.sources:
+        return Renderer(config, tokenizer)
+    renders = [_PartRenderer(part, tokenizer) for part in split(config).parts]
+    return (lambda item: renders[item.part](item.record)) if len(renders) > 1 else renders[0]
+
+
+class _PartRenderer:
+    """Renders the records of one source of a mixture, with the fields that it gives them."""
+
+    def __init__(self, part: Part, tokenizer: Tokenizer) -> None:
+        self._render, self._fields = Renderer(part.config, tokenizer), part.fields
+
+    def __call__(self, record: Any) -> tuple[str, Mapping[str, Any]]:
+        text, fields = self._render(record)
+        return text, {**self._fields, **fields} if self._fields else fields
 
 
 class Renderer:
@@ -264,90 +270,29 @@ class Renderer:
 
     def __call__(self, record: Record | Problem) -> tuple[str, Mapping[str, Any]]:
         fields = task_fields(record, self._config)
-        return self.prompt(fields["question"]), ({"system_prompt": self._system} if self._system else {}) | dict(fields)
+        asked = record if isinstance(record, Mapping) else fields
+        return self.prompt(asked), ({"system_prompt": self._system} if self._system else {}) | dict(fields)
 
-    def prompt(self, question: str) -> str:
-        """Renders the prompt text of a question."""
-        return template.wrap(self._tokenizer, question, system=self._system, form=self._config.template)
+    def prompt(self, record: Record) -> str:
+        """Renders the text of a prompt."""
+        field = self._config.question_field if self._config.question_field in record else shape.QUESTION
+        return shape.prompt(
+            record, self._tokenizer, system=self._system, form=self._config.template, question_field=field
+        )
 
 
 def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
-    """question, answer and solution under these names, and every other field of the record under its own."""
+    """The fields of a record for reward functions; see podrl.data.shape.fields."""
     if not isinstance(record, Mapping):
         return dict(record.fields)
-    question, answer = str(record[config.question_field]).strip(), str(record[config.answer_field]).strip()
-    others = {k: v for k, v in record.items() if k not in (config.question_field, config.answer_field)}
-    final = template.gsm8k_answer(answer) if "####" in answer else answer
-    return {"solution": answer, **others, "question": question, "answer": final}
-
-
-def split(config: DataConfig) -> tuple[sources.Source, sources.Source]:
-    """(training records, held-out records); files are read again only when they have changed."""
-    files = [config.eval_path, "" if config.path in EMBEDDED else config.path]
-    return _split(config, *map(sources.identity, files))
-
-
-@functools.lru_cache(maxsize=2)
-def _split(config: DataConfig, *identities: tuple[Any, ...]) -> tuple[sources.Source, sources.Source]:
-    del identities
-    required = (config.question_field, config.answer_field)
-    evaluation = sources.read(config.eval_path, required) if config.eval_path else None
-    if config.path in EMBEDDED:
-        generator = EMBEDDED[config.path]
-        train: Any = generator.source("train", config.size, config.seed)
-        return train, evaluation or generator.source("held_out", config.size, config.seed)  # pyright: ignore[reportReturnType]
-    if evaluation is not None:
-        return sources.read(config.path, required), evaluation
-    held = HeldOut(config)
-    return held.divide(sources.read(config.path, required, held.check))
-
-
-class HeldOut:
-    """Chooses a file's held-out records: `config.eval_fraction` of its questions."""
-
-    def __init__(self, config: DataConfig) -> None:
-        self._field, self._fraction = config.question_field, config.eval_fraction
-        self._held = array.array("b")
-
-    def check(self, record: Record, place: str) -> None:
-        """Records whether the next record is for training or held out."""
-        del place
-        self._held.append(_held_out(str(record.get(self._field)), self._fraction))
-
-    def divide(self, records: sources.Source) -> tuple[sources.Source, sources.Source]:
-        """Divides the noted records into (training, held-out)."""
-        held = np.frombuffer(self._held, np.int8)
-        if len(held) and held.all():
-            raise ValueError(
-                f"data.eval_fraction={self._fraction} holds out all {len(held)} records of data.path, so that none is "
-                "left to train on: lower it, or give data.eval_path."
-            )
-        return _Subset(records, np.flatnonzero(held == 0)), _Subset(records, np.flatnonzero(held))
-
-
-def _held_out(question: str, fraction: float) -> bool:
-    """Decides by the question's hash, so that a repeated question is on one side only, whatever the file's order."""
-    digest = hashlib.sha256(question.strip().encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
-
-
-class _Subset(Sequence[Record]):
-    """A part of a source's records, in the source's order."""
-
-    def __init__(self, source: sources.Source, indices: np.ndarray) -> None:
-        self._source, self._indices = source, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._source[int(self._indices[index])]
+    return shape.fields(record, config.question_field, config.answer_field)
 
 
 def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
     record = {"prompt": item} if isinstance(item, str) else item
-    if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str) or not record["prompt"]:
-        raise ValueError(f"Prompt {index} is {str(item)[:80]!r}: it must be a text, or a mapping with a text 'prompt'.")
+    if not isinstance(record, Mapping):
+        raise ValueError(f"Prompt {index} is {item!r}: it must be a text, or a record with 'prompt' or 'question'.")
+    shape.check(record, f"Prompt {index}")
     return record
 
 

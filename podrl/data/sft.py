@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from podrl.config import Count, Natural, Range, Share, section
-from podrl.data import pipeline, sources, template
+from podrl.data import mixture, pipeline, sources, template
+from podrl.data.config import DataConfig
 from podrl.data.generated import Draw
-from podrl.data.pipeline import EMBEDDED, DataConfig
+from podrl.data.mixture import Form, split
 from podrl.data.stream import Batches, Limit, Stream, TooLong
 from podrl.data.sums import Sum
 from podrl.data.template import Part, turn
@@ -122,11 +123,12 @@ class SFTStream(Batches[Example]):
             )
         assert 0 <= shard_index < shard_count, (shard_index, shard_count)
         limit = Limit(config.max_length, "sft.max_length", data.long_prompts)
-        source = given_answers(data, _check_form)
-        writer = _Writer(data, config, tokenizer, limit)
+        source, parts = given_answers(data, check_form)
+        writer = by_part([_Writer(part.config, config, tokenizer, limit) for part in parts])
         seed = data.seed if data.shuffle else None
-        super().__init__(Stream(source, writer, seed, limit, tools=tokenizer.tools_digest))
-        self.steps_per_epoch = max(1, len(source) // config.batch_size)
+        stream = Stream(source, writer, seed, limit, tools=tokenizer.tools_digest)
+        super().__init__(stream)
+        self.steps_per_epoch = max(1, stream.records // config.batch_size)
         self._config, self._pad_id = config, tokenizer.pad_id
         rows = config.batch_size // shard_count
         self._rows = slice(shard_index * rows, (shard_index + 1) * rows)
@@ -190,7 +192,7 @@ def plain_solution(solution: str) -> str:
     return _CALCULATION.sub("", solution.rpartition("\n####")[0] or solution)
 
 
-def _check_form(record: sources.Record, place: str, data: DataConfig) -> None:
+def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     """Refuses a record in none of the three forms, with its file and line."""
     chat = record.get("messages")
     pair = all(isinstance(record.get(name), str) for name in ("prompt", "completion"))
@@ -204,28 +206,28 @@ def _check_form(record: sources.Record, place: str, data: DataConfig) -> None:
         )
 
 
-def given_answers(data: DataConfig, check_form: Callable[[sources.Record, str, DataConfig], None]) -> Any:
-    """Reads a file's records for learning answers, without the questions that an evaluation uses.
+def given_answers(data: DataConfig, check_form: Form) -> tuple[Any, Sequence[mixture.Part]]:
+    """Opens records for learning answers, without the questions that an evaluation uses.
 
     Args:
       data: where they come from.
       check_form: called with every record of a file and its place; raises where it does not hold what is needed.
 
+    Returns:
+      (the records as a stream takes them, their sources).
+
     Raises:
       ValueError: bad data.
     """
-    if data.path in EMBEDDED:
-        return EMBEDDED[data.path].source("train", data.size, data.seed)
-    held, solved = pipeline.HeldOut(data), True
+    opened = split(data, check_form)
+    return opened.train, opened.parts
 
-    def check(record: sources.Record, place: str) -> None:
-        nonlocal solved
-        check_form(record, place, data)
-        solved = solved and _solved(record, data)
-        held.check(record, place)
 
-    records = sources.read(data.path, check=check)
-    return records if data.eval_path or not solved else held.divide(records)[0]
+def by_part(writers: Sequence[Callable[[int, Any], Any]]) -> Callable[[int, Any], Any]:
+    """Prepares each record by the writer of its source."""
+    if len(writers) == 1:
+        return writers[0]
+    return lambda index, item: writers[item.part](index, item.record)
 
 
 def _solved(record: sources.Record, data: DataConfig) -> bool:

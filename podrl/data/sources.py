@@ -14,13 +14,15 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from etils import epath
 
+from podrl.runtime import hub
 from podrl.runtime.storage import is_remote, locate
 
 Record = Mapping[str, Any]
 Check = Callable[[Record, str], None]  # of a record and its place; raises ValueError
-_ARRAY_RECORD = ".array_record"
+_JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
 _MARK = b"\xef\xbb\xbf"  # some programs begin UTF-8 files with it
 
 
@@ -71,8 +73,18 @@ class _Lines(Records):
         self._file, self._parse = file, parse
         # Of a bucket's file every read would be a request.
         self._held = file.read_bytes() if is_remote(file) else None
-        self._starts, self._sizes = array.array("q"), array.array("q")
+        self._starts, self._sizes = array.array("q"), array.array("I")
         self._lines, self._sums = array.array("I"), array.array("I")
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The records' contents, for a cache."""
+        fields = ("starts", "sizes", "lines", "sums")
+        return {name: np.asarray(getattr(self, f"_{name}")) for name in fields}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Takes what `arrays` returned, of the same content."""
+        for name in ("starts", "sizes", "lines", "sums"):
+            getattr(self, f"_{name}").frombytes(arrays[name].tobytes())
 
     def open(self) -> io.BufferedIOBase:
         """Opens the file's bytes at the beginning."""
@@ -130,49 +142,63 @@ class _Joined(Records):
         return self._parts[which], index - (self._ends[which - 1] if which else 0)
 
 
-def read(path: str, required: Sequence[str] = (), check: Check | None = None) -> Records:
+class Known(Protocol):
+    """Facts about files that were read before."""
+
+    def __call__(self, file: epath.Path, lines: _Lines, read: Callable[[], None]) -> None:
+        """Fills `lines`, by `read` where the file's content is new."""
+        ...
+
+
+def read(
+    path: str, one_of: Sequence[str] = (), check: Check | None = None, *, split: str = "", known: Known | None = None
+) -> Records:
     """Opens a file of records.
 
     Args:
-      path: a .jsonl, .csv (with a header, as Kaggle's GSM8K), .parquet or .array_record file, or 'tfds:NAME/SPLIT';
+      path: a .jsonl, .csv (with a header, as Kaggle's GSM8K), .parquet or .array_record file, 'tfds:NAME/SPLIT', or
+        'hf:ORG/NAME:CONFIG:SPLIT' of the hub;
         local or gs://; `*` in the last part stands for several files, read in the order of their names.
-      required: fields every record must have, as text that is not empty or as numbers.
-      check: called with every record, in their order, and its place.
+      one_of: of a table (.csv, .parquet), columns of which it must have one.
+      check: called with every record, in their order, and its place; raises ValueError.
+      split: of a directory, the beginning of the names of its files.
+      known: spares reading JSON lines again.
 
     Raises:
       FileNotFoundError: nothing matches the path.
       ValueError: an unknown format, an empty file, or a record that does not hold what it must; names file and line.
       ImportError: the library of the format, or of gs://, is not installed; names the extra.
     """
-    suffix = "" if path.startswith("tfds:") else _suffix(path)
+    accept = check or (lambda record, place: None)
+    path = of_split(path, split)
+    suffix = "" if path.startswith("tfds:") else _suffix(str(files(path)[0]) if path.startswith(hub.DATA) else path)
     if path.startswith("tfds:") or suffix == _ARRAY_RECORD:
-        records = _tfds(path, required) if not suffix else _array_record(path, _files(path), required)
-        for i in range(len(records) if check is not None else 0):
-            check(records[i], records.place(i))  # pyright: ignore[reportOptionalCall]
+        records = _tfds(path) if not suffix else _array_record(path, files(path))
+        for i in range(len(records)):
+            accept(records[i], records.place(i))
         return records
-    if suffix not in _READERS:
-        known = ", ".join((*_READERS, _ARRAY_RECORD))
-        raise ValueError(f"{path} ends in {suffix!r}, which is no known format: use {known}, or tfds:NAME/SPLIT.")
-
-    def accept(record: Record, place: str) -> None:
-        checked = _checked(record, place, required)
-        if check is not None:
-            check(checked, place)
-
+    if suffix not in _KNOWN:
+        usable = ", ".join((*_KNOWN, _ARRAY_RECORD))
+        raise ValueError(f"{path} ends in {suffix!r}, which is no known format: use {usable}, or tfds:NAME/SPLIT.")
     parts = []
-    for file in _files(path):
-        parts.append(_READERS[suffix](file, required, accept))
+    for file in files(path):
+        parts.append(_READERS[suffix](file, one_of, accept) if suffix != _JSONL else _jsonl(file, accept, known))
         if not len(parts[-1]):
             raise ValueError(f"{file} is empty: it must hold at least one record.")
     return parts[0] if len(parts) == 1 else _Joined(path, parts)
 
 
-def identity(path: str) -> tuple[Any, ...]:
+def identity(path: str, split: str = "") -> tuple[Any, ...]:
     """Identifies the content of a path's files: changes when they do; errors as in `read`."""
     if not path or path.startswith("tfds:"):
         return ()
-    found = [(str(file), file.stat()) for file in _files(path)]
+    found = [(str(file), file.stat()) for file in files(of_split(path, split))]
     return tuple((name, stat.mtime, stat.length) for name, stat in found)
+
+
+def size(file: epath.Path) -> int:
+    """Returns the size of a file in bytes."""
+    return epath.Path(file).stat().length
 
 
 def _suffix(path: str) -> str:
@@ -181,16 +207,18 @@ def _suffix(path: str) -> str:
     return _ARRAY_RECORD if _ARRAY_RECORD in name else epath.Path(name).suffix.lower()
 
 
-def _files(path: str) -> list[epath.Path]:
+def files(path: str) -> list[epath.Path]:
     """Resolves a path or pattern to files; an existing name is taken as it is."""
+    if path.startswith(hub.DATA):
+        return [epath.Path(file) for file in hub.data_files(path)]
     whole = epath.Path(locate(path))
     if whole.is_file():
         return [whole]
-    files = sorted(whole.parent.glob(whole.name)) if "*" in whole.name else []
-    if not files:
+    found = sorted(whole.parent.glob(whole.name)) if "*" in whole.name else []
+    if not found:
         kind = "is a directory" if whole.is_dir() else "does not exist"
         raise FileNotFoundError(f"Data file {path} {kind}: data.path and data.eval_path must name files of records.")
-    return files
+    return found
 
 
 def _decoded_line(raw: bytes, file: epath.Path, number: int) -> str:
@@ -209,17 +237,39 @@ def _numbered(content: io.BufferedIOBase) -> Iterator[tuple[int, int, bytes]]:
         offset += len(raw)
 
 
-def _jsonl(file: epath.Path, required: Sequence[str], accept: Check) -> Records:
-    del required
+def of_split(path: str, split: str) -> str:
+    """Names the files of a split of a directory."""
+    if not split or path.startswith(("tfds:", hub.DATA)):
+        return path
+    whole = epath.Path(locate(path))
+    suffixes = (
+        sorted({file.suffix for file in whole.glob(f"{split}*") if file.suffix in _KNOWN}) if whole.is_dir() else []
+    )
+    if len(suffixes) != 1:
+        raise ValueError(
+            f"{path} with split={split!r} must be a directory that holds files {split}* of one of {', '.join(_KNOWN)}"
+            f"{', and holds ' + ' and '.join(suffixes) if suffixes else ''}."
+        )
+    return f"{path.rstrip('/')}/{split}*{suffixes[0]}"
+
+
+def _jsonl(file: epath.Path, accept: Check, known: Known | None) -> Records:
     records = _Lines(file, _object)
-    with records.open() as content:
-        for start, number, raw in _numbered(content):
-            text = _decoded_line(raw, file, number).rstrip("\n")
-            if not text.strip():
-                continue
-            place = f"{file} line {number}"
-            accept(_object(text, place), place)
-            records.add(start, raw, number)
+
+    def read() -> None:
+        with records.open() as content:
+            for start, number, raw in _numbered(content):
+                text = _decoded_line(raw, file, number).rstrip("\n")
+                if not text.strip():
+                    continue
+                place = f"{file} line {number}"
+                accept(_object(text, place), place)
+                records.add(start, raw, number)
+
+    if known is None:
+        read()
+    else:
+        known(file, records, read)
     return records
 
 
@@ -234,7 +284,7 @@ def _object(text: str | bytes, place: str) -> Record:
     return record
 
 
-def _csv(file: epath.Path, required: Sequence[str], accept: Check) -> Records:
+def _csv(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
     header: list[str] = []
     records = _Lines(file, lambda text, _: dict(zip(header, next(_csv_rows([text])), strict=True)))
     taken: list[tuple[int, int, bytes]] = []  # the lines of the row that is being read
@@ -254,7 +304,7 @@ def _csv(file: epath.Path, required: Sequence[str], accept: Check) -> Records:
                     continue
                 if not header:
                     header += [name.strip() for name in row]
-                    _has_columns(header, required, place)
+                    _has_columns(header, one_of, place)
                 elif len(row) != len(header):
                     raise ValueError(
                         f"{place} has {len(row)} values for the {len(header)} columns {', '.join(header)}."
@@ -271,12 +321,10 @@ def _csv_rows(lines: Iterator[str] | Sequence[str]) -> Iterator[list[str]]:
     return csv.reader(lines, strict=True)
 
 
-def _has_columns(header: Sequence[str], required: Sequence[str], place: str) -> None:
-    for name in required:
-        if name not in header:
-            raise ValueError(
-                f"{place}: no column {name!r} among {', '.join(header)}: set data.question_field and data.answer_field."
-            )
+def _has_columns(header: Sequence[str], one_of: Sequence[str], place: str) -> None:
+    if one_of and not set(one_of) & set(header):
+        names = " or ".join(map(repr, one_of))
+        raise ValueError(f"{place}: no column {names} among {', '.join(header)}: set data.question_field.")
 
 
 class _Table(Records):
@@ -296,7 +344,7 @@ class _Table(Records):
         return f"{self.name} row {index}"
 
 
-def _parquet(file: epath.Path, required: Sequence[str], accept: Check) -> Records:
+def _parquet(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -306,7 +354,7 @@ def _parquet(file: epath.Path, required: Sequence[str], accept: Check) -> Record
         table = pyarrow.parquet.read_table(io.BytesIO(file.read_bytes()))
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file} is not a Parquet file: {error}") from error
-    _has_columns(table.column_names, required, str(file))
+    _has_columns(table.column_names, one_of, str(file))
     records, row = _Table(file, table), 0
     for batch in table.to_batches(max_chunksize=4096):
         for record in batch.to_pylist():
@@ -316,13 +364,13 @@ def _parquet(file: epath.Path, required: Sequence[str], accept: Check) -> Record
 
 
 _READERS: dict[str, Callable[[epath.Path, Sequence[str], Check], Records]] = {
-    ".jsonl": _jsonl,
     ".csv": _csv,
     ".parquet": _parquet,
 }
+_KNOWN = (_JSONL, *_READERS)
 
 
-def _array_record(path: str, files: Sequence[epath.Path], required: Sequence[str]) -> Records:
+def _array_record(path: str, found: Sequence[epath.Path]) -> Records:
     """Reads array records whose every record is a JSON object."""
     if is_remote(path):
         raise ValueError(f"{path}: ArrayRecord files are read from disks only: copy it, or use .parquet or .jsonl.")
@@ -330,15 +378,15 @@ def _array_record(path: str, files: Sequence[epath.Path], required: Sequence[str
 
     stored: Any
     try:
-        stored = grain.sources.ArrayRecordDataSource([str(file) for file in files])
+        stored = grain.sources.ArrayRecordDataSource([str(file) for file in found])
     except RuntimeError as error:
         raise ValueError(f"{path} is not an ArrayRecord file: {error}") from error
     if not len(stored):
         raise ValueError(f"{path} is empty: it must hold at least one record.")
-    return ParsedOnAccess(path, stored, lambda text, place: _checked(_object(text, place), place, required))
+    return ParsedOnAccess(path, stored, _object)
 
 
-def _tfds(path: str, required: Sequence[str]) -> Records:
+def _tfds(path: str) -> Records:
     """Reads a data set of TensorFlow Datasets, without TensorFlow, from its ArrayRecord files."""
     name, _, split = path.removeprefix("tfds:").rpartition("/")
     if not name or not split:
@@ -346,20 +394,10 @@ def _tfds(path: str, required: Sequence[str]) -> Records:
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise ImportError(f"{path} needs TensorFlow Datasets: pip install tensorflow-datasets.") from error
+        raise ImportError(f"{path} needs TensorFlow Datasets: pip install 'podrl[tfds]'.") from error
     stored = tfds.data_source(name, split=split, builder_kwargs={"file_format": "array_record"})
-    return ParsedOnAccess(path, stored, lambda raw, place: _checked(_decoded(raw), place, required))
+    return ParsedOnAccess(path, stored, lambda raw, _: _decoded(raw))
 
 
 def _decoded(raw: Mapping[str, Any]) -> Record:
     return {key: value.decode() if isinstance(value, bytes) else value for key, value in raw.items()}
-
-
-def _checked(record: Record, place: str, required: Sequence[str]) -> Record:
-    for name in required:
-        if name not in record:
-            raise ValueError(f"{place} lacks {name!r} (it has {', '.join(record) or 'no fields'}).")
-        value = record[name]
-        if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
-            raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty, or a number.")
-    return record

@@ -1,10 +1,11 @@
 """The base of batch streams: shuffled order, skipped records, and the position a run resumes from."""
 
 import dataclasses
+import functools
 import json
 import logging
-from collections.abc import Callable
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import grain
 
@@ -17,7 +18,36 @@ _MOST_IN_A_ROW = 10_000
 
 
 class TooLong:
-    """A placeholder for an item that is left out."""
+    """A placeholder for an item that is left out; `part` is the name of its source in a mixture."""
+
+    def __init__(self, part: str | None = None) -> None:
+        self.part = part
+
+
+class Sourced(NamedTuple):
+    """A record of a mixture, and the number of its source."""
+
+    part: int
+    record: Any
+
+
+class Mixed(NamedTuple):
+    """Sources of which a stream draws, each in an order of its own.
+
+    Attributes:
+      sources: records by index.
+      weights: how often each is drawn from, relative to the others.
+      names: of the sources.
+    """
+
+    sources: Sequence[Source]
+    weights: Sequence[float]
+    names: Sequence[str]
+
+    @property
+    def records(self) -> int:
+        """Number of the records of all sources."""
+        return sum(map(len, self.sources))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +76,15 @@ class Stream(Generic[Item]):
     """An endless, exactly resumable walk through a source, reshuffled in every epoch.
 
     Attributes:
+      records: number of the source's records.
       emitted: items given out so far.
       skipped: items left out so far.
+      too_long: the same by source of a mixture.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Mixed,
         prepare: Callable[[int, Any], Item | TooLong],
         shuffle_seed: int | None,
         limit: Limit,
@@ -62,8 +94,9 @@ class Stream(Generic[Item]):
         """Starts at the first record.
 
         Args:
-          source: records by index.
-          prepare: makes an item of (position in the walk, record); must depend on nothing else.
+          source: records by index, or a mixture.
+          prepare: makes an item of (position in the walk, record, which is `Sourced` of a mixture); must depend on
+            nothing else.
           shuffle_seed: None keeps the source's order.
           limit: for messages about items that were left out.
           tools: checksum of the tools that items name; '' for none.
@@ -71,14 +104,26 @@ class Stream(Generic[Item]):
         Raises:
           ValueError: an empty source.
         """
-        if not len(source):
+        records = source.records if isinstance(source, Mixed) else len(source)
+        if not records:
             raise ValueError("There are no records to train on: data.path must hold at least one.")
         self.emitted = self.skipped = 0
-        self._records, self._seed, self._limit, self._tools = len(source), shuffle_seed, limit, tools
-        dataset = grain.MapDataset.source(source)
-        if shuffle_seed is not None:
-            dataset = dataset.shuffle(seed=shuffle_seed)
-        dataset = dataset.repeat().map_with_index(prepare)
+        self.records, self._seed, self._limit, self._tools = records, shuffle_seed, limit, tools
+        self._mixture: list[Any] = []
+        self.too_long: dict[str, int] = {}
+        if isinstance(source, Mixed):
+            parts = zip(source.names, map(len, source.sources), source.weights, strict=True)
+            self._mixture = [list(part) for part in parts]
+            self.too_long = dict.fromkeys(source.names, 0)
+            datasets = [_mapped(one, shuffle_seed, k) for k, one in enumerate(source.sources)]
+            dataset = grain.MapDataset.mix(datasets, weights=source.weights)
+        else:
+            dataset = grain.MapDataset.source(source)
+            if shuffle_seed is not None:
+                dataset = dataset.shuffle(seed=shuffle_seed)
+            dataset = dataset.repeat()
+        made: Any = _named(prepare, source) if isinstance(source, Mixed) else prepare
+        dataset = dataset.map_with_index(made)
         # Reading ahead in threads would cost more than these few tokens; the position is exact either way.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
         self._iterator = iter(dataset.to_iter_dataset(options))
@@ -99,10 +144,11 @@ class Stream(Generic[Item]):
             "iterator": self._iterator.get_state(),
             "emitted": self.emitted,
             "skipped": self.skipped,
-            "records": self._records,
+            "records": self.records,
             "seed": self._seed,
         }
         state |= {"tools": self._tools} if self._tools else {}
+        state |= {"mixture": self._mixture, "too_long": self.too_long} if self._mixture else {}
         return json.dumps(state).encode()
 
     def restore(self, state: bytes) -> None:
@@ -112,12 +158,18 @@ class Stream(Generic[Item]):
           ValueError: the state belongs to another number of records, another seed or other tools.
         """
         saved = json.loads(state)
-        for name, now, key in (("records", self._records, "data.path"), ("seed", self._seed, "data.seed")):
+        for name, now, key in (("records", self.records, "data.path"), ("seed", self._seed, "data.seed")):
             if saved[name] != now:
                 raise ValueError(
                     f"The checkpoint's data position belongs to {name}={saved[name]}, but {key} gives {name}={now}: "
                     "resume with the same data, or start in a new --workdir."
                 )
+        if saved.get("mixture", []) != self._mixture:
+            raise ValueError(
+                f"The checkpoint's data position belongs to the sources {saved.get('mixture', [])} (name, records, "
+                f"weight) and data.sources gives {self._mixture}: resume with the same, or start in a new "
+                "--workdir."
+            )
         if saved.get("tools", "") != self._tools:
             raise ValueError(
                 "The prompts of the checkpoint name other tools, or others of their arguments and descriptions, than "
@@ -125,10 +177,11 @@ class Stream(Generic[Item]):
             )
         self._iterator.set_state(saved["iterator"])
         self.emitted, self.skipped = saved["emitted"], saved["skipped"]
+        self.too_long |= saved.get("too_long", {})
 
     def _next(self) -> Item:
         # A record that fits may be the first of one epoch and the last of the next.
-        tried = min(2 * self._records, _MOST_IN_A_ROW)
+        tried = min(2 * self.records, _MOST_IN_A_ROW)
         for _ in range(tried):
             try:
                 item = next(self._iterator)
@@ -138,14 +191,34 @@ class Stream(Generic[Item]):
             if not isinstance(item, TooLong):
                 return item
             self.skipped += 1
+            if item.part is not None:
+                self.too_long[item.part] += 1
             if str(self.skipped).rstrip("0") == "1":  # 1, 10, 100, ...
                 _log.warning(
                     "%d skipped so far: longer than %d tokens, which is %s.",
                     *(self.skipped, self._limit.tokens, self._limit.key),
                 )
-        which = f"All of {self._records} records" if tried == 2 * self._records else f"{tried} records in a row"
+        which = f"All of {self.records} records" if tried == 2 * self.records else f"{tried} records in a row"
         most = self._limit.tokens
         raise ValueError(f"{which} are longer than {most} tokens: raise {self._limit.key}={most}.")
+
+
+def _named(prepare: Callable[[int, Any], Any], mixed: Mixed) -> Callable[[int, Sourced], Any]:
+    """Gives placeholders of items that are left out the names of their sources."""
+
+    def prepared(index: int, item: Sourced) -> Any:
+        made = prepare(index, item)
+        return TooLong(mixed.names[item.part]) if isinstance(made, TooLong) else made
+
+    return prepared
+
+
+def _mapped(source: Source, shuffle_seed: int | None, part: int) -> Any:
+    """One source of a mixture without end, its records with its number."""
+    dataset = grain.MapDataset.source(source)
+    if shuffle_seed is not None:
+        dataset = dataset.shuffle(seed=(shuffle_seed + part) % 2**32)
+    return dataset.repeat().map(functools.partial(Sourced, part))
 
 
 class Batches(Generic[Item]):
@@ -158,6 +231,11 @@ class Batches(Generic[Item]):
     def skipped(self) -> int:
         """Number of items left out so far because they were too long."""
         return self._stream.skipped
+
+    @property
+    def too_long(self) -> Mapping[str, int]:
+        """Number of items left out so far by source of a mixture; none without one."""
+        return self._stream.too_long
 
     def state(self) -> bytes:
         """Returns the stream's position, as JSON; the same on every shard."""

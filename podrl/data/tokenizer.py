@@ -108,8 +108,8 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Encodes text of unknown origin, such as a tool's output: special tokens written in it stay text."""
-        if not self.holds_special(text):
-            return self._backend.encode(text)
+        if not self._starts.search(text) and self._special.isdisjoint(ids := self._backend.encode(text)):
+            return ids
         # Cut behind the first character of every special token, so that none is whole.
         cuts = [0, *(found.start() + 1 for found in self._starts.finditer(text)), len(text)]
         ids = [i for start, end in itertools.pairwise(cuts) for i in self._backend.encode(text[start:end])]
@@ -325,6 +325,18 @@ class _SentencePiece:
 
     def token_text(self, token: int) -> str:
         return self._model.id_to_piece(token)
+
+
+def foreign(directory: str | epath.PathLike, model: str | epath.PathLike) -> str:
+    """Finds a file of a tokenizer that is not the one that a model's directory has; '' where none differs."""
+    mine, theirs = epath.Path(locate(directory)), epath.Path(locate(model))
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (theirs / name).exists():
+            if not (mine / name).exists():
+                return f"The tokenizer of {mine} has no {name}, and the model of {theirs} has: ids may mean other text."
+            if (mine / name).read_bytes() != (theirs / name).read_bytes():
+                return f"{mine / name} is not the {name} of the model in {theirs}: ids may mean other text."
+    return ""
 
 
 def right_padded(

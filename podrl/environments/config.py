@@ -55,6 +55,9 @@ class EnvironmentConfig:
         one JSON object: with these, prompts of the model's chat template name the tools and their schemas.
       max_tool_calls: calls of one sample that are run; the next one gets 'Max tool calls exceeded.'.
       max_turns: turns of the model in one episode.
+      calls_per_window: with max_staleness of 2 or more, turns that a sample may end in a window before its last; what
+        its environment then says is heard in the next window, so that slow tools run beside updates. None for any
+        number: a window then waits for its answers.
       output_tokens: tokens of one tool's output; what is longer is cut in the middle, and says so.
       deadline_s: seconds that the environment and its tools may take in one episode; waiting for the model is not
         counted. The sample then leaves the loss.
@@ -74,6 +77,7 @@ class EnvironmentConfig:
     parser: Parser = "call_tool"
     max_tool_calls: Natural = 10
     max_turns: Count = 100
+    calls_per_window: Count | None = None
     output_tokens: Count = 1024
     deadline_s: Positive = 600.0
     call_deadline_s: Positive = 30.0

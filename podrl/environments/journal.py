@@ -43,10 +43,11 @@ class Journal:
     answer.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, exact: bool = True) -> None:
+        """Of the records in `store`; not `exact`: it is no news that a run started again draws other samples."""
         self._store = store
         self._known: dict[str, Records] = {}
-        self._warned = False
+        self._warned = not exact
 
     async def find(self, task: Task, number: int, what: str) -> dict[str, Any] | None:
         """The answer to request `number` of a sample; None where there is no record of this request."""
@@ -112,13 +113,19 @@ class Files:
 
     def drop(self, before: int) -> None:
         """Deletes the records of steps before one that a checkpoint has passed."""
+        self.release(before)
         with self._lock:
             for path in self._directory.glob("*.jsonl"):
                 if _step(path.stem) < before:
-                    self._records.pop(path.stem, None)
-                    if (file := self._files.pop(path.stem, None)) is not None:
-                        file.close()
                     path.unlink(missing_ok=True)
+
+    def release(self, before: int) -> None:
+        """Frees memory and closes files of steps before one; they are read again when they are asked for."""
+        with self._lock:
+            for name in [name for name in {*self._records, *self._files} if _step(name) < before]:
+                self._records.pop(name, None)
+                if (file := self._files.pop(name, None)) is not None:
+                    file.close()
 
     def close(self) -> None:
         """Writes what waits, then closes the files; a later record opens them again."""

@@ -33,11 +33,11 @@ class Link:
         self._loop.add_reader(self.worker.read, self._readable)
 
     def send(self, header: Mapping[str, Any]) -> None:
+        """Sends a frame, together with all others that are sent before the loop's next round."""
         if self._open:
-            idle = not self._waiting
+            if not self._waiting:
+                self._loop.call_soon(self._write)
             self._waiting += pack(header)
-            if idle:
-                self._write()
 
     def close(self) -> None:
         """Kills the process and what it started."""
@@ -46,11 +46,14 @@ class Link:
 
     def leave(self) -> Worker:
         """Asks the process to end; whoever gets the worker closes it."""
+        self._write()
         self._stop()
         self.worker.leave()
         return self.worker
 
     def _write(self) -> None:
+        if not self._open:
+            return
         try:
             while self._waiting:
                 del self._waiting[: os.write(self.worker.write, self._waiting)]

@@ -1,7 +1,7 @@
 """A job as `--config` describes it: one dataclass for every algorithm, and the registry of algorithms.
 
-A configuration has one section under the algorithm's name (`grpo`, `ppo`, `sft`, `dpo`), which the registry says how to
-read; everything else is the same for all.
+A configuration has one section under the name of the algorithm or its family (`grpo`, `ppo`, `sft`, `dpo`, `kto`),
+which the registry says how to read; everything else is the same for all.
 """
 
 import dataclasses
@@ -9,15 +9,16 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from podrl import config
 from podrl.algorithms.presets import PRESETS, preset
 from podrl.config import Count, Devices, Seed, build, defaults, hint_at, merge, section
-from podrl.data import template
+from podrl.data import labels, pairs, sft, template
 from podrl.data.chat import Tools
+from podrl.data.labels import LabelStream
+from podrl.data.mixture import Form
 from podrl.data.pairs import PairStream
 from podrl.data.pipeline import AUTO, DataConfig, PromptStream, longest_prompt
 from podrl.data.pipeline import EMBEDDED as EMBEDDED_TASKS
@@ -25,24 +26,24 @@ from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.tokenizer import Tokenizer
 from podrl.environments.config import EnvironmentConfig
 from podrl.job.placement import RolesConfig
+from podrl.learner.answers.preferences import DPO, KTO, DPOConfig, KTOConfig
+from podrl.learner.answers.reward_modelling import RewardModelConfig, RewardModelling
+from podrl.learner.answers.supervised import SFT
 from podrl.learner.evaluate import EvalConfig
-from podrl.learner.experience import take_prompts
 from podrl.learner.grpo import GRPO
 from podrl.learner.ppo import PPO
 from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
-from podrl.learner.supervised import DPO, SFT, DPOConfig
 from podrl.models.config import LoraConfig
 from podrl.rewards.compose import RewardConfig
 from podrl.rollout.config import RolloutConfig
+from podrl.runtime import hub
 from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.metrics import LogConfig
-from podrl.runtime.pod import Pod
 from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.storage import Place, locate
 from podrl.trainer import custom
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.packing import PackShape, pack_shape
-from podrl.types import Prompts
 
 _ASSETS = pathlib.Path(__file__).resolve().parent.parent / "assets"
 # The checkpoints that come with podrl, by the names that model.path and tokenizer have for them.
@@ -57,8 +58,8 @@ class ModelSource:
     """The starting weights of a job.
 
     Attributes:
-      path: a Hugging Face directory, local or gs://; 'tiny' and 'tiny_tools' are the checkpoints shipped with podrl,
-        'scratch' is a small model with random weights (the section `scratch`).
+      path: a Hugging Face directory, local or gs://, or ORG/NAME of the hub; 'tiny' and 'tiny_tools' are the
+        checkpoints shipped with podrl, 'scratch' is a small model with random weights (the section `scratch`).
       size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
       reference: directory of the reference policy; '' for the starting weights.
       critic: directory of the critic's starting weights; '' for a copy of the policy with a value head.
@@ -73,18 +74,19 @@ class ModelSource:
 
     @property
     def directory(self) -> Place:
-        path = EMBEDDED.get(self.path) or locate(self.path)
+        path = EMBEDDED.get(self.path) or locate(hub.local(self.path))
         if not path.is_dir():
             raise ValueError(
                 f"model.path={self.path!r} is not a directory: give a Hugging Face directory (config.json, "
-                "safetensors, tokenizer files), or 'tiny' or 'tiny_tools' for a checkpoint that comes with podrl."
+                "safetensors, tokenizer files), ORG/NAME of the hub, or 'tiny' or 'tiny_tools' for a checkpoint that "
+                "comes with podrl."
             )
         return path
 
     def tokenizer(self, directory: str) -> Place:
         """The directory of the job's tokenizer: as given, else the model's own."""
         if directory:
-            return EMBEDDED.get(directory) or locate(directory)
+            return EMBEDDED.get(directory) or locate(hub.local(directory))
         return TINY if self.path == SCRATCH else self.directory
 
 
@@ -104,67 +106,60 @@ class ScratchModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """The part of every batch of prompts that this process generates for."""
-
-    index: int = 0
-    count: int = 1
-
-    @staticmethod
-    def of(pod: Pod | None) -> "Share":
-        """Returns a rollout host's part; trainer hosts, which generate nothing, count as the first."""
-        if pod is None:
-            return Share()
-        hosts, process = pod.seat.hosts, pod.seat.process
-        return Share(hosts.rank(process) if process in hosts.rollout else 0, len(hosts.rollout))
-
-    def cut(self, prompts: Prompts) -> Prompts:
-        """Cuts this contiguous share from a batch."""
-        bounds = np.linspace(0, len(prompts.length_P), self.count + 1).astype(int)
-        return take_prompts(prompts, np.arange(bounds[self.index], bounds[self.index + 1]))
-
-
-@dataclasses.dataclass(frozen=True)
 class Kind:
     """A registry entry: the settings, algorithm and data stream of a kind of job.
 
     Attributes:
       settings: the dataclass of its section of the configuration.
       algorithm: what the loop trains with (podrl.learner.loop.Algorithm).
-      stream: (job, tokenizer, share of a batch) -> batches of data.
+      stream: (job, tokenizer) -> batches of data.
+      form: refuses records that are not of the form that it learns from; None for prompts.
       answers: sequences that each item of a batch gives to learn from; 0 where they are generated.
       base: values that the configuration starts from, where they are not the defaults.
     """
 
     settings: type
     algorithm: Any
-    stream: Callable[["Job", Tokenizer, Share], Any]
+    stream: Callable[["Job", Tokenizer], Any]
+    form: Form | None = None
     answers: int = 0
     base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def given(self) -> bool:
-        """True for SFT and DPO, which train on given answers and generate only to evaluate."""
+        """True where training is on given answers, as SFT's; samples are made only to evaluate, if at all."""
         return self.answers > 0
 
+    @property
+    def scores(self) -> bool:
+        """True where a reward model is trained, which generates nothing."""
+        return self.algorithm is RewardModelling
 
-def _prompts(job: "Job", tokenizer: Tokenizer, share: Share) -> PromptStream:
+
+def _prompts(job: "Job", tokenizer: Tokenizer) -> PromptStream:
     return PromptStream.from_config(
         job.data,
         tokenizer,
         prompts_per_step=job.rollout.prompts_per_step * job.algo.prompt_batches,
         max_prompt_length=job.rollout.max_prompt_length,
-        shard_index=share.index,
-        shard_count=share.count,
     )
 
 
-def _examples(job: "Job", tokenizer: Tokenizer, share: Share) -> SFTStream:
+def _examples(job: "Job", tokenizer: Tokenizer) -> SFTStream:
     return SFTStream(job.data, job.algo, tokenizer)
 
 
-def _pairs(job: "Job", tokenizer: Tokenizer, share: Share) -> PairStream:
-    return PairStream(job.data, tokenizer, pairs=job.algo.batch_size, max_length=job.algo.max_length)
+def _pairs(job: "Job", tokenizer: Tokenizer) -> PairStream:
+    return PairStream(job.data, tokenizer, **pair_settings(job))
+
+
+def pair_settings(job: "Job") -> dict[str, Any]:
+    """The size of a batch of pairs, their longest, and its key."""
+    return {"pairs": job.algo.batch_size, "max_length": job.algo.max_length, "key": f"{job.section}.max_length"}
+
+
+def _labels(job: "Job", tokenizer: Tokenizer) -> LabelStream:
+    return LabelStream(job.data, tokenizer, answers=job.algo.batch_size, max_length=job.algo.max_length)
 
 
 # Given answers teach the distribution itself; at another temperature it is that of sampling which learns them.
@@ -172,8 +167,10 @@ _PLAIN = {"rollout": {"temperature": 1.0}}
 KINDS: Mapping[str, Kind] = {
     "grpo": Kind(GRPOConfig, GRPO, _prompts),
     "ppo": Kind(PPOConfig, PPO, _prompts),
-    "sft": Kind(SFTConfig, SFT, _examples, answers=1, base=_PLAIN),
-    "dpo": Kind(DPOConfig, DPO, _pairs, answers=2, base=_PLAIN),
+    "sft": Kind(SFTConfig, SFT, _examples, form=sft.check_form, answers=1, base=_PLAIN),
+    "dpo": Kind(DPOConfig, DPO, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
+    "kto": Kind(KTOConfig, KTO, _labels, form=labels.check_form, answers=1, base=_PLAIN),
+    "reward_model": Kind(RewardModelConfig, RewardModelling, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
 }
 
 
@@ -196,7 +193,7 @@ class Job:
 
     Attributes:
       algo: the settings of the algorithm: the section under its name.
-      algorithm: 'sft', 'dpo', or a preset of podrl.algorithms.presets.
+      algorithm: 'sft', 'dpo', 'kto', 'reward_model', or a preset of podrl.algorithms.presets.
       fake_devices: CPU devices to fake; 0 for the machine's own.
       compile_cache: where compiled programs are kept: 'auto', a directory, or '' for nowhere.
       tokenizer: directory of the tokenizer, or the name of a checkpoint that comes with podrl; '' is that of the model
@@ -234,12 +231,23 @@ class Job:
 
     @property
     def max_steps(self) -> int:
-        assert self.trainer.max_steps is not None, "parse refuses that"
-        return self.trainer.max_steps
+        """The last step: trainer.max_steps counts updates, of which a step may make several."""
+        steps = self.trainer.steps(self.updates_per_step)
+        assert steps is not None, "parse refuses that"
+        return steps
 
     @property
     def max_staleness(self) -> int:
         return 0 if self.kind.given else self.algo.max_staleness
+
+    @property
+    def kept_versions(self) -> int:
+        """Versions of the weights that a trainer of `topology=split` keeps for rollout hosts: all that one may ask for.
+
+        Samples in flight are drawn by the newest `max_staleness` + 1. One more is for a host that was told where to
+        begin just before the trainers went on.
+        """
+        return 2 + self.max_staleness
 
     @property
     def group_size(self) -> int:
@@ -369,8 +377,13 @@ def parse(values: Mapping[str, Any]) -> Job:
     if job.trainer.max_steps is None:
         raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
     _check_models(job)
+    _check_sets(job)
+    if own := tuple(dict.fromkeys(fn for source in (*job.data.sources, *job.eval.sets) for fn in source.reward)):
+        job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, named=own))
+    job.rollout.require(environment=job.env.used)
     if not job.kind.given:
         job.reward.require(environment=job.env.used)
+        job.algo.check_clock(job.rollout, job.reward, job.env.calls_per_window)
     return job
 
 
@@ -383,6 +396,21 @@ def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     mode = preset(algorithm).mode(given, key=f"{section}.loss_agg_mode")
     return merge(values, {section: {"loss_agg_mode": mode}})
+
+
+def _check_sets(job: Job) -> None:
+    """Refuses sets of eval.sets whose sizes do not fit the job."""
+    most = job.rollout.max_tokens_to_generate
+    for one in job.eval.sets:
+        if (one.max_tokens_to_generate or 0) > most:
+            raise ValueError(
+                f"eval.sets: {one.name} has max_tokens_to_generate={one.max_tokens_to_generate}, and caches are made "
+                f"for rollout.max_tokens_to_generate={most}: give at most that."
+            )
+        if not (one.problems or job.eval.problems):
+            raise ValueError(
+                f"eval.sets: {one.name} lacks problems, and eval.problems=0 does not say: give one of them."
+            )
 
 
 def _check_models(job: Job) -> None:

@@ -1,7 +1,9 @@
 """Describes a job in plain words before it starts: devices, roles, meshes, algorithm and batch arithmetic."""
 
 import collections
+import os
 import pathlib
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +11,14 @@ import jax
 import rich.console
 from jax.sharding import Mesh
 
-from podrl.data.pipeline import split, system_prompt, task_fields
+from podrl.data.mixture import split
+from podrl.data.pipeline import system_prompt, task_fields
 from podrl.job.config import Job
 from podrl.job.placement import Meshes
+from podrl.job.weights import copies
 from podrl.mesh.build import describe_mesh
 from podrl.rundir.console import print_table
+from podrl.runtime.pod import Pod
 from podrl.trainer.packing import PackShape
 
 
@@ -23,12 +28,13 @@ def device_line() -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
 
-def role_rows(on: Meshes, auxiliary: Mapping[str, str]) -> list[list[str]]:
-    """Makes one row per role: its mesh and its devices.
+def role_rows(on: Meshes, auxiliary: Mapping[str, str], pod: Pod | None = None) -> list[list[str]]:
+    """Makes one row per role: its mesh, its devices, and its processes.
 
     Args:
       on: the meshes.
       auxiliary: what 'critic' and 'reward' do, as far as the job has them.
+      pod: the job's processes, where there are several.
     """
     does = {
         "trainer": "actor, reference: updates and log-probabilities",
@@ -38,8 +44,21 @@ def role_rows(on: Meshes, auxiliary: Mapping[str, str]) -> list[list[str]]:
     table = []
     for role, what in does.items():
         mesh: Mesh = getattr(on, role)
-        table.append([role, describe_mesh(mesh), f"{mesh.size}", _ranges([d.id for d in mesh.devices.flat]), what])
+        ids = _ranges([d.id for d in mesh.devices.flat])
+        table.append([role, describe_mesh(mesh), f"{mesh.size}", ids, _processes(role, pod), what])
     return table
+
+
+def _processes(role: str, pod: Pod | None, shown: int = 8) -> str:
+    """Lists the processes of a role: '4711', or host numbers with process id (and machine, where not this one)."""
+    if pod is None:
+        return f"{os.getpid()}"
+    hosts = pod.seat.hosts.trainer if role in ("trainer", "critic") else pod.seat.hosts.rollout
+    here, said = socket.gethostname(), []
+    for host in [host for host in hosts if host in pod.ids][:shown]:
+        number, machine = pod.ids[host]
+        said.append(f"host {host}: {number}" + (f" on {machine}" if machine != here else ""))
+    return ", ".join(said) + (f" and {len(hosts) - shown} more" if len(hosts) > shown else "")
 
 
 def _ranges(ids: Sequence[int]) -> str:
@@ -53,43 +72,100 @@ def _ranges(ids: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def print_plan(console: rich.console.Console, job: Job, on: Meshes, workdir: str) -> None:
+def print_plan(
+    console: rich.console.Console, job: Job, on: Meshes, workdir: str, pod: Pod | None = None, *, dry: bool = False
+) -> None:
     """Prints the tables that a run starts with, and that a dry run ends with."""
-    header = ["role", "mesh", "devices", "ids", "does"]
-    print_table(console, f"Roles ({device_line()})", header, role_rows(on, _auxiliary_models(job)))
-    rows = given_rows(job, on) if job.kind.given else batch_rows(job, on)
-    print_table(console, "Batch arithmetic", ["what", "number", "from"], rows)
-    for line in given_lines(job) if job.kind.given else algorithm_lines(job, on):
-        console.print(line)
+    print_job(console, job, on, pod)
+    if not job.kind.given and not console.quiet:
+        for line in weight_lines(job, on, pod, dry=dry):
+            console.print(line)
     if not job.kind.given and not console.quiet:
         for line in data_lines(job):
             console.print(line)
     console.print(f"Run directory: {workdir}\n")
 
 
+def print_job(console: rich.console.Console, job: Job, on: Meshes, pod: Pod | None = None) -> None:
+    """Prints roles, batch arithmetic and formula: what is known without the data."""
+    header = ["role", "mesh", "devices", "ids", "process", "does"]
+    print_table(console, f"Roles ({device_line()})", header, role_rows(on, _auxiliary_models(job), pod))
+    rows = given_rows(job, on) if job.kind.given else batch_rows(job, on)
+    print_table(console, "Batch arithmetic", ["what", "number", "from"], rows)
+    if job.data.sources and not console.quiet:
+        print_sources(console, job)
+    for line in given_lines(job) if job.kind.given else algorithm_lines(job, on):
+        console.print(line)
+
+
+def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[str]:
+    """Counts the copies of the weights beside those that train; a dry run does not know the topology."""
+    if not job.model.path and not job.model.size:
+        return []
+    held, split = copies(job, on.trainer, on.rollout), pod is not None and pod.seat.disposable
+    generating = f"Weights of a rollout device while it generates: {held.of_rollout()} in all."
+    kept = f"a trainer device keeps for rollout hosts {held.of_trainer()} in all."
+    if dry:
+        return [generating, *([] if job.roles.colocated else [f"With topology=split {kept}"])]
+    return [f"Of the weights {kept}"] if split else [generating]
+
+
+def print_sources(console: rich.console.Console, job: Job) -> None:
+    """Prints a table of a mixture's sources: how often they are drawn, and what became of their records."""
+    rows = split(job.data, job.kind.form).rows()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = [[f"{v:.1%}" if (v := row.get(c, 0)) and c == "share" else f"{v}" for c in columns] for row in rows]
+    print_table(console, "Sources", columns, table)
+
+
+_FEW = 10  # held-out records below which a comparison says nothing
+
+
 def data_lines(job: Job) -> list[str]:
     """Counts the records to train on and to evaluate on, and names the fields that reward functions are given."""
     data = job.data
     try:
-        train, held = split(data)
+        opened = split(data)
     except FileNotFoundError:
         return [f"Data: data.path={data.path} or data.eval_path={data.eval_path} is not here; the run itself needs it."]
-    fields = ["system_prompt"] if system_prompt(data) else []
-    fields += [name for name in task_fields(train[0], data) if name not in fields]
-    fields += ["turns", "model_text"] if job.env.used else []
+    fields = dict[str, None]()
+    before = dict.fromkeys(text for part in opened.parts if (text := system_prompt(part.config)))
+    for part in opened.parts:
+        fields |= dict.fromkeys(["system_prompt"] if system_prompt(part.config) else [])
+        fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
+    fields |= dict.fromkeys(["turns", "model_text"] if job.env.used else [])
     given = f"Reward functions are given prompts, completions, and of every record: {', '.join(fields)}."
-    count = f"Data: {len(train):,} records to train on, "
+    if opened.unanswered and job.has_accuracies:
+        given += f"\nNo accuracies: {opened.unanswered[0][0]}."
+    given += "".join(f"\nBefore a question stands {text!r} (data.system_prompt)." for text in before)
+    count = f"Data: {sum(len(part.train) for part in opened.parts):,} records to train on, "
+    given += "".join(f"\n{line}" for line in _set_lines(job))
     if not job.eval.problems:
-        return [f"{count}no evaluation (eval.problems=0).", given]
-    if not len(held):
+        return [f"{count}no evaluation on held-out records (eval.problems=0).", given]
+    if not opened.held:
         return [
             f"{count}none held out, so there is no evaluation before and after: data.path={data.path} is too small for "
             f"data.eval_fraction={data.eval_fraction:g}. Raise it, or give data.eval_path.",
             given,
         ]
-    held_out = min(len(held), job.eval.problems)
+    held_out = min(opened.held, job.eval.problems)
     source = "data.eval_path" if data.eval_path else "held out from training"
-    return [f"{count}{held_out} to evaluate on ({source}).", given]
+    few = ""
+    if held_out < min(_FEW, job.eval.problems):
+        fraction = f"Raise data.eval_fraction={data.eval_fraction:g}, or give data.eval_path."
+        few = f" That is too few to tell before from after. {'' if data.eval_path else fraction}".rstrip()
+    return [f"{count}{held_out} to evaluate on ({source}).{few}", given]
+
+
+def _set_lines(job: Job) -> list[str]:
+    """Describes the sets of eval.sets."""
+    lines = []
+    for one in job.eval.sets:
+        samples, most = job.eval.samples if one.samples is None else one.samples, one.problems or job.eval.problems
+        drawn = f"greedy and {samples} at temperature {one.temperature:g}" if samples else "greedy"
+        often = "" if one.every == 1 else f", in every {one.every}th evaluation, the first and the last"
+        lines.append(f"Evaluation set {one.name}: at most {most} records of {one.path}, {drawn}{often}.")
+    return lines
 
 
 def algorithm_lines(job: Job, on: Meshes) -> list[str]:
@@ -101,8 +177,19 @@ def algorithm_lines(job: Job, on: Meshes) -> list[str]:
         in_words(job, on.trainer),
         f"Algorithm {job.algorithm}:",
         *(f"  {line}" for line in formulas),
+        _guarantee(job),
         *(f"Warning: {warning}" for warning in job.algo.warnings(job.updates_per_step)),
     ]
+
+
+def _guarantee(job: Job) -> str:
+    """States the guarantee that holds of a run that is killed and started again."""
+    if job.rollout.clock == "wall":
+        return (
+            "Guarantee (rollout.clock='wall'): in a run that is killed and started again no prompt is lost or trained "
+            f"twice, no token is more than {job.max_staleness} updates old, and podrl.replay repeats all of it bitwise."
+        )
+    return "Guarantee (rollout.clock='tokens'): a run that is killed and started again ends bitwise the same."
 
 
 def given_rows(job: Job, on: Meshes) -> list[list[str]]:
@@ -164,7 +251,7 @@ def batch_rows(job: Job, on: Meshes) -> list[list[str]]:
         ["passes (mu)", f"{job.algo.num_iterations}", f"{section}.num_iterations"],
         ["updates per step", f"{job.updates_per_step}", "mini-batches x passes"],
         ["longest sequence", f"{length} tokens", f"rollout.max_prompt_length + {response}"],
-        ["steps", f"{steps}", "trainer.max_steps"],
+        ["steps", f"{steps}", "trainer.max_steps" + (" / updates per step" if job.updates_per_step > 1 else "")],
         ["samples in all", f"{steps * samples:,}", "steps x samples per step"],
     ]
 
@@ -209,8 +296,9 @@ def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str
     for name, what in (
         ("summary.json", "before/after, throughput, time split"),
         ("metrics.jsonl", "one object per step"),
-        ("samples.jsonl", "prompts, completions, rewards"),
+        ("samples.jsonl", f"some prompts, completions, rewards; the lowest: python -m podrl.view {place} --samples=10"),
         ("curve.png", "reward and accuracy"),
+        ("report.html", f"the run as a page; also of a run that goes on: python -m podrl.view {place}"),
         ("tensorboard/", "the same metrics as events"),
         ("checkpoints/", f"export with: python -m podrl.export --workdir={place} --out=DIR"),
     ):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from podrl.config import Devices, check, known_arguments, merge
+from podrl.config import Devices, check, elsewhere, known_arguments, merge
 from podrl.job.config_file import default_workdir, find_config, load_config
 from podrl.runtime import detect, user_objects
 from podrl.runtime import environment as process_environment
@@ -72,6 +72,9 @@ def run(
             changed = merge(changed, {section: {name: user_objects.name_of(function) or function}})
     own = {name: value for name, value in changed.get(section, {}).items() if name in ARGUMENTS}
     whole = ConfigDict(complete(merge(given, {"algorithm": algorithm, section: own}))).to_dict()
+    for key in changed.keys() - whole.keys():
+        if hint := elsewhere(key, whole):
+            raise ValueError(f"The configuration has no key {key!r}.{hint}")
     values = merge(whole, changed)
     if fns := (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns):
         values = merge(values, {"reward": {"fns": tuple(user_objects.name_of(fn) or fn for fn in fns)}})

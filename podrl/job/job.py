@@ -1,11 +1,13 @@
 """Runs a job from its configuration: loads the models, opens the data, trains, writes the summary."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
+import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,15 +17,18 @@ from jax.sharding import Mesh
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.pull_link import PullLink
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.cluster.scorer import ScorerCluster
 from podrl.config import build
 from podrl.data.chat import Tools
-from podrl.data.pipeline import has_format, held_out_prompts
-from podrl.data.tokenizer import Tokenizer
+from podrl.data.mixture import split
+from podrl.data.pairs import held_out_pairs
+from podrl.data.pipeline import has_format
+from podrl.data.tokenizer import Tokenizer, foreign
 from podrl.environments.config import EnvironmentConfig
 from podrl.job import describe
-from podrl.job.config import SCRATCH, Job, ScratchModel, Share, parse, unset, with_prompt_length
+from podrl.job.config import SCRATCH, Job, ScratchModel, pair_settings, parse, unset, with_prompt_length
+from podrl.job.evaluation import make_evaluator
 from podrl.job.placement import Meshes, meshes
-from podrl.learner.evaluate import Evaluator
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
 from podrl.learner.playing import REWARD_NAME, asks_template, environment_config, offered, playing
 from podrl.models import decoder
@@ -31,29 +36,37 @@ from podrl.models.config import gemma2_config
 from podrl.models.pretrained import Decoder
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rewards.reference import accuracies
-from podrl.rundir import summary
+from podrl.rundir import identity, summary
+from podrl.rundir.about import write_about
 from podrl.rundir.console import make_console
+from podrl.rundir.profiler import Profiler, parse_steps
 from podrl.rundir.run import Run
-from podrl.runtime import storage
+from podrl.runtime import hub, storage
 from podrl.runtime.message import Message
 from podrl.runtime.metrics import LogConfig
 from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.roles import Hosts
+from podrl.runtime.service import ServiceError
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
+from podrl.view.report import write_report
 
 _log = logging.getLogger("podrl.job")
 
 
 def dry_run(values: Mapping[str, Any], workdir: str) -> int:
-    """Prints the resolved configuration, the role table and the batch arithmetic."""
+    """Prints the resolved configuration, the role table and the batch arithmetic.
+
+    Raises:
+      ValueError: the run itself would be refused, among others for an empty model.path, which is said last.
+    """
     console = make_console()
-    if not values["model"]["path"]:
-        console.print("model.path is empty: the run itself needs --config.model.path=DIR.")
     sized = values["rollout"]["max_prompt_length"] or not values["model"]["path"]
     job = parse(with_prompt_length(values, () if sized else tools_of_prompts(values)))
     console.print(json.dumps(job.as_mapping(), indent=2, default=str))
-    describe.print_plan(console, job, meshes(job.roles), workdir)
+    describe.print_plan(console, job, meshes(job.roles), workdir, dry=True)
+    if not values["model"]["path"]:
+        raise ValueError("model.path is empty: the run itself needs --config.model.path=DIR. All else is as printed.")
     return EXIT_DONE
 
 
@@ -66,6 +79,8 @@ def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Too
         rollout_config=job.rollout,
     )
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
+    if job.tokenizer and job.model.path != SCRATCH and (warning := foreign(tokenizer.directory, job.model.directory)):
+        _log.warning("%s Leave out tokenizer=%s unless this is meant.", warning, job.tokenizer)
     actor: Any = job.model.path
     if actor == SCRATCH:
         trains = (
@@ -84,10 +99,41 @@ def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Too
         tokenizer=tokenizer,
         cluster_config=config,
         lora=job.model.lora,
-        updates_per_step=job.updates_per_step,
         seed=job.seed,
         link=link,
     )
+
+
+def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
+    """Loads the model of a job that trains a reward model; `trains` under split, where hosts see their own cluster."""
+    tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
+    source: Any = None
+    config = ClusterConfig(
+        role_to_mesh={Role.ACTOR: on.trainer, Role.ROLLOUT: on.rollout},
+        training_config=job.trainer,
+        rollout_config=job.rollout,
+    )
+    here = config.roles_of(jax.process_index())[0] if trains is None else trains
+    if here and job.model.path == SCRATCH:
+        source = scratch_model(job.scratch, tokenizer.vocab_size, on.trainer, job.seed)
+    elif here:
+        source = job.model.directory
+    return ScorerCluster(source, tokenizer, config, lora=job.model.lora, seed=job.seed, trains=trains)
+
+
+def _train_scorer(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod | None) -> int:
+    """Trains a reward model and evaluates it on held-out pairs; hosts of rollouts have nothing to do but to agree."""
+    with current.watchdog.stage("start-up"):
+        cluster = build_scorer(job, on, None if link is None else link.trains)
+        stream, held_out = None, []
+        if cluster.trains:
+            stream = job.kind.stream(job, cluster.tokenizer)
+            if count := job.eval.problems:
+                held_out = held_out_pairs(job.data, cluster.tokenizer, count=count, **pair_settings(job))
+    shape = job.pack_shape(on.trainer)
+    step = learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, None, pod, held_out)
+    _write_sources(current, job, {} if stream is None else stream.too_long)
+    return step
 
 
 def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int, *, here: bool = True) -> Decoder:
@@ -105,10 +151,10 @@ def _pull_link(job: Job, pod: Pod | None) -> PullLink | None:
     """Opens the weight transfer between clusters, in topology split."""
     if pod is None or not pod.seat.disposable:
         return None
-    return PullLink(pod, keep=2 + job.max_staleness, deadline_s=4 * job.log.stall_s)
+    return PullLink(pod, keep=job.kept_versions, deadline_s=4 * job.log.stall_s)
 
 
-def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | None = None) -> int:
+def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | None = None, profile: str = "") -> int:
     """Trains the job a configuration describes, or does this process's part of it; returns the exit code.
 
     Args:
@@ -116,24 +162,49 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
       workdir: the run directory, local or gs://; a run that is there is resumed.
       command: how the process was started, for the message that says how to resume.
       pod: the job's processes where there are several; each calls this.
+      profile: first and last step to profile, as in '120:125'; '' for none.
     """
+    steps = parse_steps(profile)
     check_storage(workdir, values)
+    values = _pinned(values, workdir, pod)
     tools = tools_of_prompts(values, pod)
     job = parse(with_prompt_length(values, tools))
     _check_auxiliary(job, pod)
+    _check_alike(job, pod)
     started = time.monotonic()
     link = _pull_link(job, pod)
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, trains=link is None or link.trains)
     if not job.kind.given:
         others = {REWARD_NAME: job.env.reward_weight} if job.env.used else {}
-        Rewards(job.reward, others).close()  # fail on a misspelt reward function before loading models
-    with _open_run(job, workdir, pod) as current:
-        describe.print_plan(current.console, job, on, workdir)
+        with Rewards(job.reward, others) as rewards:  # fail on one that is misspelt before loading models
+            rewards.check_answers(split(job.data).unanswered)
+    with _open_run(job, workdir, pod, command) as current:
+        current.profiler = Profiler(workdir, pod.name if pod else "trainer 0", steps)
+        describe.print_plan(current.console, job, on, workdir, pod)
+        if pod is not None and pod.leads and pod.seat.disposable:
+            current.console.print(f"Further rollout hosts join by this command with --join={pod.channel.address}\n")
+        _write_sources(current, job, {})
+        if current.leads and current.workdir is not None:
+            write_about(current.workdir, functools.partial(describe.print_job, job=job, on=on, pod=pod))
         step = _train(job, on, link, current, pod, tools)
         if not current.leads:
             return EXIT_DONE if step == job.max_steps else EXIT_PREEMPTED
         facts = {"seed": job.seed, "devices": describe.device_line(), "wall_s": round(time.monotonic() - started, 1)}
-        return finish(current, step, job.max_steps, facts, command)
+        return finish(current, step, job.max_steps, facts)
+
+
+def _pinned(values: Mapping[str, Any], workdir: str, pod: Pod | None) -> Mapping[str, Any]:
+    """Puts commits into the names of the hub: in a pod the leader asks, so that all processes have the same."""
+    if not hub.names(values):
+        return values
+    if pod is None or pod.leads:
+        place = storage.absolute(workdir)
+        values = hub.pinned(values, identity.read(place, place / "checkpoints") or {})
+        if pod is not None:
+            pod.channel.put("hub", Message({"names": hub.names(values)}))
+        return values
+    told = pod.get(LEADER, "hub", 4 * build(LogConfig, values["log"], "config.log").stall_s).value["names"]
+    return hub.renamed(values, told)
 
 
 def tools_of_prompts(values: Mapping[str, Any], pod: Pod | None = None) -> Tools:
@@ -152,29 +223,43 @@ def tools_of_prompts(values: Mapping[str, Any], pod: Pod | None = None) -> Tools
 
 def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod | None, tools: Tools) -> int:
     """Loads the models, opens the data, and runs the loop; returns the step reached."""
-    share = Share.of(pod)
+    if job.kind.scores:
+        return _train_scorer(job, on, link, current, pod)
     with current.watchdog.stage("start-up"):
         cluster = build_cluster(job, on, link, tools)
         if job.kind.given:  # a rollout host only evaluates; the first evaluation compiles
-            stream = job.kind.stream(job, cluster.tokenizer, share) if cluster.trains else None
+            stream = job.kind.stream(job, cluster.tokenizer) if cluster.trains else None
         else:
-            stream = job.kind.stream(job, cluster.tokenizer, share)
+            stream = job.kind.stream(job, cluster.tokenizer)
             if pod is None:
                 cluster.warm_up(cluster.sync_weights(0, in_place=True))
             elif cluster.generates:  # the weights come when everybody knows from which step
                 cluster.warm_up()
-    evaluator = make_evaluator(cluster, job, share)
+    evaluator = make_evaluator(cluster, job)
     if job.kind.given:
         shape = job.pack_shape(on.trainer)
         with playing(cluster, environment_config(job.env), job.reward.limits, current, pod):
-            return learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, evaluator, pod)
-    measured = job.eval.problems and job.has_accuracies
+            step = learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, evaluator, pod)
+        _write_sources(current, job, {} if stream is None else stream.too_long)
+        return step
+    measured = job.eval.problems and job.has_accuracies and not split(job.data).unanswered
     metric_fns = [functools.partial(answer_accuracy, has_format=has_format(job.data))] if measured else []
     make: Any = PPOLearner if job.section == "ppo" else GRPOLearner
     learner = make(cluster, job.algo, metric_fns=metric_fns, reward_config=job.reward, pod=pod, environment=job.env)
     if evaluator is not None:
         evaluator.rewards = learner.rewards_of
-    return learner.train(stream, evaluator=evaluator, run=current)
+    step = learner.train(stream, evaluator=evaluator, run=current)
+    _write_sources(current, job, {} if stream is None else stream.too_long)
+    return step
+
+
+def _write_sources(current: Run, job: Job, too_long: Mapping[str, int]) -> None:
+    """Writes sources.json: what became of the records of every source of a mixture."""
+    if current.leads and current.workdir is not None and job.data.sources:
+        rows = [dict(row) for row in split(job.data, job.kind.form).rows()]
+        for row in rows:
+            row["too long"] = too_long.get(str(row["source"]), 0)
+        storage.write_whole(current.workdir / "sources.json", json.dumps(rows, indent=2) + "\n")
 
 
 def check_storage(workdir: str, values: Mapping[str, Any]) -> None:
@@ -184,6 +269,9 @@ def check_storage(workdir: str, values: Mapping[str, Any]) -> None:
         group, _, key = place.partition(".")
         named = values.get(group, {}).get(key)
         storage.check(named if isinstance(named, str) else "", place)
+    for group, key in (("data", "sources"), ("eval", "sets")):
+        for source in values.get(group, {}).get(key, ()):
+            storage.check(str(source.get("path", "")), f"{group}.{key}")
 
 
 def _check_auxiliary(job: Job, pod: Pod | None) -> None:
@@ -194,12 +282,47 @@ def _check_auxiliary(job: Job, pod: Pod | None) -> None:
         ("model.critic", job.model.critic, hosts.trainer),
         ("reward.model", job.reward.model, hosts.rollout),
     ):
-        if directory and process in loaders and not storage.locate(directory).is_dir():
+        if directory and process in loaders and not storage.locate(hub.local(directory)).is_dir():
             raise ValueError(f"{key}={directory!r} is not a directory: give a Hugging Face directory.")
 
 
-def _open_run(job: Job, workdir: str, pod: Pod | None) -> Run:
-    """Opens the run directory; rollout hosts write nothing."""
+def _check_alike(job: Job, pod: Pod | None) -> None:
+    """Refuses a process that joins a job with other settings than the job's."""
+    if pod is None or not pod.seat.disposable:
+        return
+    mine = json.loads(json.dumps(job.as_mapping(), default=str))
+    if pod.leads:
+        pod.channel.put("settings", Message(mine))
+    elif pod.seat.late:
+        told = pod.get(LEADER, "settings", 4 * job.log.stall_s).value
+        differ = [change for changes in identity.changes(told, mine, {}) for change in changes]
+        if differ := [change for change in differ if not change.startswith(("log.", "checkpoint."))]:
+            raise ValueError(
+                f"This is not the job's configuration: {'; '.join(differ[:3])}. Join by the job's own command, with "
+                f"--join={pod.seat.leader}."
+            )
+
+
+@contextlib.contextmanager
+def _open_run(job: Job, workdir: str, pod: Pod | None, command: str) -> Iterator[Run]:
+    """Opens the run directory for a `with` block; an error that ends it also says what is saved, and what resumes."""
+    current = _make_run(job, workdir, pod)
+    current.command = command
+    if pod is not None:
+        current.watchdog.waits_for.append(pod.waits)
+        pod.last_words = current.how_to_resume
+    try:
+        with current:
+            yield current
+    # Of a channel or of jax that lost a process, a service, a bucket; or Ctrl-C.
+    except (RuntimeError, ServiceError, StorageError, KeyboardInterrupt) as error:
+        if words := current.how_to_resume():
+            error.add_note(words)
+        raise
+
+
+def _make_run(job: Job, workdir: str, pod: Pod | None) -> Run:
+    """Makes the run of this process; rollout hosts write nothing."""
     options: dict[str, Any] = {"log": job.log, "checkpoint": job.checkpoint, "config": job.as_mapping()}
     options["defaults"] = unset(job.algorithm)
     if pod is None:
@@ -209,7 +332,7 @@ def _open_run(job: Job, workdir: str, pod: Pod | None) -> Run:
     return Run(workdir if trains else None, leads=pod.leads, savers=savers, **options)
 
 
-def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any], command: str) -> int:
+def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any]) -> int:
     """Writes the summary, prints where the files are, and returns the exit code.
 
     Raises:
@@ -220,44 +343,23 @@ def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any], comma
     if (saved := current.saved_step()) < step:
         reached = f"Step {step} was reached but could not be saved (see above); the newest complete checkpoint is of "
         if is_remote(current.place):
-            raise StorageError(f"{reached}step {saved}. The same command goes on from there: {command}")
+            raise StorageError(f"{reached}step {saved}.")
         raise ValueError(
-            f"{reached}step {saved}. Make space in {current.place}, then the same command goes on from there: {command}"
+            f"{reached}step {saved}. Make space in {current.place}, then the same command goes on from there: "
+            f"{current.command}"
         )
     if step < max_steps:
         current.push()
         current.console.print(
-            f"Stopped after step {step} of {max_steps}; saved in {current.place}. Resume with: {command}"
+            f"Stopped after step {step} of {max_steps}; saved in {current.place}. Resume with: {current.command}"
         )
         return EXIT_PREEMPTED
     written = summary.write_summary(current.workdir, facts)
+    write_report(current.workdir, pathlib.PurePath(current.place).name)
     current.push()
     summary.print_before_after(current.console, written)
     describe.print_files(current.console, current.workdir, current.place, written)
     return EXIT_DONE
-
-
-def make_evaluator(cluster: RLCluster, job: Job, share: Share | None = None) -> Evaluator | None:
-    """Builds the evaluation on (this process's share of) held-out records; None when it is off or there are none."""
-    if not job.eval.problems:
-        return None
-    data, limit = job.data, job.rollout.max_prompt_length
-    try:
-        batches = held_out_prompts(data, cluster.tokenizer, count=job.eval.problems, max_prompt_length=limit)
-    except ValueError as error:
-        error.add_note(f"the evaluation reads it, which eval.problems={job.eval.problems} asks for and 0 leaves out")
-        raise
-    if not batches:
-        _log.warning(
-            "There is no evaluation: none of the records held out from data.path=%s fits rollout.max_prompt_length=%d. "
-            "Give data.eval_path, raise data.eval_fraction=%s, or set eval.problems=0.",
-            *(data.path, limit, data.eval_fraction),
-        )
-        return None
-    if share is not None and share.count > 1:
-        batches = [cut for batch in batches if len((cut := share.cut(batch)).length_P)]
-    scorer = functools.partial(accuracies, has_format=has_format(data)) if job.has_accuracies else None
-    return Evaluator(cluster, batches, job.eval, scorer=scorer)
 
 
 def answer_accuracy(

@@ -112,24 +112,22 @@ class MismatchGate:
         self._bound, self._patience, self._section = bound, patience, section
         self._stale, self._above = stale, 0
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Returns a warning about a step's metrics, or ''.
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Counts the steps in a row above the bound.
 
         Raises:
-          ValueError: too many steps in a row above the bound.
+          ValueError: they are too many.
         """
         value = metrics.get(MEASURE)
         if value is None or value <= self._bound:
             self._above = 0
-            return ""
+            return
         self._above += 1
-        text = (
-            f"Step {step}: sampler and trainer disagree by {value:.3g} nats per token on average "
-            f"({self._section}.mismatch_bound={self._bound:g})."
-        )
         if self._patience and self._above >= self._patience:
-            raise ValueError(f"{text} {self._diagnosis(metrics)}")
-        return text
+            raise ValueError(
+                f"Step {step}: sampler and trainer disagree by {value:.3g} nats per token on average "
+                f"({self._section}.mismatch_bound={self._bound:g}). {self._diagnosis(metrics)}"
+            )
 
     def _diagnosis(self, metrics: Mapping[str, float]) -> str:
         causes = []

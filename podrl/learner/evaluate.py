@@ -2,14 +2,19 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from podrl.cluster.config import Mode
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.config import Count, Natural, section
+from podrl.config import Count, Natural, NonNegative, section
+from podrl.data.config import AUTO, DataConfig, SourceConfig
+from podrl.learner.experience import share_of
+from podrl.rewards.reference import majority
+from podrl.rewards.text import TextConfig
 from podrl.rollout.config import Sampling
 from podrl.types import Policy, Prompts, Rollouts
 
@@ -17,20 +22,77 @@ from podrl.types import Policy, Prompts, Rollouts
 _EVAL_STEP = 1 << 30
 
 
+@section("eval.sets")
+@dataclasses.dataclass(frozen=True)
+class SetConfig:
+    """Settings of one set of records to evaluate on beside those that are held out of the training data.
+
+    Attributes:
+      name: its metrics are eval/NAME/*.
+      path: as data.path; all its records are for evaluation.
+      problems: records used, from the first on; None for as many as eval.problems.
+      samples: completions of a record at `temperature`, for mean@k, pass@k and majority@k; None is eval.samples, 0
+        leaves greedy ones alone.
+      temperature: of those samples.
+      max_tokens_to_generate: of a sample; None is rollout.max_tokens_to_generate, the most there can be.
+      every: 2 scores it in every other evaluation, and so on; the first and the last one have all sets.
+      reward: reward functions of its records, instead of reward.fns.
+      split, template, system_prompt, question_field, answer_field: as of data.sources.
+    """
+
+    name: str
+    path: str
+    problems: Count | None = None
+    samples: Natural | None = None
+    temperature: NonNegative = 1.0
+    max_tokens_to_generate: Count | None = None
+    every: Count = 1
+    reward: tuple[str, ...] = ()
+    split: str = ""
+    template: Literal["", "chat", "plain"] = ""
+    system_prompt: str = AUTO
+    question_field: str = ""
+    answer_field: str = ""
+
+    def __post_init__(self) -> None:
+        if not _SET.fullmatch(self.name):
+            raise ValueError(
+                f"eval.sets: name={self.name!r} must be letters, digits, '_' and '-', and not begin as metrics of the "
+                f"held-out records do ({', '.join(_TAKEN)})."
+            )
+
+    def data(self, data: DataConfig) -> DataConfig:
+        """Settings of its records alone, where `data` are the job's."""
+        own = {name: getattr(self, name) for name in (*_AS_SOURCE, "name")}
+        return dataclasses.replace(data, path="", sources=(SourceConfig(**own),), eval_path="", eval_fraction=0.0)
+
+
+_TAKEN = ("greedy", "sampled", "error", "pair", "records")
+_SET = re.compile(rf"(?!(?:{'|'.join(_TAKEN)}))[A-Za-z0-9_-]+")
+_AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "answer_field", "reward")
+
+
 @section("eval")
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Settings of an evaluation: number of prompts, of samples per prompt, of samples shown.
+    """Settings of an evaluation: number of prompts, of samples per prompt, of samples shown, further sets.
 
     Attributes:
-      problems: held-out prompts used; 0 turns evaluation off.
+      problems: held-out prompts used; 0 leaves the evaluation on them out.
       samples: completions per prompt at temperature 1, for the sampled rewards, accuracies and pass@k.
-      show: samples printed to samples.jsonl per evaluation.
+      show: samples printed to samples.jsonl per evaluation and set.
+      sets: further sets of records.
     """
 
     problems: Natural = 256
     samples: Count = 4
     show: Natural = 4
+    sets: tuple[SetConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in self.sets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"eval.sets: {twice[0]!r} is the name of two sets: give each its own.")
 
 
 # (completion, reference answer) -> named 0/1 scores: answer, partial, format.
@@ -39,8 +101,29 @@ Scorer = Callable[[str, str], dict[str, float]]
 RewardsOf = Callable[[Rollouts, int], Mapping[str, np.ndarray]]
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """A set of records as an evaluation uses it.
+
+    Attributes:
+      batches: its prompts; none where other hosts have them all.
+      sampled: how the samples beside greedy completions are drawn.
+      samples: of them for each prompt.
+      scorer: accuracies of a completion against the record's `answer`; None where the task has none.
+      name: of a set of eval.sets; '' for the records held out of the training data.
+      every: in which evaluations it is scored: every n-th.
+    """
+
+    batches: Sequence[Prompts]
+    sampled: Sampling
+    samples: int
+    scorer: Scorer | None = None
+    name: str = ""
+    every: int = 1
+
+
 class Evaluator:
-    """Greedy and temperature-1 scores of a policy on fixed prompts.
+    """Greedy and sampled scores of a policy on fixed prompts.
 
     Attributes:
       rewards: scores samples by the run's reward functions; None leaves them out.
@@ -54,6 +137,8 @@ class Evaluator:
         *,
         scorer: Scorer | None = None,
         rewards: RewardsOf | None = None,
+        sets: Sequence[HeldOut] = (),
+        nth: Callable[[int], int] = lambda step: 0,
     ):
         """Generates nothing yet.
 
@@ -63,63 +148,99 @@ class Evaluator:
           config: number of samples.
           scorer: accuracies of a completion against the record's `answer`; None where the task has none.
           rewards: e.g. `learner.rewards_of`, which scores as that learner trains.
+          sets: further prompts, opened from `config.sets`.
+          nth: number of the evaluation after a step, from 0 on; 0 for the last too, which has all sets.
         """
-        self._cluster, self._batches, self._config = cluster, batches, config
-        self._scorer, self.rewards = scorer, rewards
-
-    @property
-    def problems(self) -> int:
-        """Number of prompts that are scored."""
-        return sum(len(prompts.length_P) for prompts in self._batches)
+        sampled = Sampling(temperature=1.0, max_new=cluster.config.rollout().max_tokens_to_generate)
+        own = [HeldOut(batches, sampled, config.samples, scorer)] if batches else []
+        self._cluster, self._sets, self._show, self._nth = cluster, [*own, *sets], config.show, nth
+        self.rewards = rewards
 
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns (eval/* metrics of a policy, a few samples)."""
-        scores, shown = self.scores(policy)
+        scores, shown = self.scores(policy, step)
         return summarised(scores), shown
 
-    def scores(self, policy: Policy) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-        """Returns (metric -> score of every sample of every prompt, (P, G), NaN for none; a few samples)."""
-        limit = self._cluster.config.rollout().max_tokens_to_generate
-        greedy, shown = self._score(policy, "greedy", Sampling(temperature=0.0, max_new=limit), 1)
-        sampled, _ = self._score(policy, "sampled", Sampling(temperature=1.0, max_new=limit), self._config.samples)
-        return greedy | sampled, shown
+    def scores(
+        self, policy: Policy, step: int, part: tuple[int, int] = (0, 1)
+    ) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+        """Scores a policy on the prompts, or on one of several shares of them.
+
+        Args:
+          policy: weights on the rollout mesh.
+          step: after which they are evaluated: which sets are due.
+          part: the share's number, and how many there are.
+
+        Returns:
+          Metric -> score of every sample of every prompt, (P, G), NaN for none; a few samples. Of no prompts, nothing.
+        """
+        found: dict[str, np.ndarray] = {}
+        shown: list[dict[str, Any]] = []
+        for whole in self._sets:
+            batches = [cut for prompts in whole.batches if len((cut := share_of(prompts, *part)).length_P)]
+            if not batches or self._nth(step) % whole.every:
+                continue
+            held = dataclasses.replace(whole, batches=batches)
+            greedy = Sampling(temperature=0.0, max_new=held.sampled.max_new)
+            scores, some = self._score(policy, held, "greedy", greedy, 1)
+            if held.samples:
+                scores |= self._score(policy, held, "sampled", held.sampled, held.samples)[0]
+            if held.name:
+                scores = {f"eval/{held.name}/{key.removeprefix('eval/')}": score for key, score in scores.items()}
+                some = [{"set": held.name, **record} for record in some]
+            found |= scores
+            shown += some
+        return found, shown
 
     def _score(
-        self, policy: Policy, name: str, sampling: Sampling, group_size: int
+        self, policy: Policy, held: HeldOut, name: str, sampling: Sampling, group_size: int
     ) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
         scores: dict[str, list[float]] = {}
         shown: list[dict[str, Any]] = []
-        for prompts in self._batches:
+        for prompts in held.batches:
             rollouts = self._cluster.generate(
                 prompts, policy, mode=Mode.EVAL, group_size=group_size, step=_EVAL_STEP, sampling=sampling
             )
             rewards = self.rewards(rollouts, group_size) if self.rewards else {}
+            votes = [_ANSWERS.answer_of(completion) or completion for completion in rollouts.completions]
             for b, completion in enumerate(rollouts.completions):
                 p = b // group_size
                 record = {"evaluation": name, "prompt": prompts.text[p], "completion": completion}
                 values: dict[str, float] = {}
-                if self._scorer is not None:
+                if held.scorer is not None:
                     record["truth"] = str(prompts.fields["answer"][p])
-                    values = self._scorer(completion, record["truth"])
+                    values = held.scorer(completion, record["truth"])
                 given = {key: float(reward_B[b]) for key, reward_B in rewards.items()}
                 for key, value in (values | given).items():
                     scores.setdefault(key, []).append(value)
-                if len(shown) < self._config.show:
+                if len(shown) < self._show:
                     turns = rollouts.episodes[b]["turns"]
                     told = {"rewards": given} if given else {}
                     shown.append({**record, **values, **told, **({"turns": turns} if turns else {})})
-        return {f"eval/{name}_{key}": np.asarray(v).reshape(-1, group_size) for key, v in scores.items()}, shown
+            if held.name and group_size > 1 and held.scorer is not None:
+                right = scores["answer"][-len(votes) :]
+                groups = [slice(b, b + group_size) for b in range(0, len(votes), group_size)]
+                scores.setdefault(_MAJORITY, []).extend(majority(votes[own], right[own]) for own in groups)
+        shaped = {key: np.asarray(v).reshape(-1, 1 if key == _MAJORITY else group_size) for key, v in scores.items()}
+        return {f"eval/{name}_{key}": value_PG for key, value_PG in shaped.items()}, shown
+
+
+_MAJORITY = "majority"
+_ANSWERS = TextConfig()
 
 
 def summarised(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Means of (P, G) scores over samples and prompts, the standard error of each over prompts, and their number.
+    """Means of (P, G) scores over samples and prompts, the standard error of each over prompts, and numbers of prompts.
 
     Samples without a score (NaN) are left out.
     """
     scores = dict(scores)
-    answer_PG = scores.get("eval/sampled_answer")
-    if answer_PG is not None and answer_PG.shape[1] > 1:
-        scores["eval/sampled_pass"] = answer_PG.max(axis=1, keepdims=True)
+    several = {name: score_PG for name, score_PG in scores.items() if score_PG.shape[1] > 1}
+    for name, answer_PG in several.items():
+        if name == "eval/sampled_answer":
+            scores["eval/sampled_pass"] = answer_PG.max(axis=1, keepdims=True)
+        elif name.endswith("/sampled_answer"):
+            scores[f"{name.removesuffix('answer')}pass"] = answer_PG.max(axis=1, keepdims=True)
     metrics: dict[str, float] = {}
     errors: dict[str, float] = {}
     for name, score_PG in scores.items():
@@ -130,5 +251,9 @@ def summarised(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
         mean_P = np.nanmean(score_PG[known_P], axis=1)
         if len(mean_P) > 1:
             errors[f"eval/error/{name.removeprefix('eval/')}"] = float(mean_P.std(ddof=1) / math.sqrt(len(mean_P)))
-    counts = {"eval/records": float(max((len(score_PG) for score_PG in scores.values()), default=0))}
+    counts: dict[str, float] = {} if scores else {"eval/records": 0.0}
+    for name, score_PG in scores.items():
+        one = name.split("/")[1]
+        records = "eval/records" if one.startswith(_TAKEN) else f"eval/{one}/records"
+        counts[records] = float(max(counts.get(records, 0), len(score_PG)))
     return metrics | errors | counts

@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from podrl.rewards.compose import RewardServiceError
+from podrl.rollout.partial import Partial, of_message
 from podrl.runtime.message import Message
-from podrl.types import NO_EPISODE, Experience, Prompts, Rollouts
+from podrl.runtime.service import ServiceError
+from podrl.types import NO_EPISODE, BatchError, Experience, Prompts, Rollouts
 
 # Per-token arrays of Rollouts: type, and what stands beyond the end of a sample (tokens: the pad id).
 _ROWS: Mapping[str, tuple[Any, Any]] = {
@@ -26,6 +29,7 @@ _ROWS: Mapping[str, tuple[Any, Any]] = {
 }
 ALL_ROWS = tuple(_ROWS)
 NEEDED_ROWS = ("tokens_BT", "logprob_BT")  # what training reads
+AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # and where it tells tokens apart by age
 
 
 def take_prompts(prompts: Prompts, rows_P: Int[np.ndarray, " P"]) -> Prompts:
@@ -38,6 +42,12 @@ def take_prompts(prompts: Prompts, rows_P: Int[np.ndarray, " P"]) -> Prompts:
         text=[prompts.text[int(p)] for p in rows_P],
         fields={name: [values[int(p)] for p in rows_P] for name, values in prompts.fields.items()},
     )
+
+
+def share_of(prompts: Prompts, index: int, count: int) -> Prompts:
+    """Cuts the contiguous share `index` of `count` from a batch."""
+    bounds = np.linspace(0, len(prompts.length_P), count + 1).astype(int)
+    return take_prompts(prompts, np.arange(bounds[index], bounds[index + 1]))
 
 
 def select(rollouts: Rollouts, groups_P: Int[np.ndarray, " P"], group_size: int) -> Rollouts:
@@ -198,18 +208,22 @@ def with_texts(experience: Experience, messages: Sequence[Message]) -> Experienc
     return dataclasses.replace(experience, rollouts=rollouts)
 
 
-def dump(experiences: Sequence[Experience]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Turns whole batches into checkpoint content: (JSON part of each, all arrays keyed by batch, part and name)."""
+def dump(batches: Sequence[Experience | Partial]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Turns batches into checkpoint content: (JSON part of each, all arrays keyed by batch, part and name)."""
     host, arrays = [], {}
-    for i, experience in enumerate(experiences):
-        every = np.arange(len(experience.rollouts.length_B))
-        parts = {"header": header(experience), "texts": texts(experience), "rows": rows(experience, every, ALL_ROWS)}
-        host.append({part: _plain(message.value) for part, message in parts.items()})
+    for i, batch in enumerate(batches):
+        parts = {"partial": batch.message()} if isinstance(batch, Partial) else _parts(batch)
+        host.append({part: plain(message.value) for part, message in parts.items()})
         arrays |= {f"{i}.{part}.{name}": x for part, message in parts.items() for name, x in message.arrays.items()}
     return host, arrays
 
 
-def load(host: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray], pad_id: int) -> list[Experience]:
+def _parts(experience: Experience) -> dict[str, Message]:
+    every = np.arange(len(experience.rollouts.length_B))
+    return {"header": header(experience), "texts": texts(experience), "rows": rows(experience, every, ALL_ROWS)}
+
+
+def load(host: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray], pad_id: int) -> list[Any]:
     """Restores the batches that `dump` stored; `pad_id` as in the samples' rows."""
 
     def part(i: int, name: str) -> Message:
@@ -217,8 +231,11 @@ def load(host: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray], pa
         mine = {key.removeprefix(prefix): x for key, x in arrays.items() if key.startswith(prefix)}
         return Message(host[i][name], mine)
 
-    experiences = []
+    experiences: list[Any] = []
     for i in range(len(host)):
+        if "partial" in host[i]:
+            experiences.append(of_message(part(i, "partial")))
+            continue
         experience = assemble([part(i, "header")], pad_id)
         fill_rows(experience, np.arange(len(experience.rollouts.length_B)), part(i, "rows"))
         experiences.append(with_texts(experience, [part(i, "texts")]))
@@ -227,13 +244,26 @@ def load(host: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray], pa
 
 def content(
     host: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, pad_id: int
-) -> tuple[bytes, dict[str, Any], list[Experience]]:
+) -> tuple[bytes, dict[str, Any], list[Any]]:
     """Splits a checkpoint's content: (data stream's state, controllers' state, batches in flight).
 
     Raises:
       KeyError, TypeError, AttributeError, ValueError: `host` is not what a recorder saved.
     """
     return host["data_state"].encode(), dict(host["controllers"]), load(host["pending"], arrays, pad_id)
+
+
+def failure(error: BatchError) -> Message:
+    """Tells the trainer hosts why there is no batch, or no evaluation."""
+    return Message({"error": str(error), "away": isinstance(error, ServiceError)})
+
+
+def raise_failure(messages: Sequence[Message]) -> None:
+    """Raises the first failure among what the rollout hosts sent."""
+    for message in messages:
+        if "error" in message.value:
+            error = RewardServiceError if message.value["away"] else BatchError
+            raise error(message.value["error"])
 
 
 def _real(length_n: np.ndarray, width: int) -> np.ndarray:
@@ -259,10 +289,10 @@ def _turn_rewards(headers: Sequence[Message], rows: int, width: int) -> np.ndarr
     return reward_BT
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Converts numpy numbers to Python's, so that the value can be written as JSON."""
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value.item() if isinstance(value, np.generic) else value

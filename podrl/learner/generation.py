@@ -3,19 +3,52 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.environments.config import EnvironmentConfig
 from podrl.learner.experience import join, select, take_prompts
 from podrl.learner.settings import AlgorithmConfig
 from podrl.rewards.batch import OpenBatch
 from podrl.rewards.compose import Rewards
 from podrl.rollout.config import Sampling
+from podrl.rollout.integrity import ages, faults
+from podrl.rollout.partial import Partial, join_prompts, of_tracks
+from podrl.rollout.players import Player
+from podrl.rollout.points import Points
 from podrl.rollout.rollout import Finished
+from podrl.rundir.spans import Spans
 from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, Policy, Prompts, Rollouts
+
+
+@dataclasses.dataclass(eq=False)
+class Making:
+    """A batch that is made in windows.
+
+    Attributes:
+      prompts: its batch of prompts, with those that dynamic sampling may take.
+      step: that trains on it.
+      quantum: tokens that each of its samples draws in a window, but for the last.
+      player: its samples.
+      rewards: scores those that have ended.
+      seconds: of the last window.
+    """
+
+    prompts: Prompts
+    step: int
+    quantum: int
+    player: Player
+    rewards: OpenBatch
+    seconds: float = 0.0
+
+    def partial(self, longest: Sequence[int]) -> Partial:
+        """Takes a copy of what it is so far; `longest` as in Partial."""
+        player, of = self.player, {"step": self.step, "quantum": self.quantum, "longest": list(longest)}
+        return of_tracks(self.prompts, player.state(), asked=len(player.request.prompts.length_P), **of)
+
 
 _OF_TOKENS = ("mask_BT", "turn_reward_BT")  # what a sample loses that leaves the loss
 
@@ -24,14 +57,22 @@ class Generator:
     """Turns prompts into experience; runs wherever the rollout mesh is, on one thread, batch after batch."""
 
     def __init__(
-        self, cluster: RLCluster, rewards: Rewards, config: AlgorithmConfig, *, environment_weight: float = 1.0
+        self,
+        cluster: RLCluster,
+        rewards: Rewards,
+        config: AlgorithmConfig,
+        environment: EnvironmentConfig | None = None,
+        *,
+        spans: Spans | None = None,
     ):
-        """Of the cluster's samples; what their environments give is multiplied by `environment_weight`."""
+        """Of the cluster's samples, with the environment that they have; `spans` takes note of what happens when."""
+        environment = environment or EnvironmentConfig()
         settings: Any = config
         self._cluster, self._rewards, self._config = cluster, rewards, config
         self._group_size: int = settings.num_generations
         self._greedy = config.estimator().needs_greedy
-        self._environment_weight = environment_weight
+        self._environment_weight, self._calls = environment.reward_weight, environment.calls_per_window
+        self._spans = spans
         self._limit = cluster.config.rollout().max_tokens_to_generate
 
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
@@ -45,14 +86,107 @@ class Generator:
         Raises:
           BatchError: a reward function failed, or too many samples did.
         """
-        drawn = len(prompts.length_P)
-        wanted = drawn // self._config.prompt_batches
-        rollouts, reward_FB, seconds = self._scored(take_prompts(prompts, np.arange(wanted)), policy, step)
+        started = time.monotonic()
+        experience = self._completed(prompts, policy, step, self._scored(self._asked(prompts), policy, step))
+        scoring = time.monotonic() - experience.seconds
+        self._note("rollout", started, step, ended=scoring)
+        self._note("reward", scoring, step)
+        return experience
+
+    def _note(self, name: str, started: float, step: int, *, ended: float | None = None) -> None:
+        if self._spans is not None:
+            ended = time.monotonic() if ended is None else ended
+            self._spans.add(name, started, ended, lane="rollout", step=step + 1)
+
+    # In windows.
+
+    def begin(self, prompts: Prompts, step: int, quantum: int, partial: Partial | None = None) -> Making:
+        """Opens a batch that several policies sample; `partial` is what it was in another process."""
+        asked = self._asked(prompts)
+        if partial is not None and len(partial.samples) != len(asked.length_P) * self._group_size:
+            raise ValueError(
+                f"The checkpoint holds {len(partial.samples)} samples of the batch of step {step}, which now has "
+                f"{len(asked.length_P) * self._group_size}: resume with the rollout.prompts_per_step and "
+                f"{self._config.section}.num_generations that it was begun with."
+            )
+        player = self._cluster.rollout.player(asked, group_size=self._group_size, step=step, partial=partial)
+        return Making(prompts, step, quantum, player, self._open(asked, self._group_size))
+
+    def play(
+        self,
+        makings: Sequence[tuple[Making, int | Points | None]],
+        policy: Policy,
+        *,
+        halt: Callable[[], bool] | None = None,
+        took: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Plays batches under one policy until each sample has ended or drawn its quantum; None is without limit.
+
+        `halt` as in RolloutWorker.advance; `took` is called when a sample has ended.
+        """
+        started = time.monotonic()
+        by_player = {id(making.player): making for making, _ in makings}
+        players = [(making.player, quantum) for making, quantum in makings]
+        for player, sample in self._cluster.rollout.advance(policy, players, calls=self._calls, halt=halt):
+            self._take(by_player[id(player)].rewards, sample, self._group_size)
+            took()
+        for making, _ in makings:
+            making.seconds = time.monotonic() - started
+        self._note("rollout", started, makings[0][0].step)
+
+    def finish(self, making: Making, policy: Policy) -> Experience:
+        """Completes a batch all of whose samples have ended; errors as when called."""
+        started = time.monotonic()
+        try:
+            rollouts = self._cluster.rollout.rows(making.player, making.seconds)
+            reward_FB = self._rewards_of(rollouts, self._group_size, making.rewards)
+        finally:
+            making.rewards.cancel()
+        scored = (rollouts, reward_FB, time.monotonic() - started)
+        self._note("reward", started, making.step)
+        return self._completed(making.prompts, policy, making.step, scored)
+
+    def single(self, prompts: Prompts) -> list[Prompts]:
+        """Each of the prompts alone."""
+        return [take_prompts(prompts, np.arange(p, p + 1)) for p in range(len(prompts.length_P))]
+
+    def gather(self, makings: Sequence[Making], step: int, seconds: float) -> Experience:
+        """Completes a batch of several requests, all of whose samples have ended; `seconds` are those it took."""
+        started = time.monotonic()
+        try:
+            parts = [self._cluster.rollout.rows(making.player, 0.0) for making in makings]
+            each = zip(parts, makings, strict=True)
+            rewards = [self._rewards_of(part, self._group_size, making.rewards) for part, making in each]
+        finally:
+            for making in makings:
+                making.rewards.cancel()
+        prompts = join_prompts([part.prompts for part in parts])
+        rollouts = dataclasses.replace(join(parts, prompts), seconds=seconds)
+        scored = (rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started)
+        self._note("reward", started, step)
+        return self._completed(prompts, Policy({}, step), step, scored)
+
+    def give_up(self, making: Making) -> None:
+        """Ends what a batch has under way."""
+        making.player.abandon()
+        making.rewards.cancel()
+
+    def _asked(self, prompts: Prompts) -> Prompts:
+        """The prompts of a batch that are sampled first."""
+        return take_prompts(prompts, np.arange(len(prompts.length_P) // self._config.prompt_batches))
+
+    def _completed(
+        self, prompts: Prompts, policy: Policy, step: int, first: tuple[Rollouts, np.ndarray, float]
+    ) -> Experience:
+        """Replaces groups without a signal, and makes the rewards that the algorithm sees."""
+        rollouts, reward_FB, seconds = first
+        wanted = len(rollouts.prompts.length_P)
         counts: dict[str, float] = {}
         if self._config.dynamic_sampling:
-            rollouts, reward_FB, seconds, counts = self._refilled(
-                prompts, policy, step, wanted, (rollouts, reward_FB, seconds)
-            )
+            rollouts, reward_FB, seconds, counts = self._refilled(prompts, policy, step, wanted, first)
+        counts |= faults(rollouts, step=step, max_staleness=self._config.max_staleness)
+        if self._config.max_staleness:
+            counts |= ages(rollouts, step=step)
         reward_B = self._config.shaped(self._rewards.combine(reward_FB), rollouts, self._limit)
         greedy_B = np.zeros_like(reward_B)
         if self._greedy:
@@ -89,9 +223,7 @@ class Generator:
         batch = self._open(prompts, group_size)
 
         def ended(sample: Finished) -> None:
-            b = sample.prompt * group_size + sample.sample
-            own = [token for token, v in zip(sample.tokens, sample.versions, strict=True) if v >= 0]
-            self._end(batch, b, sample.stop, sample.completion, sample.episode, own)
+            self._take(batch, sample, group_size)
 
         more: Any = {"group_size": group_size, "step": step, "sampling": sampling, "ended": ended}
         try:
@@ -119,6 +251,11 @@ class Generator:
     def _open(self, prompts: Prompts, group_size: int) -> OpenBatch:
         texts, fields = repeated(prompts.text, prompts.fields, group_size)
         return self._rewards.open(texts, fields, group_size=group_size)
+
+    def _take(self, batch: OpenBatch, sample: Finished, group_size: int) -> None:
+        own = [token for token, version in zip(sample.tokens, sample.versions, strict=True) if version >= 0]
+        b = sample.prompt * group_size + sample.sample
+        self._end(batch, b, sample.stop, sample.completion, sample.episode, own)
 
     def _end(
         self, batch: OpenBatch, b: int, stop: int, completion: str, episode: Mapping[str, Any], own: Sequence[int]

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from podrl.algorithms.gae import outcome_reward
-from podrl.algorithms.policy_loss import PolicyRows, with_old
+from podrl.algorithms.policy_loss import with_old
+from podrl.algorithms.policy_rows import AgedRows, PolicyRows
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.control import LossKL, RewardKL
 from podrl.learner.scoring import ReferencedScores, Scores, policy_scores
@@ -51,7 +52,7 @@ class GRPO:
         self._estimator: Any = config.estimator()  # its functions take numpy as well as jax arrays, and answer in kind
         loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate)
         self._reward_kl, self._loss_kl = RewardKL(config), LossKL(config)
-        self._loss_reference = loss.needs_reference()
+        self._loss_reference, self._by_age = loss.needs_reference(), loss.by_age
         self._needs_reference = self._loss_reference or self._reward_kl.active
         for warning in config.warnings(updates):
             say(f"Warning: {warning}")
@@ -122,6 +123,9 @@ class GRPO:
                 sampler_logprob_BT=put(rollouts.logprob_BT[chosen]),
                 kl_scale=self._loss_kl.scale,
             )
+            if self._by_age:
+                age_BT = (step - rollouts.version_BT[chosen]).astype(np.float32)
+                rows = AgedRows(**vars(rows), age_BT=put(age_BT))
             batch = self._cluster.actor.put(placement.batch(rows))
             rows = batch.rows
             if self.old == "trainer" and not self._reward_kl.active:
@@ -138,6 +142,27 @@ class GRPO:
         if self._loss_kl.active:
             metrics |= self._loss_kl.trained(metrics["actor/kl"], self._samples)
         return metrics
+
+    # What the trace of a step tells of its tokens (podrl/rundir/trace.py).
+
+    def columns(self, experience: Experience, advantages: np.ndarray) -> dict[str, np.ndarray]:
+        """Numbers of every token beside those of the samples."""
+        return {"advantage": advantages, "trained": self._config.loss_mask(experience.rollouts)}
+
+    def trainer_logprob(self, experience: Experience, share: float) -> Callable[[], np.ndarray] | None:
+        """Starts scoring the first groups, a share of all, under the present weights; None on several trainer hosts.
+
+        Packed into the shape of a mini-batch, they need no other program than the reference does.
+        """
+        rollouts, group_size = experience.rollouts, self._config.num_generations
+        if self._cluster.actor_mesh.is_multi_process:
+            return None
+        groups = max(1, int(share * len(rollouts.length_B)) // group_size)
+        chosen = np.arange(min(groups, self.mini_batch_size // group_size) * group_size)
+        placement = packing.place_samples(rollouts, chosen, self._shape)
+        batch = self._cluster.actor.put(placement.batch(placement.layout(rollouts.tokens_BT[chosen])))
+        logprob_ABT = self._cluster.actor.logprobs(batch)
+        return lambda: placement.unpack(np.asarray(logprob_ABT), rollouts.tokens_BT.shape[1])
 
     # Shapes and splits for the methods above.
 

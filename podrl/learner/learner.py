@@ -10,18 +10,22 @@ import numpy as np
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import known_arguments
 from podrl.data.pipeline import PromptStream
+from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
+from podrl.learner.answers.supervised import AnswerReport
+from podrl.learner.evaluate import EvalConfig, Evaluator
 from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
+from podrl.learner.hosting import place_of
 from podrl.learner.loop import Schedule
 from podrl.learner.playing import REWARD_NAME, environment_config, playing
 from podrl.learner.ppo import PPO
 from podrl.learner.recorder import HostRecorder, Recorder, Report
 from podrl.learner.report import MetricFn, SampleReport
-from podrl.learner.rollouts import Accord, Generate, GivenAnswers, HostRollouts, LocalRollouts, RemoteRollouts
+from podrl.learner.rollouts import Generate, GivenAnswers
 from podrl.learner.settings import GRPOConfig, PPOConfig
-from podrl.learner.supervised import AnswerReport
 from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
+from podrl.rundir import trace
 from podrl.rundir.run import Run
 from podrl.runtime.pod import Pod
 from podrl.trainer.packing import PackShape
@@ -40,11 +44,37 @@ class Trained:
       algorithm: how.
       report: what it says about a step.
       needed: (step, batch) -> samples that this process's devices train on, where rollouts come from other hosts.
+      evaluate: scores what is trained on held-out data where that takes no rollout; all hosts that train call it.
     """
 
     algorithm: Trainable
     report: Report
     needed: Callable[[int, Experience], Any] | None = None
+    evaluate: recorder.Evaluate | None = None
+
+
+class Traced:
+    """Implements podrl.learner.loop.Algorithm by another, and notes for the run's trace what that knows of tokens."""
+
+    def __init__(self, algorithm: Any, run: Run, group_size: int, reward_names: Sequence[str]):
+        """Of GRPO or PPO, in a run whose files may be open later."""
+        self._algorithm, self._run = algorithm, run
+        self._group_size, self._names = group_size, reward_names
+        self.rewards, self.advantages, self.update = algorithm.rewards, algorithm.advantages, algorithm.update
+        self.state, self.restore = algorithm.state, algorithm.restore
+
+    def score(self, step: int, experience: Experience) -> Any:
+        with self._run.spans.span("score", lane="trainer"):
+            return self._algorithm.score(step, experience)
+
+    def pack(self, step: int, experience: Experience, scores: Any, advantages: Any) -> Any:
+        tracing, done = self._run.tracing, step + 1
+        if tracing is not None and tracing.wants(done):
+            logprob = self._algorithm.trainer_logprob(experience, tracing.share)
+            columns = self._algorithm.columns(experience, advantages)
+            tracing.note(done, trace.Noted(self._group_size, self._names, columns, logprob))
+        with self._run.spans.span("score", lane="trainer"):
+            return self._algorithm.pack(step, experience, scores, advantages)
 
 
 class NoTraining:
@@ -77,6 +107,8 @@ def fit(
     evaluator: Any,
     given: bool,
     pod: Pod | None,
+    prompts: int = 0,
+    whole: bool = False,
 ) -> int:
     """Runs the loop for this process; returns the step reached.
 
@@ -90,39 +122,27 @@ def fit(
       evaluator: scores the policy on (this process's share of) held-out prompts, or None.
       given: batches are data, and nothing is generated but for evaluations.
       pod: the job's processes where there are several.
+      prompts: of a batch that is generated.
+      whole: what is made of a prompt may depend on the others of a host's share of a batch.
 
     Raises:
       BatchError: a reward function, or too many samples, failed; the steps before are saved.
     """
-    deadline_s = 4 * run.log_config.stall_s
-    place: Any
-    if pod is None:
-        assert stream is not None
-        stopping = run.stopping
-        place = LocalRollouts(cluster, stream, run, generate=generate, evaluator=evaluator)
-    else:
-        accord = Accord(pod, run, deadline_s)
-        stopping = accord.stopping
-        if trained is not None:
-            assert stream is not None
-            needed = trained.needed
-            place = RemoteRollouts(cluster, stream, run, pod, accord, needed=needed, deadline_s=deadline_s)
-        else:
-            place = HostRollouts(
-                cluster, stream, run, pod, accord, generate=generate, evaluator=evaluator, deadline_s=deadline_s
-            )
+    shared = {"prompts": prompts, "whole": whole}
+    place, stopping = place_of(cluster, stream, run, schedule, trained, generate, evaluator, pod, given, shared)
     rollouts = GivenAnswers(place) if given else place
     evaluate = None if evaluator is None else rollouts.evaluate
+    evaluate = (trained and trained.evaluate) or evaluate
     records: Any
     if trained is None:
         assert pod is not None
-        waits: Any = {"evaluate": evaluate, "stopping": stopping, "deadline_s": deadline_s}
-        records = HostRecorder(stream, run, schedule, pod, **waits)
+        records = HostRecorder(stream, run, schedule, enter=place.enter, evaluate=evaluate, stopping=stopping)
     else:
         assert stream is not None
         said: Any = {"report": trained.report, "controllers": trained.algorithm}
         records = Recorder(cluster, stream, run, schedule, evaluate=evaluate, stopping=stopping, **said)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(run.spans.compiles())
         stack.callback(rollouts.close)
         stack.callback(records.close)
         try:
@@ -136,16 +156,17 @@ def learn_answers(
     algorithm: Callable[..., Any],
     settings: Any,
     shape: PackShape,
-    cluster: RLCluster,
+    cluster: Any,
     stream: recorder.Stream | None,
     run: Run,
     evaluator: Any,
     pod: Pod | None = None,
+    held_out: Sequence[Any] = (),
 ) -> int:
     """Trains on given answers until `training_config.max_steps`; returns the step reached.
 
     Args:
-      algorithm: SFT or DPO.
+      algorithm: SFT, DPO, KTO or RewardModelling.
       settings: its settings.
       shape: of a packed batch.
       cluster: the models.
@@ -153,6 +174,7 @@ def learn_answers(
       run: files, checkpoints and signals.
       evaluator: scores the policy on held-out prompts, or None.
       pod: the job's processes where there are several; each calls this.
+      held_out: batches that the algorithm itself is evaluated on, where that is not `evaluator`'s part.
     """
     training = cluster.training_config
     assert training.max_steps is not None, "answers come without end"
@@ -164,7 +186,8 @@ def learn_answers(
     trained = None
     if cluster.trains:
         made = algorithm(cluster, settings, shape)
-        trained = Trained(made, AnswerReport(made.watched()))
+        evaluate = made.evaluator(held_out) if held_out else None
+        trained = Trained(made, AnswerReport(made.watched()), evaluate=evaluate)
     with run:
         return fit(
             cluster,
@@ -196,6 +219,7 @@ class SampleLearner:
     ):
         """Nothing runs yet; `algorithm` is GRPO or PPO, the others are GRPOLearner's."""
         self._environment = environment_config(environment)
+        rl_cluster.config.rollout().require(environment=self._environment.used)
         self._algorithm, self._pod = algorithm, pod
         self.cluster, self.config = rl_cluster, algo_config
         self._metric_fns = tuple(metric_fns or ())
@@ -213,8 +237,9 @@ class SampleLearner:
     def train(
         self,
         train_ds: PromptStream | Iterable[str | Mapping[str, Any]],
+        eval_ds: Iterable[str | Mapping[str, Any]] | None = None,
         *,
-        prompts_per_step: int = 8,
+        prompts_per_step: int | None = None,
         evaluator: Any = None,
         run: Run | None = None,
         save_every: int | None = None,
@@ -222,46 +247,45 @@ class SampleLearner:
         """Trains until `training_config.max_steps`; returns the step reached.
 
         Args:
-          train_ds: a stream of prompts, or a list of prompts: texts, or mappings with a `prompt` and further fields
-            that reward functions receive by name.
-          prompts_per_step: P, where `train_ds` is a list. A stream gives P times `config.prompt_batches` at a time.
-          evaluator: scores the policy on held-out prompts: (policy, step) -> (metrics, samples to show). One of
+          train_ds: a stream of prompts; a list of prompts, texts or records whose fields reward functions receive by
+            name; or a list of batches, `{'prompts': [...], 'field': [...]}`, of which each is a step.
+          eval_ds: held-out prompts, listed as in `train_ds`, whose rewards are measured every
+            `training_config.eval_every_n_steps`, greedy and sampled.
+          prompts_per_step: P, where `train_ds` is a list: 8 by default, or the size of its batches. A stream gives P
+            times `config.prompt_batches` at a time.
+          evaluator: instead of `eval_ds`, scores the policy: (policy, step) -> (metrics, samples to show). One of
             podrl.learner.evaluate does so by this learner's reward functions if given `rewards=learner.rewards_of`.
           run: files, checkpoints and signals; by default under training_config.checkpoint_root_directory, or nowhere.
         """
         training = self.cluster.training_config
-        limit = self.cluster.config.rollout().max_prompt_length
         if not isinstance(train_ds, PromptStream):
-            train_ds = PromptStream.from_list(
-                list(train_ds),
-                self.cluster.tokenizer,
-                prompts_per_step=prompts_per_step * self.config.prompt_batches,
-                max_prompt_length=limit,
-                shuffle_seed=self._shuffle_seed,
-            )
+            items, size = from_batches(list(train_ds))
+            if size and prompts_per_step not in (None, size):
+                raise ValueError(
+                    f"prompts_per_step={prompts_per_step}, and batches of the dataset have {size} prompts."
+                )
+            size = (size or prompts_per_step or 8) * self.config.prompt_batches
+            train_ds = self._listed(items, size, shuffle_seed=self._shuffle_seed)
+        if eval_ds is not None:
+            if evaluator is not None:
+                raise ValueError("eval_ds and evaluator both say what is evaluated: give one of them.")
+            evaluator = self._evaluator(eval_ds)
         prompts = train_ds.prompts_per_step // self.config.prompt_batches
         run = run or Run(training.checkpoint_root_directory, config=self._settings(prompts))
-        schedule = Schedule(
-            max_steps=training.max_steps or train_ds.steps_per_epoch,
-            max_staleness=self.config.max_staleness,
-            save_every=run.checkpoint_config.every if save_every is None else save_every,
-            eval_every=training.eval_every_n_steps,
-            section=self.config.section,
-        )
+        schedule = self._schedule(train_ds, run, save_every)
         with run, contextlib.ExitStack() as stack:
-            trained = None
-            weight = self._environment.reward_weight
-            others = {REWARD_NAME: weight} if self._environment.used else {}
+            others = {REWARD_NAME: self._environment.reward_weight} if self._environment.used else {}
             stack.enter_context(playing(self.cluster, self._environment, self._reward_config.limits, run, self._pod))
             if self._pod is None or not self.cluster.trains:
                 rewards: Rewards | NamedRewards = stack.enter_context(Rewards(self._reward_config, others))
-                self._generate = Generator(self.cluster, rewards, self.config, environment_weight=weight)
+                rewards.check_answers(train_ds.unanswered)
+                run.watchdog.waits_for.append(rewards.waits)
+                self._generate = Generator(self.cluster, rewards, self.config, self._environment, spans=run.spans)
                 self._prompts = prompts
                 stack.callback(setattr, self, "_generate", None)
             else:  # others score
                 rewards = NamedRewards(self._reward_config, others)
-            if self.cluster.trains:
-                trained = self._trained(train_ds, rewards.names, run)
+            trained = self._trained(train_ds, rewards.names, run) if self.cluster.trains else None
             return fit(
                 self.cluster,
                 train_ds,
@@ -272,7 +296,26 @@ class SampleLearner:
                 evaluator=evaluator,
                 given=False,
                 pod=self._pod,
+                prompts=train_ds.prompts_per_step,
+                whole=self._whole(),
             )
+
+    def _listed(self, items: Sequence[Any], size: int, *, shuffle_seed: int | None = None) -> PromptStream:
+        limit = self.cluster.config.rollout().max_prompt_length
+        return PromptStream.from_list(
+            items,
+            self.cluster.tokenizer,
+            prompts_per_step=size,
+            max_prompt_length=limit,
+            shuffle_seed=shuffle_seed,
+        )
+
+    def _evaluator(self, eval_ds: Iterable[str | Mapping[str, Any]]) -> Evaluator | None:
+        """Scores all of the held-out prompts by the run's rewards; None where there are none."""
+        items, _ = from_batches(list(eval_ds))
+        if not items:
+            return None
+        return Evaluator(self.cluster, [next(self._listed(items, len(items)))], EvalConfig(), rewards=self.rewards_of)
 
     def rewards_of(self, rollouts: Rollouts, group_size: int) -> dict[str, np.ndarray]:
         """Scores samples by the reward functions of the training that runs, in batches of its size.
@@ -283,6 +326,25 @@ class SampleLearner:
         assert self._generate is not None, "reward functions run while `train` does, where samples are generated"
         at_once = max(1, self._prompts * self.config.num_generations // group_size)
         return self._generate.judged(rollouts, group_size, at_once=at_once)
+
+    def _schedule(self, stream: PromptStream, run: Run, save_every: int | None) -> Schedule:
+        training, prompts = self.cluster.training_config, stream.prompts_per_step // self.config.prompt_batches
+        updates = self.config.num_iterations * max(prompts // (training.mini_batch_size or prompts), 1)
+        self.config.check_clock(self.cluster.config.rollout(), self._reward_config, self._environment.calls_per_window)
+        return Schedule(
+            max_steps=training.steps(updates) or stream.steps_per_epoch,
+            max_staleness=self.config.max_staleness,
+            save_every=run.checkpoint_config.every if save_every is None else save_every,
+            eval_every=training.eval_every_n_steps,
+            updates_per_step=updates,
+            section=self.config.section,
+        )
+
+    def _whole(self) -> bool:
+        """True where groups are replaced by others of their share, or reward functions see all of it."""
+        config = self._reward_config
+        given = any(not isinstance(fn, str) for fn in config.fns)  # which are called with batches
+        return self.config.dynamic_sampling or given or config.calls == "batch"
 
     def _settings(self, prompts_per_step: int) -> dict[str, Any]:
         """Returns what config.json holds of a run that no configuration file describes, under the same keys."""
@@ -310,7 +372,8 @@ class SampleLearner:
             watched=algorithm.watched(),
             skipped=lambda: stream.skipped,
         )
-        return Trained(algorithm, report, algorithm.needed)
+        traced = Traced(algorithm, run, self.config.num_generations, reward_names)
+        return Trained(traced, report, algorithm.needed)
 
 
 class GRPOLearner(SampleLearner):

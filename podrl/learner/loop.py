@@ -54,8 +54,8 @@ class RolloutSource(Protocol):
     def publish(self, step: int) -> Policy:
         """Agrees with the job's other processes on continuing, and moves the trainer's weights as version `step`.
 
-        The weights are verified on arrival. They overwrite those published before: no batch in flight may still use
-        them.
+        The weights are verified on arrival. They overwrite those published before, so that sampling waits: all batches
+        in flight are made first, or, where samples are made under several versions, all that this version has to draw.
         """
         ...
 
@@ -121,10 +121,11 @@ class Schedule:
     """The steps at which the loop stops, saves and evaluates, and the staleness it allows.
 
     Attributes:
-      max_steps: the last step.
+      max_steps: the last step (`RLTrainingConfig.steps`).
       max_staleness: how many versions older than the trainer a batch's policy may be; 0 is strictly on-policy.
       save_every: 0 saves only at the end and on preemption.
-      eval_every: 0 evaluates only before and after.
+      eval_every: updates; 0 evaluates only before and after.
+      updates_per_step: mini-batches x passes over them.
       section: configuration section of the algorithm, for messages.
     """
 
@@ -132,6 +133,7 @@ class Schedule:
     max_staleness: int = 0
     save_every: int = 0
     eval_every: int = 0
+    updates_per_step: int = 1
     section: str = "grpo"
 
     def __post_init__(self):
@@ -145,11 +147,22 @@ class Schedule:
             if value < least:
                 raise ValueError(f"{key}={value} must be at least {least}.")
 
+    @property
+    def updates(self) -> int:
+        """The updates of the whole run."""
+        return self.max_steps * self.updates_per_step
+
+    def begun(self, step: int) -> range:
+        """Steps whose batches may be under way when `step` steps are done."""
+        return range(step, min(step + 1 + self.max_staleness, self.max_steps))
+
     def saves(self, step: int) -> bool:
         return step == self.max_steps or (self.save_every > 0 and step % self.save_every == 0)
 
     def evaluates(self, step: int) -> bool:
-        return step == self.max_steps or (self.eval_every > 0 and step % self.eval_every == 0)
+        """True at the end, and where the step's updates reach the next multiple of eval_every."""
+        due = self.eval_every > 0 and step * self.updates_per_step % self.eval_every < self.updates_per_step
+        return due or step == self.max_steps
 
 
 def train(rollouts: RolloutSource, algorithm: Algorithm, recorder: Recorder, schedule: Schedule) -> int:
@@ -161,7 +174,7 @@ def train(rollouts: RolloutSource, algorithm: Algorithm, recorder: Recorder, sch
     if step == 0 or schedule.evaluates(step):  # a run killed between saving and evaluating still owes it
         recorder.evaluate(policy, step)
     while step < schedule.max_steps and not recorder.stopping():
-        while submitted < min(step + 1 + schedule.max_staleness, schedule.max_steps):
+        while submitted < schedule.begun(step).stop:
             in_flight.append(rollouts.submit(policy, submitted))
             submitted += 1
         experience = in_flight.popleft().result()  # prompts, samples and their rewards

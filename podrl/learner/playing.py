@@ -69,7 +69,8 @@ def playing(
     """Gives every sample of the cluster its environment while the context lasts, where this process generates.
 
     Outside answers are kept in `workdir`/outside, by the leader where there are several processes, and within seconds
-    in the bucket where the run directory is in one; those of steps before the newest checkpoint are deleted.
+    in the bucket where the run directory is in one; those of steps before the newest checkpoint are deleted, unless the
+    run is by the wall clock, to be repeated from its beginning.
     """
     if not config.used:
         yield
@@ -79,9 +80,11 @@ def playing(
         if run.leads and run.workdir is not None:
             files = Files(run.workdir / OUTSIDE, run.hurry)
             stack.callback(files.close)
-            files.drop(run.saved_step())
-            run.passed.append(files.drop)
-            journal = Journal(files)
+            exact = cluster.config.rollout().clock == "tokens"
+            if exact:
+                files.drop(run.saved_step())
+            run.passed.append(files.drop if exact else files.release)
+            journal = Journal(files, exact=exact)
             if pod is not None:
                 files.serve(pod.channel)
         elif pod is not None:
@@ -96,7 +99,7 @@ def playing(
         partner = Partner(host, Dialogue(cluster.tokenizer))
         cluster.play(partner)
         stack.callback(cluster.play, None)
-        run.watchdog.waits_for = lambda: partner.waits_for
+        run.watchdog.waits_for.append(lambda: partner.waits_for)
         check(host, partner.dialogue)
         yield
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from podrl.algorithms.gae import gae, masked_whiten
-from podrl.algorithms.policy_loss import PolicyRows
+from podrl.algorithms.policy_rows import PolicyRows
 from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.grpo import GRPO, gathered
@@ -50,7 +50,7 @@ class PPO:
         critic.prepare(functools.partial(value_loss, clip_range=clip, mode=loss.mode, scale=scale))
         self._critic_shape = self._policy.pack_shape(critic.mesh)
         self._policy.layouts.append((self._critic_shape, critic.mesh))
-        self.needed = self._policy.needed
+        self.needed, self.trainer_logprob = self._policy.needed, self._policy.trainer_logprob
         self.state, self.restore = self._policy.state, self._policy.restore
 
     # The loop's lines.
@@ -112,6 +112,10 @@ class PPO:
         """Lists (metric, label) pairs of the progress line."""
         reward, kl, *others = self._policy.watched()
         return [reward, kl, ("critic/explained_variance", "critic"), *others]
+
+    def columns(self, experience: Experience, advantages: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
+        """Numbers of every token for the trace, as GRPO's, and the return that the critic learns."""
+        return self._policy.columns(experience, advantages[0]) | {"return": advantages[1]}
 
     # Parts of the methods above.
 

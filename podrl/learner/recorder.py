@@ -13,11 +13,15 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.cluster.saved import abstract_saved, load_saved, saved
 from podrl.learner import experience as codec
 from podrl.learner.loop import InFlight, Schedule, Start
+from podrl.mesh.chips import peak_flops
+from podrl.models.sizes import parameter_count
 from podrl.rundir.console import Progress
+from podrl.rundir.findings import Examination
+from podrl.rundir.gauges import Gauges, Work, first_start
+from podrl.rundir.history import Past, Record
 from podrl.rundir.run import Run
 from podrl.rundir.summary import eval_means, eval_records
 from podrl.runtime.metrics import read_metrics
-from podrl.runtime.pod import LEADER, Pod
 from podrl.types import Policy
 
 # Scores a policy after a step: eval/* metrics and a few samples; None where another process has them.
@@ -51,8 +55,8 @@ class Report(Protocol):
         """Lists (metric, label) pairs of the progress line."""
         ...
 
-    def warning(self, step: int, values: Mapping[str, float]) -> str:
-        """Returns a warning about a step's metrics, or ''; raises ValueError if the run cannot succeed."""
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Raises ValueError if a step's metrics say that the run cannot succeed."""
         ...
 
 
@@ -102,8 +106,12 @@ class Recorder:
         self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
         self._late: tuple[int, dict[str, float], Mapping[str, Any]] | None = None
         self._progress: Progress | None = None
+        self._examination = Examination(run.config)
         self._nonfinite = 0  # updates in a row that were skipped
         self._start, self._started, self._last = 0, time.monotonic(), time.monotonic()
+        self._before: dict[str, float] = {}  # seconds of the stages before the first step
+        self._gauges: Gauges | None = None  # where this process writes metrics
+        self._compiled = 0.0  # seconds of compiling before this step
 
     def restore(self) -> Start:
         step, data_state, pending, restored, marks = 0, b"", [], None, None
@@ -115,7 +123,7 @@ class Recorder:
             step, marks = restored.step, restored.host.get("files")
             if step > self._schedule.max_steps:
                 raise ValueError(
-                    f"{self._run.place} holds {step} steps, more than trainer.max_steps={self._schedule.max_steps}: "
+                    f"{self._run.place} holds {step} steps, more than trainer.max_steps={self._schedule.updates}: "
                     "give at least as many, or another --workdir."
                 )
             load_saved(self._cluster, restored.state)
@@ -125,9 +133,16 @@ class Recorder:
             self._controllers.restore(controllers)
             self._run.console.print(f"Resumed after step {step} from {self._run.place}.")
         self._run.open_metrics(step + 1 if step else 0, marks)
-        if self._run.workdir is not None:
-            self._evaluated = {r["step"] for r in eval_records(read_metrics(self._run.workdir))}
+        earlier = read_metrics(self._run.workdir) if self._run.workdir is not None else []
+        self._evaluated = {record["step"] for record in eval_records(earlier) if record["step"] <= step}
+        for record in earlier:  # whose warnings were said then
+            self._examination.see(record)
+        self._before = self._take_times()
+        if self._run.leads:
+            began = first_start(self._run.workdir, time.time() - sum(self._before.values()), step)
+            self._gauges = Gauges(self._work(), plan=self._run.planned, earlier=earlier, first_start=began)
         self._start, self._last = step, time.monotonic()
+        self._run.profiler.after(step)
         return Start(step, data_state, pending, self._evaluated)
 
     def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
@@ -138,15 +153,32 @@ class Recorder:
         host = self._report.describe(experience) if self._run.leads else {}
         now = time.monotonic()
         host["time/step"], self._last = now - self._last, now
-        for stage, seconds in self._run.watchdog.take_spent().items():
-            host.setdefault(f"time/{stage}", seconds)
+        times = self._take_times()
+        host["time/other"] = max(host["time/step"] - sum(times.values()), 0.0)
+        times = self._before | times
+        self._before = {}
+        if "time/rollout" in times:
+            host["time/waiting"] = times["time/rollout"]
+        host = times | host
+        if compiled := self._run.spans.compiled - self._compiled:
+            host["perf/compile"], self._compiled = compiled, self._run.spans.compiled
         self._late = (step, host, metrics)
+        if self._run.tracing is not None:
+            self._run.tracing.record(step, experience, self._run.spans.take(step), self._cluster.tokenizer)
+        self._run.spans.pass_on(step)
+        self._run.profiler.after(step)
         log = self._run.log_config
         if self._run.metrics is not None and log.samples_every and (step % log.samples_every == 0 or step == 1):
-            self._run.metrics.write_samples(step, list(self._report.samples(experience))[: log.samples])
+            samples = list(self._report.samples(experience))[: log.samples]
+            self._run.metrics.write_samples(step, samples)
+            self._warn(*({"step": step, **sample} for sample in samples))
         if step == self._schedule.max_steps:
             self._flush()
         self._trained = (step, experience.data_state)
+
+    def _take_times(self) -> dict[str, float]:
+        """Returns time/STAGE of each stage: seconds since the last call."""
+        return {f"time/{stage}": seconds for stage, seconds in self._run.watchdog.take_spent().items()}
 
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
         if self._run.checkpoints is None:
@@ -154,7 +186,7 @@ class Recorder:
         assert self._trained is not None, "only what was trained is saved"
         with self._run.watchdog.stage("checkpoint"):
             self._flush()
-            done = [batch.complete() for batch in in_flight]
+            done = [batch.complete() for batch in in_flight] if self._run.leads else []
             host, arrays = codec.dump(done)
             position = done[-1].data_state if done else self._trained[1]
             content = {"data_state": position.decode(), "pending": host, "controllers": self._controllers.state()}
@@ -169,10 +201,10 @@ class Recorder:
         """Saves the steps done before a batch could not be scored; a resumed run draws that batch again."""
         if self._trained is None or self._run.checkpoints is None:
             return
-        step, _ = self._trained
+        step, position = self._trained
         with self._run.watchdog.stage("checkpoint"):
             self._run.checkpoints.wait()
-            if self._run.saved_step() < step:
+            if self._run.saved_step() < step and position:  # none where batches are no part of the data: a journal is
                 self.save(step, [])
                 self._run.checkpoints.wait()
         self._run.console.print(f"Saved after step {self._run.saved_step()} in {self._run.place}.")
@@ -186,17 +218,24 @@ class Recorder:
         with self._run.watchdog.stage("evaluation"):
             found = self._evaluate(policy, step)
         self._evaluated.add(step)
+        self._compiled = self._run.spans.compiled
+        times = self._before | self._take_times()
+        self._before = {}
         if found is not None:
-            self._write_evaluation(step, *found)
+            self._write_evaluation(step, *found, times)
         self._last = time.monotonic()
-        self._run.watchdog.take_spent()
 
-    def _write_evaluation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+    def _write_evaluation(
+        self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]], times: dict[str, float]
+    ) -> None:
+        if self._gauges is not None:
+            self._gauges.see(times)
         if self._run.metrics is not None:
-            self._run.metrics.write(step, metrics)
+            self._run.metrics.write(step, metrics | times)
             self._run.metrics.write_samples(step, samples)
         self._run.push(wait=False)
         self._cluster.metrics.log(step, metrics)
+        self._warn({"step": step, **metrics})
         text = "  ".join(f"{name} {value:.3f}" for name, value in eval_means(metrics).items())
         records = f" ({metrics['eval/records']:.0f} records)" if "eval/records" in metrics else ""
         self._run.console.print(f"Evaluation after step {step}{records}: {text}")
@@ -216,13 +255,30 @@ class Recorder:
         with self._run.watchdog.stage("metrics"):  # the first to wait for an update that never ends
             values = {**host, **self._report.finished(fetched_means(device))}
         values.update(self._cluster.metrics.take())
+        if self._gauges is not None:
+            values |= self._gauges.of_step(values, _memory_peak())
         if self._run.metrics is not None:
             self._run.metrics.write(step, values)
         self._cluster.metrics.log(step, values)
+        self._warn({"step": step, **values})
         self._check_finite(step, values)
-        if warning := self._report.warning(step, values):
-            self._run.console.print(f"Warning: {warning}")
+        self._report.check(step, values)
         self._show(step, values)
+
+    def _work(self) -> Work:
+        """The computing devices of this run."""
+        meshes = (self._cluster.actor_mesh, self._cluster.rollout_mesh)
+        devices = {device for mesh in meshes for device in mesh.devices.flat}
+        trainable = sum(leaf.size for leaf in jax.tree.leaves(self._cluster.state.params))
+        model, passes = self._cluster.model, Past(self._run.config).setting("algo.num_iterations", 1)
+        parameters = parameter_count(model) - (0 if model.tie_embeddings else model.vocab_size * model.model_dim)
+        peak = peak_flops(next(iter(devices)).device_kind)
+        return Work(len(devices), peak, parameters, trainable, passes)
+
+    def _warn(self, *records: Record) -> None:
+        """Prints what a check finds in records, once in a run: podrl/rundir/checks.py."""
+        for finding in (finding for record in records for finding in self._examination.see(record)):
+            self._run.console.print(f"Warning: {finding}. It means: {finding.meaning}. Turn: {finding.key}.")
 
     def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
         """Raises ValueError after the third update in a row without a finite gradient."""
@@ -230,7 +286,6 @@ class Recorder:
             self._nonfinite = 0
             return
         self._nonfinite += 1
-        self._run.console.print(f"Step {step}: the gradient was not finite; the update was skipped.")
         if self._nonfinite >= 3:
             raise ValueError(
                 f"Gradients were not finite in {self._nonfinite} updates in a row, last at step {step}: lower "
@@ -250,7 +305,9 @@ class Recorder:
         done = step - self._start  # since the first step shown, which compiles and says nothing of the others
         left = (time.monotonic() - self._started) / done * (self._schedule.max_steps - step) if done else None
         shown = {short: values[name] for name, short in self._report.watched() if name in values}
-        self._progress.update(step, shown, left)
+        named = {name for name, _ in self._report.watched()}
+        more = {name: value for name, value in values.items() if _in_table(name) and name not in named}
+        self._progress.update(step, shown, left, more)
 
 
 class HostRecorder:
@@ -261,44 +318,46 @@ class HostRecorder:
         stream: Stream | None,
         run: Run,
         schedule: Schedule,
-        pod: Pod,
         *,
+        enter: Callable[[], Mapping[str, Any]],
         evaluate: Evaluate | None,
         stopping: Callable[[], bool],
-        deadline_s: float,
     ):
         """Opens nothing yet.
 
         Args:
-          stream: this host's share of the data; None where it needs none.
+          stream: the data; None where it needs none.
           run: signals and the watchdog; writes nothing.
           schedule: the job's.
-          pod: the job's processes, all there.
+          enter: asks the leader where this host begins.
           evaluate: on this host's share of the held-out prompts; None for no evaluation.
           stopping: as in Recorder.
-          deadline_s: the longest wait for the leader.
         """
-        self._stream, self._run, self._schedule, self._pod = stream, run, schedule, pod
-        self._evaluate, self.stopping, self._deadline_s = evaluate, stopping, deadline_s
+        self._stream, self._run, self._schedule = stream, run, schedule
+        self._enter, self._evaluate, self.stopping = enter, evaluate, stopping
         self._evaluated: set[int] = set()
 
     def restore(self) -> Start:
         with self._run.watchdog.stage("waiting for trainer 0 to restore"):
-            start = self._pod.get(LEADER, "start", self._deadline_s).value
+            start = self._enter()
         self._run.begin()
         data_state = start["data_state"].encode()
         if data_state and self._stream is not None:
             self._stream.restore(data_state)
         self._evaluated = set(start["evaluated"])
-        return Start(int(start["step"]), data_state, [None] * int(start["pending"]), self._evaluated)
+        self._run.profiler.after(int(start["step"]))
+        return Start(int(start["step"]), data_state, start["pending"], self._evaluated)
 
     def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return self._run.watchdog.stage(name)
 
     def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
-        return None
+        self._run.spans.pass_on(step)
+        self._run.profiler.after(step)
 
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
+        for batch in in_flight:
+            batch.complete()
         self._run.tell_saved(step)
 
     def evaluate(self, policy: Policy, step: int) -> None:
@@ -313,6 +372,19 @@ class HostRecorder:
 
     def close(self) -> None:
         return None
+
+
+def _in_table(name: str) -> bool:
+    """True for metrics that the live table shows beside the watched ones: rewards by function, lengths, speed."""
+    of_rewards = name.startswith("reward/") and name not in ("reward/std", "reward/kl", "reward/kl_coef")
+    return of_rewards or name in ("completion/length_mean", "completion/truncated", "actor/entropy", "time/step")
+
+
+def _memory_peak() -> float | None:
+    """Most bytes that a device of this process held; None where the platform does not tell."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in stats if found and "peak_bytes_in_use" in found]
+    return max(peaks, default=None)
 
 
 def fetched_means(metrics: Mapping[str, Any]) -> dict[str, float]:

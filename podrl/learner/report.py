@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from podrl.algorithms.mismatch import pearson
+from podrl.algorithms.mismatch import divided, pearson
 from podrl.learner.control import MismatchGate
 from podrl.learner.generation import repeated
 from podrl.learner.settings import GRPOConfig, PPOConfig
@@ -55,6 +55,7 @@ class SampleReport:
             "reward/std": float(reward_PG.std()),
             "reward/groups_without_signal": float((np.ptp(reward_PG, axis=1) == 0).mean()),
             "tokens/completion": float(sampled_B.sum()),
+            "tokens/all": float(rollouts.length_B.sum()),
             "tokens/prompt": float(rollouts.prompts.length_P.sum()),
             "completion/length_mean": float(sampled_B.mean()),
             "completion/length_max": float(sampled_B.max()),
@@ -63,6 +64,8 @@ class SampleReport:
             "time/reward": experience.seconds,
             "rollout/tokens_per_s": float(sampled_B.sum() / max(rollouts.seconds, 1e-9)),
             "data/skipped_prompts": float(self._skipped()),
+            "data/first_prompt": float(rollouts.prompts.index_P.min()),
+            "data/last_prompt": float(rollouts.prompts.index_P.max()),
         }
         metrics |= {
             f"reward/{name}": float(reward_B[counted_B].mean())
@@ -72,14 +75,17 @@ class SampleReport:
         counts = dict(experience.counts)
         if "rollout/kept_tokens" in counts:
             metrics["rollout/kept_mass"] = counts.pop("rollout/kept_tokens") / metrics["tokens/completion"]
+        if "rollout/age" in counts:
+            metrics["rollout/staleness"] = counts.pop("rollout/age") / metrics["tokens/completion"]
+            metrics["rollout/mixed_samples"] = counts.pop("rollout/mixed_samples") / len(counted_B)
         return metrics | counts | self._of_the_user(experience)
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces the moments of the mismatch measure by the correlation computed from them."""
+        """Replaces moments of the mismatch measure by the correlation made of them, and parts by age by means."""
         if "sampler/moment_x" not in values:
             return values
         values["sampler/pearson"] = pearson(values)
-        return {name: value for name, value in values.items() if not name.startswith("sampler/moment_")}
+        return {name: value for name, value in divided(values).items() if not name.startswith("sampler/moment_")}
 
     def samples(self, experience: Experience) -> Sequence[Mapping[str, Any]]:
         """Records the first sample of every prompt whose samples are in the loss, with its rewards."""
@@ -99,8 +105,8 @@ class SampleReport:
     def watched(self) -> Sequence[tuple[str, str]]:
         return self._watched
 
-    def warning(self, step: int, values: Mapping[str, float]) -> str:
-        return self._gate.check(step, values)
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        self._gate.check(step, values)
 
     def _of_the_user(self, experience: Experience) -> dict[str, float]:
         """Calls the user's metric functions on a batch."""

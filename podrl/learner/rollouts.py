@@ -1,53 +1,33 @@
-"""Sources of the loop's batches: this process, other hosts, this host's share of a pod's, or given answers."""
+"""Sources of the loop's batches: this process, other hosts (hosting.py is their side), or given answers."""
 
-import concurrent.futures
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner import experience as codec
-from podrl.learner.evaluate import Evaluator, summarised
+from podrl.learner.evaluate import summarised
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Evaluate, Stream
-from podrl.rewards.compose import RewardServiceError
+from podrl.rollout.partial import Partial, join, of_message
+from podrl.rollout.wall import windows_or_wall
+from podrl.rollout.windows import WHOLE, Later, Quantum, Ready, longest_of
+from podrl.rundir import leases
+from podrl.rundir.accord import Accord
+from podrl.rundir.leases import Given, Lease, Told
 from podrl.rundir.run import Run
 from podrl.runtime.message import Message
-from podrl.runtime.pod import LEADER, Pod
-from podrl.runtime.service import ServiceError
-from podrl.types import BatchError, Experience, Policy, Prompts
+from podrl.runtime.pod import LEADER, MovedError, Pod
+from podrl.types import Experience, Policy, Prompts
 
-_LAST_WORDS_S = 300.0
+_ASKING = 256  # hosts asked at a time
+_AGAIN_S = 0.05  # until the news is here of who has a lease now
 
-# (prompts, policy, step) -> samples and rewards: podrl.learner.generation.Generator.
 Generate = Callable[[Prompts, Policy, int], Experience]
-
-
-class Ready:
-    """A batch that needs no waiting: restored from a checkpoint, or read from data."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    def result(self) -> Any:
-        return self._value
-
-    complete = result
-
-
-class Later:
-    """A batch that another thread is making; the watchdog sees a wait for it under a name."""
-
-    def __init__(self, future: concurrent.futures.Future, run: Run, stage: str):
-        self._future, self._run, self._stage = future, run, stage
-
-    def result(self) -> Any:
-        with self._run.watchdog.stage(self._stage):
-            return self._future.result()
-
-    complete = result
 
 
 class Place(Protocol):
@@ -76,21 +56,39 @@ class LocalRollouts:
     """Generates in this process, on one thread: batches are made in the order they were submitted."""
 
     def __init__(
-        self, cluster: RLCluster, stream: Stream, run: Run, *, generate: Generate | None, evaluator: Evaluate | None
+        self,
+        cluster: RLCluster,
+        stream: Stream,
+        run: Run,
+        *,
+        generate: Any,
+        evaluator: Evaluate | None,
+        quantum: Quantum = WHOLE,
+        wall: int = 0,
     ):
-        """Starts nothing; `generate` is None if `submit` is never called."""
+        """Starts nothing; `generate`: a Generate, or a Generator; `wall`: staleness by the wall clock, 0 without."""
         self._cluster, self._stream, self._run = cluster, stream, run
-        self._generate, self._evaluator = generate, evaluator
+        self._generate, self._evaluator, self._quantum = generate, evaluator, quantum
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
+        self._windows = windows_or_wall(generate, self._thread, run, quantum, wall)
+        self._mixes = wall or quantum.used
 
     def resume(self, start: Start) -> Sequence[InFlight]:
-        return [Ready(experience) for experience in start.pending]
+        return self._windows.resume(start.step, start.pending)
 
     def agree(self, step: int) -> None:
-        """Does nothing: a single process agrees with itself."""
+        """Decides what all processes do: this one is all."""
+        self._run.profiler.decide(step)
 
     def publish(self, step: int) -> Policy:
-        return self.move(step, in_place=True)
+        self.agree(step)
+        self._windows.end_window()
+        if wait([idle := self._thread.submit(lambda: None)], timeout=0.1).not_done:
+            with self._run.watchdog.stage("rollout"):  # a wait for samples, not for weights that move
+                idle.result()
+        policy = self.move(step, in_place=True)
+        self._windows.publish(policy)
+        return policy
 
     def move(self, step: int, *, in_place: bool) -> Policy:
         # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
@@ -99,7 +97,10 @@ class LocalRollouts:
 
     def submit(self, policy: Policy, step: int) -> InFlight:
         assert self._generate is not None, "given answers are not generated"
-        return Later(self._thread.submit(self._generate, self.next_batch(), policy, step), self._run, "rollout")
+        prompts = self.next_batch()
+        if self._mixes:
+            return self._windows.submit(prompts, step, self._quantum.of(policy.version))
+        return Later(self._thread.submit(self._generate, prompts, policy, step), self._run, "rollout")
 
     def next_batch(self) -> Any:
         with self._run.watchdog.stage("data"):
@@ -110,55 +111,9 @@ class LocalRollouts:
         return self._evaluator(policy, step)
 
     def close(self) -> None:
+        self._windows.closing()
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-class Accord:
-    """Keeps a pod's processes in step: in every step all continue or stop as the leader decides.
-
-    Attributes:
-      taken: every trainer host has all it needs of the batches before this step, as far as the leader knew.
-    """
-
-    def __init__(self, pod: Pod, run: Run, deadline_s: float):
-        self._pod, self._run, self._deadline_s = pod, run, deadline_s
-        self._stop = self._wished = False
-        self._trains = pod.seat.process in pod.seat.hosts.trainer
-        self._reached = dict.fromkeys(pod.seat.hosts.trainer, 0)
-        self._words: list[int] = []  # offered and not dropped yet
-        self.taken = 0
-        if pod.leads:
-            pod.channel.serve("reached", self._on_reached)
-
-    def stopping(self) -> bool:
-        """True if the leader decided to stop, at the last step agreed on."""
-        return self._stop
-
-    def agree(self, step: int) -> None:
-        """Waits for the leader's decision on a step; on the leader, sends it."""
-        if self._pod.leads:
-            self._reached[LEADER] = step
-            self.taken = min(self._reached.values())
-            self._stop = self._stop or self._wished or self._run.stopping()
-            self._pod.channel.put(f"word/{step}", Message({"stop": self._stop, "taken": self.taken}))
-            self._words.append(step)
-            while self._words[0] < min(step - 1, self.taken):  # a trainer may be behind, a rollout host is at step
-                self._pod.channel.drop(f"word/{self._words.pop(0)}")
-            return
-        stops = self._run.stopping()
-        if self._trains or stops:
-            reached = {"process": self._pod.seat.process, "step": step, "stop": stops}
-            self._pod.call(LEADER, "reached", Message(reached), self._deadline_s)
-        with self._run.watchdog.stage(f"waiting for trainer 0 at step {step}"):
-            word = self._pod.get(LEADER, f"word/{step}", self._deadline_s).value
-        self._stop, self.taken = bool(word["stop"]), int(word["taken"])
-
-    def _on_reached(self, message: Message) -> Message:
-        """Notes, on the channel's thread, where another host is and whether it was asked to stop."""
-        self._wished = self._wished or message.value["stop"]
-        if (process := message.value["process"]) in self._reached:
-            self._reached[process] = max(self._reached[process], message.value["step"])
-        return Message()
+        self._windows.close()
 
 
 class RemoteRollouts:
@@ -178,6 +133,11 @@ class RemoteRollouts:
         *,
         needed: Callable[[int, Experience], np.ndarray] | None,
         deadline_s: float,
+        quantum: Quantum = WHOLE,
+        rows: Sequence[str] = codec.NEEDED_ROWS,
+        begun: Callable[[int], Iterable[int]] = lambda step: (),
+        prompts: int = 0,
+        whole: bool = False,
     ):
         """Nothing runs yet.
 
@@ -189,30 +149,79 @@ class RemoteRollouts:
           accord: of this process.
           needed: (step, batch) -> samples whose rows this host's devices train on; None where `submit` is never called.
           deadline_s: the longest wait for any of the rollout hosts.
+          quantum: of the samples' windows, which the leader sets.
+          rows: the arrays of samples that training reads.
+          begun: (steps done) -> steps whose batches may be under way then.
+          prompts: of a batch; 0 where batches are given answers.
+          whole: a batch is made in as many shares as the configuration has rollout hosts, whoever makes them: what is
+            made of a prompt may depend on the others of its share.
         """
         self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
-        self._needed, self._deadline_s = needed, deadline_s
-        self._asking = ThreadPoolExecutor(max(len(pod.seat.hosts.rollout), 1), thread_name_prefix="podrl-gather")
+        self._needed, self._quantum, self._deadline_s, self._begun = (
+            needed,
+            quantum,
+            deadline_s,
+            begun if prompts else lambda step: (),
+        )
+        self._rows = rows
+        self._shares = len(pod.seat.hosts.rollout)
+        self._given = Given(pod, deadline_s, pieces=prompts, whole=self._shares if whole else 0) if pod.leads else None
+        self._told = None if pod.leads else Told(pod, deadline_s)
+        self._leases: Any = self._given or self._told
+        self._opened = 0  # batches before that of this step have hosts
+        self._taken_over = 0  # leases, as far as metrics tell
+        self._at = 0  # the step agreed on last
+        self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="podrl-gather")
         self._positions: dict[int, bytes] = {}  # of the data stream after each step's batch
         self._start = Start(0, b"", (), set())
 
     def resume(self, start: Start) -> Sequence[InFlight]:
-        self._start = start
-        if self._pod.leads:
-            self._announce(start.step, len(start.pending), start.data_state)
+        self._start, self._opened = start, start.step + len(start.pending)
+        if self._given is not None:
+            for batch in (each for each in start.pending if isinstance(each, Partial)):
+                self._pod.channel.put(f"partial/{batch.step}", batch.message())
+            self._given.serve(start.step, self._begins(start.step, start.data_state, start.pending))
+            for batch in (each for each in start.pending if isinstance(each, Partial)):
+                self._given.open(leases.batch(batch.step), start.step, batch.quantum, partial=True)
         else:  # all evaluate after the same steps; metrics.jsonl is the leader's
             with self._run.watchdog.stage("waiting for trainer 0 to restore"):
-                told = self._pod.get(LEADER, "start", self._deadline_s).value
+                told = self._leases.enter()
             start.evaluated.clear()
             start.evaluated.update(told["evaluated"])
-        for i, experience in enumerate(start.pending):
-            self._positions[start.step + i] = experience.data_state
-        return [Ready(experience) for experience in start.pending]
+            self._leases.follow()
+        batches: list[InFlight] = []
+        for step, batch in enumerate(start.pending, start.step):
+            self._positions[step] = batch.data_state
+            if isinstance(batch, Partial):
+                self._quantum.restore(start.step, batch.longest)
+                batches.append(RemoteBatch(self, step, whole=self._pod.leads))
+            else:
+                self._quantum.saw(step, longest_of(batch))
+                batches.append(Ready(batch))
+        return batches
 
     def agree(self, step: int) -> None:
-        self._accord.agree(step)
-        if self._pod.leads and step > self._start.step:
-            self._announce(step, 0, self._positions.pop(step - 1, b""))
+        self._at = step
+        if self._given is None:
+            self._accord.agree(step)
+            self._leases.take(self._accord.tasks)
+        else:
+            self._accord.agree(step, self._give(step))
+        taken = self._accord.taken
+        self._leases.forget(name for name in self._leases.names() if leases.step_of(name) < taken)
+
+    def _give(self, step: int) -> dict[str, Any]:
+        """Gives, on the leader, the batches that are begun at a step to rollout hosts, all of which are there."""
+        assert self._given is not None
+        if step > self._start.step:
+            start = self._begins(step, self._positions.pop(step - 1, b""))
+            with self._run.watchdog.stage("rollout"):
+                self._given.advance(step, start, waits=self._pod.seat.disposable)
+        quantum, tasks = self._quantum.of(step) if self._quantum.used else 0, {}
+        for batch in (b for b in self._begun(step) if b >= self._opened):
+            tasks |= self._given.open(leases.batch(batch), step, quantum)
+            self._opened = batch + 1
+        return tasks
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
@@ -237,14 +246,19 @@ class RemoteRollouts:
         """
         del policy
         if not self._pod.leads:  # the others have nothing to do, but must stop where the leader does
-            _raise_failure([self._pod.get(LEADER, f"evaluated/{step}", self._deadline_s)])
+            codec.raise_failure([self._pod.get(LEADER, f"evaluated/{step}", self._deadline_s)])
             return None
-        messages = self._from_all(lambda p: self._pod.get(p, f"evaluation/{step}", self._deadline_s))
+        assert self._given is not None
+        name = leases.evaluation(step)
+        self._given.open_shares(name, self._shares, step)
+        messages = self._collect(name, lambda held: self._from_each(held, self._offered("scores")))
+        self._start.evaluated.add(step)  # for hosts that come from now on
+        self._given.forget([name])
         self._pod.channel.put(f"evaluated/{step}", next((m for m in messages if "error" in m.value), Message({})))
-        _raise_failure(messages)
+        codec.raise_failure(messages)
         samples = [sample for message in messages for sample in message.value["samples"]]
-        names = next((list(m.arrays) for m in messages if m.arrays), [])
-        scores = {name: np.concatenate([m.arrays[name] for m in messages if m.arrays]) for name in names}
+        names = dict.fromkeys(name for m in messages for name in m.arrays)  # a small set is on some hosts alone
+        scores = {name: np.concatenate([m.arrays[name] for m in messages if name in m.arrays]) for name in names}
         return summarised(scores), samples[: len(messages[0].value["samples"])]
 
     def gather(self, step: int, *, everything: bool = False) -> Experience:
@@ -259,49 +273,95 @@ class RemoteRollouts:
           ChannelError: one of them was late.
         """
         assert self._needed is not None
+        name = leases.batch(step)
         with self._run.watchdog.stage("rollout"):
-            headers = self._from_all(lambda p: self._pod.get(p, f"header/{step}", self._deadline_s))
-            _raise_failure(headers)
-            names = codec.ALL_ROWS if everything else codec.NEEDED_ROWS
-            experience = codec.assemble(headers, self._cluster.tokenizer.pad_id, names)
-            counts = [len(message.arrays["length_B"]) for message in headers]
-            wanted = np.arange(sum(counts)) if everything else self._needed(step, experience)
-            self._fetch_rows(step, experience, counts, wanted, names)
-            if everything or self._pod.leads:
-                sent = self._from_all(lambda p: self._pod.get(p, f"texts/{step}", self._deadline_s))
-                experience = codec.with_texts(experience, sent)
+            experience = self._collect(name, lambda held: self._gather(step, held, everything))
+        if self._given is not None:
+            taken_over, self._taken_over = self._given.taken_over - self._taken_over, self._given.taken_over
+            counts = {"pod/hosts": float(self._given.hosts), "pod/taken_over": float(taken_over)}
+            experience = dataclasses.replace(experience, counts={**experience.counts, **counts})
+            if len(self._pod.seat.hosts.trainer) == 1:
+                self._given.forget([name])  # nobody asks for it again
         self._positions[step] = experience.data_state
+        self._quantum.saw(step, longest_of(experience))
         return experience
+
+    def _gather(self, step: int, held: Sequence[Lease], everything: bool) -> Experience:
+        assert self._needed is not None
+        headers = self._from_each(held, self._offered("header"))
+        codec.raise_failure(headers)
+        names = codec.ALL_ROWS if everything else self._rows
+        experience = codec.assemble(headers, self._cluster.tokenizer.pad_id, names)
+        counts = [len(message.arrays["length_B"]) for message in headers]
+        wanted = np.arange(sum(counts)) if everything else self._needed(step, experience)
+        self._fetch_rows(experience, held, counts, wanted, names)
+        if everything or self._pod.leads:
+            experience = codec.with_texts(experience, self._from_each(held, self._offered("texts")))
+        return experience
+
+    def drawn(self, step: int) -> Partial | None:
+        """Collects, on the leader, what the rollout hosts have of a batch at the begin of a window.
+
+        None where they have all of it.
+        """
+        if not self._quantum.used or step <= self._at:
+            return None
+        ask = self._offered(f"partial@{self._at}")
+        messages = self._collect(leases.batch(step), lambda held: self._from_each(held, ask))
+        return dataclasses.replace(join([of_message(m) for m in messages]), longest=self._quantum.state(self._at))
 
     def close(self) -> None:
         self._asking.shutdown(wait=False, cancel_futures=True)
 
     def _fetch_rows(
-        self, step: int, experience: Experience, counts: list[int], wanted: np.ndarray, names: Sequence[str]
+        self,
+        experience: Experience,
+        held: Sequence[Lease],
+        counts: list[int],
+        wanted: np.ndarray,
+        names: Sequence[str],
     ) -> None:
-        starts = np.cumsum([0, *counts])
-        hosts = self._pod.seat.hosts.rollout
+        starts = dict(zip(held, np.cumsum([0, *counts[:-1]]), strict=True))
+        ends = dict(zip(held, np.cumsum(counts), strict=True))
 
-        def fetch(process: int) -> tuple[np.ndarray, Message] | None:
-            first = starts[hosts.index(process)]
-            mine = wanted[(wanted >= first) & (wanted < first + counts[hosts.index(process)])]
+        def fetch(lease: Lease) -> tuple[np.ndarray, Message] | None:
+            mine = wanted[(wanted >= starts[lease]) & (wanted < ends[lease])]
             if not len(mine):
                 return None
-            request = Message({"step": step, "names": list(names)}, {"chosen": mine - first})
-            return mine, self._pod.call(process, "rows", request, self._deadline_s)
+            value = {"task": lease.task, "part": [lease.first, lease.last], "names": list(names)}
+            request, moved = Message(value, {"chosen": mine - starts[lease]}), self._moved(lease)
+            found = self._pod.call(lease.host, "rows", request, self._deadline_s, moved=moved)
+            if found.value is not None:  # another process is in that one's place
+                raise MovedError(lease.task)
+            return mine, found
 
-        for fetched in self._from_all(fetch):
+        for fetched in self._from_each(held, fetch):
             if fetched is not None:
                 codec.fill_rows(experience, *fetched)
 
-    def _from_all(self, ask: Callable[[int], Any]) -> list[Any]:
-        return list(self._asking.map(ask, self._pod.seat.hosts.rollout))
+    def _collect(self, task: str, ask: Callable[[list[Lease]], Any]) -> Any:
+        """Asks the hosts that have a task's leases, again from the start where one of these changes hands."""
+        while True:
+            held = self._leases.held(task)
+            try:
+                return ask(held)
+            except MovedError:
+                time.sleep(_AGAIN_S)
 
-    def _announce(self, step: int, pending: int, data_state: bytes) -> None:
-        """Sends the first step to rollout hosts that start now."""
-        evaluated = sorted(self._start.evaluated)
-        value = {"step": step, "pending": pending, "data_state": data_state.decode(), "evaluated": evaluated}
-        self._pod.channel.put("start", Message(value))
+    def _offered(self, kind: str) -> Callable[[Lease], Message]:
+        return lambda lease: self._pod.get(lease.host, lease.key(kind), self._deadline_s, moved=self._moved(lease))
+
+    def _moved(self, lease: Lease) -> Callable[[], bool]:
+        return lambda: not self._leases.holds(lease)
+
+    def _from_each(self, held: Sequence[Lease], ask: Callable[[Lease], Any]) -> list[Any]:
+        return list(self._asking.map(ask, held))
+
+    def _begins(self, step: int, data_state: bytes, pending: Sequence[Any] = ()) -> Callable[[], dict[str, Any]]:
+        """Returns what rollout hosts are told that begin at a step; `pending`: which batches in flight are whole."""
+        whole = [not isinstance(batch, Partial) for batch in pending]
+        fixed = {"step": step, "pending": whole, "data_state": data_state.decode()}
+        return lambda: {**fixed, "evaluated": sorted(self._start.evaluated)}
 
 
 class RemoteBatch:
@@ -319,132 +379,19 @@ class RemoteBatch:
             self._experience = self._rollouts.gather(self._step)
         return self._experience
 
-    def complete(self) -> Experience:
-        """Waits for the batch with all its rows and texts, on the leader: other hosts' copies are not written."""
+    def complete(self) -> Experience | Partial:
+        """Waits for the batch with all its rows and texts, on the leader: other hosts' copies are not written.
+
+        A batch that is made in windows is not waited for: what there is of it is enough.
+        """
         if not self._whole:
             return self.result()
+        if self._experience is None and (partial := self._rollouts.drawn(self._step)) is not None:
+            return partial
         if self._experience is None or not self._complete:
             self._experience = self._rollouts.gather(self._step, everything=True)
             self._complete = True
         return self._experience
-
-
-class HostRollouts:
-    """Runs on a rollout host: receives weights, makes and scores its share of each batch, serves it to the trainers."""
-
-    def __init__(
-        self,
-        cluster: RLCluster,
-        stream: Stream | None,
-        run: Run,
-        pod: Pod,
-        accord: Accord,
-        *,
-        generate: Generate | None,
-        evaluator: Evaluator | None,
-        deadline_s: float,
-    ):
-        """Nothing runs yet.
-
-        Args:
-          cluster: with this host's part of the rollout mesh.
-          stream: this host's share of every batch of prompts; None where batches are given answers.
-          run: signals and the watchdog; writes nothing.
-          pod: the job's processes, all there.
-          accord: of this process.
-          generate: turns prompts into experience; None where `submit` is never called.
-          evaluator: on this host's share of the held-out prompts.
-          deadline_s: the longest wait for any of the other processes.
-        """
-        self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
-        self._generate, self._evaluator, self._deadline_s = generate, evaluator, deadline_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
-        self._batches: dict[int, Experience] = {}
-        self._evaluations: list[int] = []  # offered and not dropped yet
-        pod.channel.serve("rows", self._rows)
-
-    def resume(self, start: Start) -> Sequence[InFlight]:
-        return [Ready(None) for _ in start.pending]
-
-    def agree(self, step: int) -> None:
-        self._accord.agree(step)
-        for done in [s for s in self._batches if s < self._accord.taken]:
-            del self._batches[done]
-            self._pod.channel.drop(f"header/{done}")
-            self._pod.channel.drop(f"texts/{done}")
-        while self._evaluations and self._evaluations[0] < step:  # the leader has read it: its word came after
-            self._pod.channel.drop(f"evaluation/{self._evaluations.pop(0)}")
-
-    def publish(self, step: int) -> Policy:
-        self.agree(step)
-        return self.move(step, in_place=True)
-
-    def move(self, step: int, *, in_place: bool) -> Policy:
-        # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
-        with self._run.watchdog.stage("publish"):
-            return self._thread.submit(self._cluster.sync_weights, step, in_place=in_place).result()
-
-    def submit(self, policy: Policy, step: int) -> InFlight:
-        prompts, generate = self.next_batch(), self._generate
-        assert generate is not None, "given answers are not generated"
-
-        def produce() -> None:
-            try:
-                experience = generate(prompts, policy, step)
-            except BatchError as error:
-                self._pod.channel.put(f"header/{step}", _failure(error))
-                raise
-            self._batches[step] = experience
-            self._pod.channel.put(f"texts/{step}", codec.texts(experience))
-            self._pod.channel.put(f"header/{step}", codec.header(experience))
-
-        return _Offered(Later(self._thread.submit(produce), self._run, "rollout"), self._pod)
-
-    def next_batch(self) -> Any:
-        return None if self._stream is None else next(self._stream)
-
-    def evaluate(self, policy: Policy, step: int) -> None:
-        """Sends the evaluation of this host's share to the leader."""
-        assert self._evaluator is not None
-        scores: dict[str, np.ndarray] = {}
-        samples: list[dict[str, Any]] = []
-        try:
-            if self._evaluator.problems:  # more hosts than problems leave some without
-                scores, samples = self._thread.submit(self._evaluator.scores, policy).result()
-        except BatchError as error:
-            self._pod.channel.put(f"evaluation/{step}", _failure(error))
-            self._pod.await_end(_LAST_WORDS_S)  # the trainers save first, then end the job
-            raise
-        self._pod.channel.put(f"evaluation/{step}", Message({"samples": _jsonable(samples)}, scores))
-        self._evaluations.append(step)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _rows(self, message: Message) -> Message:
-        """Answers, on the channel's thread, a request for rows of some samples of a batch."""
-        step, names = message.value["step"], message.value["names"]
-        if step not in self._batches:
-            raise ValueError(f"there is no batch of step {step} here, only of {sorted(self._batches)}")
-        if not set(names) <= set(codec.ALL_ROWS):
-            raise ValueError(f"{names} are not all rows of a batch: {codec.ALL_ROWS} are")
-        return codec.rows(self._batches[step], message.arrays["chosen"], names)
-
-
-class _Offered:
-    """A batch that this host made and other hosts train on."""
-
-    def __init__(self, made: Later, pod: Pod):
-        self._made, self._pod = made, pod
-
-    def result(self) -> Any:
-        try:
-            return self._made.result()
-        except BatchError:
-            self._pod.await_end(_LAST_WORDS_S)  # the trainers save first, then end the job
-            raise
-
-    complete = result
 
 
 class GivenAnswers:
@@ -471,20 +418,3 @@ class GivenAnswers:
 
     def close(self) -> None:
         self._place.close()
-
-
-def _failure(error: BatchError) -> Message:
-    """Tells the trainer hosts why there is no batch, or no evaluation."""
-    return Message({"error": str(error), "away": isinstance(error, ServiceError)})
-
-
-def _raise_failure(messages: Sequence[Message]) -> None:
-    """Raises the first failure among what the rollout hosts sent."""
-    for message in messages:
-        if "error" in message.value:
-            error = RewardServiceError if message.value["away"] else BatchError
-            raise error(message.value["error"])
-
-
-def _jsonable(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v.item() if isinstance(v, np.generic) else v for k, v in sample.items()} for sample in samples]

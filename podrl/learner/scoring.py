@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from podrl.algorithms.mismatch import mismatch
-from podrl.algorithms.policy_loss import PolicyRows
+from podrl.algorithms.policy_rows import PolicyRows
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.trainer import packing
 from podrl.trainer.state import fetch

@@ -13,6 +13,8 @@ from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GA
 from podrl.algorithms.policy_loss import KLLossSettings, LossSettings, PolicyLoss
 from podrl.algorithms.shaping import overlong_penalty
 from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, section
+from podrl.rewards.compose import RewardConfig
+from podrl.rollout.config import RolloutConfig
 from podrl.trainer import custom
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, Rollouts
 
@@ -30,7 +32,10 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
       old_logprob: where the ratio's denominator comes from. 'current': the policy itself, exact when a fresh batch
         makes one update. 'trainer': a forward pass before the first update. 'sampler': what the engine reported.
         'auto': 'sampler' for stale samples, 'trainer' for several updates or a KL in the reward, else 'current'.
-      max_staleness: how many updates older than the trainer the sampling policy may be; 0 is strictly on-policy.
+      max_staleness: how many updates older than the trainer the sampling policy may be; 0 is strictly on-policy, 2 and
+        more change the weights inside samples (docs/async.md).
+      stale_bound: tokens drawn by weights more than this many updates old add nothing to the policy loss; denominators,
+        KL and entropy count them all the same. None for no bound.
       dynamic_sampling: groups whose rewards are all equal are replaced by groups of further prompts (DAPO).
       dynamic_sampling_batches: batches of prompts a step sets aside with dynamic sampling, its own included. What is
         not needed is skipped, so the data position never depends on results.
@@ -52,6 +57,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     old_logprob: Literal["auto", "current", "trainer", "sampler"] = "auto"
     max_staleness: Natural = 0
+    stale_bound: Count | None = None
     dynamic_sampling: bool = False
     dynamic_sampling_batches: Annotated[int, Range("[2, 2147483647]")] = 3
     overlong_shaping: bool = False
@@ -75,6 +81,19 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             )
         if self.kl_target is not None:
             self._check_steered(self.kl_target)
+        if self.stale_bound is not None:
+            self._check_stale(self.stale_bound)
+
+    def _check_stale(self, bound: int) -> None:
+        """Refuses a `stale_bound` that nothing could be beyond, or that the loss cannot keep."""
+        key = f"{self.section}.stale_bound={bound}"
+        if bound >= self.max_staleness:
+            raise ValueError(
+                f"{key} leaves nothing out, because samples are at most {self.section}.max_staleness="
+                f"{self.max_staleness} updates old: use a smaller bound, or None."
+            )
+        if self.kind == "gmpo":
+            raise ValueError(f"{key} drops single tokens, which gmpo's one ratio per sequence cannot: use None.")
 
     def _check_steered(self, target: float) -> None:
         """Refuses a `kl_target` unless the KL is in exactly one of loss and reward."""
@@ -108,10 +127,10 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     def policy_loss(self, max_tokens: int) -> PolicyLoss:
         """Builds the configured policy loss; `max_tokens` is rollout.max_tokens_to_generate."""
-        own = self._own_loss()
+        own, settings = self._own_loss(), self
         if self.mode in SCALED_MODES and self.loss_agg_scale is None:
-            return PolicyLoss(dataclasses.replace(self, loss_agg_scale=float(max_tokens)), own)
-        return PolicyLoss(self, own)
+            settings = dataclasses.replace(self, loss_agg_scale=float(max_tokens))
+        return PolicyLoss(settings, own, oldest=self.max_staleness, stale_bound=self.stale_bound)
 
     def _own_loss(self) -> Callable[..., Any] | None:
         """Finds the user's token loss, where the settings name one."""
@@ -144,6 +163,34 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
                 f"({name}.num_iterations=1, trainer.mini_batch_size=None)."
             )
         return found
+
+    def check_clock(self, rollout: RolloutConfig, reward: RewardConfig, calls_per_window: int | None) -> None:
+        """Refuses what rollout.clock='wall' cannot be combined with.
+
+        Raises:
+          ValueError: names the key.
+        """
+        if rollout.clock == "tokens":
+            return
+        name = self.section
+        refused = {
+            f"{name}.max_staleness=0: there is nothing for a clock to decide, set at least 1": not self.max_staleness,
+            f"{name}.dynamic_sampling=True: groups without a signal are not replaced, set it to False": (
+                self.dynamic_sampling
+            ),
+            f"{name}.advantage_estimator='remax': its greedy samples need the engine for themselves, choose another": (
+                self.estimator().needs_greedy
+            ),
+            "reward.model: it needs the engine's devices for itself, use reward functions": bool(reward.model),
+            f"rollout.window_tokens={rollout.window_tokens}: windows end by the clock, leave it out": (
+                rollout.window_tokens is not None
+            ),
+            f"env.calls_per_window={calls_per_window}: windows end by the clock, leave it out": (
+                calls_per_window is not None
+            ),
+        }
+        for text in (text for text, found in refused.items() if found):
+            raise ValueError(f"rollout.clock='wall' does not go with {text}; or set rollout.clock='tokens'.")
 
     @property
     def prompt_batches(self) -> int:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 AXES = ("data", "fsdp", "tensor")
 REST = -1
+_ALIASES = {"dp": "data", "tp": "tensor", "model": "tensor"}  # names that others give to these axes
 
 
 def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> tuple[int, int, int]:
@@ -17,6 +18,7 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> tuple[
 
     Args:
       spec: 'fsdp=4', 'data=2,tensor=2' or 'auto'; axes left out have size 1; -1 stands for all devices left over.
+        Names that others give to these axes are understood: dp, tp, model.
       key: the configuration key the string came from, for errors.
       auto: what 'auto' means for this role.
 
@@ -26,7 +28,8 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> tuple[
     text = auto if spec.strip() == "auto" else spec
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, value = (p.strip() for p in part.partition("="))
+        given, _, value = (p.strip() for p in part.partition("="))
+        name = _ALIASES.get(given, given)
         if name not in AXES:
             raise ValueError(f"{key}={spec!r} names axis {name!r}: axes are {', '.join(AXES)}, or the word 'auto'.")
         if name in sizes:
@@ -78,6 +81,18 @@ def make_mesh(spec: str, devices: Sequence[Any] | None = None, *, key: str = "me
     grid = np.empty(len(ordered), dtype=object)
     grid[:] = ordered
     return Mesh(grid.reshape(sizes), AXES)
+
+
+def with_own_axes(mesh: Mesh) -> Mesh | None:
+    """Names a mesh's axes ("data", "fsdp", "tensor"); None where one of its own names stands for none of them."""
+    if mesh.axis_names == AXES:
+        return mesh
+    names = [_ALIASES.get(str(name), str(name)) for name in mesh.axis_names]
+    if not set(names) <= set(AXES) or len(set(names)) < len(names):
+        return None
+    order = [names.index(axis) for axis in AXES if axis in names]
+    sizes = [mesh.devices.shape[names.index(axis)] if axis in names else 1 for axis in AXES]
+    return Mesh(mesh.devices.transpose(order).reshape(sizes), AXES)
 
 
 def split_devices(devices: Sequence[Any], trainer_spec: str, rollout_spec: str) -> tuple[list[Any], list[Any]]:
@@ -224,10 +239,18 @@ def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[Any], key: str) -
     if not devices or not _fits(sizes, len(devices)):
         raise ValueError(
             f"{key} {spec} needs {_need(sizes)} devices, {_hosts(devices)} {len(devices)}: "
-            f"the sizes of {key} must multiply to the number of devices (-1 takes the rest)."
+            f"the sizes of {key} must multiply to the number of devices (-1 takes the rest).{_faking(sizes, devices)}"
         )
     fixed = math.prod(n for n in sizes if n != REST)
     return tuple(len(devices) // fixed if n == REST else n for n in sizes)
+
+
+def _faking(sizes: tuple[int, ...], devices: Sequence[Any]) -> str:
+    """A hint at faked devices for a machine without accelerators; '' where that is not what is missing."""
+    needed = math.prod(n for n in sizes if n != REST)
+    if needed <= len(devices) or any(getattr(device, "platform", "") != "cpu" for device in devices):
+        return ""
+    return f" CPU devices are faked by XLA_FLAGS=--xla_force_host_platform_device_count={needed} before the command."
 
 
 def _hosts(devices: Sequence[Any]) -> str:

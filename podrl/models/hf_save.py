@@ -36,6 +36,7 @@ def save(
     fields: Mapping[str, Any] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    wanted: Sequence[Entry] | None = None,
 ) -> None:
     """Writes config.json and weights that `transformers` and `podrl.models.load` read.
 
@@ -49,6 +50,7 @@ def save(
       fields: further fields of config.json: token ids and the like.
       extra_files: further files, by name: the tokenizer's.
       max_file_bytes: weights are split into files of at most this size.
+      wanted: the tensors, where they are not those of a causal language model.
 
     Raises:
       ValueError: the directory holds something, or the model has adapters.
@@ -60,7 +62,7 @@ def save(
         raise ValueError(f"Weights cannot be written as {name}: one of {', '.join(DTYPES)}.")
     raw = config_to_hf(config) | {"torch_dtype": name} | dict(fields or {})
     with finished_directory(directory, writes=is_writer(params)) as partial:
-        write_entries(partial, entries(config), params, np.dtype(dtype), max_file_bytes=max_file_bytes)
+        write_entries(partial, wanted or entries(config), params, np.dtype(dtype), max_file_bytes=max_file_bytes)
         if partial is not None:
             for file, content in (extra_files or {}).items():
                 (partial / file).write_bytes(content)

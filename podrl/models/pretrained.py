@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from podrl.models import decoder, hf_load, hf_save, lora, peft_files
 from podrl.models.config import LoraConfig, ModelConfig
-from podrl.runtime import storage
+from podrl.runtime import hub, storage
 from podrl.types import PyTree
 
 
@@ -95,7 +95,7 @@ def from_pretrained(
     """Loads a Hugging Face directory.
 
     Args:
-      directory: config.json and safetensors weights.
+      directory: config.json and safetensors weights; or ORG/NAME of the hub.
       mesh: where the parameters go, axes ("data", "fsdp", "tensor"); None is the first device.
       dtype: of the parameters.
       lora: adds fresh adapters, random with `seed`.
@@ -105,6 +105,7 @@ def from_pretrained(
       ValueError: an unsupported model or damaged files (see `podrl.models.hf_load.load`), or both kinds of adapters.
       StorageError: the bucket it is in does not answer.
     """
+    directory = on_this_host(directory)
     storage.check(directory, "directory")
     if lora is not None and lora.rank and adapters is not None:
         raise ValueError(f"Both fresh adapters (rank {lora.rank}) and those of {adapters} were asked for: give one.")
@@ -113,6 +114,11 @@ def from_pretrained(
     if adapters is not None:
         config, params = peft_files.load_adapters(adapters, config, params, mesh, dtype)
     return Decoder(config, params, mesh, os.fspath(directory))
+
+
+def on_this_host(model: Any) -> Any:
+    """Returns the directory of a model that is named as in the hub, downloaded where it is missing; others as given."""
+    return hub.local(model) if isinstance(model, str) else model
 
 
 def directories_of(**models: Any) -> dict[str, str]:

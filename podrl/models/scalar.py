@@ -75,6 +75,12 @@ def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) 
     return join_trainable(copy(trainable), frozen)
 
 
+def stored_entries(config: ModelConfig) -> list[Entry]:
+    """Lists the tensors of a sequence classification checkpoint with one label; the head is the last."""
+    trunk = [entry for entry in entries(config) if entry.leaf != ("unembed",)]
+    return [*trunk, Entry((HEAD,), "score.weight", False, param_specs(config)[HEAD], 1)]
+
+
 def load(
     directory: str | os.PathLike,
     mesh: Mesh,
@@ -105,10 +111,7 @@ def load(
             "(num_labels=1); a causal language model has no score."
         )
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith("lm_head.weight")}
-    wanted = [entry for entry in entries(config) if entry.leaf != ("unembed",)]
-    head = param_specs(config)[HEAD]
-    if has_head:
-        wanted.append(Entry((HEAD,), "score.weight", False, head, 1))
+    wanted = stored_entries(config)[: None if has_head else -1]
     adapted = dataclasses.replace(config, lora=lora_config or LoraConfig())
     params = load_entries(wanted, stored, adapted, mesh, dtype, where=str(directory))
     if not has_head:

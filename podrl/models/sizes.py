@@ -33,6 +33,67 @@ def _gemma2(dim: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim
     }
 
 
+def _gemma3(
+    dim: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    head_dim: int = 256,
+    scalar: int = 256,
+    small: bool = False,
+) -> dict[str, Any]:
+    """The text half of a Gemma 3; the 1B model has no other and shorter contexts."""
+    more = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    return {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_144 if small else 262_208,
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 32_768 if small else 131_072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": 512 if small else 1024,
+        "sliding_window_pattern": 6,
+        **({} if small else more),
+    }
+
+
+def _qwen3(dim: int, ffn: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _llama32(dim: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    base = _llama31(dim, 8192, layers, heads)
+    return base | {
+        "head_dim": head_dim,
+        "rope_scaling": base["rope_scaling"] | {"factor": 32.0},
+        "tie_word_embeddings": True,
+    }
+
+
 def _llama31(dim: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
     return {
         "model_type": "llama",
@@ -57,29 +118,26 @@ def _llama31(dim: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-# Fields of the config.json published with each model. The Llama 3 rows are release 3.1.
+# Fields of the config.json published with each model. The Llama 3 rows are releases 3.1 and 3.2 (1B and 3B).
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "gemma2-2b": _gemma2(2304, 9216, 26, 8, 4, 256, 256),
     "gemma2-9b": _gemma2(3584, 14_336, 42, 16, 8, 256, 256),
     "gemma2-27b": _gemma2(4608, 36_864, 46, 32, 16, 128, 144),
+    "gemma3-1b": _gemma3(1152, 6912, 26, 4, 1, small=True),
+    "gemma3-4b": _gemma3(2560, 10_240, 34, 8, 4),
+    "gemma3-12b": _gemma3(3840, 15_360, 48, 16, 8),
+    "gemma3-27b": _gemma3(5376, 21_504, 62, 32, 16, head_dim=128, scalar=168),
+    "llama3-1b": _llama32(2048, 16, 32, 64),
+    "llama3-3b": _llama32(3072, 28, 24, 128),
     "llama3-8b": _llama31(4096, 14_336, 32, 32),
     "llama3-70b": _llama31(8192, 28_672, 80, 64),
     "llama3-405b": _llama31(16_384, 53_248, 126, 128),
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False,
-    },
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "qwen3-14b": _qwen3(5120, 17_408, 40, 40, tied=False),
+    "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
 }
 
 
@@ -90,7 +148,7 @@ def config_of(name: str) -> ModelConfig:
       ValueError: no such size; the nearest name is given.
     """
     if name not in SIZES:
-        raise ValueError(f"podrl has no model size {name!r}.{nearest(name, SIZES)}")
+        raise ValueError(f"podrl has no model size {name!r}.{nearest(name, SIZES)} All of them: {', '.join(SIZES)}.")
     return config_from_hf(SIZES[name], where=name)
 
 

@@ -1,7 +1,7 @@
 """The plan command: compiles a job with the TPU compiler on a CPU machine, to see whether it fits and how fast it runs.
 
     python -m podrl.plan --config=grpo_gemma.py:gemma2_2b_v5e16 --trainer=v5e:2x4 --rollout=v5e:2x4
-        [--search] [--quick] [--json] [--completion=TOKENS] [--config.group.key=value ...]
+        [--search] [--quick] [--json] [--completion=TOKENS] [--price=DOLLARS] [--config.group.key=value ...]
 
 Topologies: v4:2x2x1, v5e:2x4, v5p:2x2x4, v6e:16x16, tpu7x:2x2x1 and their like; v5e:2x4*2 is two slices. No weights are
 needed: where model.path is empty, model.size names a published size. Exit codes: 0 everything fits, 1 it does not, or a
@@ -10,6 +10,7 @@ user error. Needs the extra [tpu].
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ _SEARCH = flags.DEFINE_bool("search", False, "Try meshes, micro-batches and rema
 _QUICK = flags.DEFINE_bool("quick", False, "Compile with least effort: a sixth of the time, peaks within a tenth.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 _COMPLETION = flags.DEFINE_integer("completion", None, "Planned tokens of a completion; the longest when left out.")
+_PRICE = flags.DEFINE_float("price", 0.0, "Dollars per chip and hour; the plan then says what the job costs.")
+_FACTOR = flags.DEFINE_float("factor", 2.5, "A step takes so many times its roofline: for the hours of the job.")
 
 
 def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
@@ -45,7 +48,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     from podrl.job.config import KINDS, parse, section_of, with_prompt_length
     from podrl.plan import programs, variants
     from podrl.plan.compile import measure
-    from podrl.plan.predict import predict
+    from podrl.plan.predict import cost, predict
     from podrl.plan.report import Report
 
     say = say or (lambda line: None)
@@ -91,7 +94,13 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     prediction = predict(
         measured, move.seconds, max_staleness=setting.job.algo.max_staleness, colocated=job.roles.colocated
     )
-    return Report(setting, measured, move, prediction, knobs, searched, chosen)
+    for name, value, least in (("price", _PRICE.value, 0.0), ("factor", _FACTOR.value, 1.0)):
+        if not least <= value < 1e6:
+            raise ValueError(f"--{name}={value:g} must be a number of at least {least:g}.")
+    sides = (trainer,) if job.roles.colocated else (trainer, rollout)
+    chips_of = sum(math.prod(side.shape) * side.slices for side in sides)
+    costs = cost(prediction, steps=job.max_steps, chips=chips_of, factor=_FACTOR.value, price=_PRICE.value)
+    return Report(setting, measured, move, prediction, knobs, searched, chosen, costs, _FACTOR.value)
 
 
 def _topologies(trainer: str, rollout: str) -> tuple[chips.Topology, chips.Topology]:

@@ -1,9 +1,4 @@
-"""TPU generations: the figures of one chip, and the devices of a topology without the machine.
-
-Figures are those of the vendor's pages, per chip:
-    https://cloud.google.com/tpu/docs/v4  .../v5e  .../v5p  .../v6e  .../tpu7x
-HBM is what the compiler allots of it, measured by asking for more.
-"""
+"""TPU topologies: their devices, without the machine, for the compiler."""
 
 import dataclasses
 import importlib.util
@@ -13,56 +8,9 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from podrl.config import nearest
+from podrl.mesh.chips import CHIPS, Chip
 
-GIB = 1 << 30
 _MOST_SLICES = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """The figures of one JAX device of a generation (tpu7x has two to a chip).
-
-    Attributes:
-      name: as in the topology, e.g. 'v5e'.
-      flops: bfloat16 operations per second of the matrix units.
-      hbm: bytes a program may use.
-      hbm_rate: bytes per second between HBM and the chip.
-      ici_rate: bytes per second one device sends over all its links inside a slice.
-      dcn_rate: bytes per second it sends between slices.
-      dimensions: of a topology, 2 or 3.
-      largest: devices of the largest slice there is.
-      options: what the topology needs besides its name.
-      compiler: options of the compiler.
-    """
-
-    name: str
-    flops: float
-    hbm: int
-    hbm_rate: float
-    ici_rate: float
-    dcn_rate: float
-    dimensions: int
-    largest: int
-    options: tuple[tuple[str, Any], ...] = ()
-    compiler: tuple[tuple[str, Any], ...] = ()
-
-
-# With the collectives of small programs on the SparseCores, libtpu 0.0.42 ends the process on a failed check.
-_TENSORCORE_COLLECTIVES = tuple(
-    (f"xla_tpu_enable_sparse_core_collective_offload_{kind}", "false")
-    for kind in ("all_gather", "all_reduce", "reduce_scatter")
-)
-
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip("v4", 275e12, int(30.75 * GIB), 1228e9, 300e9, 6.25e9, 3, 4096, (("chip_config_name", "megacore"),)),
-        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 200e9, 3.125e9, 2, 256),
-        Chip("v5p", 459e12, int(95.74 * GIB), 2765e9, 600e9, 6.25e9, 3, 8960),
-        Chip("v6e", 918e12, int(31.25 * GIB), 1638e9, 400e9, 12.5e9, 2, 256),
-        Chip("tpu7x", 1153e12, int(94.75 * GIB), 3690e9, 300e9, 6.25e9, 3, 9216, compiler=_TENSORCORE_COLLECTIVES),
-    )
-}
 
 
 @dataclasses.dataclass(frozen=True)

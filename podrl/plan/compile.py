@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from podrl.plan.chips import GIB, Chip
+from podrl.mesh.chips import GIB, Chip
 from podrl.plan.hlo import Collective, cost_of
 from podrl.plan.programs import Program
 

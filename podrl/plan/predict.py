@@ -27,6 +27,27 @@ class Prediction:
     waits: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Time and cost of all steps of a job at a stated multiple of the roofline.
+
+    Attributes:
+      hours: of the whole job.
+      chip_hours: over all chips of both topologies.
+      dollars: 0 where no price was given.
+    """
+
+    hours: float
+    chip_hours: float
+    dollars: float
+
+
+def cost(step: Prediction, *, steps: int, chips: int, factor: float, price: float) -> Cost:
+    """Multiplies a step at its roofline by the steps, by `factor`, and by `price` per chip and hour."""
+    hours = step.step_s * steps * factor / 3600
+    return Cost(hours, hours * chips, hours * chips * price)
+
+
 def predict(measured: Sequence[Measured], move_s: float, *, max_staleness: int, colocated: bool) -> Prediction:
     """Predicts a step from the measurements of its programs.
 

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from podrl.algorithms.policy_loss import PolicyRows, ReferencedRows, with_old
+from podrl.algorithms.policy_loss import with_old
 from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.job.config import Job
+from podrl.job.weights import Copies, copies, device_bytes, model_of, rollout_dtype, rollout_model
 from podrl.learner.settings import PPOConfig
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder, scalar
 from podrl.models.attention import BLOCK
-from podrl.models.config import LoraConfig, ModelConfig
+from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
-from podrl.models.sizes import config_of
 from podrl.plan.chips import Topology
 from podrl.plan.hlo import Trips
 from podrl.rollout.engine import Engine
@@ -36,7 +36,6 @@ from podrl.trainer.step import make_logprob_fn, make_train_step
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.local import RelayoutTransport
 from podrl.transfer.plan import Plan, make_plan
-from podrl.types import PyTree
 
 TRAINER, ROLLOUT, BOTH = "trainer", "rollout", "both"
 
@@ -89,19 +88,8 @@ class Setting:
 
     @property
     def model(self) -> ModelConfig:
-        """The model of the job: read from `model.path`, or the published `model.size`.
-
-        Raises:
-          ValueError: neither is given.
-        """
-        source = self.job.model
-        if not source.path and not source.size:
-            raise ValueError(
-                "There is no model to plan: set --config.model.path=DIR, or --config.model.size to a published size, "
-                "such as gemma2-2b."
-            )
-        config = read_config(source.directory) if source.path else config_of(source.size)
-        return dataclasses.replace(config, lora=source.lora)
+        """The model of the job."""
+        return model_of(self.job)
 
     @property
     def longest(self) -> int:
@@ -117,16 +105,13 @@ class Setting:
 
     @property
     def rollout_model(self) -> ModelConfig:
-        merged = self.job.rollout.merge_adapters
-        return dataclasses.replace(self.model, lora=LoraConfig()) if merged else self.model
+        return rollout_model(self.job, self.model)
 
     def rollout_dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.job.rollout.data_type or self.job.trainer.dtype)
+        return rollout_dtype(self.job)
 
-
-def bytes_per_chip(tree: PyTree) -> float:
-    """Counts the bytes one device holds of a tree of shapes with shardings."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    def copies(self) -> Copies:
+        return copies(self.job, self.trainer_mesh(), self.rollout_mesh())
 
 
 def training_programs(setting: Setting) -> list[Program]:
@@ -143,12 +128,12 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     """Lists the actor's programs: (programs, bytes per chip of actor and reference, bytes shared with the critic)."""
     job, model, mesh = setting.job, setting.model, setting.trainer_mesh()
     training = job.trainer
-    optimizer = training.optimizer(updates_per_step=job.updates_per_step)
+    optimizer = training.optimizer()
     loss = job.algo.policy_loss(job.rollout.max_tokens_to_generate)
     old = job.algo.old_source(job.updates_per_step)
     state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
     shape = setting.job.pack_shape(mesh)
-    batch = state_lib.abstract_batch(ReferencedRows if loss.needs_reference() else PolicyRows, shape, mesh)
+    batch = state_lib.abstract_batch(loss.rows, shape, mesh)
     whole = decoder.join_trainable(state.params, frozen)
     update = make_train_step(
         model,
@@ -162,8 +147,8 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     )
     score = make_logprob_fn(model, mesh, temperature=job.rollout.temperature, dtype=training.dtype)
     separate = loss.needs_reference() and (not frozen or bool(job.model.reference))
-    reference = bytes_per_chip(whole) if separate else 0.0
-    moments = bytes_per_chip(state.opt_state)
+    reference = device_bytes(whole) if separate else 0.0
+    moments = device_bytes(state.opt_state)
     # Scoring always loops over the filled micro-batches, the update only where there can be several.
     scored = _training_trips(setting, shape, looped=True)
     passes = job.updates_per_step / job.algo.num_iterations
@@ -178,7 +163,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         )
     ]
     if loss.needs_reference():
-        trained = bytes_per_chip(state.params)
+        trained = device_bytes(state.params)
         given = whole if separate or not frozen else frozen
         programs.append(
             Program(
@@ -186,7 +171,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
                 TRAINER,
                 lambda: score.lower(given, batch.layout()),  # pyright: ignore[reportFunctionMemberAccess]
                 passes,
-                resident=moments + trained + (bytes_per_chip(frozen) if separate else 0.0),
+                resident=moments + trained + (device_bytes(frozen) if separate else 0.0),
                 trips=scored,
             )
         )
@@ -201,8 +186,8 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
                 trips=scored,
             )
         )
-    base = bytes_per_chip(frozen)
-    return programs, bytes_per_chip(state) + base + reference, 0.0 if job.model.critic else base
+    base = device_bytes(frozen)
+    return programs, device_bytes(state) + base + reference, 0.0 if job.model.critic else base
 
 
 def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
@@ -212,7 +197,7 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
     model = setting.model
     if job.model.critic:
         model = dataclasses.replace(read_config(pathlib.Path(job.model.critic)), lora=job.model.lora)
-    optimizer = training.critic(updates_per_step=job.updates_per_step)
+    optimizer = training.critic()
     params = scalar.abstract_params(model, mesh, jnp.dtype(training.param_dtype))
     trainable, frozen = scalar.split_trainable(params, model)
     state = state_lib.abstract_train_state(trainable, optimizer, mesh)
@@ -245,11 +230,11 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
             TRAINER,
             lambda: score.lower(params, batch.layout()),  # pyright: ignore[reportFunctionMemberAccess]
             job.updates_per_step / algo.num_iterations,
-            resident=bytes_per_chip(state.opt_state),
+            resident=device_bytes(state.opt_state),
             trips=_training_trips(setting, shape, looped=True),
         ),
     ]
-    return programs, bytes_per_chip(state) + (bytes_per_chip(frozen) if job.model.critic else 0.0)
+    return programs, device_bytes(state) + (device_bytes(frozen) if job.model.critic else 0.0)
 
 
 def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:
@@ -275,12 +260,12 @@ def rollout_programs(setting: Setting) -> list[Program]:
     dispatches = math.ceil(job.samples_per_step / lanes) * math.ceil(setting.completion / shape.steps)
     runs = {f"prefill_{bucket}": prefills, "generate": dispatches, "insert": dispatches}
     prior = lambda depth: (chunks - 1) / 2  # noqa: E731 - chunks of the prompt that a later chunk attends to
-    policy = bytes_per_chip(params)
+    policy = device_bytes(params)
     pools = 0.0
     programs = []
     for program in engine.programs(params):
         if program.name == "generate":
-            pools = bytes_per_chip(program.args[1])
+            pools = device_bytes(program.args[1])
         programs.append(
             Program(
                 program.name.replace("_", " "),
@@ -387,7 +372,7 @@ def _colocated_move(setting: Setting) -> Move:
     if not RelayoutTransport.fits(plan):
         return Move(plan, rate, (), len(plan.buckets), "Copied between devices box by box: there is no large program.")
     bucket = max(plan.buckets, key=lambda b: b.bytes).leaves
-    read = sum(bytes_per_chip(ends.leaves[i]) for i in bucket)
+    read = sum(device_bytes(ends.leaves[i]) for i in bucket)
     relayout = RelayoutTransport(plan, [leaf.sharding for leaf in ends.leaves], ends.places).program(bucket)
     program = Program(
         "move: relayout",
@@ -421,8 +406,7 @@ class _Ends:
         """Counts bytes of some leaves on a rollout chip, old or new."""
         leaves = [(self.plan.leaves[i], self.places[i]) for i in indices]
         return sum(
-            bytes_per_chip(jax.ShapeDtypeStruct(leaf.shape, leaf.target_dtype, sharding=place))
-            for leaf, place in leaves
+            device_bytes(jax.ShapeDtypeStruct(leaf.shape, leaf.target_dtype, sharding=place)) for leaf, place in leaves
         )
 
     @classmethod
@@ -430,7 +414,7 @@ class _Ends:
         job, model, wire = setting.job, setting.model, setting.rollout_dtype()
         source = make_mesh(job.roles.trainer.mesh, sources, key="roles.trainer.mesh")
         target = make_mesh(job.roles.rollout.mesh, targets, key="roles.rollout.mesh", auto="data=-1")
-        optimizer = job.trainer.optimizer(updates_per_step=job.updates_per_step)
+        optimizer = job.trainer.optimizer()
         state, frozen = state_lib.abstract_state(model, optimizer, source, job.trainer.param_dtype)
         params = decoder.abstract_params(setting.rollout_model, target, wire)
         moved, _ = decoder.split_trainable(params, setting.rollout_model)
@@ -445,8 +429,8 @@ class _Ends:
             CollectiveTransport(plan, [leaf.sharding for leaf in leaves], places) if transport else None,
             leaves,
             places,
-            bytes_per_chip(state) + bytes_per_chip(frozen) + (bytes_per_chip(sent) if merged else 0.0),
-            bytes_per_chip(params) + bytes_per_chip(pools),
+            device_bytes(state) + device_bytes(frozen) + (device_bytes(sent) if merged else 0.0),
+            device_bytes(params) + device_bytes(pools),
         )
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import rich.console
 
+from podrl.job.weights import Copies
 from podrl.mesh.build import describe_mesh
+from podrl.mesh.chips import GIB
 from podrl.models.sizes import parameter_count
-from podrl.plan.chips import GIB
 from podrl.plan.compile import Measured
-from podrl.plan.predict import Prediction
-from podrl.plan.programs import Move, Setting
+from podrl.plan.predict import Cost, Prediction
+from podrl.plan.programs import TRAINER, Move, Setting
 from podrl.plan.variants import Trial, shortfall
 from podrl.rundir.console import print_table
 
@@ -28,6 +29,8 @@ class Report:
       knobs: for each program that does not fit, what each knob would do.
       searched: trials of a search, if there was one.
       chosen: keys a search settled on.
+      cost: of all steps.
+      factor: how many times its roofline a step is taken to last there.
     """
 
     setting: Setting
@@ -37,6 +40,8 @@ class Report:
     knobs: dict[str, list[Trial]]
     searched: Sequence[Trial]
     chosen: Sequence[str]
+    cost: Cost | None = None
+    factor: float = 1.0
 
     @property
     def fits(self) -> bool:
@@ -53,6 +58,7 @@ def as_mapping(report: Report) -> dict[str, Any]:
         "parameters": parameter_count(setting.model),
         "batch": {**dataclasses.asdict(shape), "longest": setting.longest, "completion": setting.completion},
         "fits": report.fits,
+        "weights": {**dataclasses.asdict(copies := setting.copies()), "split_fits": _split_fits(report, copies)},
         "programs": [
             {
                 **dataclasses.asdict(m),
@@ -69,6 +75,7 @@ def as_mapping(report: Report) -> dict[str, Any]:
             "note": report.move.note,
         },
         "step": dataclasses.asdict(report.prediction),
+        "cost": dataclasses.asdict(report.cost) | {"factor": report.factor} if report.cost else {},
         "knobs": {name: [_trial(t) for t in trials] for name, trials in report.knobs.items()},
         "search": [_trial(t) for t in report.searched],
         "chosen": list(report.chosen),
@@ -115,7 +122,16 @@ def print_report(console: rich.console.Console, report: Report) -> None:
         if m.uncounted:
             console.print(f"{m.name}: the operations of {', '.join(m.uncounted)} are not counted.")
     _print_move(console, report.move)
+    console.print(f"Weights of a rollout chip while it generates: {(copies := setting.copies()).of_rollout()} in all.")
+    verdict = "which fits, too" if _split_fits(report, copies) else "which does not fit"
+    console.print(f"With topology=split a trainer chip keeps beside all else {copies.of_trainer()} in all, {verdict}.")
     _print_step(console, report)
+
+
+def _split_fits(report: Report, copies: Copies) -> bool:
+    """True where the versions kept for rollout hosts fit beside each of the trainer's programs."""
+    trained = [m for m in report.measured if m.side == TRAINER and not m.name.startswith("move: ")]
+    return all(m.peak + m.resident + copies.on_trainer <= m.capacity for m in trained)
 
 
 def _print_move(console: rich.console.Console, move: Move) -> None:
@@ -134,6 +150,8 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
     ]
     print_table(console, "A step, every program at its roofline", ["side", "seconds", "idle"], rows)
     console.print(f"Who waits: {p.waits}.")
+    if report.cost is not None:
+        console.print(_cost_line(report.cost, report.setting.job.max_steps, report.factor))
     if report.chosen:
         console.print("Best found: " + " ".join(f"--config.{key}" for key in report.chosen))
     for m in report.measured:
@@ -150,6 +168,17 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
             keys = " ".join(f"--config.{key}" for key in trial.keys)
             console.print(f"  {keys}: {trial.peak / GIB:.2f} GiB, {verdict}")
     console.print("Everything fits." if report.fits else "It does not fit.")
+
+
+def _cost_line(cost: Cost, steps: int, factor: float) -> str:
+    """Estimates the job's hours and cost, evaluations and start not counted."""
+    dollars = (
+        f", {cost.dollars:,.0f} dollars" if cost.dollars else "; --price=DOLLARS per chip and hour says what it costs"
+    )
+    return (
+        f"{steps:,} steps at {factor:g} times the roofline (--factor): {cost.hours:.1f} hours, {cost.chip_hours:,.0f} "
+        f"chip-hours{dollars}. Evaluations, checkpoints and the start come on top."
+    )
 
 
 def _row(m: Measured) -> list[str]:

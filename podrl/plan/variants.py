@@ -5,8 +5,8 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from podrl.mesh.chips import GIB
 from podrl.mesh.rules import batch_shards
-from podrl.plan.chips import GIB
 from podrl.plan.compile import Measured, measure
 from podrl.plan.programs import (
     ROLLOUT,
@@ -19,7 +19,7 @@ from podrl.plan.programs import (
 )
 
 _STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
-_OF_A_STEP = ("trainer.remat=", "trainer.train_micro_batch_size=")
+_OF_A_STEP = ("trainer.remat=", "trainer.micro_batch_sequences=")
 _TENSOR = (1, 2, 4, 8)
 MICRO_TRIES = 4
 
@@ -156,8 +156,10 @@ def _trainer_knobs(setting: Setting) -> Iterator[Variant]:
     if rows > batch_shards(mesh):
         size = _sequences(setting, rows // 2)
         yield Variant(
-            (f"trainer.train_micro_batch_size={size}",),
-            _training(setting, train_micro_batch_size=size, gradient_accumulation_steps=None),
+            (f"trainer.micro_batch_sequences={size}",),
+            _training(
+                setting, micro_batch_sequences=size, train_micro_batch_size=None, gradient_accumulation_steps=None
+            ),
         )
     if mesh.shape["fsdp"] < mesh.size:
         yield Variant(("roles.trainer.mesh=fsdp=-1",), _meshed(setting, "trainer", "fsdp=-1"))
@@ -186,7 +188,7 @@ def _rollout_knobs(setting: Setting) -> Iterator[Variant]:
 
 
 def _sequences(setting: Setting, rows: int) -> int:
-    """Computes the trainer.train_micro_batch_size that makes micro-batches of so many rows."""
+    """Computes the trainer.micro_batch_sequences that makes micro-batches of so many rows."""
     return rows * max(1, setting.job.pack_shape(setting.trainer_mesh()).tokens // setting.longest)
 
 
@@ -247,7 +249,8 @@ def differences(before: Setting, after: Setting) -> list[str]:
         mesh = getattr(after.job.roles, side).mesh
         if mesh != getattr(before.job.roles, side).mesh:
             keys.append(f"roles.{side}.mesh={mesh}")
-    for name in ("remat", "train_micro_batch_size", "gradient_accumulation_steps", "max_seq_token_per_tpu"):
+    sizes = ("train_micro_batch_size", "micro_batch_sequences", "gradient_accumulation_steps", "max_seq_token_per_tpu")
+    for name in ("remat", *sizes):
         value = getattr(after.job.trainer, name)
         if value != getattr(before.job.trainer, name):
             keys.append(f"trainer.{name}={value}")
@@ -293,11 +296,12 @@ def _split(setting: Setting, keys: tuple[str, ...], remat: str) -> Iterator[Vari
         changed = _training(
             setting,
             remat=remat,
-            train_micro_batch_size=size,
+            micro_batch_sequences=size,
+            train_micro_batch_size=None,
             gradient_accumulation_steps=None,
             max_seq_token_per_tpu=None,
         )
-        yield Variant((*keys, f"trainer.train_micro_batch_size={size}"), changed)
+        yield Variant((*keys, f"trainer.micro_batch_sequences={size}"), changed)
         if rows == shards:
             return
         rows = max(shards, rows // 2 // shards * shards)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -81,6 +82,27 @@ class Part:
             f"sample {self._places[index]} of {self._total} (prompt {_head(self.prompts[index])}, "
             f"completion {_head(self.completions[index])})"
         )
+
+
+class Asked:
+    """Calls of reward functions that are under way."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[float, str]] = {}  # by thread
+
+    def call(self, name: str, part: Part, score: Callable[[], list[float]]) -> list[float]:
+        """Notes a function's call while it is made."""
+        thread = threading.get_ident()
+        self._calls[thread] = (time.monotonic(), f"reward function {name} of {len(part.completions)} samples")
+        try:
+            return score()
+        finally:
+            del self._calls[thread]
+
+    def waits(self) -> str:
+        """Names the three calls that take longest; '' for none."""
+        now = time.monotonic()
+        return "; ".join(f"{what}, for {now - since:.0f} s" for since, what in sorted(list(self._calls.values()))[:3])
 
 
 class Scorer(NamedTuple):

@@ -15,10 +15,12 @@ import numpy as np
 from jaxtyping import Float
 
 from podrl.config import Finite, Positive, Workers, section
-from podrl.rewards import formats, math_answer, reference, turns, worker
-from podrl.rewards.batch import OpenBatch, Part, RewardError, Scorer
-from podrl.rewards.judge import JudgeConfig, judge
+from podrl.rewards import formats, math_answer, reference, text, turns, worker
+from podrl.rewards.batch import Asked, OpenBatch, Part, RewardError, Scorer
+from podrl.rewards.code import CodeConfig, CodeTests
+from podrl.rewards.judge import JudgeConfig, judge, judge_by_rubric
 from podrl.rewards.pool import Pool
+from podrl.rewards.text import TextConfig
 from podrl.runtime.service import ServiceError
 from podrl.runtime.user_code import Limits
 from podrl.runtime.user_objects import spec_at, spec_of
@@ -48,6 +50,8 @@ class RewardConfig:
         `(prompts, completions, **fields) -> list[float]`. A name followed by '@' and the name of a data set is for
         that data set's records only; samples of others get 0 from it.
       weights: one per function, in the same order; empty for 1 each.
+      named: further functions, of weight 1, which score the records alone that name them in the field `reward_fns`, as
+        a source of data.sources with a `reward` does; where records name functions, others do not score them.
       calls: what a function is never given in parts: a 'sample', a 'group' (all samples of a prompt), or the 'batch'.
         It is called with what has ended while others are still sampled; with 'batch', training waits for it. A function
         that only Python has is given batches.
@@ -57,11 +61,14 @@ class RewardConfig:
       model: directory of a reward model (sequence classification with one label) whose score is added; '' for none.
       model_weight: what its score is multiplied by.
       judge: settings of the built-in function 'judge'.
+      code: settings of the built-in function 'code', which tests programs.
+      text: settings of 'choice', 'exact_match', 'token_f1', 'rouge_l', 'regex' and 'json_schema'.
       limits: what a worker process may take, and which environment variables it sees.
     """
 
     fns: tuple[str | Callable[..., Any], ...] = tuple(reference.BUILT_IN)
     weights: tuple[Finite, ...] = ()
+    named: tuple[str, ...] = ()
     calls: Literal["sample", "group", "batch"] = "group"
     deadline_s: Positive = 30.0
     workers: Workers = 2
@@ -69,6 +76,8 @@ class RewardConfig:
     model: str = ""
     model_weight: Finite = 1.0
     judge: JudgeConfig = JudgeConfig()
+    code: CodeConfig = CodeConfig()
+    text: TextConfig = TextConfig()
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
@@ -92,13 +101,21 @@ class RewardServiceError(RewardError, ServiceError):
 class _Function:
     """A reward function: run by the workers when `spec` says how to import it, else in a thread of this process.
 
-    `dataset` is the data set it is for; '' for all. The judge is podrl's own code and holds a token: it runs here.
+    `dataset` is the data set it is for; '' for all. `given` is how it was named; `general` where it also scores records
+    that name no functions. A spec with 'settings' names a class, which is given them. The judge is podrl's own code and
+    holds a token: it runs here.
     """
 
     name: str
-    spec: Mapping[str, str] | None
+    spec: Mapping[str, Any] | None
     here: Callable[..., Any] | None
     dataset: str = ""
+    given: str = ""
+    general: bool = True
+
+    def scores(self, names: Sequence[str] | None) -> bool:
+        """True for records whose `reward_fns` are these."""
+        return self.given in names if names else self.general
 
 
 class NamedRewards:
@@ -133,7 +150,8 @@ class Rewards:
         self._functions = _functions(config)
         config.require(environment=bool(others))
         self.names = _names(self._functions, config, others or {})
-        weights = [*(config.weights or [1.0] * len(self._functions)), *[config.model_weight] * bool(config.model)]
+        weights = [*(config.weights or [1.0] * len(config.fns)), *[1.0] * (len(self._functions) - len(config.fns))]
+        weights = [*weights, *[config.model_weight] * bool(config.model)]
         self._weight_F = np.asarray([*weights, *(others or {}).values()], np.float64)
         local = [f.name for f in self._functions if f.spec is None and not isinstance(f.here, _Judge)]
         if local:
@@ -146,6 +164,8 @@ class Rewards:
         specs = {function.name: function.spec for function in self._functions if function.spec is not None}
         size = min(config.workers, len(specs)) if config.calls == "batch" else config.workers
         self._pool = Pool(specs, size, config.limits) if specs else None
+        self._asked = Asked()
+        self.waits = self._asked.waits
         threads = max(len(self._functions) * config.workers, 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="podrl-reward")
 
@@ -154,6 +174,26 @@ class Rewards:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def check_answers(self, unanswered: Sequence[tuple[str, Sequence[str]]]) -> None:
+        """Refuses records without answers where a function needs them.
+
+        Args:
+          unanswered: (place of a record without an answer, and what it has; functions of its source, if it has its own)
+            of each source.
+
+        Raises:
+          ValueError: names the record and the functions.
+        """
+        needs = {f.name: worker.needs(f.here) for f in self._functions if f.here is not None}
+        needs |= self._pool.needs if self._pool is not None else {}
+        for place, own in unanswered:
+            scored = [f for f in self._functions if f.scores(own) and not f.dataset]
+            if asking := [f.name for f in scored if "answer" in needs[f.name]]:
+                raise ValueError(
+                    f"{place}, which {', '.join(asking)} of reward.fns needs: name the field that holds it in "
+                    "data.answer_field, or choose rewards that need no answer."
+                )
 
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]
@@ -225,19 +265,21 @@ class Rewards:
             self._pool.close()
 
     def _submit(self, function: _Function, part: Part) -> Future[list[float]]:
-        return self._threads.submit(self._score, function, part)
+        return self._threads.submit(self._asked.call, function.name, part, lambda: self._score(function, part))
 
     def _score(self, function: _Function, part: Part) -> list[float]:
-        """Computes a function's rewards of a batch; 0 for records of data sets it is not for."""
-        if not function.dataset:
+        """Computes a function's rewards of a batch; 0 for records that it is not for."""
+        own = part.fields.get("reward_fns") or [None] * len(part.completions)
+        rows = [b for b, names in enumerate(own) if function.scores(names)]
+        if not function.dataset and len(rows) == len(part.completions):
             return self._scored(function, part)
-        if self._config.dataset_field not in part.fields:
+        if function.dataset and self._config.dataset_field not in part.fields:
             raise RewardError(
                 f"Reward function {function.name} is for one data set, but the records have no field "
                 f"{self._config.dataset_field!r} (reward.dataset_field): they have {', '.join(part.fields) or 'none'}."
             )
-        names = part.fields[self._config.dataset_field]
-        rows = [b for b, name in enumerate(names) if str(name) == function.dataset]
+        if function.dataset:
+            rows = [b for b in rows if str(part.fields[self._config.dataset_field][b]) == function.dataset]
         rewards = [0.0] * len(part.completions)
         for b, value in zip(rows, self._scored(function, part.of(rows)) if rows else [], strict=True):
             rewards[b] = value
@@ -279,6 +321,8 @@ class Rewards:
                 deadline_s += _JUDGE_S
             return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None
+        if function.spec is not None and function.spec["name"] == CodeTests.__name__:  # it ends what is late by itself
+            deadline_s += self._config.code.longest_s(len(part.completions))
         return self._pool.call(function.name, part.body, deadline_s)
 
     def _late(self, function: _Function, part: Part) -> RewardError:
@@ -340,11 +384,16 @@ class Rewards:
 class _Judge:
     """The built-in judge with its settings; its requests end before its own deadline, so that it can report errors."""
 
-    def __init__(self, config: RewardConfig):
-        self._judge = functools.partial(judge, config=config.judge, deadline_s=config.deadline_s)
+    def __init__(self, config: RewardConfig, *, rubric: bool):
+        self._settings = {"config": config.judge, "deadline_s": config.deadline_s}
+        self._rubric = config.judge.rubric if rubric else ""
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
-        return self._judge(prompts, completions, fields.get("answer") or [""] * len(prompts))
+        answers = fields.get("answer") or [""] * len(prompts)
+        if not self._rubric:
+            return judge(prompts, completions, answers, **self._settings)
+        rubrics = fields.get(self._rubric) or [None] * len(prompts)
+        return judge_by_rubric(prompts, completions, answers, rubrics, **self._settings)
 
 
 def _in_thread(fn: Callable[..., Any], part: Part, deadline_s: float) -> dict[str, Any]:
@@ -369,12 +418,16 @@ _BUILT_IN = {name: reference.__name__ for name in reference.BUILT_IN} | {
     "math_equal": math_answer.__name__,
     "failed_calls": turns.__name__,
 }
-_JUDGE = "judge"
+_JUDGE, _RUBRIC, _CODE = "judge", "rubric", "code"
 MODEL_NAME = "reward_model"
 
 
 def _functions(config: RewardConfig) -> list[_Function]:
-    return _unique([_resolve(fn, config) for fn in config.fns])
+    named = [fn for fn in config.named if fn not in config.fns]
+    found = [_resolve(fn, config) for fn in (*config.fns, *named)]
+    told = zip(found, (*config.fns, *named), strict=True)
+    general = len(config.fns)
+    return _unique([dataclasses.replace(f, given=str(fn), general=i < general) for i, (f, fn) in enumerate(told)])
 
 
 def _names(functions: Sequence[_Function], config: RewardConfig, others: Mapping[str, float]) -> tuple[str, ...]:
@@ -406,13 +459,20 @@ def _resolve(fn: str | Callable[..., Any], config: RewardConfig) -> _Function:
 def _named(fn: str, config: RewardConfig) -> _Function:
     if fn in _BUILT_IN:
         return _Function(fn, {"module": _BUILT_IN[fn], "name": fn}, None)
-    if fn == _JUDGE:
+    if fn in text.FUNCTIONS:
+        settings = {"function": fn, **dataclasses.asdict(config.text)}
+        name = text.TextReward.__name__
+        return _Function(fn, {"module": text.__name__, "name": name, "settings": settings}, None)
+    if fn == _CODE:
+        settings = dataclasses.asdict(config.code)
+        return _Function(fn, {"module": CodeTests.__module__, "name": CodeTests.__name__, "settings": settings}, None)
+    if fn in (_JUDGE, _RUBRIC):
         if not config.judge.url:
-            raise ValueError("reward.fns='judge' needs reward.judge.url, an OpenAI-compatible endpoint.")
-        return _Function(fn, None, _Judge(config))
+            raise ValueError(f"reward.fns={fn!r} needs reward.judge.url, an OpenAI-compatible endpoint.")
+        return _Function(fn, None, _Judge(config, rubric=fn == _RUBRIC))
     place, colon, name = fn.rpartition(":")
     if not colon or not place or not name:
-        known = [*_BUILT_IN, _JUDGE]
+        known = [*_BUILT_IN, *text.FUNCTIONS, _CODE, _JUDGE, _RUBRIC]
         close = difflib.get_close_matches(fn, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"built in are {', '.join(known)}."
         raise ValueError(

@@ -13,12 +13,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from podrl.config import Count, Natural, Positive, Workers, section
+from podrl.config import Count, Finite, Natural, Positive, Workers, section
 from podrl.runtime.service import ServiceError, ask, is_away
 
 _ASK = (
     "You grade an answer. Question:\n{prompt}\n\nReference answer (may be empty): {answer}\n\nAnswer to grade:\n"
     "{completion}\n\nThink briefly, then end with one line 'SCORE: n', n from 0 (wrong) to {max_score} (perfect)."
+)
+_CRITERION = (
+    "You grade an answer by one criterion and nothing else. Question:\n{prompt}\n\nReference answer (may be empty): "
+    "{answer}\n\nAnswer to grade:\n{completion}\n\nCriterion: {criterion}\n\nThink briefly, then end with one line "
+    "'SCORE: n', n from 0 (not met) to {max_score} (fully met)."
 )
 _SCORE = re.compile(r"SCORE:\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _SHOWN = 200
@@ -34,6 +39,10 @@ class JudgeConfig:
       url: base of the endpoint, such as 'http://host:8000/v1'; requests go to url + '/chat/completions'.
       model: name of the model there.
       template: the question, with {prompt}, {completion}, {answer} and {max_score}; the reply must hold 'SCORE: n'.
+      criterion_template: the question of 'rubric' for each criterion, which also has {criterion}.
+      criteria: of 'rubric', for records that have none of their own.
+      criteria_weights: one for each of `criteria`; empty for 1 each. Negative ones are for faults.
+      rubric: the record's field with its criteria: a list of texts, or of {"criterion": text, "weight": number}.
       max_score: the best score; rewards are the score divided by it.
       max_tokens: of the reply.
       timeout_s: seconds for one request.
@@ -46,6 +55,10 @@ class JudgeConfig:
     url: str = ""
     model: str = ""
     template: str = _ASK
+    criterion_template: str = _CRITERION
+    criteria: tuple[str, ...] = ()
+    criteria_weights: tuple[Finite, ...] = ()
+    rubric: str = "rubric"
     max_score: Positive = 10.0
     max_tokens: Count = 512
     timeout_s: Positive = 20.0
@@ -58,6 +71,19 @@ class JudgeConfig:
             raise ValueError(f"reward.judge.url={self.url!r} must start with http:// or https://.")
         if "{completion}" not in self.template:
             raise ValueError("reward.judge.template must hold {completion}, the text to be graded.")
+        if not {"{completion}", "{criterion}"} <= set(re.findall(r"\{\w+\}", self.criterion_template)):
+            raise ValueError("reward.judge.criterion_template must hold {completion} and {criterion}.")
+        if not self.rubric:
+            raise ValueError("reward.judge.rubric='' must name a field, which records may lack.")
+        if len(self.criteria_weights) not in (0, len(self.criteria)):
+            raise ValueError(
+                f"reward.judge.criteria_weights has {len(self.criteria_weights)} values for {len(self.criteria)} in "
+                "reward.judge.criteria: give one each, or none for 1 each."
+            )
+
+    def default_rubric(self) -> list[tuple[str, float]]:
+        """The criteria of records that have none, with their weights."""
+        return list(zip(self.criteria, self.criteria_weights or [1.0] * len(self.criteria), strict=True))
 
 
 class JudgeError(RuntimeError):
@@ -86,22 +112,85 @@ def judge(
       JudgeError: no score for one of them after all retries. It never becomes a reward of 0.
       ServiceError: the judge was away for as long as there was time.
     """
+    shown = [
+        {"prompt": prompt, "completion": completion, "answer": answer}
+        for prompt, completion, answer in zip(prompts, completions, answers, strict=True)
+    ]
+    return _scores(config, config.template, shown, deadline_s)
+
+
+def judge_by_rubric(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answers: Sequence[Any],
+    rubrics: Sequence[Any],
+    *,
+    config: JudgeConfig,
+    deadline_s: float,
+) -> list[float]:
+    """Asks the judge about every criterion of every completion by itself, as DR-Tulu does (arXiv 2511.19399).
+
+    Args:
+      prompts, completions, answers, config, deadline_s: as those of `judge`.
+      rubrics: of each completion, what `JudgeConfig.rubric` describes; None for `JudgeConfig.criteria`.
+
+    Returns:
+      The weighted sum of the scores (0 to 1 each) over the sum of the positive weights: at most 1, below 0 where faults
+      outweigh.
+
+    Raises:
+      ValueError: a record without criteria.
+      JudgeError, ServiceError: as `judge`.
+    """
+    criteria = [_criteria(rubric, config) for rubric in rubrics]
+    shown = [
+        {"prompt": prompt, "completion": completion, "answer": answer, "criterion": criterion}
+        for prompt, completion, answer, own in zip(prompts, completions, answers, criteria, strict=True)
+        for criterion, _ in own
+    ]
+    scores = iter(_scores(config, config.criterion_template, shown, deadline_s))
+    return [
+        sum(weight * next(scores) for _, weight in own) / sum(max(weight, 0.0) for _, weight in own) for own in criteria
+    ]
+
+
+def _criteria(rubric: Any, config: JudgeConfig) -> list[tuple[str, float]]:
+    """A record's criteria with their weights."""
+    found = []
+    for one in rubric or []:
+        known = {"criterion": one} if isinstance(one, str) else one if isinstance(one, Mapping) else {}
+        weight = known.get("weight", 1.0)
+        if not isinstance(known.get("criterion"), str) or not isinstance(weight, int | float) or not abs(weight) < 1e9:
+            raise ValueError(
+                f"the rubric {str(rubric)[:_SHOWN]!r} (field reward.judge.rubric={config.rubric!r}) must be a list of "
+                'texts, or of {"criterion": text, "weight": number}'
+            )
+        found.append((known["criterion"], float(weight)))
+    found = found or config.default_rubric()
+    if not any(weight > 0 for _, weight in found):
+        raise ValueError(
+            f"a record has no criterion of positive weight, neither in its field {config.rubric!r} "
+            "(reward.judge.rubric) nor in reward.judge.criteria"
+        )
+    return found
+
+
+def _scores(config: JudgeConfig, template: str, shown: Sequence[dict[str, Any]], deadline_s: float) -> list[float]:
     end = time.monotonic() + deadline_s
 
-    def score(prompt: str, completion: str, answer: Any) -> float:
-        return _score_of(config, prompt, completion, answer, end)
+    def score(one: dict[str, Any]) -> float:
+        return _score_of(config, _filled(template, one | {"max_score": f"{config.max_score:g}"}), end)
 
     with ThreadPoolExecutor(config.concurrency) as threads:
-        return list(threads.map(score, prompts, completions, answers))
+        return list(threads.map(score, shown))
 
 
-def _score_of(config: JudgeConfig, prompt: str, completion: str, answer: Any, end: float) -> float:
-    shown = {"prompt": prompt, "completion": completion, "answer": answer, "max_score": f"{config.max_score:g}"}
+def _score_of(config: JudgeConfig, question: str, end: float) -> float:
     problem, asked, misunderstood = "there was no time to ask", 0, 0
     while (left := end - time.monotonic()) > 0:
         asked += 1
         try:
-            reply = _post(config, _filled(config.template, shown), min(config.timeout_s, left))
+            reply = _post(config, question, min(config.timeout_s, left))
             return _score(reply, config.max_score)
         except urllib.error.HTTPError as error:
             problem = f"HTTP {error.code} ({error.msg}): {error.read().decode(errors='replace')[:_SHOWN]!r}"
@@ -124,7 +213,11 @@ def _score_of(config: JudgeConfig, prompt: str, completion: str, answer: Any, en
 
 def _filled(template: str, shown: Mapping[str, Any]) -> str:
     """Fills the template's names once; braces in the judged text stay as they are."""
-    return re.sub(r"\{(prompt|completion|answer|max_score)\}", lambda match: str(shown[match[1]]), template)
+    return re.sub(
+        r"\{(prompt|completion|answer|criterion|max_score)\}",
+        lambda match: str(shown.get(match[1], match[0])),
+        template,
+    )
 
 
 def _post(config: JudgeConfig, question: str, timeout_s: float) -> str:

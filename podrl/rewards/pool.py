@@ -15,9 +15,13 @@ from podrl.runtime.workers import LOAD_S, DiedError, LateError, Worker, close_al
 
 
 class Pool:
-    """A fixed number of workers, each holding every function; a call takes an idle one and waits for its answer."""
+    """A fixed number of workers, each holding every function; a call takes an idle one and waits for its answer.
 
-    def __init__(self, specs: Mapping[str, Mapping[str, str]], size: int, limits: Limits) -> None:
+    Attributes:
+      needs: parameters without a default, of every function.
+    """
+
+    def __init__(self, specs: Mapping[str, Mapping[str, Any]], size: int, limits: Limits) -> None:
         """Starts the workers at once and loads the functions into all of them, in parallel.
 
         Args:
@@ -30,6 +34,7 @@ class Pool:
         """
         refuse_inside()
         self._specs, self._limits = specs, limits
+        self.needs: dict[str, list[str]] = {}
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._all: set[Worker] = set()
         self._lock = threading.Lock()
@@ -84,6 +89,7 @@ class Pool:
                 raise ValueError(f"Reward function {name} cannot be loaded: {error}") from error
             if "raised" in reply:
                 raise ValueError(f"Reward function {name} cannot be loaded: {reply['raised']}")
+            self.needs[name] = reply["needs"]
 
     def _drop(self, process: Worker) -> None:
         process.close(wait_s=0)

@@ -4,6 +4,7 @@ Source: the GSM8K recipe that Gemma's GRPO tutorials share. Every function takes
 lists of equal length and returns one float per completion; `answer` is the reference answer as text.
 """
 
+import collections
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -81,6 +82,13 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     if not (1 <= k <= n and 0 <= correct <= n):
         raise ValueError(f"pass@{k} of {correct} right in {n} samples: 1 <= k <= n and 0 <= correct <= n must hold.")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[str], right: Sequence[float]) -> float:
+    """1 if the answer that most samples give, the first of equals, is right."""
+    counts = collections.Counter(answers)
+    best = max(answers, key=lambda answer: counts[answer])
+    return right[list(answers).index(best)]
 
 
 def _answer_score(guess: str | None, truth: str) -> float:

@@ -60,10 +60,21 @@ def main() -> None:
 def _load(header: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -> dict[str, Any]:
     extend_path(header["path"])
     try:
-        functions[header["id"]] = load_function(header["spec"])
+        found, settings = load_function(header["spec"]), header["spec"].get("settings")
+        functions[header["id"]] = found if settings is None else found(**settings)
     except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
         return {"raised": explain_load(error, header["spec"].get("file", ""))}
-    return {}
+    return {"needs": needs(functions[header["id"]])}
+
+
+def needs(fn: Callable[..., Any]) -> list[str]:
+    """Names the fields of a record that a reward function cannot do without."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
 
 
 def _apply(fn: Callable[..., Any], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> Any:

@@ -96,8 +96,8 @@ class RolloutConfig(SamplingSettings):
     Attributes:
       prompts_per_step: P, distinct prompts a training step samples from.
       max_tokens_to_generate: default of Sampling.max_new, tokens.
-      max_response_tokens: sampled tokens and those an environment gives, together and per sample, at most; None is
-        max_tokens_to_generate.
+      max_response_tokens: sampled tokens and those an environment gives, together and per sample, at most; must be
+        set where there is one. None is max_tokens_to_generate.
       seed: of all samples; None is the job's seed.
       max_prompt_length: longest prompt accepted, tokens.
       kv_cache_size: most tokens one sample may hold, prompt included; a request that could exceed it is refused.
@@ -112,6 +112,11 @@ class RolloutConfig(SamplingSettings):
         makes the scheduler spill samples to the host when it runs dry.
       prefill_tokens: tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
       members_per_read: samples of one prompt that read a prompt page together; about the group size.
+      window_tokens: with max_staleness of 2 or more, tokens that a sample draws under each version but the last
+        (docs/async.md), a multiple of steps_per_dispatch; None follows the lengths of samples.
+      clock: with max_staleness of 1 or more, what decides when weights change inside samples, and which samples make a
+        batch. 'tokens': those of the sample alone, so that a killed run ends bitwise the same. 'wall': time, for tools
+        that take minutes; what it decided is in a journal, by which the run can be repeated (docs/async.md).
       merge_adapters: under LoRA, fold the adapters into the weights on the trainer and move the whole model at every
         version: decoding is that of a model without adapters, a move costs that of full training. Otherwise the base
         crosses once, and the engine applies the adapters.
@@ -137,6 +142,8 @@ class RolloutConfig(SamplingSettings):
     prefill_tokens: Count = 256
     members_per_read: Count = 16
     prompts_per_step: Count = 8
+    window_tokens: Count | None = None
+    clock: Literal["tokens", "wall"] = "tokens"
     merge_adapters: bool = False
 
     def __post_init__(self):
@@ -144,6 +151,11 @@ class RolloutConfig(SamplingSettings):
         if self.page_tokens % self.steps_per_dispatch:
             raise ValueError(
                 f"rollout.page_tokens={self.page_tokens} must be a multiple of "
+                f"rollout.steps_per_dispatch={self.steps_per_dispatch}."
+            )
+        if (self.window_tokens or 0) % self.steps_per_dispatch:
+            raise ValueError(
+                f"rollout.window_tokens={self.window_tokens} must be a multiple of "
                 f"rollout.steps_per_dispatch={self.steps_per_dispatch}."
             )
         if self.response_tokens < self.max_tokens_to_generate:
@@ -168,6 +180,15 @@ class RolloutConfig(SamplingSettings):
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt included."""
         return self.max_prompt_length + self.response_tokens
+
+    def require(self, *, environment: bool) -> None:
+        """Raises ValueError where samples have an environment and no room is set for what it gives."""
+        if environment and self.max_response_tokens is None:
+            raise ValueError(
+                "rollout.max_response_tokens is not set, and the samples have an environment: set the most tokens of a "
+                "sample, sampled and given ones together, above rollout.max_tokens_to_generate="
+                f"{self.max_tokens_to_generate} by what tools and environment give it."
+            )
 
     def sampling(self) -> Sampling:
         """Returns the sampling settings of requests that bring none."""

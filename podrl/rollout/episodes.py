@@ -1,8 +1,8 @@
-"""The pump: samples whose environments answer them. One thread steps the engine and passes the words both ways."""
+"""The pump: plays samples whose environments answer them, and passes the words both ways."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,8 @@ from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, Task, Turn
 from podrl.environments.workers import Done, Say
 from podrl.rollout.config import Sampling
+from podrl.rollout.partial import Partial, fill
+from podrl.rollout.points import Points
 from podrl.rollout.session import Opening, Session, Track
 from podrl.rollout.state import STOP_IDS
 from podrl.types import (
@@ -27,8 +29,7 @@ from podrl.types import (
     Prompts,
 )
 
-_POLL_S = 1.0  # the longest silence before it is looked who is waited for
-_BUNCH_S = 0.002  # answers less than this apart go on together, where no sample runs
+_STATE = ("strings", "turns", "rewards", "metrics", "stop", "text", "full", "heard", "seconds")
 
 
 class Host(Protocol):
@@ -54,12 +55,22 @@ class Partner:
       dialogue: makes tokens of its observations.
       waits_for: whom the samples wait for while none of them runs; '' while one does.
       started: episodes so far, all requests together: a message may be of a request that was given up.
+      inboxes: what was said to the pump of each episode that is open, and not read yet.
     """
 
     host: Host
     dialogue: Dialogue
     waits_for: str = ""
     started: int = 0
+    inboxes: dict[int, list[Say | Done]] = dataclasses.field(default_factory=dict)
+
+    def poll(self, timeout_s: float) -> int:
+        """Sorts what has come, or what comes first within `timeout_s`, into the inboxes; returns how much it was."""
+        messages = self.host.poll(timeout_s)
+        for message in messages:
+            if (inbox := self.inboxes.get(message.episode)) is not None:
+                inbox.append(message)
+        return len(messages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +96,15 @@ class Request:
     mode: Mode
     of_step: int
 
+    @property
+    def samples(self) -> int:
+        """The number of samples it asks for."""
+        return len(self.prompts.length_P) * self.group_size
+
+    def tokens(self, p: int) -> np.ndarray:
+        """The tokens of a prompt."""
+        return np.asarray(self.prompts.tokens_PT[p, : self.prompts.length_P[p]], np.int32)
+
 
 @dataclasses.dataclass
 class Episode:
@@ -100,6 +120,10 @@ class Episode:
       stop: why it ended.
       text: of the completion; the environment may give another than what the tokens say.
       full: there was no room for what its environment had to say.
+      told: what its environment was told of it, so that another process can bring one to the same point.
+      heard: how often its environment has said something.
+      repeated: how often an environment that began again has, on its way to the same point; None at that point.
+      calls: turns that it ended in this session.
     """
 
     track: Track | None = None
@@ -112,8 +136,27 @@ class Episode:
     stop: int | None = None
     text: str = ""
     full: bool = False
+    told: list[Turn] = dataclasses.field(default_factory=list)
+    heard: int = 0
+    repeated: int | None = None
+    calls: int = 0
     started: float = dataclasses.field(default_factory=time.monotonic)
     seconds: float = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint must hold of it besides its track, as JSON."""
+        kept = {name: getattr(self, name) for name in _STATE}
+        told = [[turn.text, turn.stop, list(turn.tokens)] for turn in self.told]
+        return kept | {"stops": list(self.stops.items()), "told": told}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state` returned, in another process: its environment will begin again."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+        self.strings, self.rewards = tuple(self.strings), [(place, reward) for place, reward in self.rewards]
+        self.stops = {int(id_): text for id_, text in state["stops"]}
+        self.told = [Turn(text, stop, tuple(tokens)) for text, stop, tokens in state["told"]]
+        self.repeated = 0 if self.heard else None
 
     def record(self) -> dict[str, Any]:
         """Returns the episode's entry of `Rollouts.episodes`."""
@@ -121,88 +164,150 @@ class Episode:
 
 
 class Pump:
-    """Plays the episodes of one request on a session."""
+    """Plays the episodes of one request: podrl.rollout.players.Player."""
 
-    def __init__(self, session: Session, partner: Partner, request: Request):
-        """Nothing starts yet."""
-        self._session, self._partner, self._request = session, partner, request
-        self._host, self._dialogue = partner.host, partner.dialogue
-        self._episodes: dict[int, Episode] = {}
-        self._by_track: dict[int, int] = {}
+    def __init__(self, partner: Partner, request: Request, partial: Partial | None = None):
+        """Nothing starts yet; `partial` is what the samples were in another process."""
+        self.request, self.rows, self.done = request, {}, {}
+        self._partner, self._host, self._dialogue = partner, partner.host, partner.dialogue
+        self._partial = partial
+        self._session: Any = None
+        self._episodes = {b: Episode() for b in range(len(request.prompts.length_P) * request.group_size)}
         self._unasked: dict[int, set[int]] = {}  # by prompt: samples whose environments have not begun
         self._ended: list[int] = []
         self._owed: set[int] = set()  # samples whose environments have the word
+        self._inboxes: dict[int, list[Say | Done]] = {}
+        self._points = Points()
+        self._calls: int | None = None
         self._first = partner.started
-        partner.started += len(request.prompts.length_P) * request.group_size
+        partner.started += len(self._episodes)
 
-    def run(self, between: Callable[[], None]) -> Iterator[tuple[int, Episode]]:
-        """(b, episode) of every sample as it ends; `between` is called before each step of the engine."""
-        G, request = self._request.group_size, self._request
-        try:
-            for p in range(len(request.prompts.length_P)):
-                self._unasked[p] = set(range(p * G, p * G + G))
-                for g in range(G):
-                    self._episodes[p * G + g] = Episode()
-                    self._owed.add(p * G + g)
-                    self._host.start(self._first + p * G + g, self._task(p, g))
-            while self._episodes:
-                between()
-                self._listen()
-                for track in self._session.step() if self._session.busy else ():
-                    self._on_event(self._by_track[track.handle], track)
-                ended, self._ended = self._ended, []
-                for b in ended:
-                    yield b, self._episodes.pop(b)
-        finally:
-            self._partner.waits_for = ""
-            for b in self._episodes:
-                self._host.cancel(self._first + b)
+    def enter(self, session: Session, points: Points, calls: int | None = None) -> None:
+        if self._session is None:
+            self._begin_all(session)
+        self._session, self._points = session, points
+        self._calls = None if points.quantum is None else calls
+        for b in [b for b, drawn in points.late.items() if not drawn and b in self._episodes]:
+            self._run_out(b)
+        groups: dict[int, list[Track]] = {}
+        for b, episode in self._episodes.items():
+            episode.calls = 0
+            if (track := episode.track) is not None and track.stop is None:
+                track.leave_at(points.hold(b, track.sampled), recorded=b in points.recorded)
+                if track.paused is None and track.sampled < track.until:
+                    groups.setdefault(b // self.request.group_size, []).append(track)
+        for tracks in groups.values():
+            session.seat(tracks, pieces=self.request.pieces, urgent=points.urgent)
+
+    def _begin_all(self, session: Session) -> None:
+        G = self.request.group_size
+        for b, episode in self._episodes.items():
+            if self._partial is not None:
+                self._restore(session, b, episode, self._partial)
+            if episode.stop is not None:
+                self._ended.append(b)
+                continue
+            if episode.track is None:
+                self._unasked.setdefault(b // G, set()).add(b)
+            if episode.heard == len(episode.told):
+                self._owed.add(b)
+            self._partner.inboxes[self._first + b] = self._inboxes[b] = []
+            self._host.start(self._first + b, self._task(*divmod(b, G)))
+
+    def _restore(self, session: Session, b: int, episode: Episode, partial: Partial) -> None:
+        state = partial.samples[b]
+        episode.restore(state["episode"])
+        if state["track"] is not None:
+            p, g = divmod(b, self.request.group_size)
+            opening = Opening((), episode.strings, tuple(episode.stops))
+            track = session.track(self.request.tokens(p), self.request.keys_PG2[p, g], self.request.sampling, opening)
+            fill(track, partial, b)
+            episode.track, self.rows[track] = track, b
+
+    def state(self) -> list[tuple[dict[str, Any], Track | None]]:
+        every = [self.done[b] if b in self.done else self._episodes[b] for b in range(self.request.samples)]
+        every = [each if each.track or each.stop is not None else Episode() for each in every]  # to be begun again
+        return [({"episode": episode.state()}, episode.track) for episode in every]
+
+    def resting(self) -> bool:
+        return all(self._rests(b, episode) for b, episode in self._episodes.items())
+
+    def _rests(self, b: int, episode: Episode) -> bool:
+        """True where a sample has left the session, in the midst of a turn or to hear its answer in the next."""
+        left = episode.track is not None and episode.track.held and episode.track.stop is None
+        return left and (b not in self._owed or self._parked(episode))
+
+    def _parked(self, episode: Episode) -> bool:
+        """True where what its environment says is for the next session."""
+        return self._calls is not None and episode.calls >= self._calls
+
+    def owed(self) -> int:
+        return sum(not self._parked(self._episodes[b]) for b in self._owed)
+
+    def take(self) -> list[tuple[int, Any]]:
+        ended, self._ended = self._ended, []
+        self.done.update((b, self._episodes.pop(b)) for b in ended)
+        return [(b, self.done[b]) for b in ended]
+
+    def abandon(self) -> None:
+        for b in self._episodes:
+            self._partner.inboxes.pop(self._first + b, None)
+            self._host.cancel(self._first + b)
 
     def _task(self, p: int, g: int) -> Task:
-        prompts = self._request.prompts
+        prompts = self.request.prompts
         fields = {name: _plain(values[p]) for name, values in prompts.fields.items()}
         return Task(
             prompt=prompts.text[p],
             fields=fields,
-            seed=int(self._request.keys_PG2[p, g, 0]),
+            seed=int(self.request.keys_PG2[p, g, 0]),
             index=int(prompts.index_P[p]),
-            sample=g if self._request.sampling.temperature else -1,  # a greedy one, beside those of the group
-            step=self._request.of_step,
-            mode=self._request.mode,
+            sample=g if self.request.sampling.temperature else -1,  # a greedy one, beside those of the group
+            step=self.request.of_step,
+            mode=self.request.mode,
         )
 
     # What environments say.
 
-    def _listen(self) -> None:
-        """Takes what environments say: while the device has work, or until the first of them and those right behind."""
-        session, idle = self._session, not self._session.busy
-        messages = self._host.poll(_POLL_S if idle else 0.0)
-        self._partner.waits_for = ", ".join(self._host.waiting()[:3]) if idle and not messages else ""
-        self._take(messages)
-        while self._owed and (messages or not idle) and (wait := _BUNCH_S if idle else session.slack_s) > 0:
-            messages = self._host.poll(wait)
-            self._take(messages)
-
-    def _take(self, messages: Sequence[Say | Done]) -> None:
-        for message in messages:
-            b = message.episode - self._first
-            if b not in self._episodes or self._episodes[b].stop is not None:
-                continue
-            self._owed.discard(b)
-            if isinstance(message, Say):
-                self._on_say(b, message)
-            else:
-                self._on_done(b, message)
+    def hear(self) -> None:
+        """Acts on what environments have said."""
+        for b, inbox in list(self._inboxes.items()):
+            while inbox and b in self._episodes and not self._parked(self._episodes[b]):
+                message = inbox.pop(0)
+                if self._episodes[b].stop is None and not self._repeats(b, message):
+                    self._owed.discard(b)
+                    if isinstance(message, Say):
+                        self._on_say(b, message)
+                    else:
+                        self._on_done(b, message)
         for p in [p for p, unasked in self._unasked.items() if not unasked]:
             del self._unasked[p]
             self._begin(p)
+
+    def _repeats(self, b: int, message: Say | Done) -> bool:
+        """Brings an environment that began again to where it was; True while it says what it had said."""
+        episode = self._episodes[b]
+        if episode.repeated is None:
+            episode.heard += 1
+            return False
+        if isinstance(message, Done):
+            raise BatchError(
+                f"{self._name(b)} ended before it had heard all that it heard when this run was there before: an "
+                "environment must do the same again, with Task.seed for what is random and Model.outside for the world."
+            )
+        if episode.repeated < len(episode.told):
+            self._host.turn(self._first + b, episode.told[episode.repeated])
+        episode.repeated += 1
+        if episode.repeated == episode.heard:
+            episode.repeated = None
+        return True
 
     def _on_say(self, b: int, say: Say) -> None:
         episode = self._episodes[b]
         self._reward(b, say.reward)
         tokens, texts = self._read(b, say)
         used = 0 if episode.track is None else len(episode.track.tokens)
-        left = self._request.response - used
+        left = self.request.response - used
         if len(tokens) > left:
             tokens = tokens[:left]
         left -= len(tokens)
@@ -210,7 +315,7 @@ class Pump:
         opening = Opening(tokens, texts, tuple(episode.stops), left if say.max_new is None else min(left, say.max_new))
         if episode.track is None:
             episode.opening = opening
-            self._unasked[b // self._request.group_size].discard(b)
+            self._unasked[b // self.request.group_size].discard(b)
             return
         if episode.track.stop is None:
             self._session.extend(episode.track, opening)
@@ -228,10 +333,10 @@ class Pump:
             if text or say.role != "raw":
                 texts = text.split(SEPARATOR) if say.role == "tool" else text
                 tokens = dialogue.encode(texts, say.role, last=last)
-            texts, ids = dialogue.stops((*self._request.sampling.stop_strings, *say.stop))
+            texts, ids = dialogue.stops((*self.request.sampling.stop_strings, *say.stop))
         except ValueError as error:
             raise BatchError(f"{self._name(b)}: {error}") from error
-        if (most := self._session.spare_stop_ids(self._request.sampling)) < len(ids):
+        if (most := self._session.spare_stop_ids(self.request.sampling)) < len(ids):
             raise BatchError(
                 f"{self._name(b)}: {len(ids)} stop strings are special tokens ({', '.join(ids.values())}), "
                 f"and at most {most} may be: {STOP_IDS} ids end a turn, the tokenizer's own included."
@@ -243,12 +348,18 @@ class Pump:
         episode = self._episodes[b]
         self._reward(b, 0.0 if done.reward is None else done.reward)
         episode.metrics = dict(done.metrics)
-        self._unasked.get(b // self._request.group_size, set()).discard(b)
+        self._unasked.get(b // self.request.group_size, set()).discard(b)
         track = episode.track
         stop = STOP_DEADLINE if done.reason == "deadline" else self._why(episode, done)
         if track is not None and track.stop is None:
             self._session.end(track, stop)
         self._end(b, stop, done.text)
+
+    def _run_out(self, b: int) -> None:
+        """Ends a sample whose environment had no more time when the run was there before."""
+        self._host.cancel(self._first + b)
+        self._owed.discard(b)
+        self._on_done(b, Done(self._first + b, None, {}, None, "deadline"))
 
     def _why(self, episode: Episode, done: Done) -> int:
         """Returns the stop reason of a sample whose environment has returned."""
@@ -257,7 +368,7 @@ class Pump:
             return STOP_LENGTH if episode.full else STOP_ENV
         if track.stop is not None or episode.full:
             return STOP_LENGTH
-        spent = track.sampled >= (self._request.sampling.max_new or 0) or len(track.tokens) >= self._request.response
+        spent = track.sampled >= (self.request.sampling.max_new or 0) or len(track.tokens) >= self.request.response
         if track.paused == STOP_LENGTH and spent:
             return STOP_LENGTH
         if done.reason == "calls":
@@ -267,7 +378,7 @@ class Pump:
 
     def _begin(self, p: int) -> None:
         """Submits the samples of a prompt, all of whose environments have begun or ended."""
-        G, request = self._request.group_size, self._request
+        G, request = self.request.group_size, self.request
         chosen = [b for b in range(p * G, p * G + G) if b in self._episodes and self._episodes[b].stop is None]
         ready = []
         for b in chosen:
@@ -279,18 +390,24 @@ class Pump:
                 self._fill(b)
         if not ready:
             return
-        prompt = np.asarray(request.prompts.tokens_PT[p, : request.prompts.length_P[p]], np.int32)
-        keys_G2 = request.keys_PG2[p, [b % G for b, _ in ready]]
-        openings = [opening for _, opening in ready]
-        tracks = self._session.add(prompt, keys_G2, request.sampling, pieces=request.pieces, openings=openings)
-        for (b, _), track in zip(ready, tracks, strict=True):
-            self._episodes[b].track = track
-            self._by_track[track.handle] = b
+        session = self._session
+        tracks = []
+        for b, opening in ready:
+            track = session.track(request.tokens(p), request.keys_PG2[p, b % G], request.sampling, opening)
+            track.leave_at(self._points.hold(b, 0), recorded=b in self._points.recorded)
+            self._episodes[b].track, self.rows[track] = track, b
+            if track.until:
+                tracks.append(track)
+        if tracks:
+            session.seat(tracks, pieces=request.pieces, urgent=self._points.urgent)
 
     # What the model says.
 
-    def _on_event(self, b: int, track: Track) -> None:
+    def event(self, track: Track) -> None:
+        b = self.rows[track]
         episode = self._episodes[b]
+        if track.paused is None and track.stop is None:
+            return  # held in the midst of a turn
         tokens = track.tokens[track.first :]
         if track.stop is not None:
             assert track.stop == STOP_FAILED, track.stop
@@ -307,6 +424,9 @@ class Pump:
         episode.turns.append(
             {"by": "model", "text": text, "tokens": len(tokens), "versions": versions, "stop": stop, "reward": 0.0}
         )
+        episode.calls += 1
+        if self._parked(episode):
+            self._session.hold(track)
         self._tell(b, Turn(text, stop, tuple(tokens)))
 
     # Records.
@@ -318,8 +438,14 @@ class Pump:
 
     def _tell(self, b: int, turn: Turn) -> None:
         """Gives the environment of a sample the word."""
+        track = self._episodes[b].track
+        if track is not None and self._points.late.get(b) == len(track.tokens):
+            self._run_out(b)
+            return
         self._owed.add(b)
-        self._host.turn(self._first + b, turn)
+        self._episodes[b].told.append(turn)
+        if self._episodes[b].repeated is None:
+            self._host.turn(self._first + b, turn)
 
     def _reward(self, b: int, reward: float) -> None:
         """Puts a reward on the last sampled token."""
@@ -347,14 +473,16 @@ class Pump:
     def _end(self, b: int, stop: int, text: str | None) -> None:
         episode = self._episodes[b]
         self._owed.discard(b)
+        self._partner.inboxes.pop(self._first + b, None)
+        self._inboxes.pop(b, None)
         episode.stop, episode.seconds = stop, time.monotonic() - episode.started
         whole = "" if episode.track is None else episode.track.text
         episode.text = whole if text is None else text
         self._ended.append(b)
 
     def _name(self, b: int) -> str:
-        p, g = divmod(b, self._request.group_size)
-        return f"The environment of sample {g} of prompt {int(self._request.prompts.index_P[p])}"
+        p, g = divmod(b, self.request.group_size)
+        return f"The environment of sample {g} of prompt {int(self.request.prompts.index_P[p])}"
 
 
 def _plain(value: Any) -> Any:

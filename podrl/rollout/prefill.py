@@ -52,6 +52,8 @@ def run_chunks(engine: Engine, params: PyTree, state: DecodeState, sequences: Se
                 queues.setdefault(bucket, {}).setdefault(chunks[wave].shard, []).append(chunks[wave])
         for bucket, by_shard in sorted(queues.items()):
             rows = engine.shape.prefill_rows(bucket)
+            for queue in by_shard.values():  # a call takes as long as the row that sees most pages
+                queue.sort(key=lambda chunk: len(chunk.prior))
             for at in range(0, max(len(q) for q in by_shard.values()), rows):
                 batch = [chunk for queue in by_shard.values() for chunk in queue[at : at + rows]]
                 flat = engine.put_rows(engine.shape.pack_chunks(engine.shards, bucket, batch))

@@ -41,6 +41,7 @@ class Sample:
       prompt: handle of its prompt; `length` are the prompt's tokens.
       left: tokens it may still sample, counted down by whole dispatches while it runs.
       position: position of the token it feeds next.
+      urgent: it comes before others that wait for a lane.
       grown: tokens sampled so far, at most.
       unfed: given tokens before `position` whose keys and values are not there: they are fed when it is seated.
       compact: feed again from the first page that is not full, not only from the last.
@@ -55,6 +56,7 @@ class Sample:
     left: int
     position: int
     store: Store
+    urgent: bool = False
     shard: int = -1
     lane: int = -1
     status: Status = Status.WAITING

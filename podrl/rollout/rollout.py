@@ -16,6 +16,8 @@ from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.rollout.engine import Engine
 from podrl.rollout.episodes import Episode, Partner, Pump, Request
 from podrl.rollout.keys import sample_keys
+from podrl.rollout.partial import Partial
+from podrl.rollout.players import Chosen, Player, Unanswered, play
 from podrl.rollout.rows import collect
 from podrl.rollout.session import Session, Track
 from podrl.rollout.sizes import check_memory, engine_shape
@@ -237,19 +239,11 @@ class RolloutWorker:
           EnvironmentFailure, ServiceError: an environment raised, or what it asks is away.
         """
         started = time.perf_counter()
-        asked = self._request(policy, prompts, group_size, step, sampling, mode)
-        tracks: list[Track | None] = [None] * (len(prompts.length_P) * group_size)
-        episodes = {}
-        for b, sample in self._run(self.session(policy), asked):
-            if isinstance(sample, Episode):
-                episodes[b], tracks[b] = sample, sample.track
-            else:
-                tracks[b] = sample
+        player = self.player(prompts, group_size=group_size, step=step, sampling=sampling, mode=mode, policy=policy)
+        for _, sample in self.advance(policy, [(player, None)]):
             if ended is not None:
-                ended(_finished(b, sample, group_size))
-        longest = asked.response if self.partner else asked.sampling.max_new or 0
-        seconds = time.perf_counter() - started
-        return collect(prompts, group_size, tracks, episodes, longest=longest, pad_id=self._pad_id, seconds=seconds)
+                ended(sample)
+        return self.rows(player, time.perf_counter() - started)
 
     def stream(
         self,
@@ -262,9 +256,62 @@ class RolloutWorker:
         mode: Mode = "train",
     ) -> Iterator[Finished]:
         """Like `generate`, yielding each sample when it ends."""
-        asked = self._request(policy, prompts, group_size, step, sampling, mode)
-        for b, sample in self._run(self.session(policy), asked):
-            yield _finished(b, sample, group_size)
+        player = self.player(prompts, group_size=group_size, step=step, sampling=sampling, mode=mode, policy=policy)
+        for _, sample in self.advance(policy, [(player, None)]):
+            yield sample
+
+    # Generation over several versions of the weights.
+
+    def player(
+        self,
+        prompts: Prompts,
+        *,
+        group_size: int,
+        step: int,
+        sampling: Sampling | None = None,
+        mode: Mode = "train",
+        policy: Policy | None = None,
+        partial: Partial | None = None,
+    ) -> Player:
+        """Checks a request, and holds its samples, none of which is begun: `advance` plays them, `rows` takes them.
+
+        Args:
+          prompts, group_size, step, sampling, mode: see `generate`.
+          policy: of an evaluation, whose version environments are told.
+          partial: what the samples were in another process.
+        """
+        version = policy.version if policy is not None else step
+        asked = self._request(version, prompts, group_size, step, sampling, mode)
+        return Unanswered(asked, partial) if self.partner is None else Pump(self.partner, asked, partial)
+
+    def advance(
+        self, policy: Policy, players: Chosen, *, calls: int | None = None, halt: Callable[[], bool] | None = None
+    ) -> Iterator[tuple[Player, Finished]]:
+        """Plays requests until each sample has ended or drawn its quantum; yields those that end.
+
+        Keys and values are computed anew by the weights of `policy`: what a sample draws depends on the sample alone.
+
+        Args:
+          policy: weights on the rollout mesh, with their version.
+          players: requests, the one to get lanes first at the front, with the tokens that each of their samples may
+            draw, None for all, or with points.
+          calls: turns that samples may end, where they draw a quantum; None for any number.
+          halt: asked between dispatches: True ends the call, with all samples as they are then.
+
+        Raises:
+          As `generate`; all requests are then given up.
+        """
+        session = self.session(policy)
+        for player, b, sample in self._run(session, players, calls, halt):
+            yield player, _finished(b, sample, player.request.group_size)
+
+    def rows(self, player: Player, seconds: float) -> Rollouts:
+        """The samples of a request, all of which have ended; `seconds` are those that it took."""
+        asked = player.request
+        longest = asked.response if self.partner else asked.sampling.max_new or 0
+        return collect(
+            asked, player.done, answered=bool(self.partner), longest=longest, pad_id=self._pad_id, seconds=seconds
+        )
 
     def session(self, policy: Policy) -> Session:
         """Opens a session for callers that submit, pause and extend samples themselves; call `close` when done."""
@@ -288,7 +335,7 @@ class RolloutWorker:
         self._state, self._session, self._refreshed = session.state, None, None
 
     def _request(
-        self, policy: Policy, prompts: Prompts, group_size: int, step: int, sampling: Sampling | None, mode: Mode
+        self, version: int, prompts: Prompts, group_size: int, step: int, sampling: Sampling | None, mode: Mode
     ) -> Request:
         """A call's arguments, completed and checked."""
         sampling = self._complete(sampling)
@@ -306,13 +353,15 @@ class RolloutWorker:
             pieces_per_prompt(len(prompts.length_P), group_size, self.mesh.shape["data"] * self.mesh.shape["fsdp"]),
             max(self.config.response_tokens, sampling.max_new),
             mode,
-            step if mode == "train" else policy.version,
+            step if mode == "train" else version,
         )
 
-    def _run(self, session: Session, asked: Request) -> Iterator[tuple[int, Track | Episode]]:
-        """(b, sample) of every sample as it ends; without environments, samples of no tokens are left out."""
+    def _run(
+        self, session: Session, players: Chosen, calls: int | None, halt: Callable[[], bool] | None
+    ) -> Iterator[tuple[Player, int, Track | Episode]]:
+        """(player, b, sample) of every sample as it ends."""
         started, compiled = time.perf_counter(), _Compiles.total
-        samples = len(asked.prompts.length_P) * asked.group_size
+        samples = sum(player.request.samples for player, _ in players)
 
         def between() -> None:
             if self._refreshed is not None:
@@ -321,10 +370,7 @@ class RolloutWorker:
             self._bound_failures(session, samples)
 
         try:
-            if self.partner is not None:
-                yield from Pump(session, self.partner, asked).run(between)
-            else:
-                yield from _unanswered(session, asked, between)
+            yield from play(session, players, calls=calls, partner=self.partner, between=between, halt=halt)
             between()
             if session.stats.failed:
                 text = _failures(session, samples)
@@ -410,19 +456,6 @@ class RolloutWorker:
         state, self._state = self._state, None
         assert state is not None
         return state
-
-
-def _unanswered(session: Session, asked: Request, between: Callable[[], None]) -> Iterator[tuple[int, Track]]:
-    """(b, track) of every sample as it ends, where samples have no environment; those of no tokens are left out."""
-    rows, prompts = {}, asked.prompts
-    for p, length in enumerate(prompts.length_P) if asked.sampling.max_new else ():
-        tokens = np.asarray(prompts.tokens_PT[p, :length], np.int32)
-        for g, track in enumerate(session.add(tokens, asked.keys_PG2[p], asked.sampling, pieces=asked.pieces)):
-            rows[track.handle] = p * asked.group_size + g
-    while session.busy:
-        between()
-        for track in session.step():
-            yield rows[track.handle], track
 
 
 def _finished(b: int, sample: Track | Episode, group_size: int) -> Finished:

@@ -1,20 +1,20 @@
 """Finished samples as rows: prompt and completion of each side by side, and what its environment said of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from podrl.rollout.episodes import Episode
+from podrl.rollout.episodes import Episode, Request
 from podrl.rollout.session import Track
-from podrl.types import NO_EPISODE, STOP_LENGTH, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_LENGTH, Rollouts
 
 
 def collect(
-    prompts: Prompts,
-    group_size: int,
-    tracks: Sequence[Track | None],
-    episodes: Mapping[int, Episode],
+    asked: Request,
+    samples: Mapping[int, Track | Episode],
     *,
+    answered: bool,
     longest: int,
     pad_id: int,
     seconds: float,
@@ -22,13 +22,16 @@ def collect(
     """B samples as one batch.
 
     Args:
-      prompts, group_size: what was asked.
-      tracks: of every sample, group-major; None for one of no tokens.
-      episodes: of the samples that have an environment, by their row.
+      asked: the request.
+      samples: by their row; those of no tokens are missing.
+      answered: they are episodes.
       longest: most tokens of a completion; rows are as long as that and the longest prompt.
       pad_id: fills the rows.
       seconds: that generating took.
     """
+    prompts, group_size = asked.prompts, asked.group_size
+    episodes: Any = samples if answered else {}
+    tracks: Any = {b: episode.track for b, episode in episodes.items()} if answered else samples
     P, width = prompts.tokens_PT.shape
     B, T = P * group_size, width + longest
     tokens_BT = np.full((B, T), pad_id, np.int32)
@@ -36,8 +39,9 @@ def collect(
     kept_BT, version_BT = np.ones((B, T), np.float32), np.full((B, T), -1, np.int32)
     length_B = np.repeat(np.asarray(prompts.length_P, np.int32), group_size)
     stop_B = np.full(B, STOP_LENGTH, np.int32)
-    completions = ["" if track is None else track.text for track in tracks]
-    for b, track in enumerate(tracks):
+    completions = [""] * B
+    for b in range(B):
+        track = tracks.get(b)
         n = length_B[b]
         tokens_BT[b, :n] = prompts.tokens_PT[b // group_size, :n]
         if track is None:
@@ -48,7 +52,7 @@ def collect(
         logprob_BT[b, n:end], raw_BT[b, n:end] = track.logprobs, track.raw_logprobs
         kept_BT[b, n:end] = track.kept
         mask_BT[b, n:end] = np.asarray(track.versions) >= 0
-        length_B[b], stop_B[b] = end, track.stop
+        length_B[b], stop_B[b], completions[b] = end, track.stop, track.text
     records = [NO_EPISODE] * B
     for b, episode in episodes.items():
         assert episode.stop is not None, b

@@ -73,7 +73,15 @@ class Scheduler:
 
     # What the caller reports.
 
-    def add(self, prompt: int, length: int, samples: Sequence[tuple[int, int, float | None]], pieces: int = 1) -> None:
+    def add(
+        self,
+        prompt: int,
+        length: int,
+        samples: Sequence[tuple[int, int, float | None]],
+        pieces: int = 1,
+        *,
+        urgent: bool = False,
+    ) -> None:
         """Queues the samples of one prompt.
 
         Args:
@@ -81,9 +89,10 @@ class Scheduler:
           length: its tokens.
           samples: (handle, most new tokens, expected new tokens or None) of each.
           pieces: into how many groups, which may sit on different shards, to cut them.
+          urgent: they come before samples that are not.
         """
         made = [
-            Sample(handle, prompt, length, max_new, expected, max_new, length - 1, Store(("sample", handle, 0)))
+            Sample(handle, prompt, length, max_new, expected, max_new, length - 1, Store(("sample", handle, 0)), urgent)
             for handle, max_new, expected in samples
         ]
         self.samples.update((s.id, s) for s in made)
@@ -117,6 +126,17 @@ class Scheduler:
             store.pages = []
             given.append((store, shard.index, held))
         return given
+
+    def stop(self) -> Plan:
+        """Gives up all samples; the plan frees the lanes in which the device would go on."""
+        plan = Plan()
+        for sample in self.samples.values():
+            self._vacate(sample, live=True)
+        for shard in self._shards:
+            plan.frees.extend((shard.index, lane) for lane in shard.vacated)
+            shard.vacated = []
+        self.samples.clear()
+        return plan
 
     def pause(self, handle: int, *, position: int) -> None:
         """Takes a sample out of its lane until `resume`; keeps the cache of its tokens before `position`."""
@@ -178,7 +198,7 @@ class Scheduler:
         plan = Plan()
         self._plans += 1
         if not self._sorted:
-            self._pieces.sort(key=lambda piece: (self._expected(piece[0]), -piece[0].id))
+            self._pieces.sort(key=lambda piece: (piece[0].urgent, self._expected(piece[0]), -piece[0].id))
             self._sorted = True
         for shard in self._shards:
             self._grow(shard, plan)

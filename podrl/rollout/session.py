@@ -40,7 +40,7 @@ class Track:
     """Host record of one sample; the lists run over its completion.
 
     Attributes:
-      handle: its number in the session, in order of submission.
+      handle: its number in the session that it is in, in order of submission.
       prompt: the prompt's tokens.
       sampling: its settings, `max_new` filled in.
       stop_ids: every id that ends, or pauses, it.
@@ -49,6 +49,9 @@ class Track:
       tokens, logprobs, kept, raw_logprobs, versions: of sampled and given tokens, see `podrl.types.Rollouts`; a given
         token has version -1, kept 1 and zeros.
       sampled, limit: tokens sampled so far, and at most before it ends or pauses.
+      hold: tokens sampled at which it leaves the session, to go on in another; None for never.
+      held: it has left, or was not in one yet.
+      recorded: `hold` repeats what once happened by the clock: pages are laid out as then, when nothing foretold it.
       stop: why it ended; None while it has not.
       paused: why it paused; None while it runs.
       first: the first token sampled since it was extended.
@@ -70,11 +73,23 @@ class Track:
     versions: list[int] = dataclasses.field(default_factory=list)
     sampled: int = 0
     limit: int = 0
+    hold: int | None = None
+    held: bool = True
+    recorded: bool = False
     stop: int | None = None
     paused: int | None = None
     first: int = 0
     text: str = ""
     epoch: int = 0
+
+    def leave_at(self, hold: int | None, *, recorded: bool) -> None:
+        """Sets where it leaves the session that it is about to enter."""
+        self.hold, self.recorded = hold, recorded
+
+    @property
+    def until(self) -> int:
+        """Tokens sampled at which it ends, pauses or is held."""
+        return self.limit if self.hold is None else min(self.limit, self.hold)
 
 
 @dataclasses.dataclass
@@ -118,6 +133,7 @@ class Session:
     Attributes:
       state: pools and lanes, to be handed to the next session.
       stats: counters so far.
+      took, planned: seconds of the last dispatches, and of planning them.
     """
 
     def __init__(
@@ -146,8 +162,8 @@ class Session:
         self._flights: list[_Flight] = []
         self._count = 0
         self._idle_since = time.perf_counter()
-        self._took: deque[float] = deque(maxlen=4)  # seconds of the last dispatches
-        self._planned: deque[float] = deque(maxlen=4)  # seconds of planning them
+        self.took: deque[float] = deque(maxlen=4)
+        self.planned: deque[float] = deque(maxlen=4)
 
     def add(
         self,
@@ -169,23 +185,42 @@ class Session:
           pieces: see `Scheduler.add`.
           openings: one per sample, with room for its tokens: the samples then pause where others end.
         """
+        given = openings or [None] * len(keys_G2)
+        tracks = [self.track(prompt, key, sampling, opening) for key, opening in zip(keys_G2, given, strict=True)]
+        self.seat(tracks, expected=expected, pieces=pieces)
+        return tracks
+
+    def track(self, prompt: np.ndarray, key: np.ndarray, sampling: Sampling, opening: Opening | None = None) -> Track:
+        """Makes the record of a sample that is in no session yet; arguments as of `add`."""
         assert sampling.max_new is not None and sampling.max_new > 0, sampling
         stop_ids = (*self._eos_ids, *sampling.stop_ids)
-        tracks = []
-        for key in keys_G2:
-            finder = StopFinder(sampling.stop_strings, self._decode) if sampling.stop_strings else None
-            limit = min(sampling.max_new, self._cache_tokens - len(prompt))
-            tracks.append(Track(self._count, prompt, sampling, stop_ids, key, bool(openings), finder, limit=limit))
-            self._count += 1
-        for track, opening in zip(tracks, openings, strict=bool(openings)):
+        finder = StopFinder(sampling.stop_strings, self._decode) if sampling.stop_strings else None
+        limit = min(sampling.max_new, self._cache_tokens - len(prompt))
+        track = Track(-1, prompt, sampling, stop_ids, key, opening is not None, finder, limit=limit)
+        if opening is not None:
             self._open(track, opening)
+        return track
+
+    def seat(
+        self, tracks: Sequence[Track], *, expected: float | None = None, pieces: int = 1, urgent: bool = False
+    ) -> None:
+        """Submits samples of one prompt: new ones, or such as another session held.
+
+        Args:
+          tracks: their records.
+          expected, pieces: see `add`.
+          urgent: before samples that are not.
+        """
+        for track in tracks:
+            track.handle, track.held = self._count, False
+            self._count += 1
         self._tracks.update((t.handle, t) for t in tracks)
-        handle = tracks[0].handle
+        handle, prompt = tracks[0].handle, tracks[0].prompt
         self._prompts[handle] = prompt
-        self._scheduler.add(handle, len(prompt), [(t.handle, t.limit, expected) for t in tracks], pieces)
+        rows = [(t.handle, t.until - t.sampled, expected) for t in tracks]
+        self._scheduler.add(handle, len(prompt), rows, pieces, urgent=urgent)
         for track in tracks:
             self._scheduler.give(track.handle, len(track.tokens))
-        return tracks
 
     def refresh(self, params: PyTree, version: int) -> None:
         """Uses new weights (prepared by the engine) from the next dispatch on; caches are kept."""
@@ -202,30 +237,41 @@ class Session:
         return bool(self._flights) or self._scheduler.busy
 
     @property
+    def flying(self) -> int:
+        """Number of samples in the dispatch in flight; 0 without one."""
+        return len(self._flights[0].lanes) if self._flights else 0
+
+    @property
     def slack_s(self) -> float:
         """Seconds in which `step` need not be called yet: the device has work until then. 0 where it may be idle.
 
         Samples that are extended meanwhile run in the next dispatch, not in the one behind it.
         """
-        if not self._flights or not self._took:
+        if not self._flights or not self.took:
             return 0.0
         began = max(self._flights[0].launched, self._idle_since)
-        return max(began + 0.9 * min(self._took) - 2 * max(self._planned) - time.perf_counter(), 0.0)
+        return max(began + 0.9 * min(self.took) - 2 * max(self.planned) - time.perf_counter(), 0.0)
 
     def step(self) -> list[Track]:
-        """Launches a dispatch if there is one, reads the one before; returns samples that ended or paused."""
+        """Launches a dispatch if there is one, reads the one before; returns samples that ended, paused or are held."""
         started = time.perf_counter()
         plan = self._scheduler.plan()
-        self._planned.append(time.perf_counter() - started)
+        self.planned.append(time.perf_counter() - started)
         self._carry_out(plan)
         if plan.running:
             self._launch(plan)
             if len(self._flights) < 2:
                 return []
+        return self.read()
+
+    def read(self) -> list[Track]:
+        """Reads the dispatch in flight, if there is one, and launches none: as `step`, the device idle from then on."""
         return self._read(self._flights.pop(0)) if self._flights else []
 
     def extend(self, track: Track, opening: Opening) -> None:
         """Appends given tokens to a paused sample and lets it go on; ends it where nothing is left to sample.
+
+        A sample that has drawn all it may in this session is held; one that was held comes back.
 
         Raises:
           ValueError: the sample is not paused, or the tokens are more than it has room for.
@@ -235,12 +281,36 @@ class Session:
         if len(opening.tokens) > (room := self.room(track)):
             raise ValueError(f"{len(opening.tokens)} tokens do not fit sample {track.handle}: it has room for {room}.")
         self._open(track, opening)
-        self._scheduler.give(track.handle, len(opening.tokens))
+        if not track.held:
+            self._scheduler.give(track.handle, len(opening.tokens))
         if track.limit == track.sampled:
             self.end(track, STOP_LENGTH)
             return
         track.paused = None
-        self._scheduler.resume(track.handle, left=track.limit - track.sampled)
+        if track.until == track.sampled:
+            self.hold(track)
+        elif track.held:
+            self.seat([track], urgent=track.hold is None)
+        else:
+            last = track.limit if track.recorded else track.until
+            self._scheduler.resume(track.handle, left=last - track.sampled)
+
+    def hold(self, track: Track) -> None:
+        """Takes an open sample out of the session, with all that another needs to go on with it."""
+        if not track.held:
+            track.held = True
+            self._release(track, live=track.paused is None and track.sampled < track.until)
+
+    def suspend(self) -> list[Track]:
+        """Ends the session: reads what is in flight, and holds all that is open; returns what ended or paused."""
+        events = []
+        while self._flights:
+            events.extend(self._read(self._flights.pop(0)))
+        for track in self._tracks.values():
+            track.held = True
+        self._tracks.clear()
+        self._carry_out(self._scheduler.stop())
+        return [track for track in events if track.stop is not None or track.paused is not None]
 
     def spare_stop_ids(self, sampling: Sampling) -> int:
         """Stop ids that an opening may bring."""
@@ -269,7 +339,10 @@ class Session:
     def end(self, track: Track, stop: int = STOP_STRING) -> None:
         """Ends a sample that is open, paused or not."""
         track.paused, track.stop = None, stop
-        self._close(track, live=True)
+        if track.held:
+            track.text = self._text(track, stop)
+        else:
+            self._close(track, live=True)
 
     # Device work of a plan.
 
@@ -313,7 +386,7 @@ class Session:
             updates.token_R[r] = track.tokens[-1] if track.tokens else track.prompt[-1]
             updates.position_R[r] = len(track.prompt) + len(track.tokens) - 1
             assert updates.position_R[r] == sample.position, (track.handle, updates.position_R[r], sample)
-            updates.left_R[r] = track.limit - track.sampled
+            updates.left_R[r] = track.until - track.sampled
             updates.top_k_R[r] = sampling.top_k or 0
             updates.key_R2[r] = track.key
             updates.stop_RE[r, : len(track.stop_ids)] = track.stop_ids
@@ -348,14 +421,14 @@ class Session:
     def _read(self, flight: _Flight) -> list[Track]:
         out = jax.device_get(flight.emitted)
         now = time.perf_counter()
-        self._took.append(now - max(flight.launched, self._idle_since))
+        self.took.append(now - max(flight.launched, self._idle_since))
         self._idle_since = now
         steps_X = out.steps_X
         self.stats.decode_steps += int(steps_X.max())
         self.stats.lane_steps += int(steps_X.sum()) * self.engine.shape.lanes
         events = []
         for track, r, epoch in flight.lanes:
-            if track.epoch != epoch or track.stop is not None or track.paused is not None:
+            if track.epoch != epoch or track.stop is not None or track.paused is not None or track.held:
                 continue
             count = int(out.count_R[r])
             track.tokens.extend(out.tokens_RT[r, :count].tolist())
@@ -373,7 +446,7 @@ class Session:
         return events
 
     def _settle(self, track: Track, live: bool) -> bool:
-        """Ends or pauses a sample after its new tokens were read; returns True if it did."""
+        """Ends, pauses or holds a sample after its new tokens were read; returns True if it did."""
         found = track.finder.find(track.tokens) if track.finder else None
         if found is None and live:
             return False
@@ -382,6 +455,9 @@ class Session:
             stop = STOP_STRING
         else:
             stop = STOP_EOS if track.tokens and track.tokens[-1] in track.stop_ids else STOP_LENGTH
+        if stop == STOP_LENGTH and track.sampled < track.limit:
+            self.hold(track)
+            return True
         if not track.pauses:
             track.stop = stop
             self._close(track, live=live)
@@ -407,6 +483,9 @@ class Session:
     def _close(self, track: Track, live: bool) -> None:
         assert track.stop is not None
         track.text = self._text(track, track.stop)
+        self._release(track, live=live)
+
+    def _release(self, track: Track, live: bool) -> None:
         for store, shard, pages in self._scheduler.finish(track.handle, grown=track.sampled, live=live):
             self._spilled.pop(store.key, None)
             # Prefills keep what is not finite, so that it is noticed; the next owner of the pages must not read it.

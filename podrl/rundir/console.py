@@ -5,19 +5,28 @@ Every console of podrl is made here, with markup off: paths, prompts and names a
 
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import IO
 
 import rich.console
+import rich.live
 import rich.progress
 import rich.table
+import rich.text
 
 # Wide enough for the tables when the output goes to a file.
 _WIDTH = 100
+_NARROW = 60  # columns of a terminal below which the table of a run has no means
+_LAST = 10  # steps of those means
 
 
-def make_console(width: int = _WIDTH, *, stderr: bool = False, quiet: bool = False) -> rich.console.Console:
-    """Makes a console of standard output or error, `width` columns where that is no terminal, or a silent one."""
-    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+def make_console(
+    width: int = _WIDTH, *, stderr: bool = False, quiet: bool = False, file: IO[str] | None = None
+) -> rich.console.Console:
+    """Makes a console of standard output, error or a file, `width` columns where it is no terminal, or a silent one."""
+    terminal = (file or (sys.stderr if stderr else sys.stdout)).isatty()
     return rich.console.Console(
+        file=file,
         width=None if terminal else width,
         stderr=stderr,
         quiet=quiet,
@@ -41,40 +50,70 @@ def print_table(
 
 
 class Progress:
-    """A progress bar over steps with a few numbers: reward, KL, accuracy, tokens per second, time left.
+    """Progress over steps, with the numbers people watch.
 
-    On a terminal one live bar; otherwise a line every `every` steps and at the end.
+    On a terminal a live bar over a table of those numbers, beside their means over the last steps and at first; a
+    narrow terminal gets fewer columns. Otherwise a line every `every` steps and at the end, without control characters.
     """
 
     def __init__(self, console: rich.console.Console, description: str, start: int, total: int, every: int):
         self._console, self._total, self._every = console, total, max(every, 1)
         self._name = description
+        self._seen: dict[str, list[float]] = {}
         self._live = None
         if console.is_terminal:
-            self._live = rich.progress.Progress(
+            self._bar = rich.progress.Progress(
                 rich.progress.TextColumn("{task.description}", markup=False),
                 rich.progress.BarColumn(bar_width=20),
                 rich.progress.MofNCompleteColumn(),
-                rich.progress.TextColumn("{task.fields[numbers]}", markup=False),
-                rich.progress.TimeRemainingColumn(),
+                rich.progress.TextColumn("{task.fields[left]}", markup=False),
                 console=console,
             )
-            self._task = self._live.add_task(description, total=total, completed=start, numbers="")
+            self._task = self._bar.add_task(description, total=total, completed=start, left="")
+            self._live = rich.live.Live(self._bar, console=console, refresh_per_second=2)
             self._live.start()
 
-    def update(self, step: int, numbers: Mapping[str, float], seconds_left: float | None) -> None:
-        """Shows step `step` of the total with named numbers; `seconds_left` is None where it is not known yet."""
-        text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
+    def update(
+        self,
+        step: int,
+        numbers: Mapping[str, float],
+        seconds_left: float | None,
+        more: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Shows step `step` of the total.
+
+        Args:
+          numbers: by name; all that a line shows.
+          seconds_left: None where it is not known yet.
+          more: further numbers of the table.
+        """
+        left = "" if seconds_left is None else f"left {int(seconds_left) // 60}:{int(seconds_left) % 60:02d}"
         if self._live is not None:
-            self._live.update(self._task, completed=step, numbers=text)
+            self._bar.update(self._task, completed=step, left=left)
+            self._live.update(rich.console.Group(self._bar, self._table({**numbers, **more})))
         elif step % self._every == 0 or step in (1, self._total):
-            left = "" if seconds_left is None else f"  left {int(seconds_left) // 60}:{int(seconds_left) % 60:02d}"
-            self._console.print(f"{self._name} {step}/{self._total}  {text}{left}")
+            text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
+            self._console.print(f"{self._name} {step}/{self._total}  {text}" + (f"  {left}" if left else ""))
             self._console.file.flush()
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
+
+    def _table(self, numbers: Mapping[str, float]) -> rich.table.Table:
+        """The numbers of this step beside those before; names are the user's, and mean what they say."""
+        wide = self._console.width >= _NARROW
+        table = rich.table.Table(box=None, pad_edge=False)
+        table.add_column("", overflow="ellipsis", no_wrap=True)
+        for title in ("now", f"last {_LAST}", f"first {_LAST}") if wide else ("now",):
+            table.add_column(title, justify="right", no_wrap=True)
+        for name, value in numbers.items():
+            seen = self._seen.setdefault(name, [])
+            seen.append(value)
+            means = [_short(sum(part) / len(part)) for part in (seen[-_LAST:], seen[:_LAST])] if wide else []
+            table.add_row(rich.text.Text(name), _short(value), *means)
+            del seen[_LAST:-_LAST]
+        return table
 
 
 def _short(value: float) -> str:

@@ -83,7 +83,7 @@ def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mappin
     """
     allowed: list[str] = []
     refused: list[str] = []
-    theirs = _in_prompts(theirs)
+    theirs = _in_sequences(_in_prompts(theirs))
     read = {key: value for key, value in theirs.items() if key in mine or not isinstance(value, Mapping)}
     for key, was, now in _differences(read, mine, defaults):
         free = key.startswith(_FREE) or key.endswith(_DEADLINE)
@@ -93,6 +93,23 @@ def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mappin
             free, note = not spans, f" ({spans[0]} spans all steps)" if spans else ""
         (allowed if free else refused).append(f"{key} was {was!r}, now {now!r}{note}")
     return allowed, refused
+
+
+def last_step(values: Mapping[str, Any]) -> int | None:
+    """The last step of a run by its config.json, None where that does not say.
+
+    trainer.max_steps counts updates, of which a step makes passes x mini-batches.
+    """
+
+    def number(section: str, key: str) -> int:
+        group = values.get(section)
+        found = group.get(key) if isinstance(group, Mapping) else None
+        return found if type(found) is int and found > 0 else 0
+
+    passes = number("grpo", "num_iterations") or number("ppo", "num_iterations") or 1
+    prompts, mini = number("rollout", "prompts_per_step"), number("trainer", "mini_batch_size")
+    updates = passes * (prompts // mini if 0 < mini <= prompts else 1)
+    return -(-number("trainer", "max_steps") // updates) or None
 
 
 def unknown(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -113,6 +130,19 @@ def _in_prompts(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     prompts, rest = divmod(size, sections[0].get("num_generations", 1))
     return {**values, "trainer": {**trainer, "mini_batch_size": f"{size} sequences" if rest else prompts}}
+
+
+def _in_sequences(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Renames trainer.train_micro_batch_size of a run of an earlier version, which counted sequences."""
+    trainer = values.get("trainer", {})
+    if (
+        not isinstance(trainer, Mapping)
+        or "train_micro_batch_size" not in trainer
+        or "micro_batch_sequences" in trainer
+    ):
+        return values
+    size = trainer["train_micro_batch_size"]
+    return {**values, "trainer": {**trainer, "train_micro_batch_size": None, "micro_batch_sequences": size}}
 
 
 def _spanned(values: Mapping[str, Any]) -> str:

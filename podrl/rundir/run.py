@@ -11,8 +11,11 @@ from typing import Any
 
 import rich.console
 
-from podrl.rundir import identity
+from podrl.rundir import gauges, identity
 from podrl.rundir.console import make_console
+from podrl.rundir.profiler import Profiler
+from podrl.rundir.spans import Spans
+from podrl.rundir.tracing import Tracing
 from podrl.runtime import signals
 from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints
 from podrl.runtime.child import refuse_inside
@@ -39,6 +42,11 @@ class Run:
       checkpoints: None without a workdir.
       console: where tables and progress go.
       watchdog: names and times the stages.
+      planned: seconds by stage of the plan that log.plan names.
+      command: what starts this run again, as the user would type it.
+      profiler: writes jax's profile of steps that are asked for.
+      spans: what this process did when, its stages among it.
+      tracing: records spans and samples; None where this process writes no metrics, and with log.trace='off'.
       passed: called after a save with the newest step that has a complete checkpoint.
     """
 
@@ -77,10 +85,18 @@ class Run:
         self.workdir: pathlib.Path | None = None
         self._mirror: Mirror | None = None
         self.log_config = log or LogConfig()
+        self.planned = gauges.read_plan(self.log_config.plan) if leads else {}
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.config, self._defaults = dict(config or {}), dict(defaults or {})
         self.console = console or make_console(quiet=not leads)
         self.watchdog = Watchdog(self.log_config.stall_s)
+        self.watchdog.tells, self.watchdog.last_words = leads, self.how_to_resume
+        self.command = "the same script"
+        self._told = 0  # newest step that a complete checkpoint was known of
+        self.profiler = Profiler(self.place)
+        self.spans = Spans()
+        self.watchdog.ended = self.spans.add
+        self.tracing: Tracing | None = None
         self.checkpoints: Checkpoints | None = None
         self.metrics: MetricsLog | None = None
         self.passed: list[Callable[[int], None]] = []
@@ -117,8 +133,12 @@ class Run:
                 self.checkpoints.close()
         try:
             with self.watchdog.stage("closing the run directory"):
+                self.profiler.close()
                 if self.metrics is not None:
                     self.metrics.close()
+                if self.tracing is not None:
+                    self.tracing.add_spans(self.spans.take())
+                    self.tracing.close()
                 self._close_mirror(failed=exc[0] is not None)
         finally:
             self._give_back()
@@ -138,6 +158,9 @@ class Run:
             for number in signals.NUMBERS:
                 self._handlers.setdefault(number, signal.getsignal(number))
                 signal.signal(number, self._on_signal)
+            if hasattr(signal, "SIGUSR2"):
+                self._handlers.setdefault(signal.SIGUSR2, signal.getsignal(signal.SIGUSR2))
+                signal.signal(signal.SIGUSR2, lambda number, frame: self.profiler.ask())
 
     def stopping(self) -> bool:
         """True if the run was asked to stop.
@@ -153,8 +176,18 @@ class Run:
         """The newest step with a complete checkpoint; 0 when there is none."""
         return max(self.checkpoints.steps(), default=0) if self.checkpoints is not None else 0
 
+    def how_to_resume(self) -> str:
+        """Names the saved step and the command that resumes; asks no bucket; '' where another process tells."""
+        if self.checkpoints is None or not self.leads:
+            return ""
+        step = self._told if is_remote(self.place) else self.saved_step()
+        if not step:
+            return f"No step is saved in {self.place} yet. Start again with: {self.command}"
+        return f"Step {step} is saved in {self.place}. Resume with: {self.command}"
+
     def tell_saved(self, step: int) -> None:
         """Tells those who keep things of a step that a checkpoint has passed it."""
+        self._told = max(self._told, step)
         for passed in self.passed:
             passed(step)
 
@@ -168,6 +201,8 @@ class Run:
         self.begin()
         if self.workdir is not None and self.leads:
             self.metrics = MetricsLog(self.workdir, self.log_config, start=start, run_config=self.config, marks=marks)
+            if self.log_config.trace != "off":
+                self.tracing = Tracing(self.workdir, self.log_config, start=start)
             for sentence in self.metrics.lost:
                 self.console.print(sentence)
 

@@ -29,8 +29,8 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
     evals = eval_records(records)
     steps = [r for r in records if "time/step" in r]
     seconds = {
-        name.removeprefix("time/"): round(sum(r.get(name) or 0.0 for r in steps), 3)
-        for name in sorted({n for r in steps for n in r if n.startswith("time/")})
+        name.removeprefix("time/"): round(sum(r.get(name) or 0.0 for r in records), 3)
+        for name in sorted({n for r in records for n in r if n.startswith("time/")})
     }
 
     def rate(tokens: str, time: str) -> float | None:
@@ -94,7 +94,7 @@ def draw_curve(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None
     figure.savefig(path, dpi=110)
 
 
-_SHARES = ("answer", "partial", "format", "pass")
+_SHARES = ("answer", "partial", "format", "pass", "majority", "pair_accuracy")
 _RECORDS, _ERROR = "records", "error/"
 _Z = 1.96  # standard errors on either side of the mean that hold 95 % of a normal distribution
 
@@ -133,7 +133,8 @@ def _half_width(values: Mapping[str, float], name: str) -> float:
 
 
 def _means(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if name != _RECORDS and not name.startswith(_ERROR)}
+    records = (_RECORDS, f"/{_RECORDS}")
+    return {name: value for name, value in values.items() if not name.startswith(_ERROR) and not name.endswith(records)}
 
 
 def _eval_values(record: Mapping[str, Any]) -> dict[str, float]:

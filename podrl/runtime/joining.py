@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from podrl.runtime.channel import ChannelError
+from podrl.runtime.channel import Channel, ChannelError
 from podrl.runtime.detect import UNIX, Cluster, too_few_workers
+from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import ROLLOUT, Hosts, assign
 from podrl.runtime.sockets import interface_towards
@@ -50,6 +51,43 @@ def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) ->
     Raises:
       ValueError: the job's secret is missing.
     """
+    secret = _secret(environment)
+    leader = cluster.channel
+    if not leader:
+        host, _, port = cluster.coordinator.rpartition(":")
+        leader = f"{host}:{int(port) + _CHANNEL_PORT_AFTER_COORDINATOR}"
+    process = cluster.process_index
+    if cluster.trainers and cluster.role == ROLLOUT:  # every rollout slice counts its own hosts from 0
+        process += cluster.trainers + cluster.slice_index * cluster.process_count
+    return Seat(process, hosts, leader, secret, disposable=cluster.topology == "split")
+
+
+def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float) -> Seat:
+    """Asks the leader of a running job, at 'host:port', for the seat of one more rollout host.
+
+    Raises:
+      ValueError: the job's secret is missing, or the address is none.
+      ChannelError: no answer within the deadline, or the job takes nobody in.
+    """
+    secret = _secret(environment)
+    host, _, port = leader.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"--join={leader} must be HOST:PORT, which trainer 0 of the running job prints.")
+    channel = Channel("a host that joins", secret=secret, host=interface_towards(host))
+    try:
+        told = channel.call(leader, "number", Message(), deadline_s=deadline_s).value
+    except ChannelError as error:
+        raise ChannelError(
+            f"--join={leader}: {error} Is trainer 0 of a --topology=split job running there, is PODRL_SECRET that "
+            "job's, and is the port open between the hosts?"
+        ) from None
+    finally:
+        channel.close()
+    hosts = Hosts(tuple(told["trainer"]), tuple(told["rollout"]))
+    return Seat(int(told["process"]), hosts, leader, secret, disposable=True)
+
+
+def _secret(environment: Mapping[str, str]) -> str:
     secret = environment.get("PODRL_SECRET", "")
     if not secret and (file := environment.get("PODRL_SECRET_FILE")):
         try:
@@ -63,14 +101,7 @@ def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) ->
             "PODRL_SECRET is not set: the processes of a job encrypt what they tell each other with it. Set the same "
             "random text on all hosts (launch/ does), for example: export PODRL_SECRET=$(openssl rand -hex 16)"
         )
-    leader = cluster.channel
-    if not leader:
-        host, _, port = cluster.coordinator.rpartition(":")
-        leader = f"{host}:{int(port) + _CHANNEL_PORT_AFTER_COORDINATOR}"
-    process = cluster.process_index
-    if cluster.trainers and cluster.role == ROLLOUT:  # every rollout slice counts its own hosts from 0
-        process += cluster.trainers + cluster.slice_index * cluster.process_count
-    return Seat(process, hosts, leader, secret, disposable=cluster.topology == "split")
+    return secret
 
 
 def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -> dict[str, Any] | None:

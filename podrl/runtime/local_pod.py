@@ -27,7 +27,8 @@ from podrl.runtime.roles import ROLLOUT, Hosts
 from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE
 
 _GRACE_S = 20.0  # after one process failed, for the others to say why and go
-_RESTARTS = 5
+RESTARTS = 5
+_LEADER = 0
 _PR_SET_PDEATHSIG = 1
 _LONGEST_PLACE = 60
 # Memory of a process before it has a model: Python, jax and podrl.
@@ -43,26 +44,32 @@ _ABORT = b"Terminating process because the JAX distributed service detected fata
 class LocalPod:
     """N processes of one job on this machine."""
 
-    def __init__(self, command: Sequence[str], hosts: Hosts, *, replace_rollouts: bool, environment: Mapping[str, str]):
+    def __init__(
+        self,
+        command: Sequence[str],
+        hosts: Hosts,
+        *,
+        replace_rollouts: bool,
+        environment: Mapping[str, str],
+        restarts: int = RESTARTS,
+    ):
         """Stores the command and its processes; starts nothing.
 
         Args:
           command: of every process.
           hosts: who does what.
-          replace_rollouts: start a rollout process again that was killed or asked to be restarted.
-          environment: of every process; what tells it its place is added.
+          replace_rollouts: the job goes on where a rollout process was killed or asked to be restarted.
+          environment: of every process; what tells it its place is added, PODRL_SECRET and PODRL_CHANNEL where they
+            are not there.
+          restarts: how often rollout processes are started again in that case.
         """
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
-        (channel,) = free_ports(1)
-        self._environment = dict(environment) | {
-            "PODRL_PLATFORM": "local",
-            "PODRL_PROCESS_COUNT": str(len(hosts.trainer) + len(hosts.rollout)),
-            "PODRL_CHANNEL": f"127.0.0.1:{channel}",
-            "PODRL_SECRET": secrets.token_hex(16),
-        }
+        own = {"PODRL_CHANNEL": f"127.0.0.1:{free_ports(1)[0]}", "PODRL_SECRET": secrets.token_hex(16)}
+        place = {"PODRL_PLATFORM": "local", "PODRL_PROCESS_COUNT": str(len(hosts.trainer) + len(hosts.rollout))}
+        self._environment = own | dict(environment) | place
         self._children: dict[int, subprocess.Popen] = {}
         self._threads: list[threading.Thread] = []
-        self._restarts = 0
+        self._restarts = restarts  # that are left
         self._stopping = 0  # the signal that asks for the end
 
     def run(self) -> int:
@@ -107,10 +114,15 @@ class LocalPod:
                 if code is None:
                     continue
                 del self._children[process]
-                if code and self._may_replace(process, code) and failed is None:
-                    self._restarts += 1
+                replaced = code and failed is None and self._may_replace(process, code)
+                if replaced and _LEADER not in self._children:
+                    self._say(f"{self._hosts.name(process)} ended with {_words(code)} after the job had ended.")
+                elif replaced and self._restarts:
+                    self._restarts -= 1
                     self._say(f"{self._hosts.name(process)} ended with {_words(code)}; it is started again.")
                     self._start(process)
+                elif replaced and any(self._hosts.role(other) == ROLLOUT for other in self._children):
+                    self._say(f"{self._hosts.name(process)} ended with {_words(code)}; the others go on.")
                 elif code and failed is None:
                     failed = self._code(code)
                     end = time.monotonic() + _GRACE_S
@@ -133,7 +145,7 @@ class LocalPod:
     def _may_replace(self, process: int, code: int) -> bool:
         infrastructure = code < 0 or code == EXIT_INFRASTRUCTURE
         rollout = self._hosts.role(process) == ROLLOUT
-        return self._replace and rollout and infrastructure and not self._stopping and self._restarts < _RESTARTS
+        return self._replace and rollout and infrastructure and not self._stopping
 
     def _kill(self) -> None:
         for child in self._children.values():

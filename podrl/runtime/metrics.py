@@ -8,12 +8,12 @@ import math
 import os
 import pathlib
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from podrl.config import Count, Natural, Positive, section
-from podrl.runtime.storage import write_whole
+from podrl.runtime.event_file import EventFile
+from podrl.runtime.storage import locate, write_whole
 
 log = logging.getLogger("podrl.metrics")
 
@@ -28,7 +28,11 @@ class LogConfig:
       wandb: '' for off, else the W&B mode: 'online' or 'offline' (extra [wandb]).
       wandb_project: W&B project name.
       samples_every: steps between samples written to samples.jsonl; 0 is never.
+      trace: whose samples are recorded token by token in the folder trace: no step's ('off'), those of every
+        `samples_every`-th step and of the first ('sampled'), or of 'all'. Spans are recorded unless it is 'off'.
+      trace_mb: megabytes (2^20 bytes) of the folder trace; the oldest steps make room for new ones.
       samples: completions written each time.
+      plan: file that `podrl.plan --json` wrote of this job, for perf/plan_*; '' for none.
       console_every: steps between printed lines when the output is not a terminal.
       stall_s: seconds a stage may take before all stacks are printed; after four times as long the process exits 42.
     """
@@ -38,6 +42,9 @@ class LogConfig:
     wandb_project: str = "podrl"
     samples_every: Natural = 10
     samples: Natural = 4
+    trace: Literal["off", "sampled", "all"] = "sampled"
+    trace_mb: Count = 512
+    plan: str = ""
     console_every: Count = 10
     stall_s: Positive = 900.0
 
@@ -83,7 +90,7 @@ class MetricsLog:
             self._open_wandb(config, run_config)
         marks = marks or {}
         self._metrics, self._samples = (
-            _Lines(self.workdir / name, start, marks.get(name)) for name in ("metrics.jsonl", "samples.jsonl")
+            Lines(self.workdir / name, start, marks.get(name)) for name in ("metrics.jsonl", "samples.jsonl")
         )
         self.lost = [
             f"{file.path.name} {file.differs}: it is not complete for the steps up to {start - 1}. The run goes on."
@@ -95,14 +102,14 @@ class MetricsLog:
         """Writes one record; not-a-number values are written as null, so every line is valid JSON."""
         values = {name: float(value) for name, value in metrics.items()}
         clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._metrics.append(json.dumps({"step": step, **clean}) + "\n")
+        self._metrics.write({"step": step, **clean})
         for sink in self._sinks:
             sink(step, values)
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends prompts, completions and rewards to samples.jsonl."""
         for sample in samples:
-            self._samples.append(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+            self._samples.write({"step": step, **sample})
 
     def marks(self) -> dict[str, Any]:
         """Returns size and checksum of the files' content, for the checkpoint of the last step written."""
@@ -115,7 +122,7 @@ class MetricsLog:
             close()
 
     def _open_tensorboard(self, start: int) -> None:
-        events = _TensorBoard(self.workdir / "tensorboard", start)
+        events = EventFile(self.workdir / "tensorboard", start)
         self._sinks.append(events.write)
         self._closers.append(events.close)
 
@@ -152,7 +159,12 @@ class MetricsLog:
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads all records of metrics.jsonl, oldest first; [] when there is none."""
-    path = pathlib.Path(workdir) / "metrics.jsonl"
+    return read_records(workdir, "metrics.jsonl")
+
+
+def read_records(workdir: str | os.PathLike, name: str) -> list[dict[str, Any]]:
+    """Reads the valid lines of a file of a run directory, here or in a bucket; [] when there is none."""
+    path = locate(workdir) / name
     return [record for _, record in _records(path.read_bytes() if path.exists() else b"")]
 
 
@@ -167,15 +179,16 @@ def _records(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield line, record
 
 
-class _Lines:
+class Lines:
     """A file to append lines to; lines that cannot be written wait for the next try.
 
     Attributes:
       path: of the file.
+      size: bytes of all lines so far, waiting ones included.
       differs: how the lines found are not those of the mark: 'is gone' for instance; '' where they are.
     """
 
-    def __init__(self, path: pathlib.Path, start: int, mark: Mapping[str, Any] | None):
+    def __init__(self, path: pathlib.Path, start: int, mark: Mapping[str, Any] | None = None):
         """Opens the file after dropping records at or after step `start`, and invalid lines."""
         self.path, self._waiting, self._failing = path, b"", False
         there = path.exists()
@@ -190,13 +203,26 @@ class _Lines:
             write_whole(path, kept)
         elif len(found) > len(kept):
             os.truncate(path, len(kept))  # takes no room on a full disk
-        self._size, self._sha256 = len(kept), hashlib.sha256(kept)
+        self.size, self._sha256 = len(kept), hashlib.sha256(kept)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def append(self, text: str) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends a record as one line."""
+        self._append(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def halve(self) -> None:
+        """Drops the older half of the file, and what waits for the disk."""
+        lines = self.path.read_bytes().split(b"\n")[:-1]
+        kept = b"".join(line + b"\n" for line in lines[len(lines) // 2 :])
+        write_whole(self.path, kept)
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._waiting, self.size, self._sha256 = b"", len(kept), hashlib.sha256(kept)
+
+    def _append(self, text: str) -> None:
         content = text.encode(errors="backslashreplace")  # a lone surrogate has no bytes
         self._waiting += content
-        self._size += len(content)
+        self.size += len(content)
         self._sha256.update(content)
         try:
             while self._waiting:
@@ -209,55 +235,13 @@ class _Lines:
 
     def mark(self) -> dict[str, Any]:
         """Returns size and checksum of all lines so far, waiting ones included."""
-        return {"size": self._size, "sha256": self._sha256.hexdigest()}
+        return {"size": self.size, "sha256": self._sha256.hexdigest()}
 
     def close(self) -> None:
-        self.append("")
+        self._append("")
         if self._waiting:
             log.error("%s lacks its last %d bytes.", self.path, len(self._waiting))
         os.close(self._file)
-
-
-class _TensorBoard:
-    """A TensorBoard event file, written at once: a full disk ends no thread, a killed process loses no event."""
-
-    def __init__(self, directory: pathlib.Path, start: int):
-        from tensorboardX import event_file_writer  # imported late: half a second that --dry_run need not pay
-        from tensorboardX.proto import event_pb2 as event_module
-        from tensorboardX.proto import summary_pb2 as summary_module
-
-        event_pb2: Any = event_module  # generated code without types
-        summary_pb2: Any = summary_module
-
-        self._event, self._summary, self._directory, self._failing = (
-            event_pb2.Event,
-            summary_pb2.Summary,
-            directory,
-            False,
-        )
-        directory.mkdir(parents=True, exist_ok=True)
-        earlier = any(directory.glob("events*"))
-        self._writer = event_file_writer.EventsWriter(str(directory / "events"))
-        if start or earlier:  # hides the events of later steps in the files of earlier lives
-            restarted = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.write_event(self._event(wall_time=time.time(), step=start, session_log=restarted))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-        try:
-            self._writer.write_event(event)
-            self._writer.flush()
-        except OSError as error:
-            if not self._failing:
-                log.error("TensorBoard events in %s are incomplete: %s.", self._directory, error.strerror)
-            self._failing = True
-
-    def close(self) -> None:
-        try:
-            self._writer.close()
-        except OSError as error:
-            log.error("TensorBoard events in %s are incomplete: %s.", self._directory, error.strerror)
 
 
 class UserMetrics:

@@ -6,6 +6,7 @@ sits in a collective or a barrier waiting for the dead.
 """
 
 import dataclasses
+import itertools
 import logging
 import os
 import socket
@@ -24,10 +25,11 @@ LEADER = 0
 _log = logging.getLogger("podrl.pod")
 _FAREWELL_S = 5.0
 _OVER_S = 3600.0
+_OVER_LATE_S = 5.0  # for who has a part in the job to leave by itself
 _LAST_S = 10.0
 _OTHERS_S = 30.0
 _LAST_STEP_S = 0.2  # from saying that one leaves to having left
-_LOOK_S = 2.0  # between two looks at where a process is
+_LOOK_S = 0.5  # between two looks at where a process is, and whether it is still the one to ask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Seat:
       hosts: who does what.
       leader: 'host:port' of the leader's endpoint.
       secret: of the job's channel.
-      disposable: rollout processes may go and come back (topology split).
+      disposable: rollout processes may come and go (topology split).
     """
 
     process: int
@@ -47,6 +49,15 @@ class Seat:
     leader: str
     secret: str
     disposable: bool = False
+
+    @property
+    def late(self) -> bool:
+        """True where this process came to a job that was running, and may leave it."""
+        return self.process >= self.hosts.count
+
+
+class MovedError(Exception):
+    """Another process has to be asked."""
 
 
 class Pod:
@@ -56,6 +67,10 @@ class Pod:
       seat: this process's place.
       name: 'trainer 0', 'rollout 1'.
       leads: whether this is the leader.
+      ids: process id and machine of each process, known on the leader once all have joined.
+      last_words: what is said before another's end ends this process: what is saved, and how to resume.
+      on_lost: called on the leader, on the channel's thread, with the number of a rollout process that is lost.
+      waiting: each says what else this process waits for, '' for nothing.
     """
 
     def __init__(self, seat: Seat, *, host: str):
@@ -71,10 +86,18 @@ class Pod:
         self._leader = self.channel.address if self.leads else seat.leader
         self._addresses: dict[int, str] = {LEADER: self._leader}
         self._changes = 0  # of the roster since all were there
+        self._complete = False  # all were there
+        self._numbers = itertools.count(seat.hosts.count)  # of processes that come later
+        self._given: set[int] = set()
         self._left: set[int] = set()
         self._gone: set[int] = set()
         self._ended = threading.Event()
         self._changed = threading.Condition()
+        self._waits: dict[int, tuple[str, float]] = {}  # of each thread, and since when
+        self.ids = {seat.process: (os.getpid(), socket.gethostname())}
+        self.last_words: Callable[[], str] = lambda: ""
+        self.on_lost: Callable[[int], None] = lambda process: None
+        self.waiting: list[Callable[[], str]] = []
         self._first_failure: int | None = None
 
     # Coming together.
@@ -106,6 +129,8 @@ class Pod:
         self.channel.watch(self._leader, self._lost_leader)
         threading.Thread(target=self._await_verdict, name="podrl-verdict", daemon=True).start()
         threading.Thread(target=self._follow_roster, name="podrl-roster", daemon=True).start()
+        if self.seat.disposable and self.seat.hosts.role(self.seat.process) == ROLLOUT:
+            threading.Thread(target=self._await_over, name="podrl-over", daemon=True).start()
         return self
 
     def _ask_leader(self, kind: str, key: str, message: Message, deadline_s: float) -> Message:
@@ -115,29 +140,64 @@ class Pod:
         return request.wait(deadline_s, f"{self._leader}: {key}")
 
     def address(self, process: int) -> str:
-        """Returns a process's address; a replaced rollout process has a new one, which is known soon after it came."""
+        """Returns a process's address; of one that came late, or again, it is known soon after it came."""
         with self._changed:
+            self._changed.wait_for(lambda: process in self._addresses, _OTHERS_S)
             return self._addresses[process]
+
+    def is_lost(self, process: int) -> bool:
+        """Returns, on the leader, whether a process is gone."""
+        with self._changed:
+            return process in self._gone or process in self._left
+
+    def is_at(self, process: int, address: str) -> bool:
+        """Returns, on the leader, whether a process is there, at this address."""
+        with self._changed:
+            return self._addresses.get(process) == address and not self.is_lost(process)
 
     # During the job.
 
-    def get(self, process: int, key: str, deadline_s: float) -> Message:
+    def get(self, process: int, key: str, deadline_s: float, *, moved: Callable[[], bool] = lambda: False) -> Message:
         """Waits for a message that a process offers under a key, also if it is replaced meanwhile.
 
         Raises:
           ChannelError: it was not there within the deadline.
+          MovedError: `moved` became true meanwhile: another process has to be asked.
         """
-        return self._ask(process, "get", key, Message(), deadline_s)
+        return self._ask(process, "get", key, Message(), deadline_s, moved)
 
-    def call(self, process: int, name: str, message: Message, deadline_s: float) -> Message:
+    def call(
+        self, process: int, name: str, message: Message, deadline_s: float, *, moved: Callable[[], bool] = lambda: False
+    ) -> Message:
         """Calls a function that a process serves.
 
         Raises:
           ChannelError: no answer within the deadline, or the function failed.
+          MovedError: as of `get`.
         """
-        return self._ask(process, "call", name, message, deadline_s)
+        return self._ask(process, "call", name, message, deadline_s, moved)
 
-    def _ask(self, process: int, kind: str, key: str, message: Message, deadline_s: float) -> Message:
+    def waits(self) -> str:
+        """Names the processes that threads of this one wait for, what for and how long, longest first; '' for none."""
+        now = time.monotonic()
+        oldest = sorted(list(self._waits.values()), key=lambda wait: wait[1])
+        said = [text for source in self.waiting if (text := source())]
+        said += [f"{what}, for {now - since:.0f} s" for what, since in oldest[:3]]
+        return "; ".join(said) + (f"; and {len(oldest) - 3} more" if len(oldest) > 3 else "")
+
+    def _ask(
+        self, process: int, kind: str, key: str, message: Message, deadline_s: float, moved: Callable[[], bool]
+    ) -> Message:
+        thread = threading.get_ident()
+        self._waits[thread] = (f"{key} of {self.seat.hosts.name(process)} (host {process})", time.monotonic())
+        try:
+            return self._answer(process, kind, key, message, deadline_s, moved)
+        finally:
+            del self._waits[thread]
+
+    def _answer(
+        self, process: int, kind: str, key: str, message: Message, deadline_s: float, moved: Callable[[], bool]
+    ) -> Message:
         end = time.monotonic() + deadline_s
         address = self.address(process)
         request = self.channel.request(address, kind, key, message)
@@ -148,6 +208,9 @@ class Pod:
                     f"{self.name} waited {deadline_s:.0f} s for {key} from {self.seat.hosts.name(process)} (host "
                     f"{process}): see what that host is doing (kill -USR1 prints its stacks), or raise log.stall_s."
                 )
+            if moved():
+                request.forget()
+                raise MovedError(key)
             if (new := self.address(process)) != address:
                 request.forget()
                 address, request = new, self.channel.request(new, kind, key, message)
@@ -155,6 +218,7 @@ class Pod:
 
     def _host_roster(self, deadline_s: float, too_few: Callable[[int, float], str]) -> None:
         everyone = set(self.seat.hosts.trainer) | set(self.seat.hosts.rollout)
+        self.channel.serve("number", self._number)
         self.channel.serve("join", self._joined)
         self.channel.serve("leave", self._on_leave)
         self.channel.serve("failing", self._on_failing)
@@ -165,7 +229,17 @@ class Pod:
                     names = ", ".join(f"{self.seat.hosts.name(p)} (host {p})" for p in sorted(missing))
                     reached = len(everyone) - len(missing)
                     raise ChannelError(f"{too_few(reached, deadline_s)} Missing: {names}.")
+            self._complete, self._changes = True, 0
             self.channel.put("roster", self._roster())
+
+    def _number(self, message: Message) -> Message:
+        """Gives a number to a process that comes late, and tells it who began the job."""
+        if not self.seat.disposable:
+            raise ValueError("hosts join a running job in --topology=split alone.")
+        with self._changed:
+            self._given.add(number := next(self._numbers))
+        hosts = self.seat.hosts
+        return Message({"process": number, "trainer": list(hosts.trainer), "rollout": list(hosts.rollout)})
 
     def _joined(self, message: Message) -> Message:
         who: Mapping[str, Any] = message.value
@@ -176,15 +250,21 @@ class Pod:
                 return Message()  # asked twice
             if returned and not (self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT):
                 raise ValueError(f"{self.seat.hosts.name(process)} is in the job already, from another process.")
+            if self.seat.hosts.count <= process and process not in self._given:
+                raise ValueError(f"host {process} is not of this job: a new host asks for its number.")
             self._addresses[process] = address
+            self.ids[process] = (int(who["pid"]), str(who["host"]))
             self._gone.discard(process)
             self._left.discard(process)
             self._changed.notify_all()
-            if returned:
+            if returned or process in self._given:
                 self._changes += 1
-                for key in ("roster", f"roster/{self._changes}"):
+                for key in ("roster", f"roster/{self._changes}") if self._complete else ():
                     self.channel.put(key, self._roster())
-                _log.warning("%s came back at %s.", self.seat.hosts.name(process), address)
+                what = "came back" if returned else "joined the job"
+                _log.warning("%s (host %d) %s at %s.", self.seat.hosts.name(process), process, what, address)
+        if returned:
+            self.on_lost(process)
         self.channel.watch(address, lambda: self._lost(process, address))
         return Message()
 
@@ -196,6 +276,7 @@ class Pod:
         with self._changed:
             self._changes = roster.value["changes"]
             self._addresses = {int(process): address for process, address in roster.value["addresses"].items()}
+            self._changed.notify_all()
 
     def _follow_roster(self) -> None:
         """Takes every new roster; nobody has to ask the leader where somebody is."""
@@ -284,12 +365,16 @@ class Pod:
         with self._changed:
             self._left.add(process)
             self._changed.notify_all()
-        replaced = self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT and code == EXIT_INFRASTRUCTURE
+        late = process >= self.seat.hosts.count  # comes and goes as it likes
+        rollout = self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT
+        replaced = rollout and (code == EXIT_INFRASTRUCTURE or (late and code != EXIT_DONE))
         orderly = code == EXIT_DONE or (code == EXIT_PREEMPTED and not message.value["text"])
         if not orderly and not replaced:
             # A user's error often strikes several processes at once: this one says and saves its own first.
             text = f"{self.seat.hosts.name(process)} ended with exit code {code}: {_first_line(message.value['text'])}"
             self._end(code, text, grace_s=_FAREWELL_S)
+        elif replaced:
+            self.on_lost(process)
         return Message()
 
     def _lost(self, process: int, address: str) -> None:
@@ -300,13 +385,31 @@ class Pod:
             self._gone.add(process)
         name = f"{self.seat.hosts.name(process)} (host {process}, {address})"
         if self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT:
-            _log.warning("%s is gone; training waits for its replacement when it needs samples.", name)
+            _log.warning("%s is gone; what it had under way goes to the others, or to the next that comes.", name)
+            self.on_lost(process)
             return
         self._end(EXIT_INFRASTRUCTURE, f"{name} is gone: its connection broke and did not come back")
 
     def _lost_leader(self) -> None:
         if not self._ended.is_set():
             self._end(EXIT_INFRASTRUCTURE, f"trainer 0 ({self._leader}) is gone: its connection broke")
+
+    def _await_over(self) -> None:
+        """Ends a rollout process that came too late to have a part in the job, when that is over."""
+        request = self.channel.request(self._leader, "get", "over", Message())
+        try:
+            request.wait(1e9, "trainer 0: over")
+        except ChannelError:
+            return
+        if not self._ended.wait(_OVER_LATE_S):
+            print(f"podrl: {self.name} ends: the job is over.", file=sys.stderr, flush=True)
+            self._ended.set()
+            self._tell_leader(EXIT_DONE, "")
+            os._exit(EXIT_DONE)
+
+    def quit(self, text: str) -> None:
+        """Ends this process, from whatever thread; a rollout process that may come and go is lost to the others."""
+        self._end(EXIT_INFRASTRUCTURE, text, farewell=True)
 
     def _await_verdict(self) -> None:
         request = self.channel.request(self._leader, "get", "verdict", Message())
@@ -325,6 +428,8 @@ class Pod:
                 return
             self.fail(code, text) if self.leads else self._ended.set()
             print(f"podrl: {self.name} ends with exit code {code}: {text}", file=sys.stderr, flush=True)
+            if code == EXIT_INFRASTRUCTURE and (words := self.last_words()):
+                print(f"podrl: {words}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             if farewell:
                 self._tell_leader(code, "")

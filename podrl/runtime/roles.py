@@ -7,14 +7,17 @@ TRAINER, ROLLOUT = "trainer", "rollout"
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """The processes of each role, by number in the job, ascending. A single process has both roles."""
+    """The processes of each role, by number in the job, ascending. A single process has both roles.
+
+    Those that join later, as rollouts, have the numbers after these, and the ranks.
+    """
 
     trainer: tuple[int, ...]
     rollout: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """Number of processes in the job."""
+        """Number of processes in the job as it begins."""
         return len(set(self.trainer) | set(self.rollout))
 
     def role(self, process: int) -> str:
@@ -23,6 +26,8 @@ class Hosts:
 
     def rank(self, process: int) -> int:
         """Returns the position of a process within its role."""
+        if process >= self.count:
+            return len(self.rollout) + process - self.count
         return (self.trainer if process in self.trainer else self.rollout).index(process)
 
     def name(self, process: int) -> str:

@@ -62,7 +62,7 @@ def name_of(fn: Any) -> str | None:
     return None if spec is None else f"{spec.get('file') or spec['module']}:{spec['name']}"
 
 
-def load(spec: Mapping[str, str]) -> Any:
+def load(spec: Mapping[str, Any]) -> Any:
     """The object a spec names: by 'file' or 'module', and 'name' (dotted inside the module).
 
     Raises:
@@ -82,7 +82,7 @@ def load(spec: Mapping[str, str]) -> Any:
     return found
 
 
-def load_function(spec: Mapping[str, str]) -> Any:
+def load_function(spec: Mapping[str, Any]) -> Any:
     """`load` of something that can be called.
 
     Raises:

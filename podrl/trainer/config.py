@@ -26,10 +26,11 @@ from podrl.trainer.optimizer import AdamSettings, BelowOne, Optimizer, Rate, mak
         "line is printed every --config.log.console_every steps.",
         "data_sharding_axis": "rows of a batch are always split over the mesh axes ('data', 'fsdp'); "
         "choose their sizes in the trainer's mesh.",
-        "rollout_micro_batch_size": "the rollout engine decodes RolloutConfig.lanes samples at a time and refills "
-        "them as samples finish.",
-        "compute_logps_micro_batch_size": "log-probabilities are computed on the packed rows of training; "
-        "max_seq_token_per_tpu bounds both.",
+        "rollout_micro_batch_size": "it counts prompts; the rollout engine decodes RolloutConfig.lanes samples at a "
+        "time, prompts x num_generations, and refills them as samples finish.",
+        "compute_logps_micro_batch_size": "log-probabilities are computed on the packed rows of training: "
+        "train_micro_batch_size, in prompts too, is for both.",
+        "compute_logps_chunk_size": "log-probabilities are always computed by chunks of the vocabulary.",
     },
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,16 +38,20 @@ class RLTrainingConfig(AdamSettings):
     """Settings of the trainer: steps, batch splits and optimizer. The first group has Tunix's names and defaults.
 
     Attributes:
-      eval_every_n_steps: steps between evaluations; 0 evaluates before and after only.
-      max_steps: steps of the run; None is one pass over the data.
+      eval_every_n_steps: updates between evaluations, which follow the step (a batch of prompts, which may make several
+        updates) that reaches the number; 0 evaluates before and after only.
+      max_steps: updates of the run, which ends with the step that reaches it; None is one pass over the data.
       gradient_accumulation_steps: micro-batches an update is split into at least; None leaves it to the other keys.
       checkpoint_root_directory: where checkpoints go; None is under the workdir.
       max_seq_token_per_tpu: tokens one device holds in a micro-batch; at least one row.
       actor_optimizer: any optax transformation; None is AdamW from the fields below.
       critic_optimizer: the same for the critic.
       mini_batch_size: prompts per update, each with its G samples; None is all of the step's. Must divide them.
-      train_micro_batch_size: sequences of the longest kind that a micro-batch must hold.
+      train_micro_batch_size: prompts, each with its G samples of the longest kind, that a micro-batch must hold; where
+        answers are given, sequences. It never changes a gradient.
 
+      micro_batch_sequences: sequences of the longest kind that a micro-batch must hold, in place of
+        train_micro_batch_size: for less than the samples of a prompt.
       max_tokens_per_row: length of a packed row; None is the longest sequence, rounded up to a multiple of 32 (CPU) or
         128, or 1.65 times that where sequences are short (up to 256 tokens), so that two of most share a row; where
         prompts are shared and sequences are not short, as much of a group as a device takes.
@@ -73,6 +78,7 @@ class RLTrainingConfig(AdamSettings):
     mini_batch_size: Count | None = None
     train_micro_batch_size: Count | None = None
 
+    micro_batch_sequences: Count | None = None
     max_tokens_per_row: Count | None = None
     share_prompts: bool | None = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -81,27 +87,39 @@ class RLTrainingConfig(AdamSettings):
     warmup_fraction: BelowOne = 0.0
     critic_learning_rate: Rate = 1e-5
 
-    def optimizer(self, *, updates_per_step: int = 1) -> Optimizer:
-        """Builds the actor's optimizer; schedules span max_steps x updates_per_step updates.
+    def __post_init__(self):
+        if self.train_micro_batch_size and self.micro_batch_sequences:
+            raise ValueError(
+                f"trainer.train_micro_batch_size={self.train_micro_batch_size} counts prompts, "
+                f"trainer.micro_batch_sequences={self.micro_batch_sequences} sequences: leave one of the two out."
+            )
 
-        Args:
-          updates_per_step: mini-batches x passes over them.
+    def micro_sequences(self, group_size: int) -> int | None:
+        """Sequences that a micro-batch must hold, `group_size` of each prompt; None if no key says so."""
+        return self.micro_batch_sequences or (self.train_micro_batch_size or 0) * group_size or None
+
+    def steps(self, updates_per_step: int) -> int | None:
+        """Steps of a run whose steps make so many updates each; None where `max_steps` does not say."""
+        return None if self.max_steps is None else -(-self.max_steps // updates_per_step)
+
+    def optimizer(self) -> Optimizer:
+        """Builds the actor's optimizer; schedules span max_steps updates.
 
         Raises:
           ValueError: a schedule that decays, and no number of steps.
         """
         if self.actor_optimizer is not None:
             return Optimizer(self.actor_optimizer)
-        return make_optimizer(self, **self._span(updates_per_step))
+        return make_optimizer(self, **self._span())
 
-    def critic(self, *, updates_per_step: int = 1) -> Optimizer:
+    def critic(self) -> Optimizer:
         """Builds the critic's optimizer: the actor's fields at `critic_learning_rate`."""
         if self.critic_optimizer is not None:
             return Optimizer(self.critic_optimizer)
         settings = dataclasses.replace(self, learning_rate=self.critic_learning_rate)
-        return make_optimizer(settings, **self._span(updates_per_step))
+        return make_optimizer(settings, **self._span())
 
-    def _span(self, updates_per_step: int) -> dict[str, int]:
+    def _span(self) -> dict[str, int]:
         """Returns the number of updates of the schedule, as make_schedule counts them."""
         needs_end = self.schedule != "constant" or self.warmup_fraction > 0
         if needs_end and self.max_steps is None:
@@ -109,5 +127,5 @@ class RLTrainingConfig(AdamSettings):
                 f"trainer.schedule={self.schedule!r} with trainer.warmup_fraction={self.warmup_fraction} needs the "
                 "number of steps: set trainer.max_steps."
             )
-        updates = (self.max_steps or 0) * updates_per_step
+        updates = self.max_steps or 0
         return {"warmup_steps": round(self.warmup_fraction * updates), "decay_steps": updates}

@@ -1,4 +1,4 @@
-"""The critic's forward pass, its training step, and the scoring of packed batches."""
+"""Models with one number per token: the critic's and the reward model's forward pass, training step and scoring."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -20,6 +20,14 @@ class ValueLoss(Protocol):
     """A loss on values, undivided, with its metrics, undivided too; `rows` are the per-token inputs beside it."""
 
     def __call__(self, value_BT: Float[Array, "B T"], rows: Any, /) -> tuple[Ratio, Mapping[str, Ratio]]: ...
+
+
+class ScoreForward(Trunk):
+    """Runs a reward model's forward pass."""
+
+    def __call__(self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T"]:
+        """Computes the score after each token. Dropout as in `hidden`."""
+        return scalar.scores(params, self.hidden(params, layout, dropout_key))
 
 
 class ValueForward(Trunk):
@@ -44,21 +52,32 @@ def make_critic_step(
     param_dtype: str = "float32",
     remat: str = "none",
     seed: int = 0,
+    reads: type[ValueForward] | type[ScoreForward] = ValueForward,
+    prefix: str = "critic",
 ) -> TrainStep:
-    """Builds train_step(state, frozen, batch) of a critic; the batch has rows of `loss`. See `step.make_update`."""
-    forward = ValueForward(config=config, mesh=mesh, dtype=dtype, remat=remat)
+    """Builds train_step(state, frozen, batch) of a scalar model; the batch has rows of `loss`; see `step.make_update`.
+
+    `reads` says which number of a token it is, `prefix` is the group of the update's metrics.
+    """
+    forward = reads(config=config, mesh=mesh, dtype=dtype, remat=remat)
     trainable, _ = scalar.split_trainable(scalar.abstract_params(config, mesh, jnp.dtype(param_dtype)), config)
     return make_update(
-        _objective(forward, loss), trainable, scalar.join_trainable, optimizer, mesh, prefix="critic", seed=seed
+        _objective(forward, loss), trainable, scalar.join_trainable, optimizer, mesh, prefix=prefix, seed=seed
     )
 
 
-def make_value_fn(config: ModelConfig, mesh: Mesh, *, dtype: str = "float32") -> ScoreFn:
+def make_value_fn(
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    dtype: str = "float32",
+    reads: type[ValueForward] | type[ScoreForward] = ValueForward,
+) -> ScoreFn:
     """Builds value_fn(params, batch) -> value_ABT, jitted; micro-batches beyond `batch.micro_batches` are 0."""
-    return make_score_fn(ValueForward(config=config, mesh=mesh, dtype=dtype), mesh)
+    return make_score_fn(reads(config=config, mesh=mesh, dtype=dtype), mesh)
 
 
-def _objective(forward: ValueForward, loss: ValueLoss) -> Objective:
+def _objective(forward: ValueForward | ScoreForward, loss: ValueLoss) -> Objective:
     def objective(params: PyTree, rows: Any, key: PRNGKeyArray) -> tuple[Ratio, Mapping[str, Ratio]]:
         return loss(forward(params, rows.layout, key), rows)
 

@@ -120,11 +120,11 @@ def pack_shape(
         )
     full = _SHARING_TOKENS if shared and kind == "cpu" else _DEVICE_TOKENS[kind]
     per_device = max(1, (limit or full) // tokens)
-    micro, count = training.train_micro_batch_size, training.gradient_accumulation_steps
+    micro, count = training.micro_sequences(group_size), training.gradient_accumulation_steps
     if training.mini_batch_size and micro and count and sequences != micro * count:
         raise ValueError(
-            f"trainer.mini_batch_size={training.mini_batch_size} makes {sequences} sequences, not trainer."
-            f"train_micro_batch_size={micro} x trainer.gradient_accumulation_steps={count}: leave one of the three out."
+            f"trainer.mini_batch_size={training.mini_batch_size} makes {sequences} sequences, not micro-batches of "
+            f"{micro} x trainer.gradient_accumulation_steps={count}: leave one of the three out."
         )
     if micro is None and count is not None:
         micro = _ceil(sequences, count)

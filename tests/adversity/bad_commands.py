@@ -61,7 +61,7 @@ GENERATE = {
     "prompts not JSON": generate([], ["p.jsonl line 2", "not JSON"], PROMPT + "{\n"),
     "prompts a list": generate([], ["p.jsonl line 1", "list"], "[1]\n"),
     "prompts not UTF-8": generate([], ["p.jsonl line 2", "UTF-8"], PROMPT.encode() + b'{"prompt": "\xff"}\n'),
-    "prompts without a prompt": generate([], ["p.jsonl line 1", '"question"'], '{"text": "a"}\n'),
+    "prompts without a prompt": generate([], ["p.jsonl line 1", "'question'"], '{"text": "a"}\n'),
     "prompt a number": generate([], ["p.jsonl line 2", "'prompt'", "3"], PROMPT + '{"prompt": 3}\n'),
     "prompt null": generate([], ["p.jsonl line 1", "'prompt'", "None"], '{"prompt": null}\n'),
     "prompt empty": generate([], ["p.jsonl line 1", "'prompt'", "''"], '{"prompt": ""}\n'),
@@ -99,7 +99,7 @@ GENERATE = {
     "preset": generate("--preset=wild", ["--preset", "'wild'", "greedy"]),
     "dtype": generate("--dtype=foo", ["--dtype", "'foo'", "float32"]),
     "mesh too large": generate("--mesh=data=9", ["--mesh", "data=9", "8"]),
-    "mesh axis": generate("--mesh=model=8", ["--mesh", "'model'", "tensor"]),
+    "mesh axis": generate("--mesh=rows=8", ["--mesh", "'rows'", "tensor"]),
     "mesh word": generate("--mesh=big", ["--mesh", "'big'"]),
     "mesh tensor": generate("--mesh=tensor=3", ["--mesh", "tensor=3"]),
 }

@@ -69,7 +69,7 @@ FILES = {
     "UTF-16": data("x.jsonl", GOOD.encode("utf-16"), ["x.jsonl line 1", "UTF-8"]),
     "null bytes": data("x.jsonl", b"\0" * 64, ["x.jsonl line 1", "not JSON"]),
     "compressed": data("x.jsonl", b"\x1f\x8b\x08\x00" + b"\xff" * 40, ["x.jsonl line 1", "UTF-8"]),
-    "lacks the answer": data("x.jsonl", _record(question="q"), ["x.jsonl line 1", "'answer'"]),
+    "lacks the answer": data("x.jsonl", _record(question="q"), ["x.jsonl line 1", "'answer'", "number of reward.fns"]),
     "lacks the question": data("x.jsonl", _record(answer="1"), ["x.jsonl line 1", "'question'"]),
     "no field at all": data("x.jsonl", "{}\n", ["x.jsonl line 1", "'question'", "no fields"]),
     "null question": data("x.jsonl", _record(question=None, answer="1"), ["x.jsonl line 1", "'question'", "None"]),
@@ -83,7 +83,7 @@ FILES = {
     ),
     "empty field name": data("x.jsonl", GOOD, ["''"], "--config.data.question_field="),
     "no header": data("x.csv", "q,1\n", ["x.csv line 1", "'question'", "data.question_field"]),
-    "other columns": data("x.csv", "prompt,answer\nq,1\n", ["x.csv line 1", "'question'", "prompt"]),
+    "other columns": data("x.csv", "ask,answer\nq,1\n", ["x.csv line 1", "'question'", "ask"]),
     "short row": data("x.csv", "question,answer\nq,1\nq\n", ["x.csv line 3", "1 values for the 2 columns"]),
     "long row": data("x.csv", "question,answer\nq,1,2\n", ["x.csv line 2", "3 values for the 2 columns"]),
     "open quote": data("x.csv", 'question,answer\n"q,1\n', ["x.csv line 2", "CSV"]),
@@ -111,7 +111,7 @@ FILES = {
 PARQUET = {
     "no parquet": data("x.parquet", b"PAR1 not", ["x.parquet", "Parquet"]),
     "empty parquet": data("x.parquet", b"", ["x.parquet", "Parquet"]),
-    "parquet without a column": data("x.parquet", _parquet(question=["q"]), ["x.parquet", "'answer'"]),
+    "parquet without a column": data("x.parquet", _parquet(answer=["q"]), ["x.parquet", "'question'"]),
     "parquet with a null": data(
         "x.parquet", _parquet(question=["q", None], answer=["1", "2"]), ["x.parquet row 1", "'question'"]
     ),

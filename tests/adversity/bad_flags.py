@@ -198,6 +198,10 @@ SIZES = {
     "learning rate inf": launch("--config.trainer.learning_rate=inf", ["learning_rate=inf"]),
     "temperature -1": launch("--config.rollout.temperature=-1.0", ["temperature=-1"]),
     "no tokens": launch("--config.rollout.max_tokens_to_generate=0", ["max_tokens_to_generate=0"]),
+    "no room for tools": launch(
+        ["--config.env.environment=tools", "--config.env.tools=('calculator',)"],
+        ["rollout.max_response_tokens", "max_tokens_to_generate=8"],
+    ),
     "seed beyond 32 bits": launch("--config.seed=99999999999", ["seed=99999999999"]),
 }
 
@@ -208,7 +212,7 @@ MESHES = {
     "devices missing": launch(
         ["--config.roles.trainer.mesh=fsdp=8", "--config.roles.rollout.mesh=data=4"], ["fsdp=8", "data=4", "8"]
     ),
-    "unknown axis": launch("--config.roles.trainer.mesh=fsdp=4,model=2", ["roles.trainer.mesh", "'model'", "tensor"]),
+    "unknown axis": launch("--config.roles.trainer.mesh=fsdp=4,rows=2", ["roles.trainer.mesh", "'rows'", "tensor"]),
     "axis twice": launch("--config.roles.trainer.mesh=fsdp=2,fsdp=2", ["roles.trainer.mesh", "'fsdp' twice"]),
     "axis without a size": launch("--config.roles.trainer.mesh=fsdp", ["roles.trainer.mesh", "fsdp=2"]),
     "axis with a word": launch("--config.roles.rollout.mesh=data=all", ["roles.rollout.mesh", "'all'"]),

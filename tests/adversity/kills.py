@@ -35,7 +35,7 @@ KILLER = pathlib.Path(__file__).resolve().parent / "killer"
 _JOB = (f"--config.trainer.max_steps={STEPS}", "--config.checkpoint.every=1", "--config.eval.problems=0")
 # A start costs less with fewer devices, and where the longest prompt need not be looked for.
 _SAMPLED = (*SMALL, *_JOB, "--config.fake_devices=4", "--config.rollout.max_prompt_length=64")
-_STALE = "--config.grpo.max_staleness=1"
+_STALE = ("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8")
 _ADAPTERS = ("--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3")
 _PAIRS = ("--config=dpo_tiny.py", "--config.model.path=tiny", "--config.dpo.batch_size=8")
 # A tool whose answers are recorded; little is drawn, and nothing saved before the end.
@@ -46,13 +46,15 @@ _TOOLS = (
 )
 VARIANTS = {
     "single": _SAMPLED,
-    "lora, stale": (*_SAMPLED, *_ADAPTERS, _STALE),
+    "lora, stale": (*_SAMPLED, *_ADAPTERS, *_STALE),
     "ppo": (*(flag.replace("config.grpo.", "config.ppo.") for flag in _SAMPLED), "--config.algorithm=ppo"),
     "dpo": (*_PAIRS, *_JOB, "--config.log.tensorboard=False"),
     "shared": (*_SAMPLED, "--local_processes=2"),
     "split": (*_SAMPLED, "--local_processes=2", "--topology=split"),
-    "split, stale": (*_SAMPLED, "--local_processes=2", "--topology=split", _STALE),
+    "split, stale": (*_SAMPLED, "--local_processes=2", "--topology=split", *_STALE),
+    "shared, stale": (*_SAMPLED, "--local_processes=2", *_STALE, "--config.grpo.max_staleness=3"),
     "tools": _TOOLS,
+    "tools, stale": (*_TOOLS, *_STALE, "--config.checkpoint.every=1"),
     "tools, split": (*_TOOLS, "--local_processes=2", "--topology=split"),
 }
 

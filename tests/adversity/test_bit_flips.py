@@ -37,7 +37,7 @@ JOB = (
 NEWEST = str(STEPS)
 WITH_PENDING = str(STEPS - 1)  # the batch of the last step was in flight
 # Read by people alone; a resumed run writes them anew, or beside them.
-_UNREAD = ("summary.json", "curve.png", "tensorboard/")
+_UNREAD = ("about.txt", "curve.png", "report.html", "spans.jsonl", "summary.json", "tensorboard/", "trace/")
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_runs_resumed_with_a_flipped_bit_in_every_other_file_and_in_the_newest_c
     workdir = tmp_path / "run"
     shutil.copytree(whole, workdir)
     others = [name for name in _files(workdir) if not name.startswith("checkpoints/")]
-    files = {"metrics.jsonl", "samples.jsonl", "config.json"}
+    files = {"metrics.jsonl", "samples.jsonl", "config.json", "starts.jsonl"}
     assert {name for name in others if not name.startswith(_UNREAD)} == files
     for name in others:
         content = (workdir / name).read_bytes()

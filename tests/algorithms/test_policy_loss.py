@@ -8,8 +8,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl import testing
+from podrl.algorithms.mismatch import divided
 from podrl.algorithms.policy_loss import KINDS, KLLossSettings, PolicyLoss, with_old
+from podrl.algorithms.policy_rows import AgedReferencedRows
 from podrl.testing import lay_out, packed_layout, policy_rows, sequences
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # Every surrogate, every correction, every aggregation mode and several KL estimators, each at least once.
 SETTINGS = {
@@ -41,6 +45,9 @@ SETTINGS = {
     "kl_cov": PolicyLoss(
         KLLossSettings(policy_loss_fn="kl_cov", cov_fraction=0.3, loss_agg_mode="token-sum-scale", loss_agg_scale=40)
     ),
+    "dppo": PolicyLoss(
+        KLLossSettings(policy_loss_fn="dppo", epsilon_low=0.05, epsilon_high=0.1, sampler_correction="tis", beta=0.0)
+    ),
     "reinforce": PolicyLoss(
         KLLossSettings(policy_loss_fn="gpg", loss_agg_mode="sequence-mean-token-scale", loss_agg_scale=40)
     ),
@@ -62,8 +69,8 @@ def test_every_kind_is_covered():
 
 
 def one_row(**arrays):
-    """Calls the loss on a single sequence of three tokens after one prompt token, as in NeMo-RL's tests."""
-    size = 3
+    """Calls the loss on a single sequence after one prompt token; of three tokens in NeMo-RL's tests."""
+    size = len(arrays["advantage"])
     given = {name: jnp.concatenate([jnp.zeros(1), jnp.asarray(value)])[None] for name, value in arrays.items()}
     zero_BT = jnp.zeros((1, size + 1))
     logprob_BT, entropy_BT = (given.pop(name, zero_BT) for name in ("logprob", "entropy"))
@@ -110,6 +117,30 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     settings = PolicyLoss(KLLossSettings(policy_loss_fn="cispo", beta=0.0))
     grad_BT = jax.grad(lambda logprob_BT: settings(logprob_BT, *arguments[1:])[0].mean())(arguments[0])
     np.testing.assert_allclose(grad_BT[0], [0.0, -0.8 / 3, 1.0 / 3, -2.4 / 3], rtol=1e-12)
+
+
+def test_dppo_masks_by_probability_and_draws_back():
+    # Probabilities .1 -> .4, .5 -> .1, .2 -> .2, .9 -> .5, .01 -> .04: the first two moved too far the way A pushes,
+    # the fourth too far against it, and the ratio of the last, 4, is no matter at a difference of .03.
+    old, new = np.array([0.1, 0.5, 0.2, 0.9, 0.01]), np.array([0.4, 0.1, 0.2, 0.5, 0.04])
+    advantage = np.array([1.0, -2.0, 0.5, 3.0, 1.0])
+    arguments = one_row(logprob=np.log(new), old_logprob=np.log(old), advantage=advantage)
+
+    def found(**changed):
+        loss = PolicyLoss(KLLossSettings(policy_loss_fn="dppo", loss_agg_mode="token-mean", beta=0.0, **changed))
+        value, metrics = loss(*arguments)
+        grad_BT = jax.grad(lambda *xs: loss(*xs)[0].mean())(*arguments)
+        return float(value.mean()), np.asarray(grad_BT)[0, 1:], metrics
+
+    value, grad, metrics = found()
+    log_r, kept = np.log(new / old), np.array([0, 0, 1, 1, 1])
+    pushed = -advantage * new / old * kept
+    np.testing.assert_allclose(value, (-0.5 - 3 * 5 / 9 - 4 + 1e-3 * (log_r**2).sum()) / 5, rtol=1e-12)
+    np.testing.assert_allclose(grad, (pushed + 2e-3 * log_r) / 5, rtol=1e-12, atol=1e-15)
+    assert float(metrics["actor/pg_clipfrac"].mean()) == 0.4 and float(metrics["actor/pg_clipfrac_lower"].mean()) == 0.2
+    np.testing.assert_allclose(found(dppo_kl_coef=0.0)[1], pushed / 5, rtol=1e-12, atol=1e-15)
+    assert np.count_nonzero(found(dppo_kl_coef=0.0, epsilon_low=0.5)[1]) == 4
+    assert np.count_nonzero(found(dppo_kl_coef=0.0, epsilon=0.5)[1]) == 5
 
 
 def test_clip_cov_cuts_the_largest_in_the_band():
@@ -167,14 +198,14 @@ def test_any_split_into_micro_batches_adds_up(kind):
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_no_advantage_no_gradient(kind):
-    # The penalty of kl_cov does not ask for an advantage, and every covariance is tied at 0.
-    quiet = PolicyLoss(KLLossSettings(policy_loss_fn=kind, beta=0.0))
+    # The penalties of dppo and kl_cov do not ask for an advantage, and every covariance is tied at 0.
+    quiet = PolicyLoss(KLLossSettings(policy_loss_fn=kind, beta=0.0, dppo_kl_coef=0.0))
     testing.check_no_advantage(quiet, but=1 if kind == "kl_cov" else 0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kl_cov"])
 def test_every_loss_passes_the_checks_for_those_of_users(kind):
-    testing.check_policy_loss(kind)
+    testing.check_policy_loss(kind, **({"dppo_kl_coef": 0.0} if kind == "dppo" else {}))
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -252,7 +283,7 @@ def test_gspo_forms_agree_with_one_advantage_per_sequence():
         assert same == constant
 
 
-@pytest.mark.parametrize("kind", ["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"])
+@pytest.mark.parametrize("kind", ["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo", "reinforce"])
 def test_on_policy_gradient_is_the_policy_gradient(kind):
     # With old = current (no gradient flows through old) every surrogate has the gradient -A / n per token; the slope of
     # SAPO's gate at 1 is 1 as well.
@@ -314,6 +345,56 @@ def test_dropped_tokens_still_count_in_the_denominator():
     assert float(loss.total) == 0.0
     assert float(loss.count) == pytest.approx(3.0)
     assert float(metrics["sampler/kept"].mean()) == 0.0
+
+
+def aged(tokens):
+    """The batch in which tokens are 0, 1, 3 and 0 updates old, in turn, and the ages in the packed layout."""
+    layout, ages = packed_layout(tokens["owner"]), np.array([0, 1, 3, 0])[np.arange(len(tokens["mask"])) % 4]
+    logprob_BT, entropy_BT, rows = lay_out(tokens, layout)
+    age_BT = np.full(rows.mask_BT.shape, np.nan)
+    age_BT[layout.row, layout.column] = ages
+    return (logprob_BT, entropy_BT, AgedReferencedRows(**vars(rows), age_BT=jnp.asarray(age_BT))), ages
+
+
+@pytest.mark.parametrize("old", ["trainer", "sampler"])
+def test_metrics_by_age_are_means_over_the_tokens_of_that_age(old):
+    tokens = sequences()
+    arguments, ages = aged(tokens)
+    loss = PolicyLoss(KLLossSettings(epsilon=0.1), oldest=3)
+    found, metrics = with_old(loss, old)(*arguments)
+    plain, others = with_old(PolicyLoss(KLLossSettings(epsilon=0.1)), old)(*arguments)
+    assert float(found.total) == float(plain.total) and others.keys() < metrics.keys()
+    means = divided({name: float(ratio.mean()) for name, ratio in metrics.items()})
+    start = tokens["old_logprob" if old == "trainer" else "sampler_logprob"]
+    ratio, keep = np.exp(tokens["logprob"] - start), tokens["mask"] > 0
+    # The trainer's side of the comparison is what the ratio starts from, or the current weights where that is no other.
+    diff = np.abs(tokens["old_logprob" if old == "trainer" else "logprob"] - tokens["sampler_logprob"])
+    A = tokens["advantage"]
+    clipped = (A > 0) & (ratio > 1.1) | (A < 0) & (ratio < 0.9)
+    values = {"sampler/abs_diff": diff, "actor/ratio": ratio, "actor/pg_clipfrac": clipped}
+    for age in (0, 1, 3):
+        here = keep & (ages == age)
+        assert means[f"rollout/share_stale_{age}"] == pytest.approx(here.sum() / keep.sum())
+        for name, value in values.items():
+            assert means[f"{name}_stale_{age}"] == pytest.approx(value[here].mean(), rel=1e-12), name
+    assert means["sampler/abs_diff"] == pytest.approx(diff[keep].mean())
+    assert not [name for name in means if name.endswith("_stale_2")], "no token has that age"
+
+
+def test_tokens_beyond_the_bound_leave_the_policy_loss_and_stay_in_its_denominators():
+    tokens = sequences(constant_advantage=False)
+    arguments, ages = aged(tokens)
+    layout, settings = packed_layout(tokens["owner"]), KLLossSettings(sampler_correction="tis", beta=0.0)
+    plain, _, grad_BT = testing.run(PolicyLoss(settings, oldest=3), arguments)
+    found, metrics, left_BT = testing.run(PolicyLoss(settings, oldest=3, stale_bound=1), arguments)
+    old = ages > 1
+    kept = grad_BT[layout.row, layout.column] * ~old
+    assert np.count_nonzero(kept) < np.count_nonzero(grad_BT)
+    np.testing.assert_array_equal(left_BT[layout.row, layout.column], kept)
+    assert float(found.count) == float(plain.count) and float(found.total) != float(plain.total)
+    keep = tokens["mask"] > 0
+    assert float(metrics["sampler/kept"].mean()) == pytest.approx((keep & ~old).sum() / keep.sum())
+    assert "times 0 for tokens drawn by weights more than 1 updates old" in PolicyLoss(settings, None, 3, 1).formula()
 
 
 def test_sharding_over_devices_changes_nothing():

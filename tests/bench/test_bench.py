@@ -9,6 +9,7 @@ import pytest
 
 from podrl.bench import __main__ as bench
 from podrl.bench import decode as bench_decode
+from podrl.bench import trace as bench_trace
 from podrl.plan import chips
 
 TINY = (
@@ -29,6 +30,17 @@ def test_rollout(capsys):
     lengths = np.random.default_rng(0)
     lengths.integers(2, 16, (3, 9))
     assert figures["prefill_tokens"] == (lengths.integers(3, 10, 3) - 1).sum()
+
+
+def test_tail(capsys):
+    """Two versions per sample need fewer steps than whole batches, and no fewer than lanes without dispatches."""
+    options = "--tail --staleness=2 --prompts=2 --group=8 --max_new=256 --lanes=8 --page_tokens=32"
+    assert bench.main(["podrl.bench", "rollout", *TINY.split(), *options.split(), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["samples"] == 16 and figures["lanes"] == 8 and 0 < figures["mixed_samples"] < 1
+    assert figures["decode_steps"] >= 0.9 * figures["bound_decode_steps"]
+    assert figures["fewer_steps"] > 1 and figures["bound_fewer_steps"] > 1
+    assert figures["prefill_tokens"] > figures["prefill_tokens_whole"]
 
 
 def test_tools(capsys):
@@ -109,3 +121,20 @@ def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
     assert [step["sampled"] for step in figures["steps"]] == [0, 384, 768, 1152, 1528]
     for step in figures["steps"]:
         assert 1 <= step["ratio"] <= 1.25, step
+
+
+def test_the_cost_of_a_trace_is_that_over_its_neighbours():
+    seconds = {1: 9.0, 2: 5.0, 3: 1.0, 4: 1.5, 5: 1.0, 6: 1.7, 7: 1.2, 8: 3.0, 9: 1.0}
+    found = bench_trace.figures(seconds)
+    assert found["steps"] == 2 and found["traced_step_s"] == pytest.approx(1.6), "the last step saves"
+    assert found["traced_step_cost_s"] == pytest.approx(0.55) and found["step_s"] == 1.0
+    assert found["cost"] == pytest.approx(0.055)
+
+
+@pytest.mark.slow
+def test_trace(capsys):
+    small = ("rollout.prompts_per_step=2", "grpo.num_generations=2", "log.tensorboard=False")
+    sets = [f"--set={each}" for each in small]
+    assert bench.main(["podrl.bench", "trace", "--steps=7", *sets, "--json"]) == 0, capsys.readouterr().err
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["steps"] >= 1 and figures["bytes_per_traced_step"] > 500 and figures["span_bytes_per_step"] > 100

@@ -6,7 +6,8 @@ import pytest
 from packed_rows import packed_rows
 
 import podrl
-from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss, ReferencedRows
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
+from podrl.algorithms.policy_rows import ReferencedRows
 from podrl.cluster.config import ClusterConfig, Mode, Role
 from podrl.job.config import TINY
 from podrl.mesh.build import make_mesh
@@ -28,9 +29,7 @@ def cluster(request):
         training_config=RLTrainingConfig(eval_every_n_steps=0, learning_rate=1e-2),
         rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=T - 8),
     )
-    made = podrl.RLCluster(
-        actor=TINY, cluster_config=config, lora=LoraConfig(rank=2, base_dtype=request.param), updates_per_step=1
-    )
+    made = podrl.RLCluster(actor=TINY, cluster_config=config, lora=LoraConfig(rank=2, base_dtype=request.param))
     made.keep_reference()
     made.actor.prepare(PolicyLoss(KLLossSettings(beta=0.1)))
     return made

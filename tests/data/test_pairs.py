@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from podrl.data.pairs import PairStream
+from podrl.data.pairs import PairStream, held_out_pairs
 from podrl.data.pipeline import DataConfig
 from podrl.rewards import reference
 
@@ -88,3 +88,19 @@ def test_pairs_with_a_long_answer_are_left_out(tokenizer, tmp_path):
 def test_what_is_no_pair_is_refused(tokenizer, tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
         PairStream(DataConfig(path=write(tmp_path, row)), tokenizer, pairs=1, max_length=16)
+
+
+def test_pairs_held_out_of_a_file_and_of_a_file_of_their_own(tokenizer, tmp_path):
+    rows = [{"question": f"{i} + 1?", "answer": str(i + 1), "chosen": str(i + 1), "rejected": "?"} for i in range(40)]
+    data = DataConfig(path=write(tmp_path, *rows), eval_fraction=0.3)
+    sizes: dict = {"pairs": 4, "max_length": 96, "key": ""}
+    held = [text for batch in held_out_pairs(data, tokenizer, count=99, **sizes) for text in batch.text]
+    stream = PairStream(data, tokenizer, pairs=4, max_length=96)
+    trained = {text for _ in range(stream.steps_per_epoch) for text in next(stream).text}
+    assert len(held) > 4 and not trained & set(held)
+    assert len(held_out_pairs(data, tokenizer, count=5, **sizes)[1].length_B) == 2
+    # Without answers nothing is held out; a file of its own is used whole.
+    bare = write(tmp_path, *({k: v for k, v in row.items() if k != "answer"} for row in rows[:3]))
+    assert held_out_pairs(DataConfig(path=bare), tokenizer, count=9, **sizes) == []
+    (batch,) = held_out_pairs(DataConfig(path="problems", eval_path=bare), tokenizer, count=9, **sizes)
+    assert len(batch.text) == 6 and "2 + 1?" in batch.text[-1]

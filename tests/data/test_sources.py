@@ -8,10 +8,16 @@ import tracemalloc
 import pytest
 from array_record.python import array_record_module
 
-from podrl.data import sources
+from podrl.data import shape, sources
 
 ROWS = [{"question": 'Two, and "two"?', "answer": "x\n#### 4"}, {"question": "é?", "answer": "#### 1,200"}]
-REQUIRED = ("question", "answer")
+ASKS = ("question", "prompt", "messages")
+
+
+def check(record, place):
+    """As a job does of its data."""
+    shape.check(record, place)
+    shape.answers(record, place)
 
 
 def write_jsonl(path, rows=ROWS):
@@ -24,7 +30,7 @@ def everything(records):
 
 def test_jsonl(tmp_path):
     write_jsonl(tmp_path / "a.jsonl")
-    records = sources.read(str(tmp_path / "a.jsonl"), REQUIRED)
+    records = sources.read(str(tmp_path / "a.jsonl"), ASKS, check)
     assert everything(records) == ROWS
     assert records.place(1) == f"{tmp_path}/a.jsonl line 2"
 
@@ -33,7 +39,7 @@ def test_csv_as_kaggle_writes_gsm8k(tmp_path):
     # Quoted fields with commas, doubled quotes, line breaks, a byte-order mark, Windows line ends.
     text = 'question,answer\r\n"Two, and ""two""?","x\n#### 4"\r\né?,"#### 1,200"\r\n'
     (tmp_path / "main_train.csv").write_bytes(text.encode("utf-8-sig"))
-    records = sources.read(str(tmp_path / "main_train.csv"), REQUIRED)
+    records = sources.read(str(tmp_path / "main_train.csv"), ASKS, check)
     assert everything(records) == ROWS
     assert records.place(1).endswith("main_train.csv line 4")
 
@@ -44,10 +50,11 @@ def test_array_record(tmp_path):
     for row in ROWS:
         writer.write(json.dumps(row).encode())
     writer.close()
-    records = sources.read(path, REQUIRED)
+    records = sources.read(path, ASKS, check)
     assert everything(records) == ROWS
-    with pytest.raises(ValueError, match=r"a\.array_record record 0 lacks 'label' \(it has question, answer\)"):
-        sources.read(path, ("label",))[0]
+    places: list[str] = []
+    sources.read(path, check=lambda record, place: places.append(place))
+    assert places == [f"{path} record 0", f"{path} record 1"]
 
 
 def test_parquet(tmp_path):
@@ -55,7 +62,7 @@ def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    assert everything(sources.read(str(path), REQUIRED)) == ROWS
+    assert everything(sources.read(str(path), ASKS, check)) == ROWS
     with pytest.raises(ValueError, match="no column 'label' among question, answer"):
         sources.read(str(path), ("label",))
     path.write_bytes(path.read_bytes()[:100])
@@ -74,7 +81,7 @@ def test_parquet_without_its_library_names_the_extra(tmp_path, monkeypatch):
 def test_several_files_in_the_order_of_their_names(tmp_path):
     write_jsonl(tmp_path / "p-1.jsonl", ROWS[1:])
     write_jsonl(tmp_path / "p-0.jsonl", ROWS[:1])
-    assert everything(sources.read(str(tmp_path / "p-*.jsonl"), REQUIRED)) == ROWS
+    assert everything(sources.read(str(tmp_path / "p-*.jsonl"), ASKS, check)) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -84,28 +91,33 @@ def test_several_files_in_the_order_of_their_names(tmp_path):
         ("a.jsonl", "\n \n", r"a\.jsonl is empty"),
         ("a.jsonl", '{"question": "q", "answer": "1"}\n{"question": \n', r"a\.jsonl line 2 is not JSON \(.*\): '\{\"q"),
         ("a.jsonl", "[1]\n", r"a\.jsonl line 1 holds list '\[1\]'"),
-        ("a.jsonl", '\n{"question": "q"}\n', r"a\.jsonl line 2 lacks 'answer' \(it has question\)"),
+        ("a.jsonl", '\n{"answer": "1"}\n', r"a\.jsonl line 2 has answer: it must hold 'question', 'prompt' or 'mess"),
+        ("a.jsonl", '{"question": "q", "answer": [1]}', r"line 1: 'answer' is \[1\] but must be text or a number"),
         ("a.jsonl", '{"question": " ", "answer": "1"}', r"line 1: 'question' is ' ' but must be text"),
         ("a.jsonl", '{"question": ["q"], "answer": "1"}', r"line 1: 'question' is \['q'\] but must be text"),
         ("a.csv", "", r"a\.csv is empty"),
         ("a.csv", "question,answer\n", r"a\.csv is empty"),
-        ("a.csv", "question,reply\nq,1\n", r"a\.csv line 1: no column 'answer' among question, reply"),
+        (
+            "a.csv",
+            "ask,reply\nq,1\n",
+            r"a\.csv line 1: no column 'question' or .* among ask, reply",
+        ),
         ("a.csv", "question,answer\nq,1\nq\n", r"a\.csv line 3 has 1 values for the 2 columns question, answer"),
         ("a.csv", 'question,answer\n"q,1\n', r"a\.csv line 2 is not CSV"),
-        ("a.csv", "question,answer\nq,\n", r"a\.csv line 2: 'answer' is '' but must be text"),
+        ("a.csv", "question,answer\n,1\n", r"a\.csv line 2: 'question' is '' but must be text"),
         ("a.txt", "q", r"a\.txt ends in '\.txt', which is no known format: use \.jsonl"),
     ],
 )
 def test_bad_files_are_named_with_line_and_reason(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        sources.read(str(tmp_path / name), REQUIRED)
+        sources.read(str(tmp_path / name), ASKS, check)
 
 
 def test_bad_bytes_are_named_with_their_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"question": "q", "answer": "1"}\n{"question": "\xff"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl line 2 is not UTF-8"):
-        sources.read(str(tmp_path / "a.jsonl"), REQUIRED)
+        sources.read(str(tmp_path / "a.jsonl"), ASKS, check)
 
 
 def test_missing_files(tmp_path):
@@ -122,7 +134,7 @@ def test_tfds_names():
     with pytest.raises(ValueError, match="tfds:gsm8k/train"):
         sources.read("tfds:gsm8k")
     if importlib.util.find_spec("tensorflow_datasets") is None:
-        with pytest.raises(ImportError, match="pip install tensorflow-datasets"):
+        with pytest.raises(ImportError, match=r"podrl\[tfds\]"):
             sources.read("tfds:gsm8k/train")
 
 
@@ -137,7 +149,7 @@ def test_a_file_takes_a_few_bytes_per_record(tmp_path, suffix):
         path.write_text("question,answer,unused\n" + "".join(f"q{i}?,{i},{'x' * 500}\n" for i in range(count)))
     tracemalloc.start()
     try:
-        records = sources.read(str(path), REQUIRED)
+        records = sources.read(str(path), ASKS, check)
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -148,7 +160,7 @@ def test_a_file_takes_a_few_bytes_per_record(tmp_path, suffix):
 def test_a_file_that_changes_under_a_run_is_an_error_and_not_other_data(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path)
-    records = sources.read(str(path), REQUIRED)
+    records = sources.read(str(path), ASKS, check)
     write_jsonl(path, [ROWS[0], {"question": "e?", "answer": "#### 1,300"}])
     assert dict(records[0]) == ROWS[0]
     with pytest.raises(ValueError, match=r"a\.jsonl line 2 is no longer what it was"):
@@ -159,7 +171,7 @@ def test_every_record_is_shown_to_a_check_once_with_its_place(tmp_path):
     write_jsonl(tmp_path / "p-1.jsonl")
     (tmp_path / "p-2.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     seen = []
-    records = sources.read(str(tmp_path / "p-*.jsonl"), REQUIRED, lambda record, place: seen.append((record, place)))
+    records = sources.read(str(tmp_path / "p-*.jsonl"), check=lambda record, place: seen.append((record, place)))
     assert seen == [(records[i], records.place(i)) for i in range(3)]
     assert [place for _, place in seen] == [f"{tmp_path}/p-1.jsonl line {n}" for n in (1, 2)] + [
         f"{tmp_path}/p-2.jsonl line 1"

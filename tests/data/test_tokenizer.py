@@ -10,7 +10,7 @@ from pieces import train as pieces_file
 
 import podrl
 from podrl.data import problems, template, train_tokenizer
-from podrl.data.tokenizer import Tokenizer, prompts_of, right_padded
+from podrl.data.tokenizer import Tokenizer, foreign, prompts_of, right_padded
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
 
@@ -226,3 +226,14 @@ def test_prompts_of_texts_are_bounded(tiny):
     assert prompts.index_P.tolist() == [0, 1] and prompts.text == ["1+1", "12"]
     with pytest.raises(ValueError, match=r"A prompt has 3 tokens: rollout.max_prompt_length=2"):
         prompts_of(["1+1", "12"], tiny, max_length=2)
+
+
+def test_a_tokenizer_of_another_model_is_told(tmp_path):
+    model = TINY
+    assert foreign(model, model) == ""
+    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    assert foreign(tmp_path, model) == ""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json is not the tokenizer.json of the model in" in foreign(tmp_path, model)
+    (tmp_path / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in foreign(tmp_path, model)

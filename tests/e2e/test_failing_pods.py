@@ -93,9 +93,9 @@ def changed(rollouts):
 
 def join_and_change(*args, **settings):
     pod = join(*args, **settings)
-    from podrl.learner import rollouts  # not before: it imports jax
+    from podrl.learner import hosting, rollouts  # not before: it imports jax
 
-    changed(rollouts.HostRollouts)
+    changed(hosting.HostRollouts)
     changed(rollouts.RemoteRollouts)
     return pod
 
@@ -131,6 +131,10 @@ def test_a_trainer_that_dies_in_a_collective_is_told_in_a_line(host, tmp_path, d
         assert running.end() == 42, running.stderr
     assert _TRACEBACK not in running.stderr and "stack trace" not in running.stderr, running.stderr
     said = _lines_by_host(running.stderr)
+    if host == 1:
+        told = said["trainer 0"].pop()
+        found = re.fullmatch(r"podrl: (No step|Step \d) is saved in \S+( yet)?\. (Start again|Resume) with: (.*)", told)
+        assert found and found[4].startswith("python -m podrl.launch "), told
     assert all(len(lines) == 1 for lines in said.values()), said
     if host == 1:
         assert len(said) == 3 and all("trainer 1 (host 1" in lines[0] for lines in said.values()), said

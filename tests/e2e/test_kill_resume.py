@@ -86,6 +86,7 @@ STALE_LORA = (
 )
 SEVERAL_UPDATES = (
     *("--config.grpo.num_iterations=2", "--config.trainer.mini_batch_size=2", "--config.trainer.schedule=cosine"),
+    "--config.trainer.max_steps=24",  # 4 updates a step
     *("--config.trainer.param_dtype=bfloat16", "--config.eval.problems=0"),  # with a float32 master copy
 )
 

@@ -6,13 +6,17 @@ import pathlib
 import pytest
 from processes import Job, run
 
+from podrl.rundir.trace import traced_steps
+
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> Job:
     args = ("--config.trainer.eval_every_n_steps=3", "--config.log.tensorboard=True", "--config.log.samples_every=2")
-    return run(tmp_path_factory.mktemp("outputs") / "run", *args, "--config.eval.samples=2")
+    args += ("--config.eval.samples=2", "--config.rollout.max_prompt_length=0")
+    sets = "--config.eval.sets=({'name': 'hard', 'path': 'sums', 'problems': 4, 'samples': 3, 'every': 2},)"
+    return run(tmp_path_factory.mktemp("outputs") / "run", *args, sets)
 
 
 def read_jsonl(path: pathlib.Path) -> list[dict]:
@@ -29,9 +33,23 @@ def test_the_directory_holds_what_is_promised_and_nothing_else(done):
         "curve.png",
         "checkpoints",
         "tensorboard",
+        "spans.jsonl",
+        "trace",
+        "about.txt",
+        "report.html",
+        "starts.jsonl",
     }
     assert names == promised
     assert {p.name for p in (done.workdir / "checkpoints").iterdir()} == {"4", "6"}
+    assert traced_steps(done.workdir) == [1, 2, 4, 6]
+
+
+def test_spans_tell_what_every_step_did(done):
+    spans = read_jsonl(done.workdir / "spans.jsonl")
+    names = {"rollout", "reward", "score", "update", "publish", "checkpoint", "evaluation", "metrics", "restoring"}
+    assert names | {"start-up"} <= {span["name"] for span in spans} and all(span["s"] >= 0 for span in spans)
+    for name in ("update", "reward"):
+        assert [span["step"] for span in spans if span["name"] == name] == [1, 2, 3, 4, 5, 6]
 
 
 def test_config_json_is_the_whole_configuration(done):
@@ -64,10 +82,13 @@ def test_metrics_have_every_step_and_every_evaluation_once(done):
         assert record["actor/kl"] > -1e-6 and record["time/step"] > 0
     for record in records:
         shares = {k: v for k, v in record.items() if k.startswith(("eval/", "accuracy/")) and "reward" not in k}
-        assert all(0 <= value <= 1 for name, value in shares.items() if name != "eval/records")
+        assert all(0 <= value <= 1 for name, value in shares.items() if not name.endswith("/records"))
     evaluation = {f"eval/{how}_{what}" for how in ("greedy", "sampled") for what in ("answer", "partial", "format")}
     evaluation |= {f"eval/{how}_reward{of}" for how in ("greedy", "sampled") for of in ("", "/answer", "/number")}
     assert evaluation <= set(records[0]) and records[0]["step"] == 0 and records[0]["eval/records"] == 16
+    of_sets = [r for r in records if "eval/records" in r]
+    assert [r.get("eval/hard/records") for r in of_sets] == [4, None, 4]  # in every second evaluation
+    assert {"eval/hard/sampled_majority", "eval/hard/sampled_pass", "eval/hard/greedy_reward"} <= set(of_sets[0])
 
 
 def test_samples_hold_prompts_completions_and_rewards_by_function(done):
@@ -87,12 +108,26 @@ def test_the_summary_compares_before_and_after(done):
     records = read_jsonl(done.workdir / "metrics.jsonl")
     assert summary["steps"] == 6 and summary["evaluated_at"] == [0, 3, 6] and summary["seed"] == 0
     for when, record in (("before", records[0]), ("after", records[-1])):
-        assert summary[when] == {k.removeprefix("eval/"): v for k, v in record.items() if k != "step"}
+        assert summary[when] == {k.removeprefix("eval/"): v for k, v in record.items() if k.startswith("eval/")}
     rollout = sum(r["tokens/completion"] for r in records if "time/rollout" in r)
     rollout /= sum(r["time/rollout"] for r in records if "time/rollout" in r)
     assert summary["throughput"]["rollout_tokens_per_s"] == pytest.approx(rollout, rel=1e-3)
-    assert {"rollout", "reward", "update", "publish", "step", "checkpoint"} <= set(summary["seconds"])
+    stages = {"rollout", "reward", "update", "publish", "step", "checkpoint", "evaluation", "start-up", "other"}
+    assert stages <= set(summary["seconds"])
     assert 0 < summary["seconds"]["step"] < summary["wall_s"]
+
+
+def test_the_seconds_of_a_step_add_up(done):
+    for record in read_jsonl(done.workdir / "metrics.jsonl"):
+        if "time/step" in record:
+            stages = {k: v for k, v in record.items() if k.startswith("time/")}
+            # Rewards are part of the wait for the batch; generation begins before it.
+            known = [v for k, v in stages.items() if k not in ("time/step", "time/rollout", "time/reward")]
+            assert sum(known) == pytest.approx(record["time/step"], rel=1e-6), stages
+            assert "time/other" in stages and "time/start-up" not in stages
+        else:
+            assert record["time/evaluation"] > 0
+            assert ("time/start-up" in record) == (record["step"] == 0)
 
 
 def test_the_curve_is_a_picture(done):

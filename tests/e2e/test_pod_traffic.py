@@ -30,8 +30,8 @@ join = joining.join
 
 
 def noted(ask, name):
-    def asked(process, key, *args):
-        message = ask(process, key, *args)
+    def asked(process, key, *args, **more):
+        message = ask(process, key, *args, **more)
         note = {
             "key": key.partition("/")[0],
             "bytes": sum(len(frame) for frame in encode(message)),
@@ -39,9 +39,9 @@ def noted(ask, name):
             "sizes": {field: int(array.size) for field, array in message.arrays.items()},
         }
         if key == "rows":
-            note["step"] = args[0].value["step"]
-        elif "/" in key:
-            note["step"] = int(key.partition("/")[2])
+            note["step"] = int(args[0].value["task"].partition("/")[2])
+        elif steps := [int(part) for part in key.split("/") if part.isdigit()]:
+            note["step"] = steps[0]
         with open(f"traffic{os.environ['PODRL_PROCESS_INDEX']}.jsonl", "a") as out:
             out.write(json.dumps(note) + "\\n")
         return message
@@ -106,10 +106,12 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
         ]
     assert steps_completed == (2 if staleness else 0)  # in flight after steps 2 and 4
     assert max(bytes_) < 0.65 * sum(bytes_)
-    assert not any(notes for (key, _), notes in received[1].items() if key in ("texts", "evaluation"))
+    assert not any(notes for (key, _), notes in received[1].items() if key in ("texts", "scores"))
     # Rollout hosts are told when to start and go on, and at the end that it is over; samples never come back to them.
     for host in (2, 3):
-        assert {key for key, _ in _notes(workdir.parent, host)} <= {"start", "word", "over", "reached"}
+        notes = _notes(workdir.parent, host)
+        assert {key for key, _ in notes} <= {"enter", "start", "word", "over", "reached"}
+        assert not any(note["tokens"] for kind in notes.values() for note in kind)
 
 
 def test_a_pod_that_is_killed_with_a_batch_in_flight_ends_as_one_that_never_was(runs, tmp_path):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from metric_names import ROOT, unlisted
-from processes import environment
+from processes import QUICK_COMPILATION, environment
 
 from podrl.runtime.metrics import read_metrics
 
@@ -17,9 +17,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def finished(command: list[str], folder) -> str:
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=400, check=False
-    )
+    env = environment(**QUICK_COMPILATION)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -106,14 +106,19 @@ def run_script(tmp_path: pathlib.Path, text: str, *args: str) -> subprocess.Comp
 
 
 def test_a_script_trains_writes_and_goes_on_where_it_stopped(tmp_path):
-    done = run_script(tmp_path, GUARDED, "out", "3")
+    script = GUARDED.replace("train(prompts, ", "train(prompts, prompts[:3], ")
+    done = run_script(tmp_path, script, "out", "3")
     assert done.returncode == 0, done.stderr
     assert "step 3/3" in done.stdout and "reached 3" in done.stdout
     assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert trained_steps(tmp_path / "out") == [1, 2, 3]
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
-    assert samples and all(sample["prompt"].startswith("Say ") and 0 < sample["even"] <= 1 for sample in samples)
-    further = run_script(tmp_path, GUARDED, "out", "4")
+    trained = [sample for sample in samples if "evaluation" not in sample]
+    assert trained and all(sample["prompt"].startswith("Say ") and 0 < sample["even"] <= 1 for sample in trained)
+    evaluated = [record for record in read_metrics(tmp_path / "out") if "eval/records" in record]
+    assert [(record["step"], record["eval/records"]) for record in evaluated] == [(0, 3), (3, 3)]
+    assert all(0 < record["eval/greedy_reward/even"] <= 1 for record in evaluated)
+    further = run_script(tmp_path, script, "out", "4")
     assert further.returncode == 0, further.stderr
     assert "Resumed after step 3" in further.stdout and "reached 4" in further.stdout
     assert trained_steps(tmp_path / "out") == [1, 2, 3, 4]
@@ -186,7 +191,7 @@ def centred(reward_PG, *, power=1.0):
 
 
 if __name__ == "__main__":
-    small = {"trainer": {"max_steps": 2, "mini_batch_size": MINI}, "eval.problems": 0, "log.tensorboard": False}
+    small = {"trainer": {"max_steps": 4, "mini_batch_size": MINI}, "eval.problems": 0, "log.tensorboard": False}
     small |= {"rollout": {"prompts_per_step": 4, "lanes": 16, "max_tokens_to_generate": 16}, "checkpoint.every": 2}
     small |= {"grpo": {"num_generations": 4, "policy_loss_args": {"reach": 0.2}}}
     sys.exit(podrl.run("grpo_gemma.py", small, workdir=sys.argv[1], loss=my_clip, advantage=centred))
@@ -201,12 +206,12 @@ def test_a_loss_and_an_advantage_of_ones_own_train_as_those_built_in(tmp_path):
     config = read_config(tmp_path / "mine")["grpo"]
     assert config["policy_loss_fn"] == f"{tmp_path}/script.py:my_clip" and config["policy_loss_args"] == {"reach": 0.2}
     flags = ("--config.grpo.advantage_scale=none", "--config.trainer.mini_batch_size=2", "--config.eval.problems=0")
-    ours = run(tmp_path / "ours", *flags, "--config.trainer.max_steps=2")
+    ours = run(tmp_path / "ours", *flags, "--config.trainer.max_steps=4")
     mine, theirs = (read_state(place / "checkpoints")[1]["params"] for place in (tmp_path / "mine", ours.workdir))
     assert np.array_equal(mine["embed"], theirs["embed"])
     named = ("policy_loss_fn", "my_clip"), ("advantage_estimator", "centred")
     flags = [f"--config.grpo.{key}={tmp_path}/script.py:{name}" for key, name in named]
     flags += ["--config.grpo.policy_loss_args.reach=0.2", "--config.trainer.mini_batch_size=2"]
-    more = ("--config.eval.problems=0", "--config.trainer.max_steps=2")
+    more = ("--config.eval.problems=0", "--config.trainer.max_steps=4")
     resumed = run(tmp_path / "mine", *flags, *more)  # the command goes on with the run of the script
     assert "Resumed after step 2" in resumed.stdout

@@ -30,7 +30,9 @@ def make_cluster(
         lora=lora,
         cluster_config=podrl.ClusterConfig(
             role_to_mesh=roles,
-            training_config=podrl.RLTrainingConfig(eval_every_n_steps=0, max_steps=5, learning_rate=1e-3, **training),
+            training_config=podrl.RLTrainingConfig(
+                **{"max_steps": 5} | training, eval_every_n_steps=0, learning_rate=1e-3
+            ),
             rollout_config=podrl.RolloutConfig(
                 max_prompt_length=64, max_tokens_to_generate=16, lanes=8, **(rollout or {})
             ),
@@ -53,7 +55,7 @@ PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
     ("lora", "settings", "algorithm"),
     [
         (None, {}, {"beta": 0.04}),
-        (None, {"mini_batch_size": 2}, {"beta": 0.0, "num_iterations": 2}),
+        (None, {"mini_batch_size": 2, "max_steps": 20}, {"beta": 0.0, "num_iterations": 2}),
         (LoraConfig(rank=4), {"rollout": {"top_k": 20}}, {"beta": 0.04, "max_staleness": 1}),
         (LoraConfig(rank=4), {"rollout": {"merge_adapters": True}}, {"beta": 0.04}),
         (None, {}, {"beta": 0.04, "kl_target": 0.01, "kl_horizon": 50.0}),
@@ -70,11 +72,13 @@ def test_nothing_compiles_after_the_first_step(lora, settings, algorithm):
 
     config = podrl.GRPOConfig(num_generations=4, **algorithm)
     learner = podrl.GRPOLearner(cluster, config, reward_fns=lengths, metric_fns=[note])
-    assert learner.train(PROMPTS, prompts_per_step=4, run=Run(None)) == 5
+    watched = Run(None)
+    assert learner.train(PROMPTS, prompts_per_step=4, run=watched) == 5
     counts, means = zip(*seen, strict=True)
     assert counts[0] > 0, "the listener hears nothing"
     assert len(set(means)) > 1, "prompts of several lengths are the point"
     assert counts == (counts[0],) * 5
+    assert any("Asked.waits" in repr(source) for source in watched.watchdog.waits_for)
     cluster.close()
 
 

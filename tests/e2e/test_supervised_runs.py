@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import environment, job, run, same_end
+from processes import comparable, environment, job, run, same_end
 from test_pods import process
 
 pytestmark = pytest.mark.e2e
@@ -48,7 +48,8 @@ def test_a_pod_learns_as_one_process_does_and_resumes_after_a_kill(whole, tmp_pa
     name, alone = whole
     pod = run(tmp_path / "pod" / "run", *PODS[name], base=base(name))
     ours, theirs = pod.records(), alone.records()
-    assert [record.keys() for record in ours] == [record.keys() for record in theirs]
+    kept, kept_alone = comparable(pod.workdir), comparable(alone.workdir)  # who waited, and what compiled, differs
+    assert [record.keys() for record in kept] == [record.keys() for record in kept_alone]
     steps = [(mine, other) for mine, other in zip(ours, theirs, strict=True) if f"{name}/loss" in mine]
     assert len(steps) == 6
     for mine, other in steps:
@@ -61,3 +62,30 @@ def test_a_pod_learns_as_one_process_does_and_resumes_after_a_kill(whole, tmp_pa
     resumed = run(tmp_path / "killed" / "run", *PODS[name], base=base(name))
     assert "Resumed after step" in resumed.stdout
     same_end(resumed.workdir, pod.workdir)
+
+
+def scores_samples(workdir, folder):
+    """Exports the reward model of a run, and has it score the samples of a step of GRPO."""
+    command = [sys.executable, "-m", "podrl.export", f"--workdir={workdir}", f"--out={folder / 'scores'}"]
+    subprocess.run(command, env=environment(), capture_output=True, timeout=300, check=True)
+    more = (f"--config.reward.model={folder / 'scores'}", "--config.trainer.max_steps=1", "--config.eval.problems=0")
+    (record,) = run(folder / "grpo" / "run", *more).records()
+    assert record["reward/reward_model"] != 0.0
+
+
+@pytest.mark.parametrize("name", ["kto", "reward_model"])
+def test_a_pod_of_two_learns_what_one_process_does(name, tmp_path):
+    """One trainer host, one rollout host; whole runs that are resumed are in tests/learner/."""
+    base = (f"--config={name}_tiny.py", *SMALL, f"--config.{name}.batch_size=8", "--config.trainer.max_steps=3")
+    alone, pod = (
+        run(tmp_path / place / "run", *pods, base=(*base, "--config.eval.problems=0"))
+        for place, pods in (("alone", ()), ("pod", ("--local_processes=2", "--topology=split")))
+    )
+    ours, theirs = pod.records(), alone.records()
+    kept, kept_alone = comparable(pod.workdir), comparable(alone.workdir)  # only a pod waits for hosts
+    assert [record.keys() for record in kept] == [record.keys() for record in kept_alone] and len(ours) == 3
+    if name == "reward_model":
+        scores_samples(pod.workdir, tmp_path)
+    for mine, other in zip(ours, theirs, strict=True):
+        for key in (f"{name}/loss", f"{name}/accuracy", "actor/grad_norm"):
+            assert math.isclose(mine[key], other[key], rel_tol=1e-4, abs_tol=1e-5), (mine["step"], key)

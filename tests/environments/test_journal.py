@@ -133,6 +133,13 @@ def test_a_disk_that_fails_is_told_to_whoever_waits(pods, files, monkeypatch):
         add(at(pods[1]), 0, "sky", {"text": "blue"})
 
 
+def test_records_are_kept_on_the_disk_where_a_run_is_to_be_repeated(files, tmp_path):
+    asyncio.run(files.add("7", {"index": 1, "sample": 0, "n": 0, "request": "r", "answer": {"text": "x"}}))
+    files.release(before=8)
+    assert list(tmp_path.rglob("7.jsonl")) and not files._records
+    assert [record["answer"] for record in asyncio.run(files.read("7")).values()] == [{"text": "x"}]
+
+
 def test_steps_that_a_checkpoint_passed_are_forgotten(pods, files, tmp_path):
     journal = at(pods[1])
     for step in (7, 8):

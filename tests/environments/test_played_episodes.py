@@ -374,7 +374,10 @@ def test_nothing_is_left_behind():
         episodes.turn(say.episode, call("sleeps"))
         while not episodes.waiting():
             time.sleep(0.01)
-        assert child in processes()
+        deadline = time.monotonic() + 10  # its command is not readable until exec has ended
+        while child not in processes():
+            assert time.monotonic() < deadline, child
+            time.sleep(0.01)
     assert set(processes()) - before == set()
 
 

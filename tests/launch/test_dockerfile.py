@@ -78,9 +78,9 @@ def test_what_is_copied_is_in_the_context_and_in_the_repository():
 @pytest.mark.parametrize(
     ("name", "extras"),
     [
-        ("requirements.lock", ["gcs"]),
-        ("requirements-tpu.lock", ["gcs", "tpu"]),
-        ("requirements-pathways.lock", ["gcs", "pathways"]),
+        ("requirements.lock", ["gcs", "hub"]),
+        ("requirements-tpu.lock", ["gcs", "hub", "tpu"]),
+        ("requirements-pathways.lock", ["gcs", "hub", "pathways"]),
     ],
 )
 def test_a_lock_file_holds_what_podrl_asks_for_in_the_versions_that_ci_tests(name, extras):

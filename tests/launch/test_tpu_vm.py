@@ -345,6 +345,7 @@ def test_podrl_itself_plans_the_default_job_on_a_worker(pod):
         (["t", "z", "--env=1A=b", "--", "--x"], "must be NAME=VALUE"),
         (["t", "z", "--env=PODRL_SECRET=s3", "--", "--x"], "to everyone who lists processes: leave it out"),
         (["t", "z", "--max_restarts=many", "--", "--x"], "must be a number"),
+        (["t", "z", "--", "--config=grpo_real.py:qwen3_06b_v6e8"], "model.path is empty: say which model"),
     ],
 )
 def test_refuses_by_name(words, message):

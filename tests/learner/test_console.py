@@ -56,3 +56,35 @@ def test_the_time_left_is_said_once_it_can_be_known(capsys):
     progress.update(2, {"reward": 1.0}, 61.0)
     first, second = capsys.readouterr().out.splitlines()
     assert first.strip() == "step 1/3  reward 1.000" and second == "step 2/3  reward 1.000  left 1:01"
+
+
+def _live(width: int, steps: int = 3) -> str:
+    console = make_console(width)
+    console.file = out = io.StringIO()
+    console._force_terminal, console.width = True, width
+    progress = Progress(console, "step", 0, steps, 1)
+    for step in range(1, steps + 1):
+        progress.update(step, {"reward": float(step)}, 90.0 - step, {"reward/answer": 10.0 * step})
+    progress.close()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+
+
+def test_the_live_table_has_numbers_and_their_means():
+    shown = _live(90, steps=25).replace("\r", "\n").splitlines()
+    last = [line.split() for line in shown if line.startswith("reward/answer")][-1]
+    assert last == ["reward/answer", "250.0", "205.0", "55.0"]
+    assert any("25/25" in line and "left 1:05" in line for line in shown)
+
+
+def test_a_narrow_terminal_gets_what_fits():
+    shown = _live(32).replace("\r", "\n").splitlines()
+    assert max(len(line.rstrip()) for line in shown) <= 32
+    last = [line.split() for line in shown if line.startswith("reward/answer")][-1]
+    assert last == ["reward/answer", "30.0"]
+
+
+def test_a_file_gets_lines_without_control_characters(capsys):
+    progress = Progress(make_console(), "step", 0, 1, 1)
+    progress.update(1, {"reward": 1.0}, None, {"reward/answer": 2.0})
+    progress.close()
+    assert capsys.readouterr().out == "step 1/1  reward 1.000\n"

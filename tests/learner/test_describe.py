@@ -1,17 +1,23 @@
 """The dry run of every algorithm: formula, numbers, and its batch arithmetic in plain words."""
 
 import io
+import os
+import re
 
 import jax
 import pytest
+from endpoints import joined
 from ml_collections import ConfigDict
 
 from podrl.algorithms.presets import PRESETS
 from podrl.job import describe, job, placement
 from podrl.job.config import complete, parse
+from podrl.job.weights import copies, model_of
 from podrl.launch import find_config, load_config
 from podrl.mesh.build import make_mesh
+from podrl.models.sizes import parameter_count
 from podrl.rundir.console import make_console
+from podrl.runtime.roles import Hosts
 
 TELLS = {
     "grpo": ("clip(r, 0.8, 1.2)", "0.04 KL: k3"),
@@ -26,7 +32,7 @@ TELLS = {
 }
 
 
-def planned(name, critic=None, **changes):
+def planned(name, critic=None, dry=False, **changes):
     """Plans the default configuration with another algorithm: (job, everything a run prints first)."""
     values = load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": name}
     values["rollout"] |= {"max_prompt_length": 64}
@@ -36,7 +42,7 @@ def planned(name, critic=None, **changes):
     trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
     console = describe_console()
     on = placement.Meshes(trainer, rollout, critic or trainer, rollout)
-    describe.print_plan(console, found, on, "runs/x")
+    describe.print_plan(console, found, on, "runs/x", dry=dry)
     return found, console.file.getvalue()
 
 
@@ -57,12 +63,50 @@ def test_every_preset_is_told(name):
     assert ("Warning" in text) == bool(found.algo.policy_loss(40).warnings())
 
 
+def test_the_guarantee_of_a_killed_run_is_told():
+    text = planned("grpo")[1]
+    assert "(rollout.clock='tokens'): a run that is killed and started again ends bitwise the same." in text
+    text = planned("grpo", rollout={"clock": "wall"}, grpo={"max_staleness": 3})[1]
+    assert "(rollout.clock='wall')" in text and "no token is more than 3 updates old" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("grpo", {}, "grpo.max_staleness=0"),
+        ("dapo", {"grpo": {"max_staleness": 1}}, "grpo.dynamic_sampling=True"),
+        ("remax", {"grpo": {"max_staleness": 1}}, "remax"),
+        ("ppo", {"ppo": {"max_staleness": 1}, "rollout": {"window_tokens": 8}}, "rollout.window_tokens=8"),
+        ("grpo", {"grpo": {"max_staleness": 1}, "env": {"calls_per_window": 1}}, "env.calls_per_window=1"),
+        ("grpo", {"grpo": {"max_staleness": 1}, "reward": {"model": "DIR"}}, "reward.model"),
+    ],
+)
+def test_what_the_wall_clock_does_not_go_with_is_refused(name, changes, said):
+    changes = changes | {"rollout": {"clock": "wall"} | changes.get("rollout", {})}
+    with pytest.raises(ValueError, match=rf"rollout.clock='wall' does not go with .*{re.escape(said)}"):
+        planned(name, **changes)
+
+
 def test_a_correction_without_effect_is_told():
     _, text = planned("dapo", grpo={"max_staleness": 1, "sampler_correction": "tis"})
     assert "times the sampler correction" in text
     assert "Warning: grpo.sampler_correction='tis' does nothing" in " ".join(text.split())
     _, text = planned("dapo", grpo={"old_logprob": "current", "num_iterations": 2})
     assert "Warning: grpo.old_logprob='current' with 2 updates per step" in " ".join(text.split())
+
+
+def test_the_roles_name_their_processes():
+    _, text = planned("grpo")
+    assert re.findall(r"(\w+) │ +\S+ │ +4 │ +\S+ │ +(\d+) │", text) == [
+        (r, f"{os.getpid()}") for r in ("trainer", "rollout")
+    ]
+    mesh = make_mesh("fsdp=8")
+    with joined(Hosts((0, 1), (2,))) as (leader, *_):
+        rows = describe.role_rows(placement.Meshes(mesh, mesh, mesh, mesh), {}, leader)
+        leader.ids[1] = (4711, "elsewhere")
+        again = describe.role_rows(placement.Meshes(mesh, mesh, mesh, mesh), {}, leader)
+    assert [row[4] for row in rows] == [f"host 0: {os.getpid()}, host 1: {os.getpid()}", f"host 2: {os.getpid()}"]
+    assert again[0][4] == f"host 0: {os.getpid()}, host 1: 4711 on elsewhere"
 
 
 @pytest.mark.parametrize("key", ["data.path", "model.reference", "model.critic", "reward.model"])
@@ -117,6 +161,7 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     found, text = planned("grpo")
     assert "Data: 1,000,000 records to train on, 256 to evaluate on (held out from training)." in text
     assert "prompts, completions, and of every record: " in text and "question, answer" in text
+    assert "Before a question" not in text and "too few" not in text
     assert found.has_accuracies
     own = tmp_path / "own.jsonl"
     own.write_text("".join(f'{{"question": "q{i}", "answer": "{i}", "topic": "x"}}\n' for i in range(3)))
@@ -125,6 +170,15 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     assert "is too small for data.eval_fraction=0.05" in text and "topic" in text
     assert not found.has_accuracies  # nothing asks for an answer between tags
     assert planned("grpo", data={"path": str(own), "system_prompt": ""})[0].has_accuracies  # a reward reads it
+    own.write_text("".join(f'{{"question": "q{i}", "answer": "{i}"}}\n' for i in range(40)))
+    text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1})[1]
+    assert "too few to tell before from after. Raise data.eval_fraction=0.1, or give data.eval_path." in text
+    assert "Before a question stands 'You are given a problem. " in text and "(data.system_prompt)" in text
+    text = planned("grpo", data={"path": str(own), "eval_fraction": 0.5, "system_prompt": "[b]Spell[/b] it."})[1]
+    assert "too few" not in text and "Before a question stands '[b]Spell[/b] it.' (data.system_prompt)." in text
+    own.write_text('{"prompt": "q"}\n')
+    text = planned("grpo", data={"path": str(own)})[1]
+    assert f"No accuracies: {own} line 1 lacks 'answer' (it has prompt)." in text
     assert "is not here; the run itself needs it" in planned("grpo", data={"path": str(tmp_path / "gone.jsonl")})[1]
 
 
@@ -151,3 +205,23 @@ def test_a_mini_batch_counts_prompts_as_in_tunix(prompts, mini, group, updates, 
 def test_prompts_that_do_not_split_into_mini_batches_are_refused():
     with pytest.raises(ValueError, match=r"4 prompts do not split into mini-batches of 3: .*prompts_per_step must"):
         planned("grpo", trainer={"mini_batch_size": 3}, rollout={"prompts_per_step": 4})
+
+
+def test_the_copies_of_the_weights_are_counted():
+    trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
+    found, text = planned("grpo", dry=True, grpo={"max_staleness": 2})
+    held, one = copies(found, trainer, rollout), 4 * parameter_count(model_of(found))
+    assert (held.versions, held.generating, held.policy_bytes) == (4, 2, one), "few layers are held one by one, too"
+    assert one / 4 <= held.version_bytes < 0.27 * one, "spread over the trainer's devices, but for the norms"
+    twice = f"{one / 2**20:.1f} MiB twice, as layers are unrolled, {2 * one / 2**20:.1f} MiB in all."
+    assert f"Weights of a rollout device while it generates: {twice}" in text
+    assert "With topology=split a trainer device keeps for rollout hosts up to 4 versions of" in " ".join(text.split())
+    _, text = planned("grpo", dry=True, roles={"colocated": True})
+    assert "rollout device while it generates" in text and "topology=split" not in text
+    # Under LoRA the adapters move; and what many layers are read from is not held twice.
+    lora = {"path": "", "size": "gemma2-2b", "lora": {"rank": 4, "pattern": "q"}}
+    large, _ = planned("grpo", model=lora, rollout={"data_type": "bfloat16"}, trainer={"max_steps": 1})
+    held = copies(large, trainer, rollout)
+    assert held.generating == 1 and held.version_bytes < 0.001 * held.policy_bytes and held.versions == 2
+    merged, _ = planned("grpo", model=lora, rollout={"data_type": "bfloat16", "merge_adapters": True})
+    assert 0.2 * held.policy_bytes < copies(merged, trainer, rollout).version_bytes < 0.3 * held.policy_bytes

@@ -16,9 +16,9 @@ from podrl.data.pipeline import DataConfig
 from podrl.job import job
 from podrl.job.config import TINY, complete
 from podrl.launch import find_config, load_config
+from podrl.learner.answers.preferences import DPO, DPOConfig
 from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
-from podrl.learner.supervised import DPO, DPOConfig
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
 from podrl.rollout.config import RolloutConfig
@@ -28,14 +28,9 @@ from podrl.runtime.watchdog import EXIT_DONE
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.packing import pack_shape
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PAIRS, LENGTH, BETA, SMOOTHING = 3, 112, 0.3, 0.1
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def trained(spec, devices, **packing):

@@ -1,6 +1,7 @@
 """Rewards are computed while the batch is still sampled, and are those of a batch that is scored as a whole."""
 
 import dataclasses
+import re
 import time
 import types
 from typing import Any
@@ -70,12 +71,14 @@ class Engine:
         return Rollouts(prompts, *rows, stop_B, [f"said {b}" for b in range(B)], [NO_EPISODE] * B, 1.0)
 
 
-def made(tmp_path, engine, *fns, **settings):
+def made(tmp_path, engine, *fns, watch=None, **settings):
     (tmp_path / "scores.py").write_text(FUNCTIONS)
     fields = {"number": list(range(P))}
     prompts = Prompts(np.ones((P, 1), np.int32), np.ones(P, np.int32), np.arange(P), ["p"] * P, fields, b"")
     config = RewardConfig(fns=tuple(fn if callable(fn) else f"{tmp_path}/scores.py:{fn}" for fn in fns), **settings)
     with Rewards(config) as rewards:
+        if watch is not None:
+            watch.append(rewards.waits)
         generator = Generator(engine, rewards, GRPOConfig(num_generations=G))
         return generator(prompts, None, 0)  # pyright: ignore[reportArgumentType]
 
@@ -124,8 +127,9 @@ def test_what_belongs_together_is_in_one_call(calls, whole, tmp_path):
         assert {lowest_B[other] for other in others} == {lowest_B[b]} and size_B[b] >= len(others)
 
 
-def test_calls_that_are_dear_are_few(tmp_path):
+def test_calls_that_are_dear_are_few_and_said_while_they_are_waited_for(tmp_path):
     """While the first call waits, all other samples end: they are scored in one call more, not in one each."""
+    said: list[Any] = []
 
     def wait(b):
         if b == 4:
@@ -134,9 +138,11 @@ def test_calls_that_are_dear_are_few(tmp_path):
                 assert time.monotonic() < end
                 time.sleep(0.01)
         if b == 1:
+            said.append(said[0]())
             (tmp_path / "go").touch()
 
-    experience = made(tmp_path, Engine([5, 4, 0, 2, 3, 1], wait), "gated", calls="sample", workers=1)
+    experience = made(tmp_path, Engine([5, 4, 0, 2, 3, 1], wait), "gated", watch=said, calls="sample", workers=1)
+    assert re.fullmatch(r"reward function gated of [12] samples, for \d+ s", said[1]) and said[0]() == ""
     assert sorted(experience.reward_FB[0]) in ([1, 5, 5, 5, 5, 5], [1, 1, 4, 4, 4, 4])
 
 

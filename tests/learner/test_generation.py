@@ -43,7 +43,8 @@ class Engine:
         mask_BT = np.tile((np.arange(T) >= 1) & (np.arange(T) <= 3), (B, 1)).astype(np.float32)
         greedy = sampling is not None and sampling.temperature == 0
         members = [(int(p), g) for p in batch.tokens_PT[:, 0] for g in range(group_size)]
-        tokens_BT = np.array([[p * 10 + g] * T for p, g in members], np.int32)
+        tokens_BT = np.array([[p, *[p * 10 + g] * LIMIT] for p, g in members], np.int32)
+        version_BT = np.where(mask_BT > 0, step, -1)
         stops = [STOP_LENGTH if g == 1 else STOP_EOS for _, g in members]
         stop_B = np.array(
             [STOP_FAILED if row in self._failed else stop for row, stop in zip(members, stops, strict=True)]
@@ -51,7 +52,7 @@ class Engine:
         texts = [f"{p} {g} {'greedy' if greedy else 'sampled'}" for p, g in members]
         floats_BT = np.zeros((B, T), np.float32)
         logprobs = (floats_BT, floats_BT + 0.5, floats_BT)
-        rows = (tokens_BT, np.full(B, 4), mask_BT, *logprobs, tokens_BT, floats_BT)
+        rows = (tokens_BT, np.full(B, 4), mask_BT, *logprobs, version_BT, floats_BT)
         return Rollouts(batch, *rows, stop_B, texts, [NO_EPISODE] * B, 1.0)
 
 
@@ -105,7 +106,7 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
     asked = experience.rollouts.prompts
     assert asked.index_P.tolist() == [101, 102, 104, 106] and asked.text[2] == "prompt 4" and asked.fields["p"][3] == 6
     assert asked.data_state == b"after all of them"
-    np.testing.assert_array_equal(experience.rollouts.tokens_BT[:, 0], [10, 11, 20, 21, 40, 41, 60, 61])
+    np.testing.assert_array_equal(experience.rollouts.tokens_BT[:, 1], [10, 11, 20, 21, 40, 41, 60, 61])
     np.testing.assert_array_equal(experience.reward_FB, [[0, 1] * 4])
     np.testing.assert_array_equal(experience.reward_B, [0, 2] * 4)
     assert experience.rollouts.seconds == 2.0

@@ -106,6 +106,20 @@ def test_tools_are_checked_at_the_start(tmp_path):
             check(host, Dialogue(_tokenizer(tmp_path / "other", tools=other)))
 
 
+def test_the_room_of_an_environment_is_to_be_set(tmp_path):
+    mesh = podrl.make_mesh("data=1", jax.devices()[:1])
+    roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
+    training = podrl.RLTrainingConfig(
+        max_steps=2, eval_every_n_steps=9, checkpoint_root_directory=str(tmp_path / "run")
+    )
+    rollout = podrl.RolloutConfig(max_tokens_to_generate=24)
+    settings = podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=rollout)
+    cluster = podrl.RLCluster(actor=str(podrl.TINY), cluster_config=settings)
+    with pytest.raises(ValueError, match=r"rollout\.max_response_tokens is not set.*max_tokens_to_generate=24"):
+        podrl.GRPOLearner(cluster, podrl.GRPOConfig(), environment="a.py:B")
+    podrl.GRPOLearner(cluster, podrl.GRPOConfig(), "answer")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
 def test_a_run_from_python_trains_on_turns(kind, tmp_path):

@@ -33,6 +33,7 @@ NUMBERS = {
     "gmpo": (("gmpo", 0.4, 0.4, None), SEQUENCES, NO_KL, GRPO, None, {}),
     "clip_cov": (("clip_cov", 0.2, 0.2, None), TOKENS, NO_KL, GRPO, None, {}),
     "kl_cov": (("kl_cov", 0.2, 0.2, None), TOKENS, NO_KL, GRPO, None, {}),
+    "dppo": (("dppo", 0.2, 0.2, None), TOKENS, NO_KL, PLAIN, None, {}),
     "rloo": (REINFORCE, SUMS, NO_KL, ("rloo", "std", 1e-6, "zero"), (0.05, "k1"), {}),
     "reinforce": (REINFORCE, TOKENS, NO_KL, PLAIN, None, {}),
     "reinforce_pp": (CLIP, TOKENS, NO_KL, ("reinforce_plus_plus", "std", 1e-6, "zero"), (0.01, "k1"), {}),
@@ -76,6 +77,7 @@ def test_numbers(name):
     coef, mode, _ = config.reward_kl
     assert ((coef, canonical_mode(mode)) if coef else None) == in_reward
     assert {field: True for field in BESIDE if getattr(config, field, None)} == beside
+    assert config.old_logprob == ("sampler" if name == "dppo" else "auto")
     # A run of that name trains with the settings of the Python preset.
     chosen = preset(name)
     scale = {"loss_agg_scale": 40.0} if loss.settings.loss_agg_scale else {}
@@ -84,6 +86,7 @@ def test_numbers(name):
         assert (found.tau_positive, found.tau_negative, found.entropy_coef or 0.0) == (1.0, 1.05, 0.0)
         assert (found.cov_fraction, found.kl_cov_coef) == (2e-3 if name == "kl_cov" else 2e-4, 1.0)
         assert (found.clip_cov_low, found.clip_cov_high, found.sampler_correction) == (1.0, 5.0, "none")
+        assert found.dppo_kl_coef == 1e-3
         assert found.length_eps == (1e-8 if name == "verl_grpo" else 0.0)
         assert found.loss_agg_scale == (40.0 if name == "dr_grpo" else None)
     for found in (estimator.settings, chosen.advantage_estimator().settings):

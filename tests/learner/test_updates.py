@@ -1,6 +1,7 @@
 """Every algorithm from its configuration to trained weights: two real steps of two passes on the embedded model."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,12 +13,14 @@ from podrl.job import job
 from podrl.job.config import complete, parse, section_of
 from podrl.job.placement import Meshes
 from podrl.learner.grpo import GRPO
+from podrl.learner.learner import Traced
 from podrl.learner.loop import learn
 from podrl.learner.ppo import PPO
 from podrl.learner.recorder import fetched_means
 from podrl.learner.report import SampleReport
 from podrl.mesh.backlog import Backlog
 from podrl.mesh.build import make_mesh
+from podrl.rundir.spans import Spans
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Experience, Prompts, Rollouts
 
 P, G, PROMPT, LIMIT = 2, 4, 4, 8
@@ -118,11 +121,8 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench():
-    # Compiling takes most of the time of these tests; quick compilation halves it.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield Bench()
-    jax.config.update("jax_disable_most_optimizations", False)
+def bench(quick_compilation):
+    return Bench()
 
 
 def moved(before, after):
@@ -201,6 +201,31 @@ def test_every_setting_reaches_the_gradient(name, bench):
         assert 0 < records[1]["actor/kl"] <= CLAMP < plain[1]["actor/kl"]
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_tokens_are_told_apart_by_age_and_old_ones_dropped(beta, bench):
+    whole, step = bench.experience.rollouts, 5
+    version_BT = np.where(whole.mask_BT > 0, step - np.arange(T) % 3, -1).astype(np.int32)
+    experience = dataclasses.replace(bench.experience, rollouts=dataclasses.replace(whole, version_BT=version_BT))
+    changes = {"max_staleness": 2, "old_logprob": "trainer", "num_iterations": 1, "beta": beta}
+    records = []
+    for bound in (None, 1):
+        config = parsed("grpo", changes | {"stale_bound": bound}).algo
+        bench.cluster.state = jax.device_put(bench.start, bench._placed)
+        metrics = learn(GRPO(bench.cluster, config, samples=B, say=print), step, experience)
+        more = {"reward_names": (), "metric_fns": (), "watched": (), "skipped": lambda: 0}
+        records.append(SampleReport(config, **more).finished(fetched_means(metrics)))
+    plain, bounded = records
+    bench.cluster.state = jax.device_put(bench.start, bench._placed)
+    diff_BT = np.abs(bench.cluster.get_actor_per_token_logps(whole.tokens_BT, whole.length_B) - whole.logprob_BT)
+    for age in range(3):
+        here_BT = (whole.mask_BT > 0) & (np.arange(T) % 3 == age)
+        assert plain[f"rollout/share_stale_{age}"] == pytest.approx(here_BT.sum() / whole.mask_BT.sum())
+        assert plain[f"sampler/abs_diff_stale_{age}"] == pytest.approx(diff_BT[here_BT].mean(), rel=1e-4)
+        assert plain[f"actor/ratio_stale_{age}"] == pytest.approx(1.0, rel=1e-5)
+    assert plain["sampler/kept"] == 1.0 and bounded["actor/grad_norm"] != plain["actor/grad_norm"]
+    assert bounded["sampler/kept"] == pytest.approx(1.0 - plain["rollout/share_stale_2"])
+
+
 def test_a_group_with_a_failed_sample_teaches_nothing_and_is_not_reported(bench):
     algorithm = GRPO(bench.cluster, parsed("grpo", {"num_iterations": 1}).algo, samples=B, say=print)
     whole, stop_B = bench.experience.rollouts, np.where(np.arange(B) == 5, STOP_FAILED, STOP_EOS)
@@ -226,3 +251,25 @@ def test_a_group_with_a_failed_sample_teaches_nothing_and_is_not_reported(bench)
         assert seen[-1] == REWARD_B[:G].tolist()
         assert [record["reward"] for record in report.samples(experience)] == [REWARD_B[0]]
     assert moved(bench.start.params, ends[0]) and not moved(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_trace_is_told_of_every_token(name, bench):
+    config, experience = parsed(name, {}), bench.experience
+    algorithm = (PPO if name == "ppo" else GRPO)(bench.cluster, config.algo, samples=B, say=lambda text: None)
+    kept = {}
+    tracing = SimpleNamespace(wants=lambda step: step == 8, share=0.5, note=kept.__setitem__)
+    traced = Traced(algorithm, SimpleNamespace(tracing=tracing, spans=Spans()), G, ["fn"])
+    scores = traced.score(7, experience)
+    advantages, _ = traced.advantages(experience, scores, traced.rewards(experience, scores)[0])
+    traced.pack(7, experience, scores, advantages)
+    (told,) = kept.values()
+    logprob_BT, mask_BT = told.trainer_logprob(), experience.rollouts.mask_BT[:4] > 0
+    every_BT = bench.cluster.get_actor_per_token_logps(experience.rollouts.tokens_BT, experience.rollouts.length_B)
+    assert list(kept) == [8] and logprob_BT.shape == (4, T), "half of the groups"
+    np.testing.assert_allclose(logprob_BT[mask_BT], every_BT[:4][mask_BT], atol=1e-5)
+    assert set(told.columns) == {"advantage", "trained"} | ({"return"} if name == "ppo" else set())
+    np.testing.assert_array_equal(told.columns["trained"], experience.rollouts.mask_BT)
+    assert np.abs(told.columns["advantage"]).max() > 0
+    traced.pack(8, experience, scores, advantages)
+    assert list(kept) == [8]

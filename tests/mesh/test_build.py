@@ -26,6 +26,8 @@ def chips(hosts: list[int], per_host: int) -> list[Chip]:
         ("fsdp=4", (1, 4, 1)),
         ("data=2,tensor=2", (2, 1, 2)),
         (" tensor = 2 , data = 3 ", (3, 1, 2)),
+        ("fsdp=4,tp=2", (1, 4, 2)),
+        ("dp=2,model=3", (2, 1, 3)),
         ("auto", (1, -1, 1)),
         ("data=-1,tensor=2", (-1, 1, 2)),
         ("", (1, 1, 1)),
@@ -40,6 +42,7 @@ def test_parse(spec, sizes):
     [
         ("fdsp=4", "names axis 'fdsp': axes are data, fsdp, tensor"),
         ("fsdp=2,fsdp=2", "gives axis 'fsdp' twice"),
+        ("tp=2,tensor=2", "gives axis 'tensor' twice"),
         ("fsdp=two", "gives 'fsdp' the size 'two'"),
         ("fsdp", "gives 'fsdp' the size ''"),
         ("fsdp=0", "sizes are positive, or -1"),
@@ -88,6 +91,15 @@ def test_error_has_the_numbers():
         make_mesh("fsdp=2", chips([0], 3))
     with pytest.raises(ValueError, match="needs a multiple of 2 devices, hosts 0, 2 have 3"):
         make_mesh("fsdp=-1,tensor=2", [Chip(0, 0), Chip(0, 1), Chip(2, 0)])
+
+
+def test_too_few_cpu_devices_say_how_to_fake_more():
+    with pytest.raises(ValueError, match=r"needs 16 .*XLA_FLAGS=--xla_force_host_platform_device_count=16 before"):
+        make_mesh("fsdp=4,tensor=4", jax.devices()[:8])
+    with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):  # enough of them, or no CPUs
+        make_mesh("fsdp=2", jax.devices()[:3])
+    with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):
+        make_mesh("fsdp=4", chips([0], 3))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from podrl.mesh.build import make_mesh
 from podrl.models.attention import attention, dense
 from podrl.models.config import GLOBAL_WINDOW
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def _inputs(B=2, T=37, N=4, K=2, H=8, seed=0):
     keys = jax.random.split(jax.random.key(seed), 4)

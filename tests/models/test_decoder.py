@@ -14,6 +14,8 @@ from podrl.mesh import build, rules
 from podrl.models import decoder, from_pretrained
 from podrl.models.config import LoraConfig, ModelConfig, RopeScaling, gemma2_config
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 FIXTURES = sorted((pathlib.Path(__file__).parent / "fixtures").iterdir())
 CONFIG = gemma2_config(
     vocab_size=32, num_layers=2, model_dim=16, ffn_dim=24, num_heads=4, num_kv_heads=2, head_dim=8, window=3

@@ -64,6 +64,35 @@ def test_published_sizes_survive_a_round_trip(name):
     assert config_from_hf(config_to_hf(config)) == config
 
 
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gemma2-2b", 2_614_341_888),
+        ("gemma3-1b", 999_885_952),
+        ("llama3-1b", 1_235_814_400),
+        ("llama3-3b", 3_212_749_824),
+        ("llama3-8b", 8_030_261_248),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+    ],
+)
+def test_published_sizes_have_the_published_number_of_parameters(name, count):
+    assert parameter_count(config_of(name)) == count
+
+
+def test_gemma3_sizes_have_the_numbers_of_their_names():
+    assert [round(parameter_count(config_of(f"gemma3-{size}b")) / 1e9, 1) for size in (4, 12, 27)] == [3.9, 11.8, 27.0]
+
+
+def test_an_unknown_size_lists_all():
+    with pytest.raises(ValueError, match=r"'gemma3-5b'\. Did you mean 'gemma3-4b'\?.*gemma2-2b, .*qwen3-32b\."):
+        config_of("gemma3-5b")
+
+
 def test_gemma2_27b_scales_queries_by_model_size_over_heads():
     config = config_of("gemma2-27b")
     assert config.query_scale == pytest.approx((4608 / 32) ** -0.5) and config.head_dim == 128

@@ -13,11 +13,12 @@ import pytest
 
 from podrl import launch
 from podrl.job.config import parse, with_prompt_length
-from podrl.plan.chips import GIB, parse_topology, prepare
+from podrl.mesh.chips import GIB
+from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.compile import Measured, _asked
-from podrl.plan.predict import predict
+from podrl.plan.predict import cost, predict
 from podrl.plan.programs import Setting
-from podrl.plan.report import Report, _print_step
+from podrl.plan.report import Report, _cost_line, _print_step
 from podrl.plan.variants import Trial, _trial, helping, shortfall
 from podrl.rundir.console import make_console
 
@@ -55,6 +56,16 @@ def test_strictly_on_policy_the_sides_take_turns():
     assert (step.trainer_s, step.rollout_s, step.step_s) == (2.0, 5.0, 8.0)
     assert (step.trainer_idle, step.rollout_idle) == (5 / 8, 2 / 8)
     assert "trainer waits 62%" in step.waits
+
+
+def test_a_job_costs_its_steps_at_a_multiple_of_the_roofline():
+    step = predict([_program("trainer", 2, 1.0), _program("rollout", 10, 0.5)], 1.0, max_staleness=0, colocated=False)
+    found = cost(step, steps=450, chips=16, factor=2.5, price=1.2)
+    assert (found.hours, found.chip_hours, found.dollars) == (2.5, 40.0, 48.0)  # 450 x 8 s x 2.5 = 9,000 s
+    assert _cost_line(found, 450, 2.5).startswith(
+        "450 steps at 2.5 times the roofline (--factor): 2.5 hours, 40 chip-hours, 48 dollars. "
+    )
+    assert "--price=DOLLARS" in _cost_line(dataclasses.replace(found, dollars=0.0), 450, 2.5)
 
 
 def test_with_staleness_the_slower_side_sets_the_pace():
@@ -137,6 +148,9 @@ def test_every_program_of_the_default_job_compiles_for_tpu():
     tokens = plan["batch"]["rows"] * plan["batch"]["tokens"] / 4
     assert 5.5 < step["flops"] / tokens / plan["parameters"] < 9
     assert any(c["kind"] in ("all-gather", "collective-permute") for c in step["collectives"])
+    weights = plan["weights"]
+    assert weights["versions"] == weights["generating"] == 2 and weights["split_fits"]
+    assert weights["policy_bytes"] == 4 * plan["parameters"] > 3 * weights["version_bytes"] > 0
     assert plan["step"]["step_s"] > 0 and plan["move"]["moved_bytes"] > plan["parameters"] * 2
 
 

@@ -167,6 +167,28 @@ def test_a_judge_nobody_runs():
         JudgeConfig(template="grade it")
 
 
+def test_a_rubric_asks_about_every_criterion():
+    template = "{prompt} | {criterion} | {max_score} | grade: {completion}"
+    with endpoint() as (config, requests):
+        settings = dataclasses.replace(
+            config.judge, criterion_template=template, max_score=2.0, criteria=("polite",), criteria_weights=(3.0,)
+        )
+        config = dataclasses.replace(config, fns=("rubric",), judge=settings)
+        rubric = [{"criterion": "cites", "weight": 3}, "brief", {"criterion": "invents", "weight": -2}]
+        found = score(config, "1 x", "2 y", "1.5 z", prompts=["q", "r", "s"], rubric=[rubric, ["only"], None])
+        np.testing.assert_allclose(found, [[(3 + 1 - 2) * 0.5 / 4, 1.0, 0.75]])
+        asked = sorted(r[1]["messages"][0]["content"].split(" | ")[1] for r in requests)
+        assert asked == ["brief", "cites", "invents", "only", "polite"]
+        with pytest.raises(RewardError, match=r"must be a list of texts, or of"):
+            score(config, "1 x", rubric=[[{"weight": 1}]])
+        with pytest.raises(RewardError, match=r"no criterion of positive weight.*reward.judge.criteria"):
+            score(config, "1 x", rubric=[[{"criterion": "c", "weight": -1}]])
+    with pytest.raises(ValueError, match="1 values for 2"):
+        JudgeConfig(criteria=("a", "b"), criteria_weights=(1.0,))
+    with pytest.raises(ValueError, match="criterion_template"):
+        JudgeConfig(criterion_template="{completion}")
+
+
 def test_a_judge_that_is_away_is_asked_until_it_is_back():
     with endpoint(**{"3": 5}) as (config, requests):  # far beyond the one retry for what is not understood
         np.testing.assert_allclose(score(config, "3 busy"), [[0.3]])

@@ -13,6 +13,7 @@ from podrl.environments.protocol import FULL
 from podrl.environments.workers import Done, Say
 from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
+from podrl.rollout.players import Pace
 from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_ENV, STOP_EOS, STOP_LENGTH, BatchError
 
 STOPS = ("aba", "bcb", "ca")
@@ -144,6 +145,24 @@ def test_samples_do_not_depend_on_when_answers_come(play):
         for name in ("tokens_BT", "length_B", "mask_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "stop_B"):
             np.testing.assert_array_equal(getattr(first, name), getattr(other, name))
         assert [e["turns"] for e in first.episodes] == [e["turns"] for e in other.episodes]
+
+
+def test_answers_before_the_next_dispatch_save_steps_and_change_no_sample(play, tight, monkeypatch):
+    """Turns end at a stop string, which nobody knows of before the dispatch is read."""
+
+    def stopping(task):
+        for _ in range(4):
+            if (yield say("7 8 9", stop=("a",))).stop == FULL:
+                return
+
+    made = []
+    for first in (False, True):
+        monkeypatch.setattr(Pace, "read_first", lambda pace, first=first: first and pace._session.flying > 0)
+        made.append((play(stopping, (9, 4), group_size=4)[0], tight.stats.decode_steps))
+    (ahead, more), (after, fewer) = made
+    for name in ("tokens_BT", "length_B", "mask_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "stop_B"):
+        np.testing.assert_array_equal(getattr(ahead, name), getattr(after, name))
+    assert fewer < 0.75 * more, (fewer, more)
 
 
 def test_an_environment_that_only_listens_changes_nothing(tight, policy, prompts_of, play):

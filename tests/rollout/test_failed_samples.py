@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from podrl.rollout.config import Sampling
+from podrl.rollout.integrity import faults
 from podrl.rollout.rollout import FailedSamplesError
 from podrl.types import STOP_FAILED, Policy
 
@@ -64,6 +65,7 @@ def test_a_sample_that_fails_ends_where_it_failed(untied, clean, caplog):
         np.testing.assert_array_equal(found.tokens_BT[b, : place + 1], whole.tokens_BT[b, : place + 1])
         assert np.isfinite(found.logprob_BT[b]).all() and (found.version_BT[b, place] == 4)
     unharmed(found, whole, sorted(met))
+    assert faults(found, step=4, max_staleness=0) == {}
     again = worker.generate(Policy(tiny.params, 4), prompts, group_size=G, step=1, sampling=SAMPLING)
     unharmed(again, whole, [])
     assert worker.stats.failed == 0
@@ -85,3 +87,28 @@ def test_too_many_end_the_call_and_name_the_weights(untied, clean):
         worker.generate(Policy(broken, 9), prompts, group_size=G, step=1, sampling=SAMPLING)
     again = worker.generate(Policy(tiny.params, 4), prompts, group_size=G, step=1, sampling=SAMPLING)
     unharmed(again, whole, [])
+
+
+# An array, the place in it that is changed (sample 5 has a prompt of 20 tokens, sample 8 a short row), what to, and
+# what is counted.
+CHANGED = [
+    ("mask_BT", (5, 19), 1.0, "rollout/faulty_tokens"),
+    ("mask_BT", (5, 21), 0.0, "rollout/faulty_tokens"),
+    ("mask_BT", (8, -1), 1.0, "rollout/faulty_tokens"),
+    ("tokens_BT", (5, 2), 299, "rollout/faulty_tokens"),
+    ("logprob_BT", (5, 20), np.nan, "rollout/faulty_tokens"),
+    ("logprob_BT", (5, 20), 0.5, "rollout/faulty_tokens"),
+    ("version_BT", (5, 20), -1, "rollout/faulty_tokens"),
+    ("version_BT", (5, 20), 5, "rollout/unknown_version"),
+    ("version_BT", (5, 20), 3, "rollout/stale_tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value", "counted"), CHANGED)
+def test_an_array_that_does_not_fit_the_others_is_counted(clean, name, place, value, counted):
+    _, whole = clean
+    assert whole.prompts.length_P[1] == 20 and whole.length_B[5] > 22
+    assert faults(whole, step=4, max_staleness=0) == {} == faults(whole, step=5, max_staleness=1)
+    array = getattr(whole, name).copy()
+    array[place] = value
+    assert faults(dataclasses.replace(whole, **{name: array}), step=4, max_staleness=0) == {counted: 1.0}

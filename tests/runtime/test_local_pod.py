@@ -131,12 +131,17 @@ if index == 2:
         out.write(".")
     if len(started.read_text()) < 3:
         os.kill(os.getpid(), signal.SIGKILL)
+while index == 0 and not (started.exists() and len(started.read_text()) == 3):
+    time.sleep(0.02)
 """,
         replace_rollouts=True,
     )
     assert code == 0 and err.count("rollout 1 ended with signal SIGKILL; it is started again.") == 2
-    code, _, err = _run("sys.exit(42 if index == 2 else 0)", replace_rollouts=True)
+    failing = "sys.exit(42) if index == 2 else time.sleep(600 if index == 0 else 0)"
+    code, _, err = _run(failing, replace_rollouts=True, grace_s=0.3)
     assert code == 42 and err.count("it is started again") == 5
+    code, _, err = _run("time.sleep(2) if index else None\nsys.exit(42 if index == 2 else 0)", replace_rollouts=True)
+    assert code == 0 and "rollout 1 ended with exit code 42 after the job had ended." in err
     code, _, err = _run("sys.exit(1 if index == 2 else 0)", replace_rollouts=True)
     assert code == 1 and "started again" not in err
 

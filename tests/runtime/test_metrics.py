@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import struct
+from typing import Any
 
 import pytest
 
@@ -38,11 +40,31 @@ def test_resuming_drops_later_records_and_a_torn_line(tmp_path):
     assert samples == [{"step": 1, "text": "é1"}, {"step": 2, "text": "é2"}]
 
 
-def test_tensorboard_events_are_written(tmp_path):
-    log = MetricsLog(tmp_path, LogConfig(), start=0, run_config={})
-    log.write(1, {"a": 1.0})
-    log.close()
-    assert list((tmp_path / "tensorboard").glob("events*"))
+def test_tensorboard_reads_the_events(tmp_path):
+    """Read back by another writer's protocol buffers and checksums; a later life hides what it repeats."""
+    from tensorboardX import crc32c
+    from tensorboardX.proto import event_pb2
+
+    generated: Any = event_pb2  # code without types
+    read = []
+    for start in (0, 300):
+        log = MetricsLog(tmp_path, LogConfig(), start=start, run_config={})
+        log.write(start + 1, {"a/b": 1.5, "é": -1e300})
+        log.close()
+    for file in sorted((tmp_path / "tensorboard").glob("events.out.tfevents.*")):
+        left = file.read_bytes()
+        while left:
+            size, checksum = struct.unpack("<QI", left[:12])
+            event, (after,) = left[12 : 12 + size], struct.unpack("<I", left[12 + size : 16 + size])
+            sums = crc32c._crc32c(left[:8]), crc32c._crc32c(event)
+            assert [checksum, after] == [((c >> 15 | c << 17) + 0xA282EAD8) & 0xFFFFFFFF for c in sums]
+            read.append(generated.Event.FromString(event))
+            left = left[16 + size :]
+    assert [event.step for event in read] == [0, 1, 0, 300, 301] and all(event.wall_time > 1e9 for event in read)
+    assert read[0].file_version == read[2].file_version == "brain.Event:2"
+    assert read[3].session_log.status == generated.SessionLog.START
+    for event in (read[1], read[4]):
+        assert [(value.tag, value.simple_value) for value in event.summary.value] == [("a/b", 1.5), ("é", -math.inf)]
 
 
 def test_a_missing_wandb_is_named_with_its_extra(tmp_path):

@@ -1,5 +1,6 @@
 """Joining, waiting and failing: the messages each process gets, and which process prints the reason."""
 
+import re
 import threading
 import time
 
@@ -58,6 +59,19 @@ def three():
     """Joins a job of two trainers and a rollout host, as three endpoints of this process."""
     with joined(Hosts((0, 1), (2,))) as pods:
         yield pods
+
+
+def test_who_is_waited_for_is_known_while_it_lasts(three):
+    leader, _, rollout = three
+    assert leader.waits() == ""
+    waiting = threading.Thread(target=leader.get, args=(2, "header/7", 60))
+    waiting.start()
+    while not leader.waits():
+        time.sleep(0.01)
+    assert re.fullmatch(r"header/7 of rollout 0 \(host 2\), for \d+ s", leader.waits())
+    rollout.channel.put("header/7", Message())
+    waiting.join(60)
+    assert leader.waits() == ""
 
 
 def test_one_process_of_a_job_says_in_full_why_it_fails(three):

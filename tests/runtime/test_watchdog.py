@@ -28,6 +28,26 @@ def test_a_hang_ends_with_its_name_its_stack_and_code_42():
     assert "log.stall_s=0.2" in done.stderr
 
 
+_WAIT = """
+import time
+from podrl.runtime.watchdog import Watchdog
+watchdog = Watchdog(0.4)
+watchdog.waits_for += [lambda: "header/7 of rollout 1 (host 2), for 9 s", lambda: ""]
+watchdog.last_words = lambda: "Step 4 is saved in runs/x. Resume with: COMMAND"
+with watchdog.stage("rollout"):
+    time.sleep(60)
+"""
+
+
+def test_a_wait_is_said_early_with_whom_it_is_for_and_at_the_end_what_resumes():
+    done = subprocess.run([sys.executable, "-c", _WAIT], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == EXIT_INFRASTRUCTURE
+    early, late, *_, last = done.stderr.splitlines()
+    assert re.fullmatch(r"podrl: .*so far \(it waits for header/7 of rollout 1 \(host 2\), for 9 s\)\.", early), early
+    assert "header/7 of rollout 1" in late and "log.stall_s=0.4" in late
+    assert last.endswith("giving up. Step 4 is saved in runs/x. Resume with: COMMAND")
+
+
 _SIGNAL = """
 import os, signal
 from podrl.runtime.watchdog import Watchdog
@@ -45,13 +65,17 @@ def test_a_script_of_the_library_survives_the_signal_and_prints_its_stacks():
 
 
 def test_time_is_kept_by_stage(capfd):
-    watchdog = Watchdog(100.0)
+    watchdog, started = Watchdog(100.0), time.monotonic()
     for _ in range(2):
         with watchdog.stage("a"):
             time.sleep(0.01)
+    with watchdog.stage("b"), watchdog.stage("c"):
+        time.sleep(0.01)
     spent = watchdog.take_spent()
     watchdog.close()
-    assert spent["a"] >= 0.02 and watchdog.take_spent() == {}
+    assert spent["a"] >= 0.02 and spent["c"] >= 0.01 and spent["b"] >= 0
+    assert sum(spent.values()) <= time.monotonic() - started  # c is no part of b
+    assert watchdog.take_spent() == {}
     assert capfd.readouterr().err == ""
 
 

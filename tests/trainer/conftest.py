@@ -10,7 +10,7 @@ import optax
 import pytest
 from packed_rows import packed_rows
 
-from podrl.algorithms.policy_loss import ReferencedRows
+from podrl.algorithms.policy_rows import ReferencedRows
 from podrl.mesh.build import make_mesh
 from podrl.mesh.rules import batch_shards
 from podrl.models import decoder
@@ -83,7 +83,7 @@ def _host_params(config):
 
 
 @pytest.fixture
-def tiny():
+def tiny(quick_compilation):
     """Returns a maker of cases: tiny(mesh='fsdp=1', lora=0, **optimizer fields) -> Tiny."""
 
     def build(spec="fsdp=1", *, lora=0, **optimizer):
@@ -102,7 +102,4 @@ def tiny():
         )
         return Tiny(config, mesh, chosen)
 
-    # Compiling takes most of the time of these tests; quick compilation halves it.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield build
-    jax.config.update("jax_disable_most_optimizations", False)
+    return build

@@ -40,9 +40,7 @@ def test_unknown_fields_are_refused_with_the_nearest_name():
 
 
 def test_optimizer_spans_all_updates():
-    optimizer = _config(max_steps=10, schedule="linear", warmup_fraction=0.5, learning_rate=1.0).optimizer(
-        updates_per_step=4
-    )
+    optimizer = _config(max_steps=40, schedule="linear", warmup_fraction=0.5, learning_rate=1.0).optimizer()
     rates = [float(optimizer.schedule(i)) for i in (0, 19, 20, 30, 40)]
     assert rates == pytest.approx([0.05, 1.0, 1.0, 0.5, 0.0])
     with pytest.raises(ValueError, match=r"trainer.schedule='cosine'.*set trainer.max_steps"):
@@ -89,7 +87,7 @@ def test_rows_are_made_for_samples_that_share_their_prompt():
     assert shape(group_size=2).tokens == 928
     assert shape(max_seq_token_per_tpu=1000).tokens == 928
     assert shape(max_length=1000).tokens == shape(max_length=1000, share_prompts=False).tokens  # two do not fit
-    small = shape(train_micro_batch_size=8)
+    small = shape(micro_batch_sequences=8)
     assert small.rows * small.tokens <= 8 * 704 + 4 * small.tokens  # of the memory asked for, but whole shards
     assert shape(max_tokens_per_row=800).tokens == 800
     short = shape(max_length=100, max_prompt_length=60)
@@ -100,7 +98,7 @@ def test_rows_are_made_for_samples_that_share_their_prompt():
 
 def test_errors_name_values_and_keys():
     odd = _config(mini_batch_size=2, train_micro_batch_size=3, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"=2 makes 8 sequences, not trainer.train_micro_batch_size=3 x"):
+    with pytest.raises(ValueError, match=r"=2 makes 8 sequences, not micro-batches of 3 x"):
         pack_shape(odd, make_mesh("fsdp=1", jax.devices()[:1]), sequences=8, max_length=100)
     with pytest.raises(ValueError, match=r"trainer\.max_steps=0 must be a whole number in \[1, 2147483647\] or None"):
         _config(max_steps=0)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss, ReferencedRows
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
+from podrl.algorithms.policy_rows import ReferencedRows
 from podrl.mesh.build import make_mesh
 from podrl.mesh.rules import batch_shards
 from podrl.models.config import gemma2_config

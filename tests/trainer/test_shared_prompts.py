@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_rows import packed_rows
 
-from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss, ReferencedRows
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
+from podrl.algorithms.policy_rows import ReferencedRows
 from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.mesh.rules import batch_shards
 from podrl.models import scalar

@@ -158,6 +158,15 @@ def test_versions_are_waited_for_kept_and_gone(asks):
         hasty.receive(4)
 
 
+def test_no_more_versions_are_held_while_one_is_copied_than_afterwards(monkeypatch):
+    tree = PullServer().serve("all", trainer(1)[1], target_dtype=jnp.bfloat16, keep=2)
+    copy, beside = tree._copy, []
+    monkeypatch.setattr(tree, "_copy", lambda leaves: beside.append(list(tree.versions)) or copy(leaves))
+    for version in (1, 2, 3, 3, 4):
+        tree.offer(trainer(version)[1], version)
+    assert beside == [[], [1], [2], [2, 3], [3]] and tree.versions == [3, 4]
+
+
 def test_a_version_somebody_is_pulling_stays(asks):
     server = PullServer()
     values, params = trainer(1)

@@ -115,8 +115,8 @@ class ServedTree:
         """Args:
           source: the parameters, or ShapeDtypeStructs with their shardings; all on one mesh.
           target_dtype: what floating-point leaves are cast to before they move; None keeps theirs.
-          keep: versions held for receivers that are late, 1 + max_staleness for exact overlap. Each costs the
-            tree's size in the target dtype, spread over the trainer mesh.
+          keep: versions held for receivers that are late. Each costs the tree's size in the target dtype, spread over
+            the trainer mesh; while one is copied, there are no more of them either.
           bucket_bytes: bound on the bytes a device stages at once; by default by platform.
           lease_s: as in `PullServer`.
 
@@ -162,11 +162,12 @@ class ServedTree:
         leaves = self._source.check(params, "Parameters")
         if leaves:
             totals = self._source.totals(self._source.sums(leaves), version)
+            with self._lock:
+                self._trim(version)
             held = _Held(leaves if lasting else self._copy(leaves), totals)
             with self._lock:
                 self._versions[version] = held
                 self._versions.move_to_end(version)
-                self._trim()
             if donate and not lasting:
                 jax.tree.map(lambda x: x.delete(), leaves)
 
@@ -219,9 +220,12 @@ class ServedTree:
         """Lists versions that can be pulled."""
         return list(self._versions)
 
-    def _trim(self) -> None:
+    def _trim(self, coming: int | None = None) -> None:
+        """Drops the oldest versions that nobody is pulling, and makes room for one that is coming."""
         now = time.monotonic()
-        for version in list(self._versions)[: -self._keep]:
+        kept = [version for version in self._versions if version != coming]
+        room = self._keep - (coming is not None)
+        for version in kept[: max(len(kept) - room, 0)]:
             if all(until < now for until in self._versions[version].leases.values()):
                 del self._versions[version]
 

@@ -1,0 +1,51 @@
+"""Kahneman-Tversky optimisation: loss, gradient weight and reference point of answers labelled good or bad."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+class Labelled(NamedTuple):
+    """KTO's loss and weights for B labelled answers, and the reference point they were compared with.
+
+    Attributes:
+      loss_B: loss of each answer, between 0 and the weight of its label.
+      weight_B: minus the derivative of each loss by the answer's log-probability, so that the gradient of the loss is
+        that of -weight logprob with the weight held.
+      kl: the reference point z, nats.
+    """
+
+    loss_B: Float[Array, " B"]
+    weight_B: Float[Array, " B"]
+    kl: Float[Array, ""]
+
+
+def kto(
+    logratio_B: Float[Array, " B"],
+    unrelated_logratio_B: Float[Array, " B"],
+    desirable_B: Bool[Array, " B"],
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Labelled:
+    """Computes KTO's loss and weights (arXiv 2402.01306, eq. 8).
+
+    The loss of a desirable answer is w (1 - sigmoid(beta (r - z))), that of an undesirable one w (1 - sigmoid(beta (z -
+    r))), with r = log p / p_ref of the answer. The reference point z is an estimate of KL(policy, reference) that no
+    gradient goes through: the mean of r over the batch's prompts with answers of other prompts, at least 0.
+
+    Args:
+      logratio_B: log p / p_ref of each whole answer, nats.
+      unrelated_logratio_B: the same of the answer of another example after this one's prompt.
+      desirable_B: the labels.
+      beta: how much a nat of difference to the reference is worth, above 0.
+      desirable_weight, undesirable_weight: w of either label (lambda_D and lambda_U).
+    """
+    kl = jnp.maximum(jnp.mean(unrelated_logratio_B), 0.0)
+    sign_B = jnp.where(desirable_B, 1.0, -1.0)
+    worth_B = jnp.where(desirable_B, desirable_weight, undesirable_weight)
+    missed_B = jax.nn.sigmoid(-beta * sign_B * (logratio_B - kl))
+    return Labelled(worth_B * missed_B, worth_B * beta * sign_B * missed_B * (1.0 - missed_B), kl)

@@ -1,0 +1,74 @@
+"""Measures what recording samples costs a run, traced and other steps by turns: `python -m podrl.bench trace`."""
+
+import argparse
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from podrl.rundir import spans, trace
+from podrl.runtime.metrics import LogConfig, read_metrics
+
+_WARM = 3  # steps that compile, and the one after
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="podrl.bench trace", description=__doc__)
+    parser.add_argument("--config", default="grpo_gemma.py")
+    parser.add_argument("--steps", type=int, default=63, help="of the run, every second of which is traced")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the configuration")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def run(argv: Sequence[str]) -> dict[str, Any]:
+    """Trains a configuration with every second step traced, and compares the medians of both kinds of steps.
+
+    Returns:
+      step_s and traced_step_s (medians), traced_step_cost_s (median difference of neighbours), cost (share of a step
+      that the default setting costs, which traces one step in log.samples_every), bytes_per_traced_step,
+      span_bytes_per_step, and the steps compared.
+
+    Raises:
+      ValueError: too few steps, or the run failed.
+    """
+    args = _parser().parse_args(argv)
+    if args.steps < _WARM + 2:
+        raise ValueError(f"--steps={args.steps} must be at least {_WARM + 2}: the first ones compile.")
+    with tempfile.TemporaryDirectory(prefix="podrl-trace-") as folder:
+        workdir = pathlib.Path(folder, "run")
+        overrides = [f"trainer.max_steps={args.steps}", "log.samples_every=2", "log.trace=sampled", "eval.problems=0"]
+        command = [sys.executable, "-m", "podrl.launch", f"--config={args.config}", f"--workdir={workdir}"]
+        command += [f"--config.{each}" for each in (*overrides, "checkpoint.every=0", *args.set)]
+        own = dict(os.environ)  # without what libraries of this process have set since, such as libtpu
+        ended = subprocess.run(command, capture_output=True, text=True, env=own)
+        if ended.returncode:
+            raise ValueError(f"the run ended with exit code {ended.returncode}: {ended.stderr.strip()[-500:]}")
+        seconds = {r["step"]: r["time/step"] for r in read_metrics(workdir) if "time/step" in r}
+        files = [workdir / trace.FOLDER / trace.file_name(step) for step in trace.traced_steps(workdir)]
+        sizes = [path.stat().st_size for path in files]
+        span_bytes = (workdir / spans.NAME).stat().st_size
+    return figures(seconds) | {
+        "bytes_per_traced_step": statistics.median(sizes),
+        "span_bytes_per_step": span_bytes / args.steps,
+    }
+
+
+def figures(seconds: dict[int, float]) -> dict[str, Any]:
+    """Compares each traced step (an even one) with the mean of its neighbours; the last step saves and is left out."""
+    traced = [step for step in seconds if step % 2 == 0 and step > _WARM and step + 1 in seconds]
+    traced = [step for step in traced if step + 1 < max(seconds)] or traced
+    others = [step for step in seconds if step % 2 and step > _WARM]
+    difference = statistics.median(seconds[s] - (seconds[s - 1] + seconds[s + 1]) / 2 for s in traced)
+    plain = statistics.median(seconds[s] for s in others)
+    return {
+        "step_s": plain,
+        "traced_step_s": statistics.median(seconds[s] for s in traced),
+        "traced_step_cost_s": difference,
+        "cost": difference / LogConfig().samples_every / plain,
+        "steps": len(traced),
+    }

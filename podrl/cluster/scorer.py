@@ -1,0 +1,77 @@
+"""The models of a job that trains a reward model: a scalar model in the actor's place, and no rollouts."""
+
+from typing import Any
+
+import jax
+
+from podrl.cluster.config import ClusterConfig, Role
+from podrl.cluster.critic import Critic
+from podrl.data.tokenizer import Tokenizer
+from podrl.models.config import LoraConfig, ModelConfig
+from podrl.models.pretrained import check_vocab
+from podrl.runtime.metrics import UserMetrics
+from podrl.types import Batch, TrainState
+
+
+class ScorerCluster:
+    """A reward model that learns, with as much of RLCluster's interface as training on given answers uses.
+
+    Attributes:
+      actor: the model; None on a process without devices of its mesh.
+      actor_mesh, rollout_mesh: where it lies, and the devices that have nothing to do.
+      trains, generates: whether this process has devices of the trainer's and of the rollout's mesh.
+      config, training_config, tokenizer, metrics: as in RLCluster.
+    """
+
+    critic = reward_model = partner = None
+
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Tokenizer,
+        config: ClusterConfig,
+        *,
+        lora: LoraConfig,
+        seed: int,
+        trains: bool | None = None,
+    ):
+        """Puts the model on the actor's mesh.
+
+        Args:
+          source: a Hugging Face directory, with or without `score.weight` (without, every score starts at 0), or a
+            decoder.
+          tokenizer: of the model.
+          config: meshes and training configuration.
+          lora: adapters to add where `source` is a directory.
+          seed: of fresh adapters and of dropout.
+          trains: where trainers and rollouts are separate clusters, whether this process is a trainer.
+        """
+        self.config, self.training_config = config, config.training_config
+        self.tokenizer, self.seed = tokenizer, seed
+        self.actor_mesh, self.rollout_mesh = (config.role_to_mesh[role] for role in (Role.ACTOR, Role.ROLLOUT))
+        self.trains, self.generates = config.roles_of(jax.process_index())
+        if trains is not None:
+            self.trains, self.generates = trains, not trains
+        self.metrics = UserMetrics()
+        self.actor: Any = None
+        if self.trains:
+            self.actor = Critic(source, self.actor_mesh, self.training_config, lora=lora, seed=seed, scores=True)
+            check_vocab(self.actor.model, tokenizer.vocab_size)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The configuration of its trunk."""
+        return self.actor.model
+
+    @property
+    def state(self) -> TrainState:
+        """The trainable parameters, optimizer state and step."""
+        return self.actor.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.actor.state = state
+
+    def update_actor(self, batch: Batch[Any]) -> dict[str, Any]:
+        """Makes one optimizer update from a packed host batch; metrics stay on the device."""
+        return self.actor.update(batch)

@@ -1,0 +1,121 @@
+"""Streams of labelled answers: a prompt, an answer, and whether it is a good one, as batches of tokens."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from podrl.data import pipeline, sources
+from podrl.data.config import EMBEDDED, DataConfig
+from podrl.data.generated import Draw
+from podrl.data.sft import Example, SFTBatch, by_part, encode, forms, given_answers
+from podrl.data.stream import Batches, Limit, Stream, TooLong
+from podrl.data.template import Part, turn
+from podrl.data.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledBatch(SFTBatch):
+    """B answers with labels, on the host.
+
+    Attributes:
+      desirable_B: True where the answer is one to learn, False where it is one to avoid.
+    """
+
+    desirable_B: Bool[np.ndarray, " B"]
+
+    def unrelated(self) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"], Float[np.ndarray, "B T"]]:
+        """Joins every prompt with the answer of the next example: (tokens, lengths, mask of the answer).
+
+        Where both are too long for a row, the end of the answer is cut off.
+        """
+        B, T = self.tokens_BT.shape
+        prompt_B = self.mask_BT.argmax(axis=1)
+        tokens_BT, mask_BT = self.tokens_BT.copy(), np.zeros_like(self.mask_BT)
+        length_B = np.zeros_like(self.length_B)
+        for b, prompt in enumerate(prompt_B):
+            other = (b + 1) % B
+            answer = self.tokens_BT[other, prompt_B[other] : self.length_B[other]][: T - prompt]
+            length_B[b] = prompt + len(answer)
+            tokens_BT[b, prompt : length_B[b]] = answer
+            mask_BT[b, prompt : length_B[b]] = 1.0
+        return tokens_BT, length_B, mask_BT
+
+
+class _Labelled(NamedTuple):
+    example: Example
+    desirable: bool
+
+
+class LabelStream(Batches[_Labelled]):
+    """An endless, exactly resumable stream of `LabelledBatch`.
+
+    Attributes:
+      steps_per_epoch: batches that use as many answers as there are records.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, *, answers: int, max_length: int) -> None:
+        """Starts at the first answer.
+
+        Args:
+          data: where records come from. A file holds, in each record, the text 'completion', 'label' (true or false),
+            and before them either the text 'prompt', used as it is, or data.question_field, put into data.template;
+            where all records also have data.answer_field, the questions that an evaluation uses are left out.
+            'problems' is the embedded task: half of the answers have the reference form and are desirable, the others
+            are what a base model might write.
+          tokenizer: of the model that learns.
+          answers: of a batch.
+          max_length: tokens of prompt and answer; longer ones are left out, or an error, as data.long_prompts says.
+
+        Raises:
+          ValueError: bad data.
+        """
+        limit = Limit(max_length, "kto.max_length", data.long_prompts)
+        source, parts = given_answers(data, check_form)
+        writer = by_part([_Writer(part.config, tokenizer, limit) for part in parts])
+        seed = data.seed if data.shuffle else None
+        stream = Stream(source, writer, seed, limit, tools=tokenizer.tools_digest)
+        super().__init__(stream)
+        self.steps_per_epoch = max(1, stream.records // answers)
+        self._answers, self._max_length, self._pad_id = answers, max_length, tokenizer.pad_id
+
+    def __iter__(self) -> "LabelStream":
+        return self
+
+    def __next__(self) -> LabelledBatch:
+        taken = self._stream.take(self._answers)
+        batch = SFTBatch.of([item.example for item in taken], self._max_length, self._pad_id, self.state())
+        return LabelledBatch(**vars(batch), desirable_B=np.array([item.desirable for item in taken]))
+
+
+class _Writer:
+    """Makes a labelled answer from a record and its position in the stream."""
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, limit: Limit) -> None:
+        self._data, self._tokenizer, self._limit = data, tokenizer, limit
+        self._render = pipeline.Renderer(data, tokenizer)
+
+    def __call__(self, index: int, record: Any) -> _Labelled | TooLong:
+        if self._data.path in EMBEDDED:
+            prompt, fields = self._render(record)
+            draw = Draw(self._data.seed, 4, index)
+            desirable = draw.share() < 0.5
+            answer = forms(record, fields, draw)[0 if desirable else 1]
+        else:
+            prompt = record["prompt"] if "prompt" in record else self._render.prompt(record)
+            desirable, answer = bool(record["label"]), [turn(record["completion"])]
+        example = encode([Part(prompt), *answer], self._tokenizer, self._limit)
+        return example if isinstance(example, TooLong) else _Labelled(example, desirable)
+
+
+def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
+    """Refuses a record that holds no labelled answer, with its file and line."""
+    before = "prompt" if "prompt" in record else data.question_field
+    if not all(isinstance(record.get(name), str) for name in (before, "completion")):
+        raise ValueError(
+            f"{place} has {', '.join(record) or 'no fields'}: a labelled answer needs the text 'completion', and "
+            f"before it 'prompt' or {data.question_field!r}."
+        )
+    if not isinstance(label := record.get("label"), bool | np.bool_):
+        raise ValueError(f"{place}: 'label' is {label!r} but must be true (a good answer) or false (a bad one).")

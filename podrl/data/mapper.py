@@ -1,0 +1,45 @@
+"""The process that maps records by a user's function: `python -m podrl.data.mapper`, started by podrl.data.transforms.
+
+It never imports jax.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from podrl.runtime import child
+from podrl.runtime.user_objects import explain, explain_load, extend_path, load_function, short
+
+
+def main() -> None:
+    """Serves requests until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    loaded: list[Callable[..., Any]] = []
+
+    def handle(header: dict[str, Any], content: bytes) -> dict[str, Any]:
+        if "spec" not in header:
+            return _map(loaded[0], json.loads(content))
+        extend_path(header["path"])
+        try:
+            loaded.append(load_function(header["spec"]))
+        except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
+            return {"raised": explain_load(error, header["spec"].get("file", ""))}
+        return {}
+
+    child.serve(handle)
+
+
+def _map(function: Callable[..., Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+    made: list[Any] = []
+    for i, record in enumerate(records):
+        try:
+            made.append(function(record))
+            json.dumps(made[-1])
+        except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
+            return {"raised": explain(error), "record": i}
+        if made[-1] is not None and not isinstance(made[-1], dict):
+            return {"raised": f"it returned {short(made[-1])}, neither a dict nor None", "record": i}
+    return {"records": made}
+
+
+if __name__ == "__main__":
+    main()

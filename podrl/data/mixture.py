@@ -1,0 +1,234 @@
+"""Opens the sources of a job's data: which records are used, which are held out, and which were dropped and why."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from podrl.data import sources
+from podrl.data.cache import Cache, key
+from podrl.data.config import EMBEDDED, DataConfig, SourceConfig
+from podrl.data.notes import Notes, Subset
+from podrl.data.sources import Record, Source
+from podrl.data.stream import Mixed
+from podrl.data.transforms import transformed
+
+# Bytes of a file from which on reading it takes longer than looking into the cache.
+WORTH = 1 << 20
+
+Form = Callable[[Record, str, DataConfig], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A source that has been opened.
+
+    Attributes:
+      name: '' where it is the only one.
+      config: the settings of this source alone.
+      train: records to train on.
+      held: records held out.
+      weight: share of the prompts drawn from it, relative to the others'.
+      unanswered: place of its first record without an answer, and what it has; '' where all have one.
+      counts: its records, by what happened to them.
+      fields: fields that its records get.
+    """
+
+    name: str
+    config: DataConfig
+    train: Source
+    held: Source
+    weight: float
+    unanswered: str = ""
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A configuration's records.
+
+    Attributes:
+      parts: its sources, at least one.
+      evaluation: records of data.eval_path; None without one.
+      unanswered: (place of a record without an answer, reward functions of its source if it has its own) of each file
+        that has such a record.
+    """
+
+    parts: Sequence[Part]
+    evaluation: Source | None
+    unanswered: Sequence[tuple[str, Sequence[str]]]
+
+    @property
+    def train(self) -> Source | Mixed:
+        """The records to train on, as a stream takes them."""
+        if len(self.parts) == 1:
+            return self.parts[0].train
+        names = [part.name for part in self.parts]
+        return Mixed([part.train for part in self.parts], [part.weight for part in self.parts], names)
+
+    @property
+    def held(self) -> int:
+        """Number of records held out."""
+        return sum(len(part.held) for part in self.parts) if self.evaluation is None else len(self.evaluation)
+
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """Counts what became of each source's records, for the run directory."""
+        whole = sum(part.weight for part in self.parts)
+        return [
+            {"source": part.name or part.config.path, "share": round(part.weight / whole, 6), **part.counts}
+            for part in self.parts
+        ]
+
+
+def split(config: DataConfig, form: Form | None = None) -> Opened:
+    """Opens a configuration's records; files are read again only when they have changed.
+
+    Args:
+      config: see `DataConfig`.
+      form: refuses records that are not of a form, where they need not ask anything; records are then held out only
+        where all have answers.
+
+    Raises:
+      ValueError: bad data; names file and line.
+    """
+    paths = [(single.path, source.split if source else "") for single, source in _pairs(config)]
+    files = [(config.eval_path, ""), *((path, part) for path, part in paths if path not in EMBEDDED)]
+    return _opened(_Key(config, form, tuple(sources.identity(path, part) for path, part in files)))
+
+
+class _Key:
+    """Arguments of `_opened`, equal where their text is; a configuration may hold mappings."""
+
+    def __init__(self, config: DataConfig, form: Form | None, identities: tuple[Any, ...]) -> None:
+        self.config, self.form, self._text = config, form, repr((config, form, identities))
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._text == other._text
+
+
+@functools.lru_cache(maxsize=8)
+def _opened(asked: _Key) -> Opened:
+    config, cache = asked.config, Cache(asked.config.cache)
+    evaluation, notes = None, Notes(config.question_field, config.answer_field)
+    unanswered: list[tuple[str, Sequence[str]]] = []
+    if config.eval_path:
+        evaluation = _read(config, config.eval_path, "", notes, cache, None)
+        unanswered.append((notes.unanswered(evaluation), ()))
+    parts = [_open(single, source, cache, asked.form) for single, source in _pairs(config)]
+    unanswered += [(part.unanswered, part.fields.get("reward_fns", ())) for part in parts]
+    return Opened(parts, evaluation, [(place, fns) for place, fns in unanswered if place])
+
+
+def _pairs(config: DataConfig) -> list[tuple[DataConfig, SourceConfig | None]]:
+    return list(zip(config.singles(), config.sources or (None,), strict=True))
+
+
+def _open(config: DataConfig, source: SourceConfig | None, cache: Cache, form: Form | None) -> Part:
+    """Opens one source."""
+    name, fields = (source.label, {"dataset": source.label, **source.fields}) if source else ("", {})
+    if config.path in EMBEDDED:
+        generator = EMBEDDED[config.path]
+        train: Any = generator.source("train", config.size, config.seed)
+        used = _chosen(np.arange(len(train)), source, config.seed)
+        counts = {"records": len(train), "not chosen": len(train) - len(used), "used": len(used)}
+        train = train if len(used) == len(train) else Subset(train, used)
+        held: Any = generator.source("held_out", config.size, config.seed)
+        return Part(name, config, train, held, (source and source.weight) or len(train), "", counts, fields)
+    notes = Notes(config.question_field, config.answer_field)
+    dropped: Mapping[str, int] = {}
+    path, part = config.path, source.split if source else ""
+    if source and source.transforms:
+        raw = sources.read(path, split=part)
+        content = [path] if path.startswith("tfds:") else _contents(path, part, cache)
+        file, dropped = transformed(raw, key(content), source.transforms, cache)
+        path, part = str(file), ""
+    records = _read(config, path, part, notes, cache, form)
+    unanswered = notes.unanswered(records)
+    if config.eval_path or (form is not None and unanswered):
+        kept, held = np.arange(len(records)), np.arange(0)
+    else:
+        is_held = notes.held_out(config.eval_fraction)
+        kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
+        if len(is_held) and is_held.all():
+            raise ValueError(
+                f"data.eval_fraction={config.eval_fraction} holds out all {len(is_held)} records of {config.path}, so "
+                "that none of data.path is left to train on: lower it, or give data.eval_path."
+            )
+    used = _chosen(kept, source, config.seed)
+    counts = {"records": len(records) + sum(dropped.values()), **dropped, "held out": len(held)}
+    counts |= {"not chosen": len(kept) - len(used), "used": len(used)}
+    train = records if len(used) == len(records) else Subset(records, used)
+    weight = (source and source.weight) or len(used)
+    return Part(name, config, train, Subset(records, held), weight, unanswered, counts, fields)
+
+
+def _contents(path: str, part: str, cache: Cache) -> list[str]:
+    return [cache.content(file) for file in sources.files(sources.of_split(path, part))]
+
+
+def _read(config: DataConfig, path: str, part: str, notes: Notes, cache: Cache, form: Form | None) -> sources.Records:
+    """Reads a file's records and takes notes of them, from the cache where the file is large and was read before."""
+
+    def check(record: Record, place: str) -> None:
+        if form is None:
+            notes.check(record, place)
+        else:
+            form(record, place, config)
+            notes.note(record, place)
+
+    def known(file: epath.Path, lines: Any, read: Callable[[], None]) -> None:
+        if sources.size(file) < WORTH:
+            read()
+            return
+        name = key("lines", cache.content(file), notes.key, getattr(form, "__module__", ""))
+        if (stored := cache.load(name)) is not None:
+            lines.restore(stored)
+            notes.extend(stored)
+            return
+        start = len(notes)
+        read()
+        cache.store(name, lines.arrays() | notes.arrays(start))
+
+    one_of = () if form else (config.question_field, "prompt", "messages")
+    return sources.read(path, one_of, check, split=part, known=known)
+
+
+def _chosen(indices: np.ndarray, source: SourceConfig | None, seed: int) -> np.ndarray:
+    """Picks as many of some records as a source wants, in their order: those of the smallest hash."""
+    if source is None or (source.count is None and source.fraction is None):
+        return indices
+    share = source.fraction or 1.0
+    wanted = source.count if source.count is not None else max(1, round(share * len(indices)))
+    if wanted > len(indices):
+        raise ValueError(
+            f"data.sources: {source.label} has count={wanted}, and {len(indices)} records to choose from: give at most "
+            "that many."
+        )
+    order = np.argsort(_mixed(indices.astype(np.uint64) + np.uint64(seed << 32)), kind="stable")
+    return np.sort(indices[order[:wanted]])
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Hashes numbers (the finaliser of splitmix64)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def interleaved(items: Sequence[Iterator[Any]]) -> Iterator[Any]:
+    """One of each in turn, until all have ended."""
+    left = list(items)
+    while left:
+        for one in list(left):
+            try:
+                yield next(one)
+            except StopIteration:
+                left.remove(one)

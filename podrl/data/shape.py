@@ -1,0 +1,155 @@
+"""The shape of a record: what is asked, as `messages`, `prompt` or a question, and the answer where there is one.
+
+Training, the Python API and podrl.generate read records by these functions alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # both import jax, which podrl.generate does only once its arguments and records were read
+    from podrl.data import template
+    from podrl.data.tokenizer import Tokenizer
+
+Record = Mapping[str, Any]
+QUESTION, ANSWER = "question", "answer"
+
+
+def asked(record: Record, question_field: str = QUESTION) -> str:
+    """Returns the field that asks: 'messages', else 'prompt', else the question; '' where there is none of them.
+
+    A `question_field` of another name than 'question' was chosen by the user and comes before all.
+    """
+    names = ("messages", "prompt", QUESTION) if question_field == QUESTION else (question_field, "messages", "prompt")
+    return next((name for name in names if name in record), "")
+
+
+def check(record: Record, place: str, question_field: str = QUESTION) -> None:
+    """Refuses a record that asks nothing.
+
+    Raises:
+      ValueError: names the place, the field and its value.
+    """
+    name = asked(record, question_field)
+    if not name:
+        raise ValueError(
+            f"{place} has {', '.join(record) or 'no fields'}: it must hold {question_field!r}, 'prompt' or 'messages'. "
+            "The field of another name that asks is data.question_field."
+        )
+    value = record[name]
+    if name == "messages" or (name == "prompt" and isinstance(value, list)):
+        turns = value if isinstance(value, list) else []
+        texts = [turn.get(key) for turn in turns if isinstance(turn, Mapping) for key in ("role", "content")]
+        if not turns or len(texts) != 2 * len(turns) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{place}: {name!r} must be a list of objects with the texts 'role' and 'content'.")
+        if not conversation(record, name):
+            raise ValueError(f"{place}: {name!r} holds the assistant's turn alone: a user's must come before it.")
+    elif not _is_text(value) or (name == "prompt" and not isinstance(value, str)):
+        raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty, or a number.")
+
+
+def from_batches(items: Sequence[Any]) -> tuple[Sequence[Any], int]:
+    """Takes batches `{'prompts': [...], 'field': [...]}` apart: (records, prompts of a batch; 0 if `items` are none).
+
+    Raises:
+      ValueError: batches of several sizes, or a field with more or fewer values than prompts.
+    """
+    if not items or not all(isinstance(item, Mapping) and "prompts" in item for item in items):
+        return items, 0
+    records: list[Record] = []
+    for i, batch in enumerate(items):
+        columns = {name: values.tolist() if hasattr(values, "tolist") else values for name, values in batch.items()}
+        size = len(columns["prompts"])
+        if i and size != len(items[0]["prompts"]):
+            raise ValueError(
+                f"Batch {i} of the dataset has {size} prompts and batch 0 has {len(items[0]['prompts'])}: a batch is "
+                "the prompts of a step, so give all of them one size, or a plain list of prompts."
+            )
+        for name, values in columns.items():
+            if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != size:
+                raise ValueError(f"Batch {i} of the dataset: {name!r} must be a list of {size} values, one per prompt.")
+        others = [name for name in columns if name != "prompts"]
+        records += [
+            {"prompt": prompt} | {name: columns[name][row] for name in others}
+            for row, prompt in enumerate(columns["prompts"])
+        ]
+    return records, len(items[0]["prompts"])
+
+
+def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
+    """True where a record holds an answer.
+
+    Raises:
+      ValueError: an answer that is neither text nor a number.
+    """
+    value = record.get(answer_field)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return False
+    if not _is_text(value):
+        raise ValueError(f"{place}: {answer_field!r} is {value!r} but must be text or a number.")
+    return True
+
+
+def conversation(record: Record, name: str) -> Sequence[Mapping[str, str]]:
+    """The turns of a conversation without a last one of the assistant, which is what the model is to write."""
+    turns = record[name]
+    return turns[:-1] if turns[-1]["role"] == "assistant" else turns
+
+
+def question(record: Record, question_field: str = QUESTION) -> str:
+    """The text that is asked, by which records are told apart: of a conversation, its last turn's."""
+    name = asked(record, question_field)
+    value = record[name]
+    if isinstance(value, list):
+        value = (conversation(record, name) or value)[-1]["content"]
+    return str(value).strip()
+
+
+def prompt(
+    record: Record,
+    tokenizer: "Tokenizer",
+    *,
+    system: str,
+    form: "template.Form",
+    question_field: str = QUESTION,
+) -> str:
+    """Renders a record as the text that the model goes on from.
+
+    Args:
+      record: `messages`, or a `prompt` that is a list, are put by the model's chat template; a `prompt` of text is
+        used as it is; a question is wrapped as `template.wrap` does.
+      tokenizer: of the model.
+      system: instructions before a question; '' for none.
+      form: of a question.
+      question_field: see `asked`.
+    """
+    name = asked(record, question_field)
+    value = record[name]
+    if isinstance(value, list):
+        return tokenizer.apply_chat_template(conversation(record, name), add_generation_prompt=True)
+    if name == "prompt" and question_field != "prompt":
+        return value
+    from podrl.data import template
+
+    return template.wrap(tokenizer, str(value).strip(), system=system, form=form)
+
+
+def fields(record: Record, question_field: str = QUESTION, answer_field: str = ANSWER) -> dict[str, Any]:
+    """The fields of a record for reward functions and environments.
+
+    `question` is what is asked. Where the record has an answer, `solution` is that, and `answer` what follows '####' in
+    it, else all of it. All others have their own names.
+    """
+    name = asked(record, question_field)
+    others = {key: value for key, value in record.items() if key not in (question_field, answer_field, name)}
+    asks = {QUESTION: question(record, question_field)}
+    answer = str(record.get(answer_field) or "").strip()
+    if not answer:
+        return {**others, **asks}
+    from podrl.data import template
+
+    final = template.gsm8k_answer(answer) if "####" in answer else answer
+    return {"solution": answer, **others, **asks, ANSWER: final}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and bool(str(value).strip())

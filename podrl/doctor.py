@@ -1,0 +1,98 @@
+"""The doctor: reads a run directory, or watches one, and states what is wrong with the run, first broken first.
+
+    python -m podrl.doctor RUN [--watch=SECONDS] [--json]
+
+RUN is a directory or gs://. Each finding has its step, what was seen, what it means and which key to turn;
+docs/doctor.md has them all. Exit code 0: nothing was found. 1: something was, or the run cannot be read.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from podrl.rundir.checks import CHECKS
+from podrl.rundir.console import make_console
+from podrl.rundir.findings import Examination, Finding
+from podrl.rundir.history import KINDS, Record, kind_of
+from podrl.runtime.arguments import Parser
+from podrl.runtime.metrics import read_records
+from podrl.runtime.storage import StorageError, check, locate
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
+
+
+def examine(run: str) -> list[Finding]:
+    """Reads a run directory and returns what is wrong, first broken first.
+
+    Raises:
+      ValueError: the directory holds no run.
+    """
+    place = locate(run)
+    config = place / "config.json"
+    if not config.exists():
+        raise ValueError(f"{run} is not a run directory: it holds no config.json. Give what --workdir was.")
+    try:
+        settings = json.loads(config.read_text())
+    except ValueError as error:
+        raise ValueError(f"{config} is damaged ({error}): the run's configuration cannot be read.") from error
+    examination = Examination(settings if isinstance(settings, dict) else {})
+    samples = enumerate(read_records(run, "samples.jsonl"), 1)
+    records: list[Record] = [{**record, "sample": f"line {line} of samples.jsonl"} for line, record in samples]
+    records += read_records(run, "metrics.jsonl")
+    records.sort(key=lambda record: (record["step"], KINDS.index(kind_of(record))))
+    return [finding for record in records for finding in examination.see(record)]
+
+
+def watch(run: str, wait: Callable[[], Any]) -> Iterator[Finding]:
+    """Yields findings of a run that goes on, as they come, until the run has written its summary."""
+    known: set[str] = set()
+    while True:
+        ended = (locate(run) / "summary.json").exists()
+        for finding in examine(run):
+            if finding.name not in known:
+                known.add(finding.name)
+                yield finding
+        if ended:
+            return
+        wait()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="podrl.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="a run directory, or gs://")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="look again so often, until the run has ended")
+    parser.add_argument("--json", action="store_true", help="one JSON object per finding")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    console, found = make_console(120), 0
+    try:
+        if args.watch is not None and not args.watch > 0:
+            raise ValueError(f"--watch={args.watch:g}: give seconds above 0.")
+        check(args.run, "RUN")
+        seen = watch(args.run, lambda: time.sleep(args.watch)) if args.watch else examine(args.run)
+        for found, finding in enumerate(seen, 1):
+            if args.json:
+                console.file.write(json.dumps(dataclasses.asdict(finding)) + "\n")
+            else:
+                console.print(f"{found}. {finding}\n   It means: {finding.meaning}.\n   Turn: {finding.key}.")
+            console.file.flush()
+    except KeyboardInterrupt:
+        pass
+    except (ValueError, OSError, ImportError, StorageError) as error:
+        sys.stderr.write(f"podrl.doctor: error: {error}\n")
+        return EXIT_USER
+    if not found and not args.json:
+        steps = sum("time/step" in record for record in read_records(args.run, "metrics.jsonl"))
+        console.print(f"Nothing found: {len(CHECKS)} checks over {steps} steps of {args.run}.")
+    return EXIT_USER if found else EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

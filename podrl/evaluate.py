@@ -1,0 +1,207 @@
+"""The command that scores a model on sets of held-out records, and compares two models on the same ones.
+
+    python -m podrl.evaluate --model=DIR|RUN --sets=NAME=FILE.jsonl,... --out=DIR [--compare=DIR|RUN --n=4 ...]
+
+Arguments that are not listed here are those of podrl.generate, which completes the sets: DIR/NAME.MODEL.jsonl holds the
+completions, and the same command goes on where it was ended. DIR/result.json holds the scores, with 95% intervals.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from podrl import generate
+from podrl.rewards.compose import RewardConfig, RewardError, Rewards
+from podrl.rewards.reference import accuracies, majority, pass_at_k
+from podrl.rewards.text import TextConfig
+from podrl.rundir.console import make_console, print_table
+from podrl.runtime import environment, signals
+from podrl.runtime.arguments import Parser
+from podrl.runtime.storage import StorageError, locate
+
+_Z = 1.959964  # of a 95% interval
+_OURS = ("index", "completions")
+# Scores by name, a row per record and a column per sample; 'right' is 0 or 1.
+Scores = Mapping[str, np.ndarray]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="podrl.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face directory, or the directory of a run")
+    parser.add_argument(
+        "--compare", default="", help="a second one, which completes the same records with the same seed"
+    )
+    parser.add_argument("--sets", required=True, help="NAME=FILE, several separated by commas")
+    parser.add_argument("--out", required=True, type=pathlib.Path, help="directory; made if it is not there")
+    parser.add_argument("--fns", default="", help="reward functions by name; default: the answer's accuracies")
+    parser.add_argument(
+        "--right", type=float, default=1.0, help="the first function's reward from which a sample is right"
+    )
+    parser.add_argument("--by", default="dataset", help="the records' field whose values have a row of the table each")
+    parser.add_argument("--n", type=int, default=1, help="completions per record")
+    parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    args, rest = _parser().parse_known_args(argv)
+    environment.prepare(os.environ, fake_devices=args.devices)
+    try:
+        sets = _sets(args.sets)
+        args.out.mkdir(parents=True, exist_ok=True)
+        models = {"model": args.model, **({"compare": args.compare} if args.compare else {})}
+        found = {name: _scored(name, path, sets, args, rest) for name, path in models.items()}
+    except (ValueError, OSError, ImportError, RewardError, StorageError) as error:
+        sys.stderr.write(f"podrl.evaluate: error: {error}\n")
+        return 1
+    result: dict[str, Any] = {"models": models, "arguments": list(argv)}
+    result |= {name: {one: _summaries(*scores) for one, scores in by_set.items()} for name, by_set in found.items()}
+    if args.compare:
+        result["difference"] = {one: difference(found["model"][one][0], found["compare"][one][0]) for one in sets}
+    (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    _print(result, models, sets)
+    return 0
+
+
+def summary(scores: Scores) -> dict[str, dict[str, float]]:
+    """Mean, half of the 95% interval over records, and number of records of every score.
+
+    Beside the scores themselves: 'pass@k' for k = 1, 2, 4, ... and 'majority@n' where a record has several samples.
+    """
+    right_PG = scores["right"]
+    per_record = {name: score_PG.mean(axis=1) for name, score_PG in scores.items() if name != "majority"}
+    n = right_PG.shape[1]
+    for k in (2**power for power in range(1, n.bit_length()) if 2**power <= n):
+        per_record[f"pass@{k}"] = np.array([pass_at_k(n, int(row.sum()), k) for row in right_PG])
+    if n > 1:
+        per_record[f"majority@{n}"] = scores["majority"][:, 0]
+    return {name: _interval(mean_P) for name, mean_P in per_record.items()}
+
+
+def difference(scores: Scores, others: Scores) -> dict[str, dict[str, float]]:
+    """Mean difference of two models, the second less the first, record by record, with half of its 95% interval."""
+    shared = [name for name in scores if name in others and name != "majority"]
+    return {name: _interval(others[name].mean(axis=1) - scores[name].mean(axis=1)) for name in shared}
+
+
+def _interval(value_P: np.ndarray) -> dict[str, float]:
+    spread = float(_Z * value_P.std(ddof=1) / math.sqrt(len(value_P))) if len(value_P) > 1 else math.inf
+    found = {"mean": float(value_P.mean()), "records": len(value_P)}
+    return found | ({"interval": spread} if math.isfinite(spread) else {})
+
+
+def _sets(text: str) -> dict[str, str]:
+    """Reads NAME=FILE,...
+
+    Raises:
+      ValueError: this is none.
+    """
+    sets: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, path = part.partition("=")
+        if not equals or not path or not name.isidentifier() or name in sets:
+            raise ValueError(f"--sets={text}: {part!r} must be NAME=FILE, with a name of letters of its own.")
+        sets[name] = path
+    return sets
+
+
+def _scored(
+    name: str, path: str, sets: Mapping[str, str], args: argparse.Namespace, rest: Sequence[str]
+) -> dict[str, tuple[Scores, list[str]]]:
+    """Completes every set with one model; returns each one's scores, and where its records are from."""
+    directory = model_directory(name, path, args.out)
+    found = {}
+    for one, prompts in sets.items():
+        out = args.out / f"{one}.{name}.jsonl"
+        given = [f"--model={directory}", f"--prompts={prompts}", f"--out={out}", f"--n={args.n}", *rest]
+        if generate.main([*given, f"--devices={args.devices}"]):
+            raise ValueError(f"--sets: {one} was not completed, as said above.")
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+        found[one] = (_scores(records, args), [str(record.get(args.by, "")) for record in records])
+    return found
+
+
+def model_directory(name: str, path: str, out: pathlib.Path) -> str:
+    """A directory in Hugging Face's layout; a run's newest checkpoint is written below `out`."""
+    if not (pathlib.Path(path) / "checkpoints").is_dir():
+        return path
+    from podrl.export import export_params, load_run
+
+    run, step, params = load_run(locate(path))
+    target = out / f"{name}-step{step}"
+    if not (target / "config.json").exists():
+        export_params(run.config, params, run.tokenizer, target, dtype=run.dtype)
+    return os.fspath(target)
+
+
+def _scores(records: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> Scores:
+    """Scores every completion of every record."""
+    texts = [one["text"] for record in records for one in record["completions"]]
+    shape = (len(records), args.n)
+    if args.fns:
+        scores = _rewards(records, texts, args)
+        first = next(iter(scores))
+        scores = {"right": (scores[first] >= args.right).astype(float), **scores}
+    else:
+        unanswered = [i for i, record in enumerate(records) if "answer" not in record]
+        if unanswered:
+            raise ValueError(f"record {unanswered[0]} of a set has no 'answer': give it, or --fns=FUNCTION.")
+        truths = [str(record["answer"]) for record in records for _ in range(args.n)]
+        found = [accuracies(text, truth) for text, truth in zip(texts, truths, strict=True)]
+        scores = {key: np.array([one[key] for one in found]) for key in found[0]}
+        scores["right"] = scores.pop("answer")
+    votes = [TextConfig().answer_of(text) or text for text in texts]
+    scores = {key: np.asarray(value).reshape(shape) for key, value in scores.items()}
+    pairs = zip(np.array(votes, object).reshape(shape).tolist(), scores["right"].tolist(), strict=True)
+    return {**scores, "majority": np.array([[majority(own, right)] for own, right in pairs])}
+
+
+def _rewards(records: Sequence[Mapping[str, Any]], texts: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    names = [key for key in dict.fromkeys(key for record in records for key in record) if key not in _OURS]
+    fields = {key: [record.get(key) for record in records for _ in range(args.n)] for key in names}
+    prompts = [str(record.get("question") or record.get("prompt") or "") for record in records for _ in range(args.n)]
+    with Rewards(RewardConfig(fns=tuple(args.fns.split(",")))) as rewards:
+        return dict(zip(rewards.names, rewards.score(prompts, texts, fields), strict=True))
+
+
+def _summaries(scores: Scores, sources: Sequence[str]) -> dict[str, Any]:
+    """The summary of a set, and of every source where its records have several."""
+    names = sorted(set(sources))
+    where = {name: np.array([source == name for source in sources]) for name in names}
+    split = {name: summary({k: v[rows] for k, v in scores.items()}) for name, rows in where.items()}
+    return {"all": summary(scores)} | ({"by": split} if len(names) > 1 else {})
+
+
+def _print(result: Mapping[str, Any], models: Mapping[str, str], sets: Mapping[str, str]) -> None:
+    console = make_console()
+
+    def row(title: str, found: Mapping[str, Mapping[str, float]]) -> list[str]:
+        return [
+            title,
+            *(f"{100 * one['mean']:.1f} ± {100 * one.get('interval', math.nan):.1f}" for one in found.values()),
+        ]
+
+    for one in sets:
+        rows = []
+        for name, path in models.items():
+            rows.append(row(path, result[name][one]["all"]))
+            rows += [row(f"  {key}", found) for key, found in result[name][one].get("by", {}).items()]
+        if "difference" in result:
+            rows.append(row("difference", result["difference"][one]))
+        columns = [one, *result["model"][one]["all"]]
+        print_table(
+            console, f"{one}: {result['model'][one]['all']['right']['records']} records, in percent", columns, rows
+        )
+
+
+if __name__ == "__main__":
+    signals.leave_on_signals(unwind=False)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""Counts the copies of the policy's weights that a job holds, on a device of each side."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from podrl.data.tokenizer import Tokenizer
+from podrl.job.config import SCRATCH, Job
+from podrl.models import decoder
+from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
+from podrl.models.hf_config import read_config
+from podrl.models.sizes import config_of
+from podrl.rollout.engine import UNROLLED_LAYERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """The copies of the policy's weights, and the bytes of one on a device.
+
+    Attributes:
+      versions: the most that a trainer keeps for rollout hosts under `topology=split`, of what moves every step.
+      version_bytes: one of them, on a trainer's device.
+      generating: those on a rollout's device while it generates: 2 where layers are unrolled, as they are then held
+        one by one, too.
+      policy_bytes: one of them.
+    """
+
+    versions: int
+    version_bytes: float
+    generating: int
+    policy_bytes: float
+
+    @property
+    def on_trainer(self) -> float:
+        """Bytes of a trainer's device under `topology=split`."""
+        return self.versions * self.version_bytes
+
+    @property
+    def on_rollout(self) -> float:
+        """Bytes of a rollout's device while it generates."""
+        return self.generating * self.policy_bytes
+
+    def of_trainer(self) -> str:
+        """Tells the first in words."""
+        return f"up to {self.versions} versions of {_size(self.version_bytes)}, {_size(self.on_trainer)}"
+
+    def of_rollout(self) -> str:
+        """Tells the second in words."""
+        times = {1: "once", 2: "twice, as layers are unrolled"}[self.generating]
+        return f"{_size(self.policy_bytes)} {times}, {_size(self.on_rollout)}"
+
+
+def model_of(job: Job) -> ModelConfig:
+    """Reads the configuration of the model that a job trains: of `model.path`, or the published `model.size`.
+
+    Raises:
+      ValueError: neither is given.
+    """
+    source = job.model
+    if source.path == SCRATCH:
+        vocabulary = Tokenizer(source.tokenizer(job.tokenizer)).vocab_size
+        config = gemma2_config(vocab_size=vocabulary, **dataclasses.asdict(job.scratch))
+    elif source.path or source.size:
+        config = read_config(source.directory) if source.path else config_of(source.size)
+    else:
+        raise ValueError(
+            "There is no model to plan: set --config.model.path=DIR, or --config.model.size to a published size, "
+            "such as gemma2-2b."
+        )
+    return dataclasses.replace(config, lora=source.lora)
+
+
+def rollout_model(job: Job, model: ModelConfig) -> ModelConfig:
+    """Returns the model that the rollout decodes, without adapters where they are merged."""
+    return dataclasses.replace(model, lora=LoraConfig()) if job.rollout.merge_adapters else model
+
+
+def rollout_dtype(job: Job) -> jnp.dtype:
+    """Returns the type of the weights on the rollout mesh, and of those that move there."""
+    return jnp.dtype(job.rollout.data_type or job.trainer.dtype)
+
+
+def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
+    """Counts the copies of a job's weights on these meshes; from shapes alone."""
+    model, dtype = model_of(job), rollout_dtype(job)
+    decoded = rollout_model(job, model)
+    moved, _ = decoder.split_trainable(decoder.abstract_params(decoded, trainer, dtype), decoded)
+    policy = decoder.abstract_params(decoded, rollout, dtype)
+    generating = 2 if decoded.num_layers <= UNROLLED_LAYERS else 1
+    return Copies(job.kept_versions, device_bytes(moved), generating, device_bytes(policy))
+
+
+def device_bytes(tree: Any) -> float:
+    """Counts the bytes that one device holds of a tree of shapes with shardings."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,254 @@
+"""Learns from judged answers: DPO from pairs of which one is preferred, KTO from answers labelled good or bad."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+
+from podrl.algorithms.dpo import WeightedRows, dpo, weighted_likelihood
+from podrl.algorithms.kto import kto
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.config import Count, Positive, Range, section
+from podrl.data.labels import LabelledBatch
+from podrl.data.sft import SFTBatch
+from podrl.learner.answers.supervised import updated
+from podrl.trainer import packing
+from podrl.trainer.state import fetch
+from podrl.types import Batch
+
+
+@section("dpo")
+@dataclasses.dataclass(frozen=True)
+class DPOConfig:
+    """Settings of direct preference optimisation; see podrl.algorithms.dpo.
+
+    Attributes:
+      batch_size: pairs per step, which makes one update.
+      max_length: tokens of prompt and answer; pairs with a longer one are left out, or an error, as data.long_prompts
+        says.
+      beta: how much a nat of difference to the reference is worth.
+      label_smoothing: share of the pairs taken to be the wrong way round.
+    """
+
+    batch_size: Count = 32
+    max_length: Annotated[int, Range("[2, 2147483647]")] = 96
+    beta: Positive = 0.1
+    label_smoothing: Annotated[float, Range("[0, 0.5)")] = 0.0
+
+
+@section("kto")
+@dataclasses.dataclass(frozen=True)
+class KTOConfig:
+    """Settings of Kahneman-Tversky optimisation; see podrl.algorithms.kto.
+
+    Attributes:
+      batch_size: labelled answers per step, which makes one update; the reference point is estimated on them.
+      max_length: tokens of prompt and answer; longer ones are left out, or an error, as data.long_prompts says.
+      beta: how much a nat of difference to the reference is worth.
+      desirable_weight: of good answers; times their number it should be 1 to 4/3 of the other weight times theirs.
+      undesirable_weight: of bad answers.
+    """
+
+    batch_size: Annotated[int, Range("[2, 2147483647]")] = 32
+    max_length: Annotated[int, Range("[2, 2147483647]")] = 96
+    beta: Positive = 0.1
+    desirable_weight: Positive = 1.0
+    undesirable_weight: Positive = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerScores:
+    """Log-probabilities of B whole answers, nats, and the places of their tokens in packed rows."""
+
+    logprob_B: np.ndarray
+    ref_logprob_B: np.ndarray
+    placement: packing.Placement
+
+    @staticmethod
+    def of(
+        cluster: RLCluster,
+        shape: packing.PackShape,
+        tokens_BT: np.ndarray,
+        length_B: np.ndarray,
+        mask_BT: np.ndarray,
+    ) -> "AnswerScores":
+        """Scores answers under the policy and under the reference; `mask_BT` is 1 on their tokens."""
+        placement = packing.place(length_B, shape)
+        batch = cluster.actor.put(placement.batch(placement.layout(tokens_BT)))
+
+        def sums(values_ABT: Any) -> np.ndarray:
+            values_BT = placement.unpack(fetch(values_ABT, cluster.actor_mesh), tokens_BT.shape[1])
+            return np.where(mask_BT > 0, values_BT, 0.0).sum(axis=1)
+
+        logprob_B = sums(cluster.actor.logprobs(batch))
+        return AnswerScores(logprob_B, sums(cluster.actor.reference_logprobs(batch)), placement)
+
+
+class JudgedAnswers:
+    """The update that DPO and KTO share: a policy gradient on whole answers, each with a weight of its own.
+
+    Their losses join several sequences, which packing may part. But a loss's gradient is that of -weight logprob with a
+    weight per answer that depends on whole log-probabilities only, so scoring first gives the very gradient for any
+    packing, micro-batch split and mesh. Scores leave the dropout of adapters out.
+    """
+
+    def __init__(self, cluster: RLCluster, shape: packing.PackShape):
+        """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
+        self._cluster, self._shape = cluster, shape
+        cluster.keep_reference()
+        cluster.actor.prepare(weighted_likelihood)
+
+    def score(self, experience: SFTBatch) -> AnswerScores:
+        """Scores every answer under the policy and under the reference."""
+        return AnswerScores.of(
+            self._cluster, self._shape, experience.tokens_BT, experience.length_B, experience.mask_BT
+        )
+
+    def pack(
+        self, experience: SFTBatch, placement: packing.Placement, weight_B: np.ndarray
+    ) -> list[Batch[WeightedRows]]:
+        """Packs the one update of a step."""
+        mask_BT, length_BT = placement.loss_tokens(experience.mask_BT)
+        weight_BT = np.broadcast_to(weight_B[:, None], experience.tokens_BT.shape)
+        rows = WeightedRows(
+            layout=placement.layout(experience.tokens_BT),
+            mask_BT=mask_BT,
+            length_BT=length_BT,
+            weight_BT=placement.scatter(weight_BT, where_BT=experience.mask_BT),
+        )
+        return [self._cluster.actor.put(placement.batch(rows))]
+
+
+class DPO:
+    """Implements podrl.learner.loop.Algorithm for pairs: scores them, weighs them, learns by policy gradient."""
+
+    def __init__(self, cluster: RLCluster, config: DPOConfig, shape: packing.PackShape):
+        """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
+        self._cluster, self._config = cluster, config
+        self._judged = JudgedAnswers(cluster, shape)
+
+    @staticmethod
+    def formula(config: DPOConfig) -> str:
+        """Writes the loss, for the dry run."""
+        smoothing = config.label_smoothing
+        turned = f" - {smoothing:g} log sigmoid(-m)" if smoothing else ""
+        weight = f"{1 - smoothing:g} " if smoothing else ""
+        return (
+            f"mean over pairs of -{weight}log sigmoid(m){turned}, m = {config.beta:g} (log p / p_ref of the chosen "
+            "answer - that of the rejected)"
+        )
+
+    def score(self, step: int, experience: SFTBatch) -> AnswerScores:
+        """Scores both answers of every pair under the policy and under the reference."""
+        return self._judged.score(experience)
+
+    def rewards(self, experience: SFTBatch, scores: AnswerScores) -> tuple[None, Mapping[str, Any]]:
+        """Returns no rewards: a pair says which answer is better, not how good it is."""
+        return None, {}
+
+    def advantages(
+        self, experience: SFTBatch, scores: AnswerScores, rewards: None
+    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+        """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
+        config, logprob_P2 = self._config, scores.logprob_B.reshape(-1, 2)
+        pair: Any = (logprob_P2, scores.ref_logprob_B.reshape(-1, 2))
+        found = jax.device_get(dpo(*pair, beta=config.beta, label_smoothing=config.label_smoothing))
+        measured = {
+            "dpo/loss": float(found.loss_P.mean()),
+            "dpo/margin": float(found.margin_P.mean()),
+            "dpo/accuracy": float((found.margin_P > 0).mean()),
+            "dpo/chosen_logprob": float(logprob_P2[:, 0].mean()),
+            "dpo/rejected_logprob": float(logprob_P2[:, 1].mean()),
+        }
+        # The loss is a mean over answers, of which a pair has two.
+        return 2.0 * found.weight_P2.ravel(), measured
+
+    def pack(
+        self, step: int, experience: SFTBatch, scores: AnswerScores, advantages: np.ndarray
+    ) -> list[Batch[WeightedRows]]:
+        return self._judged.pack(experience, scores.placement, advantages)
+
+    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
+        return updated(self._cluster, batches)
+
+    def watched(self) -> Sequence[tuple[str, str]]:
+        """Lists (metric, label) pairs of the progress line."""
+        return (("dpo/loss", "loss"), ("dpo/accuracy", "accuracy"), ("dpo/margin", "margin"), ("actor/lr", "lr"))
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores nothing: no state adapts between steps."""
+
+
+class KTO:
+    """Implements podrl.learner.loop.Algorithm for labelled answers, each compared with the policy's drift so far."""
+
+    def __init__(self, cluster: RLCluster, config: KTOConfig, shape: packing.PackShape):
+        """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
+        self._cluster, self._config, self._shape = cluster, config, shape
+        self._judged = JudgedAnswers(cluster, shape)
+
+    @staticmethod
+    def formula(config: KTOConfig) -> str:
+        """Writes the loss, for the dry run."""
+        return (
+            f"mean over answers of {config.desirable_weight:g} (1 - sigmoid({config.beta:g} (r - z))) for good ones, "
+            f"{config.undesirable_weight:g} (1 - sigmoid({config.beta:g} (z - r))) for bad ones, r = log p / p_ref of "
+            "the answer, z = max(0, mean of r over prompts with answers of others)"
+        )
+
+    def score(self, step: int, experience: LabelledBatch) -> tuple[AnswerScores, AnswerScores]:
+        """Scores every answer after its own prompt, and after that of another example."""
+        own = self._judged.score(experience)
+        return own, AnswerScores.of(self._cluster, self._shape, *experience.unrelated())
+
+    def rewards(self, experience: LabelledBatch, scores: Any) -> tuple[None, Mapping[str, Any]]:
+        """Returns no rewards: a label says on which side of the reference point an answer belongs, not how far."""
+        return None, {}
+
+    def advantages(
+        self, experience: LabelledBatch, scores: tuple[AnswerScores, AnswerScores], rewards: None
+    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+        """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
+        config, good_B = self._config, experience.desirable_B
+        own_B, other_B = (x.logprob_B - x.ref_logprob_B for x in scores)
+        weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+        given: Any = (own_B, other_B, good_B)
+        found = jax.device_get(kto(*given, beta=config.beta, **weights))
+        right_B = (own_B > found.kl) == good_B
+        measured = {
+            "kto/loss": float(found.loss_B.mean()),
+            "kto/kl": float(found.kl),
+            "kto/accuracy": float(right_B.mean()),
+        }
+        if good_B.any():
+            measured["kto/desirable_logratio"] = float(own_B[good_B].mean())
+        if not good_B.all():
+            measured["kto/undesirable_logratio"] = float(own_B[~good_B].mean())
+        return found.weight_B, measured
+
+    def pack(
+        self,
+        step: int,
+        experience: LabelledBatch,
+        scores: tuple[AnswerScores, AnswerScores],
+        advantages: np.ndarray,
+    ) -> list[Batch[WeightedRows]]:
+        return self._judged.pack(experience, scores[0].placement, advantages)
+
+    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
+        return updated(self._cluster, batches)
+
+    def watched(self) -> Sequence[tuple[str, str]]:
+        """Lists (metric, label) pairs of the progress line."""
+        return (("kto/loss", "loss"), ("kto/accuracy", "accuracy"), ("kto/kl", "kl"), ("actor/lr", "lr"))
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores nothing: no state adapts between steps."""

@@ -1,0 +1,224 @@
+"""Replays a recorded step: the same batch and update again, bitwise, or under changed settings.
+
+    python -m podrl.replay RUN --step=N [--start=0] [--change=grpo.beta=0.1 ...] [--keep=DIR] [flags of podrl.launch]
+
+--start=0 repeats the run from its beginning, instead of from its newest checkpoint before N. Without --change the
+step's metrics must be bitwise those that were recorded, and so must the weights where both have a checkpoint of N. With
+it the batch of the step is sampled as it was, and trained on under the changed settings; their metrics are shown beside
+the recorded ones. The steps between the checkpoint and N are done again; with rollout.clock='wall' the journal says
+what the clock decided. RUN is only read. The run's code, data, model, processes (--local_processes) and kind of devices
+must be there. Exit code 0: equal, or shown. 1: different, or not possible.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from podrl.rollout.wall_journal import NAME as BATCHES
+from podrl.rundir import identity
+from podrl.rundir.console import make_console, print_table
+from podrl.rundir.history import kind_of
+from podrl.runtime.arguments import Parser
+from podrl.runtime.metrics import read_metrics
+from podrl.runtime.storage import complete_steps, is_remote
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
+
+_CLOCKS = re.compile(r"time/|perf/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds|data/skipped_prompts|step$")
+# Nothing of these changes a step (podrl/rundir/identity.py); every step is saved, for the one that is changed.
+_QUIET = (
+    "log.wandb=",
+    "log.tensorboard=False",
+    "log.trace=off",
+    "checkpoint.every=1",
+    "trainer.eval_every_n_steps=0",
+)
+_FIRST = ("actor/pg_loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ratio", "actor/kl", "actor/approx_kl")
+_CONFIG = '''"""The configuration of a recorded run, replayed by podrl.replay."""
+
+import json
+import pathlib
+
+from ml_collections import ConfigDict
+
+
+def get_config():
+    return ConfigDict(json.loads(pathlib.Path(__file__).with_name("recorded.json").read_text()))
+'''
+
+
+def replay(
+    run: pathlib.Path,
+    step: int,
+    changes: Sequence[str],
+    scratch: pathlib.Path,
+    flags: Sequence[str],
+    begin: int | None = None,
+) -> Any:
+    """Does a step again: (checkpoint it started from, recorded metrics, metrics of now).
+
+    Args:
+      run: the run directory.
+      step: which step.
+      changes: settings of that step, as KEY=VALUE.
+      scratch: an empty directory.
+      flags: more for podrl.launch.
+      begin: the checkpoint to start from, 0 for none; by default the newest before the step.
+
+    Raises:
+      ValueError: there is no such run or step, or the replay ended before it.
+    """
+    if is_remote(run):
+        raise ValueError(f"{run} is in a bucket: copy it here, with its newest checkpoint before step {step}.")
+    config = identity.read(run, run / "checkpoints")
+    if config is None:
+        raise ValueError(f"{run} is not a run directory: it holds no config.json. Give what --workdir was.")
+    recorded = _of_step(run, step)
+    if recorded is None:
+        there = [record["step"] for record in read_metrics(run) if kind_of(record) == "step"]
+        known = f"metrics.jsonl has steps {there[0]} to {there[-1]}" if there else "metrics.jsonl has none"
+        raise ValueError(f"--step={step} is no step that {run} recorded: {known}.")
+    saved = [saved for saved in complete_steps(run / "checkpoints") if saved < step]
+    start = max(saved, default=0) if begin is None else begin
+    if start not in (0, *saved):
+        raise ValueError(f"--start={start} is no checkpoint of {run} before step {step}: 0 or {saved} are.")
+    config = config | {"eval": {**(config.get("eval") or {}), "sets": []}}  # no flag empties what JSON holds as a list
+    (scratch / "recorded.json").write_text(json.dumps(config))
+    (scratch / "replay.py").write_text(_CONFIG)
+    problems = min(int((config.get("eval") or {}).get("problems", 0)), 1)  # 0 also leaves accuracies out
+    quiet = (*_QUIET, f"checkpoint.keep={step + 1}", f"eval.problems={problems}", "eval.samples=1")
+    again, values = scratch / "run", [f"--config.{value}" for value in quiet]
+    _prepare(run, again, start, config)
+    if changes and start < step - 1:
+        _launch(scratch, again, [*values, *flags], lambda: step - 1 in complete_steps(again / "checkpoints"))
+    if changes:
+        before, again = again, scratch / "changed"
+        _prepare(before if start < step - 1 else run, again, step - 1, _changed(config, changes))
+    given = [f"--config.{change}" for change in changes]
+    weighed = step in complete_steps(run / "checkpoints") and not changes
+
+    def done() -> bool:
+        return _of_step(again, step) is not None and (not weighed or step in complete_steps(again / "checkpoints"))
+
+    _launch(scratch, again, [*values, *given, *flags], done)
+    found = _of_step(again, step)
+    assert found is not None
+    if weighed:
+        recorded, found = recorded | _sums(run, step), found | _sums(again, step)
+    return start, recorded, found
+
+
+def _prepare(run: pathlib.Path, target: pathlib.Path, step: int, config: Mapping[str, Any]) -> None:
+    """Makes a run directory that goes on from a checkpoint of another run, under `config`."""
+    target.mkdir()
+    if step:
+        shutil.copytree(run / "checkpoints" / str(step), target / "checkpoints" / str(step))
+        identity.write(target, config)
+        kept = "".join(json.dumps(record) + "\n" for record in read_metrics(run) if record["step"] <= step)
+        (target / "metrics.jsonl").write_text(kept)
+    if (run / "outside").is_dir():  # what tools answered then
+        shutil.copytree(run / "outside", target / "outside")
+    if (run / BATCHES).is_file():  # what the clock decided then
+        shutil.copy(run / BATCHES, target / BATCHES)
+
+
+def _launch(scratch: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str], there: Callable[[], bool]) -> None:
+    """Runs the training command until what is wanted is there."""
+    command = [sys.executable, "-m", "podrl.launch", f"--config={scratch / 'replay.py'}", f"--workdir={workdir}"]
+    with (scratch / "output.txt").open("a") as output:
+        process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None and not there():
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # it saves its step and ends
+                process.wait()
+    if not there():
+        last = (scratch / "output.txt").read_text(errors="replace").strip().split("\n")[-1]
+        raise ValueError(f"the replay ended with exit code {process.returncode} before its step: {last}")
+
+
+def _sums(workdir: pathlib.Path, step: int) -> dict[str, Any]:
+    """The checksums of weights and optimizer in a checkpoint."""
+    from podrl.runtime.record import Record  # imports jax
+
+    state = Record.read(workdir / "checkpoints" / str(step)).state or {}
+    return {f"checkpoint/{name}": total for name, total in state.items()}
+
+
+def _of_step(workdir: pathlib.Path, step: int) -> dict[str, Any] | None:
+    """The metrics of a step, without what clocks and the process say; None where it is not recorded."""
+    for record in read_metrics(workdir):
+        if record["step"] == step and kind_of(record) == "step":
+            return {name: value for name, value in record.items() if not _CLOCKS.match(name)}
+    return None
+
+
+def _changed(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """The configuration with KEY=VALUE put in, as config.json would hold it."""
+    made = json.loads(json.dumps(config))
+    for change in changes:
+        key, given, text = change.partition("=")
+        *groups, name = key.split(".")
+        section = made
+        for group in groups:
+            section = section.get(group) if isinstance(section, dict) else None
+        if not given or not isinstance(section, dict) or name not in section:
+            raise ValueError(f"--change={change} must be KEY=VALUE of a key that the run's configuration has.")
+        try:
+            value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+        except ValueError:
+            value = text
+        section[name] = float(value) if isinstance(section[name], float) and isinstance(value, int) else value
+    return made
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="podrl.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", type=pathlib.Path, help="a run directory")
+    parser.add_argument("--step", type=int, required=True, help="of metrics.jsonl")
+    parser.add_argument("--start", type=int, metavar="STEP", help="a checkpoint of the run, or 0 for its beginning")
+    parser.add_argument("--change", action="append", default=[], metavar="KEY=VALUE", help="may be given several times")
+    parser.add_argument("--keep", type=pathlib.Path, help="a new directory for the replay's own files")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    args, flags = _parser().parse_known_args(argv)
+    console = make_console(120)
+    with tempfile.TemporaryDirectory(prefix="podrl-replay-") as temporary:
+        try:
+            if args.keep is not None:
+                args.keep.mkdir(parents=True)
+            scratch = args.keep or pathlib.Path(temporary)
+            start, old, new = replay(args.run, args.step, args.change, scratch, flags, args.start)
+        except (ValueError, OSError) as error:
+            sys.stderr.write(f"podrl.replay: error: {error}\n")
+            return EXIT_USER
+    names = sorted(old.keys() | new.keys(), key=lambda name: (name not in _FIRST, name))
+    other = [name for name in names if old.get(name) != new.get(name)]
+    source = f"checkpoint {start}" if start else "the beginning"
+    weights = " and checksums of the weights" if any(name.startswith("checkpoint/") for name in names) else ""
+    equal = f"{len(names) - len(other)} of {len(names)} metrics{weights} are equal"
+    console.print(f"Step {args.step} again, from {source}: {equal}.")
+    if other:
+        rows = [[name, _shown(old.get(name)), _shown(new.get(name))] for name in other]
+        print_table(console, ", ".join(args.change) or "Different", ["metric", "recorded", "again"], rows)
+    return EXIT_USER if other and not args.change else EXIT_DONE
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.9g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,286 @@
+"""The process that tests a program: what it holds, the program's process cannot read, nor answer for it.
+
+A test of functions is Python that runs here, in a namespace with a stand-in for everything that the program defines:
+calls go to the program's process as plain values and come back as plain values, so that no object of the program can
+make itself equal to what a test expects.
+"""
+
+import builtins
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from podrl.rewards.sandbox import kernel
+from podrl.rewards.sandbox.program import start_programs
+from podrl.rewards.sandbox.values import Reference, decode, encode, receive, send
+
+_SAID = 300
+
+
+class TestError(Exception):
+    """A test that no program can pass: an error of the data."""
+
+
+class _Program:
+    """A program's process, with what it reads and prints."""
+
+    def __init__(self, control: socket.socket, kind: str, source: str, text: str) -> None:
+        self._control = control
+        self.channel, theirs = socket.socketpair()
+        self.output, written = os.pipe()
+        given = os.memfd_create("input")
+        os.write(given, text.encode(errors="replace"))
+        os.lseek(given, 0, os.SEEK_SET)
+        socket.send_fds(control, [kind.encode()], [given, written, theirs.fileno()])
+        for one in (given, written):
+            os.close(one)
+        theirs.close()
+        self.pid = receive(control)
+        with contextlib.suppress(OSError):  # it has ended
+            send(self.channel, source)
+
+    def end(self, *, kill: bool) -> int:
+        """The status it ends with."""
+        if kill:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(self.pid, signal.SIGKILL)
+        self.channel.close()
+        os.close(self.output)
+        return receive(self._control)
+
+
+def check(job: socket.socket, limits: Mapping[str, Any]) -> None:
+    """Answers the job on a socket: isolated already, this process and those it starts are all there is."""
+    control, theirs = socket.socketpair()
+    if os.fork() == 0:
+        try:
+            job.close()
+            control.close()
+            start_programs(theirs, limits)
+        finally:
+            os._exit(1)
+    theirs.close()
+    kernel.filter_calls(kernel.CHECKER)
+    content = bytearray()
+    while part := job.recv(1 << 20):
+        content += part
+    request = json.loads(content)
+    try:
+        scripts = bool(request["tests"]) and isinstance(request["tests"][0], dict)
+        verdict = (_scripts if scripts else _functions)(control, request, limits)
+    except TestError as error:
+        verdict = {"error": str(error)}
+    job.sendall(json.dumps(verdict).encode())
+
+
+def _scripts(control: socket.socket, request: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs the program once for every input, and compares what it prints."""
+    passed, said, end = [], "", time.monotonic() + limits["wall_s"]
+    for number, test in enumerate(request["tests"]):
+        program = _Program(control, "script", request["program"], test["input"])
+        printed = _read(program.output, end, limits["file_mb"] << 20)
+        status = program.end(kill=printed is None)
+        passed.append(status == 0 and printed is not None and _lines(printed) == _lines(test["output"]))
+        if not passed[-1] and not said:
+            said = f"test {number}: " + _end_of(status) if status else f"test {number}: it printed {printed!r}"
+        if not passed[-1] and not request["all"]:
+            break
+    return {"passed": passed, "said": said[:_SAID]}
+
+
+def _read(descriptor: int, end: float, most: int) -> str | None:
+    """All that is printed until the pipe ends; None if it is too much or takes too long."""
+    content, poll = bytearray(), select.poll()
+    poll.register(descriptor, select.POLLIN)
+    while (left := end - time.monotonic()) > 0 and poll.poll(left * 1000):
+        part = os.read(descriptor, 1 << 16)
+        if not part:
+            return content.decode(errors="replace")
+        content += part
+        if len(content) > most:
+            return None
+    return None
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without the space at their ends; empty ones at the end do not count."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _functions(control: socket.socket, request: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs the program once, and every test against what it defines."""
+    codes = [_compiled(request["setup"], "the set-up"), *(_compiled(test, test) for test in request["tests"])]
+    program = _Program(control, "functions", request["program"], "")
+    os.set_blocking(program.output, False)
+    remote = _Remote(program, time.monotonic() + limits["wall_s"])
+    passed, said = [], ""
+    try:
+        names = remote.names()
+        names |= {"__name__": "tests"}
+        exec(codes[0], names)  # a test of the data set, in its sandbox
+    except TestError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the program does not run, or has not what the set-up needs
+        program.end(kill=True)
+        return {"passed": [False] * len(request["tests"]), "said": f"{_name(error)}"[:_SAID]}
+    for number, code in enumerate(codes[1:]):
+        try:
+            exec(code, names)  # as above
+            passed.append(True)
+        except TestError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a test that raises has failed
+            passed.append(False)
+            said = said or f"test {number}: {_name(error)}"
+        if not passed[-1] and not request["all"]:
+            break
+    program.end(kill=True)
+    return {"passed": passed, "said": said[:_SAID]}
+
+
+def _compiled(source: str, what: str) -> Any:
+    try:
+        return compile(source, "test", "exec")
+    except (SyntaxError, ValueError) as error:
+        raise TestError(f"the test {what!r} is no Python: {error}") from None
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _end_of(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"it was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"it ended with exit code {os.waitstatus_to_exitcode(status)}"
+
+
+class _Remote:
+    """Requests to a program's process, and stand-ins of its objects."""
+
+    def __init__(self, program: _Program, end: float) -> None:
+        self._program, self._end = program, end
+
+    def names(self) -> dict[str, Any]:
+        """The names that the program defines; the names of Python's own functions stay what they are."""
+        found = {name: self._local(value) for name, value in self._reply()["names"].items()}
+        return {name: value for name, value in found.items() if not hasattr(builtins, name)}
+
+    def ask(self, operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """The result of an operation, or its exception; mutable arguments take their new values."""
+        request = {"arguments": encode(list(arguments), _refer), "keywords": encode(dict(keywords), _refer)}
+        try:
+            send(self._program.channel, {"operation": operation, **request})
+        except OSError:
+            raise RuntimeError("the program has ended") from None
+        reply = self._reply()
+        for given, now in zip(arguments[1:], self._local(reply["arguments"]), strict=True):
+            _update(given, now)
+        return self._local(reply["value"])
+
+    def _reply(self) -> dict[str, Any]:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the program takes too long")
+        self._program.channel.settimeout(left)
+        try:
+            reply = receive(self._program.channel)
+        except (EOFError, OSError):
+            raise RuntimeError("the program has ended, or takes too long") from None
+        if "raised" in reply:
+            raise _exception(reply["raised"], reply["text"])
+        return reply
+
+    def _local(self, value: Any) -> Any:
+        return decode(value, lambda reference: StandIn(self, reference))
+
+
+def _refer(value: Any) -> Reference:
+    if type(value) is StandIn:
+        return object.__getattribute__(value, "_reference")
+    raise TestError(f"a test gives the program a {type(value).__name__}: only plain values can be given")
+
+
+def _update(given: Any, now: Any) -> None:
+    """Gives a mutable argument the value that the program's process left in its copy."""
+    if type(given) is not type(now) or given == now:
+        return
+    if isinstance(given, list | bytearray):
+        given[:] = now
+    elif isinstance(given, dict | set):
+        given.clear()
+        given.update(now)
+
+
+def _exception(names: Sequence[str], text: str) -> BaseException:
+    """The exception that a program raised: of the nearest of Python's own types."""
+    for kind in (getattr(builtins, str(name), None) for name in names):
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                return kind(text)
+            except TypeError:  # it takes more, as UnicodeDecodeError does
+                continue
+    return RuntimeError(f"{names[0]}: {text}")
+
+
+class StandIn:
+    """An object of the program, in a test: it can be called and read, and equals nothing but itself."""
+
+    def __init__(self, remote: _Remote, reference: Reference) -> None:
+        object.__setattr__(self, "_remote", remote)
+        object.__setattr__(self, "_reference", reference)
+
+    def _ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+        return object.__getattribute__(self, "_remote").ask(operation, [self, *arguments], keywords)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return object.__getattribute__(self, "_remote").ask("call", [self, *arguments], keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask("attribute", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("assign", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("put", key, value)
+
+    def __contains__(self, value: Any) -> bool:
+        return self._plain(self._ask("contains", value), bool)
+
+    def __iter__(self) -> Any:
+        return iter(self._plain(self._ask("items"), list))
+
+    def __next__(self) -> Any:
+        return self._ask("next")
+
+    def __len__(self) -> int:
+        return self._plain(self._ask("len"), int)
+
+    def __str__(self) -> str:
+        return self._plain(self._ask("str"), str)
+
+    def __repr__(self) -> str:
+        return self._plain(self._ask("repr"), str)
+
+    def __bool__(self) -> bool:
+        raise TypeError("an object of the program is neither true nor false")
+
+    def _plain(self, value: Any, kind: type) -> Any:
+        if type(value) is not kind:
+            raise TypeError(f"the program answered with a {type(value).__name__}, not {kind.__name__}")
+        return value

@@ -1,0 +1,174 @@
+"""Sandboxes as the process sees them that asks for tests: started many at once, refused where none can be had."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_ROOT = str(pathlib.Path(__file__).resolve().parents[3])  # what podrl is imported from
+_MODULE = "podrl.rewards.sandbox.server"
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_LEAVE_S = 30.0  # that an answer may take longer than programs may
+_PROBE = {"program": "def one():\n    return 1", "setup": "", "tests": ["assert one() == 1"], "all": True}
+
+
+class RefusedError(RuntimeError):
+    """This host cannot isolate a program; says what it refuses and what would allow it."""
+
+
+class Sandboxes:
+    """Tests programs, each in a sandbox of its own; use it from the thread that made it."""
+
+    def __init__(self, limits: Mapping[str, Any], *, at_once: int, packages: Sequence[str] = ()) -> None:
+        """Starts the process that starts sandboxes, and tests a first program.
+
+        Args:
+          limits: memory_mb, cpu_s, wall_s, threads, file_mb, disk_mb of every sandbox.
+          at_once: sandboxes at once.
+          packages: directories that programs may import from, beside the standard library.
+
+        Raises:
+          RefusedError: the host can isolate no program.
+        """
+        own = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # below a virtual environment
+        standard = [sysconfig.get_path(name, vars=own) for name in ("stdlib", "platstdlib")]
+        imports = list(dict.fromkeys([*standard, f"{standard[1]}/lib-dynload", *packages]))
+        paths = [path for path in dict.fromkeys((*_SYSTEM, *imports, *_DEVICES)) if os.path.exists(path)]
+        self._limits = {**limits, "imports": imports, "paths": paths}
+        self._threads = concurrent.futures.ThreadPoolExecutor(at_once, thread_name_prefix="podrl-sandbox")
+        self._lock = threading.Lock()
+        self._control, self._bwrap = None, ""
+        self._begin()
+
+    def test(self, jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Tests programs, as many at once as there may be.
+
+        Args:
+          jobs: each a 'program' (source), 'tests' (Python, or mappings of 'input' and 'output'), 'setup' (Python before
+            the tests), 'all' (True runs all tests, False ends at the first that fails).
+
+        Returns:
+          For each 'passed', a truth value of every test that ran, and 'said', why the first failed; or 'error' for
+          tests that no program can pass.
+        """
+        return list(self._threads.map(self._test, jobs))
+
+    def close(self) -> None:
+        """Ends every sandbox."""
+        self._threads.shutdown(cancel_futures=True)
+        if self._control is not None:
+            self._control.close()
+            self._server.wait()
+
+    def _begin(self) -> None:
+        if sys.platform != "linux" or os.uname().machine != "x86_64":
+            raise RefusedError("programs are isolated on Linux x86-64 alone.")
+        self._start_server()
+        found = self._test(_PROBE)
+        if "refused" in found and (bwrap := shutil.which("bwrap")):
+            self._bwrap = bwrap
+            found = self._test(_PROBE)
+        if found.get("passed") != [True]:
+            self.close()
+            tried = "namespaces of its own and bubblewrap" if self._bwrap else "namespaces of its own"
+            raise RefusedError(
+                f"this host does not isolate a program by {tried} ({found.get('refused') or found.get('said')}). It "
+                "must allow user namespaces (user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, "
+                "kernel.apparmor_restrict_unprivileged_userns=0, in a container a seccomp profile with unshare and "
+                "mount), on Linux 5.14 or later; or have bubblewrap."
+            )
+
+    def _start_server(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            arguments = [str(theirs.fileno()), json.dumps(self._limits)]
+            self._server = subprocess.Popen(
+                _command("serve", arguments),
+                env=_ENVIRONMENT,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def _test(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        ours, theirs = socket.socketpair()
+        process = None
+        with ours, theirs:
+            if self._bwrap:
+                process = self._bubblewrapped(theirs)
+            else:
+                assert self._control is not None
+                with self._lock:
+                    socket.send_fds(self._control, [b"1"], [theirs.fileno()])
+            theirs.close()
+            answer = _ask(ours, job, self._limits["wall_s"] + _LEAVE_S)
+        if process is not None:
+            process.kill()
+            said = process.communicate()[1].decode(errors="replace").strip()
+            answer = answer or (json.dumps({"refused": said}).encode() if said else b"")
+        if not answer:
+            return {"passed": [], "said": "its sandbox was ended"}
+        return json.loads(answer)
+
+    def _bubblewrapped(self, job: socket.socket) -> subprocess.Popen:
+        """Starts a sandbox by bubblewrap, slower than our own: every one starts an interpreter."""
+        shown = [*self._limits["paths"], f"{_ROOT}/podrl/__init__.py", str(pathlib.Path(__file__).parents[1])]
+        shown += [os.path.realpath(sys.executable), *_libraries()]
+        binds = [part for path in shown for part in (_bind(path), path, path)]
+        disk = str(self._limits["disk_mb"] << 20)
+        options = ["--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+        options += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
+        options += ["--uid", "65534", "--gid", "65534", "--setenv", "PYTHONHASHSEED", "0"]
+        options += [*binds, "--size", disk, "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+        command = _command("alone", [str(job.fileno()), json.dumps(self._limits)])
+        command[0] = os.path.realpath(command[0])
+        return subprocess.Popen(
+            [self._bwrap, *options, "--", *command],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[job.fileno()],
+        )
+
+
+# Sets iterate in the same order in every program.
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/nowhere"}
+
+
+def _command(function: str, arguments: Sequence[str]) -> list[str]:
+    start = f"import sys; sys.path.insert(0, {_ROOT!r}); from {_MODULE} import {function}; {function}()"
+    return [sys.executable, "-s", "-S", "-P", "-c", start, *arguments]
+
+
+def _bind(path: str) -> str:
+    return "--dev-bind" if path.startswith("/dev/") else "--ro-bind"
+
+
+def _libraries() -> list[str]:
+    """The interpreter's own shared library, where it has one outside the system's directories."""
+    name = sysconfig.get_config_var("LDLIBRARY") or ""
+    path = os.path.join(sysconfig.get_config_var("LIBDIR") or "", name)
+    return [path] if name.endswith(".so") and os.path.exists(path) and not path.startswith(_SYSTEM) else []
+
+
+def _ask(channel: socket.socket, job: Mapping[str, Any], timeout_s: float) -> bytes:
+    """Sends a job and returns the answer; empty where the sandbox ended without one."""
+    channel.settimeout(timeout_s)
+    content = bytearray()
+    try:
+        channel.sendall(json.dumps(job).encode())
+        channel.shutdown(socket.SHUT_WR)
+        while part := channel.recv(1 << 16):
+            content += part
+    except OSError:  # it was ended, or is late
+        return bytes(content) if content.endswith(b"}") else b""
+    return bytes(content)

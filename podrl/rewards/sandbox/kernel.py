@@ -1,0 +1,223 @@
+"""System calls that isolate a process on Linux x86-64: namespaces, mounts, a filter of system calls, limits.
+
+It imports the standard library alone: it runs in processes that have nothing else.
+"""
+
+import ctypes
+import functools
+import os
+import resource
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NOBODY = 65534  # the user and group of programs
+_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
+_SIGCHLD = 17
+_BIND, _REC, _PRIVATE, _READ_ONLY, _REMOUNT = 0x1000, 0x4000, 1 << 18, 1, 0x20
+_NOSUID, _NODEV, _NOEXEC, _DETACH = 2, 4, 8, 2
+_CLONE, _PIVOT_ROOT, _MOUNT_SETATTR, _CAPSET = 56, 155, 442, 126  # numbers of system calls
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_ROOT = "/proc"  # where the new root is put together: it exists everywhere, and what is below it is not used
+
+# What programs may not call, by number: the answer is EPERM. Processes and programs beside their own; memory that no
+# limit counts; networks (AF_VSOCK and AF_ALG know no namespaces); other processes; anything an administrator calls.
+_PROCESSES = (57, 58, 59, 322)
+_MEMORY = (29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 319, 447)
+_NETWORK = (41,)
+_OTHERS = (101, 310, 311, 312, 434, 438)
+_ADMINISTRATION = (
+    *(134, 135, 136, 139, 153, 154, 155, 156, 159, 161, 163, 164, 165, 166, 167, 168, 169, 170, 171, 172, 173),
+    *(174, 175, 176, 177, 178, 179, 180, 212, 227, 246, 248, 249, 250, 256, 272, 279, 298, 300, 303, 304, 305, 308),
+    *(313, 320, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 443, 444, 445, 446),
+)
+PROGRAM = tuple(sorted({*_PROCESSES, *_MEMORY, *_NETWORK, *_OTHERS, *_ADMINISTRATION}))
+CHECKER = tuple(number for number in PROGRAM if number != 319)  # it makes the files that programs read
+
+_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: `clone` copies this thread alone
+
+
+class IsolationError(OSError):
+    """The host does not let this process isolate a program; says which call failed."""
+
+
+def clone() -> int:
+    """Forks into new user, mount, process, network, IPC, host name and cgroup namespaces; 0 in the child.
+
+    Raises:
+      IsolationError: the host does not allow it.
+    """
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = _libc.syscall(_CLONE, ctypes.c_ulong(_NAMESPACES | _SIGCHLD), None, None, None, None)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        return 0
+    code = ctypes.get_errno()
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise IsolationError(code, f"clone into new namespaces: {os.strerror(code)}")
+    return pid
+
+
+def map_user(pid: int) -> None:
+    """Gives a process in a new user namespace the user `NOBODY`, and while it sets itself up root, if we are root.
+
+    Raises:
+      IsolationError: the host does not allow it.
+    """
+    root = os.geteuid() == 0
+    try:
+        for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
+            if not root and kind == "gid":
+                _write(f"/proc/{pid}/setgroups", "deny")
+            _write(f"/proc/{pid}/{kind}_map", f"0 0 1\n{NOBODY} {NOBODY} 1\n" if root else f"{NOBODY} {own} 1\n")
+    except OSError as error:
+        raise IsolationError(error.errno, f"write the maps of a user namespace: {error.strerror}") from error
+
+
+def enter_root(paths: Sequence[str], disk_mb: int) -> None:
+    """Makes a file system of `paths`, read-only, and an empty /tmp the only one this process sees.
+
+    Raises:
+      IsolationError: a mount failed.
+    """
+    _mount("none", "/", "", _REC | _PRIVATE)
+    shown = [(os.path.realpath(path), path) for path in paths if os.path.exists(path)]
+    links = {path: os.readlink(path) for path in paths if os.path.islink(path)}
+    _mount("tmpfs", _ROOT, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1k,mode=755")
+    for real, path in shown:
+        target = _ROOT + real
+        if not os.path.exists(target):
+            _make(target, directory=os.path.isdir(real))
+            _mount(real, target, "", _BIND | _REC)
+            _restrict(target, device=real.startswith("/dev/"))
+        if path in links and not os.path.lexists(_ROOT + path):
+            _make(os.path.dirname(_ROOT + path), directory=True)
+            os.symlink(links[path], _ROOT + path)
+    os.makedirs(f"{_ROOT}/tmp", exist_ok=True)
+    sizes = f"size={disk_mb}m,nr_inodes=4k,mode=1777"
+    _mount("tmpfs", f"{_ROOT}/tmp", "tmpfs", _NOSUID | _NODEV | _NOEXEC, sizes)
+    os.chdir(_ROOT)
+    _call("pivot_root", _libc.syscall(_PIVOT_ROOT, b".", b"."))
+    _call("umount of the host's files", _libc.umount2(b".", _DETACH))
+    _mount("none", "/", "", _REMOUNT | _BIND | _READ_ONLY | _NOSUID | _NODEV)
+    os.chdir("/tmp")
+    socket.sethostname("sandbox")
+
+
+def become_nobody() -> None:
+    """Gives up every privilege there is, for good."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    header, none = struct.pack("<Ii", 0x20080522, 0), bytes(24)
+    _call("capset", _libc.syscall(_CAPSET, header, none))
+    _call("no new privileges", _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _call("no traces", _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends."""
+    _call("end with the parent", _libc.prctl(_SET_PDEATHSIG, 9, 0, 0, 0))
+
+
+def close_all_but(*kept: int) -> None:
+    """Closes every descriptor of this process but these."""
+    last = 2
+    for one in sorted({*kept} - {0, 1, 2}):
+        os.closerange(last + 1, one)
+        last = one
+    os.closerange(last + 1, min(os.sysconf("SC_OPEN_MAX"), 1 << 20))
+
+
+def limit(limits: Mapping[str, Any]) -> None:
+    """Sets the limits of a program on this process."""
+    memory, seconds, size = limits["memory_mb"] << 20, limits["cpu_s"], limits["file_mb"] << 20
+    for kind, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_FSIZE, size),
+        (resource.RLIMIT_NPROC, limits["threads"] + 2),  # in a namespace of their own: its starter and its checker
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def filter_calls(denied: Sequence[int]) -> None:
+    """Refuses system calls from now on, and new processes; threads are allowed.
+
+    Args:
+      denied: numbers of system calls that fail with EPERM.
+    """
+    program = _filter(tuple(denied))
+    kept = ctypes.create_string_buffer(program, len(program))
+    header = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(kept)))
+    _call("seccomp", _libc.prctl(_SET_SECCOMP, 2, header, 0, 0))
+
+
+def prepare() -> None:
+    """Does once what every sandbox would do again."""
+    _filter(PROGRAM)
+    _filter(CHECKER)
+
+
+@functools.cache
+def _filter(denied: tuple[int, ...]) -> bytes:
+    """The program of a seccomp filter: 8 bytes of every instruction."""
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill, eperm, enosys = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+    program = [
+        (load, 0, 0, 4),  # the architecture
+        (equal, 1, 0, 0xC000003E),
+        (give, 0, 0, kill),
+        (load, 0, 0, 0),  # the call's number
+        (at_least, 0, 1, 0x40000000),  # the x32 calls
+        (give, 0, 0, kill),
+        (equal, 0, 1, 435),  # clone3 hides its flags: the C library falls back to clone
+        (give, 0, 0, enosys),
+    ]
+    for number in denied:
+        program += [(equal, 0, 1, number), (give, 0, 0, eperm)]
+    program += [
+        (equal, 0, 4, _CLONE),
+        (load, 0, 0, 16),  # its flags
+        (any_bit, 0, 1, 0x00010000),  # CLONE_THREAD
+        (give, 0, 0, allow),
+        (give, 0, 0, eperm),
+        (give, 0, 0, allow),
+    ]
+    return b"".join(struct.pack("<HBBI", *line) for line in program)
+
+
+def _restrict(target: str, *, device: bool) -> None:
+    """Makes a mount and all below it read-only, without devices unless it is one."""
+    flags = 0x01 | 0x02 | (0 if device else 0x04)
+    attributes = struct.pack("<QQQQ", flags, 0, 0, 0)
+    _call(f"mount_setattr {target}", _libc.syscall(_MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, 32))
+
+
+def _make(target: str, *, directory: bool) -> None:
+    os.makedirs(target if directory else os.path.dirname(target), exist_ok=True)
+    if not directory:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o444))
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    done = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
+    _call(f"mount {source} on {target}", done)
+
+
+def _call(what: str, result: int) -> None:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise IsolationError(code, f"{what}: {os.strerror(code)}")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)

@@ -1,0 +1,112 @@
+"""The process that starts sandboxes: it forks one for every job, and never sees what is in them.
+
+`podrl.rewards.sandbox.host` starts it with nothing but the standard library and an empty environment.
+"""
+
+import gc
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from podrl.rewards.sandbox import kernel
+from podrl.rewards.sandbox.checker import check
+
+# What programs often import is there when they start.
+PRELOADED = (
+    *("array", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions"),
+    *("functools", "heapq", "itertools", "math", "operator", "queue", "random", "re", "statistics", "string"),
+    *("threading", "typing"),
+)
+_LEAVE_S = 5.0  # that a sandbox may take longer than its programs
+
+
+def serve() -> None:
+    """Starts a sandbox for every socket that comes, until the pipe to the host ends; the arguments are in argv."""
+    control, limits = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
+    kernel.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in PRELOADED:
+        __import__(name)
+    kernel.prepare()
+    gc.disable()  # what it visits would be copied in every sandbox
+    alive = os.pipe()  # its other end closes when this process ends
+    running: dict[int, tuple[int, float]] = {}  # by the descriptor of its process
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        while True:
+            left = min((end for _, end in running.values()), default=time.monotonic() + 60) - time.monotonic()
+            for key, _ in selector.select(max(left, 0)):
+                if key.fileobj is control:
+                    byte, given, _, _ = socket.recv_fds(control, 1, 1)
+                    if not byte:
+                        return
+                    if (pid := _start(given[0], alive[0], limits)) is not None:
+                        descriptor = os.pidfd_open(pid)
+                        running[descriptor] = (pid, time.monotonic() + limits["wall_s"] + _LEAVE_S)
+                        selector.register(descriptor, selectors.EVENT_READ)
+                else:
+                    os.waitpid(running.pop(key.fd)[0], 0)
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+            for pid, end in running.values():
+                if time.monotonic() > end:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def alone() -> None:
+    """Tests one program in a process that bubblewrap has isolated; the arguments are in argv."""
+    job, limits = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
+    os.chdir("/tmp")
+    kernel.become_nobody()
+    check(job, limits)
+
+
+def _start(descriptor: int, alive: int, limits: Mapping[str, Any]) -> int | None:
+    """Forks a sandbox that answers on a socket; None where there can be none, which the socket is told."""
+    job = socket.socket(fileno=descriptor)
+    mapped, tell = os.pipe()
+    pid = None
+    try:
+        pid = kernel.clone()
+        if pid == 0:
+            _isolated(job, mapped, alive, limits)
+        kernel.map_user(pid)
+        os.write(tell, b"1")
+    except kernel.IsolationError as error:
+        job.sendall(json.dumps({"refused": error.strerror}).encode())
+    finally:
+        job.close()
+        os.close(mapped)
+        os.close(tell)
+    return pid
+
+
+def _isolated(job: socket.socket, mapped: int, alive: int, limits: Mapping[str, Any]) -> None:
+    """Shuts this process in, and tests a program; it never returns."""
+    try:
+        kernel.close_all_but(job.fileno(), mapped, alive)
+        nothing = os.open("/dev/null", os.O_RDWR)
+        for standard in range(3):
+            os.dup2(nothing, standard)
+        kernel.die_with_parent()
+        if os.read(mapped, 1) == b"1":
+            os.close(mapped)
+            kernel.enter_root(limits["paths"], limits["disk_mb"])
+            kernel.become_nobody()
+            kernel.die_with_parent()  # a change of user forgets it
+            gone = select.poll()
+            gone.register(alive, select.POLLHUP)
+            if gone.poll(0):  # the parent ended before it was asked for
+                return
+            check(job, limits)
+    except kernel.IsolationError as error:
+        job.sendall(json.dumps({"refused": error.strerror}).encode())
+    finally:
+        os._exit(0)

@@ -1,0 +1,100 @@
+"""Plain values and frames between a program and the tests of it: nothing that the one sends runs in the other."""
+
+import json
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+_LENGTH = struct.Struct(">I")
+_MOST = 1 << 24  # bytes of a frame
+_EXACT = 1 << 53
+
+
+class Reference:
+    """An object that stays on the program's side.
+
+    Attributes:
+      number: its place in the program's list.
+      kind: the name of its type.
+    """
+
+    def __init__(self, number: int, kind: str) -> None:
+        self.number, self.kind = number, kind
+
+
+def encode(value: Any, refer: Callable[[Any], Reference]) -> Any:
+    """JSON for a plain value; what is not plain becomes what `refer` makes of it.
+
+    Subclasses of plain types become plain.
+    """
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        return int(value) if -_EXACT < value < _EXACT else {"int": hex(value)}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bytes | bytearray):
+        return {type(value).__name__ if type(value) is bytearray else "bytes": bytes(value).hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(k, refer), encode(v, refer)] for k, v in value.items()]}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            items = [encode(one, refer) for one in value]
+            return items if kind is list else {kind.__name__: items}
+    found = refer(value)
+    return {"reference": [found.number, found.kind]}
+
+
+def decode(value: Any, resolve: Callable[[Reference], Any]) -> Any:
+    """The value that `encode` was given; `resolve` makes the object of a reference.
+
+    Raises:
+      ValueError, TypeError, KeyError: this is no such JSON.
+    """
+    if isinstance(value, list):
+        return [decode(one, resolve) for one in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "int":
+        return int(content, 16)
+    if kind in ("bytes", "bytearray"):
+        return {"bytes": bytes, "bytearray": bytearray}[kind].fromhex(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "dict":
+        return {decode(k, resolve): decode(v, resolve) for k, v in content}
+    if kind == "reference":
+        return resolve(Reference(int(content[0]), str(content[1])))
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(one, resolve) for one in content)
+
+
+def send(channel: socket.socket, message: Any) -> None:
+    body = json.dumps(message).encode()
+    channel.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def receive(channel: socket.socket) -> Any:
+    """The next message.
+
+    Raises:
+      EOFError: the other side has ended.
+      ValueError: this is no message, or too long a one.
+    """
+    (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
+    if length > _MOST:
+        raise ValueError(f"a message of {length} bytes is longer than {_MOST}")
+    return json.loads(_exactly(channel, length))
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    body = bytearray()
+    while len(body) < size:
+        part = channel.recv(min(size - len(body), 1 << 20))
+        if not part:
+            raise EOFError("the channel has ended")
+        body += part
+    return bytes(body)

@@ -1,0 +1,191 @@
+"""Scores text against a record's reference: choices, equality, F1, ROUGE-L, regular expressions, JSON schemas."""
+
+import collections
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from podrl.config import section
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_WORDS = re.compile(r"\w+|[^\w\s]")
+_FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)```\s*\Z", re.DOTALL)
+
+
+@section("reward.text")
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """Settings of the rewards that read text: where the answer stands in it, and what it is compared with.
+
+    Attributes:
+      extract: regular expression whose last match in the completion is the answer, by its first group if it has one; a
+        completion without a match scores 0. '' takes all of it.
+      answer: the record's field with the reference: a text, or a list of texts of which any will do.
+      normalise: compare without case, punctuation and articles, as SQuAD does.
+      choices: the letters that multiple choice may name.
+      pattern: what 'regex' looks for in the answer; '' takes the record's field 'pattern'.
+      schema: file with the JSON schema of 'json_schema'; '' takes the record's field 'schema'.
+    """
+
+    extract: str = r"(?s)<answer>(.*?)</answer>"
+    answer: str = "answer"
+    normalise: bool = True
+    choices: str = "ABCDEFGHIJ"
+    pattern: str = ""
+    schema: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("extract", "pattern"):
+            try:
+                re.compile(getattr(self, key))
+            except re.error as error:
+                raise ValueError(
+                    f"reward.text.{key}={getattr(self, key)!r} is no regular expression: {error}."
+                ) from None
+        if len(self.choices) < 2 or len(set(self.choices)) < len(self.choices):
+            raise ValueError(f"reward.text.choices={self.choices!r} must be two or more different letters.")
+
+    def answer_of(self, completion: str) -> str | None:
+        """The part of a completion that is compared; None where there is none."""
+        if not self.extract:
+            return completion.strip()
+        found = collections.deque(re.finditer(self.extract, completion), maxlen=1)
+        return (found[0][1 if found[0].re.groups else 0] or "").strip() if found else None
+
+    def words(self, text: str) -> list[str]:
+        """The words that are compared."""
+        if not self.normalise:
+            return _WORDS.findall(text)
+        return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def choice(answer: str, reference: str, config: TextConfig) -> float:
+    """1 if the answer names the reference's letter and no other, such as 'B', '(B)' or 'B) Paris'; else 0."""
+    letters = "".join(map(re.escape, config.choices))
+    if reference.strip() not in tuple(config.choices):
+        raise ValueError(f"the reference {reference!r} is none of the letters {config.choices!r} (reward.text.choices)")
+    named = set(re.findall(rf"(?<![\w'])([{letters}])(?![\w'])", answer))
+    return float(named == {reference.strip()})
+
+
+def exact_match(answer: str, reference: str, config: TextConfig) -> float:
+    """1 if the answer is the reference, else 0."""
+    return float(config.words(answer) == config.words(reference) if config.normalise else answer == reference.strip())
+
+
+def token_f1(answer: str, reference: str, config: TextConfig) -> float:
+    """Computes the F1 of the words that both have (SQuAD, arXiv 1606.05250), from 0 to 1."""
+    given, wanted = config.words(answer), config.words(reference)
+    shared = sum((collections.Counter(given) & collections.Counter(wanted)).values())
+    return 2 * shared / (len(given) + len(wanted)) if given and wanted else float(given == wanted)
+
+
+def rouge_l(answer: str, reference: str, config: TextConfig) -> float:
+    """Computes the F1 of the longest common subsequence of words (ROUGE-L, Lin 2004, without stemming), from 0 to 1."""
+    given, wanted = config.words(answer), config.words(reference)
+    if not given or not wanted:
+        return float(given == wanted)
+    row = [0] * (len(wanted) + 1)
+    for word in given:
+        diagonal = 0
+        for column, other in enumerate(wanted, 1):
+            above = row[column]
+            row[column] = diagonal + 1 if word == other else max(above, row[column - 1])
+            diagonal = above
+    return 2 * row[-1] / (len(given) + len(wanted))
+
+
+def regex(answer: str, pattern: str, config: TextConfig) -> float:
+    """1 if the pattern is found in the answer, else 0."""
+    del config
+    return float(_compiled(pattern).search(answer) is not None)
+
+
+def json_schema(answer: str, schema: Any, config: TextConfig) -> float:
+    """1 if the answer is JSON that the schema allows, else 0; it may stand in a fenced block."""
+    del config
+    fenced = _FENCE.match(answer)
+    try:
+        value = json.loads(fenced[1] if fenced else answer)
+    except (ValueError, RecursionError):
+        return 0.0
+    return float(_validator(schema if isinstance(schema, str) else json.dumps(schema)).is_valid(value))
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"the pattern {pattern!r} is no regular expression: {error}") from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _validator(schema: str) -> Any:
+    """A validator that fetches nothing from a network."""
+    try:
+        import jsonschema.validators
+        import referencing
+    except ImportError as error:
+        raise ImportError("reward.fns='json_schema' needs jsonschema: pip install 'podrl[schema]'.") from error
+    try:
+        content = json.loads(schema)
+        kind = jsonschema.validators.validator_for(content)
+        kind.check_schema(content)
+    except (ValueError, TypeError, jsonschema.SchemaError) as error:
+        raise ValueError(f"{schema[:120]!r} is no JSON schema: {str(error).splitlines()[0]}") from None
+    return kind(content, registry=referencing.Registry())
+
+
+_Scored = Callable[[str, Any, TextConfig], float]
+# The functions by name, and the record's field with what an answer is compared with.
+FUNCTIONS: dict[str, tuple[_Scored, str]] = {
+    "choice": (choice, ""),
+    "exact_match": (exact_match, ""),
+    "token_f1": (token_f1, ""),
+    "rouge_l": (rouge_l, ""),
+    "regex": (regex, "pattern"),
+    "json_schema": (json_schema, "schema"),
+}
+
+
+class TextReward:
+    """One of `FUNCTIONS` as a reward function, with its settings."""
+
+    def __init__(self, function: str, **settings: Any) -> None:
+        """Takes fields of a TextConfig."""
+        self._config = config = TextConfig(**settings)
+        self._score, field = FUNCTIONS[function]
+        self._field = field or config.answer
+        self._same = config.pattern if field == "pattern" else ""
+        if field == "schema" and config.schema:
+            self._same = pathlib.Path(config.schema).read_text()
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
+        """Scores every completion from 0 to 1; of several references, the best.
+
+        Raises:
+          ValueError: a record without a reference, or with one that cannot be one.
+        """
+        del prompts
+        if not self._same and self._field not in fields:
+            raise ValueError(
+                f"the records have no field {self._field!r}, with which answers are compared (reward.text)"
+            )
+        wanted = [self._same] * len(completions) if self._same else fields[self._field]
+        rewards = []
+        for completion, reference in zip(completions, wanted, strict=True):
+            answer = self._config.answer_of(completion)
+            several = reference if isinstance(reference, list | tuple) else [reference]
+            if not several:
+                raise ValueError(f"the field {self._field!r} (reward.text) is an empty list: it must hold a reference")
+            texts = [one if isinstance(one, dict) else str(one) for one in several]
+            found = [self._score(answer or "", one, self._config) for one in texts]
+            rewards.append(0.0 if answer is None else max(found))
+        return rewards

@@ -1,0 +1,153 @@
+"""A batch between two windows, as a checkpoint and other hosts hold it: what its samples have drawn so far."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from podrl.rollout.session import Track
+from podrl.runtime.message import Message
+from podrl.types import Prompts
+
+# Per-token arrays of a sample's record: its attribute, and the type on disk.
+_ROWS: Mapping[str, tuple[str, Any]] = {
+    "tokens_X": ("tokens", np.int32),
+    "logprob_X": ("logprobs", np.float32),
+    "kept_X": ("kept", np.float32),
+    "raw_logprob_X": ("raw_logprobs", np.float32),
+    "version_X": ("versions", np.int32),
+}
+_FIELDS = ("sampled", "limit", "stop", "paused", "first", "text")  # of a sample's record, as JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """Samples of a batch that have not all ended.
+
+    Attributes:
+      prompts: the batch they are of, as it was read.
+      step: that trains on the batch.
+      quantum: tokens that each sample draws in a window.
+      longest: of the batches trained last, the most tokens a sample drew; quanta are made of them.
+      samples: JSON of each, group-major, of the prompts that were asked: those of dynamic sampling come later.
+      rows: per-token values, all samples one after the other; `count_B` says how many each has, `asked_P` which of the
+        prompts were asked.
+    """
+
+    prompts: Prompts
+    step: int
+    quantum: int
+    longest: Sequence[int]
+    samples: Sequence[Mapping[str, Any]]
+    rows: Mapping[str, np.ndarray]
+
+    @property
+    def data_state(self) -> bytes:
+        """The data iterator's state after this batch's prompts, as JSON bytes."""
+        return self.prompts.data_state
+
+    def message(self) -> Message:
+        """Packs it for a checkpoint or another host."""
+        prompts = self.prompts
+        value = {
+            "step": self.step,
+            "quantum": self.quantum,
+            "longest": list(self.longest),
+            "samples": [dict(sample) for sample in self.samples],
+            "text": list(prompts.text),
+            "fields": {name: list(values) for name, values in prompts.fields.items()},
+            "data_state": prompts.data_state.decode(),
+        }
+        arrays = {"tokens_PT": prompts.tokens_PT, "length_P": prompts.length_P, "index_P": prompts.index_P}
+        return Message(value, {**arrays, **self.rows})
+
+
+def of_message(message: Message) -> Partial:
+    """Unpacks what `Partial.message` packed."""
+    value, arrays = message.value, message.arrays
+    prompts = Prompts(
+        **{name: np.asarray(arrays[name]) for name in ("tokens_PT", "length_P", "index_P")},
+        text=list(value["text"]),
+        fields=dict(value["fields"]),
+        data_state=value["data_state"].encode(),
+    )
+    rows = {name: np.asarray(arrays[name]) for name in (*_ROWS, "count_B", "asked_P")}
+    numbers = (int(value["step"]), int(value["quantum"]), list(value["longest"]))
+    return Partial(prompts, *numbers, list(value["samples"]), rows)
+
+
+def of_tracks(
+    prompts: Prompts,
+    states: Sequence[tuple[Mapping[str, Any], Track | None]],
+    *,
+    asked: int,
+    step: int,
+    quantum: int,
+    longest: Sequence[int] = (),
+) -> Partial:
+    """Takes a copy of the records of the first `asked` prompts' samples; `states` is what `Player.state` returns."""
+    samples, lists, counts = [], {name: [] for name in _ROWS}, []
+    for value, track in states:
+        drawn = {} if track is None else {name: getattr(track, name) for name in _FIELDS}
+        samples.append({"track": drawn or None, **value})
+        counts.append(0 if track is None else len(track.tokens))
+        for name, (attribute, _) in _ROWS.items():
+            lists[name].extend([] if track is None else getattr(track, attribute))
+    rows = {name: np.asarray(lists[name], dtype) for name, (_, dtype) in _ROWS.items()}
+    rows["count_B"], rows["asked_P"] = np.asarray(counts, np.int32), np.arange(len(prompts.length_P)) < asked
+    return Partial(prompts, step, quantum, longest, samples, rows)
+
+
+def fill(track: Track, partial: Partial, b: int) -> None:
+    """Writes what sample `b` had drawn into a new record of it."""
+    ends = np.cumsum(partial.rows["count_B"])
+    start, end = int(ends[b] - partial.rows["count_B"][b]), int(ends[b])
+    for name, (attribute, _) in _ROWS.items():
+        getattr(track, attribute)[:] = partial.rows[name][start:end].tolist()
+    for name, value in partial.samples[b]["track"].items():
+        setattr(track, name, value)
+    if track.finder is not None:
+        track.finder.restart(track.first)
+
+
+def join(parts: Sequence[Partial]) -> Partial:
+    """The batch of which several hosts have shares, in their order."""
+    prompts = join_prompts([part.prompts for part in parts])
+    rows = {name: np.concatenate([part.rows[name] for part in parts]) for name in parts[0].rows}
+    samples = list(itertools.chain.from_iterable(part.samples for part in parts))
+    return dataclasses.replace(parts[0], prompts=prompts, samples=samples, rows=rows)
+
+
+def join_prompts(of: Sequence[Prompts]) -> Prompts:
+    """Prompts one after the other, with the data position of the first; None for a field that some do not have."""
+    width = max(each.tokens_PT.shape[1] for each in of)
+    pad = [np.pad(each.tokens_PT, ((0, 0), (0, width - each.tokens_PT.shape[1]))) for each in of]
+    names = dict.fromkeys(name for each in of for name in each.fields)
+    blank = [[None] * len(each.length_P) for each in of]
+    return dataclasses.replace(
+        of[0],
+        tokens_PT=np.concatenate(pad),
+        length_P=np.concatenate([each.length_P for each in of]),
+        index_P=np.concatenate([each.index_P for each in of]),
+        text=[text for each in of for text in each.text],
+        fields={
+            name: [value for each, none in zip(of, blank, strict=True) for value in each.fields.get(name, none)]
+            for name in names
+        },
+    )
+
+
+def cut(partial: Partial, prompts: Prompts, first: int) -> Partial:
+    """A host's share: `prompts` is its cut of the batch, `first` the place of the first of them in it."""
+    asked_P = partial.rows["asked_P"]
+    group = len(partial.samples) // int(asked_P.sum())
+    places = np.cumsum([0, *asked_P]) * group
+    own = slice(first, first + len(prompts.length_P))
+    chosen = slice(int(places[own.start]), int(places[own.stop]))
+    ends = np.cumsum([0, *partial.rows["count_B"]])
+    tokens = slice(int(ends[chosen.start]), int(ends[chosen.stop]))
+    slices = {"asked_P": own, "count_B": chosen}
+    rows = {name: values[slices.get(name, tokens)] for name, values in partial.rows.items()}
+    return dataclasses.replace(partial, prompts=prompts, samples=partial.samples[chosen], rows=rows)

@@ -1,0 +1,275 @@
+"""Batches by the wall clock: weights change between two dispatches, and a batch is made of groups that are ready."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from podrl.rollout.partial import Partial, cut, join, of_tracks
+from podrl.rollout.points import Points
+from podrl.rollout.session import Track
+from podrl.rollout.wall_journal import WallJournal, recorded_points, runs_of
+from podrl.rollout.windows import Quantum, Windowed, Windows
+from podrl.rundir.run import Run
+from podrl.types import STOP_DEADLINE, Policy, Prompts
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """A prompt whose samples are made.
+
+    Attributes:
+      prompts: the prompt alone.
+      number: its place in the order of submission.
+      asked: the step in the keys of its samples: that of its batch of prompts, or the one at which it was asked again.
+      making: its samples; see podrl.rollout.windows.Generator.
+      repeated: it was asked before, and its samples became too old.
+      drawn_by: the oldest version that drew a token of it, as far as that was looked up.
+    """
+
+    prompts: Prompts
+    number: int
+    asked: int
+    making: Any
+    repeated: bool = False
+    drawn_by: int | None = None
+
+    @property
+    def index(self) -> int:
+        """Position of the prompt in the data."""
+        return int(self.prompts.index_P[0])
+
+    @property
+    def tracks(self) -> list[Track | None]:
+        """The records of its samples; None of one that is not begun."""
+        return [track for _, track in self.making.player.state()]
+
+    @property
+    def ended(self) -> bool:
+        """True once all its samples have ended."""
+        return len(self.making.player.done) == self.making.player.request.samples
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version that drew a token of it."""
+        if self.drawn_by is None:
+            drawn = (v for track in self.tracks if track is not None for v in track.versions if v >= 0)
+            self.drawn_by = min(drawn, default=None)
+        return self.drawn_by
+
+
+class Wall:
+    """Groups of samples that are made while batches train, on one thread.
+
+    At most S + 1 batches of prompts are open or in training, S being the staleness. `end_window` has all samples rest
+    after the dispatches that are launched, and the next window draws on by the newest weights; keys and values are
+    computed anew. Step s trains on the groups that are ready first. Of more than it takes, the oldest go first, then
+    those submitted first. A group with a token older than version s - S when s steps are done is given up, and its
+    prompt is asked again under new keys; where that happened before, the batch that still may have it waits for it.
+
+    All this is decided by the clock, so it is in the journal before it is acted on. Steps that the journal knows are
+    repeated from it, whatever the clock says: those of a run that was killed after its newest checkpoint, and those of
+    podrl.replay.
+    """
+
+    def __init__(self, generator: Any, thread: ThreadPoolExecutor, run: Run, *, max_staleness: int):
+        """Begins nothing yet; `generator` is a podrl.learner.generation.Generator, `thread` uses the rollout mesh."""
+        assert run.workdir is not None, "refused before"
+        self._generator, self._thread, self._run = generator, thread, run
+        self._staleness, self._journal = max_staleness, WallJournal(run.workdir, run.hurry)
+        self._open: list[Group] = []  # in order of submission
+        self._waited: dict[int, Future[Sequence[Group]]] = {}  # by step
+        self._sizes: dict[int, int] = {}  # by step: groups of its batch
+        self._submitted = 0
+        self._position = b""  # of the data, after the prompts submitted last
+        self._policy: Policy | None = None
+        self._halt, self._closing = threading.Event(), threading.Event()
+        self._taken_at = time.monotonic()
+        self._again = 0  # groups asked again in this window
+
+    def resume(self, step: int, pending: Sequence[Partial]) -> list[Windowed]:
+        """Takes over the open groups of a checkpoint, which holds them in as many parts as there are batches."""
+        self._journal.forget(step)
+        batches = []
+        for i, part in enumerate(pending):
+            group = len(part.samples) // len(part.prompts.length_P)
+            for p, prompts in enumerate(self._generator.single(part.prompts)):
+                said = part.samples[p * group]
+                self._add(prompts, said["asked"], cut(part, prompts, p), repeated=said["repeated"])
+            batches.append(self._batch(step + i, part.prompts))
+        return batches
+
+    def submit(self, prompts: Prompts, step: int, quantum: int = 0) -> Windowed:
+        """Opens the groups of a batch of prompts, to be begun with the next window; there are no quanta."""
+        del quantum
+        for single in self._generator.single(prompts):
+            self._add(single, step)
+        return self._batch(step, prompts)
+
+    def end_window(self) -> None:
+        """Has all samples rest, so that the thread is free to move weights."""
+        self._halt.set()
+
+    def publish(self, policy: Policy) -> None:
+        """Gives the policy of the next window, which begins when a batch is first asked for."""
+        self._policy = policy
+
+    def result(self, step: int) -> Any:
+        """Waits for the groups of a step, and for their rewards."""
+        if self._policy is not None:
+            self._halt.clear()
+            self._thread.submit(self._play, self._policy)
+            self._policy = None
+        with self._run.watchdog.stage("rollout"):
+            groups = self._waited[step].result()
+        del self._waited[step], self._sizes[step]
+        batch = self._journal.batch(step)
+        assert batch is not None
+        self._journal.forget(step + 1)
+        now = time.monotonic()
+        seconds, self._taken_at = now - self._taken_at, now
+        experience = self._generator.gather([group.making for group in groups], step, seconds)
+        position = b"" if self._open else self._position  # of the data, for a checkpoint without open groups
+        prompts = dataclasses.replace(experience.rollouts.prompts, data_state=position)
+        rollouts = dataclasses.replace(experience.rollouts, prompts=prompts)
+        return dataclasses.replace(experience, rollouts=rollouts, counts=experience.counts | batch["queue"])
+
+    def state(self, step: int) -> Partial:
+        """Returns a part of the open groups, between windows: as many as the batch of a step will have."""
+        first = sum(size for s, size in self._sizes.items() if s < step)
+        parts = []
+        for group in self._open[first : first + self._sizes[step]]:
+            own = {"asked": group.asked, "repeated": group.repeated}
+            states = [({**value, **own}, track) for value, track in group.making.player.state()]
+            parts.append(of_tracks(group.prompts, states, asked=1, step=step, quantum=0))
+        whole = join(parts)
+        return dataclasses.replace(whole, prompts=dataclasses.replace(whole.prompts, data_state=self._position))
+
+    def closing(self) -> None:
+        """Ends the thread's work, whatever it is."""
+        self._closing.set()
+
+    def close(self) -> None:
+        """Gives up what is open."""
+        for group in self._open:
+            self._generator.give_up(group.making)
+
+    def _add(self, prompts: Prompts, asked: int, partial: Partial | None = None, *, repeated: bool = False) -> None:
+        making = self._generator.begin(prompts, asked, 0, partial)
+        drawn = [] if partial is None else partial.rows["version_X"]
+        oldest = min((int(v) for v in drawn if v >= 0), default=None)
+        self._open.append(Group(prompts, self._submitted, asked, making, repeated, oldest))
+        self._submitted += 1
+
+    def _batch(self, step: int, prompts: Prompts) -> Windowed:
+        self._position = prompts.data_state
+        self._waited[step], self._sizes[step] = Future(), len(prompts.length_P)
+        return Windowed(self, step)
+
+    # On the thread.
+
+    def _play(self, policy: Policy) -> None:
+        """Plays a window: as its batch is recorded, or until the next weights are there."""
+        try:
+            self._ask_again(policy.version)
+            if self._journal.batch(policy.version) is None:
+                self._play_on(policy)
+            else:
+                self._repeat(policy)
+        except BaseException as error:  # noqa: BLE001 - raised where the batches are waited for
+            for future in list(self._waited.values()):
+                if not future.done():
+                    future.set_exception(error)
+
+    def _ask_again(self, step: int) -> None:
+        """Gives up the groups that are too old for a step, and asks their prompts again."""
+        if self._journal.batch(step) is not None:
+            old = list(self._journal.again(step))
+        else:
+            old = [g.index for g in self._open if (v := g.oldest) is not None and v < step - self._staleness]
+            self._journal.write({"step": step, "again": old})
+        self._again = len(old)
+        for i, group in enumerate(self._open):
+            if group.index in old:
+                self._generator.give_up(group.making)
+                making = self._generator.begin(group.prompts, step, 0)
+                self._open[i] = Group(group.prompts, group.number, step, making, repeated=True)
+
+    def _play_on(self, policy: Policy) -> None:
+        rows = [(g.making, Points(urgent=g.oldest is not None)) for g in self._open if not g.ended]
+
+        def take() -> None:
+            self._take(policy.version)
+
+        take()
+        if rows:
+            self._generator.play(rows, policy, halt=self._halted, took=take)
+
+    def _halted(self) -> bool:
+        return self._halt.is_set() or self._closing.is_set()
+
+    def _take(self, step: int) -> None:
+        """Makes the batch of a step of groups that are ready, if there are enough and none is waited for."""
+        future, size = self._waited.get(step), self._sizes.get(step, 0)
+        if future is None or future.done():
+            return
+        ages = {group: group.oldest for group in self._open if group.ended or group.repeated}
+        due = [g for g, v in ages.items() if g.repeated and v is not None and v <= step - self._staleness][:size]
+        if not all(group.ended for group in due):
+            return
+        others = [group for group in ages if group.ended and group not in due]
+        others.sort(key=lambda group: (step if (v := ages[group]) is None else v, group.number))
+        chosen = [*due, *others][:size]
+        if len(chosen) < size:
+            return
+        left = [group for group in self._open if group not in chosen]
+        ready = sum(group.ended for group in left)
+        queue = {
+            "queue/running": float(len(left) - ready),
+            "queue/ready": float(ready),
+            "queue/cancelled": float(self._again),
+        }
+        self._journal.write({"step": step, "groups": [self._record(group) for group in chosen], "queue": queue})
+        self._open = left
+        future.set_result(chosen)
+
+    def _record(self, group: Group) -> dict[str, Any]:
+        states = group.making.player.state()
+        runs = [[] if track is None else runs_of(track.versions) for _, track in states]
+        late = [b for b, (value, _) in enumerate(states) if value.get("episode", {}).get("stop") == STOP_DEADLINE]
+        tokens = [0 if track is None else len(track.tokens) for _, track in states]
+        return {"index": group.index, "asked": group.asked, "runs": runs, "tokens": tokens, "late": late}
+
+    def _repeat(self, policy: Policy) -> None:
+        """Plays a window as it is recorded: its batch, and what later ones drew in it."""
+        step = policy.version
+        batch = self._journal.batch(step)
+        assert batch is not None
+        known = [(g, self._journal.group(g.index, g.asked, step)) for g in self._open]
+        rows = [(g.making, recorded_points(r, step)) for g, r in known if r is not None]
+        if rows:
+            self._generator.play(rows, policy, halt=self._closing.is_set)
+        if self._closing.is_set():
+            return
+        places = {(group.index, group.asked): group for group in self._open}
+        chosen = [self._recorded_group(places, record, step) for record in batch["groups"]]
+        self._open = [group for group in self._open if group not in chosen]
+        self._waited[step].set_result(chosen)
+
+    def _recorded_group(self, places: Mapping[tuple[int, int], Group], record: Mapping[str, Any], step: int) -> Group:
+        """The open group of a record, which must have ended, with the tokens that are recorded."""
+        group = places.get((record["index"], record["asked"]))
+        if group is None or not group.ended or self._record(group) != record:
+            raise ValueError(
+                f"Prompt {record['index']} of step {step} does not become what {self._run.place}/batches.jsonl says of "
+                "it: code, data, model and answers of tools must be those of the run that wrote it. Restore them, or "
+                "delete the file to go on without repeating."
+            )
+        return group
+
+
+def windows_or_wall(generator: Any, thread: ThreadPoolExecutor, run: Run, quantum: Quantum, wall: int) -> Any:
+    """A Wall of staleness `wall`, or Windows where that is 0."""
+    return Wall(generator, thread, run, max_staleness=wall) if wall else Windows(generator, thread, run, quantum)

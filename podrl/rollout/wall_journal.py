@@ -1,0 +1,107 @@
+"""The journal of a run by the wall clock: the groups of each batch, and which version drew which of their tokens."""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from podrl.rollout.points import Points
+from podrl.runtime.metrics import read_records
+from podrl.runtime.storage import sync_directory
+
+NAME = "batches.jsonl"
+
+
+class WallJournal:
+    """The decisions of the clock, one JSON line each, on disk before they are acted on.
+
+      {"step": 7, "again": [12]}                prompts that are asked again when 7 steps are done, and trained none of
+      {"step": 7, "groups": [...], "queue": {}} the batch that step 7 trains on, and the metrics of the queue
+
+    A group is {"index": of the prompt, "asked": the step it was asked in, "runs": of each sample [[version, tokens],
+    ...], tokens sampled in all when the weights of a version were left, "tokens": of each, given ones included, "late":
+    samples whose environments ran out of time}. Later lines hold where two are of one step: a run that was killed may
+    have decided what it did not live to act on.
+    """
+
+    def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None):
+        """Of the run in a directory; reads what an earlier start of it, or the run that is repeated, decided.
+
+        `written` is called after a line was.
+        """
+        self._path, self._written = directory / NAME, written
+        self._again: dict[int, list[int]] = {}
+        self._batches: dict[int, Mapping[str, Any]] = {}
+        for line in read_records(directory, NAME):
+            self._note(line)
+
+    def batch(self, step: int) -> Mapping[str, Any] | None:
+        """The batch that a step trains on; None where that is not decided."""
+        return self._batches.get(step)
+
+    def again(self, step: int) -> Sequence[int]:
+        """The prompts that are asked again at a step."""
+        return self._again.get(step, ())
+
+    def group(self, index: int, asked: int, step: int) -> Mapping[str, Any] | None:
+        """A group of a batch of `step` or later; None where it is in none."""
+        later = (batch for s, batch in self._batches.items() if s >= step)
+        groups = (group for batch in later for group in batch["groups"])
+        return next((group for group in groups if (group["index"], group["asked"]) == (index, asked)), None)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Adds a line; returns when it would outlive this process and its machine's power."""
+        new = not self._path.exists()
+        with self._path.open("ab+") as file:
+            if file.tell() and _last_byte(file) != b"\n":  # torn when the run was killed
+                file.write(b"\n")
+            file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync_directory(self._path.parent)
+        self._note(line)
+        self._written()
+
+    def forget(self, before: int) -> None:
+        """Frees the memory of steps before one."""
+        for known in (self._batches, self._again):
+            for step in [step for step in known if step < before]:
+                del known[step]
+
+    def _note(self, line: Mapping[str, Any]) -> None:
+        if "groups" in line:
+            self._batches[line["step"]] = line
+        else:
+            self._again[line["step"]] = list(line["again"])
+
+
+def runs_of(versions: Sequence[int]) -> list[list[int]]:
+    """Counts, at each change of a sample's version, the tokens sampled until then: [[version, tokens], ...]."""
+    runs: list[list[int]] = []
+    sampled = 0
+    for version in versions:
+        if version >= 0:
+            sampled += 1
+            if not runs or runs[-1][0] != version:
+                runs.append([version, 0])
+            runs[-1][1] = sampled
+    return runs
+
+
+def recorded_points(group: Mapping[str, Any], version: int) -> Points:
+    """The tokens at which the samples of a group leave the weights of a version; none in those of their last token."""
+    recorded, late = {}, {}
+    for b, runs in enumerate(group["runs"]):
+        last = runs[-1][0] if runs else 0
+        if version < last:
+            recorded[b] = max((tokens for v, tokens in runs if v <= version), default=0)
+        elif b in group["late"]:
+            late[b] = group["tokens"][b]
+    return Points(recorded=recorded, late=late)
+
+
+def _last_byte(file: Any) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)

@@ -1,0 +1,61 @@
+"""The accord: a pod's processes continue or stop after the same step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from podrl.rundir.run import Run
+from podrl.runtime.message import Message
+from podrl.runtime.pod import LEADER, Pod
+
+
+class Accord:
+    """Keeps a pod's processes in step: in every step all continue or stop as the leader decides.
+
+    Attributes:
+      taken: every trainer host has all it needs of the batches before this step, as far as the leader knew.
+      tasks: batches to begin at this step, and who makes them: podrl.rundir.leases.
+    """
+
+    def __init__(self, pod: Pod, run: Run, deadline_s: float):
+        self._pod, self._run, self._deadline_s = pod, run, deadline_s
+        self._stop = self._wished = False
+        self._trains = pod.seat.process in pod.seat.hosts.trainer
+        self._reached = dict.fromkeys(pod.seat.hosts.trainer, 0)
+        self._words: list[int] = []  # offered and not dropped yet
+        self.taken = 0
+        self.tasks: Mapping[str, Any] = {}
+        if pod.leads:
+            pod.channel.serve("reached", self._on_reached)
+
+    def stopping(self) -> bool:
+        """True if the leader decided to stop, at the last step agreed on."""
+        return self._stop
+
+    def agree(self, step: int, tasks: Mapping[str, Any] | None = None) -> None:
+        """Waits for the leader's decision on a step; on the leader, sends it, and `tasks` with it."""
+        if self._pod.leads:
+            self._reached[LEADER] = step
+            self.taken = min(self._reached.values())
+            self._stop = self._stop or self._wished or self._run.stopping()
+            word = {"stop": self._stop, "taken": self.taken, "tasks": dict(tasks or {})}
+            word["profile"] = self._run.profiler.decide(step)
+            self._pod.channel.put(f"word/{step}", Message(word))
+            self._words.append(step)
+            while self._words[0] < min(step - 1, self.taken):  # a trainer may be behind, a rollout host is at step
+                self._pod.channel.drop(f"word/{self._words.pop(0)}")
+            return
+        stops = self._run.stopping()
+        if self._trains or stops:
+            reached = {"process": self._pod.seat.process, "step": step, "stop": stops}
+            self._pod.call(LEADER, "reached", Message(reached), self._deadline_s)
+        with self._run.watchdog.stage(f"waiting for trainer 0 at step {step}"):
+            word = self._pod.get(LEADER, f"word/{step}", self._deadline_s).value
+        self._stop, self.taken, self.tasks = bool(word["stop"]), int(word["taken"]), word["tasks"]
+        self._run.profiler.wanted = word["profile"]
+
+    def _on_reached(self, message: Message) -> Message:
+        """Notes, on the channel's thread, where another host is and whether it was asked to stop."""
+        self._wished = self._wished or message.value["stop"]
+        if (process := message.value["process"]) in self._reached:
+            self._reached[process] = max(self._reached[process], message.value["step"])
+        return Message()

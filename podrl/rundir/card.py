@@ -1,0 +1,52 @@
+"""The model card of a run: base, data, algorithm and results, as the README.md of a model directory."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from podrl.rundir.identity import last_step
+from podrl.runtime.storage import Place
+
+
+def card(workdir: Place, config: Mapping[str, Any], step: int) -> str:
+    """Writes the card of a run.
+
+    Args:
+      workdir: the run directory; results are those of its summary.json, if it is there.
+      config: what its config.json holds.
+      step: the exported checkpoint's.
+    """
+    base, data = config["model"]["path"], config.get("data", {})
+    sources = [source["path"] for source in data.get("sources") or ()] or [data.get("path", "")]
+    algorithm = config.get("algorithm", "grpo")
+    head = {"library_name": "transformers", "tags": ["podrl", algorithm]}
+    head |= {"base_model": base.partition("@")[0]} if "/" in base and not base.startswith((".", "/", "~")) else {}
+    sets = sorted({path.removeprefix("hf:").partition("@")[0].partition(":")[0] for path in sources if "hf:" in path})
+    head |= {"datasets": sets} if sets else {}
+    lora = config["model"].get("lora", {}).get("rank", 0)
+    rewards = ", ".join(map(str, config.get("reward", {}).get("fns", ())))
+    rows = {
+        "base": base,
+        "data": ", ".join(sources),
+        "algorithm": algorithm + (f", adapters of rank {lora}" if lora else ", all parameters"),
+        "rewards": rewards,
+        "steps": f"{step} of {last_step(config)}",
+        "learning rate": config["trainer"].get("learning_rate"),
+        "seed": config.get("seed", 0),
+    }
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---", "", "# Model card", ""]
+    lines += ["Trained with [podrl](https://pypi.org/project/podrl).", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in rows.items() if value not in ("", None)]
+    file = workdir / "summary.json"
+    summary = json.loads(file.read_text()) if file.exists() else {}
+    before, after = summary.get("before") or {}, summary.get("after") or {}
+    if shared := [name for name in before if name in after]:
+        lines += ["", "## Results on held-out records", "", "| | before | after |", "|---|---|---|"]
+        lines += [
+            f"| {name.removeprefix('eval/')} | {_shown(before[name])} | {_shown(after[name])} |" for name in shared
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)

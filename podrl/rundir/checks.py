@@ -1,0 +1,424 @@
+"""Checks of a run's records: each finds one thing that is wrong, at the first step where its numbers say so.
+
+A check looks at one record, and at what `Past` keeps of those before. The order is that of cause before consequence;
+docs/doctor.md explains every row.
+"""
+
+import dataclasses
+import math
+import re
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from podrl.rundir.history import WINDOW, Past, Record, average, number
+
+# Thresholds; docs/doctor.md states them.
+SUPPORT = 0.95  # least kept_mass
+TRUNCATED = 0.25
+NO_SIGNAL = 0.8
+LONGER = 2.0  # times the length of the first steps
+COLLAPSED = 0.1  # of the entropy of the first steps
+KL_LIMIT = 1.0  # nats per token
+SPIKE = 10.0  # times the median
+FAILING = 0.5  # share of a tool's calls
+STARVED = 0.25  # share of a step
+REPEATED = 8  # times one behind the other
+SETTLED = 10  # steps before a constant is believed
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A row of the table.
+
+    Attributes:
+      name: of the finding.
+      kind: of the records it looks at: 'step', 'evaluation', or 'sample' (one of samples.jsonl).
+      meaning: what the finding means.
+      key: what to turn.
+      look: returns what is wrong with a record, with its numbers; '' for nothing.
+    """
+
+    name: str
+    kind: str
+    meaning: str
+    key: str
+    look: Callable[[Record, Past], str]
+
+
+CHECKS: list[Check] = []
+
+
+def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[[Any], Any]:
+    """Puts a function into the table; the order in the file is that of cause before consequence."""
+
+    def put(look: Callable[[Record, Past], str]) -> Callable[[Record, Past], str]:
+        CHECKS.append(Check(name, kind, meaning, key, look))
+        return look
+
+    return put
+
+
+# The checks, by what they are about. First: are the samples what they say they are?
+
+
+@check(
+    "prompts trained twice or lost",
+    meaning="the data position and the batches that were trained do not fit: a resumed run repeats or skips data",
+    key="start again from a checkpoint before the step; metrics.jsonl must be of this run alone",
+)
+def _prompts(now: Record, past: Past) -> str:
+    first, before = number(now, "data/first_prompt"), number(past.last[-1], "data/last_prompt") if past.last else None
+    if first is None or before is None or past.setting("rollout.clock", "tokens") == "wall":
+        return ""  # by the wall clock batches are no part of the stream's order
+    if first <= before:
+        return f"the batch begins with prompt {first:.0f} of the stream, and prompt {before:.0f} was trained before it"
+    if first > before + 1 and not past.setting("algo.dynamic_sampling", False):
+        return f"prompts {before + 1:.0f} to {first - 1:.0f} of the stream were never trained"
+    return ""
+
+
+@check(
+    "weights that are not the version said",
+    meaning="samples carry a version of the weights that the trainer had not made yet, or none",
+    key="report it: versions are checked on arrival; until then, another transfer (roles.colocated=True)",
+)
+def _version(now: Record, past: Past) -> str:
+    count = number(now, "rollout/unknown_version") or 0
+    return f"{count:.0f} sampled tokens are of weights that the trainer had not made" if count else ""
+
+
+@check(
+    "stale beyond the bound",
+    meaning="samples are of older weights than the run allows",
+    key="raise SECTION.max_staleness, or find out why batches wait",
+)
+def _stale(now: Record, past: Past) -> str:
+    count, bound = number(now, "rollout/stale_tokens") or 0, past.setting("algo.max_staleness", 0)
+    return f"{count:.0f} sampled tokens are more than {past.section}.max_staleness={bound} updates old" if count else ""
+
+
+@check(
+    "mask against sampled ids",
+    meaning="tokens are trained on that the policy did not sample: prompt, padding, or tokens without a probability",
+    key="report it with the sample; an environment or a template of your own is the first suspect (env.environment)",
+)
+def _mask(now: Record, past: Past) -> str:
+    count = number(now, "rollout/faulty_tokens") or 0
+    return f"{count:.0f} tokens have a mask that does not fit where they come from" if count else ""
+
+
+@check(
+    "the trainer does not reproduce the sampler",
+    meaning="the engine serves other weights than those trained, or computes them in another way",
+    key="rollout.data_type=trainer.dtype, float32 for both; SECTION.sampler_correction='tis'; fewer stale batches",
+)
+def _reproduced(now: Record, past: Past) -> str:
+    value, bound = number(now, "sampler/abs_diff"), past.setting("algo.mismatch_bound", 0.2)
+    if value is None:
+        return ""
+    if not past.setting("algo.max_staleness", 0):
+        bound = min(bound, 1e-3 if past.exact else 0.05)
+    return f"sampler/abs_diff is {value:.3g} nats per token, more than {bound:g}" if value > bound else ""
+
+
+@check(
+    "ratio away from 1 on-policy",
+    meaning="the update does not start from the policy that sampled: dropout, another forward pass, or stale samples",
+    key="model.lora.dropout=0, trainer.dtype=float32, SECTION.old_logprob='trainer'",
+)
+def _ratio(now: Record, past: Past) -> str:
+    value, bound = number(now, "actor/ratio"), 0.01 if past.exact else 0.05
+    if value is None or not past.on_policy or abs(value - 1) <= bound:
+        return ""
+    return f"actor/ratio is {value:.4g}, more than {bound:g} away from 1 in a run of one on-policy update a step"
+
+
+@check(
+    "truncated support",
+    meaning="top-k, top-p or min-p sample from another distribution than the one that is trained",
+    key="rollout.top_k, rollout.top_p and rollout.min_p: weaker, or off",
+)
+def _support(now: Record, past: Past) -> str:
+    values = past.recent(now, "rollout/kept_mass", 1)
+    return f"rollout/kept_mass is {values[0]:.3f}, less than {SUPPORT}" if values and values[0] < SUPPORT else ""
+
+
+# Rewards.
+
+
+@check(
+    "reward not a number",
+    meaning="a reward function returns NaN or infinity, or no sample of the batch has a reward",
+    key="the function named (reward.fns); samples.jsonl has what it was given",
+)
+def _reward_finite(now: Record, past: Past) -> str:
+    bad = [name for name in now if name.startswith("reward/") and number(now, name) is None]
+    return f"{', '.join(sorted(bad))}: not a finite number" if bad else ""
+
+
+@check(
+    "reward constant",
+    meaning="all samples get the same reward, whatever they say: nothing can be learned",
+    key="reward.fns and reward.weights; the fields of data.path that they read",
+)
+def _reward_constant(now: Record, past: Past) -> str:
+    stds = past.recent(now, "reward/std")
+    if not stds or any(stds) or _saturated(now, past):
+        return ""
+    return f"reward/std is 0 in the last {WINDOW} steps, reward/mean {number(now, 'reward/mean'):.4g}"
+
+
+@check(
+    "reward function without effect",
+    meaning="one of the reward functions has given the same to every sample so far",
+    key="the function named (reward.fns); the fields of data.path that it reads",
+)
+def _function_constant(now: Record, past: Past) -> str:
+    if past.steps + 1 != SETTLED:
+        return ""
+    fns = [str(fn).rpartition(":")[2] for fn in past.setting("reward.fns", ())]
+    fns = fns if len(fns) > 1 else []
+    same = [f"reward/{fn}" for fn in fns if len(set(past.recent(now, f"reward/{fn}", SETTLED))) == 1]
+    said = ", ".join(f"{name} is {number(now, name):.4g}" for name in same)
+    return f"{said} in every one of the first {SETTLED} steps" if same else ""
+
+
+@check(
+    "reward saturated",
+    meaning="nearly all samples get the full reward: the task is learned, and further steps teach little",
+    key="harder data (data.path), dynamic_sampling, or stop (trainer.max_steps)",
+)
+def _reward_saturated(now: Record, past: Past) -> str:
+    if not _saturated(now, past):
+        return ""
+    return (
+        f"reward/std is {average(past.recent(now, 'reward/std')):.3g} over {WINDOW} steps and was "
+        f"{past.at_first('reward/std'):.3g} at first, at a reward/mean of {number(now, 'reward/mean'):.4g}"
+    )
+
+
+@check(
+    "groups without signal",
+    meaning="all samples of most prompts get the same reward: their advantages are 0 and the work is wasted",
+    key="SECTION.dynamic_sampling=True, more SECTION.num_generations, or data nearer to what the model can do",
+)
+def _signal(now: Record, past: Past) -> str:
+    values = past.recent(now, "reward/groups_without_signal")
+    if (
+        not values
+        or average(values) <= NO_SIGNAL
+        or past.setting("algo.num_generations", 1) < 2
+        or _saturated(now, past)
+    ):
+        return ""
+    return f"reward/groups_without_signal is {average(values):.2f} over {WINDOW} steps, more than {NO_SIGNAL}"
+
+
+# What the samples look like.
+
+
+@check(
+    "answers get longer",
+    meaning="the policy has stopped ending its answers, or length pays",
+    key="SECTION.overlong_shaping=True, SECTION.loss_agg_mode, a reward without a premium on length",
+)
+def _length(now: Record, past: Past) -> str:
+    values, start = past.recent(now, "completion/length_mean"), past.at_first("completion/length_mean")
+    limit = past.setting("rollout.max_tokens_to_generate", math.inf)
+    if not values or not start or average(values) < LONGER * start or average(values) < limit / 2:
+        return ""
+    return (
+        f"completion/length_mean is {average(values):.4g} tokens over {WINDOW} steps, "
+        f"{average(values) / start:.1f} times that of the first steps, at a limit of {limit}"
+    )
+
+
+@check(
+    "answers cut off",
+    meaning="many answers meet the token limit before they end, and are scored unfinished",
+    key="rollout.max_tokens_to_generate higher, SECTION.overlong_shaping=True, or SECTION.overlong_filter=True",
+)
+def _truncated(now: Record, past: Past) -> str:
+    values = past.recent(now, "completion/truncated")
+    if not values or average(values) <= TRUNCATED:
+        return ""
+    return f"completion/truncated is {average(values):.2f} over {WINDOW} steps, more than {TRUNCATED}"
+
+
+@check(
+    "repetition",
+    kind="sample",
+    meaning="the policy repeats itself until it is cut off: often an entropy collapse, or a reward that pays length",
+    key="SECTION.beta or SECTION.entropy_coef higher, trainer.learning_rate lower, the reward",
+)
+def _repetition(now: Record, past: Past) -> str:
+    if "evaluation" in now:
+        return ""
+    text = str(now.get("completion", ""))[-400:]
+    match = re.search(rf"(\S.{{0,30}}?)\1{{{REPEATED - 1},}}", text, re.DOTALL)
+    repeats = match is not None and len(match[0]) >= 24
+    past.repeating.append(repeats)
+    if match is None or not repeats or sum(past.repeating) < len(past.repeating) / 2 or sum(past.repeating) < 2:
+        return ""
+    times = len(match[0]) // len(match[1])
+    return (
+        f"{sum(past.repeating)} of the last {len(past.repeating)} recorded samples repeat themselves, this one "
+        f"{match[1]!r} {times} times one behind the other"
+    )
+
+
+# The update.
+
+
+@check(
+    "gradient not finite",
+    meaning="an update was skipped, because its gradient held NaN or infinity; three in a row stop the run",
+    key="trainer.learning_rate lower, trainer.max_grad_norm; samples.jsonl for degenerate text",
+)
+def _nonfinite(now: Record, past: Past) -> str:
+    share = number(now, "actor/nonfinite") or 0
+    return f"{share:.0%} of the step's updates were skipped" if share else ""
+
+
+@check(
+    "gradient spikes",
+    meaning="single batches move the policy far more than the others: outliers among samples, or too high a rate",
+    key="trainer.max_grad_norm, trainer.learning_rate lower; look at the step's samples",
+)
+def _spike(now: Record, past: Past) -> str:
+    value, before = number(now, "actor/grad_norm"), [number(record, "actor/grad_norm") for record in past.last]
+    known = [norm for norm in before if norm is not None]
+    if value is None or len(known) < WINDOW or value <= SPIKE * statistics.median(known) or not any(known):
+        return ""
+    median = statistics.median(known)
+    return f"actor/grad_norm is {value:.3g}, more than {SPIKE:g} times the {median:.3g} of the steps before (median)"
+
+
+@check(
+    "entropy collapse",
+    meaning="the policy says one thing only: samples of a prompt are alike, and nothing new is tried",
+    key="SECTION.entropy_coef or SECTION.beta higher, SECTION.epsilon_high=0.28, trainer.learning_rate lower",
+)
+def _entropy(now: Record, past: Past) -> str:
+    values, start = past.recent(now, "actor/entropy"), past.at_first("actor/entropy")
+    if not values or not start or average(values) >= COLLAPSED * start:
+        return ""
+    return f"actor/entropy is {average(values):.3g} nats over {WINDOW} steps, and was {start:.3g} in the first ones"
+
+
+@check(
+    "KL drift",
+    meaning="the policy has left the reference: it may exploit the reward and forget the rest",
+    key="SECTION.beta (or kl_in_reward) higher, SECTION.kl_target, trainer.learning_rate lower",
+)
+def _kl(now: Record, past: Past) -> str:
+    for name in ("actor/kl", "reward/kl"):
+        values = past.recent(now, name)
+        if values and average(values) > KL_LIMIT:
+            return f"{name} is {average(values):.3g} nats per token over {WINDOW} steps, more than {KL_LIMIT:g}"
+    return ""
+
+
+@check(
+    "adapters without effect",
+    meaning="the adapters learn nothing, or what they learned is not served: the base model samples",
+    key="model.lora.pattern (which layers have adapters), model.lora.alpha, trainer.learning_rate",
+)
+def _adapters(now: Record, past: Past) -> str:
+    norms, rates = past.recent(now, "actor/grad_norm"), past.recent(now, "actor/lr")
+    signal = [value < 1 for value in past.recent(now, "reward/groups_without_signal")]
+    if not (past.setting("model.lora", {}) or {}).get("rank") or not norms or any(norms):
+        return ""
+    learns = all(rate > 0 for rate in rates) and (all(signal) or past.section == "ppo")
+    return f"actor/grad_norm is 0 in {WINDOW} steps whose samples have a signal" if learns else ""
+
+
+@check(
+    "adapters not served",
+    kind="evaluation",
+    meaning="evaluations of a trained policy give the same to the last digit: the engine serves the base model",
+    key="rollout.merge_adapters the other way; report it",
+)
+def _served(now: Record, past: Past) -> str:
+    if not (past.setting("model.lora", {}) or {}).get("rank") or not past.evaluations:
+        return ""
+    before = past.evaluations[-1]
+    drawn = {name for name in now if name.startswith("eval/error/sampled")}
+    varies = any(number(now, name) for name in drawn)
+    same = all(now.get(name) == before.get(name) for name in now if name.startswith("eval/"))
+    if not (varies and same and now["step"] > before["step"]):
+        return ""
+    return f"all {len(now) - 1} numbers of the evaluation are those after step {before['step']}"
+
+
+# Tools, evaluation, time.
+
+
+@check(
+    "tools that fail",
+    meaning="calls of a tool fail: it is broken, too slow, or the model does not know how to ask",
+    key="the tool (env.tools, env.mcp), env.call_deadline_s, env.concurrency; samples.jsonl has what it answered",
+)
+def _tools(now: Record, past: Past) -> str:
+    for name in sorted(name for name in now if re.fullmatch(r"tools/.+/calls", name)):
+        tool = name.split("/")[1]
+        calls, failures = (
+            [number(record, f"tools/{tool}/{what}") or 0.0 for record in [*past.last, now][-WINDOW:]]
+            for what in ("calls", "failures")
+        )
+        if tool != "unknown" and len(calls) == WINDOW and sum(calls) >= 10 and sum(failures) > FAILING * sum(calls):
+            return f"{sum(failures):.0f} of {sum(calls):.0f} calls of {tool} in {WINDOW} steps failed"
+    return ""
+
+
+@check(
+    "evaluation off the training distribution",
+    kind="evaluation",
+    meaning="what is learned in training does not carry over: learned by heart, an exploited reward, or other data",
+    key="data.eval_path (is it the same task?), more data, the reward; SECTION.beta higher",
+)
+def _evaluation(now: Record, past: Past) -> str:
+    names = [name for name in ("eval/sampled_reward", "eval/greedy_reward") if number(now, name) is not None]
+    start, spread = past.at_first("reward/mean"), past.at_first("reward/std")
+    trained = [number(record, "reward/mean") for record in list(past.last)[-WINDOW:]]
+    if not names or not past.evaluations or start is None or not spread or None in trained or past.steps < 2 * WINDOW:
+        return ""
+    rise = average([value for value in trained if value is not None]) - start
+    before, after = (number(record, names[0]) for record in (past.evaluations[0], now))
+    errors = [number(record, names[0].replace("eval/", "eval/error/")) for record in (past.evaluations[0], now)]
+    if before is None or after is None or None in errors or rise < spread / 2:
+        return ""
+    margin = 1.96 * math.hypot(*(error for error in errors if error is not None))
+    if after - before + margin >= rise / 4:
+        return ""
+    return (
+        f"reward/mean rose by {rise:.3g} since the first steps, and {names[0]} by {after - before:.3g} ± {margin:.2g}"
+    )
+
+
+@check(
+    "a stage is the bottleneck",
+    meaning="the devices wait for the host: for prompts, for reward functions, or for the disk",
+    key="reward.workers (time/reward), data.path nearer (time/data), checkpoint.every higher (time/checkpoint)",
+)
+def _bottleneck(now: Record, past: Past) -> str:
+    records = [*past.last, now][-SETTLED:]
+    total = sum(number(record, "time/step") or 0 for record in records)
+    if past.steps + 1 < SETTLED + 2 or not total:  # the first steps compile
+        return ""
+    for stage in ("data", "reward", "checkpoint"):
+        spent = sum(number(record, f"time/{stage}") or 0 for record in records)
+        if spent > STARVED * total:
+            return (
+                f"time/{stage} is {spent / total:.0%} of time/step over {SETTLED} steps ({spent:.3g} of {total:.3g} s)"
+            )
+    return ""
+
+
+def _saturated(now: Record, past: Past) -> bool:
+    """True where rewards hardly differ any more, and are higher than at first."""
+    stds, start, mean = past.recent(now, "reward/std"), past.at_first("reward/std"), past.at_first("reward/mean")
+    if not stds or not start or mean is None:
+        return False
+    return average(stds) < 0.1 * start and (number(now, "reward/mean") or 0) > mean

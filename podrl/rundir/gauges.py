@@ -1,0 +1,160 @@
+"""Gauges of a run's speed: perf/* of a step, from its times, the work it held, and the past of the run."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+_STARTS = "starts.jsonl"
+_BEGINNING = ("time/start-up", "time/restoring", "time/opening the run directory")
+# What a run spends its time on beside useful steps.
+_LOST = {
+    "perf/lost_start": "start",
+    "perf/lost_compile": "compile",
+    "perf/lost_checkpoint": "checkpoint",
+    "perf/lost_evaluation": "evaluation",
+}
+# Of a plan: what is measured over it, and its seconds.
+_PLANNED = {
+    "perf/plan_step": "step_s",
+    "perf/plan_rollout": "rollout_s",
+    "perf/plan_update": "trainer_s",
+    "perf/plan_publish": "move_s",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The computing devices of a run.
+
+    Attributes:
+      devices: of both meshes, as far as this process's cluster has them.
+      peak: most operations per second of one of them; 0 where it is not known.
+      parameters: of the policy that every token passes, adapters included.
+      trainable: those of them that have a gradient.
+      passes: updates that each sample takes part in per step.
+    """
+
+    devices: int
+    peak: float
+    parameters: int
+    trainable: int
+    passes: int = 1
+
+    def flops(self, values: Mapping[str, float]) -> float:
+        """Operations that a step needs: two per parameter and token forward, two back, two more where it is trained."""
+        trained = (4 * self.parameters + 2 * self.trainable) * self.passes * values.get("tokens/all", 0.0)
+        sampled = values.get("tokens/prompt", 0.0) + values.get("tokens/completion", 0.0)
+        return trained + 2 * self.parameters * sampled
+
+
+class Gauges:
+    """Turns the times of a run's steps into shares and rates; knows what earlier starts of the run spent."""
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        plan: Mapping[str, float],
+        earlier: Iterable[Mapping[str, Any]],
+        first_start: float,
+        now: Callable[[], float] = time.time,
+    ):
+        """Of a run that begins or resumes.
+
+        Args:
+          work: what is computed.
+          plan: what `read_plan` returned; {} for none.
+          earlier: records of metrics.jsonl from earlier starts, as far as they count.
+          first_start: seconds since 1970 of the run's first start.
+          now: the clock.
+        """
+        self._work, self._plan, self._first_start, self._now = work, plan, first_start, now
+        self._spent = dict.fromkeys(("useful", *_LOST.values()), 0.0)
+        for record in earlier:
+            self.see({name: value for name, value in record.items() if isinstance(value, int | float)})
+
+    def see(self, values: Mapping[str, float]) -> None:
+        """Adds the times of a step or an evaluation to what the run has spent."""
+        spent = self._spent
+        spent["start"] += sum(values.get(name, 0.0) for name in _BEGINNING)
+        spent["evaluation"] += values.get("time/evaluation", 0.0)
+        step = values.get("time/step", 0.0)
+        compiled = min(values.get("perf/compile", 0.0), step)
+        saved = min(values.get("time/checkpoint", 0.0), step - compiled)
+        spent["compile"] += compiled
+        spent["checkpoint"] += saved
+        spent["useful"] += step - compiled - saved
+
+    def of_step(self, values: Mapping[str, float], memory: float | None) -> dict[str, float]:
+        """Computes perf/* of a step, after adding its times.
+
+        Args:
+          values: the step's metrics, perf/compile among them where something was compiled.
+          memory: most bytes that a device of this process held; None where the platform does not tell.
+        """
+        self.see(values)
+        step = max(values["time/step"], 1e-9)
+        tokens = values.get("tokens/completion", values.get("tokens/all", 0.0))
+        found = {"perf/tokens_per_s_per_device": tokens / step / self._work.devices}
+        if self._work.peak:
+            found["perf/mfu"] = self._work.flops(values) / (step * self._work.devices * self._work.peak)
+        if memory is not None:
+            found["perf/memory_peak"] = memory / 2**30
+        wall = max(self._now() - self._first_start, sum(self._spent.values()), 1e-9)
+        found["perf/goodput"] = self._spent["useful"] / wall
+        found |= {name: self._spent[kind] / wall for name, kind in _LOST.items()}
+        found["perf/lost_restart"] = 1.0 - sum(self._spent.values()) / wall
+        if "time/rollout" in values:
+            found["perf/waits_samples"] = values.get("time/waiting", 0.0) / step
+            busy = values["time/rollout"] + values.get("time/reward", 0.0)
+            found["perf/waits_rollout"] = max(0.0, 1.0 - busy / step)
+        found["perf/waits_weights"] = values.get("time/publish", 0.0) / step
+        host = sum(values.get(name, 0.0) for name in ("time/data", "time/metrics", "time/other"))
+        found["perf/waits_host"] = host / step
+        measured = {name: values.get(name.replace("perf/plan_", "time/")) for name in self._plan}
+        return found | {name: value / self._plan[name] for name, value in measured.items() if value is not None}
+
+
+def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
+    """Notes a start of the run in starts.jsonl; returns when its first one was, in seconds since 1970.
+
+    Args:
+      workdir: the run directory, or None.
+      began: when this start was.
+      step: the step that it goes on from.
+    """
+    if workdir is None:
+        return began
+    path = workdir / _STARTS
+    found = [began]
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            found.append(float(json.loads(line)["time"]))
+        except (ValueError, TypeError, KeyError):  # a torn line is a start whose time is not known
+            continue
+    with path.open("a") as file:
+        file.write(json.dumps({"time": began, "step": step}) + "\n")
+    return min(found)
+
+
+def read_plan(path: str | os.PathLike) -> dict[str, float]:
+    """Reads planned seconds, by the metric that measures them, from a file of `podrl.plan --json`; {} for no file.
+
+    Raises:
+      ValueError: it is not such a file.
+    """
+    if not os.fspath(path):
+        return {}
+    try:
+        step = json.loads(pathlib.Path(path).read_text())["step"]
+        planned = {name: float(step[key]) for name, key in _PLANNED.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"log.plan={os.fspath(path)!r} is not a plan ({type(error).__name__}: {error}): write one with "
+            "`python -m podrl.plan --config=... --trainer=... --json > plan.json`, or leave log.plan empty."
+        ) from None
+    return {name: seconds for name, seconds in planned.items() if seconds > 0}

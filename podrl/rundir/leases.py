@@ -1,0 +1,387 @@
+"""Leases: which rollout host makes which prompts of a batch, while hosts come and go.
+
+The leader cuts every task (a batch of prompts, an evaluation) into leases and gives each to a host. Hosts learn of the
+leases of a new batch with the leader's word on the step, and of every change at once. A host that is lost loses its
+leases to the others, or to the next one that comes.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from podrl.runtime.channel import ChannelError, LateError
+from podrl.runtime.message import Message
+from podrl.runtime.pod import LEADER, Pod
+
+NOBODY = -1
+_log = logging.getLogger("podrl.leases")
+_FOREVER_S = 1e9
+
+
+def batch(step: int) -> str:
+    """The name of the task to make the batch that a step trains on."""
+    return f"batch/{step}"
+
+
+def evaluation(step: int) -> str:
+    """The name of the task to evaluate the weights of a step."""
+    return f"evaluation/{step}"
+
+
+def step_of(task: str) -> int:
+    """The step of a task's name."""
+    return int(task.rpartition("/")[2])
+
+
+@dataclasses.dataclass(frozen=True)
+class Lease:
+    """Some neighbouring prompts of a task, and the host that makes them.
+
+    Attributes:
+      task: see `batch` and `evaluation`.
+      first, last: places of the prompts within the task; `last` is not among them.
+      host: its number in the job, or NOBODY.
+    """
+
+    task: str
+    first: int
+    last: int
+    host: int
+
+    def key(self, kind: str) -> str:
+        """The channel's key of what its host offers: 'header' of a batch, 'scores' of an evaluation."""
+        return f"{kind}/{self.task}/{self.first}-{self.last}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task and its leases, which cover it in order.
+
+    Attributes:
+      leases: of all its prompts.
+      since: the first version of the weights that draws it.
+      quantum: tokens of a sample in a window, where the batch is made in windows.
+      partial: it is begun from what a checkpoint holds of it.
+      change: number of the change of the table that it is as of.
+    """
+
+    leases: tuple[Lease, ...]
+    since: int
+    quantum: int = 0
+    partial: bool = False
+    change: int = 0
+
+    def value(self) -> dict[str, Any]:
+        """Packs it for a message."""
+        parts = [[lease.first, lease.last, lease.host] for lease in self.leases]
+        return {**dataclasses.asdict(self), "leases": parts}
+
+    @staticmethod
+    def of(name: str, value: Mapping[str, Any]) -> "Task":
+        """Unpacks what `value` packed."""
+        leases = tuple(Lease(name, *map(int, part)) for part in value["leases"])
+        return Task(**{**value, "leases": leases})
+
+
+def cut(task: str, points: Sequence[int], hosts: Sequence[int], *, whole: bool) -> list[Lease]:
+    """Cuts a task into leases, as equal as can be.
+
+    Args:
+      task: its name.
+      points: where it may be cut, its ends included.
+      hosts: who gets the leases, in this order; nobody where there are none.
+      whole: each piece between two points is a lease of its own; otherwise a host gets one for all of its own.
+    """
+    pieces, hosts = len(points) - 1, hosts or (NOBODY,)
+    if whole:
+        owners = [hosts[i * len(hosts) // pieces] for i in range(pieces)]
+        return [Lease(task, points[i], points[i + 1], owner) for i, owner in enumerate(owners)]
+    count = min(len(hosts), pieces)
+    ends = [points[i * pieces // count] for i in range(count + 1)]
+    return [Lease(task, ends[i], ends[i + 1], hosts[i]) for i in range(count)]
+
+
+class Leases:
+    """Base of both sides: the table of tasks as this process knows it."""
+
+    def __init__(self, pod: Pod, deadline_s: float):
+        """Knows of no task; `deadline_s` is the longest wait for a host to be there."""
+        self._pod, self._deadline_s = pod, deadline_s
+        self._tasks: dict[str, Task] = {}
+        self._changed = threading.Condition(threading.RLock())
+        pod.waiting.append(self._waits)
+        self._lacking = ""  # the task that this process waits for a host of
+
+    def task(self, name: str) -> Task | None:
+        """Returns a task; None where there is none of that name, or none that this process was told of."""
+        return self._tasks.get(name)
+
+    def mine(self, name: str) -> list[Lease]:
+        """Returns this process's leases of a task."""
+        task = self._tasks.get(name)
+        return [lease for lease in task.leases if lease.host == self._pod.seat.process] if task else []
+
+    def holds(self, lease: Lease) -> bool:
+        """Returns whether a lease is still as it was."""
+        task = self._tasks.get(lease.task)
+        return task is not None and lease in task.leases
+
+    def held(self, name: str) -> list[Lease]:
+        """Waits until all leases of a task have hosts; returns them in order.
+
+        Raises:
+          LateError: they had none within the deadline.
+        """
+        end = time.monotonic() + self._deadline_s
+        with self._changed:
+            try:
+                while (task := self._tasks.get(name)) is None or any(x.host == NOBODY for x in task.leases):
+                    self._lacking = name if task is not None else ""
+                    if not self._changed.wait(max(end - time.monotonic(), 0.0)) and time.monotonic() >= end:
+                        raise LateError(
+                            f"{self._pod.name} waited {self._deadline_s:.0f} s for a rollout host: there is none in "
+                            "the job. Add one (docs/async.md), or start the same command again."
+                        )
+                return list(task.leases)
+            finally:
+                self._lacking = ""
+
+    def await_task(self, name: str) -> None:
+        """Waits until this process was told of a task.
+
+        Raises:
+          LateError: it was not, within the deadline.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: name in self._tasks, self._deadline_s):
+                raise LateError(f"{self._pod.name} waited {self._deadline_s:.0f} s to be told of {name} by trainer 0.")
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drops tasks that are done."""
+        with self._changed:
+            for name in names:
+                self._tasks.pop(name, None)
+
+    def names(self) -> list[str]:
+        """Lists the tasks that are not done."""
+        return list(self._tasks)
+
+    def _waits(self) -> str:
+        return f"a rollout host that makes {self._lacking}: none is in the job" if self._lacking else ""
+
+
+class Told(Leases):
+    """The table as the leader tells it to another process."""
+
+    def __init__(self, pod: Pod, deadline_s: float, *, changed: Callable[[str], None] = lambda task: None):
+        """Asks nothing yet; `changed` is called, on a thread of its own, with each task whose leases have changed."""
+        super().__init__(pod, deadline_s)
+        self._change, self._on_change = 0, changed
+        self._thread: threading.Thread | None = None
+
+    def enter(self) -> Mapping[str, Any]:
+        """Asks the leader to be let in; returns where this process begins.
+
+        Raises:
+          ChannelError: no answer within the deadline.
+        """
+        me = Message({"process": self._pod.seat.process, "address": self._pod.channel.address})
+        start = self._pod.call(LEADER, "enter", me, self._deadline_s).value
+        self._change = int(start["change"])
+        self.take(start["tasks"])
+        return start
+
+    def follow(self) -> None:
+        """Begins to follow changes."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._follow, name="podrl-leases", daemon=True)
+            self._thread.start()
+
+    def reached(self, step: int) -> None:
+        """Tells the leader, which waits for no answer either, that this process has come to a step."""
+        me = Message({"process": self._pod.seat.process, "step": step})
+        self._pod.channel.request(self._pod.address(LEADER), "call", "host reached", me)
+
+    def take(self, tasks: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes over tasks as the leader packed them, where they are news."""
+        news = []
+        with self._changed:
+            for name, value in tasks.items():
+                task, known = Task.of(name, value), self._tasks.get(name)
+                if known is None or task.change > known.change:
+                    self._tasks[name] = task
+                    news.append(name)
+            self._changed.notify_all()
+        for name in news:
+            self._on_change(name)
+
+    def _follow(self) -> None:
+        while True:
+            request = self._pod.channel.request(
+                self._pod.address(LEADER), "get", f"leases/{self._change + 1}", Message()
+            )
+            try:
+                tasks = request.wait(_FOREVER_S, "trainer 0: leases").value
+            except ChannelError:
+                return
+            self._change += 1
+            self.take(tasks)
+
+
+class Given(Leases):
+    """The table on the leader, which gives the leases.
+
+    Attributes:
+      taken_over: leases that went from a lost host to others, so far.
+    """
+
+    def __init__(self, pod: Pod, deadline_s: float, *, pieces: int = 0, whole: int = 0):
+        """Gives nothing yet.
+
+        Args:
+          pod: the job's processes.
+          deadline_s: see Leases.
+          pieces: prompts of a batch.
+          whole: shares of a batch that are made by one host each; 0 where every prompt is for itself.
+        """
+        super().__init__(pod, deadline_s)
+        count = whole or pieces
+        self._points = [i * pieces // count for i in range(count + 1)] if count else []
+        self._whole = whole > 0
+        self._members: dict[int, int] = {}  # hosts, and the steps they have come to
+        self._starts: dict[int, Callable[[], dict[str, Any]]] = {}  # by step: where one begins that enters then
+        self._change = 0
+        self.taken_over = 0
+
+    @property
+    def hosts(self) -> int:
+        """Rollout hosts in the job."""
+        return len(self._members)
+
+    def serve(self, step: int, start: Callable[[], dict[str, Any]]) -> None:
+        """Lets processes in: those of the configuration at `step`, where `start` is what they are told."""
+        with self._changed:
+            self._begins(step, start)
+            there = [host for host in self._pod.seat.hosts.rollout if not self._pod.is_lost(host)]
+            self._members = dict.fromkeys(there, step)
+        self._pod.on_lost = self._lost
+        for host in self._pod.seat.hosts.rollout:
+            if self._pod.is_lost(host):
+                self._lost(host)
+        self._pod.channel.serve("enter", self._enter)
+        self._pod.channel.serve("host reached", self._on_reached)
+
+    def _begins(self, step: int, start: Callable[[], dict[str, Any]]) -> None:
+        """Sets what processes are told that enter from now on, which is the step before: others may be there still."""
+        self._starts[step] = start
+        for old in [s for s in self._starts if s < step - 1]:
+            del self._starts[old]
+
+    def open(self, name: str, since: int, quantum: int = 0, *, partial: bool = False) -> dict[str, Any]:
+        """Gives a batch to the hosts that are there; returns the task packed, for the leader's word."""
+        with self._changed:
+            leases = cut(name, self._points, sorted(self._members), whole=self._whole)
+            self._tasks[name] = Task(tuple(leases), since, quantum, partial, self._change)
+            self._changed.notify_all()
+            return {name: self._tasks[name].value()}
+
+    def open_shares(self, name: str, shares: int, since: int) -> None:
+        """Gives an evaluation, in so many shares, to the hosts that are there, and tells them."""
+        with self._changed:
+            leases = cut(name, range(shares + 1), sorted(self._members), whole=True)
+            self._tasks[name] = Task(tuple(leases), since)
+            self._tell([name])
+
+    def advance(self, step: int, start: Callable[[], dict[str, Any]], *, waits: bool) -> None:
+        """Goes on to a step once every host has come to the one before, so that none misses words or weights.
+
+        Args:
+          step: to go on to.
+          start: makes what processes are told that enter at this step.
+          waits: False where hosts cannot fall behind, as they all stay.
+
+        Raises:
+          LateError: a host had not come within the deadline.
+        """
+        with self._changed:
+            if waits and not self._changed.wait_for(lambda: not self._behind(step - 1), self._deadline_s):
+                names = ", ".join(f"{self._pod.seat.hosts.name(p)} (host {p})" for p in self._behind(step - 1))
+                raise LateError(
+                    f"{self._pod.name} waited {self._deadline_s:.0f} s for {names} to come to step {step - 1}: see "
+                    "what it is doing (kill -USR1 prints its stacks), or raise log.stall_s."
+                )
+            self._begins(step, start)
+
+    def _behind(self, step: int) -> list[int]:
+        return [host for host, reached in self._members.items() if reached < step]
+
+    def _on_reached(self, message: Message) -> Message:
+        with self._changed:
+            host = int(message.value["process"])
+            if host in self._members:
+                self._members[host] = max(self._members[host], int(message.value["step"]))
+                self._changed.notify_all()
+        return Message()
+
+    def _enter(self, message: Message) -> Message:
+        """Tells a process, on the channel's thread, where it begins; a rollout host gets leases from then on."""
+        process = int(message.value["process"])
+        with self._changed:
+            step = min(self._starts)
+            if process in self._members:
+                step = self._members[process]
+            elif process not in self._pod.seat.hosts.trainer and self._pod.is_at(process, message.value["address"]):
+                self._members[process] = step
+                name = f"{self._pod.seat.hosts.name(process)} (host {process})"
+                _log.warning("%s makes samples from now on, one of %d hosts.", name, len(self._members))
+                self._give_again()
+            start = self._starts.get(step, self._starts[min(self._starts)])()
+            tasks = {name: task.value() for name, task in self._tasks.items()}
+            return Message({**start, "change": self._change, "tasks": tasks})
+
+    def _lost(self, host: int) -> None:
+        """Takes the leases of a lost host, on the channel's thread."""
+        with self._changed:
+            self._members.pop(host, None)
+            self._changed.notify_all()
+            self._give_again()
+
+    def _give_again(self) -> None:
+        """Gives away what hosts had that are not there any more."""
+        changed = []
+        for name, task in self._tasks.items():
+            if all(lease.host in self._members for lease in task.leases):
+                continue
+            kept = [lease for lease in task.leases if lease.host in self._members]
+            leases: list[Lease] = []
+            for lease in task.leases:
+                leases += [lease] if lease in kept else self._cut_again(lease, kept + leases)
+            self.taken_over += sum(lease not in task.leases for lease in leases if lease.host != NOBODY)
+            if tuple(leases) != task.leases:
+                self._tasks[name] = dataclasses.replace(task, leases=tuple(leases))
+                changed.append(name)
+        if changed:
+            self._tell(changed)
+
+    def _cut_again(self, lease: Lease, others: Sequence[Lease]) -> list[Lease]:
+        """Cuts a lost host's lease for those that are there, for the one with the least of the task first."""
+        of = dict.fromkeys(sorted(self._members), 0)
+        for other in others:
+            if other.host in of:
+                of[other.host] += other.last - other.first
+        hosts = sorted(of, key=lambda host: (of[host], host))
+        if self._whole or lease.task.startswith("evaluation/"):
+            return [dataclasses.replace(lease, host=hosts[0] if hosts else NOBODY)]
+        return cut(lease.task, range(lease.first, lease.last + 1), hosts, whole=False)
+
+    def _tell(self, names: Sequence[str]) -> None:
+        """Tells all others of tasks that have changed."""
+        self._change += 1
+        for name in names:
+            self._tasks[name] = dataclasses.replace(self._tasks[name], change=self._change)
+        tasks = {name: self._tasks[name].value() for name in names}
+        self._pod.channel.put(f"leases/{self._change}", Message(tasks))
+        self._changed.notify_all()

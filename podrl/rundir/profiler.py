@@ -1,0 +1,105 @@
+"""The profiler of a process: traces of jax for some steps, asked for on the command line or by a signal."""
+
+import contextlib
+import logging
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import jax
+
+from podrl.runtime.storage import StorageError, is_remote, locate
+
+FOLDER = "profile"
+_STEPS = 3  # that a signal asks for
+_log = logging.getLogger("podrl.profiler")
+
+
+def parse_steps(text: str) -> tuple[int, int] | None:
+    """Parses --profile: '120:125' is the first and the last step; None for ''.
+
+    Raises:
+      ValueError: not two steps in their order.
+    """
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"--profile={text} must be the first and the last step to profile, as in 120:125.")
+    return int(found[1]), int(found[2])
+
+
+class Profiler:
+    """Writes profile/HOST/ in the run directory, which XProf and TensorBoard open.
+
+    Each process profiles itself. The processes of a pod have the same `wanted`, which the leader decides and the others
+    are told before the step (podrl/learner/rollouts.py, Accord). A profile that cannot be written never ends a run.
+
+    Attributes:
+      wanted: first and last step of the profile that is due or under way; None for none.
+    """
+
+    def __init__(self, place: str, host: str = "trainer 0", steps: tuple[int, int] | None = None):
+        """Of a process called `host`, in the run directory `place`; '' writes nothing."""
+        self._place, self._host, self.wanted = place, host.replace(" ", "_"), steps
+        self._asked = False
+        self._folder: pathlib.Path | None = None  # while a profile is under way
+
+    def ask(self) -> None:
+        """Asks for a profile of the next steps; may be called from a signal's handler."""
+        self._asked = True
+
+    def decide(self, step: int) -> tuple[int, int] | None:
+        """Returns which steps all processes profile, after `step` steps; a signal asks for those that follow."""
+        if self._asked and self._folder is None:
+            self.wanted = (step + 1, step + _STEPS)
+        self._asked = False
+        return self.wanted
+
+    def after(self, step: int) -> None:
+        """Begins or ends a profile between steps: `step` of them are done."""
+        if self.wanted is None or not self._place:
+            return
+        first, last = self.wanted
+        if self._folder is not None and step >= last:
+            self.close()
+        elif self._folder is None and first <= step + 1 <= last:
+            self._begin(first, last)
+
+    def close(self) -> None:
+        """Ends and keeps the profile that is under way, if one is."""
+        if self._folder is None:
+            return
+        folder, self._folder, self.wanted = self._folder, None, None
+        with self._forgiven():
+            jax.profiler.stop_trace()
+            if is_remote(self._place):
+                for path in [path for path in folder.rglob("*") if path.is_file()]:
+                    there = locate(self._place) / FOLDER / self._host / path.relative_to(folder).as_posix()
+                    there.parent.mkdir(parents=True, exist_ok=True)
+                    there.write_bytes(path.read_bytes())
+        if is_remote(self._place):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _begin(self, first: int, last: int) -> None:
+        with self._forgiven():
+            if is_remote(self._place):
+                folder = pathlib.Path(tempfile.mkdtemp("", "podrl-profile-"))
+            else:
+                folder = pathlib.Path(self._place) / FOLDER / self._host
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # a call of Python each would fill it, and slow what is measured
+            jax.profiler.start_trace(str(folder), profiler_options=options)
+            self._folder = folder
+            return
+        self.wanted = None
+
+    @contextlib.contextmanager
+    def _forgiven(self) -> Iterator[None]:
+        """Logs errors: somebody else profiles, the disk is full, the bucket is away."""
+        try:
+            yield
+        except (RuntimeError, OSError, ValueError, StorageError) as error:
+            _log.warning("Steps %s are not profiled: %s: %s", self.wanted, type(error).__name__, error)

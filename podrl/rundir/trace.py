@@ -1,0 +1,189 @@
+"""A run's trace: every token of a step's samples with its numbers, one columnar file per step, and how to read it."""
+
+import dataclasses
+import io
+import json
+import re
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+from podrl.runtime.storage import Place, locate
+from podrl.types import Experience, Rollouts
+
+FOLDER = "trace"
+FORMAT = 1
+_FILE = re.compile(r"step_(\d{8,})\.npz")
+_HEADER = "header"
+_LARGEST = 1 << 31  # bytes that a file may unpack to
+
+# What is recorded of every token, beside what the algorithm adds: type of the column.
+_OF_ROLLOUTS: Mapping[str, Any] = {
+    "tokens": np.int32,
+    "mask": np.uint8,
+    "logprob": np.float32,
+    "raw_logprob": np.float32,
+    "kept": np.float32,
+    "version": np.int32,
+    "turn_reward": np.float32,
+}
+_OF_SAMPLES: Mapping[str, Any] = {"length": np.int32, "prompt_length": np.int32, "stop": np.int8, "reward": np.float64}
+
+
+def file_name(step: int) -> str:
+    """The file of a step, in the folder `trace` of a run directory."""
+    return f"step_{step:08d}.npz"
+
+
+def traced_steps(workdir: Place) -> list[int]:
+    """Lists the steps that a run directory holds a trace of, ascending."""
+    folder = workdir / FOLDER
+    if not folder.is_dir():
+        return []
+    return sorted(int(found[1]) for path in folder.iterdir() if (found := _FILE.fullmatch(path.name)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Noted:
+    """Contents of a step's trace beside the samples.
+
+    Attributes:
+      group_size: samples of a prompt.
+      reward_names: of the reward functions.
+      columns: further numbers of every token, in the sample layout, by name: advantage, trained (1 where the token
+        counts in the loss), value and return under PPO.
+      trainer_logprob: fetches (B', T) log-probabilities of the first B' samples under the trainer's weights before the
+        step's first update; None where there are none.
+    """
+
+    group_size: int
+    reward_names: Sequence[str]
+    columns: Mapping[str, Float[np.ndarray, "B T"]]
+    trainer_logprob: Callable[[], Float[np.ndarray, "B T"]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """The samples of one step, as its file holds them.
+
+    Attributes:
+      step: of metrics.jsonl.
+      group_size: samples of a prompt; sample b belongs to prompt b // group_size.
+      reward_names: of the reward functions.
+      prompts: text of each prompt; `fields` what its record says beside, by name.
+      completions, episodes: of each sample, as in podrl.types.Rollouts.
+      pieces: text of every token id that occurs.
+      samples: arrays over samples: length, prompt_length, stop, reward, and (functions, samples) rewards.
+      tokens: arrays over all tokens, sample after sample without padding: tokens, mask, logprob, raw_logprob, kept,
+        version, turn_reward, advantage, trained, trainer_logprob (NaN where it was not computed), ...
+    """
+
+    step: int
+    group_size: int
+    reward_names: Sequence[str]
+    prompts: Sequence[str]
+    fields: Mapping[str, Sequence[Any]]
+    completions: Sequence[str]
+    episodes: Sequence[Mapping[str, Any]]
+    pieces: Mapping[int, str]
+    samples: Mapping[str, Shaped[np.ndarray, " B"]]
+    tokens: Mapping[str, Shaped[np.ndarray, " X"]]
+
+    @property
+    def first(self) -> Int[np.ndarray, " B"]:
+        """Index of each sample's first token in the arrays of `tokens`."""
+        return np.cumsum(self.samples["length"]) - self.samples["length"]
+
+
+def content(step: int, experience: Experience, noted: Noted, piece: Callable[[int], str]) -> bytes:
+    """Packs the samples of a step into the bytes of its file; `piece` gives the text of a token."""
+    rollouts = experience.rollouts
+    keep_BT = np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[:, None]
+    columns = {f"token.{name}": _of(rollouts, name)[keep_BT].astype(kind) for name, kind in _OF_ROLLOUTS.items()}
+    columns |= {f"token.{name}": np.asarray(x_BT, np.float32)[keep_BT] for name, x_BT in noted.columns.items()}
+    trainer_BT = np.full(keep_BT.shape, np.nan, np.float32)
+    if noted.trainer_logprob is not None:
+        found_BT = noted.trainer_logprob()
+        trainer_BT[: len(found_BT), : found_BT.shape[1]] = found_BT
+    columns["token.trainer_logprob"] = np.where(rollouts.mask_BT > 0, trainer_BT, np.nan)[keep_BT].astype(np.float32)
+    prompt_length_B = np.repeat(rollouts.prompts.length_P, noted.group_size)
+    of_samples = (rollouts.length_B, prompt_length_B, rollouts.stop_B, experience.reward_B)
+    samples = {
+        f"sample.{name}": np.asarray(x_B).astype(kind)
+        for (name, kind), x_B in zip(_OF_SAMPLES.items(), of_samples, strict=True)
+    }
+    header = {
+        "format": FORMAT,
+        "step": step,
+        "group_size": noted.group_size,
+        "reward_names": list(noted.reward_names),
+        "prompts": list(rollouts.prompts.text),
+        "fields": {name: list(values) for name, values in rollouts.prompts.fields.items()},
+        "completions": list(rollouts.completions),
+        "episodes": [dict(episode) for episode in rollouts.episodes],
+        "pieces": {int(i): piece(int(i)) for i in np.unique(columns["token.tokens"])},
+    }
+    text = json.dumps(header, default=str).encode()
+    arrays: dict[str, Any] = {_HEADER: np.frombuffer(text, np.uint8), **samples, **columns}
+    arrays["sample.rewards"] = np.asarray(experience.reward_FB, np.float64)
+    packed = io.BytesIO()
+    np.savez_compressed(packed, **arrays)
+    return packed.getvalue()
+
+
+def read_step(workdir: Place | str, step: int) -> TracedStep:
+    """Reads the trace of a step; nothing in the file is executed.
+
+    Raises:
+      ValueError: there is none, or it is damaged.
+    """
+    workdir = locate(workdir) if isinstance(workdir, str) else workdir
+    path = workdir / FOLDER / file_name(step)
+    try:
+        return _parsed(path.read_bytes())
+    except FileNotFoundError:
+        there = traced_steps(workdir)
+        known = f"the trace holds steps {there[0]} to {there[-1]}" if there else "the run has no trace (log.trace)"
+        raise ValueError(f"{path} is not there: {known}.") from None
+    except (OSError, KeyError, ValueError, TypeError, RecursionError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def _parsed(packed: bytes) -> TracedStep:
+    with zipfile.ZipFile(io.BytesIO(packed)) as names:
+        if sum(member.file_size for member in names.infolist()) > _LARGEST:
+            raise ValueError(f"it unpacks to more than {_LARGEST} bytes")
+    with np.load(io.BytesIO(packed), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    header = json.loads(arrays.pop(_HEADER).tobytes().decode())
+    if header["format"] != FORMAT:
+        raise ValueError(f"its format is {header['format']}, not {FORMAT}")
+    parts = {part: {n.removeprefix(part): x for n, x in arrays.items() if n.startswith(part)} for part in _PARTS}
+    samples, tokens = parts.values()
+    length_B = samples["length"]
+    if (length_B < 0).any() or any(x.shape != (length_B.sum(),) for x in tokens.values()):
+        raise ValueError("its columns do not belong together")
+    if any(x.shape[-1:] != length_B.shape for x in samples.values()) or len(header["completions"]) != len(length_B):
+        raise ValueError("its columns do not belong together")
+    return TracedStep(
+        step=int(header["step"]),
+        group_size=max(int(header["group_size"]), 1),
+        reward_names=header["reward_names"],
+        prompts=header["prompts"],
+        fields=header["fields"],
+        completions=header["completions"],
+        episodes=header["episodes"],
+        pieces={int(i): str(text) for i, text in header["pieces"].items()},
+        samples=samples,
+        tokens=tokens,
+    )
+
+
+_PARTS = ("sample.", "token.")
+
+
+def _of(rollouts: Rollouts, name: str) -> np.ndarray:
+    return getattr(rollouts, f"{name}_BT")

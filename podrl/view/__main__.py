@@ -1,0 +1,85 @@
+"""The view command: `python -m podrl.view RUN [RUN2 ...]` serves a page over run directories on this machine."""
+
+import argparse
+import ipaddress
+import json
+import pathlib
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+
+from podrl.rundir.spans import chrome_trace
+from podrl.runtime.arguments import Parser
+from podrl.runtime.storage import StorageError
+from podrl.view.listing import listing
+from podrl.view.report import report
+from podrl.view.runs import RunFiles
+
+_LOOPBACK = "127.0.0.1"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="podrl.view", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, local or gs://")
+    parser.add_argument("--port", type=int, default=8777, help="0 for any that is free")
+    parser.add_argument("--host", default=_LOOPBACK, help="address to listen at; any but loopback asks for a token")
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="print the N samples of lowest reward, and serve nothing"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write the page as one file, and serve nothing")
+    parser.add_argument(
+        "--chrome", metavar="FILE", help="write the spans of the first run for Perfetto, and serve nothing"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until it is interrupted; returns the exit code."""
+    args = _parser().parse_args(argv[1:])
+    try:
+        runs = [RunFiles(place) for place in args.runs]
+        if args.samples is not None:
+            if args.samples < 1:
+                raise ValueError(f"--samples={args.samples} must be 1 or more.")
+            print("\n\n".join(listing(run, args.samples) for run in runs))
+        if args.html:
+            pathlib.Path(args.html).write_text(report(runs))
+        if args.chrome:
+            pathlib.Path(args.chrome).write_text(json.dumps(chrome_trace(runs[0].spans())))
+        if args.html or args.chrome or args.samples:
+            return 0
+        return _serve(runs, args.host, args.port)
+    except (ValueError, OSError, StorageError) as error:
+        print(f"podrl.view: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(runs: Sequence[RunFiles], host: str, port: int) -> int:
+    try:
+        import uvicorn
+
+        from podrl.view.server import application
+    except ImportError as error:
+        raise ValueError(f"podrl.view needs {error.name}: pip install 'podrl[view]', or give --html=FILE.") from None
+    token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
+    listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    with listening:
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
+        print(f"{', '.join(run.name for run in runs)}: {address}  (Ctrl-C ends)", flush=True)
+        hosts = ["*"] if token else ["127.0.0.1", "localhost", "[::1]"]
+        config = uvicorn.Config(application(runs, token=token, hosts=hosts), log_level="warning", access_log=False)
+        uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

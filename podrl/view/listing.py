@@ -1,0 +1,50 @@
+"""Lists a run's samples of lowest reward as text, with what every reward function gave and why each sample ended."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from podrl.view.runs import RunFiles
+
+_PROMPT, _COMPLETION = 120, 400  # characters shown: the end of the prompt, the beginning of the completion
+
+
+def listing(run: RunFiles, count: int) -> str:
+    """Describes the samples of the steps that are traced, then the `count` of lowest reward, the newest first.
+
+    Raises:
+      ValueError: the run recorded no samples.
+    """
+    rows = run.found({"sort": "reward"})
+    if not rows:
+        raise ValueError(f"{run.place} recorded no samples: log.trace and log.samples_every say which it keeps.")
+    steps = sorted({row["step"] for row in rows})
+    at = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    lines = [f"{run.name}: {len(rows)} samples of {at}."]
+    for name in dict.fromkeys(name for row in rows for name in row.get("rewards", {})):
+        given = [value for row in rows if (value := row.get("rewards", {}).get(name)) is not None]
+        if given:
+            nothing = sum(value <= 0 for value in given)
+            lines.append(f"{name}: mean {sum(given) / len(given):.3g}, 0 or less for {nothing} of {len(given)}")
+    ended = Counter(row["stop"] for row in rows if "stop" in row)
+    if ended:
+        lines.append("Endings: " + ", ".join(f"{name} {number}" for name, number in ended.most_common()))
+    return "\n".join([*lines, *(_told(row) for row in rows[:count])])
+
+
+def _told(row: Mapping[str, Any]) -> str:
+    """Describes one sample; `repr` keeps what it wrote from steering the terminal."""
+    parts = [f"\nstep {row['step']}", f"reward {row['reward']:.3g}"]
+    if rewards := row.get("rewards"):
+        parts[-1] += f" ({', '.join(f'{name} {_figure(value)}' for name, value in rewards.items())})"
+    if "stop" in row:
+        parts.insert(1, f"group {row['group']}, sample {row['sample']}")
+        parts.append(f"ending: {row['stop']} after {row['length']} tokens")
+    prompt, completion = row["prompt"], row["completion"]
+    asked = ("..." if len(prompt) > _PROMPT else "") + repr(prompt[-_PROMPT:])
+    wrote = repr(completion[:_COMPLETION]) + ("..." if len(completion) > _COMPLETION else "")
+    return f"{', '.join(parts)}\n  prompt:     {asked}\n  completion: {wrote}"
+
+
+def _figure(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"

@@ -1,0 +1,197 @@
+"use strict";
+// The page's frame: addresses, data from the server or from the file itself, and the line of runs. Text is only ever
+// added as text nodes, so that what is in samples is shown and never becomes part of the page.
+const podrl = (() => {
+  const stored = document.getElementById("data");
+  const given = stored ? JSON.parse(stored.textContent) : null;
+  const views = {};
+  const order = given ? ["curves", "groups", "run"] : ["curves", "timeline", "groups", "samples", "run"];
+  let runs = [], leave = () => {}, shown = 0;
+
+  function el(tag, attributes, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes || {})) {
+      if (value === null || value === undefined || value === false) continue;
+      if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+      else if (name in made && name !== "list") made[name] = value;
+      else made.setAttribute(name, value === true ? "" : String(value));
+    }
+    for (const child of children.flat()) if (child !== null && child !== undefined) made.append(child);
+    return made;
+  }
+
+  function fill(node, ...children) {
+    node.replaceChildren(...children.flat(2).filter((child) => child !== null && child !== undefined));
+  }
+
+  // Addresses: /groups?run=0&step=10, and #groups?run=0&step=10 in a file.
+  function here() {
+    const text = given ? location.hash.slice(1) : location.pathname.slice(1) + location.search;
+    const [view, query] = text.split("?");
+    return { view: order.includes(view) ? view : "curves", params: new URLSearchParams(query || "") };
+  }
+
+  function address(view, params) {
+    const query = new URLSearchParams(Object.entries(params).filter(([, v]) => v !== "" && v !== null && v !== undefined));
+    query.delete("token");
+    const text = `${view}${query.size ? `?${query}` : ""}`;
+    return given ? `#${text}` : `/${text}`;
+  }
+
+  function go(view, params, keep) {
+    if (given) {
+      if (keep) history.replaceState(null, "", address(view, params));
+      else { location.hash = address(view, params).slice(1); return; }
+    } else history[keep ? "replaceState" : "pushState"](null, "", address(view, params));
+    show();
+  }
+
+  function link(view, params, attributes, ...children) {
+    const take = (event) => {
+      if (event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
+      event.preventDefault();
+      go(view, params);
+    };
+    return el("a", { href: address(view, params), onclick: take, ...attributes }, ...children);
+  }
+
+  // Data.
+  async function get(name, params) {
+    if (given) return offline(name, params);
+    const query = new URLSearchParams();
+    for (const [key, value] of Object.entries(params || {})) {
+      for (const each of Array.isArray(value) ? value : [value]) {
+        if (each !== "" && each !== null && each !== undefined) query.append(key, each);
+      }
+    }
+    const answer = await fetch(`/data/${name}?${query}`, { credentials: "same-origin" });
+    const found = await answer.json().catch(() => ({ error: `The server answered ${answer.status}.` }));
+    if (found && found.error) throw new Error(found.error);
+    return found;
+  }
+
+  function offline(name, params) {
+    const run = given[Number((params || {}).run || 0)];
+    if (name === "runs") return given.map((each) => each.run);
+    if (name === "metrics") return Object.fromEntries([params.name].flat().map((n) => [n, run.metrics[n] || [[], []]]));
+    if (name === "config") return { config: run.config, about: run.about, summary: run.run.summary };
+    const group = run.groups.find((g) => g.group === Number(params.group) && g.step === Number(params.step));
+    if (name === "group" && (group || run.groups.length)) return group || run.groups[0];
+    throw new Error("This file does not hold that: see the run itself with python -m podrl.view.");
+  }
+
+  // Numbers and names.
+  function number(value, digits = 4) {
+    if (value === null || value === undefined) return "–";
+    if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
+    const size = Math.abs(value);
+    if (size >= 1e5) return value.toExponential(2);
+    if (size && size < 1e-3) return value.toExponential(1);
+    return String(Number(value.toPrecision(digits)));
+  }
+
+  function time(seconds) {
+    if (seconds === null || seconds === undefined) return "";
+    if (seconds < 60) return `${Math.round(seconds)} s`;
+    const minutes = Math.round(seconds / 60);
+    return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  }
+
+  const color = (run) => getComputedStyle(document.documentElement).getPropertyValue(`--run${run % 6}`).trim();
+
+  function save(name, url) {
+    el("a", { href: url, download: name }).click();
+  }
+
+  // The line of runs: what one wants to know first.
+  const WANTED = [["accuracy/answer", "accuracy"], ["reward/mean", "reward"], ["sft/loss", "loss"], ["dpo/loss", "loss"],
+    ["actor/kl", "KL"], ["completion/length_mean", "length"], ["time/step", "s/step"]];
+
+  function chip(run, index) {
+    const progress = run.max_steps ? `step ${run.step} of ${run.max_steps}` : `step ${run.step}`;
+    const left = run.left_s && run.state === "live" ? `, ${time(run.left_s)} left` : "";
+    const facts = [];
+    const before = (run.summary || {}).before || {}, after = (run.summary || {}).after || {};
+    const measured = ["greedy_answer", "sampled_answer", "greedy_reward", "sampled_reward"].find((n) => n in after);
+    if (measured) {
+      facts.push(fact(`held-out ${measured.replace("_", " ")}`, `${number(before[measured], 3)} → ${number(after[measured], 3)}`));
+    }
+    for (const [name, label] of WANTED) {
+      if (facts.length < 5 && run.last[name] !== undefined) facts.push(fact(label, number(run.last[name], 3)));
+    }
+    const swatch = el("span", { className: "swatch" });
+    swatch.style.background = color(index);
+    return el("section", { className: "chip" }, swatch,
+      link("run", { run: index }, { className: "name", title: run.place }, run.name),
+      el("span", { className: `state ${run.state}` }, run.state),
+      el("span", { className: "quiet" }, progress + left), facts,
+      run.problems.map((text) => el("span", { className: "problem", role: "alert" }, text)));
+  }
+
+  const fact = (label, value) => el("span", { className: "fact" }, el("span", { className: "quiet" }, label), " ", el("b", {}, value));
+
+  function head() {
+    const { view, params } = here();
+    const kept = params.get("run") ? { run: params.get("run") } : {};
+    const links = order.map((name) => link(name, kept, { "aria-current": name === view ? "page" : null }, name));
+    fill(document.getElementById("top"),
+      el("nav", { ariaLabel: "views" }, el("b", { className: "brand" }, "podrl"), links),
+      el("div", { className: "chips" }, runs.map(chip)));
+    document.title = `${runs.map((r) => r.name).join(", ")} · ${view}`;
+  }
+
+  async function show() {
+    const turn = ++shown, main = document.getElementById("view");
+    leave();
+    leave = () => {};
+    head();
+    const { view, params } = here();
+    try {
+      const left = await views[view](main, params, () => turn === shown);
+      if (turn === shown) leave = left || leave;
+    } catch (error) {
+      if (turn === shown) fill(main, el("p", { className: "problem", role: "alert" }, error.message));
+    }
+  }
+
+  // A run that goes on: the views look again when there is a new step.
+  const watchers = new Set();
+  async function poll() {
+    try {
+      const found = await get("runs"), before = JSON.stringify(runs.map((r) => [r.step, r.metrics.length, r.traced.length]));
+      runs.splice(0, runs.length, ...found);
+      head();
+      if (before !== JSON.stringify(runs.map((r) => [r.step, r.metrics.length, r.traced.length]))) for (const each of watchers) each();
+    } catch (error) { /* the server has ended; what is shown stays */ }
+    setTimeout(poll, runs.some((r) => r.state === "live") ? 3000 : 15000);
+  }
+
+  async function begin() {
+    window.addEventListener(given ? "hashchange" : "popstate", show);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+    try { runs = await get("runs"); } catch (error) {
+      document.getElementById("view").replaceChildren(el("p", { className: "problem" }, error.message));
+      return;
+    }
+    await show();
+    document.body.dataset.ready = "yes";
+    if (!given) setTimeout(poll, 3000);
+  }
+
+  function watch(look) {
+    watchers.add(look);
+    return () => watchers.delete(look);
+  }
+
+  function pick(label, values, value, changed, texts) {
+    const options = values.map((each, i) => el("option", { value: each, selected: String(each) === String(value) }, texts ? texts[i] : String(each)));
+    return el("label", {}, label, " ", el("select", { onchange: (event) => changed(event.target.value) }, options));
+  }
+
+  function runPick(view, params) {
+    if (runs.length < 2) return null;
+    return pick("run", runs.map((_, i) => i), params.get("run") || 0, (run) => go(view, { run }), runs.map((r) => r.name));
+  }
+
+  return { el, fill, get, go, link, here, number, time, color, save, views, watch, pick, runPick, begin, address, get runs() { return runs; }, offline: !!given };
+})();

@@ -1,0 +1,171 @@
+"use strict";
+podrl.views.curves = async (main, params, current) => {
+  const { el, fill, get, go, number, color, save, runs, watch } = podrl;
+  const FIRST = ["reward/mean", "accuracy/answer", "sft/loss", "dpo/loss", "dpo/accuracy", "completion/length_mean", "actor/kl", "reward/kl",
+    "actor/entropy", "actor/grad_norm", "sampler/abs_diff", "critic/explained_variance", "reward/groups_without_signal",
+    "completion/truncated", "rollout/tokens_per_s", "time/step", "perf/mfu", "perf/goodput"];
+  const known = [...new Set(runs.flatMap((run) => run.metrics))].sort().filter((name) => !name.startsWith("eval/error/"));
+  const trained = new Set(known.filter((name) => !name.startsWith("eval/")));
+  let filter = params.get("find") || "", smooth = Number(params.get("smooth") || 0.6), charts = [], fetched = new Map();
+
+  const list = el("div", { className: "charts" });
+  const find = el("input", { type: "search", placeholder: "find a metric, e.g. reward or tools/", value: filter, oninput: () => { filter = find.value; keep(); draw(); } });
+  const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smooth, oninput: () => { smooth = Number(slider.value); keep(); for (const each of charts) each.set(); } });
+  const csv = el("button", { type: "button", onclick: download }, "CSV");
+  fill(main, el("div", { className: "bar" }, el("label", {}, "metric ", find), el("label", {}, "smoothing ", slider), csv,
+    el("span", { className: "quiet" }, "drag to zoom, double-click to see all; dots: held-out records, sampled (filled) and greedy (hollow), with 95 % intervals")), list);
+
+  const keep = () => history.replaceState(null, "", podrl.address("curves", { find: filter, smooth: smooth === 0.6 ? "" : smooth }));
+  const chosen = () => {
+    const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
+    if (words.length) return known.filter((name) => words.every((word) => name.toLowerCase().includes(word))).slice(0, 60);
+    const first = FIRST.filter((name) => trained.has(name));
+    return (first.length ? first : [...trained]).slice(0, 12);
+  };
+  const evaluations = (name) => {
+    const part = name === "reward/mean" ? "reward" : name.startsWith("accuracy/") ? name.slice(9) : name.startsWith("reward/") ? name : null;
+    const found = part ? [`eval/sampled_${part}`, `eval/greedy_${part}`] : name.startsWith("eval/") ? [name] : [];
+    return found.filter((each) => known.includes(each));
+  };
+  const error = (name) => name.replace("eval/", "eval/error/");
+
+  async function load(names) {
+    const wanted = [...new Set(names.flatMap((name) => [name, ...evaluations(name).flatMap((n) => [n, error(n)])]))];
+    await Promise.all(runs.map(async (run, index) => {
+      const some = wanted.filter((name) => run.metrics.includes(name));
+      for (let i = 0; i < some.length; i += 50) {
+        const found = await get("metrics", { run: index, name: some.slice(i, i + 50) });
+        for (const [name, columns] of Object.entries(found)) fetched.set(`${index} ${name}`, columns);
+      }
+    }));
+  }
+
+  function smoothed(values) {
+    let mean = 0, weight = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      mean = smooth * mean + (1 - smooth) * value;
+      weight = smooth * weight + (1 - smooth);
+      return mean / weight;
+    });
+  }
+
+  function chart(name) {
+    const box = el("figure", { className: "chart" }), plain = name.startsWith("eval/");
+    const style = getComputedStyle(document.documentElement);
+    const ink = style.getPropertyValue("--ink").trim(), grid = style.getPropertyValue("--grid").trim();
+    let tables, series, whiskers;
+    function gather() {
+      tables = []; series = [{ label: "step" }]; whiskers = [];
+      runs.forEach((run, index) => {
+        const [steps, values] = fetched.get(`${index} ${name}`) || [[], []], hue = color(index);
+        const tag = runs.length > 1 ? ` ${run.name}` : "";
+        if (!plain && steps.length) {
+          tables.push([steps, values], [steps, smoothed(values)]);
+          series.push({ label: `raw${tag}`, stroke: hue, width: 1, alpha: 0.25, points: { show: false }, spanGaps: true },
+            { label: `${name}${tag}`, stroke: hue, width: 2, points: { show: steps.length < 3 }, spanGaps: true });
+        }
+        evaluations(name).forEach((evaluation, which) => {
+          const [at, seen] = fetched.get(`${index} ${evaluation}`) || [[], []];
+          const [, errors] = fetched.get(`${index} ${error(evaluation)}`) || [[], []];
+          if (!at.length) return;
+          tables.push([at, seen]);
+          const hollow = evaluation.includes("greedy");
+          series.push({ label: `${evaluation}${tag}`, stroke: hue, width: plain ? 2 : 0, spanGaps: true,
+            paths: plain ? undefined : () => null, points: { show: true, size: 8, width: 2, stroke: hue, fill: hollow ? style.getPropertyValue("--paper").trim() : hue } });
+          at.forEach((step, i) => { if (errors[i] && seen[i] !== null) whiskers.push([step, seen[i], 1.96 * errors[i], hue]); });
+        });
+      });
+      return tables.length ? uPlot.join(tables) : [[], []];
+    }
+    const bars = (plot) => {
+      const { ctx } = plot;
+      ctx.save();
+      ctx.lineWidth = 1.5;
+      for (const [step, value, half, hue] of whiskers) {
+        const x = plot.valToPos(step, "x", true), low = plot.valToPos(value - half, "y", true), high = plot.valToPos(value + half, "y", true);
+        if (x < plot.bbox.left - 1 || x > plot.bbox.left + plot.bbox.width + 1) continue;
+        ctx.strokeStyle = hue;
+        ctx.beginPath(); ctx.moveTo(x, low); ctx.lineTo(x, high); ctx.stroke();
+      }
+      ctx.restore();
+    };
+    let data = gather();
+    const last = runs.map((run) => run.last[name]).filter((value) => value !== undefined);
+    const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 } };
+    const reach = (plot, low, high) => {
+      for (const [, value, half] of whiskers) { low = Math.min(low, value - half); high = Math.max(high, value + half); }
+      if (low === null || !isFinite(low)) return [0, 1];
+      const room = (high - low || Math.abs(high) || 1) * 0.06;
+      return [low - room, high + room];
+    };
+    const tools = el("span", { className: "tools" },
+      el("button", { type: "button", title: `save ${name} as a picture`, onclick: () => picture(plot, name) }, "PNG"));
+    box.append(el("figcaption", {}, el("b", {}, name), el("span", { className: "quiet" }, ` ${last.map((value) => number(value)).join(" / ")}`), tools));
+    const hold = el("div", { className: "plot" });
+    box.append(hold);
+    const options = { width: Math.max(hold.clientWidth, 280), height: 222, series, legend: { show: false }, cursor: { sync: { key: "steps" }, points: { size: 6 } },
+      scales: { x: { time: false }, y: { range: reach } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => number(tick)) }], hooks: { draw: [bars] } };
+    let plot;
+    const readout = el("div", { className: "readout", ariaHidden: "true" });
+    options.hooks.setCursor = [(at) => {
+      const i = at.cursor.idx;
+      if (i === null || i === undefined || !at.data[0].length) { readout.replaceChildren(); return; }
+      const parts = [`step ${at.data[0][i]}`];
+      at.series.forEach((each, s) => { const value = at.data[s][i]; if (s && !each.label.startsWith("raw") && value !== null && value !== undefined) parts.push(`${each.label} ${number(value)}`); });
+      readout.textContent = parts.join("   ");
+    }];
+    return { box, make: () => { options.width = hold.clientWidth; plot = new uPlot(options, data, hold); box.append(readout); },
+      set: () => { data = gather(); if (series.length !== plot.series.length) draw(); else plot.setData(data, plot.scales.x.min === null || wide(plot)); },
+      size: () => plot.setSize({ width: hold.clientWidth, height: 222 }), destroy: () => plot && plot.destroy() };
+  }
+
+  const wide = (plot) => { const x = plot.data[0]; return !x.length || (plot.scales.x.min <= x[0] && plot.scales.x.max >= x[x.length - 1]); };
+
+  function picture(plot, name) {
+    const from = plot.ctx.canvas, to = el("canvas", { width: from.width, height: from.height + 40 }), pen = to.getContext("2d");
+    pen.fillStyle = getComputedStyle(document.body).backgroundColor;
+    pen.fillRect(0, 0, to.width, to.height);
+    pen.fillStyle = getComputedStyle(document.body).color;
+    pen.font = "24px sans-serif";
+    pen.fillText(name, 12, 28);
+    pen.drawImage(from, 0, 40);
+    save(`${name.replaceAll("/", "_")}.png`, to.toDataURL("image/png"));
+  }
+
+  function download() {
+    const names = chosen().flatMap((name) => [name, ...evaluations(name)]);
+    if (!podrl.offline) {
+      runs.forEach((run, index) => save(`${run.name}.csv`, `/data/metrics.csv?${new URLSearchParams([["run", index], ...names.map((n) => ["name", n])])}`));
+      return;
+    }
+    const rows = [["run", "metric", "step", "value"]];
+    runs.forEach((run, index) => names.forEach((name) => {
+      const [steps, values] = fetched.get(`${index} ${name}`) || [[], []];
+      steps.forEach((step, i) => rows.push([run.name, name, step, values[i]]));
+    }));
+    save("metrics.csv", URL.createObjectURL(new Blob([rows.map((row) => row.join(",")).join("\n")], { type: "text/csv" })));
+  }
+
+  let drawing = 0;
+  async function draw() {
+    const turn = ++drawing, names = chosen();
+    await load(names.filter((name) => runs.some((run, index) => run.metrics.includes(name) && !fetched.has(`${index} ${name}`))));
+    if (turn !== drawing || !current()) return;
+    for (const each of charts) each.destroy();
+    charts = names.map(chart);
+    list.replaceChildren(...charts.map((each) => each.box));
+    for (const each of charts) each.make();
+    if (!names.length) list.replaceChildren(el("p", { className: "quiet" }, known.length ? "No metric has that in its name." : "No step has been recorded yet."));
+  }
+
+  await draw();
+  const resized = () => charts.forEach((each) => each.size());
+  window.addEventListener("resize", resized);
+  const unwatch = watch(async () => {
+    if (charts.length === 0) { go("curves", { find: filter }, true); return; }
+    await load(chosen());
+    if (current()) for (const each of charts) each.set();
+  });
+  return () => { window.removeEventListener("resize", resized); unwatch(); for (const each of charts) each.destroy(); };
+};

@@ -1,0 +1,40 @@
+"use strict";
+podrl.views.run = async (main, params, current) => {
+  const { el, fill, get, go, number, time, pick, runPick, runs } = podrl;
+  const run = Number(params.get("run") || 0), other = params.get("with") || "", here = runs[run];
+  const [mine, theirs] = await Promise.all([get("config", { run }), other === "" ? null : get("config", { run: other })]);
+  if (!current()) return null;
+  const flat = (value, prefix = "") => value !== null && typeof value === "object" && !Array.isArray(value)
+    ? Object.entries(value).flatMap(([key, each]) => flat(each, prefix ? `${prefix}.${key}` : key)) : [[prefix, JSON.stringify(value)]];
+  const a = new Map(flat(mine.config)), b = theirs ? new Map(flat(theirs.config)) : null;
+  const names = [...new Set([...a.keys(), ...(b ? b.keys() : [])])].sort().filter((name) => !b || a.get(name) !== b.get(name));
+  let filter = "";
+  const body = el("tbody");
+  const draw = () => body.replaceChildren(...names.filter((name) => name.includes(filter)).map((name) =>
+    el("tr", {}, el("td", {}, name), el("td", { className: "value" }, a.get(name) ?? "absent"), b ? el("td", { className: "value" }, b.get(name) ?? "absent") : null)));
+  draw();
+  const others = runs.map((_, i) => i).filter((i) => i !== run);
+  const table = (caption, rows, heads) => el("table", {}, el("caption", {}, caption), heads ? el("thead", {}, el("tr", {}, heads.map((text) => el("th", {}, text)))) : null,
+    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { className: i ? "value" : "" }, cell))))));
+  const parts = [];
+  const { before = {}, after = {}, seconds = {} } = mine.summary || {};
+  const measured = Object.keys(after).filter((name) => !name.startsWith("error/") && name !== "records" && before[name] !== null && before[name] !== undefined);
+  const share = (name) => /answer|partial|format|pass/.test(name) && !name.includes("_reward");
+  const cell = (values, name) => share(name) ? `${(100 * values[name]).toFixed(1)} % ± ${(196 * (values[`error/${name}`] || 0)).toFixed(1)}` : `${number(values[name])} ± ${number(1.96 * (values[`error/${name}`] || 0), 2)}`;
+  if (measured.length) parts.push(table(`Held-out records${after.records ? `: ${after.records}` : ""}, ± 95 % intervals`, measured.map((name) => [name, cell(before, name), cell(after, name)]), ["mean", "before", "after"]));
+  const last = here.last, timed = Object.keys(last).filter((name) => name.startsWith("time/") || name.startsWith("perf/") || name.endsWith("per_s"));
+  parts.push(table("Measured: the newest step, and the sum where the run has ended", timed.sort().map((name) => [name, number(last[name]), name.startsWith("time/") ? time(seconds[name.slice(5)]) : ""]), ["", "last", "in all"]));
+  const chosen = [
+    el("label", { className: "bar" }, b ? "settings that differ " : "settings ", el("input", { type: "search", placeholder: "e.g. learning_rate", oninput: (event) => { filter = event.target.value; draw(); } })),
+    names.length ? null : el("p", { className: "quiet" }, b ? "The two configurations are the same." : "config.json cannot be read."),
+    el("table", { className: "settings" }, el("thead", {}, el("tr", {}, el("th", {}, "key"), el("th", {}, here.name), b ? el("th", {}, runs[Number(other)].name) : null)), body)];
+  fill(main,
+    el("div", { className: "bar" }, runPick("run", params), others.length ? pick("difference to", ["", ...others], other, (to) => go("run", { run, with: to }), ["none", ...others.map((i) => runs[i].name)]) : null,
+      el("span", { className: "quiet" }, here.place)),
+    b ? chosen : null,
+    mine.about ? el("pre", { className: "about" }, mine.about) : null,
+    el("div", { className: "columns" }, parts),
+    b ? null : chosen);
+  return null;
+};
+podrl.begin();

@@ -1,0 +1,26 @@
+"use strict";
+podrl.views.samples = async (main, params, current) => {
+  const { el, fill, get, go, link, number, pick, runPick, runs } = podrl;
+  const run = Number(params.get("run") || 0), wanted = Object.fromEntries(params);
+  delete wanted.token;
+  const change = (more) => go("samples", { ...wanted, offset: "", ...more }, true);
+  const box = (name, label, type, size) => el("label", {}, label, " ", el("input", { name, type, size, value: wanted[name] || "", onchange: (event) => change({ [name]: event.target.value }) }));
+  const STOPS = ["", "end", "length", "stop string", "failed", "environment", "deadline", "calls"];
+  const SORTS = [["", "newest first"], ["reward", "lowest reward"], ["-reward", "highest reward"], ["-mismatch", "largest mismatch"], ["-length", "longest"], ["length", "shortest"]];
+  const bar = el("form", { className: "bar", onsubmit: (event) => event.preventDefault() }, runPick("samples", params), box("q", "text", "search", 20),
+    pick("step", ["", ...runs[run].traced], wanted.step || "", (step) => change({ step }), ["all", ...runs[run].traced]),
+    box("low", "reward from", "number", 4), box("high", "to", "number", 4),
+    pick("ended by", STOPS, wanted.stop || "", (stop) => change({ stop }), ["anything", ...STOPS.slice(1)]),
+    el("label", {}, el("input", { type: "checkbox", checked: !!wanted.failed, onchange: (event) => change({ failed: event.target.checked ? 1 : "" }) }), " a tool failed"),
+    pick("sort", SORTS.map(([key]) => key), wanted.sort || "", (sort) => change({ sort }), SORTS.map(([, text]) => text)));
+  const found = await get("samples", { ...wanted, run });
+  if (!current()) return null;
+  const rows = found.rows.map((row) => row.problem ? el("tr", {}, el("td", { colSpan: 7, className: "problem" }, row.problem)) : el("tr", {},
+    el("td", {}, row.group === undefined ? String(row.step) : link("groups", { run, step: row.step, group: row.group, sample: row.sample }, {}, `${row.step} / ${row.group} / ${row.sample}`)),
+    el("td", { className: "number" }, number(row.reward, 3)), el("td", { className: "number" }, number(row.length)), el("td", {}, row.stop || "", row.failed ? " (tool failed)" : ""),
+    el("td", { className: "number" }, number(row.mismatch, 2)), el("td", { className: "text" }, row.prompt.slice(-400)), el("td", { className: "text" }, row.completion.slice(0, 1200))));
+  const page = (offset, text) => offset < 0 || offset >= found.count ? null : el("button", { type: "button", onclick: () => go("samples", { ...wanted, offset }, true) }, text);
+  fill(main, bar, el("p", { className: "quiet" }, `${found.count} samples`, found.count > 100 ? `, from ${found.offset + 1}` : "", " ", found.offset ? page(found.offset - 100, "previous 100") : null, " ", page(found.offset + 100, "next 100")),
+    el("table", { className: "wide" }, el("thead", {}, el("tr", {}, ["step / group / sample", "reward", "tokens", "ended by", "mismatch", "prompt", "completion"].map((text) => el("th", {}, text)))), el("tbody", {}, rows)));
+  return null;
+};

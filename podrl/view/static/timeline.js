@@ -1,0 +1,124 @@
+"use strict";
+podrl.views.timeline = async (main, params, current) => {
+  const { el, fill, get, go, number, runPick, watch } = podrl;
+  const run = params.get("run") || 0, asked = params.get("first");
+  const found = await get("timeline", { run, first: asked, last: params.get("last") });
+  if (!current()) return null;
+  const bar = el("div", { className: "bar" }, runPick("timeline", params));
+  if (!found.spans.length) {
+    fill(main, bar, el("p", { className: "quiet" }, found.steps[1] ? "No spans of these steps." : "This run has no spans.jsonl: log.trace was 'off', or it has not made a step."));
+    return null;
+  }
+  const width = found.last - found.first + 1;
+  const move = (by, size = width) => {
+    const last = Math.min(Math.max(found.last + by, found.steps[0] + size - 1), found.steps[1]);
+    go("timeline", { run, first: Math.max(last - size + 1, found.steps[0]), last });
+  };
+  const button = (text, title, act) => el("button", { type: "button", title, onclick: act }, text);
+  bar.append(button("◀", "earlier steps", () => move(-width)), button("▶", "later steps", () => move(width)),
+    el("span", {}, width > 1 ? `steps ${found.first} to ${found.last} of ${found.steps[1]}` : `step ${found.first} of ${found.steps[1]}`),
+    ...[1, 2, 10, 100].map((size) => button(`${size} step${size > 1 ? "s" : ""}`, `show ${size} at a time`, () => move(0, size))),
+    el("span", { className: "quiet" }, "drag to zoom, double-click to see all"),
+    found.left_out ? el("span", { className: "problem" }, `${found.left_out} short spans are not drawn`) : "");
+
+  const begin = found.spans[0].start, end = Math.max(...found.spans.map((span) => span.start + span.s));
+  const rows = [...new Set(found.spans.map((span) => `${span.host} · ${span.lane}`))].sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
+  const HIGH = 26, LEFT = 150, TOP = 22;
+  let from = begin, to = end, boxes = [];
+  const canvas = el("canvas", { className: "lanes", tabIndex: 0, ariaLabel: "timeline; the table below has the same in words" });
+  const tip = el("div", { className: "tip", hidden: true });
+  const style = getComputedStyle(document.documentElement), ink = style.getPropertyValue("--ink").trim(), grid = style.getPropertyValue("--grid").trim();
+  const critical = new Map(Object.values(found.paths).flat().map((part) => [`${part.host}|${part.lane}|${part.name}|${part.start}`, part]));
+
+  function rank(row) {
+    const role = row.startsWith("trainer") ? 0 : 1, lane = ["loop", "trainer", "rollout", "compile"].findIndex((name) => row.endsWith(` ${name}`));
+    return role * 1000 + Number((row.match(/\d+/) || [0])[0]) * 10 + (lane < 0 ? 5 : lane);
+  }
+
+  function draw() {
+    const wide = canvas.parentElement.clientWidth, high = TOP + rows.length * HIGH + 6, ratio = devicePixelRatio || 1;
+    canvas.width = wide * ratio; canvas.height = high * ratio;
+    canvas.style.height = `${high}px`;
+    const pen = canvas.getContext("2d"), x = (t) => LEFT + (t - from) / (to - from) * (wide - LEFT - 8);
+    pen.scale(ratio, ratio);
+    pen.font = "12px system-ui, sans-serif";
+    pen.textBaseline = "middle";
+    rows.forEach((row, i) => { pen.fillStyle = ink; pen.fillText(row, 4, TOP + i * HIGH + HIGH / 2, LEFT - 10); });
+    const unit = nice((to - from) / 8);
+    for (let t = Math.ceil((from - begin) / unit) * unit; t <= to - begin; t += unit) {
+      const at = x(begin + t);
+      pen.fillStyle = grid; pen.fillRect(at, TOP, 1, high);
+      pen.fillStyle = ink; pen.fillText(`${number(t, 3)} s`, at + 2, 10);
+    }
+    pen.save();
+    pen.beginPath(); pen.rect(LEFT, 0, wide, high); pen.clip();
+    boxes = [];
+    for (const span of found.spans) {
+      const a = x(span.start), b = x(span.start + span.s);
+      if (b < LEFT || a > wide) continue;
+      const top = TOP + rows.indexOf(`${span.host} · ${span.lane}`) * HIGH + 3, long = Math.max(b - a, 1.5);
+      pen.fillStyle = hue(span.name, span);
+      pen.globalAlpha = waits(span) ? 0.25 : 0.85;
+      pen.fillRect(a, top, long, HIGH - 6);
+      pen.globalAlpha = 1;
+      if (long > 34) { pen.fillStyle = waits(span) ? ink : "#111"; pen.fillText(span.name, Math.max(a, LEFT) + 3, top + HIGH / 2 - 3, long - 6); }
+      boxes.push([a, top, a + long, top + HIGH - 6, span]);
+    }
+    pen.fillStyle = style.getPropertyValue("--critical").trim();
+    for (const part of critical.values()) {
+      const top = TOP + rows.indexOf(`${part.host} · ${part.lane}`) * HIGH;
+      pen.fillRect(x(part.start), top + HIGH - 3, Math.max(x(part.start + part.s) - x(part.start), 1), 3);
+    }
+    pen.restore();
+  }
+
+  const waits = (span) => span.name.startsWith("waiting") || (span.lane === "loop" && span.name === "rollout");
+  const NAMES = ["update", "rollout", "reward", "score", "publish", "checkpoint", "evaluation", "compile", "data", "metrics", "start-up", "restoring"];
+  function hue(name) {
+    const known = NAMES.indexOf(name);
+    return `hsl(${known < 0 ? 0 : known * 137 % 360} ${known < 0 ? 0 : 60}% 62%)`;
+  }
+  const nice = (raw) => { const power = 10 ** Math.floor(Math.log10(raw || 1)); return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw); };
+
+  let pressed = null;
+  const time = (event) => { const box = canvas.getBoundingClientRect(); return from + (event.clientX - box.left - LEFT) / (box.width - LEFT - 8) * (to - from); };
+  canvas.addEventListener("pointerdown", (event) => { pressed = time(event); });
+  canvas.addEventListener("pointerup", (event) => {
+    const now = time(event);
+    if (pressed !== null && Math.abs(now - pressed) > (to - from) / 100) { [from, to] = [Math.min(now, pressed), Math.max(now, pressed)]; draw(); }
+    pressed = null;
+  });
+  canvas.addEventListener("dblclick", () => { from = begin; to = end; draw(); });
+  canvas.addEventListener("keydown", (event) => {
+    const wide = to - from, middle = (from + to) / 2;
+    if (event.key === "ArrowLeft") { from -= wide / 5; to -= wide / 5; } else if (event.key === "ArrowRight") { from += wide / 5; to += wide / 5; }
+    else if (event.key === "+") { from = middle - wide / 4; to = middle + wide / 4; } else if (event.key === "-") { from = middle - wide; to = middle + wide; } else return;
+    event.preventDefault(); draw();
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    const box = canvas.getBoundingClientRect(), px = event.clientX - box.left, py = event.clientY - box.top;
+    const hit = boxes.filter(([a, top, b, low]) => px >= a && px <= b && py >= top && py <= low).pop();
+    tip.hidden = !hit;
+    if (hit) {
+      const span = hit[4];
+      tip.textContent = `${span.name} · ${number(span.s)} s · step ${span.step} · ${span.host} · from ${number(span.start - begin)} s`;
+      tip.style.left = `${Math.min(px + 12, box.width - 320)}px`; tip.style.top = `${py + 16}px`;
+    }
+  });
+  canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
+
+  const told = Object.entries(found.paths).slice(-5).map(([step, path]) => {
+    const all = path.reduce((sum, part) => sum + part.s, 0), by = new Map();
+    for (const part of path) by.set(`${part.name} (${part.host})`, (by.get(`${part.name} (${part.host})`) || 0) + part.s);
+    const rows = [...by].filter(([, s]) => s >= 0.01 * all).sort((a, b) => b[1] - a[1]).slice(0, 6);
+    return el("tr", {}, el("td", {}, step), el("td", { className: "nowrap" }, `${number(all, 3)} s`),
+      el("td", {}, rows.map(([name, s]) => `${name} ${number(s, 3)} s, ${Math.round(100 * s / all)} %`).join(" · ")));
+  });
+  fill(main, bar, el("div", { className: "hold" }, canvas, tip),
+    el("table", { className: "paths" }, el("caption", {}, "The critical path of a step: what the rest waited for (underlined above)"),
+      el("thead", {}, el("tr", {}, ["step", "took", "of it"].map((text) => el("th", {}, text)))), el("tbody", {}, told)));
+  draw();
+  window.addEventListener("resize", draw);
+  const unwatch = asked ? () => {} : watch(() => go("timeline", { run }, true));
+  return () => { window.removeEventListener("resize", draw); unwatch(); };
+};

@@ -1,0 +1,69 @@
+"""Streams of labelled answers: what a record becomes, prompts with the answers of others, and refused records."""
+
+import json
+
+import numpy as np
+import pytest
+
+from podrl.data.labels import LabelStream
+from podrl.data.pipeline import DataConfig
+from podrl.data.tokenizer import Tokenizer
+from podrl.job.config import TINY
+
+
+def written(tmp_path, *records):
+    path = tmp_path / "labels.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return DataConfig(path=str(path), shuffle=False)
+
+
+def test_records_of_a_file_and_prompts_with_the_answers_of_others(tmp_path):
+    data = written(
+        tmp_path,
+        {"prompt": "How many? ", "completion": "four apples", "label": True},
+        {"prompt": "Who? ", "completion": "Tom", "label": False},
+    )
+    tokenizer = Tokenizer(TINY)
+    batch = next(LabelStream(data, tokenizer, answers=2, max_length=24))
+    assert batch.desirable_B.tolist() == [True, False]
+    assert batch.text == ["How many? four apples", "Who? Tom"]
+    ends = [tokenizer.turn_end_id]
+    prompts = [tokenizer.encode("How many? ", bos=True), tokenizer.encode("Who? ", bos=True)]
+    answers = [tokenizer.encode("four apples") + ends, tokenizer.encode("Tom") + ends]
+    tokens_BT, length_B, mask_BT = batch.unrelated()
+    for b, (prompt, answer) in enumerate(zip(prompts, reversed(answers), strict=True)):
+        assert tokens_BT[b, : length_B[b]].tolist() == prompt + answer
+        assert mask_BT[b].tolist() == [0.0] * len(prompt) + [1.0] * len(answer) + [0.0] * (24 - length_B[b])
+    # What does not fit is cut off at the end of the answer.
+    shortest = max(map(len, (prompts[0] + answers[0], prompts[1] + answers[1])))
+    tight = next(LabelStream(data, tokenizer, answers=2, max_length=shortest))
+    cut_BT, cut_B, cut_mask_BT = tight.unrelated()
+    np.testing.assert_array_equal(cut_B, np.minimum(length_B, shortest))
+    np.testing.assert_array_equal(cut_BT[0, : cut_B[0]], tokens_BT[0, : cut_B[0]])
+    np.testing.assert_array_equal(cut_mask_BT[0, : cut_B[0]], mask_BT[0, : cut_B[0]])
+
+
+def test_half_of_the_embedded_task_is_good_and_the_stream_resumes():
+    stream = LabelStream(DataConfig(), Tokenizer(TINY), answers=64, max_length=112)
+    first, second = next(stream), next(stream)
+    assert 0.3 < first.desirable_B.mean() < 0.7
+    assert all(text.count("<answer>") == 1 for text, good in zip(first.text, first.desirable_B, strict=True) if good)
+    again = LabelStream(DataConfig(), Tokenizer(TINY), answers=64, max_length=112)
+    again.restore(first.data_state)
+    resumed = next(again)
+    np.testing.assert_array_equal(resumed.tokens_BT, second.tokens_BT)
+    np.testing.assert_array_equal(resumed.desirable_B, second.desirable_B)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, r"line 1: 'label' is None but must be true"),
+        ({"prompt": "a", "completion": "b", "label": "yes"}, r"line 1: 'label' is 'yes' but must be true"),
+        ({"prompt": "a", "label": True}, r"line 1 has prompt, label: a labelled answer needs the text 'completion'"),
+        ({"completion": "b", "label": True}, "before it 'prompt' or 'question'"),
+    ],
+)
+def test_refused_records(tmp_path, record, message):
+    with pytest.raises(ValueError, match=message):
+        LabelStream(written(tmp_path, record), Tokenizer(TINY), answers=2, max_length=24)

@@ -1,0 +1,185 @@
+"""Mixtures of sources: shares, exact resume, transforms, the cache, what is dropped, rewards of their own."""
+
+import json
+
+import numpy as np
+import pytest
+
+from podrl.data import mixture
+from podrl.data.mixture import split
+from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts, longest_prompt
+from podrl.rewards.compose import RewardConfig, Rewards
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three files of 60 records: 'a' and 'b' ask alike, 'c' under other names."""
+    for name in "abc":
+        keys = ("problem", "result") if name == "c" else ("question", "answer")
+        rows = [{keys[0]: f"{name} {i}{'?' * (i % 10)}", keys[1]: f"{i}", "id": i} for i in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(
+        "def odd(record):\n    return record | {'answer': record['answer'] + '!'} if record['id'] % 2 else None\n"
+        "def bad(record):\n    return 1 / (record['id'] - 7)\n"
+        "def late(record):\n    import time\n    time.sleep(60)\n"
+    )
+    return tmp_path
+
+
+def config(files, *sources, **more):
+    """A mixture of files by their letters."""
+    values = {"system_prompt": "", "eval_fraction": 0.0, "cache": str(files / "cache"), **more}
+    placed = tuple({**source, "path": str(files / f"{source['path']}.jsonl")} for source in sources)
+    return DataConfig(sources=placed, **values)
+
+
+def stream(tokenizer, made, rows=6, limit=64):
+    return PromptStream.from_config(made, tokenizer, prompts_per_step=rows, max_prompt_length=limit)
+
+
+RENAMED = {"transforms": ({"rename": {"problem": "question", "result": "answer"}},)}
+
+
+def test_weights_are_shares_and_every_source_has_its_own_order(tokenizer, files):
+    made = config(files, {"path": "a", "weight": 3.0}, {"path": "b", "weight": 1.0, "template": "plain", "group": "g"})
+    drawn = [next(stream(tokenizer, made, rows=80))][0]
+    names = drawn.fields["dataset"]
+    assert names.count("a") == 60 and names.count("b") == 20
+    first = [i for name, i in zip(names, drawn.fields["id"], strict=True) if name == "a"]
+    assert sorted(first) == list(range(60)) and first != sorted(first)
+    assert drawn.fields["group"] == ["g" if name == "b" else None for name in names]
+    for name, text in zip(names, drawn.text, strict=True):
+        assert ("<start_of_turn>" in text) == (name == "a")
+    assert names[:8].count("a") == 6  # spread evenly, not one after the other
+
+
+def test_without_weights_every_record_is_drawn_as_often(tokenizer, files):
+    made = config(files, {"path": "a", "count": 10}, {"path": "b", "fraction": 0.5})
+    s = stream(tokenizer, made, rows=40)
+    drawn = next(s)
+    assert s.steps_per_epoch == 1 and len(set(zip(drawn.fields["dataset"], drawn.fields["id"], strict=True))) == 40
+    again = config(files, {"path": "a", "count": 10}, {"path": "b", "fraction": 0.5}, seed=1)
+    assert sorted(next(stream(tokenizer, again, rows=40)).fields["id"]) != sorted(drawn.fields["id"])
+
+
+def test_a_mixture_resumes_at_any_batch(tokenizer, files):
+    made = config(files, {"path": "a", "weight": 2.0}, {"path": "b", "weight": 1.0})
+    short = dict(rows=4, limit=13)  # every source has prompts that are longer
+    whole = stream(tokenizer, made, **short)
+    batches = [next(whole) for _ in range(30)]
+    assert whole.skipped == sum(whole.too_long.values()) and all(whole.too_long.values())
+    for k in (0, 7, 22):
+        resumed = stream(tokenizer, made, **short)
+        resumed.restore(batches[k].data_state)
+        for batch in batches[k + 1 :]:
+            again = next(resumed)
+            assert np.array_equal(again.tokens_PT, batch.tokens_PT) and again.data_state == batch.data_state
+    other = config(files, {"path": "a", "weight": 1.0}, {"path": "b", "weight": 1.0})
+    with pytest.raises(ValueError, match=r"belongs to the sources \[\['a', 60, 2\.0\].*data\.sources gives"):
+        stream(tokenizer, other, **short).restore(batches[0].data_state)
+
+
+def test_one_source_has_the_order_of_a_path(tokenizer, files):
+    one = stream(tokenizer, config(files, {"path": "a"}))
+    path = stream(tokenizer, DataConfig(path=str(files / "a.jsonl"), system_prompt="", eval_fraction=0.0))
+    for _ in range(12):
+        a, b = next(one), next(path)
+        assert np.array_equal(a.tokens_PT, b.tokens_PT) and a.data_state == b.data_state
+
+
+def test_transforms_rename_drop_and_map_and_are_counted(tokenizer, files):
+    mapped = f"{files / 'mine.py'}:odd"
+    steps = (*RENAMED["transforms"], {"length": {"field": "question", "least": 5}}, {"map": mapped})
+    made = config(files, {"path": "c", "transforms": steps}, {"path": "a"}, eval_fraction=0.2)
+    rows = split(made).rows()
+    long = [i for i in range(60) if len(f"c {i}{'?' * (i % 10)}") >= 5]
+    odd = [i for i in long if i % 2]
+    assert rows[0]["records"] == 60 and rows[0]["length"] == 60 - len(long)
+    assert rows[0]["map odd"] == len(long) - len(odd)
+    assert rows[0]["held out"] + rows[0]["used"] == len(odd) and rows[0]["held out"] > 0
+    assert abs(sum(row["share"] for row in rows) - 1) < 1e-5
+    part = split(made).parts[0]
+    assert all(record["answer"].endswith("!") and record["id"] in odd for record in part.train)
+    held = held_out_prompts(made, tokenizer, count=6, max_prompt_length=64)[0]
+    assert held.fields["dataset"] == ["c", "a"] * 3  # in turn
+    assert longest_prompt(made, tokenizer) == 64
+
+
+def test_a_failing_map_names_the_record(files):
+    def opened(name, **more):
+        return split(config(files, {"path": "a", "transforms": ({"map": f"{files / 'mine.py'}:{name}", **more},)}))
+
+    with pytest.raises(ValueError, match=r"(?s)mine\.py:bad failed for .*a\.jsonl line 1: .*neither a dict nor None"):
+        opened("bad")
+    with pytest.raises(
+        ValueError, match=r"mine\.py:late gave no answer for .*line 1 to .*line 60 within deadline_s=0\.5"
+    ):
+        opened("late", deadline_s=0.5)
+    with pytest.raises(ValueError, match=r"mine\.py:none cannot be loaded"):
+        opened("none")
+
+
+def test_what_was_read_is_cached_by_content(files, monkeypatch):
+    monkeypatch.setattr(mixture, "WORTH", 1)
+    made = config(files, {"path": "a"}, {"path": "c", **RENAMED}, eval_fraction=0.2)
+
+    def found():
+        mixture._opened.cache_clear()
+        parts = split(made).parts
+        return [[dict(record) for side in (part.train, part.held) for record in side] for part in parts]
+
+    first = found()
+    read: list[str] = []
+    monkeypatch.setattr("podrl.data.notes.shape.check", lambda record, place, field: read.append(place))
+    assert found() == first and not read
+    for stored in (files / "cache").glob("*.npz"):  # damaged entries are made anew
+        stored.write_bytes(stored.read_bytes()[:100])
+    assert found() == first and len(read) == 120
+    (files / "a.jsonl").write_text((files / "a.jsonl").read_text() + '{"question": "new", "answer": "1"}\n')
+    changed = found()
+    assert len(read) == 181 and {"question": "new", "answer": "1"} in changed[0] and changed[1] == first[1]
+
+
+def test_a_directory_has_splits(tokenizer, files):
+    (files / "d").mkdir()
+    for name in ("train-0", "train-1", "test-0"):
+        (files / "d" / f"{name}.jsonl").write_text(json.dumps({"question": name, "answer": "1"}) + "\n")
+    made = DataConfig(sources=({"path": str(files / "d"), "split": "train"},), eval_fraction=0.0)
+    assert [record["question"] for record in split(made).parts[0].train] == ["train-0", "train-1"]
+    with pytest.raises(ValueError, match=r"split='dev' must be a directory that holds files dev\*"):
+        split(DataConfig(sources=({"path": str(files / "d"), "split": "dev"},)))
+
+
+def test_rewards_of_a_source_score_its_records_alone():
+    asked = RewardConfig(fns=("exact_format",), named=("r1_format", "exact_format"))
+    done = "<reasoning>a</reasoning><answer>1</answer>"
+    fields = {"reward_fns": [None, ["r1_format"], ["r1_format", "exact_format"]]}
+    with Rewards(asked) as rewards:
+        assert rewards.names == ("exact_format", "r1_format")
+        said = "<think>a</think><answer>1</answer>"
+        reward_FB = rewards.score(["p"] * 3, [done, said, done], fields)
+        assert reward_FB[0].tolist() == [3.0, 0.0, 3.0]
+        assert reward_FB[1, 0] == 0.0 and reward_FB[1, 1] != 0.0
+        assert rewards.combine(reward_FB).tolist() == reward_FB.sum(axis=0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        (({"path": "a.jsonl", "count": 1, "fraction": 0.5},), "count=1 and fraction=0.5: give one"),
+        (({"path": "a.jsonl"}, {"path": "x/a.jsonl"}), "several sources called a: give each a 'name'"),
+        (({"path": "a.jsonl", "weight": 1.0}, {"path": "b.jsonl"}), "b has no weight, and others have"),
+        (({"path": "a.jsonl", "transforms": ({},)},), "must be one of 'rename', 'length' and 'map'"),
+        (({"path": "problems", "split": "train"},), "embedded task, which has no transforms"),
+        (({"path": ""},), "path is ''"),
+        (({"path": "a.jsonl", "wieght": 1.0},), "Did you mean 'weight'"),
+    ],
+)
+def test_bad_mixtures_are_refused(sources, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(sources=sources)
+
+
+def test_more_than_there_is_cannot_be_chosen(files):
+    with pytest.raises(ValueError, match="a has count=100, and 60 records to choose from"):
+        split(config(files, {"path": "a", "count": 100}))

@@ -1,0 +1,196 @@
+"""The doctor finds what is planted in recorded runs, and nothing in those that are healthy."""
+
+import io
+import json
+import pathlib
+
+import pytest
+import recorded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from podrl import doctor
+from podrl.rundir.checks import CHECKS
+from podrl.rundir.findings import Examination
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HEALTHY = ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "lora", "pod", "ppo", "rloo", "stale", "tools"]
+
+
+def steps(run, first=1, last=99):
+    return [record for record in run["metrics"] if "time/step" in record and first <= record["step"] <= last]
+
+
+def put(run, name, value, first, last=99):
+    """Changes one metric of some steps; `value` is a number, or a function of the one that is there."""
+    for record in steps(run, first, last):
+        record[name] = value(record.get(name)) if callable(value) else value
+
+
+def evaluations(run):
+    return [record for record in run["metrics"] if "eval/records" in record]
+
+
+def repeat_text(run):
+    for record in run["samples"]:
+        if record["step"] >= 8 and "evaluation" not in record:
+            record["completion"] = "<reasoning>" + "8*3=24. " * 12
+
+
+def same_evaluation(run):
+    first, second, _ = evaluations(run)
+    second.update({**first, "step": second["step"]})
+
+
+def learned_by_heart(run):
+    first, *others = evaluations(run)
+    for record in others:
+        record.update({**first, "step": record["step"]})
+
+
+def no_signal_for_adapters(run):
+    put(run, "actor/grad_norm", 0.0, 3)
+
+
+# Finding, run it is planted in, what is changed, the step at which it must be found, words of what is said.
+PLANTED = [
+    (
+        "prompts trained twice or lost",
+        "grpo",
+        lambda r: put(r, "data/first_prompt", lambda v: v - 8, 9, 9),
+        9,
+        "prompt 56",
+    ),
+    (
+        "prompts trained twice or lost",
+        "pod",
+        lambda r: put(r, "data/first_prompt", lambda v: v + 3, 9, 9),
+        9,
+        "64 to 66",
+    ),
+    ("weights that are not the version said", "pod", lambda r: put(r, "rollout/unknown_version", 31.0, 5, 5), 5, "31"),
+    ("stale beyond the bound", "stale", lambda r: put(r, "rollout/stale_tokens", 7.0, 6), 6, "grpo.max_staleness=1"),
+    ("mask against sampled ids", "tools", lambda r: put(r, "rollout/faulty_tokens", 2.0, 4), 4, "2 tokens"),
+    ("the trainer does not reproduce the sampler", "lora", lambda r: put(r, "sampler/abs_diff", 0.01, 11), 11, "0.01"),
+    ("the trainer does not reproduce the sampler", "stale", lambda r: put(r, "sampler/abs_diff", 0.3, 11), 11, "0.2"),
+    ("ratio away from 1 on-policy", "dr_grpo", lambda r: put(r, "actor/ratio", 1.07, 3), 3, "1.07"),
+    ("truncated support", "grpo", lambda r: put(r, "rollout/kept_mass", 0.8, 2), 2, "0.800"),
+    ("reward not a number", "ppo", lambda r: put(r, "reward/answer", None, 6, 6), 6, "reward/answer"),
+    ("reward constant", "ppo", lambda r: put(r, "reward/std", 0.0, 6), 10, "last 5 steps"),
+    ("reward function without effect", "gspo", lambda r: put(r, "reward/number", 0.0, 1), 10, "reward/number is 0"),
+    ("reward saturated", "grpo", lambda r: put(r, "reward/std", 0.1, 12), 16, "0.1 over 5"),
+    ("groups without signal", "rloo", lambda r: put(r, "reward/groups_without_signal", 0.9, 7), 11, "0.9"),
+    ("answers get longer", "cispo", lambda r: put(r, "completion/length_mean", 48.0, 9), 12, "times"),
+    ("answers cut off", "dapo", lambda r: put(r, "completion/truncated", 0.4, 6), 9, "0.32"),
+    ("repetition", "grpo", repeat_text, 8, "'8*3=24. ' 12 times"),
+    ("gradient not finite", "tools", lambda r: put(r, "actor/nonfinite", 1.0, 8, 8), 8, "100%"),
+    ("gradient spikes", "ppo", lambda r: put(r, "actor/grad_norm", lambda v: 30 * v, 18, 18), 18, "10 times"),
+    ("entropy collapse", "grpo", lambda r: put(r, "actor/entropy", 0.004, 10), 14, "0.004"),
+    ("KL drift", "grpo", lambda r: put(r, "actor/kl", 2.5, 10), 11, "1.03"),
+    ("KL drift", "rloo", lambda r: put(r, "reward/kl", 2.5, 10), 11, "reward/kl"),
+    ("adapters without effect", "lora", no_signal_for_adapters, 7, "actor/grad_norm is 0"),
+    ("adapters not served", "lora", same_evaluation, 12, "after step 0"),
+    ("tools that fail", "tools", lambda r: put(r, "tools/calculator/failures", lambda v: v + 40, 15), 17, "calculator"),
+    ("evaluation off the training distribution", "grpo", learned_by_heart, 12, "eval/sampled_reward by 0"),
+    ("a stage is the bottleneck", "grpo", lambda r: put(r, "time/reward", lambda v: v + 3.0, 12), 12, "time/reward"),
+    ("a stage is the bottleneck", "grpo", lambda r: put(r, "time/data", lambda v: v + 3.0, 12), 12, "time/data"),
+    ("a stage is the bottleneck", "grpo", lambda r: put(r, "time/checkpoint", 3.0, 14), 14, "time/checkpoint"),
+]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_is_without_a_finding(name, tmp_path, capsys):
+    assert doctor.main([recorded.write(recorded.run(name), tmp_path / name)]) == 0
+    said = capsys.readouterr().out
+    assert f"Nothing found: {len(CHECKS)} checks over 24 steps" in said
+
+
+@pytest.mark.parametrize(("name", "where", "change", "step", "words"), PLANTED)
+def test_what_is_planted_is_found_where_it_begins(name, where, change, step, words, tmp_path, capsys):
+    run = recorded.run(where)
+    change(run)
+    directory = recorded.write(run, tmp_path / where)
+    found = [finding for finding in doctor.examine(directory) if finding.name == name]
+    assert len(found) == 1 and found[0].step == step and words in found[0].text, found
+    assert doctor.main([directory]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"step {step}" in said and found[0].meaning in said and f"Turn: {found[0].key}" in said
+    assert "SECTION" not in said
+
+
+def test_every_check_has_a_run_it_is_planted_in():
+    assert {row.name for row in CHECKS} == {name for name, *_ in PLANTED}
+
+
+def test_the_page_has_every_row_of_the_table():
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    rows = [line.split(" | ") for line in page.split("\n") if line.startswith("| ") and line.count(" | ") == 3]
+    listed = [(name, meaning, key.removesuffix(" |")) for _, name, meaning, key in rows[1:]]
+    assert listed == [(row.name, row.meaning, row.key) for row in CHECKS]
+
+
+def test_the_first_broken_comes_first_and_a_sample_is_named(tmp_path, capsys):
+    run = recorded.run("grpo")
+    repeat_text(run)
+    put(run, "actor/nonfinite", 1.0, 3, 3)
+    put(run, "sampler/abs_diff", 0.5, 3)
+    directory = recorded.write(run, tmp_path / "run")
+    assert doctor.main([directory, "--json"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["step"], line["name"]) for line in lines] == [
+        (3, "the trainer does not reproduce the sampler"),
+        (3, "gradient not finite"),
+        (8, "repetition"),
+    ]
+    number = int(lines[2]["sample"].split()[1])
+    assert "8*3=24." in run["samples"][number - 1]["completion"]
+
+
+def test_a_run_that_grows_is_watched_to_its_end(tmp_path):
+    run = recorded.run("grpo")
+    put(run, "actor/nonfinite", 1.0, 5, 5)
+    put(run, "sampler/abs_diff", 0.5, 20)
+    whole, later = run["metrics"], io.StringIO()
+    run["metrics"] = [record for record in whole if record["step"] < 10]
+    directory = pathlib.Path(recorded.write(run, tmp_path / "run"))
+
+    def wait():
+        later.write("w")
+        if len(later.getvalue()) == 1:
+            text = "".join(json.dumps(record) + "\n" for record in whole)
+            (directory / "metrics.jsonl").write_text(text + '{"step": 25, "rewa')  # torn
+        else:
+            (directory / "summary.json").write_text("{}")
+
+    watched = doctor.watch(str(directory), wait)
+    assert next(watched).step == 5 and not later.getvalue()
+    assert [(finding.step, finding.name) for finding in watched] == [(20, "the trainer does not reproduce the sampler")]
+    assert later.getvalue() == "ww"
+
+
+def test_what_is_no_run_is_said(tmp_path, capsys):
+    assert doctor.main([str(tmp_path)]) == 1
+    assert "holds no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"algor')
+    assert doctor.main([str(tmp_path)]) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+NAMES = sorted({name for name in HEALTHY for record in recorded.run(name)["metrics"] for name in record} - {"step"})
+VALUES = st.none() | st.floats() | st.sampled_from([0.0, 1.0, "text", [], True])
+RECORDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    config=st.dictionaries(
+        st.sampled_from(["algorithm", "grpo", "rollout", "trainer", "model"]), st.none() | st.just({})
+    ),
+    records=st.lists(RECORDS, max_size=30),
+)
+def test_no_record_breaks_a_check(config, records):
+    """A run goes on whatever its metrics are: the recorder calls these checks every step."""
+    examination = Examination(config)
+    for step, record in enumerate(records, 1):
+        for finding in examination.see({"step": step, "time/step": 1.0, **record}):
+            assert finding.step == step and finding.text

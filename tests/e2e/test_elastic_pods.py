@@ -1,0 +1,77 @@
+"""A split pod whose rollout hosts come and go ends as one whose hosts all stay."""
+
+import os
+import pathlib
+import signal
+
+import pytest
+from processes import job, run, same_end
+from test_pods import process
+
+from podrl.runtime.local_pod import free_ports
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+# Scores by the text alone, and holds the run up after some calls for as long as a file is there.
+_REWARDS = """
+import pathlib, time
+
+HERE = pathlib.Path(__file__).parent
+
+
+def held(prompts, completions, **fields):
+    with (HERE / "calls").open("ab") as calls:
+        calls.write(b".")
+    while (HERE / "hold").exists() and (HERE / "calls").stat().st_size > 12:
+        time.sleep(0.05)
+    return [float(len(c) % 3) for c in completions]
+"""
+_POD = ("--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0", "--fake_devices=2")
+_JOB = (*_POD, "--config.trainer.max_steps=8", "--config.eval.problems=0", "--config.reward.deadline_s=300.0")
+_STALE = ("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8")
+
+
+def test_a_host_lost_for_good_and_two_that_join_leave_no_trace(tmp_path, monkeypatch):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(_REWARDS)
+    flags = (*_JOB, *_STALE, f"--config.reward.fns=('{rewards}:held',)")
+    run(tmp_path / "undisturbed" / "run", *flags)
+    (tmp_path / "calls").unlink()
+    (tmp_path / "hold").touch()
+    leader = f"127.0.0.1:{free_ports(1)[0]}"
+    monkeypatch.setenv("PODRL_SECRET", "of this test")
+    monkeypatch.setenv("PODRL_CHANNEL", leader)
+    workdir = tmp_path / "elastic" / "run"
+    with job(workdir, *flags, "--restarts=0") as running:
+        running.wait_for_step(1)
+        os.kill(process(running.process.pid, 2), signal.SIGKILL)
+        running.wait_for("the loss", lambda: "rollout 0 takes over prompts" in running.stderr)
+        joins = (*flags, f"--join={leader}")
+        places: list[pathlib.Path] = [tmp_path / name for name in ("first", "second")]
+        with job(workdir, *joins, logs=places[0]) as first, job(workdir, *joins, logs=places[1]) as second:
+            running.wait_for("hosts", lambda: running.stderr.count("makes samples from now on") == 2, every_s=0.1)
+            (tmp_path / "hold").unlink()
+            running.finish()
+            for late in (first, second):
+                late.finish()
+        assert "rollout 1 ended with signal SIGKILL; the others go on." in running.stderr
+        assert f"Further rollout hosts join by this command with --join={leader}" in running.stdout
+    same_end(workdir, tmp_path / "undisturbed" / "run")
+    records = [record for record in running.records() if "time/step" in record]
+    assert records[-1]["pod/hosts"] == 3 and sum(record["pod/taken_over"] for record in records) >= 1
+
+
+def test_a_host_with_other_settings_does_not_get_in_and_the_job_goes_on(tmp_path, monkeypatch):
+    leader = f"127.0.0.1:{free_ports(1)[0]}"
+    monkeypatch.setenv("PODRL_SECRET", "of this test")
+    monkeypatch.setenv("PODRL_CHANNEL", leader)
+    (tmp_path / "hold").touch()
+    (tmp_path / "rewards.py").write_text(_REWARDS)
+    flags = (*_JOB, f"--config.reward.fns=('{tmp_path / 'rewards.py'}:held',)")
+    with job(tmp_path / "pod" / "run", *flags) as running:
+        running.wait_for_step(1)
+        other = ("--config.rollout.temperature=0.5", f"--join={leader}")
+        refused = run(tmp_path / "other" / "run", *flags, *other, code=1)
+        assert "This is not the job's configuration: rollout.temperature was" in refused.stderr
+        (tmp_path / "hold").unlink()
+        running.finish()

@@ -1,0 +1,63 @@
+"""A mixture of sources as a job: killed at several steps it ends bitwise as an undisturbed run."""
+
+import json
+import re
+import subprocess
+
+import pytest
+from metric_names import ROOT
+from processes import environment, job, run, same_end, trained_steps
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_mixture_killed_at_several_steps_ends_as_an_undisturbed_run(tmp_path):
+    rows = [{"task": f"Ann has {i} pens.{' She counts.' * (i % 9)}", "answer": f"{i}", "id": i} for i in range(40)]
+    (tmp_path / "pens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(
+        "def few(record):\n    return record if record['id'] < 30 else None\n"
+        "def short(prompts, completions, dataset, group, **fields):\n"
+        "    assert set(dataset) == {'pens'} and set(group) == {'counting'}\n"
+        "    return [-0.01 * len(text) for text in completions]\n"
+    )
+    pens = {
+        "path": str(tmp_path / "pens.jsonl"),
+        "weight": 1.0,
+        "question_field": "task",
+        "group": "counting",
+        "reward": (f"{tmp_path / 'mine.py'}:short",),
+        "transforms": ({"map": f"{tmp_path / 'mine.py'}:few"},),
+    }
+    flags = [f"--config.data.sources={({'path': 'problems', 'weight': 2.0}, pens)!r}", "--config.eval.problems=8"]
+    flags += [f"--config.data.cache={tmp_path / 'cache'}", "--config.rollout.max_prompt_length=64"]
+    whole = run(tmp_path / "whole" / "run", *flags)
+    workdir = tmp_path / "killed" / "run"
+    for step in (1, 3, 5):
+        with job(workdir, *flags) as started:
+            started.wait_for_step(step)
+            started.kill()
+    run(workdir, *flags)
+    same_end(workdir, whole.workdir)
+    assert trained_steps(workdir) == [1, 2, 3, 4, 5, 6]
+    told = [json.loads((place / "sources.json").read_text()) for place in (workdir, whole.workdir)]
+    assert told[0] == told[1]
+    assert [(row["source"], row["share"]) for row in told[0]] == [("problems", 0.666667), ("pens", 0.333333)]
+    assert told[0][1]["records"] == 40 and told[0][1]["map few"] == 10 and told[0][1]["too long"] > 0
+    assert "Sources" in whole.stdout and "66.7%" in whole.stdout
+    shown = [record for record in whole.records() if "reward/short/mean" in record or "reward/short" in record]
+    assert shown, sorted(whole.records()[-2])
+
+
+def test_the_mixture_of_the_data_page_runs_as_it_is_printed(tmp_path):
+    page = (ROOT / "docs" / "data.md").read_text().partition("## A mixture")[2]
+    (tmp_path / "mine.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    rows = [{"task": f"Ann has {i} pens. How many?", "result": f"{i}", "id": i} for i in range(40)]
+    (tmp_path / "pens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[0]
+    given = environment(XDG_CACHE_HOME=str(tmp_path / "cache"))
+    done = subprocess.run(
+        ["bash", "-e", "-c", script], cwd=tmp_path, env=given, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout[done.stdout.rindex("\n[\n") :])
+    assert [row["source"] for row in rows] == ["problems", "pens"] and rows[1]["map few"] == 10, rows

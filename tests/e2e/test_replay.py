@@ -1,0 +1,43 @@
+"""A recorded step is done again, bitwise; or under a changed setting, on the same samples."""
+
+import subprocess
+import sys
+
+import pytest
+from processes import DEADLINE_S, environment, run
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("recorded") / "run", "--config.trainer.max_steps=4").workdir
+
+
+def replayed(recorded, cwd, *args):
+    command = [sys.executable, "-m", "podrl.replay", str(recorded), *args]
+    return subprocess.run(
+        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+
+
+def test_a_step_is_done_again_bitwise(recorded, tmp_path):
+    done = replayed(recorded, tmp_path, "--step=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.split()
+    assert "Step 3 again, from checkpoint 2" in done.stdout and "Different" not in done.stdout
+    equal, among = int(said[said.index("of") - 1]), int(said[said.index("of") + 1])
+    assert equal == among > 25
+
+
+def test_a_changed_setting_trains_on_the_same_samples(recorded, tmp_path):
+    done = replayed(recorded, tmp_path, "--step=3", "--change=grpo.beta=0.5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "actor/grad_norm" in done.stdout and "actor/kl_coef" in done.stdout
+    assert "reward/" not in done.stdout and "sampler/" not in done.stdout and "tokens/" not in done.stdout
+
+
+def test_what_cannot_be_replayed_is_said(recorded, tmp_path):
+    assert "has steps 1 to 4" in replayed(recorded, tmp_path, "--step=9").stderr
+    assert "of a key that the run's" in replayed(recorded, tmp_path, "--step=3", "--change=grpo.bta=1").stderr
+    assert "no config.json" in replayed(tmp_path, tmp_path, "--step=3").stderr

@@ -1,0 +1,286 @@
+"""Rollout hosts that come and go: every prompt is trained on once, under the versions it would have had anyway."""
+
+import contextlib
+import json
+import random
+import threading
+import types
+
+import numpy as np
+import pytest
+from endpoints import joined
+
+from podrl.learner.hosting import HostRollouts
+from podrl.learner.loop import Schedule, Start, train
+from podrl.learner.recorder import HostRecorder
+from podrl.learner.rollouts import RemoteRollouts
+from podrl.rollout.config import RolloutConfig
+from podrl.rollout.windows import Quantum
+from podrl.rundir.accord import Accord
+from podrl.rundir.leases import Given, Lease, Told, batch, cut
+from podrl.rundir.profiler import Profiler
+from podrl.runtime import channel, joining
+from podrl.runtime import pod as pod_of
+from podrl.runtime.channel import ChannelError, LateError
+from podrl.runtime.message import Message
+from podrl.runtime.pod import Pod, Seat
+from podrl.runtime.roles import Hosts
+from podrl.types import NO_EPISODE, STOP_EOS, Experience, Policy, Prompts, Rollouts
+
+P, G, T, STEPS, QUANTUM = 6, 2, 40, 30, 8
+DEADLINE_S = 60.0
+HOSTS = Hosts((0,), (1, 2))
+
+
+class Stream:
+    """Numbered prompts, P at a time."""
+
+    prompts_per_step = P
+
+    def __init__(self):
+        self._next = 0
+
+    def __next__(self) -> Prompts:
+        first, self._next = self._next, self._next + P
+        ones, state = np.ones(P, np.int32), json.dumps(self._next).encode()
+        return Prompts(ones[:, None], ones, np.arange(first, first + P), [""] * P, {}, state)
+
+    def restore(self, state: bytes) -> None:
+        self._next = json.loads(state)
+
+
+class Weights:
+    """Stands for models: the trainer holds as many versions as a job does, others are gone."""
+
+    tokenizer = types.SimpleNamespace(pad_id=0)
+
+    def __init__(self, staleness: int):
+        self._keep, self._held = 2 + staleness, []
+
+    def offers(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(tokenizer=self.tokenizer, sync_weights=self._offer)
+
+    def _offer(self, version: int, *, in_place: bool) -> Policy:
+        self._held = [*self._held, version][-self._keep :]
+        return Policy({}, version)
+
+    def sync_weights(self, version: int, *, in_place: bool) -> Policy:
+        while not self._held or version > self._held[-1]:
+            threading.Event().wait(0.001)
+        assert version in self._held, (version, self._held)
+        return Policy({}, version)
+
+
+def length(step: int, prompt: int, sample: int) -> int:
+    """The tokens of a sample, as a sampler's would be: a function of the sample alone."""
+    return random.Random(f"{step} {prompt} {sample}").randint(1, T - 1)
+
+
+class Sampler:
+    """Draws nothing but versions, of whole batches or in windows."""
+
+    def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
+        making = self.begin(prompts, step, 0)
+        self.play([(making, None)], policy)
+        return self.finish(making, policy)
+
+    def begin(self, prompts, step, quantum, partial=None):
+        drawn = {(int(p), g): [] for p in prompts.index_P for g in range(G)}
+        saved = types.SimpleNamespace(message=Message)
+        kept = {"prompts": prompts, "step": step, "quantum": quantum, "partial": lambda longest: saved}
+        return types.SimpleNamespace(**kept, drawn=drawn)
+
+    def play(self, makings, policy):
+        for making, quantum in makings:
+            for (p, g), versions in making.drawn.items():
+                left = length(making.step, p, g) - len(versions)
+                versions += [policy.version] * (left if quantum is None else min(left, quantum))
+
+    def finish(self, making, policy):
+        versions = list(making.drawn.values())
+        length_B = np.asarray([1 + len(v) for v in versions], np.int32)
+        version_BT = np.full((len(versions), T), -1, np.int32)
+        for b, drawn in enumerate(versions):
+            version_BT[b, 1 : 1 + len(drawn)] = drawn
+        B, zeros_BT = len(versions), np.zeros(version_BT.shape, np.float32)
+        rollouts = Rollouts(
+            prompts=making.prompts,
+            tokens_BT=version_BT + 2,
+            length_B=length_B,
+            mask_BT=(version_BT >= 0).astype(np.float32),
+            logprob_BT=zeros_BT,
+            kept_BT=zeros_BT,
+            raw_logprob_BT=zeros_BT,
+            version_BT=version_BT,
+            turn_reward_BT=zeros_BT,
+            stop_B=np.full(B, STOP_EOS, np.int32),
+            completions=[""] * B,
+            episodes=[NO_EPISODE] * B,
+            seconds=0.0,
+        )
+        return Experience(rollouts, np.zeros((1, B)), np.zeros(B), np.zeros(B), 0.0, {})
+
+    def give_up(self, making):
+        return
+
+
+def run() -> types.SimpleNamespace:
+    watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
+    spans = types.SimpleNamespace(pass_on=lambda step: None)
+    return types.SimpleNamespace(
+        watchdog=watchdog,
+        profiler=Profiler(""),
+        spans=spans,
+        stopping=lambda: False,
+        begin=lambda: None,
+        tell_saved=lambda step: None,
+    )
+
+
+class Member:
+    """A rollout host on threads of this process, which die with its network."""
+
+    def __init__(self, pod: Pod, weights: Weights, schedule: Schedule):
+        self.pod, self._weights, self._schedule = pod, weights, schedule
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        here, accord, windows = run(), Accord(self.pod, run(), DEADLINE_S), self._schedule.max_staleness > 1
+        makes = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S, "windows": windows}
+        host = HostRollouts(self._weights, Stream(), here, self.pod, accord, **makes)
+        seen = HostRecorder(
+            host._stream, here, self._schedule, enter=host.enter, evaluate=None, stopping=accord.stopping
+        )
+        nothing = types.SimpleNamespace(
+            score=lambda *_: None, rewards=lambda *_: (None, {}), advantages=lambda *_: (None, {}),
+            pack=lambda *_: (), update=lambda *_: {},
+        )  # fmt: skip
+        with contextlib.suppress(ChannelError):
+            train(host, nothing, seen, self._schedule)
+
+    def die(self) -> None:
+        self.pod.channel.close()
+
+
+class Pods:
+    """A job whose hosts are replaced, lost and added by number."""
+
+    def __init__(self, pods: list[Pod], weights: Weights, schedule: Schedule):
+        self.leader, self._weights, self._schedule = pods[0], weights, schedule
+        self.there = [Member(pod, weights, schedule) for pod in pods[1:]]
+
+    def kill(self, rng: random.Random) -> int:
+        member = self.there.pop(rng.randrange(len(self.there)))
+        member.die()
+        return member.pod.seat.process
+
+    def add(self, number: int | None = None) -> None:
+        """Adds a host, under a new number or one that was there."""
+        address, secret = self.leader.channel.address, {"PODRL_SECRET": "s"}
+        seat = Seat(number, HOSTS, address, "s", True) if number else joining.late_seat(address, secret, 30.0)
+        pod = Pod(seat, host="127.0.0.1").join(30.0, lambda reached, waited_s: "")
+        self.there.append(Member(pod, self._weights, self._schedule))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(channel._Link, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(channel, "_SWEEP_S", 0.05)
+    monkeypatch.setattr(pod_of, "_LOOK_S", 0.02)
+
+
+def train_through(staleness: int, seed: int, kills: int) -> tuple[list[Experience], Given]:
+    """Trains STEPS steps; kills hosts after random ones, and adds as many, some under the number of a lost one."""
+    rng, seen = random.Random(seed), []
+    deaths = {1, *rng.sample(range(2, STEPS - 2), kills - 1)} if kills else set()
+    schedule, weights = Schedule(STEPS, staleness), Weights(staleness)
+    with joined(HOSTS, disposable=True) as pods:
+        hosts = Pods(pods, weights, schedule)
+        quantum = Quantum(RolloutConfig(window_tokens=QUANTUM), windows=staleness)
+        needed = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
+        more = {"deadline_s": DEADLINE_S, "quantum": quantum, "begun": schedule.begun, "prompts": P}
+        accord = Accord(pods[0], run(), DEADLINE_S)
+        leader = RemoteRollouts(weights.offers(), Stream(), run(), pods[0], accord, needed=needed, **more)
+
+        def record(step: int, experience: Experience, metrics: dict) -> None:
+            seen.append(experience)
+            if step in deaths:
+                number = hosts.kill(rng)
+                hosts.add(number if number <= 2 and rng.random() < 0.5 else None)
+
+        recorder = types.SimpleNamespace(
+            restore=lambda: Start(0, b"", (), set()), stage=lambda name: contextlib.nullcontext(), record=record,
+            save=lambda *_: None, evaluate=lambda *_: None, stopping=lambda: False,
+        )  # fmt: skip
+        algorithm = types.SimpleNamespace(
+            score=lambda *_: None, rewards=lambda *_: (None, {}), advantages=lambda *_: (None, {}),
+            pack=lambda *_: (), update=lambda *_: {},
+        )  # fmt: skip
+        assert train(leader, algorithm, recorder, schedule) == STEPS
+        for member in hosts.there:
+            member.die()
+        return seen, leader._given
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+def test_ten_kills_in_thirty_steps_lose_no_prompt_and_change_no_version(staleness):
+    seen, given = train_through(staleness, seed=staleness, kills=10)
+    assert given.taken_over >= 5, "kills that struck nobody show nothing"
+    for step, experience in enumerate(seen):
+        rollouts = experience.rollouts
+        assert rollouts.prompts.index_P.tolist() == list(range(step * P, step * P + P))
+        for b in range(P * G):
+            p, g = divmod(b, G)
+            last = max(step - 1, 0) if staleness else step
+            windows = [i // QUANTUM if staleness > 1 else 0 for i in range(length(step, step * P + p, g))]
+            expected = [min(max(step - staleness, 0) + w, last) for w in windows]
+            drawn_T = rollouts.tokens_BT[b, 1 : rollouts.length_B[b]] - 2
+            assert drawn_T.tolist() == expected, (step, b)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 7])
+def test_leases_cover_a_task_once_and_are_as_equal_as_can_be(hosts):
+    leases = cut("batch/0", range(P + 1), range(hosts), whole=False)
+    assert [p for lease in leases for p in range(lease.first, lease.last)] == list(range(P))
+    sizes = [lease.last - lease.first for lease in leases]
+    assert len(sizes) == min(hosts, P) and max(sizes) - min(sizes) <= 1
+    shares = cut("batch/0", [0, 2, 4, 6], range(hosts), whole=True)
+    assert [(lease.first, lease.last) for lease in shares] == [(0, 2), (2, 4), (4, 6)]
+
+
+def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
+    with joined(HOSTS, disposable=True) as pods:
+        leader = Given(pods[0], 1.0, pieces=4)
+        leader.serve(0, lambda: {"step": 0})
+        leader.open(batch(0), 0)
+        assert leader.held(batch(0)) == [Lease("batch/0", 0, 2, 1), Lease("batch/0", 2, 4, 2)]
+        for host in (1, 2):
+            pods[0].on_lost(host)
+        with pytest.raises(LateError, match=r"trainer 0 waited 1 s for a rollout host: there is none in the job\. Add"):
+            leader.held(batch(0))
+        leader._deadline_s, held = 30.0, []
+        waiting = threading.Thread(target=lambda: held.extend(leader.held(batch(0))))
+        waiting.start()
+        while "a rollout host that makes batch/0: none is in the job" not in pods[0].waits():
+            assert waiting.is_alive()
+        late = joining.late_seat(pods[0].channel.address, {"PODRL_SECRET": "s"}, 30.0)
+        assert late.late and late.process == 3 and late.hosts.name(3) == "rollout 2"
+        pod = Pod(late, host="127.0.0.1").join(30.0, lambda reached, waited_s: "")
+        assert Told(pod, 30.0).enter()["step"] == 0
+        waiting.join(30.0)
+        assert held == [Lease("batch/0", 0, 2, 3), Lease("batch/0", 2, 4, 3)] and pods[0].waits() == ""
+        pod.channel.close()
+
+
+def test_a_job_takes_in_whoever_asked_for_a_number_alone():
+    with joined(HOSTS, disposable=True) as pods:
+        address = pods[0].channel.address
+        stranger = Pod(Seat(9, HOSTS, address, "s", True), host="127.0.0.1")
+        with pytest.raises(ChannelError, match="host 9 is not of this job: a new host asks for its number"):
+            stranger.join(30.0, lambda reached, waited_s: "")
+        stranger.channel.close()
+        with pytest.raises(ValueError, match=r"--join=nowhere must be HOST:PORT"):
+            joining.late_seat("nowhere", {"PODRL_SECRET": "s"}, 30.0)
+    with joined(Hosts((0,), (1,))) as pods, pytest.raises(ChannelError, match=r"in --topology=split alone"):
+        joining.late_seat(pods[0].channel.address, {"PODRL_SECRET": "s"}, 30.0)

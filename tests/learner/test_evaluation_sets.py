@@ -1,0 +1,129 @@
+"""Sets of eval.sets: opened, drawn, scored and named as asked for, in the evaluations they are due in."""
+
+import json
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from test_evaluate import Cluster, prompts_with, samples_of
+
+from podrl.data.tokenizer import Tokenizer
+from podrl.job.config import TINY, complete, parse
+from podrl.job.evaluation import make_evaluator
+from podrl.launch import find_config, load_config
+from podrl.learner.evaluate import EvalConfig, Evaluator, HeldOut, SetConfig, summarised
+from podrl.rollout.config import Sampling
+
+
+class Drawing(Cluster):
+    """Completes every prompt by the next of some texts, and notes what was asked for."""
+
+    def __init__(self, texts, tokenizer=None):
+        super().__init__([], [])
+        self.texts, self.tokenizer, self.prompts = list(texts), tokenizer, []
+
+    def generate(self, prompts, policy, *, mode, group_size, step, sampling):
+        self.asked.append((len(prompts.length_P), group_size, sampling.temperature, sampling.max_new))
+        self.prompts += prompts.text
+        count = len(prompts.length_P) * group_size
+        drawn, self.texts = self.texts[:count], self.texts[count:]
+        return samples_of(prompts, drawn)
+
+
+def right(completion, answer):
+    return {"answer": float(completion == answer)}
+
+
+def test_a_set_has_metrics_of_its_own_when_it_is_due():
+    held = HeldOut([prompts_with("12")], Sampling(temperature=0.7, max_new=5), 3, right, name="hard", every=2)
+    cluster = Drawing([*"1x", *"1x", *"11x22x"])
+    nth = {0: 0, 4: 1, 8: 2}.get
+    evaluate = Evaluator(
+        cluster, [prompts_with("1")], EvalConfig(samples=1, show=1), scorer=right, sets=[held], nth=nth
+    )  # pyright: ignore[reportArgumentType]
+    metrics, shown = evaluate("policy", 0)  # pyright: ignore[reportArgumentType]
+    assert cluster.asked == [(1, 1, 0.0, 9), (1, 1, 1.0, 9), (2, 1, 0.0, 5), (2, 3, 0.7, 5)]
+    assert {name: value for name, value in metrics.items() if "error" not in name} == pytest.approx(
+        {
+            "eval/greedy_answer": 1.0,
+            "eval/sampled_answer": 0.0,
+            "eval/records": 1.0,
+            "eval/hard/greedy_answer": 0.5,
+            "eval/hard/sampled_answer": 4 / 6,
+            "eval/hard/sampled_pass": 1.0,
+            "eval/hard/sampled_majority": 1.0,
+            "eval/hard/records": 2.0,
+        }
+    )
+    assert metrics["eval/error/hard/greedy_answer"] == pytest.approx(0.5)
+    assert [record.get("set") for record in shown] == [None, "hard"]
+    cluster.texts = ["1", "1"]
+    again, _ = evaluate("policy", 4)  # pyright: ignore[reportArgumentType]
+    assert set(again) == {"eval/greedy_answer", "eval/sampled_answer", "eval/records"}
+    cluster.texts = ["1", "1", *"12", *"xxx222"]
+    later, _ = evaluate("policy", 8)  # pyright: ignore[reportArgumentType]
+    assert later["eval/hard/sampled_majority"] == 0.5 and later["eval/hard/greedy_answer"] == 1.0
+
+
+def test_shares_of_a_small_set_are_on_some_hosts_alone():
+    scores = {"eval/greedy_answer": np.ones((2, 1)), "eval/few/greedy_reward/length": np.zeros((1, 1))}
+    assert summarised(scores)["eval/few/records"] == 1.0 and summarised(scores)["eval/records"] == 2.0
+
+
+def planned(sets, **changes):
+    values = load_config(find_config("grpo_gemma.py")).to_dict()
+    values["rollout"] |= {"max_prompt_length": 200}
+    values["eval"] = {"problems": 3, "samples": 2, "sets": sets}
+    for group, fields in changes.items():
+        values[group] = values.get(group, {}) | fields
+    return parse(ConfigDict(complete(values)).to_dict())
+
+
+def test_sets_are_opened_as_sources_are(tmp_path):
+    records = [{"ask": f"{n} + 1", "truth": str(n + 1)} for n in range(6)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    own = {"question_field": "ask", "answer_field": "truth", "template": "plain", "system_prompt": "Be short."}
+    mine = {"name": "mine", "path": f"{tmp_path}/mine.jsonl", "problems": 4, "samples": 0, "every": 2, **own}
+    sums = {"name": "sums", "path": "sums", "temperature": 0.5, "max_tokens_to_generate": 7, "reward": ("length",)}
+    job = planned((mine, sums), trainer={"max_steps": 8, "eval_every_n_steps": 2})
+    assert job.reward.named == ("length",)
+    cluster = Drawing(["x"] * 99, Tokenizer(TINY))
+    evaluate = make_evaluator(cluster, job)  # pyright: ignore[reportArgumentType]
+    assert evaluate is not None
+    metrics, _ = evaluate("policy", 0)  # pyright: ignore[reportArgumentType]
+    assert cluster.asked == [(3, 1, 0.0, 9), (3, 2, 1.0, 9), (4, 1, 0.0, 40), (3, 1, 0.0, 7), (3, 2, 0.5, 7)]
+    assert metrics["eval/mine/records"] == 4 and "eval/mine/sampled_answer" not in metrics
+    assert "Be short." in cluster.prompts[6] and "0 + 1" in cluster.prompts[6]
+    cluster.asked.clear()
+    evaluate("policy", 2)  # pyright: ignore[reportArgumentType]
+    assert [asked[0] for asked in cluster.asked] == [3, 3, 3, 3]  # every other evaluation has `mine`
+    cluster.asked.clear()
+    evaluate("policy", 8)  # pyright: ignore[reportArgumentType]
+    assert len(cluster.asked) == 5  # the last one has all
+    cluster.asked.clear()
+    for i in range(4):
+        evaluate.scores("policy", 0, (i, 4))  # pyright: ignore[reportArgumentType]
+    assert sum(asked[0] for asked in cluster.asked if asked[1] == 1) == 10
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ([{"name": "greedy_x", "path": "sums"}], r"name='greedy_x' must be"),
+        ([{"name": "a/b", "path": "sums"}], r"name='a/b' must be"),
+        ([{"name": "a", "path": "sums"}, {"name": "a", "path": "problems"}], r"'a' is the name of two sets"),
+        ([{"name": "a", "path": "sums", "max_tokens_to_generate": 9999}], r"max_tokens_to_generate=9999.*at most"),
+        ([{"name": "a", "path": "sums", "sample": 3}], r"sample"),
+    ],
+)
+def test_sets_that_cannot_be_are_refused(sets, words):
+    with pytest.raises(ValueError, match=words):
+        planned(tuple(sets))
+    with pytest.raises(ValueError, match=r"a lacks problems, and eval\.problems=0"):
+        planned(({"name": "a", "path": "sums"},), eval={"problems": 0})
+
+
+def test_the_data_of_a_set_are_its_own():
+    job = planned(())
+    data = SetConfig(name="a", path="sums", reward=("length",)).data(job.data)
+    assert data.sources[0].fields == {"reward_fns": ["length"]} and data.eval_path == ""

@@ -1,0 +1,91 @@
+"""Rewards that compare text with a reference: values by hand, references of several forms, refusals."""
+
+import dataclasses
+import json
+
+import pytest
+
+from podrl.rewards import text
+from podrl.rewards.compose import RewardConfig, RewardError, Rewards
+from podrl.rewards.text import TextConfig, TextReward
+
+PLAIN = TextConfig()
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("B", 1), ("(B)", 1), ("B) Paris", 1), ("\\boxed{B}", 1), ("B.", 1), ("A", 0), ("A or B", 0), ("Bob", 0), ("", 0)],
+)
+def test_a_choice_names_one_letter(answer, expected):
+    assert text.choice(answer, "B", PLAIN) == expected
+
+
+def test_equality_is_of_words_or_of_text():
+    assert text.exact_match("The  Eiffel tower!", "eiffel Tower", PLAIN) == 1
+    assert text.exact_match("Eiffel", "Eiffel tower", PLAIN) == 0
+    exact = TextConfig(normalise=False)
+    assert [text.exact_match(answer, "Tower", exact) for answer in ("Tower", "tower", "the Tower")] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "f1", "rouge"),
+    [
+        ("police killed gunman", "police kill gunman", 2 / 3, 2 / 3),
+        ("gunman kill police", "police kill gunman", 1, 1 / 3),
+        ("x x y", "x", 1 / 2, 1 / 2),
+        ("b d e", "b c d e f", 3 / 4, 3 / 4),
+        ("x", "y", 0, 0),
+        ("", "y", 0, 0),
+        ("the", "a", 1, 1),
+    ],
+)
+def test_shared_words(answer, reference, f1, rouge):
+    assert text.token_f1(answer, reference, PLAIN) == pytest.approx(f1)
+    assert text.rouge_l(answer, reference, PLAIN) == pytest.approx(rouge)
+
+
+def test_the_answer_is_the_last_match():
+    tagged = "<answer>A</answer> no, <answer>\nB\n</answer>"
+    assert PLAIN.answer_of(tagged) == "B" and PLAIN.answer_of("B") is None
+    assert TextConfig(extract="").answer_of(" B ") == "B"
+    assert TextConfig(extract=r"[A-Z]$").answer_of("it is C") == "C"
+
+
+def test_schemas():
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+    for given in (schema, json.dumps(schema)):
+        assert [text.json_schema(a, given, PLAIN) for a in ("[1]", "```json\n[1]\n```", "[]", "['a']")] == [1, 1, 0, 0]
+    with pytest.raises(ValueError, match="no JSON schema"):
+        text.json_schema("[1]", {"type": "nothing"}, PLAIN)
+    import referencing.exceptions
+
+    with pytest.raises(referencing.exceptions.Unresolvable):  # and not a request
+        text.json_schema("[1]", {"$ref": "http://127.0.0.1:9/schema.json"}, PLAIN)
+
+
+def test_references_of_every_form(tmp_path):
+    answers = ["<answer>b</answer>", "b"]
+    assert TextReward("exact_match")(["q"] * 2, answers, answer=[["a", "B"], "b"]) == [1, 0]
+    assert TextReward("regex", pattern="^b$")(["q"] * 2, answers) == [1, 0]
+    (tmp_path / "s.json").write_text('{"const": "b"}')
+    assert TextReward("json_schema", schema=str(tmp_path / "s.json"), extract="")(["q"], ['"b"']) == [1]
+    with pytest.raises(ValueError, match=r"none of the letters 'AB' \(reward.text.choices\)"):
+        TextReward("choice", choices="AB")(["q"], answers[:1], answer=["C"])
+    with pytest.raises(ValueError, match="empty list"):
+        TextReward("rouge_l")(["q"], answers[:1], answer=[[]])
+    with pytest.raises(ValueError, match="no regular expression"):
+        TextReward("regex")(["q"], answers[:1], pattern=["("])
+
+
+def test_settings_that_make_no_sense_are_refused():
+    for key, value in {"extract": "(", "pattern": "(", "choices": "AA"}.items():
+        with pytest.raises(ValueError, match=rf"reward\.text\.{key}"):
+            dataclasses.replace(PLAIN, **{key: value})
+
+
+def test_they_are_found_by_name():
+    with Rewards(RewardConfig(fns=("choice", "token_f1@a"), workers=1)) as rewards:
+        found = rewards.score(["q"] * 2, ["<answer>B</answer>"] * 2, {"answer": ["B", "C"], "dataset": ["a", "b"]})
+        assert found.tolist() == [[1, 0], [1, 0]]
+        with pytest.raises(RewardError, match="have no field 'answer'"):
+            rewards.score(["q"], ["<answer>B</answer>"], {"dataset": ["a"]})

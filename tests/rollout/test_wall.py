@@ -1,0 +1,283 @@
+"""Batches by the wall clock: every prompt once, ages within the bound, and a journal that repeats all of it bitwise."""
+
+import dataclasses
+import functools
+import json
+import random
+import shutil
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from test_episodes import Scripted, Words, dialogue_of
+
+from podrl.environments.workers import Done
+from podrl.learner.experience import join, take_prompts
+from podrl.rollout.config import Sampling
+from podrl.rollout.episodes import Partner
+from podrl.rollout.partial import join_prompts, of_message, of_tracks
+from podrl.rollout.points import Points
+from podrl.rollout.wall import Wall
+from podrl.rollout.wall_journal import NAME, WallJournal, recorded_points, runs_of
+from podrl.runtime.message import decode, encode
+from podrl.runtime.watchdog import Watchdog
+from podrl.types import STOP_DEADLINE, BatchError, Experience, Policy
+
+G, P, LAST = 2, 3, 6  # samples of a prompt, prompts of a batch; batches 0 to LAST are made
+ARRAYS = ("tokens_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "length_B", "stop_B")
+
+
+class Maker:
+    """A Generator of podrl.rollout.wall without rewards; `clock`, a random generator, says when weights change."""
+
+    def __init__(self, worker, sampling, clock):
+        self._worker, self._sampling, self._clock = worker, sampling, clock
+
+    def single(self, prompts):
+        return [take_prompts(prompts, np.arange(p, p + 1)) for p in range(len(prompts.length_P))]
+
+    def begin(self, prompts, step, quantum, partial=None):
+        del quantum
+        player = self._worker.player(prompts, group_size=G, step=step, sampling=self._sampling, partial=partial)
+        return types.SimpleNamespace(player=player)
+
+    def play(self, makings, policy, *, halt, took=None):
+        """In a window that is not repeated, halts some dispatches after its batch was taken."""
+        left, taken = self._clock.randint(0, 3), [0]
+
+        def halted():
+            taken[0] += bool(took.done())
+            return taken[0] > left
+
+        rows = [(making.player, points) for making, points in makings]
+        for _ in self._worker.advance(policy, rows, halt=halt if took is None else halted):
+            if took is not None:
+                took()
+
+    def gather(self, makings, step, seconds):
+        del step
+        parts = [self._worker.rows(making.player, seconds) for making in makings]
+        rollouts = join(parts, join_prompts([part.prompts for part in parts]))
+        return Experience(rollouts, np.zeros((0, P * G)), np.zeros(P * G), np.zeros(P * G), 0.0, {})
+
+    def give_up(self, making):
+        making.player.abandon()
+
+
+class Taking(Wall):
+    """Tells the maker whether the batch of the window was taken."""
+
+    def _play_on(self, policy):
+        play, future = self._generator.play, self._waited[policy.version]
+
+        def told(rows, policy, *, halt, took):
+            def take():
+                took()
+
+            take.done = future.done
+            play(rows, policy, halt=halt, took=take)
+
+        self._generator.play = told
+        try:
+            super()._play_on(policy)
+        finally:
+            self._generator.play = play
+
+
+def made(worker, policies, batches, sampling, directory, *, S, clock=0, begin=None, until=LAST, partner=lambda: None):
+    """Plays steps of a run in `directory` from its beginning, or from (step, open groups), up to the step `until`.
+
+    Returns:
+      The batches by step, and what a checkpoint after each step held.
+    """
+    directory.mkdir(exist_ok=True)
+    worker.partner = partner()
+    thread = ThreadPoolExecutor(1)
+    run = types.SimpleNamespace(watchdog=Watchdog(60.0), workdir=directory, place=str(directory), hurry=bool)
+    wall = Taking(Maker(worker, sampling, random.Random(clock)), thread, run, max_staleness=S)
+    first, pending = begin or (0, [])
+    flying, found, saved = list(wall.resume(first, pending)), {}, {}
+    submitted = first + len(flying)
+    try:
+        for step in range(first, until + 1):
+            wall.end_window()
+            thread.submit(lambda: None).result()  # weights move on that thread
+            wall.publish(policies[step])
+            if step > first:
+                saved[step] = [again(batch.complete()) for batch in flying]
+            while submitted < min(step + 1 + S, LAST + 1):
+                flying.append(wall.submit(batches[submitted], submitted))
+                submitted += 1
+            found[step] = flying.pop(0).result()
+    finally:
+        wall.end_window()
+        wall.closing()
+        thread.shutdown()
+        wall.close()
+        worker.partner = None
+    return found, saved
+
+
+def again(partial):
+    """Open groups as a checkpoint gives them back."""
+    return of_message(decode([bytes(frame) for frame in encode(partial.message())]))
+
+
+def assert_equal(one, two):
+    assert one.keys() == two.keys()
+    for step, mine in one.items():
+        theirs = two[step]
+        assert mine.counts == theirs.counts and mine.data_state == theirs.data_state
+        assert mine.rollouts.completions == theirs.rollouts.completions
+        np.testing.assert_array_equal(mine.rollouts.prompts.index_P, theirs.rollouts.prompts.index_P)
+        for name in ARRAYS:
+            np.testing.assert_array_equal(getattr(mine.rollouts, name), getattr(theirs.rollouts, name), err_msg=name)
+
+
+def assert_whole(found, S):
+    """Every prompt is in one batch, and no token is older than the bound."""
+    assert sorted(i for batch in found.values() for i in batch.rollouts.prompts.index_P) == [*range(P * (LAST + 1))]
+    for step, batch in found.items():
+        versions = batch.rollouts.version_BT[batch.rollouts.version_BT >= 0]
+        assert step - S <= versions.min() and versions.max() <= step
+
+
+def mixed(found):
+    rows = [row[row >= 0] for batch in found.values() for row in batch.rollouts.version_BT]
+    return sum(len(set(row.tolist())) > 1 for row in rows)
+
+
+@pytest.fixture(scope="module")
+def policies(tiny):
+    return [Policy(tiny.make_params(version), version) for version in range(LAST + 1)]
+
+
+@pytest.fixture(scope="module")
+def batches(prompts_of):
+    made = [prompts_of([5, 17, 9], index=np.arange(P) + P * b) for b in range(LAST + 1)]
+    return [dataclasses.replace(batch, data_state=str(b).encode()) for b, batch in enumerate(made)]
+
+
+@pytest.mark.parametrize(("S", "clock"), [(1, 1), (2, 3), (3, 4)])
+def test_a_run_is_repeated_from_its_journal(tight, policies, batches, tmp_path, S, clock):
+    sampling = Sampling(max_new=40, stop_ids=(17, 250), stop_strings=("cacbab", "bbcc"))
+    whole, _ = made(tight, policies, batches, sampling, tmp_path / "one", S=S, clock=clock)
+    assert_whole(whole, S)
+    assert mixed(whole)
+    assert tight.stats.compiles == 0
+    (tmp_path / "two").mkdir()
+    journal = (tmp_path / "one" / NAME).read_bytes()
+    (tmp_path / "two" / NAME).write_bytes(journal)
+    assert_equal(whole, made(tight, policies, batches, sampling, tmp_path / "two", S=S, clock=99)[0])
+    assert (tmp_path / "two" / NAME).read_bytes() == journal
+    other, _ = made(tight, policies, batches, sampling, tmp_path / "three", S=S, clock=99)
+    assert (tmp_path / "three" / NAME).read_bytes() != journal
+    assert_whole(other, S)
+
+
+def test_groups_past_the_bound_are_asked_again(tight, policies, batches, tmp_path):
+    """Prompts whose samples take longer than the bound get other samples, and are waited for then."""
+    sampling = Sampling(max_new=40, stop_ids=(17, 250))
+    whole, _ = made(tight, policies, batches, sampling, tmp_path / "one", S=1, clock=5)
+    assert_whole(whole, 1)
+    journal = WallJournal(tmp_path / "one")
+    cancelled = [(step, index) for step in range(LAST + 1) for index in journal.again(step)]
+    assert cancelled and sum(batch.counts["queue/cancelled"] for batch in whole.values()) == len(cancelled)
+    for step, index in cancelled:
+        assert journal.group(index, step, step) is not None or any(s > step and i == index for s, i in cancelled)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_killed_run_goes_on_without_losing_a_prompt(tight, policies, batches, tmp_path, answered):
+    """Steps that were decided are repeated; the clock decides on from there; the whole is repeated from the journal."""
+    sampling, S = Sampling(max_new=30, stop_ids=(17, 250)), 2
+    seeds = iter(range(100))
+
+    def partner():
+        return Partner(Scripted(dialogue_of, next(seeds)), Words()) if answered else None
+
+    more = {"S": S, "partner": partner}
+    for killed, saved_after in [(2, 1), (4, 2), (4, 4), (6, 3)]:
+        directory = tmp_path / f"{killed}-{saved_after}"
+        lived, saved = made(tight, policies, batches, sampling, directory, clock=killed, until=killed, **more)
+        with (directory / NAME).open("a") as file:
+            file.write('{"step": 9, "gro')  # torn when the run was killed
+        begin = (saved_after, saved[saved_after])
+        found, _ = made(tight, policies, batches, sampling, directory, clock=50, begin=begin, **more)
+        both = {step: lived[step] for step in range(saved_after)} | found
+        assert_whole(both, S)
+        assert_equal({s: found[s] for s in range(saved_after, killed + 1)}, {s: lived[s] for s in found if s in lived})
+        replay = directory.with_name(f"replay-{directory.name}")
+        replay.mkdir()
+        shutil.copy(directory / NAME, replay)
+        assert_equal(both, made(tight, policies, batches, sampling, replay, clock=77, **more)[0])
+
+
+def test_a_journal_of_other_samples_is_refused(tight, policies, batches, tmp_path):
+    sampling = Sampling(max_new=40, stop_ids=(17, 250))
+    made(tight, policies, batches, sampling, tmp_path, S=1, clock=1)
+    lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
+    lines[1]["groups"][0]["runs"][0][-1][1] += 1
+    (tmp_path / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"of step 0 does not become what .*batches\.jsonl says"):
+        made(tight, policies, batches, sampling, tmp_path, S=1, clock=1)
+
+
+def test_samples_out_of_time_are_so_again(tight, policies, batches, tmp_path):
+    """The clock ended them before their first turn, or while an answer was waited for; later it has time for all."""
+    clock = random.Random(3)
+
+    def late(task):
+        script, turn = dialogue_of(task), None
+        while True:
+            if clock.random() < 0.15:
+                yield Done(0, None, {}, None, "deadline")
+            try:
+                turn = yield script.send(turn)
+            except StopIteration as ended:
+                return ended.value
+
+    more = {"S": 2, "clock": 1}
+    sampling = Sampling(max_new=30, stop_ids=(17, 250))
+    play = functools.partial(made, tight, policies, batches, sampling, **more)
+    whole, _ = play(tmp_path / "one", partner=lambda: Partner(Scripted(late), Words()))
+    stops = np.concatenate([batch.rollouts.stop_B for batch in whole.values()])
+    drawn = np.concatenate([batch.rollouts.mask_BT.any(axis=1) for batch in whole.values()])
+    assert (drawn & (stops == STOP_DEADLINE)).any() and (~drawn & (stops == STOP_DEADLINE)).any()
+    (tmp_path / "two").mkdir()
+    shutil.copy(tmp_path / "one" / NAME, tmp_path / "two")
+    assert_equal(whole, play(tmp_path / "two", partner=lambda: Partner(Scripted(dialogue_of), Words()))[0])
+
+
+def test_a_failure_ends_the_waits_for_all(tight, policies, batches, tmp_path):
+    class Fails(Maker):
+        def play(self, makings, policy, *, halt, took=None):
+            raise BatchError("no reward")
+
+    run = types.SimpleNamespace(watchdog=Watchdog(60.0), workdir=tmp_path, place="", hurry=bool)
+    thread = ThreadPoolExecutor(1)
+    wall = Wall(Fails(tight, Sampling(max_new=9), None), thread, run, max_staleness=2)
+    flying = [wall.submit(batches[step], step) for step in range(3)]
+    wall.publish(policies[0])
+    for batch in flying:
+        with pytest.raises(BatchError, match="no reward"):
+            batch.result()
+    thread.shutdown()
+
+
+def test_runs_and_points_of_a_sample():
+    assert runs_of([2, 2, -1, -1, 2, 4, 4, -1]) == [[2, 3], [4, 5]]
+    assert runs_of([-1]) == []
+    group = {"runs": [[[2, 3], [4, 5]], [], [[3, 7]]], "tokens": [5, 0, 8], "late": [1, 2]}
+    found = [recorded_points(group, version) for version in (1, 2, 3, 4)]
+    assert [points.recorded for points in found] == [{0: 0, 2: 0}, {0: 3, 2: 0}, {0: 3}, {}]
+    assert [points.late for points in found] == [{1: 0}, {1: 0}, {1: 0, 2: 8}, {1: 0, 2: 8}]
+    assert Points(4, {1: 8}).hold(0, 5) == 9 and Points(4, {1: 8}).hold(1, 5) == 8 and Points().hold(2, 5) is None
+
+
+def test_partial_samples_keep_what_was_said_of_their_group(tight, policies, batches, tmp_path):
+    _, saved = made(tight, policies, batches, Sampling(max_new=30), tmp_path, S=2, until=3)
+    assert [(len(part.prompts.length_P), part.data_state) for part in saved[3]] == [(P, b"4")] * 2
+    assert {sample["asked"] for part in saved[3] for sample in part.samples} <= set(range(5))
+    assert of_tracks.__name__ and all(len(part.samples) == P * G for part in saved[3])

@@ -1,0 +1,79 @@
+"""Run directories for tests of the page, written by podrl's own writers without training."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "learner"))
+from test_experience import _experience
+from test_trace import Words, noted
+
+from podrl.rundir import identity
+from podrl.rundir.about import write_about
+from podrl.rundir.tracing import Tracing
+from podrl.runtime.metrics import LogConfig, MetricsLog
+
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+
+
+def made(path, *, steps, max_steps=12, seed=0, trace="sampled"):
+    """Writes a run directory of so many steps, with a summary where it ended."""
+    config = LogConfig(tensorboard=False, trace=trace)
+    log = MetricsLog(path, config, start=0, run_config={})
+    log.write(0, {"eval/greedy_answer": 0.25, "eval/error/greedy_answer": 0.02})
+    tracing = None if trace == "off" else Tracing(path, config, start=0)
+    experience = hostile(seed)
+    for step in range(1, steps + 1):
+        values = {"reward/mean": step / 10, "accuracy/answer": 0.5, "time/step": 0.5, "odd": 9.0 if step == 7 else 0.0}
+        log.write(step, values | {"never/finite": float("nan")})
+        if tracing is not None:
+            if tracing.wants(step):
+                tracing.note(step, noted(experience))
+            tracing.record(step, experience, spans(step), Words())
+        if step == 1:
+            log.write_samples(step, [{"prompt": "p", "completion": HOSTILE, "reward": 1.0}])
+    if steps == max_steps:
+        log.write(steps, {"eval/greedy_answer": 0.5, "eval/error/greedy_answer": 0.03})
+        after = {"greedy_answer": 0.5, "error/greedy_answer": 0.03}
+        summary = {"steps": steps, "before": {"greedy_answer": 0.25}, "after": after, "seconds": {"step": 6.0}}
+        (path / "summary.json").write_text(json.dumps(summary))
+    log.close()
+    if tracing is not None:
+        tracing.close()
+    identity.write(path, {"algorithm": "grpo", "trainer": {"max_steps": max_steps}, "grpo": {"epsilon": 0.2}})
+    write_about(path, lambda console: console.print("Roles: [b]trainer[/b]"))
+    return path
+
+
+def hostile(seed):
+    """Samples whose texts are markup."""
+    experience = _experience(seed)
+    texts = {
+        "completions": [HOSTILE, "x", "y", "z"],
+        "prompts": dataclasses.replace(experience.rollouts.prompts, text=["a", "b"]),
+    }
+    return dataclasses.replace(experience, rollouts=dataclasses.replace(experience.rollouts, **texts))
+
+
+def spans(step):
+    """A step of half a second: generation, then an update that begins by scoring."""
+    start = 1000.0 + 0.5 * step
+
+    def span(lane, name, after, seconds):
+        return {"step": step, "host": "trainer 0", "lane": lane, "name": name, "start": start + after, "s": seconds}
+
+    waited, made = span("loop", "rollout", 0.0, 0.2), span("rollout", "rollout", 0.0, 0.2)
+    return [made, waited, span("trainer", "score", 0.2, 0.05), span("loop", "update", 0.2, 0.3)]
+
+
+def damaged(path):
+    """A run directory in which a line, the configuration and a trace file are broken."""
+    made(path, steps=12, max_steps=12)
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    lines[3] = lines[3][:20]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "config.json").write_text("{")
+    trace = path / "trace" / "step_00000010.npz"
+    trace.write_bytes(trace.read_bytes()[:300])
+    return path
