@@ -91,6 +91,10 @@ class HostRollouts:
         for step, whole in enumerate(start.pending, start.step):
             if whole:
                 batches.append(self._windows.whole(step, None))
+            elif self._leases.task(leases.batch(step)) is None:
+                raise ChannelError(
+                    f"trainer 0 restored a part of the batch of step {step} and gave nobody leases of it."
+                )
             else:
                 batches.append(self._begin(step, self._partial(step).prompts, start.step))
         self._leases.follow()

@@ -178,11 +178,11 @@ class RemoteRollouts:
     def resume(self, start: Start) -> Sequence[InFlight]:
         self._start, self._opened = start, start.step + len(start.pending)
         if self._given is not None:
-            for batch in (each for each in start.pending if isinstance(each, Partial)):
+            partial = [batch for batch in start.pending if isinstance(batch, Partial)]
+            for batch in partial:
                 self._pod.channel.put(f"partial/{batch.step}", batch.message())
-            self._given.serve(start.step, self._begins(start.step, start.data_state, start.pending))
-            for batch in (each for each in start.pending if isinstance(each, Partial)):
-                self._given.open(leases.batch(batch.step), start.step, batch.quantum, partial=True)
+            begun = {leases.batch(batch.step): batch.quantum for batch in partial}
+            self._given.serve(start.step, self._begins(start.step, start.data_state, start.pending), begun)
         else:  # all evaluate after the same steps; metrics.jsonl is the leader's
             with self._run.watchdog.stage("waiting for trainer 0 to restore"):
                 told = self._leases.enter()

@@ -261,8 +261,15 @@ class Given(Leases):
         """Rollout hosts in the job."""
         return len(self._members)
 
-    def serve(self, step: int, start: Callable[[], dict[str, Any]]) -> None:
-        """Lets processes in: those of the configuration at `step`, where `start` is what they are told."""
+    def serve(self, step: int, start: Callable[[], dict[str, Any]], begun: Mapping[str, int] = {}) -> None:
+        """Lets processes in: those of the configuration at `step`.
+
+        Args:
+          step: at which they begin.
+          start: what they are told.
+          begun: the quanta of batches that a checkpoint holds in part. They are given before anybody is let in: who
+            waits to be let in is answered at once, and makes what he has leases of by then.
+        """
         with self._changed:
             self._begins(step, start)
             there = [host for host in self._pod.seat.hosts.rollout if not self._pod.is_lost(host)]
@@ -271,6 +278,8 @@ class Given(Leases):
         for host in self._pod.seat.hosts.rollout:
             if self._pod.is_lost(host):
                 self._lost(host)
+        for name, quantum in begun.items():
+            self.open(name, step, quantum, partial=True)
         self._pod.channel.serve("enter", self._enter)
         self._pod.channel.serve("host reached", self._on_reached)
 

@@ -25,6 +25,7 @@ from podrl.types import PyTree
 
 log = logging.getLogger("podrl.checkpoint")
 _DAMAGED = "damaged_checkpoint_"
+_EMPTY = "empty."
 
 
 @section("checkpoint")
@@ -145,7 +146,7 @@ class Checkpoints:
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
             host=ocp.args.JsonSave(record.sealed()),  # pyright: ignore[reportCallIssue]
-            arrays=ocp.args.StandardSave({"count": np.int64(len(arrays)), **arrays}),  # pyright: ignore[reportCallIssue]
+            arrays=ocp.args.StandardSave({"count": np.int64(len(arrays)), **_stored(arrays)}),  # pyright: ignore[reportCallIssue]
         )
         try:
             self._manager.save(step, args=items)
@@ -281,7 +282,7 @@ class Checkpoints:
         among = self._multiprocessing()
         with contextlib.closing(ocp.StandardCheckpointHandler(multiprocessing_options=among)) as handler:
             stored = handler.restore(folder / "arrays", args=ocp.args.StandardRestore())  # pyright: ignore[reportCallIssue]
-            arrays = {name: np.asarray(value) for name, value in stored.items()}
+            arrays = dict(_unstored(name, np.asarray(value)) for name, value in stored.items())
             if int(arrays.pop("count")) != len(arrays):
                 raise ValueError(f"host arrays are incomplete: {sorted(arrays)}")
             record.check_arrays(arrays)
@@ -333,6 +334,20 @@ class Checkpoints:
 def _size(leaves: Sequence[Any]) -> int:
     """Counts the bytes of arrays, or of shapes with dtypes."""
     return sum(int(np.prod(leaf.shape, dtype=np.int64)) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def _stored(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Host arrays as Orbax takes them: of one without elements, which it refuses, the shape, under a name with dtype."""
+    empty = {name: array for name, array in arrays.items() if not array.size}
+    shapes = {f"{_EMPTY}{array.dtype.name}.{name}": np.asarray(array.shape) for name, array in empty.items()}
+    return {name: array for name, array in arrays.items() if name not in empty} | shapes
+
+
+def _unstored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    if not name.startswith(_EMPTY):
+        return name, array
+    dtype, _, name = name.removeprefix(_EMPTY).partition(".")
+    return name, np.zeros(array, dtype)
 
 
 def _mb(size: int) -> str:

@@ -15,6 +15,7 @@ from podrl.learner.loop import Schedule, Start, train
 from podrl.learner.recorder import HostRecorder
 from podrl.learner.rollouts import RemoteRollouts
 from podrl.rollout.config import RolloutConfig
+from podrl.rollout.partial import Partial
 from podrl.rollout.windows import Quantum
 from podrl.rundir.accord import Accord
 from podrl.rundir.leases import Given, Lease, Told, batch, cut
@@ -271,6 +272,32 @@ def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
         waiting.join(30.0)
         assert held == [Lease("batch/0", 0, 2, 3), Lease("batch/0", 2, 4, 3)] and pods[0].waits() == ""
         pod.channel.close()
+
+
+def test_hosts_that_wait_to_be_let_in_learn_of_the_batches_that_a_checkpoint_holds_in_part(monkeypatch):
+    """They are answered before the leader's next line runs; without leases they would make nothing, and all wait."""
+    with joined(HOSTS, disposable=True) as pods:
+        told = [Told(pod, DEADLINE_S) for pod in pods[1:]]
+        asking = [threading.Thread(target=host.enter) for host in told]
+        for thread in asking:
+            thread.start()
+        serve = pods[0].channel.serve
+
+        def answer_all(name, handler):
+            serve(name, handler)
+            if name == "enter":
+                for thread in asking:
+                    thread.join(DEADLINE_S)
+
+        monkeypatch.setattr(pods[0].channel, "serve", answer_all)
+        partial = Partial(next(Stream()), 2, QUANTUM, [], [], {})
+        more = {"needed": None, "deadline_s": DEADLINE_S, "quantum": Quantum(RolloutConfig(), windows=2), "prompts": P}
+        accord, begun = Accord(pods[0], run(), DEADLINE_S), Schedule(STEPS, 2).begun
+        RemoteRollouts(Weights(2).offers(), Stream(), run(), pods[0], accord, begun=begun, **more).resume(
+            Start(2, b"", (partial,), set())
+        )
+        assert [len(host.mine(batch(2))) for host in told] == [1, 1]
+        assert all(host.task(batch(2)).partial and host.task(batch(2)).quantum == QUANTUM for host in told)
 
 
 def test_a_job_takes_in_whoever_asked_for_a_number_alone():

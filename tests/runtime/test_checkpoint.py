@@ -53,6 +53,18 @@ def test_round_trip_keeps_bits_shardings_and_host_values(tmp_path):
     np.testing.assert_array_equal(restored.arrays["tokens"], np.arange(2))
 
 
+def test_host_arrays_without_elements_are_saved(tmp_path):
+    """A batch of which no token is drawn yet has such, and Orbax refuses them."""
+    checkpoints = Checkpoints(tmp_path)
+    arrays = {"0.partial.kept_X": np.zeros((0,), np.float32), "b": np.zeros((3, 0, 2), bool), "c": np.ones(2)}
+    assert checkpoints.save(1, _state(1), {}, arrays) and checkpoints.wait()
+    restored = checkpoints.restore_latest(_abstract(_state(0)))
+    checkpoints.close()
+    assert restored is not None and restored.arrays.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert restored.arrays[name].dtype == array.dtype and np.array_equal(restored.arrays[name], array)
+
+
 def test_the_state_can_be_read_without_its_mesh(tmp_path):
     _saved(tmp_path, [1, 2]).close()
     step, state = read_state(tmp_path)
