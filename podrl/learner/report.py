@@ -46,14 +46,11 @@ class SampleReport:
         )
 
     def describe(self, experience: Experience) -> dict[str, float]:
-        rollouts, G = experience.rollouts, self._config.num_generations
+        rollouts = experience.rollouts
         sampled_B = rollouts.mask_BT.sum(axis=1)
         counted_B = sampled_B > 0  # a group with a failed sample has no token in the loss, and no reward
-        reward_PG = experience.reward_B[counted_B].reshape(-1, G)
-        metrics = {
-            "reward/mean": float(reward_PG.mean()),
-            "reward/std": float(reward_PG.std()),
-            "reward/groups_without_signal": float((np.ptp(reward_PG, axis=1) == 0).mean()),
+        metrics = self._of_rewards(experience, counted_B) if counted_B.any() else {}
+        metrics |= {
             "tokens/completion": float(sampled_B.sum()),
             "tokens/all": float(rollouts.length_B.sum()),
             "tokens/prompt": float(rollouts.prompts.length_P.sum()),
@@ -67,18 +64,24 @@ class SampleReport:
             "data/first_prompt": float(rollouts.prompts.index_P.min()),
             "data/last_prompt": float(rollouts.prompts.index_P.max()),
         }
-        metrics |= {
-            f"reward/{name}": float(reward_B[counted_B].mean())
-            for name, reward_B in zip(self._names, experience.reward_FB, strict=True)
-        }
         metrics |= episode_metrics(rollouts)
         counts = dict(experience.counts)
         if "rollout/kept_tokens" in counts:
-            metrics["rollout/kept_mass"] = counts.pop("rollout/kept_tokens") / metrics["tokens/completion"]
+            metrics["rollout/kept_mass"] = counts.pop("rollout/kept_tokens") / max(metrics["tokens/completion"], 1.0)
         if "rollout/age" in counts:
-            metrics["rollout/staleness"] = counts.pop("rollout/age") / metrics["tokens/completion"]
+            metrics["rollout/staleness"] = counts.pop("rollout/age") / max(metrics["tokens/completion"], 1.0)
             metrics["rollout/mixed_samples"] = counts.pop("rollout/mixed_samples") / len(counted_B)
         return metrics | counts | self._of_the_user(experience)
+
+    def _of_rewards(self, experience: Experience, counted_B: np.ndarray) -> dict[str, float]:
+        reward_PG = experience.reward_B[counted_B].reshape(-1, self._config.num_generations)
+        each = zip(self._names, experience.reward_FB, strict=True)
+        return {
+            "reward/mean": float(reward_PG.mean()),
+            "reward/std": float(reward_PG.std()),
+            "reward/groups_without_signal": float((np.ptp(reward_PG, axis=1) == 0).mean()),
+            **{f"reward/{name}": float(reward_B[counted_B].mean()) for name, reward_B in each},
+        }
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
         """Replaces moments of the mismatch measure by the correlation made of them, and parts by age by means."""

@@ -253,6 +253,26 @@ def test_a_group_with_a_failed_sample_teaches_nothing_and_is_not_reported(bench)
     assert moved(bench.start.params, ends[0]) and not moved(ends[0], ends[1])
 
 
+def test_a_step_that_loses_every_group_teaches_nothing_and_has_no_reward(bench):
+    """One failed sample in each group is few enough for the run to go on."""
+    algorithm = GRPO(bench.cluster, parsed("grpo", {"num_iterations": 1}).algo, samples=B, say=print)
+    whole, stop_B = bench.experience.rollouts, np.where(np.arange(B) % G == 1, STOP_FAILED, STOP_EOS)
+    rollouts = dataclasses.replace(whole, mask_BT=np.zeros_like(whole.mask_BT), stop_B=stop_B)
+    counts = {"rollout/failed": B / G, "rollout/kept_tokens": 0.0, "rollout/age": 0.0, "rollout/mixed_samples": 0.0}
+    experience = Experience(rollouts, np.full((1, B), np.nan), np.zeros(B), np.full(B, 0.3), 0.0, counts)
+    bench.cluster.state = jax.device_put(bench.start, bench._placed)
+    metrics = fetched_means(learn(algorithm, 0, experience))
+    assert np.isfinite(list(metrics.values())).all(), metrics
+    assert not moved(bench.start.params, jax.device_get(bench.cluster.state.params))
+    config, more = parsed("grpo", {}).algo, {"metric_fns": [], "watched": (), "skipped": lambda: 0}
+    report = SampleReport(config, reward_names=("answer",), **more)
+    said = report.describe(experience)
+    assert (
+        said["tokens/completion"] == 0.0 and said["rollout/failed"] == B / G and np.isfinite(list(said.values())).all()
+    )
+    assert not any(name.startswith("reward/") for name in said) and not report.samples(experience)
+
+
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_the_trace_is_told_of_every_token(name, bench):
     config, experience = parsed(name, {}), bench.experience
