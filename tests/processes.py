@@ -211,3 +211,22 @@ def listening(pids: Sequence[int]) -> list[tuple[str, int]]:
                 words = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
                 found.append((socket.inet_ntop(family, words), int(port, 16)))
     return found
+
+
+def wall_clock_kept(workdir: pathlib.Path, *, prompts: int, staleness: int) -> None:
+    """Asserts what a run by the wall clock promises: each prompt trained once, no token too old, podrl.replay equal."""
+    steps, records = trained_steps(workdir), read_metrics(workdir)
+    assert steps == list(range(1, steps[-1] + 1))
+    assert not any("rollout/stale_tokens" in record or "rollout/faulty_tokens" in record for record in records)
+    lines = [json.loads(line) for line in (workdir / "batches.jsonl").read_text().splitlines()]
+    batches = {line["step"]: line["groups"] for line in lines if "groups" in line}
+    assert sorted(group["index"] for groups in batches.values() for group in groups) == [*range(prompts * steps[-1])]
+    for step, groups in batches.items():
+        versions = {version for group in groups for runs in group["runs"] for version, _ in runs}
+        assert step - staleness <= min(versions) and max(versions) <= step
+    command = [sys.executable, "-m", "podrl.replay", str(workdir), f"--step={steps[-1]}", "--start=0"]
+    more = {"cwd": workdir.parent, "env": environment(), "capture_output": True, "text": True, "check": False}
+    replayed = subprocess.run(command, timeout=DEADLINE_S, **more)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert f"Step {steps[-1]} again, from the beginning" in replayed.stdout
+    assert "metrics and checksums of the weights are equal" in replayed.stdout

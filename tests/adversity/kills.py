@@ -6,7 +6,7 @@ A life of a run ends by SIGKILL either just before a chosen change to its files 
 and remove in the run directory is such a moment), or at a random time after its first change; of a pod, a random
 process or the launcher dies. A process that calls a tool dies between call and answer, too. After its lives a run is
 started once more and must end, with exit code 0, with bitwise the metrics, samples, weights and optimizer of a run that
-nothing happened to.
+nothing happened to; one by the wall clock with each prompt trained once, and equal to its repetition.
 """
 
 import argparse
@@ -27,10 +27,11 @@ import uuid
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # as a command by hand
 
-from processes import SMALL, environment, same_end, trained_steps
+from processes import SMALL, environment, same_end, trained_steps, wall_clock_kept
 
 STEPS = 4
 DEADLINE_S = 300.0
+WALL_STALENESS = 2
 KILLER = pathlib.Path(__file__).resolve().parent / "killer"
 _JOB = (f"--config.trainer.max_steps={STEPS}", "--config.checkpoint.every=1", "--config.eval.problems=0")
 # A start costs less with fewer devices, and where the longest prompt need not be looked for.
@@ -53,6 +54,7 @@ VARIANTS = {
     "split": (*_SAMPLED, "--local_processes=2", "--topology=split"),
     "split, stale": (*_SAMPLED, "--local_processes=2", "--topology=split", *_STALE),
     "shared, stale": (*_SAMPLED, "--local_processes=2", *_STALE, "--config.grpo.max_staleness=3"),
+    "wall": (*_SAMPLED, "--config.rollout.clock=wall", f"--config.grpo.max_staleness={WALL_STALENESS}"),
     "tools": _TOOLS,
     "tools, stale": (*_TOOLS, *_STALE, "--config.checkpoint.every=1"),
     "tools, split": (*_TOOLS, "--local_processes=2", "--topology=split"),
@@ -177,7 +179,10 @@ def disturbed(
     last = Life(variant, folder / "run")
     assert last.end() == 0, f"{variant}, killed {kills}:\n{last.output()}"
     try:
-        same_end(folder / "run", whole.workdir)
+        if variant == "wall":  # no two runs are alike, and each can be repeated
+            wall_clock_kept(folder / "run", prompts=4, staleness=WALL_STALENESS)
+        else:
+            same_end(folder / "run", whole.workdir)
         assert trained_steps(folder / "run") == list(range(1, STEPS + 1))
     except AssertionError as different:
         raise AssertionError(f"{variant}, killed {kills}: {different}") from None

@@ -1,4 +1,4 @@
-"""Runs killed at chosen and random moments end bitwise as undisturbed runs; kills.py kills more often."""
+"""Runs killed at chosen and random moments end bitwise as undisturbed runs, or can be repeated; kills.py kills more."""
 
 import random
 
@@ -7,8 +7,8 @@ from kills import STEPS, VARIANTS, Life, calls_made, disturbed, killed_in_calls,
 from processes import comparable, job, run, same_end
 
 pytestmark = pytest.mark.e2e
-# With the ten of the tests below 20 in all; a life of a pod costs twice that of one process.
-KILLS = {"single": 2, "lora, stale": 2, "ppo": 2, "dpo": 1, "shared": 2, "split, stale": 1}
+# With the ten of the tests below 23 in all; a life of a pod costs twice that of one process.
+KILLS = {"single": 2, "lora, stale": 2, "ppo": 2, "dpo": 1, "shared": 2, "split, stale": 1, "wall": 3}
 
 
 @pytest.mark.parametrize(("variant", "wanted"), KILLS.items(), ids=list(KILLS))
@@ -17,6 +17,8 @@ def test_killed_runs_end_as_undisturbed_ones(variant, wanted, tmp_path):
     if "stale" in variant:  # trainers know the version of every token they train on
         for record in (record for record in comparable(whole.workdir) if "actor/ratio" in record):
             assert sum(v for k, v in record.items() if k.startswith("rollout/share_stale_")) == pytest.approx(1.0)
+    guarantee = "podrl.replay repeats all of it bitwise" if variant == "wall" else "started again ends bitwise the same"
+    assert (guarantee in (tmp_path / "whole" / "output.txt").read_text()) == (variant != "dpo")
     rng = random.Random(variant)
     kills = len(disturbed(variant, tmp_path / "killed", whole, wanted, rng))
     for spare in range(wanted - kills):
