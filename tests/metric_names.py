@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 MAKERS = ("algorithms", "cluster", "job", "learner", "rollout", "rundir", "trainer")
 _NAME = re.compile(r"[a-z_*]+/[a-z_0-9*/]+")
 # Made on the way, and replaced before a record is written.
-REPLACED = {"rollout/age", "rollout/kept_tokens", "sampler/moment_*"}
+REPLACED = {"rollout/age", "rollout/kept_tokens", "sampler/moment_*", "sampler/moment_weight"}
 # Stages whose seconds never reach a record: after the steps, and of other hosts.
 UNTIMED = {"closing checkpoints", "closing the run directory", "waiting for trainer 0 to restore"}
 

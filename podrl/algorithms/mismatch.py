@@ -107,3 +107,14 @@ def pearson(mean: Mapping[str, float]) -> float:
     if variance_x <= 0 or variance_y <= 0:
         return 1.0
     return min(max((xy - x * y) / (variance_x * variance_y) ** 0.5, -1.0), 1.0)
+
+
+def derived(mean: Mapping[str, float]) -> dict[str, float]:
+    """Makes sampler/pearson, and sampler/ess where weights correct tokens, of the means of `sampler/moment_*`.
+
+    The effective sample size, as a share of the tokens, is (mean w)^2 / mean w^2 (Kish, Survey Sampling, 1965).
+    """
+    found = {"sampler/pearson": pearson(mean)}
+    if (square := mean.get("sampler/moment_weight")) is not None:
+        found["sampler/ess"] = mean["sampler/weight"] ** 2 / square if square > 0 else 0.0
+    return found

@@ -344,7 +344,7 @@ class PolicyLoss:
         Returns:
           The loss; metrics actor/{pg_loss, pg_clipfrac, pg_clipfrac_lower, approx_kl, kl, entropy, ratio} and
           sampler/{weight, kept} plus those of `podrl.algorithms.mismatch`. All are means over loss tokens save pg_loss;
-          those by age are what `mismatch.divided` divides.
+          those by age are what `mismatch.divided` divides, and moments what `mismatch.derived` reads.
         """
         rows, mask_BT = rows.clean(), rows.mask_BT
         logprob_BT, entropy_BT = masked(logprob_BT, mask_BT), masked(entropy_BT, mask_BT)
@@ -377,6 +377,8 @@ class PolicyLoss:
             "sampler/weight": weight_BT,
             "sampler/kept": weight_BT > 0,
         }
+        if settings.sampler_correction != "none" or self.stale_bound is not None:
+            means["sampler/moment_weight"] = weight_BT * weight_BT
         metrics = {"actor/pg_loss": self._reduce(pg_BT, mask_BT, length_BT)}
         metrics |= {
             name: aggregation.token_mean(value_BT.astype(logprob_BT.dtype), mask_BT) for name, value_BT in means.items()

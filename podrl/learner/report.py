@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from podrl.algorithms.mismatch import divided, pearson
+from podrl.algorithms.mismatch import derived, divided
 from podrl.learner.control import MismatchGate
 from podrl.learner.generation import repeated
 from podrl.learner.settings import GRPOConfig, PPOConfig
@@ -84,10 +84,10 @@ class SampleReport:
         }
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces moments of the mismatch measure by the correlation made of them, and parts by age by means."""
+        """Replaces moments by what is made of them, and parts by age by means."""
         if "sampler/moment_x" not in values:
             return values
-        values["sampler/pearson"] = pearson(values)
+        values |= derived(values)
         return {name: value for name, value in divided(values).items() if not name.startswith("sampler/moment_")}
 
     def samples(self, experience: Experience) -> Sequence[Mapping[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 
 from podrl.algorithms.aggregate import token_mean
 from podrl.algorithms.corrections import CORRECTIONS, importance_weight
-from podrl.algorithms.mismatch import mismatch, pearson
+from podrl.algorithms.mismatch import derived, mismatch, pearson
 from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.testing import policy_rows
 
@@ -152,3 +152,12 @@ def test_finite_differences_of_the_value_loss(mode):
         sides = float(mean(value_BT + step_BT)) - float(mean(value_BT - step_BT))
         np.testing.assert_allclose(sides / 2e-6, grad_BT[b, t], rtol=1e-6, atol=1e-8)
     assert np.abs(grad_BT).max() > 0.1 and (grad_BT == 0).sum() == 5
+
+
+def test_the_effective_sample_size_of_weights():
+    """Of n equal weights all n count; of one among n that is not 0, one; of none, none."""
+    moments = {f"sampler/moment_{name}": 1.0 for name in ("x", "y", "xx", "yy", "xy")}
+    assert "sampler/ess" not in derived(moments | {"sampler/weight": 0.5})
+    for weights, count in (([0.5] * 8, 8.0), ([0.0] * 7 + [3.0], 1.0), ([1.0, 3.0], 1.6), ([0.0] * 4, 0.0)):
+        means = {"sampler/weight": np.mean(weights), "sampler/moment_weight": np.mean(np.square(weights))}
+        assert derived(moments | means)["sampler/ess"] == pytest.approx(count / len(weights))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from podrl.algorithms.mismatch import derived
 from podrl.algorithms.presets import PRESETS, preset
 from podrl.job import job
 from podrl.job.config import complete, parse, section_of
@@ -195,6 +196,7 @@ def test_every_setting_reaches_the_gradient(name, bench):
     if "sampler_correction" in changes:
         assert plain[0]["sampler/weight"] == 1.0 and records[0]["sampler/weight"] != 1.0
         assert (records[0]["sampler/kept"] < 1.0) == (name in ("icepop", "geometric_mask"))
+        assert "sampler/ess" not in derived(plain[0]) and 0.0 < derived(records[0])["sampler/ess"] < 1.0
     if name == "reward_kl_clamped":
         assert abs(records[1]["reward/kl"]) <= CLAMP < abs(plain[1]["reward/kl"])
     if name == "kl_clamped":
