@@ -64,7 +64,7 @@ def _tiny() -> ConfigDict:
     config.trainer.b2 = 0.99
     config.eval = ConfigDict({"problems": 256, "samples": 4})
     config.checkpoint = ConfigDict({"every": 40, "keep": 2})
-    config.log = ConfigDict({"tensorboard": True, "wandb": "", "samples_every": 10, "stall_s": 900.0})
+    config.log = ConfigDict({"to": ("tensorboard",), "samples_every": 10, "stall_s": 900.0})
     return config
 
 

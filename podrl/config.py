@@ -87,7 +87,17 @@ Positive = Annotated[float, Range("(0, 1e9]")]
 Finite = Annotated[float, Range("[-1e9, 1e9]")]
 
 
-def section(name: str, advice: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
+_FORMER: dict[str, str] = {}
+
+
+def former(path: str) -> str:
+    """Names what took the place of a former key such as 'log.tensorboard'; '' where it is none."""
+    return _FORMER.get(path, "")
+
+
+def section(
+    name: str, advice: Mapping[str, str] | None = None, *, former: Mapping[str, str] | None = None
+) -> Callable[[type[T]], type[T]]:
     """Decorates a frozen dataclass of settings, so that every instance is checked.
 
     Values of other types than the fields', and numbers outside their `Range`, raise a ValueError that names the key,
@@ -98,6 +108,7 @@ def section(name: str, advice: Mapping[str, str] | None = None) -> Callable[[typ
     Args:
       name: the group of the configuration that holds these settings, such as 'trainer'; '' for the whole.
       advice: shell-style patterns of field names (of other systems) to a sentence saying what to use instead.
+      former: names of fields that these settings had, to the same; refused whatever their value.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -115,7 +126,8 @@ def section(name: str, advice: Mapping[str, str] | None = None) -> Callable[[typ
 
         cls.__init__ = init  # pyright: ignore[reportAttributeAccessIssue]
         cls.__section__ = name  # pyright: ignore[reportAttributeAccessIssue]
-        cls.__refused__ = dict(advice or {})  # pyright: ignore[reportAttributeAccessIssue]
+        _FORMER.update({f"{name}.{key}": sentence for key, sentence in (former or {}).items()})
+        cls.__refused__ = {**(advice or {}), **(former or {})}  # pyright: ignore[reportAttributeAccessIssue]
         return cls
 
     return decorate
@@ -191,7 +203,11 @@ def _fields_of(cls: type, values: Mapping[str, Any], prefix: str = "") -> dict[s
         key
         for key, value in values.items()
         if key not in hints
-        and not ((value is None or value is False) and any(fnmatch.fnmatchcase(key, pattern) for pattern in advice))
+        and not (
+            (value is None or value is False)
+            and any(fnmatch.fnmatchcase(key, pattern) for pattern in advice)
+            and not former(f"{getattr(cls, '__section__', '')}.{key}")
+        )
     ]
     if asking:
         raise ValueError("\n".join(refusal(cls, key, hints, prefix) for key in asking))

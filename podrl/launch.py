@@ -28,7 +28,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from podrl.config import elsewhere, nearest
+from podrl.config import elsewhere, former, nearest
 from podrl.job.config_file import default_workdir, find_config, load_config
 from podrl.runtime import detect, environment, joining, local_pod, roles
 from podrl.runtime.channel import ChannelError
@@ -173,6 +173,8 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
             if not isinstance(group, ConfigDict) or key not in group:
                 known = list(group) if isinstance(group, ConfigDict) else []
                 where = ".".join(["config", *path.split(".")[:i]])
+                if gone := former(path):
+                    raise ValueError(f"{where} has no key {key!r}: {gone}")
                 hint = elsewhere(key, config.to_dict(), "config.") or nearest(key, known)
                 raise ValueError(f"{where} has no key {key!r}.{hint}")
             group = group.get_ref(key).get() if group.get(key) is None else group[key]

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from podrl.config import former
 from podrl.rollout.wall_journal import NAME as BATCHES
 from podrl.rundir import identity
 from podrl.rundir.console import make_console, print_table
@@ -34,8 +35,6 @@ from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 _CLOCKS = re.compile(r"time/|perf/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds|data/skipped_prompts|step$")
 # Nothing of these changes a step (podrl/rundir/identity.py); every step is saved, for the one that is changed.
 _QUIET = (
-    "log.wandb=",
-    "log.tensorboard=False",
     "log.trace=off",
     "checkpoint.every=1",
     "trainer.eval_every_n_steps=0",
@@ -89,7 +88,9 @@ def replay(
     start = max(saved, default=0) if begin is None else begin
     if start not in (0, *saved):
         raise ValueError(f"--start={start} is no checkpoint of {run} before step {step}: 0 or {saved} are.")
-    config = config | {"eval": {**(config.get("eval") or {}), "sets": []}}  # no flag empties what JSON holds as a list
+    logged = {key: value for key, value in (config.get("log") or {}).items() if not former(f"log.{key}")}
+    # No flag empties what JSON holds as a list.
+    config = config | {"eval": {**(config.get("eval") or {}), "sets": []}, "log": {**logged, "to": []}}
     (scratch / "recorded.json").write_text(json.dumps(config))
     (scratch / "replay.py").write_text(_CONFIG)
     problems = min(int((config.get("eval") or {}).get("problems", 0)), 1)  # 0 also leaves accuracies out

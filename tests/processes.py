@@ -31,7 +31,7 @@ SMALL = (
     "--config.rollout.lanes=16",
     "--config.rollout.max_tokens_to_generate=16",
     "--config.rollout.max_prompt_length=64",  # looking for it takes each process over a second
-    "--config.log.tensorboard=False",
+    "--config.log.to=()",
 )
 # Metrics that may differ between two equal runs.
 _CLOCKS = re.compile(r"time/|perf/|pod/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds")

@@ -300,6 +300,7 @@ def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str
         ("curve.png", "reward and accuracy"),
         ("report.html", f"the run as a page; also of a run that goes on: python -m podrl.view {place}"),
         ("tensorboard/", "the same metrics as events"),
+        ("mlflow.db", "the same metrics in MLflow's database"),
         ("checkpoints/", f"export with: python -m podrl.export --workdir={place} --out=DIR"),
     ):
         if (workdir / name).exists() or name == "checkpoints/":

@@ -1,4 +1,4 @@
-"""Event files of TensorBoard: scalars by step, as protocol buffers in records with checksums.
+"""Event files of TensorBoard: scalars and texts by step, as protocol buffers in records with checksums.
 
 Written here because tensorboardX, which a test reads them back with, takes a CPU second to import.
 """
@@ -38,6 +38,13 @@ class EventFile:
         """Appends one event with the scalars of a step."""
         scalars = (_chunk(1, name.encode()) + b"\x15" + _float(value) for name, value in metrics.items())
         self._append(step, _chunk(5, b"".join(_chunk(1, scalar) for scalar in scalars)))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Appends one event with a text, which TensorBoard shows as Markdown."""
+        shown = _chunk(9, _chunk(1, _chunk(1, b"text")))  # metadata: the plugin's name
+        one = _chunk(2, _chunk(2, b"\x08\x01"))  # a shape of one dimension, of size 1
+        tensor = b"\x08\x07" + one + _chunk(8, text.encode(errors="backslashreplace"))  # 7 is text
+        self._append(step, _chunk(5, _chunk(1, _chunk(1, name.encode()) + shown + _chunk(8, tensor))))
 
     def close(self) -> None:
         os.close(self._file)

@@ -1,4 +1,4 @@
-"""Metric sinks: metrics.jsonl, samples.jsonl, TensorBoard and, when asked for, W&B."""
+"""Records of a run: metrics.jsonl, samples.jsonl, and the trackers that `log.to` names."""
 
 import dataclasses
 import hashlib
@@ -7,26 +7,31 @@ import logging
 import math
 import os
 import pathlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from podrl.config import Count, Natural, Positive, section
-from podrl.runtime.event_file import EventFile
+from podrl.runtime.sinks import SinkName, open_sink
 from podrl.runtime.storage import locate, write_whole
 
 log = logging.getLogger("podrl.metrics")
 
 
-@section("log")
+@section(
+    "log",
+    former={
+        "tensorboard": "it is the name 'tensorboard' in log.to now, () for no tracker.",
+        "wandb": "it is the name 'wandb' in log.to now; the mode is the variable WANDB_MODE, online or offline.",
+        "wandb_project": "it is log.project now.",
+    },
+)
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
     """Settings of logging: outputs besides metrics.jsonl.
 
     Attributes:
-      tensorboard: write TensorBoard events.
-      wandb: '' for off, else the W&B mode: 'online' or 'offline' (extra [wandb]).
-      wandb_project: W&B project name.
+      to: trackers that get metrics and samples too: 'tensorboard', 'wandb', 'mlflow' (the last two are extras).
+      project: the project in W&B, the experiment in MLflow.
       samples_every: steps between samples written to samples.jsonl; 0 is never.
       trace: whose samples are recorded token by token in the folder trace: no step's ('off'), those of every
         `samples_every`-th step and of the first ('sampled'), or of 'all'. Spans are recorded unless it is 'off'.
@@ -37,9 +42,8 @@ class LogConfig:
       stall_s: seconds a stage may take before all stacks are printed; after four times as long the process exits 42.
     """
 
-    tensorboard: bool = True
-    wandb: Literal["", "online", "offline"] = ""
-    wandb_project: str = "podrl"
+    to: tuple[SinkName, ...] = ("tensorboard",)
+    project: str = "podrl"
     samples_every: Natural = 10
     samples: Natural = 4
     trace: Literal["off", "sampled", "all"] = "sampled"
@@ -47,6 +51,10 @@ class LogConfig:
     plan: str = ""
     console_every: Count = 10
     stall_s: Positive = 900.0
+
+    def __post_init__(self) -> None:
+        if len(set(self.to)) < len(self.to):
+            raise ValueError(f"log.to={self.to} names a tracker twice: name each once.")
 
 
 MetricsLogger = Callable[[int, Mapping[str, float]], None]
@@ -77,17 +85,15 @@ class MetricsLog:
           workdir: a local directory.
           config: which sinks.
           start: the first step that will be written.
-          run_config: for W&B.
+          run_config: for W&B and MLflow.
           marks: what `marks` returned after step `start` - 1; what is there is compared with it.
         """
         self.workdir = pathlib.Path(workdir)
         self.workdir.mkdir(parents=True, exist_ok=True)
-        self._sinks: list[MetricsLogger] = []
-        self._closers: list[Callable[[], None]] = []
-        if config.tensorboard:
-            self._open_tensorboard(start)
-        if config.wandb:
-            self._open_wandb(config, run_config)
+        self._sinks = [
+            open_sink(name, self.workdir, start=start, project=config.project, run_config=run_config)
+            for name in config.to
+        ]
         marks = marks or {}
         self._metrics, self._samples = (
             Lines(self.workdir / name, start, marks.get(name)) for name in ("metrics.jsonl", "samples.jsonl")
@@ -104,12 +110,15 @@ class MetricsLog:
         clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._metrics.write({"step": step, **clean})
         for sink in self._sinks:
-            sink(step, values)
+            sink.write(step, values)
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends prompts, completions and rewards to samples.jsonl."""
+        samples = list(samples)
         for sample in samples:
             self._samples.write({"step": step, **sample})
+        for sink in self._sinks if samples else ():
+            sink.write_samples(step, samples)
 
     def marks(self) -> dict[str, Any]:
         """Returns size and checksum of the files' content, for the checkpoint of the last step written."""
@@ -118,43 +127,8 @@ class MetricsLog:
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
-        for close in self._closers:
-            close()
-
-    def _open_tensorboard(self, start: int) -> None:
-        events = EventFile(self.workdir / "tensorboard", start)
-        self._sinks.append(events.write)
-        self._closers.append(events.close)
-
-    def _open_wandb(self, config: LogConfig, run_config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError(
-                f"log.wandb={config.wandb!r} needs the wandb package: pip install 'podrl[wandb]', or leave "
-                "log.wandb empty."
-            ) from None
-        run = wandb.init(
-            project=config.wandb_project,
-            dir=str(self.workdir),
-            mode=config.wandb,
-            config=dict(run_config),
-            id=self._wandb_id(),
-            resume="allow",
-        )
-        self._sinks.append(lambda step, metrics: run.log(dict(metrics), step=step))
-        self._closers.append(run.finish)
-
-    def _wandb_id(self) -> str:
-        """Keeps a run id in the workdir, so that a resumed run continues its W&B page."""
-        path = self.workdir / "wandb_id"
-        found = path.read_bytes() if path.exists() else b""
-        if re.fullmatch(rb"[0-9a-f]{12}", found):
-            return found.decode()
-        if found:
-            log.warning("%s holds no id of a run: metrics go to a new W&B page.", path)
-        write_whole(path, made := os.urandom(6).hex())
-        return made
+        for sink in self._sinks:
+            sink.close()
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:

@@ -15,13 +15,13 @@ from podrl.trainer.optimizer import AdamSettings, BelowOne, Optimizer, Rate, mak
         "checkpointing_options": "how often and how many is CheckpointConfig(every=..., keep=...), "
         "on the command line --config.checkpoint.every and --config.checkpoint.keep.",
         "metrics_logging_options": "every run writes metrics.jsonl and TensorBoard events under its workdir; "
-        "W&B is switched on with --config.log.wandb.",
+        "--config.log.to names W&B and MLflow too.",
         "profiler_options": "take a trace with jax.profiler around RLCluster.update_actor.",
         "perf_metrics_options": "every step reports its time split as time/* metrics.",
         "max_inflight_computations": "how far the host runs ahead of the devices is bounded by podrl itself "
         "(podrl/mesh/backlog.py); there is nothing to set.",
         "metrics_prefix": "metric names are fixed: runs are told apart by --workdir, and in W&B by "
-        "--config.log.wandb_project.",
+        "--config.log.project.",
         "pbar_description": "the bar shows the step and the metrics of the algorithm, on a terminal only; elsewhere a "
         "line is printed every --config.log.console_every steps.",
         "data_sharding_axis": "rows of a batch are always split over the mesh axes ('data', 'fsdp'); "

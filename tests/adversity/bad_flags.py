@@ -15,7 +15,7 @@ SMALL = (
     "--config.grpo.num_generations=2",
     "--config.rollout.lanes=4",
     "--config.rollout.max_tokens_to_generate=8",
-    "--config.log.tensorboard=False",
+    "--config.log.to=()",
     "--config.trainer.eval_every_n_steps=0",
 )
 BASE = ("--config=grpo_gemma.py", *SMALL)

@@ -42,14 +42,14 @@ _PAIRS = ("--config=dpo_tiny.py", "--config.model.path=tiny", "--config.dpo.batc
 # A tool whose answers are recorded; little is drawn, and nothing saved before the end.
 _TOOLS = (
     *("--config=grpo_tools.py", f"--config.env.tools=('{pathlib.Path(__file__).with_name('chance.py')}:calculator',)"),
-    *("--config.rollout.prompts_per_step=8", "--config.log.samples_every=1", "--config.log.tensorboard=False"),
+    *("--config.rollout.prompts_per_step=8", "--config.log.samples_every=1", "--config.log.to=()"),
     *(*_JOB, "--config.checkpoint.every=0"),
 )
 VARIANTS = {
     "single": _SAMPLED,
     "lora, stale": (*_SAMPLED, *_ADAPTERS, *_STALE),
     "ppo": (*(flag.replace("config.grpo.", "config.ppo.") for flag in _SAMPLED), "--config.algorithm=ppo"),
-    "dpo": (*_PAIRS, *_JOB, "--config.log.tensorboard=False"),
+    "dpo": (*_PAIRS, *_JOB, "--config.log.to=()"),
     "shared": (*_SAMPLED, "--local_processes=2"),
     "split": (*_SAMPLED, "--local_processes=2", "--topology=split"),
     "split, stale": (*_SAMPLED, "--local_processes=2", "--topology=split", *_STALE),

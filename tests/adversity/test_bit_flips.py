@@ -31,7 +31,7 @@ STEPS = 4
 JOB = (
     *SMALL,
     *(f"--config.trainer.max_steps={STEPS}", "--config.checkpoint.every=1", "--config.eval.problems=4"),
-    *("--config.model.lora.rank=4", "--config.grpo.max_staleness=1", "--config.log.tensorboard=True"),
+    *("--config.model.lora.rank=4", "--config.grpo.max_staleness=1", "--config.log.to=tensorboard"),
     "--config.checkpoint.keep=3",
 )
 NEWEST = str(STEPS)
@@ -147,7 +147,7 @@ def test_metrics_and_samples(whole, tmp_path, name):
         shutil.copy(whole / name, tmp_path / name)
         if bit is not None:
             flip(tmp_path / name, bit)
-        log = MetricsLog(tmp_path, LogConfig(tensorboard=False), start=STEPS + 1, run_config={}, marks=marks)
+        log = MetricsLog(tmp_path, LogConfig(to=()), start=STEPS + 1, run_config={}, marks=marks)
         log.close()
         said = any(text.startswith(f"{name} is not what this run wrote") for text in log.lost)
         assert said == (bit is not None), f"bit {bit}"

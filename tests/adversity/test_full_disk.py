@@ -16,7 +16,7 @@ from podrl.runtime.metrics import LogConfig, MetricsLog
 
 # Orbax's threads leave reads and files behind when a save fails; what matters has been raised by then.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
-_QUIET = LogConfig(tensorboard=False)
+_QUIET = LogConfig(to=())
 _MB = 1_000_000
 
 

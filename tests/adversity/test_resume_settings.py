@@ -18,7 +18,7 @@ from podrl.runtime.bits import tree_sums
 from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import LogConfig
 
-_QUIET = LogConfig(tensorboard=False)
+_QUIET = LogConfig(to=())
 
 
 def _config(**changed) -> dict:

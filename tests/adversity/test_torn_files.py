@@ -10,8 +10,9 @@ import pytest
 from podrl.rundir import identity
 from podrl.rundir.run import Run
 from podrl.runtime.metrics import LogConfig, MetricsLog, read_metrics
+from podrl.runtime.sinks import kept_id
 
-_QUIET = LogConfig(tensorboard=False)
+_QUIET = LogConfig(to=())
 # Every line break of str.splitlines that JSON text may hold as it is, and characters of two to four bytes.
 _TEXT = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg é 漢 🙂"
 
@@ -165,16 +166,15 @@ def test_config_json_that_is_not_whole_is_refused_where_there_is_no_copy(written
         pass
 
 
-def test_any_id_of_a_wandb_page_is_read_or_made_new(tmp_path, monkeypatch, caplog):
-    log = _log(tmp_path)
-    made = log._wandb_id()
-    assert log._wandb_id() == made and len(made) == 12
-    for content in (made[:5].encode(), b"", b"\xff\xfe", made.encode() + b"\x00"):
-        (tmp_path / "wandb_id").write_bytes(content)
-        new = log._wandb_id()
-        assert len(new) == 12 and new != made and log._wandb_id() == new
-    assert "holds no id of a run" in caplog.text
-    log.close()
+def test_the_id_of_a_trackers_run_is_read_or_refused(tmp_path, caplog):
+    path, made = tmp_path / "wandb_id", "0123456789ab"
+    assert kept_id(path) == "" and not caplog.text
+    path.write_text(made)
+    assert kept_id(path) == made and not caplog.text
+    for content in (made[:5].encode(), b"\xff\xfe", made.encode() + b"\x00"):
+        path.write_bytes(content)
+        caplog.clear()
+        assert kept_id(path) == "" and "holds no id of a run" in caplog.text
 
 
 def test_events_of_an_earlier_life_that_are_torn_hinder_nothing(tmp_path):

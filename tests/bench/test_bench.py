@@ -133,7 +133,7 @@ def test_the_cost_of_a_trace_is_that_over_its_neighbours():
 
 @pytest.mark.slow
 def test_trace(capsys):
-    small = ("rollout.prompts_per_step=2", "grpo.num_generations=2", "log.tensorboard=False")
+    small = ("rollout.prompts_per_step=2", "grpo.num_generations=2", "log.to=()")
     sets = [f"--set={each}" for each in small]
     assert bench.main(["podrl.bench", "trace", "--steps=7", *sets, "--json"]) == 0, capsys.readouterr().err
     figures = json.loads(capsys.readouterr().out)

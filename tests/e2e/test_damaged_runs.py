@@ -81,7 +81,7 @@ def small_disk(tmp_path) -> Iterator[pathlib.Path]:
 def test_a_full_disk_does_not_stop_training_and_keeps_the_last_good_checkpoint(small_disk, whole, tmp_path):
     workdir = small_disk / "run"
     filler = small_disk / "filler"
-    with job(workdir, *PLAIN, "--config.log.tensorboard=True", logs=tmp_path) as full:
+    with job(workdir, *PLAIN, "--config.log.to=tensorboard", logs=tmp_path) as full:
         full.wait_for("the checkpoint of step 2", (workdir / "checkpoints" / "2").exists)
         with contextlib.suppress(OSError), filler.open("wb") as out:
             while True:

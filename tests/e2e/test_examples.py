@@ -21,7 +21,7 @@ SMALL = {
     "rollout.lanes": 16,
     "rollout.max_prompt_length": 128,
     "rollout.max_tokens_to_generate": 16,
-    "log.tensorboard": False,
+    "log.to": (),
 }
 # One process runs all, so that each finds compiled what the others have in common with it.
 ALL = f"""

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> Job:
-    args = ("--config.trainer.eval_every_n_steps=3", "--config.log.tensorboard=True", "--config.log.samples_every=2")
+    args = ("--config.trainer.eval_every_n_steps=3", "--config.log.to=tensorboard", "--config.log.samples_every=2")
     args += ("--config.eval.samples=2", "--config.rollout.max_prompt_length=0")
     sets = "--config.eval.sets=({'name': 'hard', 'path': 'sums', 'problems': 4, 'samples': 3, 'every': 2},)"
     return run(tmp_path_factory.mktemp("outputs") / "run", *args, sets)

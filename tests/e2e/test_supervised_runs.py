@@ -13,7 +13,7 @@ from test_pods import process
 pytestmark = pytest.mark.e2e
 SMALL = (
     *("--config.trainer.max_steps=6", "--config.checkpoint.every=2", "--config.eval.problems=16"),
-    *("--config.eval.samples=1", "--config.log.tensorboard=False"),
+    *("--config.eval.samples=1", "--config.log.to=()"),
 )
 PODS = {"dpo": ("--local_processes=4", "--topology=split"), "sft": ("--local_processes=4",)}
 

@@ -14,7 +14,7 @@ from podrl.runtime.local_pod import free_ports
 pytestmark = pytest.mark.e2e
 SHORT = (
     *("--config.trainer.max_steps=12", "--config.trainer.eval_every_n_steps=12", "--config.checkpoint.every=12"),
-    *("--config.eval.problems=64", "--config.eval.samples=1", "--config.log.tensorboard=False"),
+    *("--config.eval.problems=64", "--config.eval.samples=1", "--config.log.to=()"),
     *("--config.log.samples_every=1", "--config.log.samples=16"),
 )
 CALL = re.compile(r'<call_tool name="calculator">([^<]*)</call_tool>\n<tool_output>(\d+)</tool_output>\n\n')
@@ -96,7 +96,7 @@ def test_a_server_that_is_gone_ends_the_run_and_the_same_command_goes_on(done, t
 
 def test_the_checkpoint_is_trained_by_its_command(tmp_path):
     """A few steps of it, calls first and then guesses too; all of them take minutes (see configs/sft_tools.py)."""
-    few = ("--config.trainer.max_steps=4", "--config.sft.full_steps=2", "--config.log.tensorboard=False")
+    few = ("--config.trainer.max_steps=4", "--config.sft.full_steps=2", "--config.log.to=()")
     done = run(tmp_path / "run", base=("--config=sft_tools.py", *few))
     losses = [record["sft/loss"] for record in done.records() if "actor/grad_norm" in record]
     assert len(losses) == 4 and losses[-1] < losses[0]

@@ -88,7 +88,7 @@ def configured(name, **changes):
         "trainer": {"max_steps": 3, "learning_rate": 1e-3},
         "eval": {"problems": 0},
         "checkpoint": {"every": 1, "keep": 3},
-        "log": {"tensorboard": False},
+        "log": {"to": ()},
         "roles": {"colocated": False, "trainer": {"mesh": "fsdp=1"}, "rollout": {"mesh": "data=7"}},
     }
     for group, fields in {**common, **changes}.items():

@@ -139,7 +139,7 @@ def test_a_short_run_learns_to_tell_the_answers_apart(rank, tmp_path):
         trainer={"max_steps": 3, "learning_rate": 1e-2 if rank else 1e-3},
         eval={"problems": 0},
         checkpoint={"every": 1, "keep": 3},
-        log={"tensorboard": False},
+        log={"to": ()},
     )
     assert job.run(values, str(tmp_path / "run"), command="again") == EXIT_DONE
     records = [r for r in read_metrics(tmp_path / "run") if "time/step" in r]

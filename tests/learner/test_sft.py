@@ -70,7 +70,7 @@ def test_a_short_run_learns(rank, tmp_path):
         trainer={"max_steps": 3, "schedule": "constant", "warmup_fraction": 0.0, "learning_rate": 1e-2},
         eval={"problems": 0},
         checkpoint={"every": 1, "keep": 3},
-        log={"tensorboard": False},
+        log={"to": ()},
     )
     assert job.run(values, str(tmp_path / "run"), command="again") == EXIT_DONE
     records = [r for r in read_metrics(tmp_path / "run") if "time/step" in r]

@@ -35,7 +35,7 @@ def noted(experience, rows=2):
 
 
 def tracing(path, start=0, **settings):
-    return Tracing(path, LogConfig(tensorboard=False, **settings), start=start)
+    return Tracing(path, LogConfig(to=(), **settings), start=start)
 
 
 def recorded(path, steps, start=0, seed=0, **settings):

@@ -19,7 +19,7 @@ HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"
 
 def made(path, *, steps, max_steps=12, seed=0, trace="sampled"):
     """Writes a run directory of so many steps, with a summary where it ended."""
-    config = LogConfig(tensorboard=False, trace=trace)
+    config = LogConfig(to=(), trace=trace)
     log = MetricsLog(path, config, start=0, run_config={})
     log.write(0, {"eval/greedy_answer": 0.25, "eval/error/greedy_answer": 0.02})
     tracing = None if trace == "off" else Tracing(path, config, start=0)
