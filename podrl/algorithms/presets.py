@@ -24,7 +24,7 @@ class Preset:
       learner: what the loop does beside: the KL in the reward (`kl_in_reward` and `kl_reward_mode`; of PPO `beta` and
         `kl_method`); `dynamic_sampling` (groups without a signal are replaced); `overlong_shaping` (a penalty on the
         last tokens before the limit); `overlong_filter` (cut-off samples leave the loss); `old_logprob` (where the
-        ratio starts from).
+        ratio starts from); `teacher_coef` and `reward_coef` (what the advantage is made of).
     """
 
     about: str
@@ -142,6 +142,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             advantage={"advantage_scale": "none"},
             loss=_loss("dppo", _TOKENS),
             learner={"old_logprob": "sampler"},
+        ),
+        "opd": _preset(
+            "On-policy distillation: a teacher, model.reference, in the place of rewards",
+            "arXiv 2306.13649; Thinking Machines, October 2025",
+            loss=_loss("clip", _TOKENS),
+            learner={"teacher_coef": 1.0, "reward_coef": 0.0},
         ),
         "rloo": _preset(
             "REINFORCE with a leave-one-out baseline, KL in the reward",

@@ -15,7 +15,7 @@ from podrl.mesh.backlog import Backlog
 from podrl.models import decoder
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import read_config
-from podrl.models.pretrained import from_pretrained
+from podrl.models.pretrained import check_vocab, from_pretrained
 from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.objective import TokenLoss
@@ -80,8 +80,11 @@ class Actor:
             self.state, self.frozen = abstract_state(self.model, self.optimizer, mesh, training.param_dtype)
         self.reference: PyTree | None = None
         self._step: Callable | None = None
-        self._logprobs = make_logprob_fn(self.model, mesh, temperature=temperature, dtype=training.dtype)
+        self._logprobs = self._reference_logprobs = self._logprob_fn(self.model)
         self._backlog = Backlog()
+
+    def _logprob_fn(self, model: ModelConfig) -> Callable:
+        return make_logprob_fn(model, self.mesh, temperature=self._temperature, dtype=self.training.dtype)
 
     def _placed(self, params: PyTree) -> PyTree:
         abstract = decoder.abstract_params(self.model, self.mesh, self._param_dtype)
@@ -100,10 +103,18 @@ class Actor:
         """Returns shapes and shardings of `state`, for restoring a checkpoint."""
         return abstract_like(self.state, self.optimizer, self.mesh)
 
-    def keep_reference(self, source: str | os.PathLike | None = None) -> None:
-        """Fixes the reference policy: given weights, else the base under LoRA, else a copy made now."""
+    def keep_reference(self, source: str | os.PathLike | None = None, ids: int = 0) -> None:
+        """Fixes the reference policy: a model that is given, else the base under LoRA, else a copy made now.
+
+        One that is given may have another architecture. It must have embeddings of `ids` token ids, those of the
+        actor's tokenizer; the caller sees to it that they mean the same tokens.
+        """
         if source is not None:
-            self.reference = from_pretrained(os.fspath(source), mesh=self.mesh, dtype=self._param_dtype).params
+            given = from_pretrained(os.fspath(source), mesh=self.mesh, dtype=self._param_dtype)
+            check_vocab(given.config, ids)
+            self.reference = given.params
+            if given.config != dataclasses.replace(self.model, lora=LoraConfig()):
+                self._reference_logprobs = self._logprob_fn(given.config)
         elif self.frozen:
             self.reference = self.frozen
         else:
@@ -137,31 +148,29 @@ class Actor:
 
     def logprobs(self, batch: Batch[Layout]) -> Any:
         """Scores every packed token: log p (A, B, T), nats."""
-        return self._scored(self.params(), batch)
+        return self._noted(self._logprobs(self.params(), batch))
 
     def reference_logprobs(self, batch: Batch[Layout]) -> Any:
         """Scores every packed token under the reference policy."""
         if self.reference is None:
             raise ValueError(_NO_REFERENCE)
-        return self._scored(self.reference, batch)
+        return self._noted(self._reference_logprobs(self.reference, batch))
 
     def sample_logprobs(
         self,
-        params: PyTree | None,
         tokens_BT: Int[np.ndarray, "B T"],
         length_B: Int[np.ndarray, " B"],
         *,
         longest: int,
+        reference: bool = False,
     ) -> Float[np.ndarray, "B T"]:
-        """Scores right-padded sequences of at most `longest` tokens under `params`, in the sample layout."""
-        if params is None:
-            raise ValueError(_NO_REFERENCE)
+        """Scores right-padded sequences of at most `longest` tokens, by actor or reference, in the sample layout."""
+        score = self.reference_logprobs if reference else self.logprobs
         shape = packing.pack_shape(self.training, self.mesh, sequences=len(tokens_BT), max_length=longest)
         placement = packing.place(length_B, shape)
-        values_ABT = self._scored(params, self.put(placement.batch(placement.layout(tokens_BT))))
+        values_ABT = score(self.put(placement.batch(placement.layout(tokens_BT))))
         return placement.unpack(np.asarray(jax.device_get(values_ABT)), tokens_BT.shape[1])
 
-    def _scored(self, params: PyTree, batch: Batch[Layout]) -> Any:
-        logprob_ABT = self._logprobs(params, batch)
+    def _noted(self, logprob_ABT: Any) -> Any:
         self._backlog.add(logprob_ABT)
         return logprob_ABT

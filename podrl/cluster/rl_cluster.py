@@ -144,7 +144,7 @@ class RLCluster:
 
     def keep_reference(self) -> None:
         """Fixes the reference policy; call before the first update, and before a checkpoint is restored."""
-        self.actor.keep_reference(self._reference_source)
+        self.actor.keep_reference(self._reference_source, self.tokenizer.vocab_size)
 
     def sync_weights(self, version: int | None = None, *, in_place: bool = False) -> Policy:
         """Moves the trainer's weights to the rollout mesh; under LoRA the adapters, once the base is there.
@@ -174,13 +174,13 @@ class RLCluster:
 
     def get_actor_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
         """Scores right-padded sequences with the actor, in the sample layout, nats; index 0 and padding are 0."""
-        return self.actor.sample_logprobs(self.actor.params(), tokens_BT, length_B, longest=self.config.longest)
+        return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest)
 
     get_old_per_token_logps = get_actor_per_token_logps  # before an update the actor is the old policy
 
     def get_ref_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
         """Scores right-padded sequences with the reference, in the sample layout, nats."""
-        return self.actor.sample_logprobs(self.actor.reference, tokens_BT, length_B, longest=self.config.longest)
+        return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest, reference=True)
 
     # Generation.
 

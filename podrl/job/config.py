@@ -420,6 +420,11 @@ def _check_models(job: Job) -> None:
             f"model.lora.rank={job.model.lora.rank} with model.path={SCRATCH!r}: adapters on random weights that "
             "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
         )
+    if job.section == "grpo" and job.algo.distillation is not None and not job.model.reference:
+        raise ValueError(
+            f"grpo.teacher_coef={job.algo.teacher_coef:g} distills a teacher, and model.reference, which names it, is "
+            "empty: give --config.model.reference=DIR, or set grpo.teacher_coef=0."
+        )
     critic, reward = job.roles.critic.mesh, job.roles.reward.mesh
     if job.kind.given and (critic, reward) != (TRAINER, ROLLOUT):
         raise ValueError(

@@ -81,6 +81,8 @@ def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Too
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
     if job.tokenizer and job.model.path != SCRATCH and (warning := foreign(tokenizer.directory, job.model.directory)):
         _log.warning("%s Leave out tokenizer=%s unless this is meant.", warning, job.tokenizer)
+    if job.model.reference and (warning := foreign(tokenizer.directory, hub.local(job.model.reference))):
+        _log.warning("%s Give a model.reference with the policy's tokenizer unless this is meant.", warning)
     actor: Any = job.model.path
     if actor == SCRATCH:
         trains = (

@@ -53,9 +53,13 @@ class GRPO:
         loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate)
         self._reward_kl, self._loss_kl = RewardKL(config), LossKL(config)
         self._loss_reference, self._by_age = loss.needs_reference(), loss.by_age
-        self._needs_reference = self._loss_reference or self._reward_kl.active
+        self._distillation = config.distillation
+        self._scored_first = self._reward_kl.active or self._distillation is not None
+        self._needs_reference = self._loss_reference or self._scored_first
         for warning in config.warnings(updates):
             say(f"Warning: {warning}")
+        if self._distillation is not None and not cluster.directories["reference"]:
+            raise ValueError("grpo.teacher_coef needs a teacher: give model.reference (reference=, of RLCluster).")
         if self._needs_reference:
             cluster.keep_reference()
         cluster.actor.prepare(with_old(loss, self.old))
@@ -65,9 +69,9 @@ class GRPO:
     # The loop's lines.
 
     def score(self, step: int, experience: Experience) -> Scores:
-        """Scores old and reference log-probabilities, if the reward needs them before `pack` does."""
+        """Scores old and reference log-probabilities, if rewards or advantages need them before `pack` does."""
         rollouts = experience.rollouts
-        if not self._reward_kl.active:
+        if not self._scored_first:
             return Scores(rollouts.logprob_BT)
         mini_batches = self.mini_batches(step, 0, len(rollouts.length_B))
         old = "sampler" if self.old == "sampler" else "trainer"
@@ -87,9 +91,14 @@ class GRPO:
     def advantages(
         self, experience: Experience, scores: Scores, rewards: np.ndarray
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Computes every sampled token's advantage over the other samples of its prompt."""
-        rollouts, group_size = experience.rollouts, self._config.num_generations
-        return self._estimator(rewards, experience.greedy_reward_B, rollouts.mask_BT, group_size=group_size), {}
+        """Computes every sampled token's advantage over the other samples of its prompt, and by its teacher."""
+        mask_BT, group_size = experience.rollouts.mask_BT, self._config.num_generations
+        teacher, advantage_BT = self._distillation, np.zeros_like(mask_BT)
+        if teacher is None or teacher.reward_coef:
+            advantage_BT = self._estimator(rewards, experience.greedy_reward_B, mask_BT, group_size=group_size)
+        if teacher is None:
+            return advantage_BT, {}
+        return teacher(advantage_BT, scores.old_logprob_BT, cast(ReferencedScores, scores).ref_logprob_BT, mask_BT)
 
     def pack(
         self, step: int, experience: Experience, scores: Scores, advantages: np.ndarray
@@ -128,7 +137,7 @@ class GRPO:
                 rows = AgedRows(**vars(rows), age_BT=put(age_BT))
             batch = self._cluster.actor.put(placement.batch(rows))
             rows = batch.rows
-            if self.old == "trainer" and not self._reward_kl.active:
+            if self.old == "trainer" and not self._scored_first:
                 rows = dataclasses.replace(rows, old_logprob_BT=self._cluster.actor.logprobs(batch.layout()))
             if self._loss_reference:
                 rows = rows.with_reference(self._cluster.actor.reference_logprobs(batch.layout()))
@@ -200,7 +209,7 @@ class GRPO:
         kl = "reward/kl" if self._reward_kl.active else "actor/kl" if self._needs_reference else "actor/approx_kl"
         return [
             ("reward/mean", "reward"),
-            (kl, "kl"),
+            ("opd/reverse_kl" if self._distillation else kl, "kl"),
             ("accuracy/answer", "accuracy"),
             ("rollout/tokens_per_s", "tok/s"),
         ]

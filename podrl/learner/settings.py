@@ -9,6 +9,7 @@ from jaxtyping import Float
 
 from podrl.algorithms import kl
 from podrl.algorithms.aggregate import SCALED_MODES
+from podrl.algorithms.distill import Distillation
 from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GAESettings, GroupSettings
 from podrl.algorithms.policy_loss import KLLossSettings, LossSettings, PolicyLoss
 from podrl.algorithms.shaping import overlong_penalty
@@ -117,6 +118,11 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         """The KL to the reference in the reward."""
         raise NotImplementedError
 
+    @property
+    def distillation(self) -> Distillation | None:
+        """The teacher's part in the advantage; None without a teacher."""
+        return None
+
     def kl_coefs(self) -> dict[str, float]:
         """Maps the fields that set a KL coefficient, in the loss or in the reward, to their values."""
         raise NotImplementedError
@@ -143,7 +149,8 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             return self.old_logprob
         if self.max_staleness:
             return "sampler"
-        return "current" if updates_per_step == 1 and not self.reward_kl.coef else "trainer"
+        scored = self.reward_kl.coef or self.distillation is not None
+        return "current" if updates_per_step == 1 and not scored else "trainer"
 
     def warnings(self, updates_per_step: int) -> list[str]:
         """Lists settings that are legal but probably a mistake, the loss's included, one sentence each."""
@@ -217,6 +224,8 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     def describe(self, max_tokens: int) -> list[str]:
         """Describes what happens beside the loss, one plain line each, for the dry run."""
         lines = []
+        if self.distillation is not None:
+            lines.append(self.distillation.formula())
         if self.reward_kl.coef:
             lines.append(f"reward per token: - {self.reward_kl.coef:g} KL to the reference ({self.reward_kl.mode})")
         if self.kl_target is not None:
@@ -259,6 +268,9 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
       loss_algo: 'grpo', or 'gspo-token' for the sequence ratio of GSPO.
       kl_in_reward: coefficient of the KL to the reference policy in the reward; 0 for none.
       kl_reward_mode: its estimator; only its value counts, so k1 is the plain choice.
+      teacher_coef: on-policy distillation: weight of log(teacher / policy) of every sampled token as its advantage, the
+        teacher being model.reference; 0 for none.
+      reward_coef: weight of the rewards' advantage beside the teacher's.
       Others: see the classes inherited from.
     """
 
@@ -267,9 +279,12 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     loss_algo: Literal["grpo", "gspo-token"] = "grpo"
     kl_in_reward: NonNegative = 0.0
     kl_reward_mode: str = "k1"
+    teacher_coef: NonNegative = 0.0
+    reward_coef: NonNegative = 1.0
 
     def __post_init__(self):
         super().__post_init__()
+        self._check_teacher()
         kl.canonical_mode(self.kl_reward_mode, key="grpo.kl_reward_mode")
         if self.own_loss and self.loss_algo != "grpo":
             raise ValueError(
@@ -282,13 +297,31 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
                 f"grpo.advantage_estimator={self.advantage_estimator!r} needs a critic, which the GRPO learner "
                 "lacks: set algorithm=ppo (PPOConfig, PPOLearner), or use a group estimator (grpo, rloo, opo, ...)."
             )
-        if self.num_generations == 1 and estimator.needs_group:
+        if self.num_generations == 1 and estimator.needs_group and self.reward_coef:
             raw = "" if estimator.kind == "pass_at_k" else ", or grpo.singleton='raw' for the bare reward as advantage"
             raise ValueError(
                 f"grpo.num_generations=1 with grpo.advantage_estimator={self.advantage_estimator!r} gives no sample an "
                 "advantage other than 0, because a group of one has nothing to be compared with: use at least 2"
                 f"{raw}."
             )
+
+    def _check_teacher(self) -> None:
+        """Refuses a teacher beside another use of the reference, and a run with nothing to learn from."""
+        if not self.teacher_coef and self.reward_coef != 1.0:
+            raise ValueError(
+                f"grpo.reward_coef={self.reward_coef:g} weighs the rewards against a teacher, and there is none: set "
+                "grpo.teacher_coef above 0, or grpo.reward_coef=1."
+            )
+        if self.teacher_coef and any(self.kl_coefs().values()):
+            used = ", ".join(f"grpo.{field}={coef:g}" for field, coef in self.kl_coefs().items() if coef)
+            raise ValueError(
+                f"grpo.teacher_coef={self.teacher_coef:g} takes model.reference for the teacher, to which {used} would "
+                "hold the policy once more: set it to 0, or grpo.teacher_coef=0."
+            )
+
+    @property
+    def distillation(self) -> Distillation | None:
+        return Distillation(self.teacher_coef, self.reward_coef) if self.teacher_coef else None
 
     @property
     def kind(self) -> str:

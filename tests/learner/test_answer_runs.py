@@ -59,8 +59,8 @@ def test_a_step_of_kto_is_a_step_down_its_loss():
     def logratio(tokens_BT, length_B, mask_BT):
         actor = cluster.actor
         scored = (
-            actor.sample_logprobs(params, tokens_BT, length_B, longest=LENGTH)
-            for params in (actor.params(), actor.reference)
+            actor.sample_logprobs(tokens_BT, length_B, longest=LENGTH, reference=reference)
+            for reference in (False, True)
         )
         policy_B, reference_B = ((x_BT * mask_BT).sum(axis=1) for x_BT in scored)
         return jnp.asarray(policy_B - reference_B)

@@ -20,6 +20,7 @@ from podrl.rundir.console import make_console
 from podrl.runtime.roles import Hosts
 
 TELLS = {
+    "opd": ("with a teacher, model.reference, it becomes 1 (teacher_logprob - old_logprob)",),
     "grpo": ("clip(r, 0.8, 1.2)", "0.04 KL: k3"),
     "dr_grpo": ("R - mean of the group\n", "/ 40)"),
     "dapo": ("clip(r, 0.8, 1.28)", "dynamic sampling", "32 tokens, then down to -1 at 40"),
@@ -36,6 +37,7 @@ def planned(name, critic=None, dry=False, **changes):
     """Plans the default configuration with another algorithm: (job, everything a run prints first)."""
     values = load_config(find_config("grpo_gemma.py")).to_dict() | {"algorithm": name}
     values["rollout"] |= {"max_prompt_length": 64}
+    values["model"] |= {"reference": "teacher" if name == "opd" else ""}
     for group, fields in changes.items():
         values[group] = values.get(group, {}) | fields
     found = parse(ConfigDict(complete(values)).to_dict())  # as the launcher reads it

@@ -34,6 +34,7 @@ NUMBERS = {
     "clip_cov": (("clip_cov", 0.2, 0.2, None), TOKENS, NO_KL, GRPO, None, {}),
     "kl_cov": (("kl_cov", 0.2, 0.2, None), TOKENS, NO_KL, GRPO, None, {}),
     "dppo": (("dppo", 0.2, 0.2, None), TOKENS, NO_KL, PLAIN, None, {}),
+    "opd": (CLIP, TOKENS, NO_KL, GRPO, None, {}),
     "rloo": (REINFORCE, SUMS, NO_KL, ("rloo", "std", 1e-6, "zero"), (0.05, "k1"), {}),
     "reinforce": (REINFORCE, TOKENS, NO_KL, PLAIN, None, {}),
     "reinforce_pp": (CLIP, TOKENS, NO_KL, ("reinforce_plus_plus", "std", 1e-6, "zero"), (0.01, "k1"), {}),
@@ -69,6 +70,7 @@ def told(loss, estimator):
 @pytest.mark.parametrize("name", PRESETS)
 def test_numbers(name):
     values = {"algorithm": name, "trainer": {"max_steps": 1, "eval_every_n_steps": 0}}
+    values["model"] = {"reference": "teacher" if name == "opd" else ""}
     values[section_of(name)] = {"num_generations": 4}
     config = parse(ConfigDict(complete(values)).to_dict()).algo
     loss, estimator = config.policy_loss(40), config.estimator()
@@ -77,6 +79,8 @@ def test_numbers(name):
     coef, mode, _ = config.reward_kl
     assert ((coef, canonical_mode(mode)) if coef else None) == in_reward
     assert {field: True for field in BESIDE if getattr(config, field, None)} == beside
+    assert (config.distillation is not None) == (name == "opd")
+    assert name != "opd" or (config.teacher_coef, config.reward_coef) == (1.0, 0.0)
     assert config.old_logprob == ("sampler" if name == "dppo" else "auto")
     # A run of that name trains with the settings of the Python preset.
     chosen = preset(name)
