@@ -35,7 +35,7 @@ class Distillation:
         """Returns advantages, 0 on tokens that were not sampled, and opd/reverse_kl, nats per sampled token.
 
         Args:
-          advantage_BT: of the rewards; not read where `reward_coef` is 0.
+          advantage_BT: of the rewards.
           logprob_BT: under the policy before the update, nats.
           teacher_logprob_BT: of the same tokens under the teacher, nats.
           mask_BT: 1 on sampled tokens.
@@ -43,7 +43,7 @@ class Distillation:
         arrays: tuple = (logprob_BT, teacher_logprob_BT, mask_BT)
         kl_BT: np.ndarray = kl.sampled_kl(*arrays, mode="k1")  # pyright: ignore[reportAssignmentType]
         metrics = {"opd/reverse_kl": float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))}
-        own_BT = self.reward_coef * np.where(mask_BT > 0, advantage_BT, 0.0) if self.reward_coef else 0.0
+        own_BT = self.reward_coef * np.where(mask_BT > 0, advantage_BT, 0.0)
         return own_BT - self.coef * kl_BT, metrics
 
     def formula(self) -> str:

@@ -59,7 +59,10 @@ class GRPO:
         for warning in config.warnings(updates):
             say(f"Warning: {warning}")
         if self._distillation is not None and not cluster.directories["reference"]:
-            raise ValueError("grpo.teacher_coef needs a teacher: give model.reference (reference=, of RLCluster).")
+            raise ValueError(
+                f"grpo.teacher_coef={self._distillation.coef:g} needs a teacher, and the cluster has none: give "
+                "model.reference (reference=, of RLCluster), or set grpo.teacher_coef=0."
+            )
         if self._needs_reference:
             cluster.keep_reference()
         cluster.actor.prepare(with_old(loss, self.old))
@@ -93,9 +96,11 @@ class GRPO:
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Computes every sampled token's advantage over the other samples of its prompt, and by its teacher."""
         mask_BT, group_size = experience.rollouts.mask_BT, self._config.num_generations
-        teacher, advantage_BT = self._distillation, np.zeros_like(mask_BT)
+        teacher = self._distillation
         if teacher is None or teacher.reward_coef:
             advantage_BT = self._estimator(rewards, experience.greedy_reward_B, mask_BT, group_size=group_size)
+        else:
+            advantage_BT = np.zeros_like(mask_BT)
         if teacher is None:
             return advantage_BT, {}
         return teacher(advantage_BT, scores.old_logprob_BT, cast(ReferencedScores, scores).ref_logprob_BT, mask_BT)

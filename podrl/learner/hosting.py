@@ -93,7 +93,8 @@ class HostRollouts:
                 batches.append(self._windows.whole(step, None))
             elif self._leases.task(leases.batch(step)) is None:
                 raise ChannelError(
-                    f"trainer 0 restored a part of the batch of step {step} and gave nobody leases of it."
+                    f"trainer 0 restored a part of the batch of step {step} and gave nobody leases of it: start the "
+                    "same command again, and report this."
                 )
             else:
                 batches.append(self._begin(step, self._partial(step).prompts, start.step))

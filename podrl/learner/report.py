@@ -65,11 +65,11 @@ class SampleReport:
             "data/last_prompt": float(rollouts.prompts.index_P.max()),
         }
         metrics |= episode_metrics(rollouts)
-        counts = dict(experience.counts)
+        counts, tokens = dict(experience.counts), max(metrics["tokens/completion"], 1.0)
         if "rollout/kept_tokens" in counts:
-            metrics["rollout/kept_mass"] = counts.pop("rollout/kept_tokens") / max(metrics["tokens/completion"], 1.0)
+            metrics["rollout/kept_mass"] = counts.pop("rollout/kept_tokens") / tokens
         if "rollout/age" in counts:
-            metrics["rollout/staleness"] = counts.pop("rollout/age") / max(metrics["tokens/completion"], 1.0)
+            metrics["rollout/staleness"] = counts.pop("rollout/age") / tokens
             metrics["rollout/mixed_samples"] = counts.pop("rollout/mixed_samples") / len(counted_B)
         return metrics | counts | self._of_the_user(experience)
 

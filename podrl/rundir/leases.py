@@ -267,8 +267,8 @@ class Given(Leases):
         Args:
           step: at which they begin.
           start: what they are told.
-          begun: the quanta of batches that a checkpoint holds in part. They are given before anybody is let in: who
-            waits to be let in is answered at once, and makes what he has leases of by then.
+          begun: the quanta of batches that a checkpoint holds in part. They are given before any host is let in:
+            one that waits for that is answered at once, and makes what it has leases of by then.
         """
         with self._changed:
             self._begins(step, start)

@@ -337,7 +337,7 @@ def _size(leaves: Sequence[Any]) -> int:
 
 
 def _stored(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Host arrays as Orbax takes them: of one without elements, which it refuses, the shape under its own name."""
+    """Replaces arrays without elements, which Orbax refuses, by their shapes, under names that begin with _EMPTY."""
     empty = {name: array for name, array in arrays.items() if not array.size}
     shapes = {f"{_EMPTY}{array.dtype.name}.{name}": np.asarray(array.shape) for name, array in empty.items()}
     return {name: array for name, array in arrays.items() if name not in empty} | shapes

@@ -97,5 +97,7 @@ def test_a_teacher_is_asked_for_and_is_no_reference_beside():
 def test_a_learner_without_a_teacher_says_so():
     bench = Bench()
     config = GRPOConfig(num_generations=G, teacher_coef=1.0, beta=0.0)
-    with pytest.raises(ValueError, match=r"grpo.teacher_coef needs a teacher: give model.reference"):
+    with pytest.raises(
+        ValueError, match=r"grpo.teacher_coef=1 needs a teacher, and the cluster has none: give model.reference"
+    ):
         GRPO(bench.cluster, config, samples=B, say=print)
