@@ -328,11 +328,12 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
 
 
 def _unraisable(args: "sys.UnraisableHookArgs") -> None:
-    """Ignores exceptions already reported: reads that Orbax abandoned at a damaged checkpoint, files on a full disk."""
+    """Ignores what is told elsewhere: reads that Orbax abandoned at a damaged checkpoint, full disks, stops to come."""
     code = getattr(args.object, "cr_code", None)
     abandoned = "orbax" in getattr(code, "co_filename", "") or str(args.exc_value) == "Event loop is closed"
     full = isinstance(args.object, io.IOBase) and getattr(args.exc_value, "errno", None) == errno.ENOSPC
-    if not (abandoned or full) or "--debug" in sys.argv:
+    stopped = isinstance(args.exc_value, signals.StoppedError)
+    if not (abandoned or full or stopped) or "--debug" in sys.argv:
         sys.__unraisablehook__(args)
 
 

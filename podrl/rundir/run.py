@@ -153,7 +153,11 @@ class Run:
         os.write(2, text.encode())  # print may not be entered again from a handler
 
     def begin(self) -> None:
-        """Begins training: from now on a signal asks the run to stop after the step, and no longer ends the process."""
+        """Begins training: from now on a signal asks the run to stop after the step, and no longer ends the process.
+
+        Raises:
+          StoppedError: a signal before this moment should have ended the process.
+        """
         if threading.current_thread() is threading.main_thread():
             for number in signals.NUMBERS:
                 self._handlers.setdefault(number, signal.getsignal(number))
@@ -161,6 +165,7 @@ class Run:
             if hasattr(signal, "SIGUSR2"):
                 self._handlers.setdefault(signal.SIGUSR2, signal.getsignal(signal.SIGUSR2))
                 signal.signal(signal.SIGUSR2, lambda number, frame: self.profiler.ask())
+            signals.raise_swallowed()
 
     def stopping(self) -> bool:
         """True if the run was asked to stop.

@@ -50,18 +50,33 @@ def leave_on_signals(*, unwind: bool) -> None:
         _watch()
 
 
+def raise_swallowed() -> None:
+    """Raises `StoppedError` again if one was raised before and lost.
+
+    Python discards what is raised in a finalizer, a weak reference's or the garbage collector's callback, and a signal may
+    arrive in one (jax has such a callback). To be called where this module's handlers have just been replaced.
+    """
+    global _raised
+    number, _raised = _raised, None
+    if number is not None:
+        raise StoppedError(number)
+
+
 def leaves(number: int = signal.SIGTERM) -> bool:
     """True if that signal still ends this process at once."""
     return signal.getsignal(number) is _on_signal
 
 
 _unwinds = False
+_raised: int | None = None  # the signal of the last StoppedError
 _watcher: threading.Thread | None = None
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _raised
     del frame
     if _unwinds:
+        _raised = number
         raise StoppedError(number)
     _leave(number)
 
