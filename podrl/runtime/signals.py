@@ -53,8 +53,8 @@ def leave_on_signals(*, unwind: bool) -> None:
 def raise_swallowed() -> None:
     """Raises `StoppedError` again if one was raised before and lost.
 
-    Python discards what is raised in a finalizer, a weak reference's or the garbage collector's callback, and a signal may
-    arrive in one (jax has such a callback). To be called where this module's handlers have just been replaced.
+    Python discards what is raised in a finalizer, or in a callback of weak references or of the garbage collector, and
+    a signal may arrive in one (jax has such a callback). To be called where this module's handlers were just replaced.
     """
     global _raised
     number, _raised = _raised, None
