@@ -1,4 +1,4 @@
-"""Self-attention over packed rows in three forms: causal within segments and shared prefixes, windows, soft caps."""
+"""Self-attention over packed rows in four forms: causal within segments and shared prefixes, windows, soft caps."""
 
 import functools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ ATTENTION_NAME = "attention"
 BLOCK = 512
 _LANES = 128
 
-Form = Literal["auto", "dense", "blockwise", "splash"]
+Form = Literal["auto", "dense", "blockwise", "splash", "prefix"]
 
 
 def attention(
@@ -48,29 +48,35 @@ def attention(
       shared: where segments may begin with another one: (prefix_BT, position_BT). Token t then sees the earlier tokens
         of segment prefix_BT[t] too (0 is none), and windows count positions instead of places in the row.
       mesh: where given, rows and heads are computed where `podrl.mesh.rules` puts them.
-      windows: every value `window` can take; the TPU kernel is compiled once for each that is shorter than T.
+      windows: every value `window` can take; splash is compiled once for each that is shorter than T.
       form: 'dense' holds all T x T scores of a row, forward and backward; 'blockwise' holds `block` x `block` of them
-        and skips blocks in which nothing is seen; 'splash' is the TPU kernel. 'auto' is splash on TPU where it applies
-        (T a multiple of 128, head dimension of 64, `windows` given, nothing shared) and blockwise elsewhere.
-      block: tokens of a block.
-      interpret: run the TPU kernel on CPU, slowly.
+        and skips blocks in which nothing is seen; 'splash' is JAX's TPU kernel, 'prefix' our own, for `shared`. 'auto'
+        is one of these two on TPU where they apply (T a multiple of 128, head dimension of 64, `windows` given for
+        splash) and blockwise elsewhere.
+      block: tokens of a block of 'blockwise' and, at most, of 'prefix'.
+      interpret: run the TPU kernels on CPU, slowly.
 
     Scores and softmax are float32; the output has q's dtype.
 
     Raises:
-      ValueError: the TPU kernel was asked for and segments share beginnings, which it cannot express.
+      ValueError: 'splash' where segments share beginnings, which it cannot express, or 'prefix' where they do not.
     """
     if form == "auto":
-        splash = shared is None and _on_tpu(mesh) and _splash_applies(q_BTNH.shape, windows)
-        form = "splash" if splash else "blockwise"
+        form = _kernel(q_BTNH.shape, windows, shared=shared is not None) if _on_tpu(mesh) else "blockwise"
     if form == "dense":
         return dense(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=window, softcap=softcap, shared=shared)
     if form == "splash":
         if shared is not None:
-            raise ValueError(
-                "form='splash' sees equal segments only: use 'blockwise' where segments share a beginning."
-            )
+            raise ValueError("form='splash' sees equal segments only: use 'prefix' where segments share a beginning.")
         run = functools.partial(_splash, softcap=softcap, windows=tuple(sorted(set(windows))), interpret=interpret)
+    elif form == "prefix":
+        if shared is None:
+            raise ValueError("form='prefix' was given shared=None: pass (prefix_BT, position_BT), or use 'splash'.")
+        from podrl.models.prefix_attention import prefix_attention
+
+        run = functools.partial(
+            prefix_attention, softcap=softcap, name=ATTENTION_NAME, block=block, interpret=interpret
+        )
     else:
         run = functools.partial(_blockwise, softcap=softcap, block=block)
     also = shared or ()
@@ -314,7 +320,7 @@ def _join(blocks: Array) -> Array:
     return blocks.reshape(*blocks.shape[:-2], -1)
 
 
-# --- splash ---
+# --- TPU kernels ---
 
 
 def _on_tpu(mesh: Mesh | None) -> bool:
@@ -322,9 +328,13 @@ def _on_tpu(mesh: Mesh | None) -> bool:
     return device.platform == "tpu"
 
 
-def _splash_applies(shape: tuple[int, ...], windows: Sequence[int]) -> bool:
+def _kernel(shape: tuple[int, ...], windows: Sequence[int], *, shared: bool) -> Form:
     _, T, _, H = shape
-    return T % _LANES == 0 and H % 64 == 0 and len(windows) > 0
+    if T % _LANES or H % 64:
+        return "blockwise"
+    if shared:
+        return "prefix"
+    return "splash" if windows else "blockwise"
 
 
 def _splash(

@@ -47,9 +47,10 @@ _FREE = frozenset(
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _VIEWS = ("bitcast", "reshape", "convert", "copy", "transpose")
 _SLICES = ("dynamic-slice", "slice", "gather")
-# Matrix products of the splash attention kernels, by what their names contain: forward makes scores and outputs, the
+# Matrix products of the attention kernels, by what their names contain: forward makes scores and outputs, the
 # backward pass makes the scores again and the gradients of one side.
 _SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+_PREFIX_PRODUCTS = {"prefix_attention_fwd": 2, "prefix_attention_dq": 3, "prefix_attention_dkv": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Cost:
     """Work of one chip in one execution of a program: FLOP, bytes, collectives.
 
     Attributes:
-      flops: operations of matrix products (two per multiply-add), those of splash attention kernels included.
+      flops: operations of matrix products (two per multiply-add), those of attention kernels included.
       bytes: read from and written to HBM by the operations as they are fused; an estimate.
       read: the part of `bytes` that is read.
       collectives: one entry per kind.
@@ -201,6 +202,7 @@ class _Reader:
             self._collective(total, i, kind, types)
         elif i.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in i.attributes:
             flops = _splash_flops(i, types)
+            flops = _prefix_flops(i, types) if flops is None else flops
             if flops is None:
                 total.uncounted.add(i.name.rstrip("0123456789."))
             total.flops += flops or 0.0
@@ -374,6 +376,23 @@ def _splash_flops(i: Instruction, types: Mapping[str, str]) -> float | None:
     share = (rows + 1) / (2 * rows) if rows == columns else columns / rows
     *heads, T, H = q
     return 2.0 * products * math.prod(heads) * T * T * H * share
+
+
+def _prefix_flops(i: Instruction, types: Mapping[str, str]) -> float | None:
+    """Counts operations of podrl's attention kernel as if all tokens before one were seen; None for any other kernel.
+
+    What it skips depends on what the rows hold. Its list of pairs has room for the lower triangle of blocks of each row
+    and one more: of its length follow the blocks of a row, of which those on the diagonal count whole.
+    """
+    products = next((n for name, n in _PREFIX_PRODUCTS.items() if name in i.name), None)
+    found = [dims_of(types[name]) for name in i.operands if types.get(name)]
+    q = next((dims for dims in found if len(dims) == 4), None)
+    pairs = next((dims[0] - 1 for dims in found if len(dims) == 1 and dims[0] > 1), None)
+    if products is None or pairs is None or q is None:
+        return None
+    B, N, H, T = q
+    blocks = (math.isqrt(8 * pairs // B + 1) - 1) // 2
+    return 2.0 * products * B * N * H * T * T * (blocks + 1) / (2 * blocks)
 
 
 def _integer(x: Instruction) -> int | None:

@@ -55,9 +55,8 @@ class RLTrainingConfig(AdamSettings):
       max_tokens_per_row: length of a packed row; None is the longest sequence, rounded up to a multiple of 32 (CPU) or
         128, or 1.65 times that where sequences are short (up to 256 tokens), so that two of most share a row; where
         prompts are shared and sequences are not short, as much of a group as a device takes.
-      share_prompts: whether samples of a prompt that lie in one row share its tokens; None does so but on TPU, whose
-        attention kernel cannot express it (True takes XLA's attention there). The gradient is the same, but that
-        adapters drop the same inputs of a shared token for all its samples.
+      share_prompts: whether samples of a prompt that lie in one row share its tokens; None does so, too. The gradient
+        is the same, but that adapters drop the same inputs of a shared token for all its samples.
       param_dtype: how trainable parameters are stored. bfloat16 keeps a float32 master copy in the optimizer.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 whatever it is.
       remat: what the backward pass recomputes: 'none', 'dots' (all but projections and attention; the

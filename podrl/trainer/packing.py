@@ -100,17 +100,13 @@ def pack_shape(
     Raises:
       ValueError: rows that cannot hold the longest sequence, or a device limit that cannot hold a row.
     """
-    platform = mesh.devices.flat[0].platform
-    kind = "cpu" if platform == "cpu" else "accelerator"
+    kind = "cpu" if mesh.devices.flat[0].platform == "cpu" else "accelerator"
     limit, multiple = training.max_seq_token_per_tpu, _ROW_MULTIPLE[kind]
     wanted = max_length if max_length > _SHORT else int(1.65 * max_length)
-    share = platform != "tpu" if training.share_prompts is None else training.share_prompts
-    shared = share and group_size > 1 and max_prompt_length > 1
+    shared = training.share_prompts is not False and group_size > 1 and max_prompt_length > 1
     if shared and max_length > _SHORT:
-        # A prompt and as many of the longest completions as a device takes, each with its own last prompt token.
-        own, room = max_length - max_prompt_length + 1, (limit or _DEVICE_TOKENS[kind]) // multiple * multiple
-        fit = min(group_size, (room - max_prompt_length) // own)
-        wanted = max_prompt_length + fit * own if fit > 1 else wanted
+        room, even = (limit or _DEVICE_TOKENS[kind]) // multiple * multiple, kind == "accelerator"
+        wanted = _group_row(group_size, max_prompt_length, max_length, room, even=even) or wanted
     tokens = training.max_tokens_per_row or _ceil(wanted, multiple) * multiple
     shards = batch_shards(mesh)
     if limit is not None and limit < tokens:
@@ -137,6 +133,18 @@ def pack_shape(
     return PackShape.for_worst_case(
         sequences, max_length, max_tokens_per_row=tokens, rows_per_micro_batch=rows, shards=shards, shared=shared
     )
+
+
+def _group_row(group_size: int, prompt: int, longest: int, room: int, *, even: bool) -> int:
+    """Computes the tokens of a row that holds a prompt and as many of its longest samples as fit, 0 for less than two.
+
+    `even`: where a group does not fit whole, its rows get equally many of it.
+    """
+    own = longest - prompt + 1  # each has its own last prompt token
+    fit = min(group_size, (room - prompt) // own)
+    if even and fit > 1:
+        fit = _ceil(group_size, _ceil(group_size, fit))
+    return prompt + fit * own if fit > 1 else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,9 +123,9 @@ def test_a_shared_beginning_is_seen_as_if_each_had_its_own(form):
     assert all(jnp.isfinite(out_BTNH).all() for _, out_BTNH in found)  # on padding too, blocks of nothing else included
 
 
-def test_the_tpu_kernel_is_not_asked_to_share():
+def test_splash_is_not_asked_to_share():
     segment_BT, shared = _shared()
-    with pytest.raises(ValueError, match="'splash' sees equal segments only: use 'blockwise'"):
+    with pytest.raises(ValueError, match="'splash' sees equal segments only: use 'prefix'"):
         attention(*_inputs()[:3], segment_BT, shared=shared, window=jnp.int32(5), softcap=0.0, form="splash")
 
 

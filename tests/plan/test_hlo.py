@@ -159,6 +159,22 @@ ENTRY %main (g: s8[{grid}], q: bf16[2,8,512,64]) -> bf16[2,8,512,64] {{
     assert (unknown.flops, unknown.uncounted) == (0, ("other_kernel",))
 
 
+@pytest.mark.parametrize(("kernel", "products"), [("jvp_prefix_attention_fwd_", 2), ("prefix_attention_dkv", 4)])
+def test_the_kernel_for_shared_prompts_counts_as_if_all_before_were_seen(kernel: str, products: int):
+    """Rows of 1,500 tokens are 3 blocks: 6 pairs for each of 2 rows, and one number more."""
+    text = f"""HloModule m
+
+ENTRY %main (n: s32[], p: s32[13], w: s32[1], q: bf16[2,8,64,1500]) -> bf16[2,8,64,1500] {{
+  %n = s32[]{{:T(128)}} parameter(0)
+  %p = s32[13]{{0:T(128)}} parameter(1)
+  %w = s32[1]{{0:T(128)}} parameter(2)
+  %q = bf16[2,8,64,1500]{{3,2,1,0}} parameter(3)
+  ROOT %{kernel}.3 = bf16[2,8,64,1500]{{3,2,1,0}} custom-call(%n, %p, %w, %q), custom_call_target="tpu_custom_call"
+}}
+"""
+    assert cost_of(text).flops == 2 * products * 2 * 8 * 1500 * 1500 * 64 * 6 / 9
+
+
 def test_a_scan_of_products_compiled_here():
     """This machine's compiler scans 6 layers inside 5 rows, each a (8, 32) x (32, 32) product."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from podrl.mesh.build import make_mesh
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.packing import pack_shape
+from podrl.trainer.packing import _group_row, pack_shape
 
 VECTORS = pathlib.Path(__file__).resolve().parents[2].parent / "shared" / "vectors" / "config_fields.json"
 
@@ -94,6 +94,14 @@ def test_rows_are_made_for_samples_that_share_their_prompt():
     alone = shape(max_length=100, max_prompt_length=60, share_prompts=False)
     assert short.tokens == alone.tokens and short.rows < alone.rows
     assert short.rows * short.micro_batches >= 64
+
+
+def test_rows_of_a_group_that_does_not_fit_are_even_on_accelerators():
+    """Prompts of 512 and completions of 512 tokens: 512 + 6 x 513 fit into 4,096, but two rows of 4 are shorter."""
+    assert _group_row(8, 512, 1024, 4096, even=False) == 512 + 6 * 513
+    assert _group_row(8, 512, 1024, 4096, even=True) == 512 + 4 * 513
+    assert _group_row(8, 512, 1024, 8192, even=True) == 512 + 8 * 513
+    assert _group_row(8, 512, 1024, 1537, even=True) == 0  # one is no group
 
 
 def test_errors_name_values_and_keys():

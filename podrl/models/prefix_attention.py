@@ -1,0 +1,413 @@
+"""A Pallas TPU kernel of attention in which a token sees its own segment and, before it, a prefix segment.
+
+Every array is time last, [B, heads, H, T], and scores are keys first, [s, t]: a head dimension of 64 then pads nothing,
+statistics of queries are rows, and only the keys (and in the backward pass the values) of a block are transposed, once
+for all query heads of a group. A step of the grid is one pair of blocks in which something may be seen; the list of
+these pairs is made of the packed rows at run time, and pairs that are not on it are neither loaded nor computed.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+NEG_INF = -1e30
+LANES = 128
+# Tokens of a block, and the most elements that the queries of a block have over the heads of a group.
+_BLOCK, _MOST = 512, 1 << 19
+_VMEM_BYTES = 32 << 20
+# A pair of blocks is one number: row, block that stays, block that changes from step to step.
+_BITS = 10
+# Rows of what is told of tokens: the keys' segments are -1 on padding, which equals nothing.
+_SEGMENT, _PREFIX, _POSITION, _KEY_SEGMENT, _TOLD = 0, 1, 2, 3, 8
+_BY_FIRST, _BY_LAST = ((0,), (0,)), ((1,), (1,))
+
+
+def prefix_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    segment_BT: Int[Array, "B T"],
+    window: Int[Array, ""],
+    prefix_BT: Int[Array, "B T"],
+    position_BT: Int[Array, "B T"],
+    *,
+    softcap: float,
+    name: str,
+    block: int = _BLOCK,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """Computes `podrl.models.attention.attention` on one device, forward and backward, in kernels.
+
+    Online softmax over key blocks (arXiv 2205.14135); the backward pass makes the scores again from their logsumexp,
+    once for the queries' gradient and once for the keys' and values' (arXiv 2307.08691, section 3.1).
+
+    Args:
+      q_BTNH: scaled, rotated queries; T is a multiple of 128 and H of 64.
+      segment_BT, prefix_BT, position_BT, window, softcap: see there; prefix 0 is none.
+      name: under which remat policies may keep the output and its logsumexp.
+      block: most tokens of a block, 128 times a power of 2; fewer are taken where a group has many or wide heads.
+      interpret: run on CPU, slowly.
+
+    Raises:
+      ValueError: sizes that the kernel does not take.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    size = _block(T, N // K * H, block)
+    if T % LANES or H % 64 or size << _BITS < T or B >> (31 - 2 * _BITS):
+        raise ValueError(
+            f"{B} rows of {T} tokens with heads of {H}: the kernel takes up to {(1 << 31 - 2 * _BITS) - 1} rows of a "
+            f"multiple of {LANES}, up to {size << _BITS} tokens, with heads of a multiple of 64. Use form='blockwise'."
+        )
+    static = _Static(T, size, N // K, softcap, name, interpret)
+    told_BXT = _told(segment_BT, prefix_BT, position_BT, -T % size)
+    window_1 = jnp.asarray(window, jnp.int32).reshape(1)
+    needed_Bij = needed_blocks(told_BXT, window_1[0], size)
+    q_BNHT, k_BKHT, v_BKHT = (x.transpose(0, 2, 3, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
+    where = (told_BXT, window_1, _pairs(needed_Bij, by_keys=False), _pairs(needed_Bij, by_keys=True))
+    out_BNHT: Any = _attend(q_BNHT, k_BKHT, v_BKHT, where, static)
+    return out_BNHT.transpose(0, 3, 1, 2)
+
+
+class _Static(NamedTuple):
+    """What kernels are compiled for: tokens of a row and of a block, query heads of a group, and so on."""
+
+    T: int
+    size: int
+    group: int
+    softcap: float
+    name: str
+    interpret: bool
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last block reaches beyond the row, where arrays hold anything."""
+        return self.T % self.size > 0
+
+
+class Pairs(NamedTuple):
+    """Pairs of blocks in the order in which a kernel visits them.
+
+    Attributes:
+      code_n: row << 20 | block that stays << 10 | block that changes; -1 behind the last.
+      count: how many.
+    """
+
+    code_n: Int[Array, " n"]
+    count: Int[Array, ""]
+
+
+def _block(T: int, width: int, block: int) -> int:
+    """Chooses the tokens of a block whose queries have `width` elements each: the whole row if it is short enough."""
+    while block > LANES and block * width > _MOST:
+        block //= 2
+    return min(block, T)
+
+
+def _told(segment_BT: Array, prefix_BT: Array, position_BT: Array, pad: int) -> Int[Array, "B 8 T"]:
+    """Stacks what kernels read of tokens; padding of the row to whole blocks is no segment."""
+    rows = [segment_BT, prefix_BT, position_BT, jnp.where(segment_BT > 0, segment_BT, -1)]
+    rows += [jnp.zeros_like(segment_BT)] * (_TOLD - len(rows))
+    told_BXT = jnp.stack([x.astype(jnp.int32) for x in rows], axis=1)
+    past = jnp.full((*told_BXT.shape[:2], pad), -1, jnp.int32).at[:, :_KEY_SEGMENT].set(0)
+    return jnp.concatenate([told_BXT, past], axis=2) if pad else told_BXT
+
+
+def needed_blocks(told_BXT: Int[Array, "B 8 T"], window: Int[Array, ""], size: int) -> Bool[Array, "B i j"]:
+    """Computes which key blocks j hold something that a query of block i sees; the diagonal always counts.
+
+    A key tile of 128 tokens counts where the segment lies between the least and the largest there, and the latest
+    position there is in the window: exact where segments are numbered along the row and a tile holds one of them,
+    else perhaps too much.
+    """
+    B, _, T = told_BXT.shape
+    segment_BsX, position_BsX = (told_BXT[:, x].reshape(B, T // LANES, LANES) for x in (_SEGMENT, _POSITION))
+    real_BsX = segment_BsX > 0
+    most = jnp.iinfo(jnp.int32).max
+    low_B1s = jnp.min(jnp.where(real_BsX, segment_BsX, most), axis=2)[:, None]
+    high_B1s = jnp.max(segment_BsX, axis=2)[:, None]
+    late_B1s = jnp.max(jnp.where(real_BsX, position_BsX, -most // 2), axis=2)[:, None]
+    inside = lambda x_BT: (low_B1s <= x_BT[:, :, None]) & (x_BT[:, :, None] <= high_B1s)  # noqa: E731
+    seen_BTs = inside(told_BXT[:, _SEGMENT]) | inside(told_BXT[:, _PREFIX])
+    seen_BTs &= told_BXT[:, _POSITION][:, :, None] - late_B1s < window
+    n = T // size
+    seen_Bij = jnp.any(seen_BTs.reshape(B, n, size, n, size // LANES), axis=(2, 4))
+    i_n = jnp.arange(n)
+    return (seen_Bij & (i_n[:, None] > i_n)) | (i_n[:, None] == i_n)
+
+
+def _pairs(needed_Bij: Bool[Array, "B i j"], *, by_keys: bool) -> Pairs:
+    """Lists needed pairs of blocks by row, then by query blocks (or by key blocks), in ascending order."""
+    B, n, _ = needed_Bij.shape
+    i_P, j_P = np.tril_indices(n)
+    stays_P, changes_P = (j_P, i_P) if by_keys else (i_P, j_P)
+    code_BP = (np.arange(B)[:, None] << 2 * _BITS) | (stays_P << _BITS) | changes_P
+    needed_BP = needed_Bij[:, i_P, j_P]
+    most = jnp.iinfo(jnp.int32).max
+    code_n = jnp.sort(jnp.where(needed_BP, jnp.asarray(code_BP, jnp.int32), most).reshape(-1))
+    return Pairs(jnp.append(jnp.where(code_n < most, code_n, -1), -1), jnp.sum(needed_BP, dtype=jnp.int32))
+
+
+# --- kernels ---
+# Their references: pairs and window in scalar memory, then blocks of queries (q, and in the backward pass the output's
+# gradient, the logsumexp and delta), keys, values and what is told of the tokens, then results and accumulators.
+
+
+def _decode(code: Array) -> tuple[Array, Array, Array]:
+    """Splits a pair's code: (row, block that stays, block that changes)."""
+    most = (1 << _BITS) - 1
+    return code >> 2 * _BITS, (code >> _BITS) & most, code & most
+
+
+def _turn(code_ref: Any) -> tuple[Array, Array, Array, Array]:
+    """Reads a step's pair: (block that stays, block that changes, whether it is the first and the last of them)."""
+    n = pl.program_id(1)
+    code = code_ref[n]
+    _, stays, changes = _decode(code)
+    before = code_ref[jnp.maximum(n - 1, 0)]
+    first = (n == 0) | ((before >> _BITS) != (code >> _BITS))
+    return stays, changes, first, (code_ref[n + 1] >> _BITS) != (code >> _BITS)
+
+
+def _seen(query_ref: Any, key_ref: Any, window_ref: Any, i: Array, j: Array, size: int) -> Array:
+    """Computes which keys of block j, [s, 1], queries of block i, [1, t], see."""
+    query, key = query_ref[0], key_ref[0].T
+    row = lambda x: query[x : x + 1]  # noqa: E731
+    segment_s1, position_s1 = key[:, _KEY_SEGMENT : _KEY_SEGMENT + 1], key[:, _POSITION : _POSITION + 1]
+    s, t = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    seen = (segment_s1 == row(_SEGMENT)) | (segment_s1 == row(_PREFIX))
+    return seen & (t - s >= (j - i) * size) & (row(_POSITION) - position_s1 < window_ref[0])
+
+
+def _dot(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]]) -> Array:
+    # Products of bfloat16 are exact in float32; a precision that was set for float32 is refused for them.
+    precision = None if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(a, b, (contracted, ((), ())), precision, preferred_element_type=jnp.float32)
+
+
+def _scores(k_Hs: Array, q_Ht: Array, softcap: float) -> Array:
+    score_st = _dot(k_Hs, q_Ht, _BY_FIRST)
+    return jnp.tanh(score_st * (1.0 / softcap)) * softcap if softcap else score_st
+
+
+def _within(x: Array, block: Array, static: _Static) -> Array:
+    """Replaces by zeros what a block holds beyond the end of the row."""
+    if not static.ragged:
+        return x
+    at = block * static.size + jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return jnp.where(at < static.T, x, jnp.zeros_like(x))
+
+
+def _each_head(static: _Static, body: Any) -> None:
+    """Runs a body for every query head of the group."""
+    if static.group == 1:
+        body(0)
+    else:
+        jax.lax.fori_loop(0, static.group, lambda g, _: body(g), None)
+
+
+def _forward(code_ref, window_ref, q_ref, k_ref, v_ref, query_ref, key_ref, *rest, static: _Static) -> None:
+    out_ref, lse_ref, top_ref, total_ref, sum_ref = rest
+    i, j, first, last = _turn(code_ref)
+
+    @pl.when(first)
+    def _():
+        top_ref[...] = jnp.full_like(top_ref, NEG_INF)
+        total_ref[...] = jnp.zeros_like(total_ref)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    seen = _seen(query_ref, key_ref, window_ref, i, j, static.size)
+    k, v = k_ref[0, 0], _within(v_ref[0, 0], j, static)
+
+    def add(g: Any) -> None:
+        score = jnp.where(seen, _scores(k, q_ref[0, g], static.softcap), NEG_INF)
+        top = jnp.maximum(top_ref[g], jnp.max(score, axis=0, keepdims=True))
+        weight = jnp.exp(score - top)
+        shrink = jnp.exp(top_ref[g] - top)
+        top_ref[g] = top
+        total_ref[g] = total_ref[g] * shrink + jnp.sum(weight, axis=0, keepdims=True)
+        sum_ref[g] = sum_ref[g] * shrink + _dot(v, weight.astype(v.dtype), ((1,), (0,)))
+
+    _each_head(static, add)
+
+    @pl.when(last)
+    def _():
+        def finish(g: Any) -> None:
+            out_ref[0, g] = (sum_ref[g] / total_ref[g]).astype(out_ref.dtype)
+            lse_ref[0, g] = top_ref[g] + jnp.log(total_ref[g])
+
+        _each_head(static, finish)
+
+
+def _gradient(seen, k, v, q, dout, lse, delta, softcap: float) -> tuple[Array, Array]:
+    """Computes (weights, the loss's gradient by scores before the cap) of a pair of blocks, [s, t]."""
+    score = _scores(k, q, softcap)
+    weight = jnp.where(seen, jnp.exp(score - lse), 0.0)
+    dscore = weight * (_dot(v, dout, _BY_FIRST) - delta)
+    if softcap:
+        dscore = dscore * (1.0 - jnp.square(score * (1.0 / softcap)))
+    return weight, dscore
+
+
+def _backward_queries(
+    code_ref, window_ref, q_ref, dout_ref, lse_ref, delta_ref, k_ref, v_ref, query_ref, key_ref, *rest, static: _Static
+) -> None:
+    dq_ref, sum_ref = rest
+    i, j, first, last = _turn(code_ref)
+
+    @pl.when(first)
+    def _():
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    seen = _seen(query_ref, key_ref, window_ref, i, j, static.size)
+    k, v = (_within(ref[0, 0], j, static) for ref in (k_ref, v_ref))
+
+    def add(g: Any) -> None:
+        around = (q_ref[0, g], dout_ref[0, g], lse_ref[0, g], delta_ref[0, g])
+        _, dscore = _gradient(seen, k, v, *around, static.softcap)
+        sum_ref[g] += _dot(k, dscore.astype(k.dtype), ((1,), (0,)))
+
+    _each_head(static, add)
+
+    @pl.when(last)
+    def _():
+        dq_ref[0] = sum_ref[...].astype(dq_ref.dtype)
+
+
+def _backward_keys(
+    code_ref, window_ref, q_ref, dout_ref, lse_ref, delta_ref, k_ref, v_ref, query_ref, key_ref, *rest, static: _Static
+) -> None:
+    dk_ref, dv_ref, dk_sum_ref, dv_sum_ref = rest
+    j, i, first, last = _turn(code_ref)
+
+    @pl.when(first)
+    def _():
+        dk_sum_ref[...] = jnp.zeros_like(dk_sum_ref)
+        dv_sum_ref[...] = jnp.zeros_like(dv_sum_ref)
+
+    seen = _seen(query_ref, key_ref, window_ref, i, j, static.size)
+    k, v = k_ref[0, 0], v_ref[0, 0]
+
+    def add(g: Any) -> None:
+        q, dout = (_within(ref[0, g], i, static) for ref in (q_ref, dout_ref))
+        weight, dscore = _gradient(seen, k, v, q, dout, lse_ref[0, g], delta_ref[0, g], static.softcap)
+        dscore = jnp.where(seen, dscore, 0.0) if static.ragged else dscore
+        dk_sum_ref[...] += _dot(q, dscore.astype(q.dtype), _BY_LAST)
+        dv_sum_ref[...] += _dot(dout, weight.astype(dout.dtype), _BY_LAST)
+
+    _each_head(static, add)
+
+    @pl.when(last)
+    def _():
+        dk_ref[0, 0] = dk_sum_ref[...].astype(dk_ref.dtype)
+        dv_ref[0, 0] = dv_sum_ref[...].astype(dv_ref.dtype)
+
+
+# --- calls ---
+
+
+# What is told of tokens, the window, and pairs by query blocks and by key blocks.
+Where = tuple[Array, Array, Pairs, Pairs]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q_BNHT: Array, k_BKHT: Array, v_BKHT: Array, where: Where, static: _Static) -> Array:
+    return _attend_fwd(q_BNHT, k_BKHT, v_BKHT, where, static)[0]
+
+
+def _attend_fwd(q_BNHT: Array, k_BKHT: Array, v_BKHT: Array, where: Where, static: _Static):
+    call = _Call(q_BNHT, where, static)
+    queries, keys = call.heads("query", static.group), call.heads("key", 1)
+    out_BNHT, lse_BN1T = call(
+        "fwd",
+        _forward,
+        operands=[(q_BNHT, queries), (k_BKHT, keys), (v_BKHT, keys)],
+        results=[(q_BNHT.shape, q_BNHT.dtype, queries), (call.rows, jnp.float32, call.of_queries)],
+        scratch=[(static.group, 1), (static.group, 1), (static.group, q_BNHT.shape[2])],
+    )
+    out_BNHT, lse_BN1T = (checkpoint_name(x, static.name) for x in (out_BNHT, lse_BN1T))
+    return out_BNHT, (q_BNHT, k_BKHT, v_BKHT, where, out_BNHT, lse_BN1T)
+
+
+def _attend_bwd(static: _Static, saved: Any, dout_BNHT: Array):
+    q_BNHT, k_BKHT, v_BKHT, where, out_BNHT, lse_BN1T = saved
+    f32, H = jnp.float32, q_BNHT.shape[2]
+    delta_BN1T = jnp.sum(dout_BNHT.astype(f32) * out_BNHT.astype(f32), axis=2, keepdims=True)
+    delta_BN1T = jnp.pad(delta_BN1T, ((0, 0), (0, 0), (0, 0), (0, lse_BN1T.shape[3] - static.T)))
+    grads = []
+    for name, body in (("dq", _backward_queries), ("dkv", _backward_keys)):
+        call = _Call(q_BNHT, where, static, by_keys=name == "dkv")
+        queries, keys = call.heads("query", static.group), call.heads("key", 1)
+        around = [(q_BNHT, queries), (dout_BNHT, queries), (lse_BN1T, call.of_queries), (delta_BN1T, call.of_queries)]
+        to = [(q_BNHT, queries)] if name == "dq" else [(k_BKHT, keys), (v_BKHT, keys)]
+        grads += call(
+            name,
+            body,
+            operands=[*around, (k_BKHT, keys), (v_BKHT, keys)],
+            results=[(x.shape, x.dtype, spec) for x, spec in to],
+            scratch=[(static.group, H)] if name == "dq" else [(H,), (H,)],
+        )
+    return *grads, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+class _Call:
+    """Calls of kernels on one list of pairs: who reads which block in a step.
+
+    Attributes:
+      rows: shape of one number per query, whole blocks.
+      of_queries: blocks of that.
+    """
+
+    def __init__(self, q_BNHT: Array, where: Where, static: _Static, *, by_keys: bool = False):
+        self._told_BXT, self._window_1, by_query, by_key = where
+        self._pairs = by_key if by_keys else by_query
+        self._by_keys, self._static = by_keys, static
+        B, N, self._H, _ = q_BNHT.shape
+        self._groups = N // static.group
+        self.rows = (B, N, 1, self._told_BXT.shape[2])
+        self.of_queries = self._spec((1, static.group, 1), "query")
+
+    def heads(self, side: str, heads: int) -> pl.BlockSpec:
+        """Blocks of `heads` heads, of the tokens on one side ('query' or 'key')."""
+        return self._spec((1, heads, self._H), side)
+
+    def _spec(self, sizes: tuple[int, ...], side: str) -> pl.BlockSpec:
+        stays = (side == "key") == self._by_keys
+
+        def index(k, n, code_ref, _):
+            b, outer, inner = _decode(code_ref[n])
+            place = outer if stays else inner
+            return (b, k, 0, place) if len(sizes) == 3 else (b, 0, place)
+
+        return pl.BlockSpec((*sizes, self._static.size), index)
+
+    def __call__(self, name: str, body: Any, *, operands: Any, results: Any, scratch: Any) -> list[Array]:
+        static = self._static
+        told = [(self._told_BXT, self._spec((1, _TOLD), side)) for side in ("query", "key")]
+        arrays, specs = zip(*operands, *told, strict=True)
+        return pl.pallas_call(
+            functools.partial(body, static=static),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=(self._groups, self._pairs.count),
+                in_specs=list(specs),
+                out_specs=[spec for *_, spec in results],
+                scratch_shapes=[pltpu.VMEM((*shape, static.size), jnp.float32) for shape in scratch],
+            ),
+            out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in results],
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
+            ),
+            name=f"prefix_attention_{name}",
+            interpret=static.interpret,
+        )(self._pairs.code_n, self._window_1, *arrays)
