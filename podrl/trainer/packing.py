@@ -91,11 +91,9 @@ def pack_shape(
     """Chooses the shape of all packed batches of `sequences` sequences (one mini-batch) of at most `max_length` tokens.
 
     Args:
-      training: how rows and micro-batches are to be sized.
-      mesh: where the batch is trained on.
+      training, mesh: how rows and micro-batches are to be sized, and where they are trained on.
       sequences, max_length: what a batch must hold.
-      group_size: sequences that begin with the same prompt.
-      max_prompt_length: tokens of the longest prompt.
+      group_size, max_prompt_length: sequences that begin with the same prompt, and tokens of the longest prompt.
 
     Raises:
       ValueError: rows that cannot hold the longest sequence, or a device limit that cannot hold a row.
@@ -136,14 +134,10 @@ def pack_shape(
 
 
 def _group_row(group_size: int, prompt: int, longest: int, room: int, *, even: bool) -> int:
-    """Computes the tokens of a row that holds a prompt and as many of its longest samples as fit, 0 for less than two.
-
-    `even`: where a group does not fit whole, its rows get equally many of it.
-    """
+    """Computes the tokens of a row with a prompt and all its samples, or as many as fit, or `even` parts; 0 for one."""
     own = longest - prompt + 1  # each has its own last prompt token
     fit = min(group_size, (room - prompt) // own)
-    if even and fit > 1:
-        fit = _ceil(group_size, _ceil(group_size, fit))
+    fit = _ceil(group_size, _ceil(group_size, fit)) if even and fit > 1 else fit
     return prompt + fit * own if fit > 1 else 0
 
 
@@ -491,10 +485,8 @@ def mini_batches(order_B: Sequence[int] | Int[np.ndarray, " B"], size: int | Non
 
 def _deal(load: Sequence[int], micro_batches: int, shape: PackShape) -> Int[np.ndarray, " rows"]:
     """Assigns a slot (micro-batch x B + row) to every row; the heaviest first, each to the lightest shard with room."""
-    per_shard = shape.rows // shape.shards
-    groups = micro_batches * shape.shards
-    tokens, used = np.zeros(groups, np.int64), np.zeros(groups, np.int64)
-    slots = np.zeros(len(load), np.int64)
+    per_shard, groups = shape.rows // shape.shards, micro_batches * shape.shards
+    tokens, used, slots = (np.zeros(n, np.int64) for n in (groups, groups, len(load)))
     for row in np.argsort(-np.asarray(load), kind="stable"):
         group = int(np.argmin(np.where(used < per_shard, tokens, np.iinfo(np.int64).max)))
         micro, shard = divmod(group, shape.shards)
