@@ -231,9 +231,7 @@ def defaults(cls: type) -> dict[str, Any]:
             continue
         value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # pyright: ignore[reportCallIssue]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            values[field.name] = defaults(type(value)) | {
-                k: v for k, v in dataclasses.asdict(value).items() if v is not None
-            }
+            values[field.name] = merge(defaults(type(value)), _given(dataclasses.asdict(value)))
         elif value is None:
             choices = [type(c) for t in typing.get_args(hints[field.name]) for c in typing.get_args(t)]
             simple = [t for t in (*typing.get_args(hints[field.name]), *choices) if t in (int, float, str, bool)]
@@ -241,6 +239,12 @@ def defaults(cls: type) -> dict[str, Any]:
         else:
             values[field.name] = value
     return values
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out what is None, also in nested groups."""
+    given = {key: value for key, value in values.items() if value is not None}
+    return {key: _given(value) if isinstance(value, Mapping) else value for key, value in given.items()}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from podrl.config import Count, Positive, Range, Seed, section
 from podrl.data import problems, sums
 from podrl.data.cache import AUTO
 from podrl.data.generated import Generator
+from podrl.data.pools import CurriculumConfig
 from podrl.data.transforms import Transform
 
 PROBLEMS = "problems"
@@ -98,6 +99,7 @@ class DataConfig:
       size: problems of an embedded task in an epoch.
       cache: directory, local or gs://, of what reading large files found and of transformed records; 'auto' is one
         under ~/.cache, '' keeps nothing.
+      curriculum: the choice of prompts by how often their samples pass.
     """
 
     path: str = PROBLEMS
@@ -113,6 +115,7 @@ class DataConfig:
     long_prompts: Literal["skip", "error"] = "skip"
     size: Count = 1_000_000
     cache: str = AUTO
+    curriculum: CurriculumConfig = CurriculumConfig()
 
     def __post_init__(self) -> None:
         if self.sources:

@@ -211,11 +211,11 @@ def _chosen(indices: np.ndarray, source: SourceConfig | None, seed: int) -> np.n
             f"data.sources: {source.label} has count={wanted}, and {len(indices)} records to choose from: give at most "
             "that many."
         )
-    order = np.argsort(_mixed(indices.astype(np.uint64) + np.uint64(seed << 32)), kind="stable")
+    order = np.argsort(hashed(indices.astype(np.uint64) + np.uint64(seed << 32)), kind="stable")
     return np.sort(indices[order[:wanted]])
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def hashed(values: np.ndarray) -> np.ndarray:
     """Hashes numbers (the finaliser of splitmix64)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -8,8 +8,10 @@ import numpy as np
 
 from podrl.data import shape, sources, template
 from podrl.data.config import AUTO, EMBEDDED, DataConfig
+from podrl.data.curriculum import ChosenStream
 from podrl.data.generated import Problem
 from podrl.data.mixture import Part, interleaved, split
+from podrl.data.pools import Curriculum, CurriculumConfig
 from podrl.data.sources import Record
 from podrl.data.stream import Batches, Limit, Mixed, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer, right_padded
@@ -33,6 +35,7 @@ class PromptStream(Batches[_Task]):
     Attributes:
       prompts_per_step: P of the whole job.
       steps_per_epoch: batches that use as many prompts as there are records.
+      curriculum: the pass rates that prompts are chosen by; None where each has its turn.
       unanswered: see podrl.data.mixture.Opened.
     """
 
@@ -47,6 +50,7 @@ class PromptStream(Batches[_Task]):
         shuffle_seed: int | None = 42,
         long_prompts: Literal["skip", "error"] = "skip",
         unanswered: Sequence[tuple[str, Sequence[str]]] = (),
+        curriculum: CurriculumConfig | None = None,
     ) -> None:
         """Starts at the first prompt.
 
@@ -59,6 +63,7 @@ class PromptStream(Batches[_Task]):
           shuffle_seed: None keeps the source's order.
           long_prompts: 'skip' or 'error'.
           unanswered: see the attribute.
+          curriculum: chooses prompts by their pass rates; None, or one that decides nothing, gives each its turn.
 
         Raises:
           ValueError: an empty source, or no prompts in a step.
@@ -70,7 +75,12 @@ class PromptStream(Batches[_Task]):
         def prepare(index: int, record: Any) -> _Task | TooLong:
             return _tokenise(*render(record), tokenizer, limit)
 
-        tasks = Stream(source, prepare, shuffle_seed, limit, tools=tokenizer.tools_digest)
+        order: Any = (source, prepare, shuffle_seed, limit)
+        tasks: Stream[_Task] = Stream(*order, tools=tokenizer.tools_digest)
+        self.curriculum = None
+        if curriculum is not None and curriculum.used:
+            self.curriculum = Curriculum(curriculum, tasks.records)
+            tasks = ChosenStream(*order, curriculum=self.curriculum, tools=tokenizer.tools_digest)
         super().__init__(tasks)
         self.prompts_per_step, self.unanswered = prompts_per_step, unanswered
         self.steps_per_epoch = max(1, tasks.records // prompts_per_step)
@@ -96,6 +106,7 @@ class PromptStream(Batches[_Task]):
             shuffle_seed=config.seed if config.shuffle else None,
             long_prompts=config.long_prompts,
             unanswered=opened.unanswered,
+            curriculum=config.curriculum,
         )
 
     @classmethod

@@ -14,7 +14,7 @@ from podrl.data.sources import Source
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
 # So many items in a row that are too long are an error, so that a large source of them does not look like a hang.
-_MOST_IN_A_ROW = 10_000
+MOST_IN_A_ROW = 10_000
 
 
 class TooLong:
@@ -82,6 +82,8 @@ class Stream(Generic[Item]):
       too_long: the same by source of a mixture.
     """
 
+    _chooses = False  # records by a curriculum
+
     def __init__(
         self,
         source: Source | Mixed,
@@ -122,8 +124,8 @@ class Stream(Generic[Item]):
             if shuffle_seed is not None:
                 dataset = dataset.shuffle(seed=shuffle_seed)
             dataset = dataset.repeat()
-        made: Any = _named(prepare, source) if isinstance(source, Mixed) else prepare
-        dataset = dataset.map_with_index(made)
+        self._prepare: Any = _named(prepare, source) if isinstance(source, Mixed) else prepare
+        dataset = dataset.map_with_index(self._prepare)
         # Reading ahead in threads would cost more than these few tokens; the position is exact either way.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
         self._iterator = iter(dataset.to_iter_dataset(options))
@@ -170,6 +172,12 @@ class Stream(Generic[Item]):
                 f"weight) and data.sources gives {self._mixture}: resume with the same, or start in a new "
                 "--workdir."
             )
+        if (curriculum := "curriculum" in saved) != self._chooses:
+            there, now = ("with", "is not used now") if curriculum else ("without", "is used now")
+            raise ValueError(
+                f"The checkpoint's data position is one {there} data.curriculum, which {now}: resume with the same, or "
+                "start in a new --workdir."
+            )
         if saved.get("tools", "") != self._tools:
             raise ValueError(
                 "The prompts of the checkpoint name other tools, or others of their arguments and descriptions, than "
@@ -181,7 +189,7 @@ class Stream(Generic[Item]):
 
     def _next(self) -> Item:
         # A record that fits may be the first of one epoch and the last of the next.
-        tried = min(2 * self.records, _MOST_IN_A_ROW)
+        tried = min(2 * self.records, MOST_IN_A_ROW)
         for _ in range(tried):
             try:
                 item = next(self._iterator)
@@ -190,17 +198,25 @@ class Stream(Generic[Item]):
                 raise
             if not isinstance(item, TooLong):
                 return item
-            self.skipped += 1
-            if item.part is not None:
-                self.too_long[item.part] += 1
-            if str(self.skipped).rstrip("0") == "1":  # 1, 10, 100, ...
-                _log.warning(
-                    "%d skipped so far: longer than %d tokens, which is %s.",
-                    *(self.skipped, self._limit.tokens, self._limit.key),
-                )
-        which = f"All of {self.records} records" if tried == 2 * self.records else f"{tried} records in a row"
+            self._pass_over(item)
+        raise self.unfit(tried)
+
+    def _pass_over(self, item: TooLong) -> None:
+        """Counts an item that is left out."""
+        self.skipped += 1
+        if item.part is not None:
+            self.too_long[item.part] += 1
+        if str(self.skipped).rstrip("0") == "1":  # 1, 10, 100, ...
+            _log.warning(
+                "%d skipped so far: longer than %d tokens, which is %s.",
+                *(self.skipped, self._limit.tokens, self._limit.key),
+            )
+
+    def unfit(self, tried: int) -> ValueError:
+        """The error of so many items that were left out one after the other."""
+        which = f"All of {self.records} records" if tried >= 2 * self.records else f"{tried} records in a row"
         most = self._limit.tokens
-        raise ValueError(f"{which} are longer than {most} tokens: raise {self._limit.key}={most}.")
+        return ValueError(f"{which} are longer than {most} tokens: raise {self._limit.key}={most}.")
 
 
 def _named(prepare: Callable[[int, Any], Any], mixed: Mixed) -> Callable[[int, Sourced], Any]:

@@ -381,6 +381,13 @@ def parse(values: Mapping[str, Any]) -> Job:
     if own := tuple(dict.fromkeys(fn for source in (*job.data.sources, *job.eval.sets) for fn in source.reward)):
         job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, named=own))
     job.rollout.require(environment=job.env.used)
+    if job.data.curriculum.used:
+        if job.kind.given:
+            raise ValueError(
+                f"data.curriculum chooses prompts by how their samples pass, and algorithm={section} learns from given "
+                "answers: leave it out."
+            )
+        job.algo.check_curriculum(job.rollout)
     if not job.kind.given:
         job.reward.require(environment=job.env.used)
         job.algo.check_clock(job.rollout, job.reward, job.env.calls_per_window)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.evaluate import Evaluator
 from podrl.learner.loop import InFlight, Schedule, Start
@@ -48,6 +49,7 @@ class HostRollouts:
         evaluator: Evaluator | None,
         deadline_s: float,
         windows: bool = False,
+        curriculum: Curriculum | None = None,
     ):
         """Nothing runs yet.
 
@@ -61,7 +63,9 @@ class HostRollouts:
           evaluator: on the held-out prompts.
           deadline_s: the longest wait for any of the other processes.
           windows: batches are made in windows.
+          curriculum: of the data.
         """
+        self._curriculum = curriculum
         self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
         self._generate, self._evaluator, self._deadline_s = generate, evaluator, deadline_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
@@ -108,6 +112,8 @@ class HostRollouts:
         if self._pod.seat.disposable:
             self._leases.reached(step)
         self._accord.agree(step)
+        if self._curriculum is not None and self._accord.results is not None:
+            self._curriculum.hear(self._accord.results)
         self._leases.take(self._accord.tasks)
         taken = self._accord.taken
         _drop_before(taken, self._offered, self._pod)
@@ -359,6 +365,7 @@ def place_of(
     pod: Pod | None,
     given: bool,
     shared: Mapping[str, Any],
+    curriculum: Curriculum | None = None,
 ) -> tuple[Any, Callable[[], bool]]:
     """Makes the source of this process's batches; returns it, and what says that the run was asked to stop.
 
@@ -377,9 +384,10 @@ def place_of(
         assert stream is not None
         rows = codec.AGED_ROWS if schedule.max_staleness > 1 else codec.NEEDED_ROWS
         needed: Any = {"needed": trained.needed, "quantum": quantum, "deadline_s": deadline_s, "rows": rows}
+        needed |= {"curriculum": curriculum}
         place = RemoteRollouts(cluster, stream, run, pod, accord, begun=schedule.begun, **needed, **shared)
     else:
-        host: Any = makes | {"windows": quantum.used, "deadline_s": deadline_s}
+        host: Any = makes | {"windows": quantum.used, "deadline_s": deadline_s, "curriculum": curriculum}
         place = HostRollouts(cluster, stream, run, pod, accord, **host)
     return place, accord.stopping
 

@@ -10,6 +10,7 @@ import numpy as np
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import known_arguments
 from podrl.data.pipeline import PromptStream
+from podrl.data.pools import Curriculum
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
@@ -54,16 +55,25 @@ class Trained:
 
 
 class Traced:
-    """Implements podrl.learner.loop.Algorithm by another, and notes for the run's trace what that knows of tokens."""
+    """Implements podrl.learner.loop.Algorithm by another, and notes what the run's trace and curriculum are to know."""
 
-    def __init__(self, algorithm: Any, run: Run, group_size: int, reward_names: Sequence[str]):
+    def __init__(
+        self,
+        algorithm: Any,
+        run: Run,
+        group_size: int,
+        reward_names: Sequence[str],
+        curriculum: Curriculum | None = None,
+    ):
         """Of GRPO or PPO, in a run whose files may be open later."""
-        self._algorithm, self._run = algorithm, run
+        self._algorithm, self._run, self._curriculum = algorithm, run, curriculum
         self._group_size, self._names = group_size, reward_names
         self.rewards, self.advantages, self.update = algorithm.rewards, algorithm.advantages, algorithm.update
         self.state, self.restore = algorithm.state, algorithm.restore
 
     def score(self, step: int, experience: Experience) -> Any:
+        if self._curriculum is not None:
+            self._curriculum.see(step, experience)
         with self._run.spans.span("score", lane="trainer"):
             return self._algorithm.score(step, experience)
 
@@ -109,6 +119,7 @@ def fit(
     pod: Pod | None,
     prompts: int = 0,
     whole: bool = False,
+    curriculum: Curriculum | None = None,
 ) -> int:
     """Runs the loop for this process; returns the step reached.
 
@@ -124,22 +135,26 @@ def fit(
       pod: the job's processes where there are several.
       prompts: of a batch that is generated.
       whole: what is made of a prompt may depend on the others of a host's share of a batch.
+      curriculum: of the data.
 
     Raises:
       BatchError: a reward function, or too many samples, failed; the steps before are saved.
     """
-    shared = {"prompts": prompts, "whole": whole}
-    place, stopping = place_of(cluster, stream, run, schedule, trained, generate, evaluator, pod, given, shared)
+    shared: Any = {"prompts": prompts, "whole": whole}
+    chosen: Any = {"curriculum": curriculum}
+    made = (generate, evaluator, pod, given, shared, curriculum)
+    place, stopping = place_of(cluster, stream, run, schedule, trained, *made)
     rollouts = GivenAnswers(place) if given else place
     evaluate = None if evaluator is None else rollouts.evaluate
     evaluate = (trained and trained.evaluate) or evaluate
     records: Any
     if trained is None:
         assert pod is not None
-        records = HostRecorder(stream, run, schedule, enter=place.enter, evaluate=evaluate, stopping=stopping)
+        entering: Any = {"enter": place.enter, "evaluate": evaluate, "stopping": stopping}
+        records = HostRecorder(stream, run, schedule, **entering, **chosen)
     else:
         assert stream is not None
-        said: Any = {"report": trained.report, "controllers": trained.algorithm}
+        said: Any = {"report": trained.report, "controllers": trained.algorithm, **chosen}
         records = Recorder(cluster, stream, run, schedule, evaluate=evaluate, stopping=stopping, **said)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.spans.compiles())
@@ -285,6 +300,10 @@ class SampleLearner:
                 stack.callback(setattr, self, "_generate", None)
             else:  # others score
                 rewards = NamedRewards(self._reward_config, others)
+            if (curriculum := train_ds.curriculum) is not None:
+                self.config.check_curriculum(self.cluster.config.rollout())
+                of_run: Any = {"lag": self.config.max_staleness, "names": rewards.names}
+                curriculum.begin(group_size=self.config.num_generations, **of_run)
             trained = self._trained(train_ds, rewards.names, run) if self.cluster.trains else None
             return fit(
                 self.cluster,
@@ -298,6 +317,7 @@ class SampleLearner:
                 pod=self._pod,
                 prompts=train_ds.prompts_per_step,
                 whole=self._whole(),
+                curriculum=curriculum,
             )
 
     def _listed(self, items: Sequence[Any], size: int, *, shuffle_seed: int | None = None) -> PromptStream:
@@ -371,8 +391,9 @@ class SampleLearner:
             metric_fns=self._metric_fns,
             watched=algorithm.watched(),
             skipped=lambda: stream.skipped,
+            curriculum=stream.curriculum,
         )
-        traced = Traced(algorithm, run, self.config.num_generations, reward_names)
+        traced = Traced(algorithm, run, self.config.num_generations, reward_names, stream.curriculum)
         return Trained(traced, report, algorithm.needed)
 
 

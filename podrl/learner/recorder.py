@@ -11,6 +11,7 @@ import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.cluster.saved import abstract_saved, load_saved, saved
+from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.loop import InFlight, Schedule, Start
 from podrl.mesh.chips import peak_flops
@@ -25,6 +26,7 @@ from podrl.runtime.metrics import read_metrics
 from podrl.types import Policy
 
 # Scores a policy after a step: eval/* metrics and a few samples; None where another process has them.
+_CURRICULUM = "curriculum."  # what names of its arrays begin with in a checkpoint
 Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[dict[str, Any]]] | None]
 
 
@@ -86,6 +88,7 @@ class Recorder:
         controllers: Controllers,
         evaluate: Evaluate | None,
         stopping: Callable[[], bool],
+        curriculum: Curriculum | None = None,
     ):
         """Opens nothing yet.
 
@@ -98,7 +101,9 @@ class Recorder:
           controllers: of the algorithm.
           evaluate: None for no evaluation.
           stopping: whether the run was asked to stop, the same in all processes of the job.
+          curriculum: of the data, where it has one.
         """
+        self._curriculum = curriculum
         self._cluster, self._stream, self._run, self._schedule = cluster, stream, run, schedule
         self._report, self._controllers = report, controllers
         self._evaluate, self.stopping = evaluate, stopping
@@ -130,6 +135,9 @@ class Recorder:
             data_state, controllers, pending = restored.content
             if data_state:
                 self._stream.restore(data_state)
+            if self._curriculum is not None:
+                known = {k: x for k, x in restored.arrays.items() if k.startswith(_CURRICULUM)}
+                self._curriculum.recall({name.removeprefix(_CURRICULUM): x for name, x in known.items()})
             self._controllers.restore(controllers)
             self._run.console.print(f"Resumed after step {step} from {self._run.place}.")
         self._run.open_metrics(step + 1 if step else 0, marks)
@@ -188,6 +196,8 @@ class Recorder:
             self._flush()
             done = [batch.complete() for batch in in_flight] if self._run.leads else []
             host, arrays = codec.dump(done)
+            if self._curriculum is not None and self._run.leads:
+                arrays |= {_CURRICULUM + name: x for name, x in self._curriculum.memory(step).items()}
             position = done[-1].data_state if done else self._trained[1]
             content = {"data_state": position.decode(), "pending": host, "controllers": self._controllers.state()}
             content["files"] = self._run.marks()
@@ -322,6 +332,7 @@ class HostRecorder:
         enter: Callable[[], Mapping[str, Any]],
         evaluate: Evaluate | None,
         stopping: Callable[[], bool],
+        curriculum: Curriculum | None = None,
     ):
         """Opens nothing yet.
 
@@ -331,8 +342,9 @@ class HostRecorder:
           schedule: the job's.
           enter: asks the leader where this host begins.
           evaluate: on this host's share of the held-out prompts; None for no evaluation.
-          stopping: as in Recorder.
+          stopping, curriculum: as in Recorder.
         """
+        self._curriculum = curriculum
         self._stream, self._run, self._schedule = stream, run, schedule
         self._enter, self._evaluate, self.stopping = enter, evaluate, stopping
         self._evaluated: set[int] = set()
@@ -344,6 +356,8 @@ class HostRecorder:
         data_state = start["data_state"].encode()
         if data_state and self._stream is not None:
             self._stream.restore(data_state)
+        if self._curriculum is not None:
+            self._curriculum.recall(start["arrays"])
         self._evaluated = set(start["evaluated"])
         self._run.profiler.after(int(start["step"]))
         return Start(int(start["step"]), data_state, start["pending"], self._evaluated)

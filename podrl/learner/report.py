@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from podrl.algorithms.mismatch import derived, divided
+from podrl.data.pools import Curriculum
 from podrl.learner.control import MismatchGate
 from podrl.learner.generation import repeated
 from podrl.learner.settings import GRPOConfig, PPOConfig
@@ -26,6 +27,7 @@ class SampleReport:
         metric_fns: Sequence[MetricFn],
         watched: Sequence[tuple[str, str]],
         skipped: Callable[[], int],
+        curriculum: Curriculum | None = None,
     ):
         """Opens nothing yet.
 
@@ -35,9 +37,10 @@ class SampleReport:
           metric_fns: the user's, run every step.
           watched: metrics of the progress line.
           skipped: prompts left out so far because they were too long.
+          curriculum: of the prompts; None where each has its turn.
         """
         self._config, self._names, self._metric_fns = config, reward_names, metric_fns
-        self._watched, self._skipped = watched, skipped
+        self._watched, self._skipped, self._curriculum = watched, skipped, curriculum
         self._gate = MismatchGate(
             config.mismatch_bound,
             config.mismatch_patience,
@@ -65,6 +68,8 @@ class SampleReport:
             "data/last_prompt": float(rollouts.prompts.index_P.max()),
         }
         metrics |= episode_metrics(rollouts)
+        if self._curriculum is not None:
+            metrics |= {f"data/curriculum/{pool}": float(n) for pool, n in self._curriculum.sizes().items()}
         counts, tokens = dict(experience.counts), max(metrics["tokens/completion"], 1.0)
         if "rollout/kept_tokens" in counts:
             metrics["rollout/kept_mass"] = counts.pop("rollout/kept_tokens") / tokens

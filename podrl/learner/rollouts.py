@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.evaluate import summarised
 from podrl.learner.loop import InFlight, Start
@@ -138,6 +139,7 @@ class RemoteRollouts:
         begun: Callable[[int], Iterable[int]] = lambda step: (),
         prompts: int = 0,
         whole: bool = False,
+        curriculum: Curriculum | None = None,
     ):
         """Nothing runs yet.
 
@@ -155,7 +157,9 @@ class RemoteRollouts:
           prompts: of a batch; 0 where batches are given answers.
           whole: a batch is made in as many shares as the configuration has rollout hosts, whoever makes them: what is
             made of a prompt may depend on the others of its share.
+          curriculum: of the data; the hosts that draw prompts are told what it learns.
         """
+        self._curriculum = curriculum
         self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
         self._needed, self._quantum, self._deadline_s, self._begun = (
             needed,
@@ -206,7 +210,7 @@ class RemoteRollouts:
             self._accord.agree(step)
             self._leases.take(self._accord.tasks)
         else:
-            self._accord.agree(step, self._give(step))
+            self._accord.agree(step, self._give(step), self._curriculum and self._curriculum.word(step))
         taken = self._accord.taken
         self._leases.forget(name for name in self._leases.names() if leases.step_of(name) < taken)
 
@@ -361,7 +365,12 @@ class RemoteRollouts:
         """Returns what rollout hosts are told that begin at a step; `pending`: which batches in flight are whole."""
         whole = [not isinstance(batch, Partial) for batch in pending]
         fixed = {"step": step, "pending": whole, "data_state": data_state.decode()}
-        return lambda: {**fixed, "evaluated": sorted(self._start.evaluated)}
+
+        def told() -> dict[str, Any]:
+            known = {} if self._curriculum is None else self._curriculum.memory()
+            return {**fixed, "evaluated": sorted(self._start.evaluated), "arrays": known}
+
+        return told
 
 
 class RemoteBatch:

@@ -199,6 +199,23 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         for text in (text for text, found in refused.items() if found):
             raise ValueError(f"rollout.clock='wall' does not go with {text}; or set rollout.clock='tokens'.")
 
+    def check_curriculum(self, rollout: RolloutConfig) -> None:
+        """Refuses what data.curriculum cannot be combined with.
+
+        Raises:
+          ValueError: names the key.
+        """
+        if rollout.clock != "tokens":
+            raise ValueError(
+                f"data.curriculum does not go with rollout.clock={rollout.clock!r}, where the clock decides which step "
+                "trains on a prompt: set rollout.clock='tokens', or leave data.curriculum out."
+            )
+        if self.dynamic_sampling:
+            raise ValueError(
+                f"data.curriculum does not go with {self.section}.dynamic_sampling=True: groups that are replaced "
+                "leave no pass rates. Set it to False, or leave data.curriculum out."
+            )
+
     @property
     def prompt_batches(self) -> int:
         """Number of prompt batches that a step takes from the data."""

@@ -14,6 +14,7 @@ class Accord:
     Attributes:
       taken: every trainer host has all it needs of the batches before this step, as far as the leader knew.
       tasks: batches to begin at this step, and who makes them: podrl.rundir.leases.
+      results: of the step before, for the curriculum of those who draw prompts; None without one.
     """
 
     def __init__(self, pod: Pod, run: Run, deadline_s: float):
@@ -24,6 +25,7 @@ class Accord:
         self._words: list[int] = []  # offered and not dropped yet
         self.taken = 0
         self.tasks: Mapping[str, Any] = {}
+        self.results: Mapping[str, Any] | None = None
         if pod.leads:
             pod.channel.serve("reached", self._on_reached)
 
@@ -31,14 +33,17 @@ class Accord:
         """True if the leader decided to stop, at the last step agreed on."""
         return self._stop
 
-    def agree(self, step: int, tasks: Mapping[str, Any] | None = None) -> None:
-        """Waits for the leader's decision on a step; on the leader, sends it, and `tasks` with it."""
+    def agree(
+        self, step: int, tasks: Mapping[str, Any] | None = None, results: Mapping[str, Any] | None = None
+    ) -> None:
+        """Waits for the leader's decision on a step; on the leader, sends it, with `tasks` and `results`."""
         if self._pod.leads:
             self._reached[LEADER] = step
             self.taken = min(self._reached.values())
             self._stop = self._stop or self._wished or self._run.stopping()
             word = {"stop": self._stop, "taken": self.taken, "tasks": dict(tasks or {})}
             word["profile"] = self._run.profiler.decide(step)
+            word |= {} if results is None else {"results": dict(results)}
             self._pod.channel.put(f"word/{step}", Message(word))
             self._words.append(step)
             while self._words[0] < min(step - 1, self.taken):  # a trainer may be behind, a rollout host is at step
@@ -51,7 +56,7 @@ class Accord:
         with self._run.watchdog.stage(f"waiting for trainer 0 at step {step}"):
             word = self._pod.get(LEADER, f"word/{step}", self._deadline_s).value
         self._stop, self.taken, self.tasks = bool(word["stop"]), int(word["taken"]), word["tasks"]
-        self._run.profiler.wanted = word["profile"]
+        self.results, self._run.profiler.wanted = word.get("results"), word["profile"]
 
     def _on_reached(self, message: Message) -> Message:
         """Notes, on the channel's thread, where another host is and whether it was asked to stop."""

@@ -189,7 +189,8 @@ class Told(Leases):
           ChannelError: no answer within the deadline.
         """
         me = Message({"process": self._pod.seat.process, "address": self._pod.channel.address})
-        start = self._pod.call(LEADER, "enter", me, self._deadline_s).value
+        told = self._pod.call(LEADER, "enter", me, self._deadline_s)
+        start = {**told.value, "arrays": told.arrays}
         self._change = int(start["change"])
         self.take(start["tasks"])
         return start
@@ -348,8 +349,9 @@ class Given(Leases):
                 _log.warning("%s makes samples from now on, one of %d hosts.", name, len(self._members))
                 self._give_again()
             start = self._starts.get(step, self._starts[min(self._starts)])()
+            arrays = start.pop("arrays", {})
             tasks = {name: task.value() for name, task in self._tasks.items()}
-            return Message({**start, "change": self._change, "tasks": tasks})
+            return Message({**start, "change": self._change, "tasks": tasks}, arrays)
 
     def _lost(self, host: int) -> None:
         """Takes the leases of a lost host, on the channel's thread."""

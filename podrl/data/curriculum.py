@@ -1,0 +1,283 @@
+"""A stream whose records are chosen by their pass rates: the walk of a plain stream, and pools beside it."""
+
+import bisect
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from podrl.data.mixture import hashed
+from podrl.data.pools import POSTPONED, RETIRED, Curriculum
+from podrl.data.sources import Source
+from podrl.data.stream import MOST_IN_A_ROW, Limit, Mixed, Sourced, Stream, TooLong
+
+Item = TypeVar("Item")
+_log = logging.getLogger(__name__)
+
+
+class ChosenStream(Stream[Item], Generic[Item]):
+    """A stream that passes records over, and brings some back, as a curriculum says.
+
+    Every source is walked in an order of its own that is new in every epoch. Records of closed pools are passed over;
+    those of pools with a share are drawn besides, the one first that was visited longest ago. Sources keep their
+    weights. What the stream draws for a batch is a function of its position and of the curriculum's table.
+    """
+
+    _chooses = True
+
+    def __init__(
+        self,
+        source: Source | Mixed,
+        prepare: Callable[[int, Any], Item | TooLong],
+        shuffle_seed: int | None,
+        limit: Limit,
+        *,
+        curriculum: Curriculum,
+        tools: str = "",
+    ) -> None:
+        """Starts at the first record; arguments as of Stream, and the pass rates."""
+        super().__init__(source, prepare, shuffle_seed, limit, tools=tools)
+        self._sources = source.sources if isinstance(source, Mixed) else [source]
+        self._weights = list(source.weights) if isinstance(source, Mixed) else [1.0]
+        self._mixes = isinstance(source, Mixed)
+        self.curriculum = curriculum
+        self._starts = list(itertools.accumulate(map(len, self._sources), initial=0))  # numbers of first records
+        self._walks = [_Walk(len(one), shuffle_seed, k) for k, one in enumerate(self._sources)]
+        self._drawn_of = [0] * len(self._sources)  # by source
+        self._wanted_of = [[0] * (1 + len(curriculum.config.shares)) for _ in self._sources]  # the walk, then pools
+        self._first, self._ids = 0, []  # records of the newest batches, and the position of the first of them
+        self._brought_back = 0
+        self._long: list[set[int]] = [set() for _ in self._sources]  # records known to be too long
+
+    def take(self, count: int) -> list[Item]:
+        """Returns the items of the next batch, which are as many every time.
+
+        Raises:
+          ValueError: every record is too long.
+        """
+        table = self.curriculum.table(batch := self.emitted // count)
+        pool_N = table.pools(batch, self.curriculum.config)
+        busy = self._ids[max(len(self._ids) - self.curriculum.lag * count, 0) :]
+        draw: _Draw[Item] = _Draw(self, table.ids_N, table.last_N, pool_N, busy)
+        items = [draw.next(*self._place()) for _ in range(count)]
+        self.emitted += count
+        kept = (self.curriculum.lag + 1) * count
+        self._ids = (self._ids + draw.chosen)[-kept:]
+        self._first = self.emitted - len(self._ids)
+        return items
+
+    def state(self) -> bytes:
+        """Returns the stream's position, as JSON: without the pass rates, which are the curriculum's."""
+        own = {
+            "walks": [walk.position for walk in self._walks],
+            "drawn": self._drawn_of,
+            "wanted": self._wanted_of,
+            "first": self._first,
+            "ids": self._ids,
+            "brought_back": self._brought_back,
+        }
+        return json.dumps({**json.loads(super().state()), "curriculum": own}).encode()
+
+    def restore(self, state: bytes) -> None:
+        super().restore(state)
+        own = json.loads(state)["curriculum"]
+        for walk, position in zip(self._walks, own["walks"], strict=True):
+            walk.position = position
+        self._drawn_of, self._wanted_of = list(own["drawn"]), [list(each) for each in own["wanted"]]
+        self._first, self._ids, self._brought_back = own["first"], list(own["ids"]), own["brought_back"]
+
+    def _place(self) -> tuple[int, int | None]:
+        """Decides the source of the next item, and the pool: None is the walk."""
+        part = _behind(self._drawn_of, self._weights)
+        shares = self.curriculum.config.shares
+        wanted = _behind(self._wanted_of[part], [max(1.0 - sum(shares.values()), 0.0), *shares.values()])
+        return part, [None, *shares][wanted]
+
+    def walk(self, part: int, taken: Callable[[int], bool], closed: int) -> tuple[int, Item] | None:
+        """Returns the next record of a source's walk that is not taken; None where one round finds none.
+
+        Args:
+          part: number of the source.
+          taken: True of records that are passed over.
+          closed: how many are; where that is all that are not too long, no walk is begun.
+        """
+        walk, start = self._walks[part], self._starts[part]
+        if closed + len(self._long[part]) >= len(walk):
+            return None
+        position, too_long = walk.position, list[TooLong]()
+        for _ in range(2 * len(walk)):  # a record may be the first of one epoch and the last of the next
+            number = start + walk.next()
+            if taken(number):
+                continue
+            made = self.item(number)
+            if not isinstance(made, TooLong):
+                for placeholder in too_long:
+                    self._pass_over(placeholder)
+                return number, made
+            self._long[part].add(number)
+            too_long.append(made)
+            if len(too_long) == MOST_IN_A_ROW:
+                raise self.unfit(MOST_IN_A_ROW)
+        walk.position = position  # as if it were known already which are too long
+        return None
+
+    def item(self, number: int) -> Item | TooLong:
+        """Prepares a record by its number."""
+        part = self.part_of(number)
+        record = self._sources[part][number - self._starts[part]]
+        return self._prepare(self.emitted, Sourced(part, record) if self._mixes else record)
+
+    def span(self, part: int) -> tuple[int, int]:
+        """The numbers of a source's records: the first, and the first of the next source."""
+        return self._starts[part], self._starts[part + 1]
+
+    def part_of(self, number: int) -> int:
+        """The source of a record."""
+        return bisect.bisect_right(self._starts, number) - 1
+
+    def parts_from(self, part: int) -> list[int]:
+        """All sources, this one first."""
+        return [part, *(k for k in range(len(self._sources)) if k != part)]
+
+    def bring_back(self, pool: int) -> None:
+        """Counts a record that is drawn for want of others."""
+        self._brought_back += 1
+        if str(self._brought_back).rstrip("0") == "1":  # 1, 10, 100, ...
+            _log.warning(
+                "%d prompts so far came back before their time: all others of the %d records are %s. Give more data, "
+                "or change data.curriculum.%s.",
+                *(self._brought_back, self.records),
+                *(("postponed or retired", "postpone_steps") if pool == POSTPONED else ("retired", "retire_after")),
+            )
+
+
+class _Draw(Generic[Item]):
+    """The choice of one batch's records.
+
+    Attributes:
+      chosen: numbers of the records so far.
+    """
+
+    def __init__(
+        self, stream: ChosenStream[Item], ids_N: np.ndarray, last_N: np.ndarray, pool_N: np.ndarray, busy: Sequence[int]
+    ) -> None:
+        self.stream, self._ids_N, self._last_N, self._pool_N = stream, ids_N, last_N, pool_N
+        self._closed = stream.curriculum.config.closed
+        self._busy = _Away(self, busy)  # in batches whose results are not known, or in this one
+        self._mine = _Away(self, ())  # in this one
+        self._queues: dict[tuple[int, int], list[int]] = {}
+        self._shut_of: dict[int, int] = {}
+        self.chosen: list[int] = []
+
+    def next(self, part: int, wanted: int | None) -> Item:
+        """Returns the next item: of a pool, else of the walk, else of what is left."""
+        for number, item in self._offers(part, wanted):
+            self.chosen.append(number)
+            self._busy.add(number)
+            self._mine.add(number)
+            return item
+        raise self.stream.unfit(2 * self.stream.records)
+
+    def _offers(self, part: int, wanted: int | None) -> Iterator[tuple[int, Item]]:
+        """Lists what may be drawn, best first; only the first one is used."""
+        stream, order = self.stream, self.stream.parts_from(part)
+        if wanted is not None:
+            yield from self._of_pool(part, wanted, self._busy)
+        for away in (self._busy, self._mine):
+            for k in order:
+                yield from self._of_walk(k, away)
+                for pool in stream.curriculum.config.shares:
+                    yield from self._of_pool(k, pool, away)
+        for pool in (POSTPONED, RETIRED):
+            for k in order:
+                for number, item in self._of_pool(k, pool, self._mine):
+                    stream.bring_back(pool)
+                    yield number, item
+        for k in order:  # a batch of more prompts than there are records
+            found = stream.walk(k, lambda number: False, 0)
+            yield from [found] if found else []
+
+    def _of_walk(self, part: int, away: "_Away") -> Iterator[tuple[int, Item]]:
+        if part not in self._shut_of:
+            mine = slice(*np.searchsorted(self._ids_N, self.stream.span(part)))
+            self._shut_of[part] = int(np.isin(self._pool_N[mine], self._closed).sum())
+        taken = self._shut_of[part] + away.open_of.get(part, 0)
+        found = self.stream.walk(part, lambda number: number in away.numbers or self.shut(number), taken)
+        yield from [found] if found else []
+
+    def _of_pool(self, part: int, pool: int, away: "_Away") -> Iterator[tuple[int, Item]]:
+        if (part, pool) not in self._queues:
+            first, last = self.stream.span(part)
+            mine = np.flatnonzero((self._pool_N == pool) & (self._ids_N >= first) & (self._ids_N < last))
+            self._queues[part, pool] = self._ids_N[mine[np.argsort(self._last_N[mine], kind="stable")]].tolist()
+        for number in self._queues[part, pool]:
+            if number not in away.numbers:
+                item = self.stream.item(number)
+                if not isinstance(item, TooLong):
+                    yield number, item
+
+    def shut(self, number: int) -> bool:
+        """True of a record that has no turn of its own."""
+        at = int(np.searchsorted(self._ids_N, number))
+        return at < len(self._ids_N) and self._ids_N[at] == number and self._pool_N[at] in self._closed
+
+
+class _Away:
+    """Records that a batch is not to have.
+
+    Attributes:
+      numbers: of the records.
+      open_of: how many of them would have a turn, by source.
+    """
+
+    def __init__(self, draw: _Draw[Any], numbers: Sequence[int]) -> None:
+        self._draw, self.numbers = draw, set[int]()
+        self.open_of: dict[int, int] = {}
+        for number in numbers:
+            self.add(number)
+
+    def add(self, number: int) -> None:
+        if number in self.numbers:
+            return
+        self.numbers.add(number)
+        if not self._draw.shut(number):
+            part = self._draw.stream.part_of(number)
+            self.open_of[part] = self.open_of.get(part, 0) + 1
+
+
+class _Walk:
+    """An endless walk through the numbers below `size`, in a new order every epoch.
+
+    Attributes:
+      position: numbers given out so far.
+    """
+
+    def __init__(self, size: int, seed: int | None, part: int) -> None:
+        self.position = 0
+        self._size, self._seed, self._part = size, seed, part
+        self._epoch, self._order = -1, np.arange(0)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def next(self) -> int:
+        epoch, place = divmod(self.position, self._size)
+        self.position += 1
+        if self._seed is None:
+            return place
+        if epoch != self._epoch:
+            key = hashed(np.asarray([(self._seed << 32) + self._part], np.uint64)) + np.uint64(epoch)
+            values = hashed(hashed(key) + np.arange(self._size, dtype=np.uint64))
+            self._epoch, self._order = epoch, np.argsort(values, kind="stable")
+        return int(self._order[place])
+
+
+def _behind(counts: list[int], weights: Sequence[float]) -> int:
+    """Counts one more for the kind that is furthest behind its weight, and returns it."""
+    whole, done = sum(weights), sum(counts) + 1
+    chosen = max(range(len(counts)), key=lambda k: (weights[k] / whole * done - counts[k], -k))
+    counts[chosen] += 1
+    return chosen

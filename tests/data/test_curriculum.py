@@ -1,0 +1,191 @@
+"""Curricula: pools by pass rates, shares, retired and postponed prompts, exact resume, sources' weights."""
+
+import json
+
+import numpy as np
+import pytest
+
+from podrl.data.config import DataConfig
+from podrl.data.pipeline import PromptStream
+from podrl.data.pools import EASY, HARD, NORMAL, POSTPONED, RETIRED, Curriculum, CurriculumConfig, Results, empty
+
+RATES = (1.0, 0.5, 0.0)  # of records by their number modulo 3
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name in "ab":
+        rows = [{"question": f"{name} {i}{'?' * (i % 10)}", "answer": "1", "id": i} for i in range(30)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def stream(tokenizer, files, *, rows=6, lag=0, limit=64, sources=(), **curriculum) -> PromptStream:
+    where = {"sources": sources} if sources else {"path": str(files / "a.jsonl")}
+    data = DataConfig(**where, system_prompt="", eval_fraction=0.0, cache="", curriculum=curriculum)
+    made = PromptStream.from_config(data, tokenizer, prompts_per_step=rows, max_prompt_length=limit)
+    assert made.curriculum is not None
+    made.curriculum.begin(lag=lag, names=["answer"], group_size=4)
+    return made
+
+
+class Training:
+    """Stands for the loop: batches are drawn `lag` steps ahead, and samples pass as RATES says."""
+
+    def __init__(self, made: PromptStream, lag: int = 0):
+        self.stream, self.lag = made, lag
+        self.step, self.open, self.history = 0, [], []
+
+    def run(self, steps: int) -> list[list[int]]:
+        for _ in range(steps):
+            while len(self.open) <= self.lag:
+                batch = next(self.stream)
+                self.open.append((batch.fields["id"], batch.data_state))
+            ids, _ = self.open.pop(0)
+            self.tell(self.step, ids)
+            self.history.append(list(ids))
+            self.step += 1
+        return self.history
+
+    def tell(self, step, ids):
+        drawn = np.asarray(ids, np.int64)
+        rates = np.asarray([RATES[i % 3] for i in ids], np.float32)
+        self.stream.curriculum.hear({"step": step, "ids": drawn.tolist(), "rate": rates.tolist()})
+
+
+def test_a_table_keeps_rates_streaks_and_the_last_visit():
+    config = CurriculumConfig(retire_after=2, postpone_after=2, postpone_steps=3)
+    table = empty().after(0, Results(np.array([7, 3, 5]), np.array([1.0, 0.0, 0.5], np.float32)), config)
+    assert table.ids_N.tolist() == [3, 5, 7] and table.rate_N.tolist() == [0.0, 0.5, 1.0]
+    assert table.pools(1, config).tolist() == [HARD, NORMAL, EASY]
+    before = table
+    table = table.after(1, Results(np.array([3, 7, 4]), np.array([0.0, 1.0, 0.25], np.float32)), config)
+    assert table.ids_N.tolist() == [3, 4, 5, 7] and table.last_N.tolist() == [1, 1, 0, 1]
+    assert table.pools(2, config).tolist() == [POSTPONED, HARD, NORMAL, RETIRED]
+    assert table.pools(4, config).tolist() == [HARD, HARD, NORMAL, RETIRED], "three steps after its last visit"
+    table = table.after(4, Results(np.array([3, 7]), np.array([0.75, 0.0], np.float32)), config)
+    assert table.rate_N.tolist() == [0.375, 0.25, 0.5, 0.5]
+    assert table.pools(5, config).tolist() == [NORMAL, HARD, NORMAL, NORMAL]
+    assert before.ids_N.tolist() == [3, 5, 7], "tables are not changed in place"
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_solved_prompts_do_not_come_back_and_failed_ones_do_after_their_rest(tokenizer, files, lag):
+    made = stream(tokenizer, files, rows=2, lag=lag, retire_after=2, postpone_after=1, postpone_steps=12)
+    history = Training(made, lag).run(90)
+    visits = {i: [s for s, ids in enumerate(history) if i in ids] for i in range(30)}
+    for i, steps in visits.items():
+        if i % 3 == 0:
+            assert len(steps) == 2, (i, steps)
+        elif i % 3 == 2:
+            assert len(steps) > 2 and min(np.diff(steps)) >= 12, (i, steps)
+        else:
+            assert len(steps) > 4, (i, steps)
+    counts = made.curriculum.sizes()
+    assert counts["retired"] == 10 and counts["unseen"] == 0
+    assert counts["normal"] == 10 and sum(counts.values()) == 30
+
+
+def test_shares_set_how_often_pools_come(tokenizer, files):
+    made = stream(tokenizer, files, rows=5, easy_share=0.1, hard_share=0.5)
+    history = Training(made).run(60)
+    later = [i % 3 for ids in history[20:] for i in ids]  # all have been seen by then
+    assert [later.count(kind) for kind in range(3)] == [20, 80, 100]
+    hard = [i for ids in history[20:] for i in ids if i % 3 == 2]
+    assert max(hard.count(i) for i in set(hard)) - min(hard.count(i) for i in set(hard)) <= 1, "oldest first"
+    assert all(len(set(ids)) == 5 for ids in history)
+
+
+def test_a_share_of_nothing_leaves_a_pool_out(tokenizer, files):
+    history = Training(stream(tokenizer, files, rows=5, easy_share=0.0, hard_share=0.0)).run(40)
+    assert {i % 3 for ids in history[10:] for i in ids} == {1}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("saved_at", [1, 7, 20])
+def test_a_run_resumes_at_any_step_also_where_batches_in_flight_were_given_up(tokenizer, files, lag, saved_at):
+    settings = {"retire_after": 2, "postpone_after": 1, "postpone_steps": 5, "hard_share": 0.25, "limit": 13}
+    whole = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
+    expected = whole.run(30)
+    assert whole.stream.skipped, "some are too long"
+    for keep in (True, False):
+        first = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
+        first.run(saved_at)
+        state_of_last = [state for _, state in first.open]
+        again = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
+        again.step, again.history = first.step, list(first.history)
+        memory = {name: array.copy() for name, array in first.stream.curriculum.memory(saved_at).items()}
+        if keep and state_of_last:
+            again.stream.restore(state_of_last[-1])
+            again.open = list(first.open)
+        else:  # as a rescue does: the position after the last batch that was trained on
+            plain = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
+            states = []
+            for step in range(saved_at):
+                if step >= lag:
+                    plain.tell(step - lag, expected[step - lag])
+                states.append(next(plain.stream).data_state)
+            again.stream.restore(states[-1])
+        again.stream.curriculum.recall(memory)
+        assert again.run(30 - saved_at) == expected
+
+
+def test_sources_keep_their_weights_while_prompts_of_one_retire(tokenizer, files):
+    sources = tuple({"path": str(files / f"{name}.jsonl"), "weight": w} for name, w in (("a", 2.0), ("b", 1.0)))
+    made = stream(tokenizer, files, sources=sources, retire_after=1, hard_share=0.25)
+    names = []
+    for step in range(40):
+        batch = next(made)
+        names += batch.fields["dataset"]
+        numbers = [i + 30 * (name == "b") for i, name in zip(batch.fields["id"], batch.fields["dataset"], strict=True)]
+        solved = [1.0 if number < 30 and number % 3 == 0 else 0.5 for number in numbers]
+        made.curriculum.hear({"step": step, "ids": numbers, "rate": solved})
+    assert names.count("a") == 160 and names.count("b") == 80
+    assert made.curriculum.sizes()["retired"] == 10
+
+
+def test_where_all_are_postponed_or_retired_those_postponed_come_back_first_and_it_says_so(tokenizer, files, caplog):
+    made = stream(tokenizer, files, rows=10, retire_after=1, postpone_after=1, postpone_steps=1000)
+    for step in range(3):
+        ids = next(made).fields["id"]
+        made.curriculum.hear({"step": step, "ids": ids, "rate": [float(i < 12) for i in ids]})
+    assert "before their time" not in caplog.text
+    back = [next(made).fields["id"]]
+    made.curriculum.hear({"step": 3, "ids": back[0], "rate": [1.0] * 10})
+    back.append(next(made).fields["id"])
+    assert all(i >= 12 for i in back[0]) and sum(i >= 12 for i in back[1]) >= 8
+    assert "came back before their time" in caplog.text and "data.curriculum.postpone_steps" in caplog.text
+    made.curriculum.hear({"step": 4, "ids": list(range(30)), "rate": [1.0] * 30})
+    assert len(set(next(made).fields["id"])) == 10, "a run whose prompts are all retired goes on"
+
+
+def test_a_batch_may_hold_more_prompts_than_there_are_records(tokenizer, files):
+    made = stream(tokenizer, files, rows=45, retire_after=1)
+    assert {ids for ids in next(made).fields["id"]} == set(range(30))
+
+
+def test_prompts_that_are_all_too_long_are_refused_as_without_a_curriculum(tokenizer, files):
+    with pytest.raises(ValueError, match=r"All of 30 records are longer than 1 tokens: raise rollout\.max_prompt_len"):
+        next(stream(tokenizer, files, limit=1, retire_after=1))
+
+
+def test_settings_that_contradict_each_other_are_refused(tokenizer, files):
+    with pytest.raises(ValueError, match=r"data\.curriculum\.hard_rate=0\.8 must be below"):
+        CurriculumConfig(hard_rate=0.8)
+    with pytest.raises(ValueError, match=r"are 1\.2 together: they must be at most 1"):
+        CurriculumConfig(easy_share=0.6, hard_share=0.6)
+    made = Curriculum(CurriculumConfig(retire_after=1, metric="asnwer"), 9)
+    with pytest.raises(
+        ValueError, match=r"data\.curriculum\.metric='asnwer' is no reward function.*'reward', or 'answer'"
+    ):
+        made.begin(lag=0, names=["answer"], group_size=2)
+
+
+def test_a_position_with_a_curriculum_and_one_without_are_not_taken_for_each_other(tokenizer, files):
+    data = DataConfig(path=str(files / "a.jsonl"), system_prompt="", eval_fraction=0.0)
+    plain = PromptStream.from_config(data, tokenizer, prompts_per_step=6, max_prompt_length=64)
+    chosen = stream(tokenizer, files, retire_after=1)
+    with pytest.raises(ValueError, match=r"one without data\.curriculum, which is used now"):
+        chosen.restore(plain.state())
+    with pytest.raises(ValueError, match=r"one with data\.curriculum, which is not used now"):
+        plain.restore(chosen.state())
