@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from podrl.algorithms.policy_loss import with_old
@@ -31,7 +32,7 @@ from podrl.rollout.rollout import pieces_per_prompt
 from podrl.rollout.sizes import engine_shape
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import make_critic_step, make_value_fn
-from podrl.trainer.packing import PackShape
+from podrl.trainer.packing import PackShape, SharedPrefixes, place
 from podrl.trainer.step import make_logprob_fn, make_train_step
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.local import RelayoutTransport
@@ -238,9 +239,12 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
 
 
 def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:
-    """Counts loop trips: filled micro-batches; within them, half the key blocks of blockwise attention."""
-    planned = setting.job.rollout.max_prompt_length + setting.completion
-    filled = max(1.0, math.ceil(shape.micro_batches * planned / setting.longest))
+    """Counts loop trips: micro-batches that an update's planned samples fill; half the key blocks of blockwise."""
+    job, prompt = setting.job, setting.job.rollout.max_prompt_length
+    group_B = np.arange(job.mini_batch_size) // job.group_size
+    length_B = np.full_like(group_B, prompt + setting.completion)
+    prefixes = SharedPrefixes(group_B, np.full_like(group_B, max(prompt - 1, 0)))
+    filled = float(place(length_B, shape, prefixes).micro_batches)
     blocks = (max(1, shape.tokens // BLOCK) + 1) / 2
     return lambda depth: filled if looped and depth == 0 else blocks
 

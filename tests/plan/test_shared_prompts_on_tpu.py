@@ -1,0 +1,66 @@
+"""The real update over rows that share prompts, compiled for TPUs: the kernel is in it, and it moves fewer bytes."""
+
+import importlib.util
+import os
+
+import numpy as np
+import pytest
+
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
+from podrl.mesh.build import make_mesh
+from podrl.models.config import gemma2_config
+from podrl.plan.chips import parse_topology, prepare
+from podrl.plan.compile import QUICK
+from podrl.plan.hlo import Cost, cost_of
+from podrl.trainer import state as state_lib
+from podrl.trainer.config import RLTrainingConfig
+from podrl.trainer.packing import SharedPrefixes, pack_shape, place
+from podrl.trainer.step import make_train_step
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]"),
+]
+SAMPLES, PROMPT, LONGEST = 8, 512, 1024
+
+
+def _update(topology: str, *, share: bool) -> tuple[str, Cost]:
+    """Compiles an update of one prompt's samples on one chip: (its text, its cost when all are of full length)."""
+    mesh = make_mesh("fsdp=1", parse_topology(topology, key="--trainer").devices()[:1])
+    model = gemma2_config(
+        vocab_size=4096, num_layers=4, model_dim=512, ffn_dim=2048, num_heads=8, num_kv_heads=4, head_dim=64, window=256
+    )
+    training = RLTrainingConfig(
+        eval_every_n_steps=0, max_steps=1, dtype="bfloat16", max_seq_token_per_tpu=8192, share_prompts=share
+    )
+    shape = pack_shape(
+        training, mesh, sequences=SAMPLES, max_length=LONGEST, group_size=SAMPLES, max_prompt_length=PROMPT
+    )
+    prefixes = SharedPrefixes(np.zeros(SAMPLES, np.int64), np.full(SAMPLES, PROMPT - 1))
+    filled = place(np.full(SAMPLES, LONGEST), shape, prefixes).micro_batches
+    loss, optimizer = PolicyLoss(KLLossSettings()), training.optimizer()
+    step = make_train_step(model, loss, optimizer, mesh, dtype=training.dtype, remat=training.remat)
+    state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
+    lowered = step.lower(state, frozen, state_lib.abstract_batch(loss.rows, shape, mesh))
+    text = lowered.compile(compiler_options=dict(QUICK)).as_text() or ""
+    return text, cost_of(text, trips=lambda depth: float(filled))
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch):
+    env = dict(os.environ)
+    prepare(env)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_an_update_that_shares_prompts_moves_fewer_bytes(topology: str):
+    text, sharing = _update(topology, share=True)
+    assert all(f"prefix_attention_{name}" in text for name in ("fwd", "dq", "dkv")) and "splash" not in text
+    assert not sharing.uncounted and sharing.flops > 0
+    if topology == "v5e:2x2":
+        text, alone = _update(topology, share=False)
+        assert "splash" in text and "prefix_attention" not in text
+        assert sharing.bytes < 0.7 * alone.bytes, (sharing.bytes, alone.bytes)
