@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from endpoints import joined
 
+from podrl.data.curriculum import ChosenStream
+from podrl.data.pools import Curriculum, CurriculumConfig
+from podrl.data.stream import Limit
 from podrl.learner.hosting import HostRollouts
 from podrl.learner.loop import Schedule, Start, train
 from podrl.learner.recorder import HostRecorder
@@ -48,6 +51,30 @@ class Stream:
 
     def restore(self, state: bytes) -> None:
         self._next = json.loads(state)
+
+
+class Chosen(Stream):
+    """Prompts that a curriculum chooses."""
+
+    def __init__(self, staleness: int):
+        config = CurriculumConfig(retire_after=1, postpone_after=1, postpone_steps=3, hard_share=0.25)
+        self.curriculum = Curriculum(config, 300)
+        self.curriculum.begin(lag=staleness, names=[], group_size=G)
+        more = {"curriculum": self.curriculum}
+        self._stream = ChosenStream(range(300), lambda i, record: record, 0, Limit(1, "none", "error"), **more)
+
+    def __next__(self) -> Prompts:
+        first, ones = self._stream.emitted, np.ones(P, np.int32)
+        self._stream.take(P)
+        return Prompts(ones[:, None], ones, np.arange(first, first + P), [""] * P, {}, self._stream.state())
+
+    def restore(self, state: bytes) -> None:
+        self._stream.restore(state)
+
+
+def stream_of(staleness: int, chosen: bool) -> tuple[Stream, dict]:
+    stream = Chosen(staleness) if chosen else Stream()
+    return stream, {"curriculum": stream.curriculum} if isinstance(stream, Chosen) else {}
 
 
 class Weights:
@@ -119,7 +146,7 @@ class Sampler:
             episodes=[NO_EPISODE] * B,
             seconds=0.0,
         )
-        return Experience(rollouts, np.zeros((1, B)), np.zeros(B), np.zeros(B), 0.0, {})
+        return Experience(rollouts, np.zeros((1, B)), (length_B % 2).astype(float), np.zeros(B), 0.0, {})
 
     def give_up(self, making):
         return
@@ -141,18 +168,18 @@ def run() -> types.SimpleNamespace:
 class Member:
     """A rollout host on threads of this process, which die with its network."""
 
-    def __init__(self, pod: Pod, weights: Weights, schedule: Schedule):
-        self.pod, self._weights, self._schedule = pod, weights, schedule
+    def __init__(self, pod: Pod, weights: Weights, schedule: Schedule, chosen: bool):
+        self.pod, self._weights, self._schedule, self._chosen = pod, weights, schedule, chosen
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
         here, accord, windows = run(), Accord(self.pod, run(), DEADLINE_S), self._schedule.max_staleness > 1
         makes = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S, "windows": windows}
-        host = HostRollouts(self._weights, Stream(), here, self.pod, accord, **makes)
-        seen = HostRecorder(
-            host._stream, here, self._schedule, enter=host.enter, evaluate=None, stopping=accord.stopping
-        )
+        stream, curriculum = stream_of(self._schedule.max_staleness, self._chosen)
+        host = HostRollouts(self._weights, stream, here, self.pod, accord, **makes, **curriculum)
+        of_host = {"enter": host.enter, "evaluate": None, "stopping": accord.stopping, **curriculum}
+        seen = HostRecorder(stream, here, self._schedule, **of_host)
         nothing = types.SimpleNamespace(
             score=lambda *_: None, rewards=lambda *_: (None, {}), advantages=lambda *_: (None, {}),
             pack=lambda *_: (), update=lambda *_: {},
@@ -167,9 +194,9 @@ class Member:
 class Pods:
     """A job whose hosts are replaced, lost and added by number."""
 
-    def __init__(self, pods: list[Pod], weights: Weights, schedule: Schedule):
-        self.leader, self._weights, self._schedule = pods[0], weights, schedule
-        self.there = [Member(pod, weights, schedule) for pod in pods[1:]]
+    def __init__(self, pods: list[Pod], weights: Weights, schedule: Schedule, chosen: bool):
+        self.leader, self._weights, self._schedule, self._chosen = pods[0], weights, schedule, chosen
+        self.there = [Member(pod, weights, schedule, chosen) for pod in pods[1:]]
 
     def kill(self, rng: random.Random) -> int:
         member = self.there.pop(rng.randrange(len(self.there)))
@@ -181,7 +208,7 @@ class Pods:
         address, secret = self.leader.channel.address, {"PODRL_SECRET": "s"}
         seat = Seat(number, HOSTS, address, "s", True) if number else joining.late_seat(address, secret, 30.0)
         pod = Pod(seat, host="127.0.0.1").join(30.0, lambda reached, waited_s: "")
-        self.there.append(Member(pod, self._weights, self._schedule))
+        self.there.append(Member(pod, self._weights, self._schedule, self._chosen))
 
 
 @pytest.fixture(autouse=True)
@@ -191,18 +218,25 @@ def impatient(monkeypatch):
     monkeypatch.setattr(pod_of, "_LOOK_S", 0.02)
 
 
-def train_through(staleness: int, seed: int, kills: int) -> tuple[list[Experience], Given]:
+def train_through(
+    staleness: int, seed: int, kills: int, *, chosen: bool = False
+) -> tuple[list[Experience], Given, dict[str, int]]:
     """Trains STEPS steps; kills hosts after random ones, and adds as many, some under the number of a lost one."""
     rng, seen = random.Random(seed), []
     deaths = {1, *rng.sample(range(2, STEPS - 2), kills - 1)} if kills else set()
     schedule, weights = Schedule(STEPS, staleness), Weights(staleness)
     with joined(HOSTS, disposable=True) as pods:
-        hosts = Pods(pods, weights, schedule)
+        hosts = Pods(pods, weights, schedule, chosen)
+        stream, curriculum = stream_of(staleness, chosen)
         quantum = Quantum(RolloutConfig(window_tokens=QUANTUM), windows=staleness)
         needed = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
         more = {"deadline_s": DEADLINE_S, "quantum": quantum, "begun": schedule.begun, "prompts": P}
         accord = Accord(pods[0], run(), DEADLINE_S)
-        leader = RemoteRollouts(weights.offers(), Stream(), run(), pods[0], accord, needed=needed, **more)
+        leader = RemoteRollouts(weights.offers(), stream, run(), pods[0], accord, needed=needed, **more, **curriculum)
+
+        def score(step: int, experience: Experience) -> None:
+            if chosen:
+                curriculum["curriculum"].see(step, experience)
 
         def record(step: int, experience: Experience, metrics: dict) -> None:
             seen.append(experience)
@@ -215,18 +249,18 @@ def train_through(staleness: int, seed: int, kills: int) -> tuple[list[Experienc
             save=lambda *_: None, evaluate=lambda *_: None, stopping=lambda: False,
         )  # fmt: skip
         algorithm = types.SimpleNamespace(
-            score=lambda *_: None, rewards=lambda *_: (None, {}), advantages=lambda *_: (None, {}),
+            score=score, rewards=lambda *_: (None, {}), advantages=lambda *_: (None, {}),
             pack=lambda *_: (), update=lambda *_: {},
         )  # fmt: skip
         assert train(leader, algorithm, recorder, schedule) == STEPS
         for member in hosts.there:
             member.die()
-        return seen, leader._given
+        return seen, leader._given, curriculum["curriculum"].sizes() if chosen else {}
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_ten_kills_in_thirty_steps_lose_no_prompt_and_change_no_version(staleness):
-    seen, given = train_through(staleness, seed=staleness, kills=10)
+    seen, given, _ = train_through(staleness, seed=staleness, kills=10)
     assert given.taken_over >= 5, "kills that struck nobody show nothing"
     for step, experience in enumerate(seen):
         rollouts = experience.rollouts
@@ -238,6 +272,17 @@ def test_ten_kills_in_thirty_steps_lose_no_prompt_and_change_no_version(stalenes
             expected = [min(max(step - staleness, 0) + w, last) for w in windows]
             drawn_T = rollouts.tokens_BT[b, 1 : rollouts.length_B[b]] - 2
             assert drawn_T.tolist() == expected, (step, b)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_what_a_curriculum_chooses_depends_on_no_host(staleness):
+    seen, given, sizes = train_through(staleness, seed=staleness, kills=10, chosen=True)
+    assert given.taken_over >= 5 and sizes["retired"] > 10 and sizes["hard"] + sizes["postponed"] > 10, sizes
+    undisturbed, _, same = train_through(staleness, seed=staleness, kills=0, chosen=True)
+    assert [experience.data_state for experience in seen] == [experience.data_state for experience in undisturbed]
+    assert sizes == same
+    drawn = [json.loads(experience.data_state)["curriculum"]["ids"][-P:] for experience in seen]
+    assert len({number for ids in drawn for number in ids}) < len(seen) * P, "some come again"
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 7])

@@ -7,9 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from podrl.algorithms.presets import PRESETS, preset
 from podrl.algorithms.shaping import overlong_penalty
+from podrl.job.config import complete, parse, unset
 from podrl.learner.control import LossKL, MismatchGate, RewardKL
 from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_LENGTH, Prompts, Rollouts
@@ -222,3 +224,24 @@ def test_the_gate_stops_with_a_diagnosis():
     forgiving = MismatchGate(0.1, 0, section="ppo", stale=False)
     for step in range(9):
         forgiving.check(step, bad)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"grpo": {"dynamic_sampling": True}}, r"does not go with grpo\.dynamic_sampling=True.*leave no pass rates"),
+        ({"rollout": {"clock": "wall"}, "grpo": {"max_staleness": 1}}, r"does not go with rollout\.clock='wall'"),
+        ({"algorithm": "sft"}, r"data\.curriculum chooses prompts .* algorithm=sft learns from given answers"),
+    ],
+)
+def test_what_a_curriculum_cannot_be_combined_with_is_refused_by_name(values, message):
+    given = {"trainer": {"eval_every_n_steps": 0, "max_steps": 6}, "data": {"curriculum": {"retire_after": 1}}}
+    assert parse(ConfigDict(complete(given)).to_dict()).data.curriculum.used
+    with pytest.raises(ValueError, match=message):
+        parse(ConfigDict(complete(given | values)).to_dict())
+
+
+def test_a_key_without_a_default_two_groups_down_can_be_set_on_the_command_line():
+    shares = ConfigDict(unset("grpo")).data.curriculum
+    shares.easy_share = 0.25
+    assert shares.to_dict()["easy_share"] == 0.25
