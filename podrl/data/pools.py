@@ -106,13 +106,12 @@ class Table(NamedTuple):
         """The table with the results of one more step."""
         new, first = np.unique(results.ids_N, return_index=True)
         rate_n = results.rate_N[first]
-        ids_N = np.union1d(self.ids_N, new)
-        old, at = np.searchsorted(ids_N, self.ids_N), np.searchsorted(ids_N, new)
-        columns = [np.zeros(len(ids_N), column.dtype) for column in self[1:]]
-        for column, before in zip(columns, self[1:], strict=True):
-            column[old] = before
-        rate_N, solved_N, failed_N, last_N = columns
-        known = np.isin(new, self.ids_N, assume_unique=True)
+        place = np.searchsorted(self.ids_N, new)
+        known = np.append(self.ids_N, -1)[place] == new
+        # Rows are inserted: sorting a large table every step would take longer than drawing the batch.
+        ids_N = np.insert(self.ids_N, place[~known], new[~known])
+        rate_N, solved_N, failed_N, last_N = (np.insert(column, place[~known], 0) for column in self[1:])
+        at = np.searchsorted(ids_N, new)
         rate_N[at] = np.where(known, (rate_N[at] + rate_n) / np.float32(2), rate_n)
         solved_N[at] = np.where(rate_n >= np.float32(config.retire_rate), solved_N[at] + 1, 0)
         failed_N[at] = np.where(rate_n == 0, failed_N[at] + 1, 0)
