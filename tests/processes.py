@@ -161,6 +161,13 @@ def _parent(pid: int) -> int | None:
 
 def same_end(run_a: pathlib.Path, run_b: pathlib.Path) -> None:
     """Asserts bitwise equal parameters, optimizer state and step in the newest checkpoints, and equal metrics."""
+    same_weights(run_a, run_b)
+    assert comparable(run_a) == comparable(run_b)
+    assert samples(run_a) == samples(run_b)
+
+
+def same_weights(run_a: pathlib.Path, run_b: pathlib.Path) -> None:
+    """Asserts bitwise equal parameters, optimizer state and step in the newest checkpoints."""
     (step_a, state_a), (step_b, state_b) = (read_state(run / "checkpoints") for run in (run_a, run_b))
     assert step_a == step_b
     flat_a, flat_b = (jax.tree_util.tree_flatten_with_path(state)[0] for state in (state_a, state_b))
@@ -172,8 +179,6 @@ def same_end(run_a: pathlib.Path, run_b: pathlib.Path) -> None:
     ]
     assert not different, f"{len(different)} of {len(flat_a)} leaves differ, such as {different[:3]}"
     assert any("opt_state" in jax.tree_util.keystr(path) for path, _ in flat_a)
-    assert comparable(run_a) == comparable(run_b)
-    assert samples(run_a) == samples(run_b)
 
 
 def comparable(workdir: pathlib.Path) -> list[dict]:

@@ -377,7 +377,7 @@ def parse(values: Mapping[str, Any]) -> Job:
     if job.trainer.max_steps is None:
         raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
     _check_models(job)
-    _check_sets(job)
+    _check_evaluation(job)
     if own := tuple(dict.fromkeys(fn for source in (*job.data.sources, *job.eval.sets) for fn in source.reward)):
         job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, named=own))
     job.rollout.require(environment=job.env.used)
@@ -405,8 +405,19 @@ def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     return merge(values, {section: {"loss_agg_mode": mode}})
 
 
-def _check_sets(job: Job) -> None:
-    """Refuses sets of eval.sets whose sizes do not fit the job."""
+def _check_evaluation(job: Job) -> None:
+    """Refuses sets of eval.sets whose sizes do not fit the job, and evaluations beside what has no gaps for them."""
+    if job.eval.beside and job.kind.given:
+        raise ValueError(
+            "eval.beside=True evaluates while the rollout mesh waits for the trainer, and with "
+            f"algorithm={job.section} it does nothing else: set eval.beside=False."
+        )
+    if job.eval.beside and (job.max_staleness > 1 or job.rollout.clock != "tokens"):
+        raise ValueError(
+            "eval.beside=True evaluates while the rollout mesh waits for the trainer, and it goes on with samples "
+            f"instead: {job.section}.max_staleness={job.max_staleness}, rollout.clock={job.rollout.clock!r}. Set "
+            "eval.beside=False, or a staleness of at most 1 and the clock 'tokens'."
+        )
     most = job.rollout.max_tokens_to_generate
     for one in job.eval.sets:
         if (one.max_tokens_to_generate or 0) > most:

@@ -26,6 +26,7 @@ class Copies:
       version_bytes: one of them, on a trainer's device.
       generating: those on a rollout's device while it generates: 2 where layers are unrolled, as they are then held
         one by one, too.
+      evaluated: those kept for an evaluation beside training: 1 or 0.
       policy_bytes: one of them.
     """
 
@@ -33,6 +34,7 @@ class Copies:
     version_bytes: float
     generating: int
     policy_bytes: float
+    evaluated: int = 0
 
     @property
     def on_trainer(self) -> float:
@@ -42,7 +44,7 @@ class Copies:
     @property
     def on_rollout(self) -> float:
         """Bytes of a rollout's device while it generates."""
-        return self.generating * self.policy_bytes
+        return (self.generating + self.evaluated) * self.policy_bytes
 
     def of_trainer(self) -> str:
         """Tells the first in words."""
@@ -51,7 +53,8 @@ class Copies:
     def of_rollout(self) -> str:
         """Tells the second in words."""
         times = {1: "once", 2: "twice, as layers are unrolled"}[self.generating]
-        return f"{_size(self.policy_bytes)} {times}, {_size(self.on_rollout)}"
+        kept = ", and once for the evaluation beside training" if self.evaluated else ""
+        return f"{_size(self.policy_bytes)} {times}{kept}, {_size(self.on_rollout)}"
 
 
 def model_of(job: Job) -> ModelConfig:
@@ -91,7 +94,7 @@ def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
     moved, _ = decoder.split_trainable(decoder.abstract_params(decoded, trainer, dtype), decoded)
     policy = decoder.abstract_params(decoded, rollout, dtype)
     generating = 2 if decoded.num_layers <= UNROLLED_LAYERS else 1
-    return Copies(job.kept_versions, device_bytes(moved), generating, device_bytes(policy))
+    return Copies(job.kept_versions, device_bytes(moved), generating, device_bytes(policy), int(job.eval.beside))
 
 
 def device_bytes(tree: Any) -> float:

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,8 @@ from podrl.learner.experience import share_of
 from podrl.rewards.reference import majority
 from podrl.rewards.text import TextConfig
 from podrl.rollout.config import Sampling
-from podrl.types import Policy, Prompts, Rollouts
+from podrl.rundir.spans import Spans
+from podrl.types import BatchError, Policy, Prompts, Rollouts
 
 # Evaluation draws from keys no training step uses.
 _EVAL_STEP = 1 << 30
@@ -75,19 +77,22 @@ _AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "a
 @section("eval")
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Settings of an evaluation: number of prompts, of samples per prompt, of samples shown, further sets.
+    """Settings of an evaluation: number of prompts, of samples per prompt, of samples shown, further sets, and when.
 
     Attributes:
       problems: held-out prompts used; 0 leaves the evaluation on them out.
       samples: completions per prompt at temperature 1, for the sampled rewards, accuracies and pass@k.
       show: samples printed to samples.jsonl per evaluation and set.
       sets: further sets of records.
+      beside: evaluate a copy of the weights in pieces while the trainer updates, instead of stopping training. The
+        numbers are the same, and written a few steps later; those of the last step are waited for.
     """
 
     problems: Natural = 256
     samples: Count = 4
     show: Natural = 4
     sets: tuple[SetConfig, ...] = ()
+    beside: bool = False
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.sets]
@@ -127,6 +132,7 @@ class Evaluator:
 
     Attributes:
       rewards: scores samples by the run's reward functions; None leaves them out.
+      beside: samples of a piece where it is evaluated beside training; None where training stops for it.
     """
 
     def __init__(
@@ -155,6 +161,8 @@ class Evaluator:
         own = [HeldOut(batches, sampled, config.samples, scorer)] if batches else []
         self._cluster, self._sets, self._show, self._nth = cluster, [*own, *sets], config.show, nth
         self.rewards = rewards
+        lanes = cluster.config.rollout().lanes
+        self.beside = PIECE_LANES * lanes if config.beside else None
 
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns (eval/* metrics of a policy, a few samples)."""
@@ -174,6 +182,17 @@ class Evaluator:
         Returns:
           Metric -> score of every sample of every prompt, (P, G), NaN for none; a few samples. Of no prompts, nothing.
         """
+        work = self.in_pieces(policy, step, part)
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value
+
+    def in_pieces(
+        self, policy: Policy, step: int, part: tuple[int, int] = (0, 1)
+    ) -> Generator[None, None, tuple[dict[str, np.ndarray], list[dict[str, Any]]]]:
+        """Scores as `scores` does, a piece at a time; yields after each."""
         found: dict[str, np.ndarray] = {}
         shown: list[dict[str, Any]] = []
         for whole in self._sets:
@@ -182,9 +201,10 @@ class Evaluator:
                 continue
             held = dataclasses.replace(whole, batches=batches)
             greedy = Sampling(temperature=0.0, max_new=held.sampled.max_new)
-            scores, some = self._score(policy, held, "greedy", greedy, 1)
+            scores, some = yield from self._score(policy, held, "greedy", greedy, 1)
             if held.samples:
-                scores |= self._score(policy, held, "sampled", held.sampled, held.samples)[0]
+                more, _ = yield from self._score(policy, held, "sampled", held.sampled, held.samples)
+                scores |= more
             if held.name:
                 scores = {f"eval/{held.name}/{key.removeprefix('eval/')}": score for key, score in scores.items()}
                 some = [{"set": held.name, **record} for record in some]
@@ -194,10 +214,10 @@ class Evaluator:
 
     def _score(
         self, policy: Policy, held: HeldOut, name: str, sampling: Sampling, group_size: int
-    ) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    ) -> Generator[None, None, tuple[dict[str, np.ndarray], list[dict[str, Any]]]]:
         scores: dict[str, list[float]] = {}
         shown: list[dict[str, Any]] = []
-        for prompts in held.batches:
+        for prompts in _pieces(held.batches, group_size, self.beside):
             rollouts = self._cluster.generate(
                 prompts, policy, mode=Mode.EVAL, group_size=group_size, step=_EVAL_STEP, sampling=sampling
             )
@@ -221,10 +241,91 @@ class Evaluator:
                 right = scores["answer"][-len(votes) :]
                 groups = [slice(b, b + group_size) for b in range(0, len(votes), group_size)]
                 scores.setdefault(_MAJORITY, []).extend(majority(votes[own], right[own]) for own in groups)
+            yield
         shaped = {key: np.asarray(v).reshape(-1, 1 if key == _MAJORITY else group_size) for key, v in scores.items()}
         return {f"eval/{name}_{key}": value_PG for key, value_PG in shaped.items()}, shown
 
 
+def _pieces(batches: Sequence[Prompts], group_size: int, most: int | None) -> Sequence[Prompts]:
+    """Cuts batches of prompts into pieces of at most `most` samples, or of one prompt; None leaves them whole."""
+    if most is None:
+        return batches
+    cuts = [math.ceil(len(prompts.length_P) / max(most // group_size, 1)) for prompts in batches]
+    return [share_of(prompts, i, cut) for prompts, cut in zip(batches, cuts, strict=True) for i in range(cut)]
+
+
+class Beside:
+    """One evaluation at a time, made in pieces on the thread that generates, while that has nothing else to do.
+
+    Between a batch that is made and the next weights the rollout mesh waits for the trainer. As many pieces are made
+    there as the last of these gaps had room for.
+    """
+
+    def __init__(self, evaluator: Evaluator, spans: Spans):
+        """Begins nothing yet."""
+        self._evaluator, self._spans, self._step = evaluator, spans, 0
+        self._work: Generator[None, None, Any] | None = None
+        self._found: tuple[int, dict[str, float], list[dict[str, Any]]] | None = None
+        self._error: BatchError | None = None
+        self._closed, self._began = True, None
+        self._gap_s = self._piece_s = 0.0
+
+    def begin(self, policy: Policy, step: int) -> None:
+        """Begins the evaluation after a step; the policy must stay as it is. Called on the thread."""
+        self._step, self._work = step, self._evaluator.in_pieces(policy, step)
+
+    @property
+    def open(self) -> bool:
+        """True while an evaluation is begun and not made."""
+        return self._work is not None
+
+    def open_gap(self) -> None:
+        """Allows pieces until `close_gap`; called by the loop, which has `fill` called when the thread is free."""
+        self._closed, self._began = False, None
+
+    def fill(self) -> None:
+        """Makes pieces until the gap ends, or is expected to; called on the thread."""
+        self._began = began = time.monotonic()
+        while self.open and not self._closed and time.monotonic() + self._piece_s < began + self._gap_s:
+            self._advance()
+
+    def close_gap(self) -> None:
+        """Ends the gap after the piece that is being made; called by the loop when it has the next weights."""
+        self._closed = True
+        self._gap_s = 0.0 if self._began is None else time.monotonic() - self._began
+
+    def finish(self) -> None:
+        """Makes all pieces that are left; called on the thread."""
+        while self.open:
+            self._advance()
+
+    def take(self) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
+        """Returns (step, eval/* metrics, a few samples) of the evaluation that was made since the last call.
+
+        Raises:
+          BatchError: a reward function failed on it, or a service it asks was away.
+        """
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+        found, self._found = self._found, None
+        return found
+
+    def _advance(self) -> None:
+        assert self._work is not None
+        started = time.monotonic()
+        try:
+            with self._spans.span("evaluation", lane="rollout"):
+                next(self._work)
+            self._piece_s = time.monotonic() - started
+        except StopIteration as end:
+            scores, shown = end.value
+            self._work, self._found = None, (self._step, summarised(scores), shown)
+        except BatchError as error:  # raised where the evaluation is waited for
+            self._work, self._error = None, error
+
+
+PIECE_LANES = 1  # samples of a piece, in lanes of the rollout mesh
 _MAJORITY = "majority"
 _ANSWERS = TextConfig()
 

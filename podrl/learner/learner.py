@@ -154,8 +154,9 @@ def fit(
         records = HostRecorder(stream, run, schedule, **entering, **chosen)
     else:
         assert stream is not None
-        said: Any = {"report": trained.report, "controllers": trained.algorithm, **chosen}
-        records = Recorder(cluster, stream, run, schedule, evaluate=evaluate, stopping=stopping, **said)
+        said: Any = {"report": trained.report, "controllers": trained.algorithm, "stopping": stopping, **chosen}
+        said["beside"] = place if getattr(evaluator, "beside", None) is not None else None
+        records = Recorder(cluster, stream, run, schedule, evaluate=evaluate, **said)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.spans.compiles())
         stack.callback(rollouts.close)

@@ -25,9 +25,21 @@ from podrl.rundir.summary import eval_means, eval_records
 from podrl.runtime.metrics import read_metrics
 from podrl.types import Policy
 
-# Scores a policy after a step: eval/* metrics and a few samples; None where another process has them.
 _CURRICULUM = "curriculum."  # what names of its arrays begin with in a checkpoint
+# Scores a policy after a step: eval/* metrics and a few samples; None where another process has them.
 Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[dict[str, Any]]] | None]
+
+
+class BesideTraining(Protocol):
+    """Evaluations that training does not stop for, one at a time."""
+
+    def begin_evaluation(self, policy: Policy, step: int) -> None:
+        """Begins the evaluation of a policy after a step."""
+        ...
+
+    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
+        """Returns (step, eval/* metrics, a few samples) of the one that was begun, once; None as long as it lasts."""
+        ...
 
 
 class Stream(Protocol):
@@ -87,6 +99,7 @@ class Recorder:
         report: Report,
         controllers: Controllers,
         evaluate: Evaluate | None,
+        beside: BesideTraining | None = None,
         stopping: Callable[[], bool],
         curriculum: Curriculum | None = None,
     ):
@@ -100,13 +113,14 @@ class Recorder:
           report: of the algorithm.
           controllers: of the algorithm.
           evaluate: None for no evaluation.
+          beside: makes all evaluations but the last while training goes on; None where it stops for them.
           stopping: whether the run was asked to stop, the same in all processes of the job.
           curriculum: of the data, where it has one.
         """
         self._curriculum = curriculum
         self._cluster, self._stream, self._run, self._schedule = cluster, stream, run, schedule
         self._report, self._controllers = report, controllers
-        self._evaluate, self.stopping = evaluate, stopping
+        self._evaluate, self._beside, self.stopping = evaluate, beside, stopping
         self._evaluated: set[int] = set()  # steps whose evaluation is in metrics.jsonl
         self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
         self._late: tuple[int, dict[str, float], Mapping[str, Any]] | None = None
@@ -158,6 +172,7 @@ class Recorder:
 
     def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
         self._flush()
+        self._end_evaluation(wait=False)
         host = self._report.describe(experience) if self._run.leads else {}
         now = time.monotonic()
         host["time/step"], self._last = now - self._last, now
@@ -192,6 +207,7 @@ class Recorder:
         if self._run.checkpoints is None:
             return
         assert self._trained is not None, "only what was trained is saved"
+        self._end_evaluation(wait=True)  # a run that resumes here has other weights
         with self._run.watchdog.stage("checkpoint"):
             self._flush()
             done = [batch.complete() for batch in in_flight] if self._run.leads else []
@@ -224,16 +240,30 @@ class Recorder:
         postponed = self.stopping() and step < self._schedule.max_steps
         if self._evaluate is None or step in self._evaluated or postponed:
             return
+        self._end_evaluation(wait=True)
         self._flush()
+        self._evaluated.add(step)
+        if self._beside is not None and step < self._schedule.max_steps:
+            with self._run.watchdog.stage("evaluation"):
+                self._beside.begin_evaluation(policy, step)
+            return
         with self._run.watchdog.stage("evaluation"):
             found = self._evaluate(policy, step)
-        self._evaluated.add(step)
         self._compiled = self._run.spans.compiled
         times = self._before | self._take_times()
         self._before = {}
         if found is not None:
             self._write_evaluation(step, *found, times)
         self._last = time.monotonic()
+
+    def _end_evaluation(self, *, wait: bool) -> None:
+        """Writes the evaluation made beside training, once it is made."""
+        if self._beside is None:
+            return
+        with self._run.watchdog.stage("evaluation"):
+            made = self._beside.evaluated(wait=wait)
+        if made is not None:
+            self._write_evaluation(*made, times={})
 
     def _write_evaluation(
         self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]], times: dict[str, float]

@@ -150,14 +150,17 @@ class WandB:
         name = kept_id(workdir / "wandb_id") or os.urandom(6).hex()
         self._run = wandb.init(project=project, dir=str(workdir), config=dict(run_config), id=name, resume="allow")
         write_whole(workdir / "wandb_id", name)
+        self._step = 0  # W&B drops what comes for an earlier one, as evaluations beside training do
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._step = max(self._step, step)
+        self._run.log(dict(metrics), step=self._step)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         columns, rows = table(samples)
         name = "samples/eval" if "evaluation" in columns else "samples/train"  # both may have the same step
-        self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=step)
+        self._step = max(self._step, step)
+        self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=self._step)
 
     def close(self) -> None:
         self._run.finish()

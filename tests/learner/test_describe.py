@@ -218,6 +218,13 @@ def test_the_copies_of_the_weights_are_counted():
     twice = f"{one / 2**20:.1f} MiB twice, as layers are unrolled, {2 * one / 2**20:.1f} MiB in all."
     assert f"Weights of a rollout device while it generates: {twice}" in text
     assert "With topology=split a trainer device keeps for rollout hosts up to 4 versions of" in " ".join(text.split())
+    found, text = planned("grpo", dry=True, eval={"beside": True})
+    assert copies(found, trainer, rollout).on_rollout == 3 * one
+    assert "and once for the evaluation beside training" in " ".join(text.split())
+    with pytest.raises(ValueError, match=r"eval\.beside=True .* grpo\.max_staleness=2"):
+        planned("grpo", grpo={"max_staleness": 2}, eval={"beside": True})
+    with pytest.raises(ValueError, match=r"eval\.beside=True .* algorithm=sft"):
+        planned("sft", eval={"beside": True})
     _, text = planned("grpo", dry=True, roles={"colocated": True})
     assert "rollout device while it generates" in text and "topology=split" not in text
     # Under LoRA the adapters move; and what many layers are read from is not held twice.

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from podrl.cluster.config import Mode
-from podrl.learner.evaluate import EvalConfig, Evaluator, summarised
+from podrl.learner.evaluate import Beside, EvalConfig, Evaluator, summarised
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rollout.config import RolloutConfig
 from podrl.rundir.console import make_console
+from podrl.rundir.spans import Spans
 from podrl.rundir.summary import draw_curve, print_before_after
-from podrl.types import NO_EPISODE, STOP_FAILED, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_FAILED, BatchError, Policy, Prompts, Rollouts
 
 LIMIT = 9
 
@@ -142,3 +143,88 @@ def test_the_table_and_the_curve_show_intervals(tmp_path, capsys):
         draw_curve([record, {"step": 1, "reward/mean": 1.0}], tmp_path / "curve.png")
         sizes.append(matplotlib.image.imread(tmp_path / "curve.png").shape[1])
     assert sizes == [1815, 1210, 1210, 1210]  # rewards and accuracies have panels of their own
+
+
+class Echo(Cluster):
+    """Answers every prompt with its place in the data."""
+
+    config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT, lanes=4))
+
+    def __init__(self):
+        super().__init__([], [])
+        self.made = []
+
+    def generate(self, prompts, policy, *, mode, group_size, step, sampling):
+        if len(self.made) == self.fails_at:
+            raise BatchError("the judge is away")
+        self.made.append(len(prompts.index_P) * group_size)
+        return samples_of(prompts, [str(index) for index in np.repeat(prompts.index_P, group_size)])
+
+    fails_at = -1
+
+
+def echoing(beside: bool) -> Evaluator:
+    right = lambda completion, answer: {"answer": float(completion == answer)}  # noqa: E731
+    config = EvalConfig(samples=2, show=3, beside=beside)
+    return Evaluator(Echo(), [prompts_with("0129456")], config, scorer=right)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_evaluation_in_pieces_of_as_many_samples_as_lanes_is_the_whole_one():
+    whole, pieces = echoing(False), echoing(True)
+    assert whole(Policy({}, 3), 3) == pieces(Policy({}, 3), 3)
+    assert whole._cluster.made == [7, 14]  # pyright: ignore[reportAttributeAccessIssue]
+    assert pieces._cluster.made == [3, 4, 2, 4, 4, 4]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_pieces_are_made_in_gaps_that_have_room_and_the_rest_when_it_is_waited_for():
+    evaluator = echoing(True)
+    made = evaluator._cluster.made  # pyright: ignore[reportAttributeAccessIssue]
+    beside = Beside(evaluator, Spans())
+    beside.begin(Policy({}, 3), 3)
+    beside.fill()
+    assert made == [] and beside.open  # no gap is open
+    beside.open_gap()
+    beside.fill()
+    assert made == []  # of a length that nobody knows yet
+    beside.close_gap()
+    beside._gap_s, beside._piece_s = 10.0, 20.0
+    beside.open_gap()
+    beside.fill()
+    assert made == []  # a piece would hold up the next weights
+    beside._piece_s = 0.0
+    taken = made.append
+    evaluator._cluster.made = Closing(taken, beside, after=2)  # pyright: ignore[reportAttributeAccessIssue]
+    beside.fill()
+    assert made == [3, 4] and beside.open and beside.take() is None  # the loop wanted to go on after the second
+    beside.finish()
+    step, metrics, shown = beside.take() or (None, None, None)
+    assert not beside.open and beside.take() is None
+    assert (step, (metrics, shown)) == (3, echoing(False)(Policy({}, 3), 3))
+
+
+class Closing:
+    """Ends the gap after a number of pieces."""
+
+    def __init__(self, taken, beside, after):
+        self.taken, self.beside, self.after, self.count = taken, beside, after, 0
+
+    def __len__(self):
+        return self.count
+
+    def append(self, samples):
+        self.taken(samples)
+        self.count += 1
+        if self.count == self.after:
+            self.beside.close_gap()
+
+
+def test_a_failure_beside_training_is_raised_once_where_it_is_waited_for():
+    evaluator = echoing(True)
+    evaluator._cluster.fails_at = 2  # pyright: ignore[reportAttributeAccessIssue]
+    beside = Beside(evaluator, Spans())
+    beside.begin(Policy({}, 3), 3)
+    beside.finish()
+    assert not beside.open
+    with pytest.raises(BatchError, match="the judge is away"):
+        beside.take()
+    assert beside.take() is None
