@@ -62,6 +62,9 @@ CONFIG_FILES = {
     "no config": Bad(["--workdir=run"], ["--config", "grpo_gemma.py"]),
     "config is empty": Bad(["--config=", "--workdir=run"], ["--config"]),
     "config without a value": Bad(["--workdir=run", "--config"], ["--config"]),
+    "evaluation beside given answers": Bad(
+        ["--config=sft_tiny.py", "--workdir=run", "--config.eval.beside=True"], ["eval.beside=True", "algorithm=sft"]
+    ),
     "misspelt config": Bad(["--config=grpo_gema.py"], ["grpo_gema.py", "no such file", "'grpo_gemma.py'"]),
     "config in no directory": Bad(["--config=nowhere/mine.py"], ["nowhere/mine.py", "no such file"]),
     "config is a directory": Bad(["--config=mine.py"], ["mine.py", "no such file"], files={"mine.py": _directory}),

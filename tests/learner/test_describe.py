@@ -223,8 +223,6 @@ def test_the_copies_of_the_weights_are_counted():
     assert "and once for the evaluation beside training" in " ".join(text.split())
     with pytest.raises(ValueError, match=r"eval\.beside=True .* grpo\.max_staleness=2"):
         planned("grpo", grpo={"max_staleness": 2}, eval={"beside": True})
-    with pytest.raises(ValueError, match=r"eval\.beside=True .* algorithm=sft"):
-        planned("sft", eval={"beside": True})
     _, text = planned("grpo", dry=True, roles={"colocated": True})
     assert "rollout device while it generates" in text and "topology=split" not in text
     # Under LoRA the adapters move; and what many layers are read from is not held twice.
