@@ -93,13 +93,14 @@ def _generate(args: argparse.Namespace) -> int:
 
     from podrl.data.tokenizer import Tokenizer
     from podrl.learner.playing import offered
-    from podrl.mesh.build import make_mesh
+    from podrl.mesh.build import check_decodes, make_mesh
     from podrl.models import hf_load
     from podrl.rollout.config import RolloutConfig
     from podrl.rollout.rollout import RolloutWorker
     from podrl.types import Policy
 
     sampling = _sampling(args)
+    check_decodes(args.mesh, key="--mesh")
     mesh = make_mesh(args.mesh, jax.local_devices(), key="--mesh", auto="data=-1")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     environment = _environment(args)

@@ -56,8 +56,9 @@ class RewardModel:
             self.own = found if found.encode(_PROBE) != tokenizer.encode(_PROBE) else None
         check_vocab(self.model, (self.own or tokenizer).vocab_size)
         self._longest = longest if self.own is None else OWN_TOKENS * longest
+        parts = rules.time_shards(mesh)
+        self._width = -(-self._longest // parts) * parts
         self._rows = _ROWS * rules.batch_shards(mesh)
-        self._placed = rules.sharding_for(("batch", "time"), (self._rows, self._longest), mesh)
 
         @jax.jit
         def run(params: PyTree, tokens_BT: Array, length_B1: Array) -> Array:
@@ -123,11 +124,14 @@ class RewardModel:
         for first in range(0, B, self._rows):
             rows = slice(first, min(first + self._rows, B))
             count = rows.stop - rows.start
-            tokens = np.zeros((self._rows, self._longest), np.int32)
+            tokens = np.zeros((self._rows, self._width), np.int32)
             width = min(tokens_BT.shape[1], self._longest)
             tokens[:count, :width] = tokens_BT[rows, :width]
             length_B1 = np.ones((self._rows, 1), np.int32)
             length_B1[:count, 0] = length_B[rows]
-            placed = (jax.device_put(x, self._placed) for x in (tokens, length_B1))
+            placed = (
+                jax.device_put(x, rules.sharding_for(("batch", "time"), x.shape, self.mesh))
+                for x in (tokens, length_B1)
+            )
             scores.append(np.asarray(self._run(self._params, *placed))[:count])
         return np.concatenate(scores).astype(np.float64) if scores else np.zeros(0)

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from podrl.cluster.config import ClusterConfig
 from podrl.data.dialogue import Dialogue
 from podrl.data.tokenizer import Tokenizer
+from podrl.mesh.build import check_decodes
 from podrl.models.config import ModelConfig
 
 
@@ -17,10 +18,11 @@ def rollout_worker(
     """A worker on this process's part of the rollout mesh; nothing is allocated yet.
 
     Raises:
-      ValueError: sizes that do not fit together, or a stop string that no text contains.
+      ValueError: sizes that do not fit together, rows cut along time, or a stop string that no text contains.
     """
     from podrl.rollout.rollout import RolloutWorker
 
+    check_decodes(mesh, key="role_to_mesh[Role.ROLLOUT]")
     config, engine = cluster.rollout(), cluster.rollout_engine
     if local_mesh is not mesh:  # as many lanes per device, whatever the hosts
         share = mesh.shape["data"] // local_mesh.shape["data"]

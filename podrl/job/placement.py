@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from podrl.config import section
-from podrl.mesh.build import make_mesh, set_aside, share_of_mesh, split_devices
+from podrl.mesh.build import check_decodes, make_mesh, set_aside, share_of_mesh, split_devices
 from podrl.runtime.roles import ROLLOUT, TRAINER, Hosts
 
 _AUTO = {TRAINER: "fsdp=-1", ROLLOUT: "data=-1"}
@@ -20,7 +20,8 @@ class RoleConfig:
     """Settings of one role: its devices and mesh.
 
     Attributes:
-      mesh: 'fsdp=4', 'data=2,tensor=2', or 'auto' (trainer fsdp, rollout data).
+      mesh: 'fsdp=4', 'data=2,tensor=2', 'fsdp=4,seq=4' (trainer only: rows cut along time), or 'auto' (trainer fsdp,
+        rollout data).
       hosts: numbers of the hosts, '0-1' or '0,2-3', where the job has several; '' is what the other role leaves, and
         half each if neither says.
     """
@@ -68,6 +69,7 @@ class RolesConfig:
     colocated: bool = False
 
     def __post_init__(self):
+        check_decodes(self.rollout.mesh, key="roles.rollout.mesh")
         for name, mesh, host, other in (
             ("critic", self.critic.mesh, TRAINER, ROLLOUT),
             ("reward", self.reward.mesh, ROLLOUT, TRAINER),

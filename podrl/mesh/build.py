@@ -8,17 +8,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "seq", "tensor")
+SEQ = "seq"  # cuts rows along time; a mesh has this axis only where it is larger than 1
 REST = -1
-_ALIASES = {"dp": "data", "tp": "tensor", "model": "tensor"}  # names that others give to these axes
+_ALIASES = {"dp": "data", "tp": "tensor", "model": "tensor", "sp": SEQ, "cp": SEQ}  # names others give to these axes
+Sizes = tuple[int, int, int, int]
 
 
-def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> tuple[int, int, int]:
-    """Parses a mesh string into the sizes of the axes ("data", "fsdp", "tensor").
+def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> Sizes:
+    """Parses a mesh string into the sizes of the axes ("data", "fsdp", "seq", "tensor").
 
     Args:
-      spec: 'fsdp=4', 'data=2,tensor=2' or 'auto'; axes left out have size 1; -1 stands for all devices left over.
-        Names that others give to these axes are understood: dp, tp, model.
+      spec: 'fsdp=4', 'fsdp=4,seq=4' or 'auto'; axes left out have size 1; -1 stands for all devices left over.
+        Names that others give to these axes are understood: dp, tp, model, sp, cp.
       key: the configuration key the string came from, for errors.
       auto: what 'auto' means for this role.
 
@@ -44,8 +46,8 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> tuple[
             raise ValueError(f"{key}={spec!r} gives {name!r} the size {value}: sizes are positive, or -1 for the rest.")
     if list(sizes.values()).count(REST) > 1:
         raise ValueError(f"{key}={spec!r} has two sizes of -1: only one axis can take the rest of the devices.")
-    data, fsdp, tensor = (sizes.get(axis, 1) for axis in AXES)
-    return data, fsdp, tensor
+    data, fsdp, seq, tensor = (sizes.get(axis, 1) for axis in AXES)
+    return data, fsdp, seq, tensor
 
 
 def sort_devices(devices: Sequence[Any]) -> list[Any]:
@@ -71,7 +73,8 @@ def make_mesh(spec: str, devices: Sequence[Any] | None = None, *, key: str = "me
       auto: what 'auto' means for this role.
 
     Returns:
-      A mesh with axes ("data", "fsdp", "tensor"), devices sorted by (process, id), tensor fastest.
+      A mesh with axes ("data", "fsdp", "tensor"), devices sorted by (process, id), tensor fastest; with "seq" before
+      "tensor" where that is larger than 1.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
@@ -80,19 +83,34 @@ def make_mesh(spec: str, devices: Sequence[Any] | None = None, *, key: str = "me
     sizes = _fill(spec, parse_mesh(spec, key=key, auto=auto), ordered, key)
     grid = np.empty(len(ordered), dtype=object)
     grid[:] = ordered
-    return Mesh(grid.reshape(sizes), AXES)
+    return _named(grid.reshape(sizes))
+
+
+def check_decodes(mesh: Mesh | str, *, key: str) -> None:
+    """Checks that a mesh, or the string of one, does not cut rows along time: the decoding engine cannot.
+
+    Raises:
+      ValueError: its axis "seq" is not of size 1.
+    """
+    seq = parse_mesh(mesh, key=key)[AXES.index(SEQ)] if isinstance(mesh, str) else mesh.shape.get(SEQ, 1)
+    if seq != 1:
+        raise ValueError(
+            f"{key}={mesh if isinstance(mesh, str) else describe_mesh(mesh)!r} cuts rows along time (seq={seq}), but "
+            "decoding makes one token of a row at a time: give it data, fsdp and tensor only; seq is for "
+            "roles.trainer.mesh and roles.critic.mesh."
+        )
 
 
 def with_own_axes(mesh: Mesh) -> Mesh | None:
-    """Names a mesh's axes ("data", "fsdp", "tensor"); None where one of its own names stands for none of them."""
-    if mesh.axis_names == AXES:
+    """Names a mesh's axes as podrl does; None where one of its own names stands for none of them."""
+    if mesh.axis_names in (AXES, _WITHOUT_SEQ):
         return mesh
     names = [_ALIASES.get(str(name), str(name)) for name in mesh.axis_names]
     if not set(names) <= set(AXES) or len(set(names)) < len(names):
         return None
     order = [names.index(axis) for axis in AXES if axis in names]
     sizes = [mesh.devices.shape[names.index(axis)] if axis in names else 1 for axis in AXES]
-    return Mesh(mesh.devices.transpose(order).reshape(sizes), AXES)
+    return _named(mesh.devices.transpose(order).reshape(sizes))
 
 
 def split_devices(devices: Sequence[Any], trainer_spec: str, rollout_spec: str) -> tuple[list[Any], list[Any]]:
@@ -174,20 +192,21 @@ def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "
     if not _fits(sizes, total):
         raise ValueError(f"{key} {spec} needs {_need(sizes)} devices, {hosts} hosts have {len(devices)} each.")
     fixed = math.prod(n for n in sizes if n != REST)
-    data, fsdp, tensor = (total // fixed if n == REST else n for n in sizes)
+    data, *inner = (total // fixed if n == REST else n for n in sizes)
     if data % hosts:
         raise ValueError(
-            f"{key}={spec!r} spreads one copy of the weights (fsdp x tensor = {fsdp * tensor} devices) over several "
+            f"{key}={spec!r} spreads one copy of the weights (fsdp x tensor = {math.prod(inner)} devices) over several "
             f"hosts, each has {len(devices)}: each host works on its own, so fsdp x tensor must divide them."
         )
-    return make_mesh(f"data={data // hosts},fsdp={fsdp},tensor={tensor}", devices, key=key)
+    fsdp, seq, tensor = inner
+    return make_mesh(f"data={data // hosts},fsdp={fsdp},seq={seq},tensor={tensor}", devices, key=key)
 
 
 def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
     """Cuts the part of a mesh on one process's devices: whole rows of its "data" axis.
 
     Args:
-      mesh: axes ("data", "fsdp", "tensor").
+      mesh: of a role; see `make_mesh`.
       process: index of the process in its jax.distributed cluster.
       key: the configuration key the mesh came from, for errors.
 
@@ -195,20 +214,30 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
       ValueError: a row lies on several processes.
     """
     mine = np.vectorize(lambda d: d.process_index == process, otypes=[bool])(mesh.devices)
-    whole = mine.all(axis=(1, 2))
-    if not whole.any() or (mine.any(axis=(1, 2)) != whole).any():
-        inner = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    mine_DX = mine.reshape(len(mine), -1)
+    whole = mine_DX.all(axis=1)
+    if not whole.any() or (mine_DX.any(axis=1) != whole).any():
+        inner = mine_DX.shape[1]
         raise ValueError(
             f"{key}={describe_mesh(mesh)!r} spreads one copy of the weights (fsdp x tensor = {inner} devices) over "
             f"several hosts, process {process} has {int(mine.sum())} devices: each host works on its own, so fsdp x "
             "tensor must divide the devices of one host."
         )
-    return Mesh(mesh.devices[whole], AXES)
+    return Mesh(mesh.devices[whole], mesh.axis_names)
 
 
 def describe_mesh(mesh: Mesh) -> str:
     """Describes the axes larger than 1: 'fsdp=2,tensor=2', or 'one device'."""
     return ",".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "one device"
+
+
+_WITHOUT_SEQ = tuple(axis for axis in AXES if axis != SEQ)
+
+
+def _named(devices: np.ndarray) -> Mesh:
+    """Builds the mesh of a grid over AXES, without "seq" where that has size 1: such a mesh is what it always was."""
+    seq = AXES.index(SEQ)
+    return Mesh(devices, AXES) if devices.shape[seq] > 1 else Mesh(devices.squeeze(seq), _WITHOUT_SEQ)
 
 
 def _split_point(trainer: tuple[int, ...], rollout: tuple[int, ...], total: int) -> int:

@@ -12,12 +12,13 @@ from podrl.types import PyTree
 
 MeshAxes = tuple[str, ...]
 
-# Parameters: the model dimension is cut over fsdp; heads, feed-forward, vocabulary over tensor. Activations: rows over
-# data and fsdp; their model dimension ("act") stays whole, so that XLA gathers weights and not activations.
+# Parameters: the model dimension is cut over fsdp and seq; heads, feed-forward, vocabulary over tensor. Activations:
+# rows over data and fsdp, time over seq; their model dimension ("act") stays whole, so that XLA gathers weights and not
+# activations.
 DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "act": (),
     "batch": ("data", "fsdp"),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "seq"),
     "head_dim": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -26,7 +27,7 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "norm": (),
     "rank": (),
     "replica": ("data",),
-    "time": (),
+    "time": ("seq",),
     "vocab": ("tensor",),
 }
 
@@ -34,6 +35,16 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
 def batch_shards(mesh: Mesh) -> int:
     """Number of parts that the rows of a batch are split into."""
     return math.prod(mesh.shape[axis] for axis in DEFAULT_RULES["batch"])
+
+
+def time_shards(mesh: Mesh) -> int:
+    """Number of parts that every row is cut into along time."""
+    return math.prod(mesh.shape[axis] for axis in axes_over("time", mesh))
+
+
+def axes_over(axis: str, mesh: Mesh | AbstractMesh) -> MeshAxes:
+    """Lists the mesh axes larger than 1 that a logical axis is cut over."""
+    return tuple(name for name in DEFAULT_RULES[axis] if mesh.shape.get(name, 1) > 1)
 
 
 @runtime_checkable
@@ -55,13 +66,13 @@ def spec_for(
 ) -> Spec:
     """Returns the PartitionSpec of an array: each logical axis becomes mesh axes.
 
-    A dimension whose size does not divide by its mesh axes, or whose mesh axis an earlier dimension took, stays whole.
-    Mesh axes of size 1 and trailing whole dimensions are left out, the form in which XLA reports shardings.
+    A dimension whose size does not divide by its mesh axes stays whole; so does one whose mesh axes earlier dimensions
+    took. Mesh axes of size 1 and trailing whole dimensions are left out, the form in which XLA reports shardings.
 
     Args:
       axes: one logical axis per dimension.
       shape: the array's shape.
-      mesh: any mesh with the axes ("data", "fsdp", "tensor").
+      mesh: any mesh with the axes ("data", "fsdp", "tensor"), and "seq" or not.
       rules: logical axis -> mesh axes.
 
     Raises:
@@ -74,11 +85,11 @@ def spec_for(
     for axis, size in zip(axes, shape, strict=True):
         if axis not in rules:
             raise ValueError(f"Logical axis {axis!r} has no rule: known axes are {', '.join(sorted(rules))}.")
-        names = tuple(name for name in rules[axis] if mesh.shape[name] > 1)
+        names = tuple(name for name in rules[axis] if mesh.shape.get(name, 1) > 1 and name not in taken)
         parts = 1
         for name in names:
             parts *= mesh.shape[name]
-        if not names or size % parts or taken & set(names):
+        if not names or size % parts:
             entries.append(None)
             continue
         taken |= set(names)

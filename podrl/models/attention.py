@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Float, Int
 
 from podrl.mesh import rules
+from podrl.models import time_cut
 
 NEG_INF = -1e30
 # Under this name rematerialisation policies may keep what the backward pass of attention needs beside q, k and v.
@@ -79,9 +80,25 @@ def attention(
         )
     else:
         run = functools.partial(_blockwise, softcap=softcap, block=block)
-    also = shared or ()
+    arguments = (q_BTNH, k_BTKH, v_BTKH, segment_BT, window, *(shared or ()))
     if mesh is None or mesh.size == 1:
-        return run(q_BTNH, k_BTKH, v_BTKH, segment_BT, window, *also)
+        return run(*arguments)
+    return _over_mesh(run, functools.partial(_blockwise, softcap=softcap), block, mesh, *arguments)
+
+
+def _over_mesh(
+    run: time_cut.Attend,
+    blockwise: time_cut.Attend,
+    block: int,
+    mesh: Mesh,
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    segment_BT: Array,
+    window: Array,
+    *also: Array,
+) -> Array:
+    """Runs a form of attention on every device's rows and heads; `blockwise` where heads do not divide by time."""
     tensor = mesh.shape["tensor"]
     N, K = q_BTNH.shape[2], k_BTKH.shape[2]
     if N % tensor == 0 and tensor % K == 0:  # fewer key/value heads than shards: each shard gets a copy of its one
@@ -90,6 +107,8 @@ def attention(
     q_spec = rules.spec_for(("batch", "time", split, "head_dim"), q_BTNH.shape, mesh)
     k_spec = rules.spec_for(("batch", "time", split, "head_dim"), k_BTKH.shape, mesh)
     segment_spec = rules.spec_for(("batch", "time"), segment_BT.shape, mesh)
+    if axis := time_cut.time_axis(mesh, q_BTNH.shape[1]):
+        run = time_cut.over_time(run, blockwise, axis, mesh.shape[axis], block)
     specs = (q_spec, k_spec, k_spec, segment_spec, Spec(), *[segment_spec] * len(also))
     shard = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=q_spec, check_vma=False)
     return shard(q_BTNH, k_BTKH, v_BTKH, segment_BT, window, *also)
@@ -152,19 +171,23 @@ def _blockwise(
     *shared: Array,
     softcap: float,
     block: int,
+    order: tuple[Array, ...] = (),
 ) -> Array:
-    """Computes online softmax over key blocks (arXiv 2205.14135); the backward pass recomputes scores by blocks."""
+    """Computes online softmax over key blocks (arXiv 2205.14135); the backward pass recomputes scores by blocks.
+
+    Queries may be some of the row's blocks only: `order` then has their numbers, and the row is a multiple of `block`.
+    """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     size = min(block, T)
-    pad = -T % size
+    pad = 0 if order else -T % size
     if pad:
         q_BTNH, k_BTKH, v_BTKH = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q_BTNH, k_BTKH, v_BTKH))
     segment_BT, *also = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x for x in (segment_BT, *shared))
     where = (segment_BT, jnp.asarray(window, jnp.int32), *also)
     q_BKHGT = q_BTNH.reshape(B, T + pad, K, N // K, H).transpose(0, 2, 4, 3, 1)
     k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
-    out_BKHGT: Any = _flash(q_BKHGT, k_BKSH, v_BKSH, where, softcap, size)
+    out_BKHGT: Any = _flash(q_BKHGT, k_BKSH, v_BKSH, where, order, softcap, size)
     return out_BKHGT.transpose(0, 4, 1, 3, 2).reshape(B, T + pad, N, H)[:, :T]
 
 
@@ -172,9 +195,13 @@ def _blockwise(
 Where = tuple[Array, ...]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _flash(q_BKHGT, k_BKSH, v_BKSH, where: Where, softcap: float, size: int) -> Array:
-    return _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where, softcap, size)[0]
+# The block of the row that each block of queries is, where that is not simply the same one.
+Order = tuple[Array, ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _flash(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, softcap: float, size: int) -> Array:
+    return _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where, order, softcap, size)[0]
 
 
 def _key_blocks(index: Array, where: Where, size: int) -> tuple[Array, Array]:
@@ -219,9 +246,9 @@ def _where_seen(where: Where, seen: Array, body, carry):
     return jax.lax.cond(jnp.any(seen), body, lambda carry: carry, carry)
 
 
-def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, softcap: float, size: int):
-    def attend(i: Array) -> tuple[Array, Array]:
-        q = _cut(q_BKHGT, i, size, -1)
+def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, softcap: float, size: int):
+    def attend(n: Array) -> tuple[Array, Array]:
+        q, i = _cut(q_BKHGT, n, size, -1), order[0][n] if order else n
 
         def add(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             seen = _seen(where, i, j, size)
@@ -242,21 +269,21 @@ def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, softcap: float, size: int)
         B, K, _, G, t = q.shape
         row = jnp.full((B, K, 1, G, t), NEG_INF, jnp.float32)
         carry = (row, jnp.zeros_like(row), jnp.zeros(q.shape, jnp.float32))
-        top, total, out = _loop(*_key_blocks(i, where, size), add, carry, single=t == q_BKHGT.shape[-1])
+        top, total, out = _loop(*_key_blocks(i, where, size), add, carry, single=t == k_BKSH.shape[-2])
         if len(where) > 2:  # a block of padding alone has passed all keys by
             total = jnp.where(total > 0, total, 1.0)
         return (out / total).astype(q.dtype), top + jnp.log(total)
 
     parts = _over_blocks(attend, q_BKHGT.shape[-1] // size)
     out_BKHGT, lse_BK1GT = (checkpoint_name(x, ATTENTION_NAME) for x in parts)
-    return out_BKHGT, (q_BKHGT, k_BKSH, v_BKSH, where, out_BKHGT, lse_BK1GT)
+    return out_BKHGT, (q_BKHGT, k_BKSH, v_BKSH, where, order, out_BKHGT, lse_BK1GT)
 
 
 def _flash_bwd(softcap: float, size: int, saved, dout_BKHGT):
-    q_BKHGT, k_BKSH, v_BKSH, where, out_BKHGT, lse_BK1GT = saved
+    q_BKHGT, k_BKSH, v_BKSH, where, order, out_BKHGT, lse_BK1GT = saved
     f32 = jnp.float32
     delta_BK1GT = jnp.sum(dout_BKHGT.astype(f32) * out_BKHGT.astype(f32), axis=2, keepdims=True)
-    single = q_BKHGT.shape[-1] == size
+    single = k_BKSH.shape[-2] == size
 
     def add(j, carry, i, q, dout, lse, delta):
         seen = _seen(where, i, j, size)
@@ -284,8 +311,9 @@ def _flash_bwd(softcap: float, size: int, saved, dout_BKHGT):
 
         return dq, put(dk_BKSH, dk), put(dv_BKSH, dv)
 
-    def through(carry, i):
-        q, dout, lse, delta = (_cut(x, i, size, -1) for x in (q_BKHGT, dout_BKHGT, lse_BK1GT, delta_BK1GT))
+    def through(carry, n):
+        q, dout, lse, delta = (_cut(x, n, size, -1) for x in (q_BKHGT, dout_BKHGT, lse_BK1GT, delta_BK1GT))
+        i = order[0][n] if order else n
         step = functools.partial(add, i=i, q=q, dout=dout, lse=lse, delta=delta)
         start = (jnp.zeros(q.shape, f32), *carry)
         dq, dk, dv = _loop(*_key_blocks(i, where, size), step, start, single=single)
@@ -297,7 +325,7 @@ def _flash_bwd(softcap: float, size: int, saved, dout_BKHGT):
     else:
         (dk_BKSH, dv_BKSH), parts = jax.lax.scan(through, zeros, jnp.arange(q_BKHGT.shape[-1] // size))
         dq_BKHGT = _join(parts)
-    return dq_BKHGT, dk_BKSH.astype(k_BKSH.dtype), dv_BKSH.astype(v_BKSH.dtype), None
+    return dq_BKHGT, dk_BKSH.astype(k_BKSH.dtype), dv_BKSH.astype(v_BKSH.dtype), None, None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)

@@ -229,13 +229,19 @@ def dense_weight(name: str, layer: PyTree, dtype: jax.typing.DTypeLike) -> Array
     return weight * jnp.repeat(scale, weight.shape[axis] // scale.shape[axis], axis)
 
 
-def project(name: str, x: Array, layer: PyTree, config: ModelConfig, drop: Drop = drop_nothing) -> Array:
-    """Applies one named projection with its bias and adapter, in x's dtype."""
+def project(
+    name: str, x: Array, layer: PyTree, config: ModelConfig, drop: Drop = drop_nothing, *, cut: bool = False
+) -> Array:
+    """Applies one named projection with its bias and adapter, in x's dtype.
+
+    `cut` says that time lies on several devices: an axis merged from rows and time could not.
+    """
     einsum = _PROJECTIONS[name][0]
     split = projection_inputs(name)
     weight = dense_weight(name, layer, x.dtype)
     # As matrices: the gradient of the weight then needs no transposed copy of its operands (a third of a step on CPU).
-    y_XY = x.reshape(math.prod(x.shape[:2]), -1) @ weight.reshape(math.prod(weight.shape[:split]), -1)
+    lead = x.shape[:2] if cut else (math.prod(x.shape[:2]),)
+    y_XY = x.reshape(*lead, -1) @ weight.reshape(math.prod(weight.shape[:split]), -1)
     y = y_XY.reshape(*x.shape[:2], *weight.shape[split:])
     if f"{name}_bias" in layer:
         y = y + layer[f"{name}_bias"].astype(x.dtype)
@@ -268,11 +274,13 @@ def block(
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Applies one transformer layer; returns the residual stream and whatever `attend` returned."""
 
+    cut = mesh is not None and bool(rules.axes_over("time", mesh))
+
     def norm(name: str, x: Array) -> Array:
         return rms_norm(x, layer[name], config) if name in layer else x
 
     def proj(name: str, x: Array) -> Array:
-        return project(name, x, layer, config, drop)
+        return project(name, x, layer, config, drop, cut=cut)
 
     def keep(x: Array, *axes: str) -> Array:
         return rules.constrain(x, axes, mesh)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Int
 
 from podrl.mesh import rules
+from podrl.mesh.build import check_decodes
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.rollout import attention
@@ -43,6 +44,7 @@ class Engine:
     """
 
     def __init__(self, model: ModelConfig, mesh: Mesh, shape: EngineShape, dtype: jnp.dtype):
+        check_decodes(mesh, key="mesh of the engine")
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.read_shape = shape.reads()

@@ -43,7 +43,8 @@ class RLTrainingConfig(AdamSettings):
       max_steps: updates of the run, which ends with the step that reaches it; None is one pass over the data.
       gradient_accumulation_steps: micro-batches an update is split into at least; None leaves it to the other keys.
       checkpoint_root_directory: where checkpoints go; None is under the workdir.
-      max_seq_token_per_tpu: tokens one device holds in a micro-batch; at least one row.
+      max_seq_token_per_tpu: tokens one device holds in a micro-batch; at least one row, or its part of one where the
+        mesh has seq.
       actor_optimizer: any optax transformation; None is AdamW from the fields below.
       critic_optimizer: the same for the critic.
       mini_batch_size: prompts per update, each with its G samples; None is all of the step's. Must divide them.
@@ -52,9 +53,10 @@ class RLTrainingConfig(AdamSettings):
 
       micro_batch_sequences: sequences of the longest kind that a micro-batch must hold, in place of
         train_micro_batch_size: for less than the samples of a prompt.
-      max_tokens_per_row: length of a packed row; None is the longest sequence, rounded up to a multiple of 32 (CPU) or
-        128, or 1.65 times that where sequences are short (up to 256 tokens), so that two of most share a row; where
-        prompts are shared and sequences are not short, as much of a group as a device takes.
+      max_tokens_per_row: length of a packed row, a multiple of the mesh's seq; None is the longest sequence, rounded up
+        to a multiple of 32 (CPU) or 128 for each part along time, or 1.65 times that where sequences are short (up to
+        256 tokens), so that two of most share a row; where prompts are shared and sequences are not short, as much of a
+        group as a device takes.
       share_prompts: whether samples of a prompt that lie in one row share its tokens; None does so, too. The gradient
         is the same, but that adapters drop the same inputs of a shared token for all its samples.
       param_dtype: how trainable parameters are stored. bfloat16 keeps a float32 master copy in the optimizer.

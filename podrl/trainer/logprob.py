@@ -22,15 +22,21 @@ _MIN_CHUNK = 128
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """Static arguments of one call; `rows`, `vocab`, `model` are the mesh axes that split tokens, vocabulary and D."""
+    """Static arguments of one call; `rows`, `time`, `vocab`, `model` are the mesh axes that split B, T, V and D."""
 
     softcap: float
     temperature: float
     chunk: int
     mesh: Mesh | None
     rows: tuple[str, ...]
+    time: tuple[str, ...]
     vocab: tuple[str, ...]
     model: tuple[str, ...]
+
+    @property
+    def tokens(self) -> Spec:
+        """Placement of an array of rows and time."""
+        return Spec(self.rows or None, self.time) if self.time else Spec(self.rows or None)
 
 
 def token_logprobs(
@@ -55,7 +61,8 @@ def token_logprobs(
       hidden_BTD: final normalised hidden states; index t predicts token t + 1.
       segment_BT: 0 is padding. The first token of a segment has no predecessor: both results are 0 there.
       temperature: divides the capped logits; positive.
-      mesh: where given, B is split over the axes of "batch", V and D as the output matrix is.
+      mesh: where given, B is split over the axes of "batch", T over those of "time", V and D as the output matrix
+        is.
 
     Raises:
       ValueError: rows that do not split over the mesh, or a temperature that is not positive.
@@ -87,12 +94,18 @@ def _head(
     chunk_elements: int,
 ) -> _Head:
     row_axes: tuple[str, ...] = ()
+    time_axes: tuple[str, ...] = ()
     vocab_axes: tuple[str, ...] = ()
     model_axes: tuple[str, ...] = ()
     if mesh is not None and mesh.size > 1:
         spec_VD = rules.spec_for(("vocab", "embed"), shape_VD, mesh)
         vocab_axes, model_axes = (_names(entry) for entry in (*spec_VD, None, None)[:2])
-        row_axes = tuple(axis for axis in rules.DEFAULT_RULES["batch"] if mesh.shape[axis] > 1)
+        row_axes, time_axes = rules.axes_over("batch", mesh), rules.axes_over("time", mesh)
+        if T % _size(mesh, time_axes):
+            raise ValueError(
+                f"Packed rows of {T} tokens do not split over {_size(mesh, time_axes)} parts along time "
+                f"({' x '.join(time_axes)}): trainer.max_tokens_per_row must be a multiple of that."
+            )
         if B % _size(mesh, row_axes):
             raise ValueError(
                 f"{B} packed rows do not split over {_size(mesh, row_axes)} data shards "
@@ -101,10 +114,10 @@ def _head(
     else:
         mesh = None
     local_V = shape_VD[0] // _size(mesh, vocab_axes)
-    local_X = B * T // _size(mesh, row_axes)
+    local_X = B * T // _size(mesh, row_axes + time_axes)
     fit = max(chunk_elements // local_X, _MIN_CHUNK)
     chunk = math.ceil(local_V / math.ceil(local_V / fit))
-    return _Head(config.logit_softcap, temperature, chunk, mesh, row_axes, vocab_axes, model_axes)
+    return _Head(config.logit_softcap, temperature, chunk, mesh, row_axes, time_axes, vocab_axes, model_axes)
 
 
 def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -123,7 +136,7 @@ def _logprob(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, head: _Head)
 def _logprob_fwd(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, head: _Head):
     run = functools.partial(_forward, head=head)
     if head.mesh is not None:
-        rows = Spec(head.rows or None)
+        rows = head.tokens
         matrix = Spec(head.vocab or None, head.model or None)
         run = jax.shard_map(
             run, mesh=head.mesh, in_specs=(rows, matrix, rows), out_specs=(rows, rows, rows), check_vma=False
@@ -136,7 +149,7 @@ def _logprob_bwd(head: _Head, saved, grads):
     hidden_BTD, matrix_VD, target_BT, entropy_BT, lse_BT = saved
     run = functools.partial(_backward, head=head)
     if head.mesh is not None:
-        rows = Spec(head.rows or None)
+        rows = head.tokens
         matrix = Spec(head.vocab or None, head.model or None)
         run = jax.shard_map(
             run,
@@ -248,7 +261,7 @@ def _backward(
     (dhidden_XD, dmatrix_VD), _ = _scan(step, start, chunks)
     if head.vocab:
         dhidden_XD = jax.lax.psum(dhidden_XD, head.vocab)
-    if others := tuple(axis for axis in head.rows if axis not in head.model):
+    if others := tuple(axis for axis in head.rows + head.time if axis not in head.model):
         dmatrix_VD = jax.lax.psum(dmatrix_VD, others)
     return dhidden_XD.reshape(hidden_BTD.shape).astype(hidden_BTD.dtype), dmatrix_VD.astype(matrix_VD.dtype)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Int, Shaped
 
-from podrl.mesh.rules import batch_shards
+from podrl.mesh.rules import batch_shards, time_shards
 from podrl.trainer.config import RLTrainingConfig
 from podrl.types import Batch, Layout, Rollouts, Rows, SharedLayout
 
@@ -96,23 +96,25 @@ def pack_shape(
       group_size, max_prompt_length: sequences that begin with the same prompt, and tokens of the longest prompt.
 
     Raises:
-      ValueError: rows that cannot hold the longest sequence, or a device limit that cannot hold a row.
+      ValueError: rows that cannot hold the longest sequence or do not divide, a device limit that cannot hold a row.
     """
     kind = "cpu" if mesh.devices.flat[0].platform == "cpu" else "accelerator"
-    limit, multiple = training.max_seq_token_per_tpu, _ROW_MULTIPLE[kind]
+    shards, parts = batch_shards(mesh), time_shards(mesh)
+    limit, multiple = parts * (training.max_seq_token_per_tpu or 0), parts * _ROW_MULTIPLE[kind]
     wanted = max_length if max_length > _SHORT else int(1.65 * max_length)
     shared = training.share_prompts is not False and group_size > 1 and max_prompt_length > 1
     if shared and max_length > _SHORT:
-        room, even = (limit or _DEVICE_TOKENS[kind]) // multiple * multiple, kind == "accelerator"
+        room, even = (limit or parts * _DEVICE_TOKENS[kind]) // multiple * multiple, kind == "accelerator"
         wanted = _group_row(group_size, max_prompt_length, max_length, room, even=even) or wanted
     tokens = training.max_tokens_per_row or _ceil(wanted, multiple) * multiple
-    shards = batch_shards(mesh)
-    if limit is not None and limit < tokens:
+    if tokens % parts:
+        raise ValueError(f"trainer.max_tokens_per_row={tokens} must be a multiple of the mesh's seq={parts}.")
+    if 0 < limit < tokens:
         raise ValueError(
-            f"trainer.max_seq_token_per_tpu={limit} cannot hold a packed row of {tokens} tokens: raise it, or "
+            f"trainer.max_seq_token_per_tpu={limit // parts} cannot hold a packed row of {tokens} tokens: raise it, or "
             "lower trainer.max_tokens_per_row."
         )
-    full = _SHARING_TOKENS if shared and kind == "cpu" else _DEVICE_TOKENS[kind]
+    full = parts * (_SHARING_TOKENS if shared and kind == "cpu" else _DEVICE_TOKENS[kind])
     per_device = max(1, (limit or full) // tokens)
     micro, count = training.micro_sequences(group_size), training.gradient_accumulation_steps
     if training.mini_batch_size and micro and count and sequences != micro * count:
@@ -126,7 +128,7 @@ def pack_shape(
     if micro is not None and max_length <= tokens:
         # Rows that are longer for the sake of sharing are fewer: the memory is that of `micro` sequences.
         rows = _ceil(micro * max_length, tokens) if shared else _ceil(micro, tokens // max_length)
-        if limit is not None:
+        if limit:
             rows = min(rows, per_device * shards)
     return PackShape.for_worst_case(
         sequences, max_length, max_tokens_per_row=tokens, rows_per_micro_batch=rows, shards=shards, shared=shared
@@ -220,8 +222,7 @@ class Placement:
     @functools.cached_property
     def _own(self) -> Bool[np.ndarray, " X"]:
         """Marks the real tokens that a sequence shares with no other."""
-        sequence_X, offset_X, _ = self._tokens
-        return offset_X >= self.shared_B[sequence_X]
+        return self._tokens[1] >= self.shared_B[self._tokens[0]]
 
     def scatter(
         self, values_BT: Shaped[np.ndarray, "B T"], *, where_BT: Shaped[np.ndarray, "B T"] | None = None
@@ -349,8 +350,7 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPre
     if not shape.shared or prefixes is None or len(rows.load) > most:
         rows = _Rows(length_B, shape.tokens)
         rows.fill()
-    load = rows.load
-    if len(load) > most:
+    if len(load := rows.load) > most:
         raise ValueError(
             f"{len(length_B)} sequences fill {len(load)} rows of {shape.tokens} tokens but the batch has "
             f"{shape.micro_batches} x {shape.rows}: check trainer.mini_batch_size and trainer.max_tokens_per_row."

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from podrl.mesh.build import describe_mesh, make_mesh, parse_mesh, split_devices
+from podrl.mesh.build import check_decodes, describe_mesh, make_mesh, parse_mesh, split_devices, with_own_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +23,16 @@ def chips(hosts: list[int], per_host: int) -> list[Chip]:
 @pytest.mark.parametrize(
     ("spec", "sizes"),
     [
-        ("fsdp=4", (1, 4, 1)),
-        ("data=2,tensor=2", (2, 1, 2)),
-        (" tensor = 2 , data = 3 ", (3, 1, 2)),
-        ("fsdp=4,tp=2", (1, 4, 2)),
-        ("dp=2,model=3", (2, 1, 3)),
-        ("auto", (1, -1, 1)),
-        ("data=-1,tensor=2", (-1, 1, 2)),
-        ("", (1, 1, 1)),
+        ("fsdp=4", (1, 4, 1, 1)),
+        ("data=2,tensor=2", (2, 1, 1, 2)),
+        (" tensor = 2 , data = 3 ", (3, 1, 1, 2)),
+        ("fsdp=4,tp=2", (1, 4, 1, 2)),
+        ("dp=2,model=3", (2, 1, 1, 3)),
+        ("auto", (1, -1, 1, 1)),
+        ("data=-1,tensor=2", (-1, 1, 1, 2)),
+        ("fsdp=4,seq=2", (1, 4, 2, 1)),
+        ("dp=2,cp=4", (2, 1, 4, 1)),
+        ("", (1, 1, 1, 1)),
     ],
 )
 def test_parse(spec, sizes):
@@ -40,7 +42,7 @@ def test_parse(spec, sizes):
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("fdsp=4", "names axis 'fdsp': axes are data, fsdp, tensor"),
+        ("fdsp=4", "names axis 'fdsp': axes are data, fsdp, seq, tensor"),
         ("fsdp=2,fsdp=2", "gives axis 'fsdp' twice"),
         ("tp=2,tensor=2", "gives axis 'tensor' twice"),
         ("fsdp=two", "gives 'fsdp' the size 'two'"),
@@ -134,3 +136,24 @@ def test_split_refuses():
 def test_describe():
     assert describe_mesh(make_mesh("fsdp=2,tensor=2", jax.devices()[:4])) == "fsdp=2,tensor=2"
     assert describe_mesh(make_mesh("auto", jax.devices()[:1])) == "one device"
+
+
+def test_seq_is_an_axis_only_where_it_cuts():
+    devices = chips([0], 8)
+    assert make_mesh("fsdp=4,seq=1", devices[:4]) == make_mesh("fsdp=4", devices[:4])
+    mesh = make_mesh("fsdp=2,seq=2,tensor=2", devices)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "seq": 2, "tensor": 2}
+    assert [d.id for d in mesh.devices.flat] == list(range(8))
+    assert describe_mesh(mesh) == "fsdp=2,seq=2,tensor=2"
+    named = with_own_axes(jax.sharding.Mesh(mesh.devices.reshape(2, 2, 2), ("tp", "fsdp", "sp")))
+    assert named is not None and dict(named.shape) == dict(mesh.shape)
+    assert [d.id for d in named.devices.flat] == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+@pytest.mark.parametrize("mesh", ["data=2,seq=4", "seq=-1", make_mesh("seq=2", chips([0], 2))])
+def test_decoding_does_not_cut_rows(mesh):
+    with pytest.raises(
+        ValueError, match=r"roles.rollout.mesh='.*seq=.*' cuts rows along time .* data, fsdp and tensor"
+    ):
+        check_decodes(mesh, key="roles.rollout.mesh")
+    check_decodes("auto", key="roles.rollout.mesh")

@@ -29,6 +29,10 @@ class Weight:
         (("batch", "time"), (8, 5), "data=4,tensor=2", Spec("data")),
         (("batch", "time"), (8, 5), "data=4,fsdp=2", Spec(("data", "fsdp"))),
         (("heads", "mlp"), (4, 4), "data=4,tensor=2", Spec("tensor")),
+        (("batch", "time"), (8, 6), "fsdp=4,seq=2", Spec("fsdp", "seq")),
+        (("batch", "time"), (8, 5), "fsdp=4,seq=2", Spec("fsdp")),
+        (("vocab", "embed"), (8, 8), "fsdp=4,seq=2", Spec(None, ("fsdp", "seq"))),
+        (("replica", "time", "embed"), (8, 8, 8), "data=2,fsdp=2,seq=2", Spec("data", "seq", "fsdp")),
         ((), (), "fsdp=8", Spec()),
     ],
 )

@@ -105,12 +105,15 @@ def _one_by_one(windows):
     return _values_and_grads(run, (*_inputs(T=64)[:3], segment_BT), windows)
 
 
-@pytest.mark.parametrize("form", [dict(form="dense"), dict(block=64), dict(block=8), dict(spec="fsdp=2,tensor=2")])
+@pytest.mark.parametrize(
+    "form",
+    [dict(form="dense"), dict(block=64), dict(block=8), dict(spec="fsdp=2,tensor=2"), dict(spec="seq=8", block=2)],
+)
 def test_a_shared_beginning_is_seen_as_if_each_had_its_own(form):
     segment_BT, shared = _shared()
     inputs = (*_inputs(T=64)[:3], segment_BT)
     spec = form.get("spec")
-    mesh = make_mesh(spec, jax.devices()[:4]) if spec else None
+    mesh = make_mesh(spec, jax.devices()[: 8 if "seq" in spec else 4]) if spec else None
     options = {name: value for name, value in form.items() if name != "spec"}
 
     def run(q_BTNH, k_BTKH, v_BTKH, window):
@@ -130,10 +133,10 @@ def test_splash_is_not_asked_to_share():
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4"])
+@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4", "fsdp=2,seq=4", "seq=4,tensor=2"])
 def test_mesh_does_not_change_attention(heads, spec):
     mesh: Mesh = make_mesh(spec, jax.devices()[:8])
-    sizes = dict(B=4, N=heads[0], K=heads[1])
+    sizes = dict(B=4, N=heads[0], K=heads[1], T=64 if "seq" in spec else 37)
     inputs = _inputs(**sizes)
 
     def run(q_BTNH, k_BTKH, v_BTKH, window):
@@ -142,10 +145,11 @@ def test_mesh_does_not_change_attention(heads, spec):
     _compare(_values_and_grads(run, inputs, (9,)), _dense(5.0, (9,), **sizes), inputs, atol=5e-6)
 
 
-def test_splash_equals_dense():
+@pytest.mark.parametrize("spec", ["", "seq=2"])
+def test_splash_equals_dense(spec):
     """The TPU kernel in Pallas' interpreter; the window is picked at run time from the compiled ones."""
     sizes, windows = dict(B=1, T=256, N=2, K=1, H=64), (GLOBAL_WINDOW, 40)
-    inputs = _inputs(**sizes)
+    inputs, mesh = _inputs(**sizes), make_mesh(spec, jax.devices()[:2]) if spec else None
 
     def run(q_BTNH, k_BTKH, v_BTKH, window):
         return attention(
@@ -158,6 +162,7 @@ def test_splash_equals_dense():
             interpret=True,
             window=window,
             softcap=5.0,
+            mesh=mesh,
         )
 
     _compare(_values_and_grads(run, inputs, windows), _dense(5.0, windows, **sizes), inputs, atol=2e-5)

@@ -72,6 +72,21 @@ def test_pack_shape_follows_the_keys():
         shape(max_tokens_per_row=64)
 
 
+def test_rows_cut_along_time_divide():
+    mesh = make_mesh("fsdp=2,seq=4", jax.devices())
+
+    def shape(**fields):
+        return pack_shape(_config(**fields), mesh, sequences=128, max_length=100)
+
+    default = shape()
+    assert default.tokens == 256 and default.shards == 2  # 165, rounded up to whole 4 x 32
+    assert shape(max_tokens_per_row=200, max_seq_token_per_tpu=100).rows == 4  # 400 tokens of four devices are two rows
+    with pytest.raises(ValueError, match=r"trainer.max_tokens_per_row=202 must be a multiple of the mesh's seq=4"):
+        shape(max_tokens_per_row=202)
+    with pytest.raises(ValueError, match=r"max_seq_token_per_tpu=40 cannot hold a packed row of 200"):
+        shape(max_tokens_per_row=200, max_seq_token_per_tpu=40)
+
+
 def test_rows_are_made_for_samples_that_share_their_prompt():
     mesh = make_mesh("fsdp=4", jax.devices()[:4])
 

@@ -61,7 +61,7 @@ def _change(case, batch, loss):
     return jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params), metrics
 
 
-@pytest.mark.parametrize("spec", ["fsdp=1", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("spec", ["fsdp=1", "fsdp=2,tensor=2", "fsdp=2,seq=4"])
 def test_value_is_what_the_head_says_before_each_token(tiny, spec):
     case = tiny(spec)
     placement, batch, (length_B, samples, *_) = _packed(case, row=40)
@@ -92,10 +92,11 @@ def test_gradient_equals_the_naive_one_on_any_mesh_and_packing(tiny):
     assert float(metrics["critic/vf_clipfrac"]) > 0 and float(metrics["critic/grad_norm"]) > 0
     for x, y in zip(jax.tree.leaves(change), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=SAME)
-    other = tiny("data=2,fsdp=2")
-    packed, _ = _change(other, _packed(other, row=60)[1], loss)
-    for x, y in zip(jax.tree.leaves(packed), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=SAME)
+    for spec in ("data=2,fsdp=2", "fsdp=2,seq=4"):
+        other = tiny(spec)
+        packed, _ = _change(other, _packed(other, row=60)[1], loss)
+        for x, y in zip(jax.tree.leaves(packed), jax.tree.leaves(grads), strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=SAME)
 
 
 def test_a_fresh_critic_says_0_and_leaves_the_actor_alone(tiny):

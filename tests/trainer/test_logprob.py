@@ -81,7 +81,9 @@ def test_vocabulary_chunks_that_overlap_count_once(vocab):
     _compare(_config(vocab=257, tied=False), 0.9, chunk_elements=1)
 
 
-@pytest.mark.parametrize(("spec", "count"), [("fsdp=4", 4), ("data=2,fsdp=2,tensor=2", 8), ("data=2,tensor=2", 4)])
+@pytest.mark.parametrize(
+    ("spec", "count"), [("fsdp=4", 4), ("data=2,fsdp=2,tensor=2", 8), ("data=2,tensor=2", 4), ("fsdp=2,seq=4", 8)]
+)
 def test_mesh_does_not_change_the_result(spec, count):
     mesh = make_mesh(spec, jax.devices()[:count])
     _compare(_config(), 0.7, mesh=mesh)

@@ -146,6 +146,7 @@ def batches(case, row, rows):
     [
         (24, "fsdp=1", 0),
         (64, "fsdp=2,tensor=2", 2),
+        (32, "fsdp=2,seq=4", 0),
         # Rows of 1,100 are three blocks of attention, of which the samples fill less than one.
         *(
             pytest.param(row, spec, lora, marks=pytest.mark.slow)
