@@ -103,7 +103,11 @@ SEVERAL_UPDATES = (
 )
 
 
-@pytest.mark.parametrize("variant", [STALE_LORA, SEVERAL_UPDATES], ids=["stale-lora", "mu2-mini-batches"])
+ALONG_TIME = ("--config.roles.trainer.mesh=fsdp=2,seq=2", "--config.eval.problems=0")
+VARIANTS = {"stale-lora": STALE_LORA, "mu2-mini-batches": SEVERAL_UPDATES, "seq": ALONG_TIME}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_variants_of_the_loop_resume_too(variant, tmp_path):
     whole, workdir = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
     run(whole, *variant)
