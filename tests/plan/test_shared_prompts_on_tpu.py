@@ -24,9 +24,9 @@ pytestmark = [
 SAMPLES, PROMPT, LONGEST = 8, 512, 1024
 
 
-def _update(topology: str, *, share: bool) -> tuple[str, Cost]:
-    """Compiles an update of one prompt's samples on one chip: (its text, its cost when all are of full length)."""
-    mesh = make_mesh("fsdp=1", parse_topology(topology, key="--trainer").devices()[:1])
+def _update(topology: str, *, share: bool, spec: str = "fsdp=1", chips: int = 1) -> tuple[str, Cost]:
+    """Compiles an update of one prompt's samples: (its text, its cost for a chip when all are of full length)."""
+    mesh = make_mesh(spec, parse_topology(topology, key="--trainer").devices()[:chips])
     model = gemma2_config(
         vocab_size=4096, num_layers=4, model_dim=512, ffn_dim=2048, num_heads=8, num_kv_heads=4, head_dim=64, window=256
     )
@@ -64,3 +64,12 @@ def test_an_update_that_shares_prompts_moves_fewer_bytes(topology: str):
         text, alone = _update(topology, share=False)
         assert "splash" in text and "prefix_attention" not in text
         assert sharing.bytes < 0.7 * alone.bytes, (sharing.bytes, alone.bytes)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_an_update_of_rows_cut_along_time_exchanges_heads(topology: str):
+    text, cost = _update(topology, share=topology == "v5e:2x2", spec="seq=4", chips=4)
+    assert ("prefix_attention_fwd" if topology == "v5e:2x2" else "splash") in text and not cost.uncounted
+    kinds = {collective.kind for collective in cost.collectives}
+    assert "all-to-all" in kinds, kinds
