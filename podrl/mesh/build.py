@@ -96,8 +96,8 @@ def check_decodes(mesh: Mesh | str, *, key: str) -> None:
     if seq != 1:
         raise ValueError(
             f"{key}={mesh if isinstance(mesh, str) else describe_mesh(mesh)!r} cuts rows along time (seq={seq}), but "
-            "decoding makes one token of a row at a time: give it data, fsdp and tensor only; seq is for "
-            "roles.trainer.mesh and roles.critic.mesh."
+            "decoding makes one token of a row at a time: give it data, fsdp and tensor only; seq is for the meshes of "
+            "roles.trainer, roles.critic and roles.reward."
         )
 
 

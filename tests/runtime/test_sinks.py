@@ -137,6 +137,14 @@ def test_wandb_has_metrics_and_tables_and_a_resumed_run_its_id(tmp_path, wandb):
     assert first["config"]["seed"] == 3 and "hunter2" not in str(first)
 
 
+def test_wandb_which_drops_earlier_steps_has_a_late_evaluation_at_the_step_it_has_come_to(tmp_path, wandb):
+    tracker = sinks.WandB(tmp_path, "mine", {})
+    tracker.write(5, {"reward/mean": 1.0})
+    tracker.write(3, {"eval/greedy_answer": 0.5})
+    tracker.write(6, {"reward/mean": 2.0})
+    assert wandb.calls[1:] == [(5, {"reward/mean": 1.0}), (5, {"eval/greedy_answer": 0.5}), (6, {"reward/mean": 2.0})]
+
+
 def test_mlflow_has_metrics_params_and_tables_and_a_resumed_run_goes_on(tmp_path, mlflow, monkeypatch):
     _run(tmp_path, "mlflow")
     run = "0" * 32
