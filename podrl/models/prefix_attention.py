@@ -77,7 +77,7 @@ def prefix_attention(
 
 
 class _Static(NamedTuple):
-    """What kernels are compiled for: tokens of a row and of a block, query heads of a group, and so on."""
+    """Sizes that kernels are compiled for: tokens of a row and of a block, query heads of a group, and so on."""
 
     T: int
     size: int
@@ -88,7 +88,7 @@ class _Static(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """Whether the last block reaches beyond the row, where arrays hold anything."""
+        """True if the last block reaches beyond the row, where arrays hold anything."""
         return self.T % self.size > 0
 
 

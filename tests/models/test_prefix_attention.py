@@ -108,7 +108,7 @@ def test_the_kernel_equals_dense(T, block, heads, H, softcap, dtype, atol):
 
 
 def _mask(segment_BT, prefix_BT, position_BT, window):
-    """Who sees whom, by the definition of `dense`."""
+    """The pairs of tokens that see each other, by the definition of `dense`."""
     segment, prefix, position = (np.asarray(x) for x in (segment_BT, prefix_BT, position_BT))
     ids = (segment[:, :, None] == segment[:, None]) | (prefix[:, :, None] == segment[:, None])
     T = segment.shape[1]
