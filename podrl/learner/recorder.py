@@ -242,13 +242,14 @@ class Recorder:
             return
         self._end_evaluation(wait=True)
         self._flush()
-        self._evaluated.add(step)
         if self._beside is not None and step < self._schedule.max_steps:
             with self._run.watchdog.stage("evaluation"):
                 self._beside.begin_evaluation(policy, step)
+            self._evaluated.add(step)
             return
         with self._run.watchdog.stage("evaluation"):
             found = self._evaluate(policy, step)
+        self._evaluated.add(step)  # not before: a host that enters meanwhile takes part
         self._compiled = self._run.spans.compiled
         times = self._before | self._take_times()
         self._before = {}
