@@ -184,7 +184,7 @@ class Curriculum:
     # What is learned of a step.
 
     def see(self, step: int, experience: Experience) -> None:
-        """Takes note of the batch that step `step` trains on."""
+        """Adds the pass rates of the batch that step `step` trains on."""
         drawn = json.loads(experience.data_state)["curriculum"]
         index_P = experience.rollouts.prompts.index_P
         ids_P = np.asarray(drawn["ids"], np.int64)[index_P - drawn["first"]]

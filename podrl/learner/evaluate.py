@@ -161,8 +161,7 @@ class Evaluator:
         own = [HeldOut(batches, sampled, config.samples, scorer)] if batches else []
         self._cluster, self._sets, self._show, self._nth = cluster, [*own, *sets], config.show, nth
         self.rewards = rewards
-        lanes = cluster.config.rollout().lanes
-        self.beside = PIECE_LANES * lanes if config.beside else None
+        self.beside = cluster.config.rollout().lanes if config.beside else None
 
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns (eval/* metrics of a policy, a few samples)."""
@@ -325,7 +324,11 @@ class Beside:
             self._work, self._error = None, error
 
 
-PIECE_LANES = 1  # samples of a piece, in lanes of the rollout mesh
+def is_beside(evaluator: Any) -> bool:
+    """True if evaluations are made beside training; a user's own evaluator knows nothing of that."""
+    return getattr(evaluator, "beside", None) is not None
+
+
 _MAJORITY = "majority"
 _ANSWERS = TextConfig()
 

@@ -11,7 +11,7 @@ import numpy as np
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
-from podrl.learner.evaluate import Beside, Evaluator
+from podrl.learner.evaluate import Beside, Evaluator, is_beside
 from podrl.learner.loop import InFlight, Schedule, Start
 from podrl.learner.recorder import Stream
 from podrl.learner.rollouts import Generate, LocalRollouts, RemoteRollouts
@@ -374,13 +374,12 @@ def place_of(
     deadline_s = 4 * run.log_config.stall_s
     wall, quantum = _clock(cluster, schedule, run, pod, given=given)
     makes: Any = {"generate": generate, "evaluator": evaluator}
-    besides = getattr(evaluator, "beside", None) is not None  # a user's own evaluator knows nothing of it
     if pod is None:
         assert stream is not None
-        beside = Beside(evaluator, run.spans) if besides else None
+        beside = Beside(evaluator, run.spans) if is_beside(evaluator) else None
         place: Any = LocalRollouts(cluster, stream, run, quantum=quantum, wall=wall, beside=beside, **makes)
         return place, run.stopping
-    if besides:
+    if is_beside(evaluator):
         raise ValueError(
             f"eval.beside=True is there for a job of one process, and this one has {pod.seat.hosts.count}: set "
             "eval.beside=False, or start one process."

@@ -14,7 +14,7 @@ from podrl.data.pools import Curriculum
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
-from podrl.learner.evaluate import EvalConfig, Evaluator
+from podrl.learner.evaluate import EvalConfig, Evaluator, is_beside
 from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
 from podrl.learner.hosting import place_of
@@ -155,7 +155,7 @@ def fit(
     else:
         assert stream is not None
         said: Any = {"report": trained.report, "controllers": trained.algorithm, "stopping": stopping, **chosen}
-        said["beside"] = place if getattr(evaluator, "beside", None) is not None else None
+        said["beside"] = place if is_beside(evaluator) else None
         records = Recorder(cluster, stream, run, schedule, evaluate=evaluate, **said)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.spans.compiles())

@@ -22,7 +22,7 @@ def test_metrics_of_updates_stay_on_the_device_until_they_are_fetched():
 
 
 def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
-    """What is noted as evaluated is what such a host is told to leave out; the others would wait for it for ever."""
+    """A host that enters leaves out the steps noted as evaluated; the others would wait for its share for ever."""
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext(), take_spent=dict)
     run = types.SimpleNamespace(config={}, watchdog=watchdog, spans=types.SimpleNamespace(compiled=0.0))
     noted = []

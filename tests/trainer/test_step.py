@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from updates import SAME, assert_same, update
 
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.models import LoraConfig, decoder, from_pretrained
@@ -19,49 +20,27 @@ from podrl.types import Layout
 
 B = 8  # sequences of every batch
 MODES = ("token-mean", "sequence-mean-token-mean")
-# Tolerance of the entries of a gradient of norm 5. In float32 its roundings add up to about 1e-6;
-# test_float64.py runs the same tests in float64 and so holds them to 1e-12.
-SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
-
-
-def _update(case, loss, **batch):
-    """Makes an update: (parameters before minus after, metrics); with SGD at rate 1, the gradient."""
-    before = jax.tree.map(np.asarray, case.state()[0].params)
-    state, frozen = case.state()
-    state, metrics = case.step(loss)(state, frozen, case.batch(**batch))
-    change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
-    return change, {name: float(value) for name, value in metrics.items()}
-
-
-def _assert_same(got, expected, atol=SAME):
-    (change, metrics), (expected_change, expected_metrics) = got, expected
-    assert max(float(np.abs(x).max()) for x in jax.tree.leaves(expected_change)) > 1e-2
-    for x, y in zip(jax.tree.leaves(change), jax.tree.leaves(expected_change), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=atol)
-    assert metrics.keys() == expected_metrics.keys()
-    for name in metrics:
-        assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_packing_and_micro_batches_do_not_change_the_update(tiny, mode):
+def test_packing_and_micro_batches_do_not_change_theupdate(tiny, mode):
     loss = PolicyLoss(KLLossSettings(loss_agg_mode=mode))
-    padded = _update(tiny(), loss, row=20, rows=8)  # a row holds one sequence, one micro-batch
-    _assert_same(_update(tiny(), loss, row=60, rows=1), padded)
-    _assert_same(_update(tiny(), loss, row=40, rows=2), padded)
+    padded = update(tiny(), loss, row=20, rows=8)  # a row holds one sequence, one micro-batch
+    assert_same(update(tiny(), loss, row=60, rows=1), padded)
+    assert_same(update(tiny(), loss, row=40, rows=2), padded)
 
 
 @pytest.mark.parametrize("spec", ["fsdp=4", "data=2,fsdp=2,tensor=2"])
-def test_mesh_does_not_change_the_update(tiny, spec):
+def test_mesh_does_not_change_theupdate(tiny, spec):
     loss = PolicyLoss(KLLossSettings())
-    _assert_same(_update(tiny(spec), loss), _update(tiny(), loss, row=20, rows=8))
+    assert_same(update(tiny(spec), loss), update(tiny(), loss, row=20, rows=8))
 
 
 def test_gradient_equals_the_naive_one(tiny):
     """Compares with the loss written out on padded rows with all logits, differentiated by jax."""
     case = tiny()
     length_B, samples = case.samples()
-    change, metrics = _update(case, CrossEntropy(), kind=SupervisedRows)
+    change, metrics = update(case, CrossEntropy(), kind=SupervisedRows)
     tokens_BT, mask_BT = jnp.asarray(samples["tokens_BT"]), jnp.asarray(samples["mask_BT"])
     place_BT = jnp.tile(jnp.arange(tokens_BT.shape[1]), (B, 1))
     segment_BT = (place_BT < length_B[:, None]).astype(jnp.int32)
@@ -102,8 +81,8 @@ def test_the_kl_coefficient_is_scaled_without_compiling(tiny):
         state, _ = step(*case.state(), case.batch(kl_scale=scale))
         found.append(jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params))
     assert step._cache_size() == 1
-    halved, _ = _update(tiny(), PolicyLoss(KLLossSettings(beta=0.05, kl_loss_mode="k3")))
-    none, _ = _update(tiny(), PolicyLoss(KLLossSettings(beta=0.0)))
+    halved, _ = update(tiny(), PolicyLoss(KLLossSettings(beta=0.05, kl_loss_mode="k3")))
+    none, _ = update(tiny(), PolicyLoss(KLLossSettings(beta=0.0)))
     for got, expected in ((found[1], halved), (found[2], none)):
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=SAME)
@@ -156,7 +135,7 @@ def test_masked_nan_has_no_influence(tiny):
     """NaN where mask is 0 is put into the device batch behind the packer's back."""
     case = tiny()
     loss = PolicyLoss(KLLossSettings(beta=0.1))
-    clean = _update(case, loss)
+    clean = update(case, loss)
     state, frozen = case.state()
     before = jax.tree.map(np.asarray, state.params)
     batch = case.batch()
@@ -166,7 +145,7 @@ def test_masked_nan_has_no_influence(tiny):
     }
     state, metrics = case.step(loss)(state, frozen, batch.replace(rows=batch.rows.replace(**poison)))
     change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
-    _assert_same((change, {k: float(v) for k, v in metrics.items()}), clean, atol=0)
+    assert_same((change, {k: float(v) for k, v in metrics.items()}), clean, atol=0)
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counted(tiny):
@@ -187,14 +166,14 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(tiny):
 
 
 @pytest.mark.parametrize("remat", ["dots", "full", "offload"])
-def test_rematerialisation_does_not_change_the_update(tiny, remat):
+def test_rematerialisation_does_not_change_theupdate(tiny, remat):
     case = tiny()
-    expected = _update(case, CrossEntropy(), kind=SupervisedRows)
+    expected = update(case, CrossEntropy(), kind=SupervisedRows)
     before = jax.tree.map(np.asarray, case.state()[0].params)
     state, frozen = case.state()
     state, metrics = case.step(CrossEntropy(), remat=remat)(state, frozen, case.batch(SupervisedRows))
     change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
-    _assert_same((change, {k: float(v) for k, v in metrics.items()}), expected)
+    assert_same((change, {k: float(v) for k, v in metrics.items()}), expected)
 
 
 @pytest.mark.parametrize(("dtype", "param_dtype"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "bfloat16")])
