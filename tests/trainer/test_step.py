@@ -23,7 +23,7 @@ MODES = ("token-mean", "sequence-mean-token-mean")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_packing_and_micro_batches_do_not_change_theupdate(tiny, mode):
+def test_packing_and_micro_batches_do_not_change_the_update(tiny, mode):
     loss = PolicyLoss(KLLossSettings(loss_agg_mode=mode))
     padded = update(tiny(), loss, row=20, rows=8)  # a row holds one sequence, one micro-batch
     assert_same(update(tiny(), loss, row=60, rows=1), padded)
@@ -31,7 +31,7 @@ def test_packing_and_micro_batches_do_not_change_theupdate(tiny, mode):
 
 
 @pytest.mark.parametrize("spec", ["fsdp=4", "data=2,fsdp=2,tensor=2"])
-def test_mesh_does_not_change_theupdate(tiny, spec):
+def test_mesh_does_not_change_the_update(tiny, spec):
     loss = PolicyLoss(KLLossSettings())
     assert_same(update(tiny(spec), loss), update(tiny(), loss, row=20, rows=8))
 
@@ -166,7 +166,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(tiny):
 
 
 @pytest.mark.parametrize("remat", ["dots", "full", "offload"])
-def test_rematerialisation_does_not_change_theupdate(tiny, remat):
+def test_rematerialisation_does_not_change_the_update(tiny, remat):
     case = tiny()
     expected = update(case, CrossEntropy(), kind=SupervisedRows)
     before = jax.tree.map(np.asarray, case.state()[0].params)
