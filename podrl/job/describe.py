@@ -297,7 +297,6 @@ def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str
         ("summary.json", "before/after, throughput, time split"),
         ("metrics.jsonl", "one object per step"),
         ("samples.jsonl", f"some prompts, completions, rewards; the lowest: python -m podrl.view {place} --samples=10"),
-        ("curve.png", "reward and accuracy"),
         ("report.html", f"the run as a page; also of a run that goes on: python -m podrl.view {place}"),
         ("tensorboard/", "the same metrics as events"),
         ("mlflow.db", "the same metrics in MLflow's database"),

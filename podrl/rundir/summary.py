@@ -1,4 +1,4 @@
-"""Writes a finished run's summary.json, curve.png and before/after table."""
+"""Writes a finished run's summary.json and before/after table."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def eval_records(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes summary.json and curve.png from metrics.jsonl; returns the summary.
+    """Writes summary.json from metrics.jsonl; returns the summary.
 
     Args:
       workdir: the run directory.
@@ -51,47 +51,12 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
         **extra,
     }
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    if records:
-        draw_curve(records, workdir / "curve.png")
     return summary
 
 
 def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
     """The means of an evaluation, without their errors and the number of records, by names without 'eval/'."""
     return _means(_eval_values(metrics))
-
-
-def draw_curve(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
-    """Draws the reward per step; and held-out rewards and accuracies, as far as there are any, with their intervals."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib.figure import Figure
-
-    evaluated = [(record, _eval_values(record)) for record in eval_records(records)]
-    means = dict.fromkeys(name for _, values in evaluated for name in _means(values))
-    shares, rewards = ([name for name in means if _is_share(name) is share] for share in (True, False))
-    panels = [("evaluation: rewards", "mean over held-out records", rewards)] if rewards else []
-    if shares or not rewards:
-        panels.append(("evaluation" if evaluated else "no evaluation", "share of held-out records", shares))
-    figure = Figure(figsize=(5.5 * (1 + len(panels)), 4), layout="constrained")
-    left, *others = figure.subplots(1, 1 + len(panels))
-    trained = [(r["step"], r["reward/mean"]) for r in records if r.get("reward/mean") is not None]
-    if trained:
-        left.plot(*zip(*trained, strict=True), color="tab:blue")
-    left.set(xlabel="step", ylabel="mean reward", title="training reward")
-    for axes, (title, label, names) in zip(others, panels, strict=True):
-        for name in names:
-            points = [(r["step"], v[name], _half_width(v, name)) for r, v in evaluated if v.get(name) is not None]
-            if points:
-                steps, values, widths = zip(*points, strict=True)
-                axes.errorbar(steps, values, yerr=widths, marker="o", capsize=3, label=name)
-        if names:
-            axes.legend()
-        axes.set(xlabel="step", ylabel=label, title=title)
-        if names is shares:
-            axes.set(ylim=(0, 1.02))
-    figure.savefig(path, dpi=110)
 
 
 _SHARES = ("answer", "partial", "format", "pass", "majority", "pair_accuracy")

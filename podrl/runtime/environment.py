@@ -8,7 +8,9 @@ import os
 import pathlib
 import platform
 import sys
+import types
 from collections.abc import MutableMapping
+from typing import Any
 
 _FAKE = "--xla_force_host_platform_device_count"
 # Files of accelerators' drivers: TPU, NVIDIA, AMD, and CUDA under WSL.
@@ -77,8 +79,9 @@ def keep_compiled(env: MutableMapping[str, str], where: str) -> None:
     """
     if where != "auto" and os.path.exists(where) and not os.path.isdir(where):
         raise ValueError(f"compile_cache={where!r} is no directory: name one, or 'auto', or '' to keep nothing.")
-    if not where or "JAX_COMPILATION_CACHE_DIR" in env:
+    if not where:
         return
+    where = env.get("JAX_COMPILATION_CACHE_DIR", where)
     if where == "auto":
         base = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         directory = pathlib.Path(base, "podrl", f"compiled-{_processor()}")
@@ -88,7 +91,32 @@ def keep_compiled(env: MutableMapping[str, str], where: str) -> None:
             return  # no home: every start compiles
         where = str(directory)
     env["JAX_COMPILATION_CACHE_DIR"] = where
-    env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    # Small programs together take a second of a start; a bucket answers too slowly to ask it for each of them.
+    env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1" if "://" in where else "0")
+
+
+def keep_what_this_process_compiles() -> None:
+    """Has jax keep compiled programs of every process that only that process can read: it keeps those of process 0.
+
+    Without it the rollout hosts of a shared pod compile decoding again at every start. Programs over the devices of
+    several processes have one entry, which process 0 writes, as before: all may write to one bucket. On CPU they have
+    an entry for each process. Where this jax has other internals, nothing changes.
+    """
+    from jax._src import compiler
+
+    original = getattr(compiler, "_compile_and_write_cache", None)
+    write = getattr(compiler, "_cache_write", None)
+    if original is None or write is None or "distributed" not in write.__globals__ or original.__module__ == __name__:
+        return
+    as_first = {"distributed": types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))}
+    own_write = types.FunctionType(write.__code__, {**write.__globals__, **as_first})
+    own = types.FunctionType(original.__code__, {**original.__globals__, "_cache_write": own_write})
+
+    def compile_and_write(backend: Any, computation: Any, devices: Any, *others: Any) -> Any:
+        alone = getattr(devices, "is_fully_addressable", False) or backend.platform == "cpu"
+        return (own if alone else original)(backend, computation, devices, *others)
+
+    compiler._compile_and_write_cache = compile_and_write
 
 
 def _processor() -> str:

@@ -30,7 +30,6 @@ def test_the_directory_holds_what_is_promised_and_nothing_else(done):
         "metrics.jsonl",
         "samples.jsonl",
         "summary.json",
-        "curve.png",
         "checkpoints",
         "tensorboard",
         "spans.jsonl",
@@ -128,14 +127,6 @@ def test_the_seconds_of_a_step_add_up(done):
         else:
             assert record["time/evaluation"] > 0
             assert ("time/start-up" in record) == (record["step"] == 0)
-
-
-def test_the_curve_is_a_picture(done):
-    import matplotlib.image
-
-    pixels = matplotlib.image.imread(done.workdir / "curve.png")
-    assert pixels.shape[0] > 300 and pixels.shape[1] > 900
-    assert pixels[..., :3].std() > 0.01
 
 
 def test_tensorboard_events_hold_the_metrics(done):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from podrl.runtime import environment
+from podrl.runtime.local_pod import free_ports
 
 _FLAG = "--xla_force_host_platform_device_count"
 
@@ -76,10 +77,12 @@ def test_compiled_programs_are_kept_where_the_user_says(tmp_path):
     assert directory.parent == tmp_path / "podrl" and directory.stat().st_mode & 0o777 == 0o700
     environment.keep_compiled(env, "/elsewhere/compiled")
     assert env["JAX_COMPILATION_CACHE_DIR"] == str(directory), "what is in the environment wins"
-    for where, kept in {"": None, "/elsewhere/compiled": "/elsewhere/compiled"}.items():
+    # Small programs too, but not in a bucket.
+    for where, least in {"": None, "/elsewhere/compiled": "0", "gs://bucket/compiled": "0.1"}.items():
         env = {}
         environment.keep_compiled(env, where)
-        assert env.get("JAX_COMPILATION_CACHE_DIR") == kept
+        assert env.get("JAX_COMPILATION_CACHE_DIR") == (where or None)
+        assert env.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS") == least
 
 
 def test_no_place_for_compiled_programs_is_no_error(tmp_path):
@@ -87,3 +90,34 @@ def test_no_place_for_compiled_programs_is_no_error(tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path / "file")}
     environment.keep_compiled(env, "auto")
     assert "JAX_COMPILATION_CACHE_DIR" not in env
+
+
+_MEMBER = """
+import sys
+import jax, jax.numpy as jnp
+from podrl.runtime.environment import keep_what_this_process_compiles
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), cluster_detection_method="deactivate")
+keep_what_this_process_compiles()
+misses = []
+jax.monitoring.register_event_listener(lambda name, **_: misses.extend([name] * name.endswith("/cache_misses")))
+mesh = jax.sharding.Mesh(jax.devices(), "x")
+whole = jax.device_put(jnp.arange(2.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+jax.block_until_ready(jax.jit(lambda x: x.sum() * 3)(whole))
+jax.block_until_ready(jax.jit(lambda x: x.sum() * 5)(jax.device_put(jnp.arange(7.0), jax.local_devices()[0])))
+print("written", len(misses))
+"""
+
+
+@pytest.mark.slow
+def test_every_process_of_a_cluster_finds_what_it_compiled(tmp_path):
+    """The second start compiles nothing: also not what process 1 alone runs, which jax by itself never keeps."""
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    written = []
+    for _ in range(2):
+        argv = [sys.executable, "-c", _MEMBER, f"127.0.0.1:{free_ports(1)[0]}"]
+        members = [subprocess.Popen([*argv, str(i)], env=env, text=True, stdout=subprocess.PIPE) for i in range(2)]
+        outputs = [member.communicate(timeout=120)[0] for member in members]
+        assert [member.returncode for member in members] == [0, 0]
+        written.append([int(output.split()[-1]) for output in outputs])
+    assert min(written[0]) >= 2 and written[1] == [0, 0]
