@@ -20,7 +20,7 @@ from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.objective import TokenLoss
 from podrl.trainer.state import abstract_like, abstract_state, init_state, put_batch
-from podrl.trainer.step import make_logprob_fn, make_train_step
+from podrl.trainer.step import make_logprob_fn, make_token_score_fn, make_train_step
 from podrl.types import Batch, Layout, PyTree, Rows, TrainState
 
 _NO_REFERENCE = "There is no reference policy: call RLCluster.keep_reference() before training starts."
@@ -81,6 +81,8 @@ class Actor:
         self.reference: PyTree | None = None
         self._step: Callable | None = None
         self._logprobs = self._reference_logprobs = self._logprob_fn(self.model)
+        of = {"temperature": temperature, "dtype": training.dtype}
+        self._token_scores = make_token_score_fn(self.model, mesh, **of)
         self._backlog = Backlog()
 
     def _logprob_fn(self, model: ModelConfig) -> Callable:
@@ -150,6 +152,10 @@ class Actor:
         """Scores every packed token: log p (A, B, T), nats."""
         return self._noted(self._logprobs(self.params(), batch))
 
+    def token_scores(self, batch: Batch[Layout]) -> Any:
+        """Scores every packed token: (log p, entropy of its distribution), each (A, B, T), nats."""
+        return self._noted(self._token_scores(self.params(), batch))
+
     def reference_logprobs(self, batch: Batch[Layout]) -> Any:
         """Scores every packed token under the reference policy."""
         if self.reference is None:
@@ -171,6 +177,6 @@ class Actor:
         values_ABT = score(self.put(placement.batch(placement.layout(tokens_BT))))
         return placement.unpack(np.asarray(jax.device_get(values_ABT)), tokens_BT.shape[1])
 
-    def _noted(self, logprob_ABT: Any) -> Any:
-        self._backlog.add(logprob_ABT)
-        return logprob_ABT
+    def _noted(self, scores: Any) -> Any:
+        self._backlog.add(scores)
+        return scores

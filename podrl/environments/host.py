@@ -19,6 +19,8 @@ from podrl.runtime.user_objects import spec_at
 from podrl.runtime.workers import LOAD_S, Worker
 from podrl.types import BatchError
 
+# (task, name, started, ended, failed) of a call outside, by time.monotonic(); failed is '' or the kind of failure.
+Called = Callable[[Task, str, float, float, str], None]
 _LIVES = 3  # of an episode whose workers die or block, before the job ends
 _SILENT_S = 3 * BEAT_S
 
@@ -78,14 +80,16 @@ class Host:
         limits: Limits,
         journal: Journal | None,
         emit: Callable[[Mapping[str, Any] | BaseException], None],
+        called: Called | None = None,
     ) -> None:
         """Starts nothing; see `open`.
 
         Args:
-          config, limits, journal: as of podrl.environments.workers.Episodes.
+          config, limits, journal, called: as of podrl.environments.workers.Episodes.
           emit: told what happens: {"say": episode, ...}, {"done": episode, ...}, or what is wrong.
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
+        self._called = called
         self._spec = None
         if config.environment != "tools":
             place, _, name = config.environment.rpartition(":")
@@ -347,12 +351,22 @@ class Host:
 
     async def _reply(self, episode: _Episode, number: int, answer: Mapping[str, Any], *, kept: bool = False) -> None:
         """Gives an answer; recorded first, so that whoever resumes finds what was used, unless it is `kept` already."""
+        if not kept:
+            self._note(episode, number, answer)
         if self._journal is not None and not kept:
             await self._journal.add(episode.task, number, episode.whats[number], answer)
         episode.asks.pop(number, None)
         episode.jobs.pop(number, None)
         episode.answers[number] = {**answer, "replayed": kept}
         self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})
+
+    def _note(self, episode: _Episode, number: int, answer: Mapping[str, Any]) -> None:
+        """Tells of a call that was made now, without the wait for its turn."""
+        if self._called is not None:
+            ended = time.monotonic()
+            failed = str(answer.get("failed") or ("exception" if "raised" in answer else ""))
+            started = ended - float(answer.get("seconds", 0.0))
+            self._called(episode.task, episode.whats[number].partition(" ")[0], started, ended, failed)
 
     def _name(self, episode: _Episode) -> str:
         return (

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 
 from podrl.environments.calls import Cuts
 from podrl.environments.config import EnvironmentConfig
+from podrl.environments.host import Called, Host
 from podrl.environments.host import EnvironmentFailure as EnvironmentFailure
-from podrl.environments.host import Host
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Role, Task, Turn
 from podrl.runtime.child import refuse_inside
@@ -75,13 +75,16 @@ class Episodes:
       parser: of the calls of the environment's tools.
     """
 
-    def __init__(self, config: EnvironmentConfig, limits: Limits, *, journal: Journal | None) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, limits: Limits, *, journal: Journal | None, called: Called | None = None
+    ) -> None:
         """Starts the workers and loads the environment and its tools into them.
 
         Args:
           config: names the environment.
           limits: what each process with code of users may take and see.
           journal: where outside answers are kept; None for nowhere.
+          called: told of every call that is made, on a thread of this object; of none that the journal answers.
 
         Raises:
           ValueError: says why it cannot be loaded.
@@ -94,7 +97,7 @@ class Episodes:
         self._thread = threading.Thread(target=self._loop.run_forever, name="podrl-episodes", daemon=True)
         self._thread.start()
         try:
-            self._host = self._on_loop(self._make(config, limits, journal))
+            self._host = self._on_loop(self._make(config, limits, journal, called))
         except BaseException:
             self._stop_loop()
             raise
@@ -167,10 +170,12 @@ class Episodes:
         """Ends every process; returns when none is left."""
         self._finalizer()
 
-    async def _make(self, config: EnvironmentConfig, limits: Limits, journal: Journal | None) -> Host:
+    async def _make(
+        self, config: EnvironmentConfig, limits: Limits, journal: Journal | None, called: Called | None
+    ) -> Host:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: self._messages.put(_error_of(context)))
-        return Host(config, limits, journal, _emit_to(self._messages))
+        return Host(config, limits, journal, _emit_to(self._messages), called)
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

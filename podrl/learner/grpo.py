@@ -20,6 +20,7 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.control import LossKL, RewardKL
 from podrl.learner.scoring import ReferencedScores, Scores, policy_scores
 from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.rundir import trace
 from podrl.trainer import packing
 from podrl.trainer.state import local_rows
 from podrl.types import Batch, Experience
@@ -163,10 +164,10 @@ class GRPO:
         """Numbers of every token beside those of the samples."""
         return {"advantage": advantages, "trained": self._config.loss_mask(experience.rollouts)}
 
-    def trainer_logprob(self, experience: Experience, share: float) -> Callable[[], np.ndarray] | None:
+    def token_scores(self, experience: Experience, share: float) -> Callable[[], Mapping[str, np.ndarray]] | None:
         """Starts scoring the first groups, a share of all, under the present weights; None on several trainer hosts.
 
-        Packed into the shape of a mini-batch, they need no other program than the reference does.
+        They are packed into the shape of a mini-batch, however many they are: one program scores them.
         """
         rollouts, group_size = experience.rollouts, self._config.num_generations
         if self._cluster.actor_mesh.is_multi_process:
@@ -175,8 +176,13 @@ class GRPO:
         chosen = np.arange(min(groups, self.mini_batch_size // group_size) * group_size)
         placement = packing.place_samples(rollouts, chosen, self._shape)
         batch = self._cluster.actor.put(placement.batch(placement.layout(rollouts.tokens_BT[chosen])))
-        logprob_ABT = self._cluster.actor.logprobs(batch)
-        return lambda: placement.unpack(np.asarray(logprob_ABT), rollouts.tokens_BT.shape[1])
+        scores = self._cluster.actor.token_scores(batch)
+
+        def fetched() -> dict[str, np.ndarray]:
+            longest, names = rollouts.tokens_BT.shape[1], trace.SCORES
+            return {n: placement.unpack(np.asarray(x_ABT), longest) for n, x_ABT in zip(names, scores, strict=True)}
+
+        return fetched
 
     # Shapes and splits for the methods above.
 

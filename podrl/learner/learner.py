@@ -67,7 +67,7 @@ class Traced:
     ):
         """Of GRPO or PPO, in a run whose files may be open later."""
         self._algorithm, self._run, self._curriculum = algorithm, run, curriculum
-        self._group_size, self._names = group_size, reward_names
+        self._group_size, self._names, self._warm = group_size, reward_names, False
         self.rewards, self.advantages, self.update = algorithm.rewards, algorithm.advantages, algorithm.update
         self.state, self.restore = algorithm.state, algorithm.restore
 
@@ -80,9 +80,12 @@ class Traced:
     def pack(self, step: int, experience: Experience, scores: Any, advantages: Any) -> Any:
         tracing, done = self._run.tracing, step + 1
         if tracing is not None and tracing.wants(done):
-            logprob = self._algorithm.trainer_logprob(experience, tracing.share)
+            scores_of = self._algorithm.token_scores(experience, tracing.share)
             columns = self._algorithm.columns(experience, advantages)
-            tracing.note(done, trace.Noted(self._group_size, self._names, columns, logprob))
+            tracing.note(done, trace.Noted(self._group_size, self._names, columns, scores_of))
+        elif tracing is not None and tracing.ever and not self._warm:
+            self._algorithm.token_scores(experience, 0.0)  # a run that resumes compiles in its first step, not later
+        self._warm = True
         with self._run.spans.span("score", lane="trainer"):
             return self._algorithm.pack(step, experience, scores, advantages)
 

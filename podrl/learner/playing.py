@@ -11,6 +11,7 @@ from podrl.data.dialogue import Dialogue
 from podrl.environments.calls import format_of, in_template
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.journal import AtLeader, Files, Journal
+from podrl.environments.protocol import Task
 from podrl.environments.workers import Episodes
 from podrl.rollout.episodes import Partner
 from podrl.rundir.run import OUTSIDE, Run
@@ -94,7 +95,12 @@ def playing(
             return
         if journal is not None:
             run.passed.append(journal.forget)
-        host = Episodes(config, limits, journal=journal)
+
+        def called(task: Task, name: str, started: float, ended: float, failed: str) -> None:
+            step = task.step + 1 if task.mode == "train" else None  # an evaluation's belong to the step before it
+            run.spans.add_call(name, started, ended, step=step, failed=failed)
+
+        host = Episodes(config, limits, journal=journal, called=called)
         stack.callback(host.close)
         partner = Partner(host, Dialogue(cluster.tokenizer))
         cluster.play(partner)

@@ -50,7 +50,7 @@ class PPO:
         critic.prepare(functools.partial(value_loss, clip_range=clip, mode=loss.mode, scale=scale))
         self._critic_shape = self._policy.pack_shape(critic.mesh)
         self._policy.layouts.append((self._critic_shape, critic.mesh))
-        self.needed, self.trainer_logprob = self._policy.needed, self._policy.trainer_logprob
+        self.needed, self.token_scores = self._policy.needed, self._policy.token_scores
         self.state, self.restore = self._policy.state, self._policy.restore
 
     # The loop's lines.

@@ -188,7 +188,7 @@ class Recorder:
         self._late = (step, host, metrics)
         if self._run.tracing is not None:
             self._run.tracing.record(step, experience, self._run.spans.take(step), self._cluster.tokenizer)
-        self._run.spans.pass_on(step)
+        self._run.spans.pass_on(step, last=step == self._schedule.max_steps)
         self._run.profiler.after(step)
         log = self._run.log_config
         if self._run.metrics is not None and log.samples_every and (step % log.samples_every == 0 or step == 1):
@@ -397,7 +397,7 @@ class HostRecorder:
         return self._run.watchdog.stage(name)
 
     def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
-        self._run.spans.pass_on(step)
+        self._run.spans.pass_on(step, last=step == self._schedule.max_steps)
         self._run.profiler.after(step)
 
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _STARTS = "starts.jsonl"
+PLAN = "plan.json"  # in a run directory: the plan that log.plan names
 _BEGINNING = ("time/start-up", "time/restoring", "time/opening the run directory")
 # What a run spends its time on beside useful steps.
 _LOST = {

@@ -22,7 +22,7 @@ from podrl.runtime.child import refuse_inside
 from podrl.runtime.lock import Lock
 from podrl.runtime.metrics import LogConfig, MetricsLog
 from podrl.runtime.mirror import Mirror
-from podrl.runtime.storage import StorageError, check, disk_trouble, is_remote, locate
+from podrl.runtime.storage import StorageError, check, disk_trouble, is_remote, locate, write_whole
 from podrl.runtime.watchdog import Watchdog
 
 OUTSIDE = "outside"  # folder of the outside answers, which a resumed run reads
@@ -86,6 +86,7 @@ class Run:
         self._mirror: Mirror | None = None
         self.log_config = log or LogConfig()
         self.planned = gauges.read_plan(self.log_config.plan) if leads else {}
+        self._plan = pathlib.Path(self.log_config.plan).read_bytes() if self.planned else b""
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.config, self._defaults = dict(config or {}), dict(defaults or {})
         self.console = console or make_console(quiet=not leads)
@@ -206,6 +207,8 @@ class Run:
         self.begin()
         if self.workdir is not None and self.leads:
             self.metrics = MetricsLog(self.workdir, self.log_config, start=start, run_config=self.config, marks=marks)
+            if self._plan:
+                write_whole(self.workdir / gauges.PLAN, self._plan)
             if self.log_config.trace != "off":
                 self.tracing = Tracing(self.workdir, self.log_config, start=start)
             for sentence in self.metrics.lost:

@@ -30,6 +30,8 @@ _OF_ROLLOUTS: Mapping[str, Any] = {
     "version": np.int32,
     "turn_reward": np.float32,
 }
+# What the trainer computes of every token for the trace: the log-probability, and its distribution's entropy, nats.
+SCORES = ("trainer_logprob", "entropy")
 _OF_SAMPLES: Mapping[str, Any] = {"length": np.int32, "prompt_length": np.int32, "stop": np.int8, "reward": np.float64}
 
 
@@ -55,14 +57,14 @@ class Noted:
       reward_names: of the reward functions.
       columns: further numbers of every token, in the sample layout, by name: advantage, trained (1 where the token
         counts in the loss), value and return under PPO.
-      trainer_logprob: fetches (B', T) log-probabilities of the first B' samples under the trainer's weights before the
-        step's first update; None where there are none.
+      scores: fetches SCORES of the first B' samples, each (B', T), under the trainer's weights before the step's first
+        update; None where there are none.
     """
 
     group_size: int
     reward_names: Sequence[str]
     columns: Mapping[str, Float[np.ndarray, "B T"]]
-    trainer_logprob: Callable[[], Float[np.ndarray, "B T"]] | None = None
+    scores: Callable[[], Mapping[str, Float[np.ndarray, "B T"]]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ class TracedStep:
       pieces: text of every token id that occurs.
       samples: arrays over samples: length, prompt_length, stop, reward, and (functions, samples) rewards.
       tokens: arrays over all tokens, sample after sample without padding: tokens, mask, logprob, raw_logprob, kept,
-        version, turn_reward, advantage, trained, trainer_logprob (NaN where it was not computed), ...
+        version, turn_reward, advantage, trained, trainer_logprob and entropy (NaN where not computed), ...
     """
 
     step: int
@@ -104,11 +106,12 @@ def content(step: int, experience: Experience, noted: Noted, piece: Callable[[in
     keep_BT = np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[:, None]
     columns = {f"token.{name}": _of(rollouts, name)[keep_BT].astype(kind) for name, kind in _OF_ROLLOUTS.items()}
     columns |= {f"token.{name}": np.asarray(x_BT, np.float32)[keep_BT] for name, x_BT in noted.columns.items()}
-    trainer_BT = np.full(keep_BT.shape, np.nan, np.float32)
-    if noted.trainer_logprob is not None:
-        found_BT = noted.trainer_logprob()
-        trainer_BT[: len(found_BT), : found_BT.shape[1]] = found_BT
-    columns["token.trainer_logprob"] = np.where(rollouts.mask_BT > 0, trainer_BT, np.nan)[keep_BT].astype(np.float32)
+    scores = {} if noted.scores is None else noted.scores()
+    for name in SCORES:
+        score_BT = np.full(keep_BT.shape, np.nan, np.float32)
+        if name in scores:
+            score_BT[: len(scores[name]), : scores[name].shape[1]] = scores[name]
+        columns[f"token.{name}"] = np.where(rollouts.mask_BT > 0, score_BT, np.nan)[keep_BT].astype(np.float32)
     prompt_length_B = np.repeat(rollouts.prompts.length_P, noted.group_size)
     of_samples = (rollouts.length_B, prompt_length_B, rollouts.stop_B, experience.reward_B)
     samples = {

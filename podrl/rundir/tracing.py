@@ -45,6 +45,11 @@ class Tracing:
         return self._config.trace == "all" or (every > 0 and (step % every == 0 or step == 1))
 
     @property
+    def ever(self) -> bool:
+        """True where there are steps whose samples are recorded."""
+        return self._config.trace == "all" or self._config.samples_every > 0
+
+    @property
     def share(self) -> float:
         """Share of a step's groups whose log-probabilities the trainer computes for the trace."""
         return 1.0 if self._config.trace == "all" else 0.25

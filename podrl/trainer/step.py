@@ -1,5 +1,6 @@
 """One optimizer update as a pure function of state and packed batch, and the scoring of packed batches."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from podrl.types import Batch, Layout, PyTree, Ratio, TrainState
 Metrics = dict[str, Float[Array, ""]]
 TrainStep = Callable[[TrainState, PyTree, Batch[Any]], tuple[TrainState, Metrics]]
 ScoreFn = Callable[[PyTree, Batch[Layout]], Float[Array, "A B T"]]
+TokenScoreFn = Callable[[PyTree, Batch[Layout]], tuple[Float[Array, "A B T"], Float[Array, "A B T"]]]
 
 
 def make_train_step(
@@ -140,10 +142,33 @@ def make_score_fn(score: Callable[[PyTree, Layout], Float[Array, "B T"]], mesh: 
             scored_BT = score(params, _micro_batch(batch.rows, index))
             return jax.lax.dynamic_update_index_in_dim(out_ABT, scored_BT, index, axis=0)
 
-        out_ABT = rules.constrain(jnp.zeros(batch.rows.tokens_BT.shape), ("layers", "batch", "time"), mesh)
-        return jax.lax.fori_loop(0, batch.micro_batches, body, out_ABT)
+        return jax.lax.fori_loop(0, batch.micro_batches, body, _zeros(batch, mesh))
 
     return jax.jit(scores)
+
+
+def make_token_score_fn(
+    config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32"
+) -> TokenScoreFn:
+    """Builds token_score_fn(params, batch) -> (logprob_ABT, entropy_ABT), jitted: as `make_logprob_fn`, and entropies.
+
+    A program of its own: the one without entropies, which training reads, stays as it is.
+    """
+    forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)
+
+    def scores(params: PyTree, batch: Batch[Layout]) -> tuple[Float[Array, "A B T"], Float[Array, "A B T"]]:
+        def body(index: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
+            scored = forward(params, _micro_batch(batch.rows, index))
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+            return put(out[0], scored[0]), put(out[1], scored[1])
+
+        return jax.lax.fori_loop(0, batch.micro_batches, body, (_zeros(batch, mesh), _zeros(batch, mesh)))
+
+    return jax.jit(scores)
+
+
+def _zeros(batch: Batch[Layout], mesh: Mesh) -> Float[Array, "A B T"]:
+    return rules.constrain(jnp.zeros(batch.rows.tokens_BT.shape), ("layers", "batch", "time"), mesh)
 
 
 def _accumulate(

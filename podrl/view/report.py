@@ -53,7 +53,14 @@ def _data(run: RunFiles) -> dict[str, Any]:
     about["traced"] = sorted({group["step"] for group in groups})
     about["samples"] = groups[:_GROUPS]
     metrics = {name: run.series.thinned(name, _POINTS) for name in about["metrics"]}
-    return {"run": about, "metrics": metrics, "groups": groups, "config": run.config(), "about": run.about()}
+    return {
+        "run": about,
+        "metrics": metrics,
+        "groups": groups,
+        "config": run.config(),
+        "about": run.about(),
+        "plan": run.plan(),
+    }
 
 
 def _telling(rewards: Sequence[float | None]) -> list[int]:

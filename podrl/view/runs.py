@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from podrl.rundir import gauges, trace
 from podrl.rundir import spans as spans_file
-from podrl.rundir import trace
 from podrl.rundir.about import NAME as ABOUT
 from podrl.rundir.identity import last_step
 from podrl.runtime.seal import unseal
@@ -19,6 +19,13 @@ from podrl.view.lines import Lines, Series
 STOPS = ("end", "length", "stop string", "failed", "environment", "deadline", "calls")
 _LIVE_S = 90.0  # a run whose metrics are older and that has no summary is taken to have stopped
 _TICK = 1e-7  # seconds
+# What a plan predicts, by the stage that is measured: its name here, and its key in the plan.
+_PLANNED = {
+    "step": ("step", "step_s"),
+    "rollout": ("rollout", "rollout_s"),
+    "update": ("score and update", "trainer_s"),
+    "publish": ("publish", "move_s"),
+}
 _SHOWN = 4000  # spans of an answer
 
 
@@ -133,6 +140,28 @@ class RunFiles:
         except (OSError, ValueError):
             return ""
 
+    def plan(self) -> list[dict[str, Any]]:
+        """Rows of the plan that `log.plan` named beside what was measured: name, unit, planned, measured, ratio, how.
+
+        Seconds are medians of the last 20 steps; memory is the most that a device held. None stands for not known.
+        """
+        self.update()
+        plan, rows = self.json(gauges.PLAN), []
+        for name, (text, key) in _PLANNED.items():
+            seconds = [s for s in self.series.columns.get(f"time/{name}", ([], []))[1][-20:] if s is not None]
+            planned = _at(plan, "step", key)
+            rows.append([text, "s", planned, float(np.median(seconds)) if seconds else None])
+        programs = programs if isinstance(programs := plan.get("programs"), list) else []
+        held = [peak + (_at(each, "resident") or 0.0) for each in programs if (peak := _at(each, "peak")) is not None]
+        peaks = [p for p in self.series.columns.get("perf/memory_peak", ([], []))[1] if p is not None]
+        rows.append(["memory, fullest device", "GiB", max(held, default=0.0) / 2**30, max(peaks, default=None)])
+        found = [dict(zip(("name", "unit", "planned", "measured"), row, strict=True)) for row in rows]
+        return [
+            row | {"ratio": row["measured"] / row["planned"] if row["measured"] is not None else None}
+            for row in found
+            if row["planned"]
+        ]
+
     # The trace.
 
     def traced(self) -> list[int]:
@@ -241,6 +270,8 @@ class RunFiles:
         begin = max(end - 1, steps[0]) if first is None else first
         shown = [span for span in every if begin <= span["step"] <= end]
         longest = sorted(shown, key=lambda span: -span["s"])[:_SHOWN]
+        longest = [span | {"row": row} for span, row in zip(longest, spans_file.rows(longest), strict=True)]
+        unseen = sum(span["left_out"] for span in shown if type(span.get("left_out")) is int)
         by_step: dict[int, list[dict[str, Any]]] = {}
         for span in longest:
             by_step.setdefault(span["step"], []).append(span)
@@ -251,7 +282,7 @@ class RunFiles:
             "steps": [steps[0], steps[-1]],
             "spans": sorted(longest, key=lambda span: span["start"]),
             "paths": paths,
-            "left_out": len(shown) - len(longest),
+            "left_out": len(shown) - len(longest) + unseen,
         }
 
 
@@ -261,8 +292,12 @@ def is_wait(span: Mapping[str, Any]) -> bool:
 
 
 def critical_path(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Goes back from the end of a step: what was being done that the rest waited for, as (name, host, start, s)."""
-    busy = [(s["start"], s["start"] + s["s"], s) for s in spans if not is_wait(s) and s["s"] > 0]
+    """Goes back from the end of a step: what was being done that the rest waited for, as (name, host, start, s).
+
+    Calls of tools are no part of it: other samples go on beside them.
+    """
+    working = [s for s in spans if not is_wait(s) and s["lane"] != spans_file.TOOLS]
+    busy = [(s["start"], s["start"] + s["s"], s) for s in working if s["s"] > 0]
     path: list[dict[str, Any]] = []
     now = max((end for _, end, _ in busy), default=0.0)
     while len(path) < 200 and any(start < now - _TICK for start, _, _ in busy):
@@ -361,6 +396,13 @@ def _mismatch(traced: trace.TracedStep, b: int) -> float | None:
     distance = np.abs(traced.tokens["trainer_logprob"][there] - traced.tokens["logprob"][there])
     known = distance[np.isfinite(distance)]
     return float(known.mean()) if known.size else None
+
+
+def _at(content: Any, *path: str) -> float | None:
+    """A number in an object of a JSON file; None where there is none."""
+    for key in path:
+        content = content.get(key) if isinstance(content, dict) else None
+    return float(content) if type(content) in (int, float) and np.isfinite(content) else None
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -73,7 +73,7 @@ class Pages:
 
     def _config(self, request: Request) -> Any:
         run = self._run(request)
-        return {"config": run.config(), "about": run.about(), "summary": run.json("summary.json")}
+        return {"config": run.config(), "about": run.about(), "summary": run.json("summary.json"), "plan": run.plan()}
 
     def _csv(self, request: Request) -> Response:
         try:

@@ -36,6 +36,16 @@ def test_calling_is_learned(done):
     assert not any(name.endswith("format") for name in scored), "sums have none"
 
 
+def test_calls_are_in_the_timeline(done):
+    spans = [json.loads(line) for line in (done.workdir / "spans.jsonl").read_text().splitlines()]
+    calls = [span for span in spans if span["lane"] == "tools"]
+    made = [record["step"] for record in comparable(done.workdir) if record.get("episode/calls")]
+    asked = {step: sum(span["step"] == step for span in calls) for step in made}
+    assert {span["name"] for span in calls} == {"calculator"} and all(span["s"] >= 0 for span in calls)
+    assert len(made) == 12 and all(asked.values()), asked
+    assert any("failed" in span for span in calls) and any("failed" not in span for span in calls)
+
+
 def test_calls_are_answered_by_the_calculator(done):
     samples = [json.loads(line) for line in (done.workdir / "samples.jsonl").read_text().splitlines()]
     answered = [found for sample in samples for found in CALL.findall(sample["completion"])]

@@ -91,6 +91,26 @@ def test_a_sample_calls_a_tool_and_goes_on(tools):
     assert says[1].cut_tokens == 1024
 
 
+def test_every_call_is_told_of_with_its_time_and_failure(tmp_path):
+    """What the journal answers is not called, and not told of."""
+    told = []
+    task = Task("p", index=1, sample=2, step=3)
+    turns = [call("calculator", "40+2"), call("calculator", "no sum"), Turn("end")]
+    began = time.monotonic()
+    for _ in range(2):
+        journal = Journal(Files(tmp_path / "outside"))
+        with Episodes(
+            config(tools=["calculator"]), Limits(), journal=journal, called=lambda *of: told.append(of)
+        ) as episodes:
+            says, _ = play(episodes, turns, task)
+    assert outputs(says)[0] == "42"
+    assert [(of, name, failed) for of, name, _, _, failed in told] == [
+        (task, "calculator", ""),
+        (task, "calculator", "exception"),
+    ]
+    assert all(began < started <= ended < time.monotonic() for _, _, started, ended, _ in told)
+
+
 def test_calls_of_chat_models_are_answered_by_messages_of_tools():
     """Two calls in one turn: two messages. A turn that a limit ended is none, whatever it holds."""
     text = '<tool_call>{"name": "calculator", "arguments": {"query": "%s"}}</tool_call>'

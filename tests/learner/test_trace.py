@@ -31,7 +31,8 @@ class Words:
 def noted(experience, rows=2):
     value_BT = np.arange(experience.rollouts.tokens_BT.size, dtype=np.float32).reshape(4, 8)
     columns = {"advantage": value_BT, "trained": experience.rollouts.mask_BT}
-    return trace.Noted(2, ["a", "b", "c"], columns, lambda: np.full((rows, 8), -0.5, np.float32))
+    scores = {"trainer_logprob": np.full((rows, 8), -0.5, np.float32), "entropy": np.full((rows, 8), 1.5, np.float32)}
+    return trace.Noted(2, ["a", "b", "c"], columns, lambda: scores)
 
 
 def tracing(path, start=0, **settings):
@@ -59,6 +60,7 @@ def test_a_step_is_read_back_as_it_was(tmp_path):
     assert read.tokens["advantage"].tolist() == np.arange(32.0).reshape(4, 8)[keep_BT].tolist()
     scored_BT = (rollouts.mask_BT > 0) & (np.arange(4) < 2)[:, None]
     np.testing.assert_array_equal(read.tokens["trainer_logprob"], np.where(scored_BT, -0.5, np.nan)[keep_BT])
+    np.testing.assert_array_equal(read.tokens["entropy"], np.where(scored_BT, 1.5, np.nan)[keep_BT])
     assert read.samples["length"].tolist() == rollouts.length_B.tolist() and read.first.tolist() == [0, 8, 15, 21]
     assert read.samples["prompt_length"].tolist() == [3, 3, 5, 5] and read.samples["rewards"].shape == (3, 4)
     assert (read.step, read.group_size, list(read.reward_names)) == (10, 2, ["a", "b", "c"])
@@ -205,6 +207,38 @@ def test_spans_of_other_processes_are_sent_every_few_steps():
         found.add("publish", 0.0, 1.0)
         found.pass_on(step)
     assert [[span["step"] for span in each] for each in sent] == [[1], [2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    found.pass_on(13, last=True)
+    assert [span["step"] for span in sent[-1]] == [11, 12]
+
+
+def test_calls_of_tools_are_bounded_and_the_longest_stay():
+    found = Spans("rollout 1")
+    for i in range(spans.CALLS + 50):
+        found.add_call("search", 10.0, 10.0 + (i * 7919 % 250) / 1000, step=3, failed="deadline" if i == 7 else "")
+    found.add("update", 0.0, 1.0)
+    taken = found.take(2)
+    calls = [span for span in taken if span["lane"] == spans.TOOLS]
+    assert len(calls) == spans.CALLS and {(span["host"], span["step"]) for span in calls} == {("rollout 1", 3)}
+    assert sorted(round(1000 * span["s"]) for span in calls) == list(range(50, 250)), "the shortest are left out"
+    assert [span["failed"] for span in calls if "failed" in span] == ["deadline"]
+    assert sum(span.get("left_out", 0) for span in calls) == 50 and taken[0]["name"] == "update"
+    assert found.take(3) == []
+
+
+def test_calls_that_overlap_have_rows_of_their_own():
+    def called(host, start, s, **more):
+        return {"step": 1, "host": host, "lane": "tools", "name": "search", "start": start, "s": s} | more
+
+    given = [called("a", 0.0, 5.0), called("a", 1.0, 1.0, failed="died"), called("b", 1.0, 1.0), called("a", 2.0, 9.0)]
+    given.append(called("a", 3.0, 1.0))
+    given.append(called("a", 0.0, 9.0) | {"lane": "loop"})
+    assert spans.rows(given) == [0, 1, 0, 1, 2, 0]
+    events = chrome_trace(given)["traceEvents"]
+    lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
+    assert lanes == ["tools", "tools 2", "tools", "tools 3", "loop"]
+    shown = [e for e in events if e["ph"] == "X"]
+    assert shown[1]["args"] == {"step": 1, "failed": "died"} and shown[0]["args"] == {"step": 1}
+    assert shown[1]["tid"] == shown[3]["tid"] != shown[0]["tid"]
 
 
 def test_chrome_trace_has_a_process_per_host_and_a_row_per_lane():

@@ -21,6 +21,7 @@ from podrl.learner.recorder import fetched_means
 from podrl.learner.report import SampleReport
 from podrl.mesh.backlog import Backlog
 from podrl.mesh.build import make_mesh
+from podrl.models import decoder
 from podrl.rundir.spans import Spans
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Experience, Prompts, Rollouts
 
@@ -276,21 +277,53 @@ def test_a_step_that_loses_every_group_teaches_nothing_and_has_no_reward(bench):
     assert not any(name.startswith("reward/") for name in said) and not report.samples(experience)
 
 
+def entropies(cluster, rollouts):
+    """Entropy of the distribution that every token is sampled from, from all logits at once."""
+    actor, place_BT = cluster.actor, np.tile(np.arange(T), (B, 1))
+    segment_BT = (place_BT < rollouts.length_B[:, None]).astype(np.int32)
+    params = actor.params()
+    hidden_BTD = decoder.hidden(params, rollouts.tokens_BT, segment_BT, place_BT, actor.model, dtype=np.float32)
+    logits_BTV = decoder.unembed(params, hidden_BTD, actor.model).astype(np.float32)
+    logp_BTV = jax.nn.log_softmax(logits_BTV / cluster.config.rollout().temperature)
+    entropy_BT = -np.sum(np.exp(logp_BTV) * logp_BTV, axis=-1)
+    return np.roll(entropy_BT, 1, axis=1)
+
+
+def test_a_resumed_run_compiles_what_traces_in_its_first_step(bench, capsys):
+    algorithm, experience = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, say=print), bench.experience
+    tracing = SimpleNamespace(wants=lambda step: step == 10, ever=True, share=0.25, note=lambda *of: None)
+    spans = Spans()
+    traced = Traced(algorithm, SimpleNamespace(tracing=tracing, spans=spans), G, ["fn"])
+    compiled = {}
+    jax.clear_caches()
+    with spans.compiles():
+        for step in (7, 8, 9):
+            scores = traced.score(step, experience)
+            advantages, _ = traced.advantages(experience, scores, traced.rewards(experience, scores)[0])
+            jax.block_until_ready([batch.rows for batch in traced.pack(step, experience, scores, advantages)])
+            compiled[step] = sum(span["lane"] == "compile" for span in spans.take(step))
+    assert compiled[7] > 0 and compiled[9] == compiled[8] == 0
+
+
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_the_trace_is_told_of_every_token(name, bench):
     config, experience = parsed(name, {}), bench.experience
     algorithm = (PPO if name == "ppo" else GRPO)(bench.cluster, config.algo, samples=B, say=lambda text: None)
     kept = {}
-    tracing = SimpleNamespace(wants=lambda step: step == 8, share=0.5, note=kept.__setitem__)
+    tracing = SimpleNamespace(wants=lambda step: step == 8, ever=True, share=0.5, note=kept.__setitem__)
     traced = Traced(algorithm, SimpleNamespace(tracing=tracing, spans=Spans()), G, ["fn"])
     scores = traced.score(7, experience)
     advantages, _ = traced.advantages(experience, scores, traced.rewards(experience, scores)[0])
     traced.pack(7, experience, scores, advantages)
     (told,) = kept.values()
-    logprob_BT, mask_BT = told.trainer_logprob(), experience.rollouts.mask_BT[:4] > 0
+    logprob_BT, entropy_BT = told.scores().values()
+    mask_BT = experience.rollouts.mask_BT[:4] > 0
     every_BT = bench.cluster.get_actor_per_token_logps(experience.rollouts.tokens_BT, experience.rollouts.length_B)
     assert list(kept) == [8] and logprob_BT.shape == (4, T), "half of the groups"
     np.testing.assert_allclose(logprob_BT[mask_BT], every_BT[:4][mask_BT], atol=1e-5)
+    np.testing.assert_allclose(
+        entropy_BT[mask_BT], entropies(bench.cluster, experience.rollouts)[:4][mask_BT], atol=1e-4
+    )
     assert set(told.columns) == {"advantage", "trained"} | ({"return"} if name == "ppo" else set())
     np.testing.assert_array_equal(told.columns["trained"], experience.rollouts.mask_BT)
     assert np.abs(told.columns["advantage"]).max() > 0

@@ -67,6 +67,25 @@ def spans(step):
     return [made, waited, span("trainer", "score", 0.2, 0.05), span("loop", "update", 0.2, 0.3)]
 
 
+def with_tools(path):
+    """A run of two hosts whose samples call tools, some of which fail; its plan is known."""
+    made(path, steps=12, max_steps=12)
+    with (path / "spans.jsonl").open("a") as file:
+        for step in range(1, 13):
+            for i in range(6):
+                call = {"step": step, "host": "rollout 0", "lane": "tools", "name": HOSTILE if i == 5 else "search"}
+                call |= {"start": 1000.0 + 0.5 * step + 0.02 * i, "s": 0.07} | (
+                    {"failed": "deadline"} if i == 2 else {}
+                )
+                file.write(json.dumps(call) + "\n")
+            generated = spans(step)[0] | {"host": "rollout 0"}
+            file.write(json.dumps(generated | {"left_out": 3}) + "\n")
+    plan = {"step": {"step_s": 0.25, "rollout_s": 0.1, "trainer_s": 0.1, "move_s": 0.0}}
+    plan["programs"] = [{"peak": 2 * 2**30, "resident": 2**30}, {"peak": 2**30, "resident": 0}, None]
+    (path / "plan.json").write_text(json.dumps(plan))
+    return path
+
+
 def damaged(path):
     """A run directory in which a line, the configuration and a trace file are broken."""
     made(path, steps=12, max_steps=12)

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from made_runs import HOSTILE, damaged, made
+from made_runs import HOSTILE, damaged, made, with_tools
 
 from podrl.runtime.metrics import LogConfig
 from podrl.view.__main__ import main
@@ -108,7 +108,7 @@ def test_a_group_holds_every_number_of_every_token(ask):
     sample = group["samples"][0]
     length = sample["length"]
     assert len(sample["text"]) == length and all(len(values) == length for values in sample["tokens"].values())
-    assert {"logprob", "trainer_logprob", "advantage", "version", "mask", "trained"} <= set(sample["tokens"])
+    assert {"logprob", "trainer_logprob", "entropy", "advantage", "version", "mask", "trained"} <= set(sample["tokens"])
     telling = ask.json("/data/group?run=0&step=10&group=-1")["group"]
     assert telling == int(np.argmax([np.ptp(RunFiles_rewards(ask, g)) for g in range(2)]))
 
@@ -140,6 +140,24 @@ def test_the_timeline_marks_what_a_step_waited_for(ask):
         ("loop", "update", pytest.approx(0.25)),
     ]
     assert ask.json("/data/timeline?run=0")["last"] == 12
+
+
+def test_calls_of_tools_have_a_lane_and_the_plan_is_beside_the_measured(tmp_path, capsys):
+    run = with_tools(tmp_path / "run")
+    ask = Client(application([RunFiles(str(run))]))
+    found = ask.json("/data/timeline?run=0&first=3&last=3")
+    calls = [span for span in found["spans"] if span["lane"] == "tools"]
+    assert [span["row"] for span in calls] == [0, 1, 2, 3, 0, 1] and calls[2]["failed"] == "deadline"
+    assert found["left_out"] == 3 and not any(part["lane"] == "tools" for part in found["paths"]["3"])
+    assert ask.json("/data/config?run=0")["plan"] == [
+        {"name": "step", "unit": "s", "planned": 0.25, "measured": 0.5, "ratio": 2.0},
+        {"name": "rollout", "unit": "s", "planned": 0.1, "measured": None, "ratio": None},
+        {"name": "score and update", "unit": "s", "planned": 0.1, "measured": None, "ratio": None},
+        {"name": "memory, fullest device", "unit": "GiB", "planned": 3.0, "measured": None, "ratio": None},
+    ]
+    for broken in ("{", "[]", '{"step": 3, "programs": {}}', '{"step": {"step_s": "x"}, "programs": [3]}'):
+        (run / "plan.json").write_text(broken)
+        assert ask.json("/data/config?run=0")["plan"] == []
 
 
 def test_a_critical_path_crosses_hosts_and_gaps():

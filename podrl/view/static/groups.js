@@ -16,7 +16,7 @@ podrl.views.groups = async (main, params, current) => {
   }
   if (!current()) return null;
 
-  const MODES = [["logprob", "log-probability"], ["difference", "trainer − sampler"], ["advantage", "advantage"], ["clip", "clipped at the first update"],
+  const MODES = [["logprob", "log-probability"], ["difference", "trainer − sampler"], ["entropy", "entropy (trainer)"], ["advantage", "advantage"], ["clip", "clipped at the first update"],
     ["version", "version of the weights"], ["kept", "share kept by top-k, top-p"], ["return", "return (critic)"], ["turn_reward", "reward of turns"]];
   const value = (sample, i, mode) => {
     const t = sample.tokens;

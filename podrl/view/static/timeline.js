@@ -23,27 +23,33 @@ podrl.views.timeline = async (main, params, current) => {
 
   const begin = found.spans[0].start, end = Math.max(...found.spans.map((span) => span.start + span.s));
   const rows = [...new Set(found.spans.map((span) => `${span.host} · ${span.lane}`))].sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
-  const HIGH = 26, LEFT = 150, TOP = 22;
+  const HIGH = 26, LOW = 13, LEFT = 150, TOP = 22;
+  // Calls of tools overlap: their lane has rows, as many as there were calls at once, up to 16.
+  const deep = new Map(rows.map((row) => [row, 1]));
+  for (const span of found.spans) if (span.lane === "tools") deep.set(lane(span), Math.max(deep.get(lane(span)), Math.min(span.row + 1, 16)));
+  const tall = (row) => row.endsWith(" tools") ? Math.max(deep.get(row) * LOW + 4, HIGH) : HIGH, tops = new Map();
+  const bottom = rows.reduce((top, row) => { tops.set(row, top); return top + tall(row); }, TOP);
   let from = begin, to = end, boxes = [];
   const canvas = el("canvas", { className: "lanes", tabIndex: 0, ariaLabel: "timeline; the table below has the same in words" });
   const tip = el("div", { className: "tip", hidden: true });
   const style = getComputedStyle(document.documentElement), ink = style.getPropertyValue("--ink").trim(), grid = style.getPropertyValue("--grid").trim();
   const critical = new Map(Object.values(found.paths).flat().map((part) => [`${part.host}|${part.lane}|${part.name}|${part.start}`, part]));
 
+  function lane(span) { return `${span.host} · ${span.lane}`; }
   function rank(row) {
-    const role = row.startsWith("trainer") ? 0 : 1, lane = ["loop", "trainer", "rollout", "compile"].findIndex((name) => row.endsWith(` ${name}`));
+    const role = row.startsWith("trainer") ? 0 : 1, lane = ["loop", "trainer", "rollout", "tools", "compile"].findIndex((name) => row.endsWith(` ${name}`));
     return role * 1000 + Number((row.match(/\d+/) || [0])[0]) * 10 + (lane < 0 ? 5 : lane);
   }
 
   function draw() {
-    const wide = canvas.parentElement.clientWidth, high = TOP + rows.length * HIGH + 6, ratio = devicePixelRatio || 1;
+    const wide = canvas.parentElement.clientWidth, high = bottom + 6, ratio = devicePixelRatio || 1;
     canvas.width = wide * ratio; canvas.height = high * ratio;
     canvas.style.height = `${high}px`;
     const pen = canvas.getContext("2d"), x = (t) => LEFT + (t - from) / (to - from) * (wide - LEFT - 8);
     pen.scale(ratio, ratio);
     pen.font = "12px system-ui, sans-serif";
     pen.textBaseline = "middle";
-    rows.forEach((row, i) => { pen.fillStyle = ink; pen.fillText(row, 4, TOP + i * HIGH + HIGH / 2, LEFT - 10); });
+    for (const row of rows) { pen.fillStyle = ink; pen.fillText(row, 4, tops.get(row) + HIGH / 2, LEFT - 10); }
     const unit = nice((to - from) / 8);
     for (let t = Math.ceil((from - begin) / unit) * unit; t <= to - begin; t += unit) {
       const at = x(begin + t);
@@ -56,17 +62,18 @@ podrl.views.timeline = async (main, params, current) => {
     for (const span of found.spans) {
       const a = x(span.start), b = x(span.start + span.s);
       if (b < LEFT || a > wide) continue;
-      const top = TOP + rows.indexOf(`${span.host} · ${span.lane}`) * HIGH + 3, long = Math.max(b - a, 1.5);
+      const call = span.lane === "tools", thick = call ? LOW - 1 : HIGH - 6, long = Math.max(b - a, 1.5);
+      const top = tops.get(lane(span)) + 3 + (call ? span.row % 16 * LOW : 0);
       pen.fillStyle = hue(span.name, span);
       pen.globalAlpha = waits(span) ? 0.25 : 0.85;
-      pen.fillRect(a, top, long, HIGH - 6);
+      pen.fillRect(a, top, long, thick);
       pen.globalAlpha = 1;
-      if (long > 34) { pen.fillStyle = waits(span) ? ink : "#111"; pen.fillText(span.name, Math.max(a, LEFT) + 3, top + HIGH / 2 - 3, long - 6); }
-      boxes.push([a, top, a + long, top + HIGH - 6, span]);
+      if (long > 34) { pen.fillStyle = waits(span) ? ink : "#111"; pen.fillText(span.name, Math.max(a, LEFT) + 3, top + thick / 2, long - 6); }
+      boxes.push([a, top, a + long, top + thick, span]);
     }
     pen.fillStyle = style.getPropertyValue("--critical").trim();
     for (const part of critical.values()) {
-      const top = TOP + rows.indexOf(`${part.host} · ${part.lane}`) * HIGH;
+      const top = tops.get(lane(part));
       pen.fillRect(x(part.start), top + HIGH - 3, Math.max(x(part.start + part.s) - x(part.start), 1), 3);
     }
     pen.restore();
@@ -74,7 +81,8 @@ podrl.views.timeline = async (main, params, current) => {
 
   const waits = (span) => span.name.startsWith("waiting") || (span.lane === "loop" && span.name === "rollout");
   const NAMES = ["update", "rollout", "reward", "score", "publish", "checkpoint", "evaluation", "compile", "data", "metrics", "start-up", "restoring"];
-  function hue(name) {
+  function hue(name, span) {
+    if (span.lane === "tools") return span.failed ? "hsl(4 75% 60%)" : "hsl(190 35% 62%)";
     const known = NAMES.indexOf(name);
     return `hsl(${known < 0 ? 0 : known * 137 % 360} ${known < 0 ? 0 : 60}% 62%)`;
   }
@@ -101,7 +109,7 @@ podrl.views.timeline = async (main, params, current) => {
     tip.hidden = !hit;
     if (hit) {
       const span = hit[4];
-      tip.textContent = `${span.name} · ${number(span.s)} s · step ${span.step} · ${span.host} · from ${number(span.start - begin)} s`;
+      tip.textContent = `${span.name}${span.failed ? ` failed: ${span.failed}` : ""} · ${number(span.s)} s · step ${span.step} · ${span.host} · from ${number(span.start - begin)} s`;
       tip.style.left = `${Math.min(px + 12, box.width - 320)}px`; tip.style.top = `${py + 16}px`;
     }
   });
@@ -114,9 +122,17 @@ podrl.views.timeline = async (main, params, current) => {
     return el("tr", {}, el("td", {}, step), el("td", { className: "nowrap" }, `${number(all, 3)} s`),
       el("td", {}, rows.map(([name, s]) => `${name} ${number(s, 3)} s, ${Math.round(100 * s / all)} %`).join(" · ")));
   });
+  const calls = new Map();
+  for (const span of found.spans.filter((each) => each.lane === "tools")) {
+    const of = calls.get(span.name) || { count: 0, failed: 0, all: 0, most: 0 };
+    calls.set(span.name, { count: of.count + 1, failed: of.failed + (span.failed ? 1 : 0), all: of.all + span.s, most: Math.max(of.most, span.s) });
+  }
+  const called = calls.size ? el("table", {}, el("caption", {}, "Calls of tools drawn above, red where they failed"),
+    el("thead", {}, el("tr", {}, ["tool", "calls", "failed", "mean", "longest"].map((text) => el("th", {}, text)))),
+    el("tbody", {}, [...calls].map(([name, of]) => el("tr", {}, [name, of.count, of.failed, `${number(of.all / of.count, 3)} s`, `${number(of.most, 3)} s`].map((text) => el("td", {}, String(text))))))) : null;
   fill(main, bar, el("div", { className: "hold" }, canvas, tip),
     el("table", { className: "paths" }, el("caption", {}, "The critical path of a step: what the rest waited for (underlined above)"),
-      el("thead", {}, el("tr", {}, ["step", "took", "of it"].map((text) => el("th", {}, text)))), el("tbody", {}, told)));
+      el("thead", {}, el("tr", {}, ["step", "took", "of it"].map((text) => el("th", {}, text)))), el("tbody", {}, told)), called);
   draw();
   window.addEventListener("resize", draw);
   const unwatch = asked ? () => {} : watch(() => go("timeline", { run }, true));
