@@ -62,6 +62,9 @@ def policy_scores(
 
         if old == "trainer":
             old_BT[chosen] = read(cluster.actor.logprobs(batch))
+        elif cluster.actor_mesh.is_multi_process:  # each has those of its own rows; advantages need all
+            own = placement.batch(placement.scatter(old_BT[chosen]))
+            old_BT[chosen] = read(cluster.actor.put(own).rows)
         ref_BT[chosen] = read(cluster.actor.reference_logprobs(batch))
     return ReferencedScores(old_BT, ref_BT)
 

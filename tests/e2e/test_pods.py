@@ -11,6 +11,7 @@ import time
 import pytest
 from processes import DEADLINE_S, Job, comparable, environment, gone, job, run, same_end, trained_steps
 
+from podrl.job.config import TINY
 from podrl.runtime.local_pod import free_ports
 
 pytestmark = pytest.mark.e2e
@@ -95,10 +96,14 @@ def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
     assert all(record["sampler/abs_diff"] < 1e-5 for record in records), records
 
 
-def test_windows_of_several_rollout_hosts_are_those_of_one_process(tmp_path):
-    """Also after a kill, when each host gets its share of the samples back that were open."""
+def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process(tmp_path):
+    """Also after a kill, when each host gets its share of the samples back that were open.
+
+    A teacher pulls the policy back to where it began, which rewards draw it away from.
+    """
     stale = ("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8", "--config.checkpoint.every=1")
     stale += ("--config.trainer.max_steps=5", "--config.eval.problems=0")
+    stale += ("--config.algorithm=opd", f"--config.model.reference={TINY}", "--config.grpo.reward_coef=1.0")
     lone, again = alone_and_killed(tmp_path, stale)
     assert "Resumed after step" in again.stdout and trained_steps(again.workdir) == [1, 2, 3, 4, 5]
     for mine, other in zip(comparable(again.workdir), lone, strict=True):
@@ -106,6 +111,8 @@ def test_windows_of_several_rollout_hosts_are_those_of_one_process(tmp_path):
     shares = [name for record in lone for name in record if name.startswith("rollout/share_stale_")]
     assert {"rollout/share_stale_0", "rollout/share_stale_1", "rollout/share_stale_2"} <= set(shares)
     assert any(record.get("rollout/mixed_samples", 0.0) > 0 for record in lone)
+    away = [record["opd/reverse_kl"] for record in lone if "opd/reverse_kl" in record]
+    assert away[0] == pytest.approx(0.0, abs=1e-6) and max(away) > 1e-4
 
 
 def test_trainer_hosts_steer_the_kl_alike(tmp_path):
