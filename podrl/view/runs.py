@@ -206,6 +206,7 @@ class RunFiles:
             "step": step,
             "group": group,
             "groups": groups,
+            "scored": _scored(traced),
             "prompt": traced.prompts[group],
             "fields": {name: values[group] for name, values in traced.fields.items() if len(values) > group},
             "reward_names": list(traced.reward_names),
@@ -403,6 +404,12 @@ def _at(content: Any, *path: str) -> float | None:
     for key in path:
         content = content.get(key) if isinstance(content, dict) else None
     return float(content) if type(content) in (int, float) and np.isfinite(content) else None
+
+
+def _scored(traced: trace.TracedStep) -> int:
+    """Counts the groups, from the first on, that the trainer scored for the trace."""
+    known = np.flatnonzero(np.isfinite(traced.tokens["trainer_logprob"]))
+    return int(np.searchsorted(traced.first, known[-1], side="right") - 1) // traced.group_size + 1 if known.size else 0
 
 
 def _mean(values: np.ndarray) -> float | None:

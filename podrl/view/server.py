@@ -43,6 +43,7 @@ class Pages:
             "config": self._config,
         }
         routes = [Route("/", _first, methods=["GET"]), Route("/data/metrics.csv", self._csv, methods=["GET"])]
+        routes += [Route("/favicon.ico", _no_icon, methods=["GET"])]  # browsers ask, and complain of a 404
         routes += [Route(f"/{view}", _page, methods=["GET"]) for view in VIEWS]
         routes += [Route(f"/static/{name}", _file(name), methods=["GET"]) for name in (*SCRIPTS, *STYLES)]
         return routes + [Route(f"/data/{name}", _answer(answer), methods=["GET"]) for name, answer in answers.items()]
@@ -137,6 +138,10 @@ def _page(request: Request) -> Response:
     styles = "".join(f'<link rel="stylesheet" href="/static/{name}">' for name in STYLES)
     scripts = "".join(f'<script src="/static/{name}"></script>' for name in SCRIPTS)
     return Response(page(styles, scripts), media_type="text/html")
+
+
+def _no_icon(request: Request) -> Response:
+    return Response(status_code=204)
 
 
 def _first(request: Request) -> Response:

@@ -91,7 +91,9 @@ podrl.views.curves = async (main, params, current) => {
       ctx.restore();
     };
     let data = gather();
-    const last = runs.map((run) => run.last[name]).filter((value) => value !== undefined);
+    const newest = el("span", { className: "quiet" });
+    const tell = () => { newest.textContent = ` ${runs.map((run) => run.last[name]).filter((value) => value !== undefined).map((value) => number(value)).join(" / ")}`; };
+    tell();
     const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 } };
     const reach = (plot, low, high) => {
       for (const [, value, half] of whiskers) { low = Math.min(low, value - half); high = Math.max(high, value + half); }
@@ -101,7 +103,7 @@ podrl.views.curves = async (main, params, current) => {
     };
     const tools = el("span", { className: "tools" },
       el("button", { type: "button", title: `save ${name} as a picture`, onclick: () => picture(plot, name) }, "PNG"));
-    box.append(el("figcaption", {}, el("b", {}, name), el("span", { className: "quiet" }, ` ${last.map((value) => number(value)).join(" / ")}`), tools));
+    box.append(el("figcaption", {}, el("b", {}, name), newest, tools));
     const hold = el("div", { className: "plot" });
     box.append(hold);
     const options = { width: Math.max(hold.clientWidth, 280), height: 222, series, legend: { show: false }, cursor: { sync: { key: "steps" }, points: { size: 6 } },
@@ -116,7 +118,7 @@ podrl.views.curves = async (main, params, current) => {
       readout.textContent = parts.join("   ");
     }];
     return { box, make: () => { options.width = hold.clientWidth; plot = new uPlot(options, data, hold); box.append(readout); },
-      set: () => { data = gather(); if (series.length !== plot.series.length) draw(); else plot.setData(data, plot.scales.x.min === null || wide(plot)); },
+      set: () => { data = gather(); tell(); if (series.length !== plot.series.length) draw(); else plot.setData(data, plot.scales.x.min === null || wide(plot)); },
       size: () => plot.setSize({ width: hold.clientWidth, height: 222 }), destroy: () => plot && plot.destroy() };
   }
 

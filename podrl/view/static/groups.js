@@ -37,11 +37,12 @@ podrl.views.groups = async (main, params, current) => {
     const part = by === "kept" ? 1 - v : most ? Math.abs(v) / most : 0;
     return part < 0.005 ? "" : `rgb(${v < 0 || by === "kept" ? "230 90 40" : "50 120 230"} / ${(0.06 + 0.54 * part).toFixed(3)})`;
   };
-  const scale = by === "version" ? `versions ${versions.join(", ")}` : own.length ? `strongest colour: ${number(most)}; orange below 0, blue above` : "not recorded for this group";
+  const scale = by === "version" ? `versions ${versions.join(", ")}` : own.length ? `strongest colour: ${number(most)}; orange below 0, blue above` : `not recorded for this group${group.scored && ["difference", "clip", "entropy"].includes(by) ? `: of this step the trainer scored ${group.scored > 1 ? `groups 0 to ${group.scored - 1}` : "group 0"} (log.trace='all' scores every one)` : ""}`;
 
   const detail = el("output", { className: "detail" }, "Point at a token, or walk with the arrow keys, to see its numbers.");
   function tell(sample, i) {
-    const t = sample.tokens, said = Object.entries(t).filter(([name]) => name !== "mask" && name !== "trained").map(([name, values]) => `${name.replaceAll("_", " ")} ${number(values[i])}`);
+    const t = sample.tokens, foreign = t.mask[i] && t.version[i] < 0; // sampled by a host that did not tell these
+    const said = Object.entries(t).filter(([name]) => name !== "mask" && name !== "trained" && !(foreign && ["raw_logprob", "kept", "version"].includes(name))).map(([name, values]) => `${name.replaceAll("_", " ")} ${number(values[i])}`);
     const mark = !t.mask[i] ? "given, not sampled" : t.trained && !t.trained[i] ? "not trained on" : "sampled";
     const diff = value(sample, i, "difference");
     detail.textContent = `sample ${sample.index % group.samples.length}, token ${i}: ${JSON.stringify(sample.text[i])} (id ${sample.ids[i]}), ${mark} · ${said.join(" · ")}${diff === null ? "" : ` · ratio ${number(Math.exp(diff), 6)}`}`;

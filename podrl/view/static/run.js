@@ -24,6 +24,7 @@ podrl.views.run = async (main, params, current) => {
   if (measured.length) parts.push(table(`Held-out records${after.records ? `: ${after.records}` : ""}, ± 95 % intervals`, measured.map((name) => [name, cell(before, name), cell(after, name)]), ["mean", "before", "after"]));
   if ((mine.plan || []).length) parts.push(table("Plan (predicted, every program at its roofline) beside measured (seconds: median of the last 20 steps)",
     mine.plan.map((row) => [row.name, `${number(row.planned, 3)} ${row.unit}`, row.measured === null ? "not known here" : `${number(row.measured, 3)} ${row.unit}`, row.ratio === null ? "" : `${number(row.ratio, 3)} ×`]), ["", "predicted", "measured", "measured / predicted"]));
+  const top = parts.splice(0);
   const last = here.last, timed = Object.keys(last).filter((name) => name.startsWith("time/") || name.startsWith("perf/") || name.endsWith("per_s"));
   parts.push(table("Measured: the newest step, and the sum where the run has ended", timed.sort().map((name) => [name, number(last[name]), name.startsWith("time/") ? time(seconds[name.slice(5)]) : ""]), ["", "last", "in all"]));
   const chosen = [
@@ -34,7 +35,8 @@ podrl.views.run = async (main, params, current) => {
     el("div", { className: "bar" }, runPick("run", params), others.length ? pick("difference to", ["", ...others], other, (to) => go("run", { run, with: to }), ["none", ...others.map((i) => runs[i].name)]) : null,
       el("span", { className: "quiet" }, here.place)),
     b ? chosen : null,
-    mine.about ? el("pre", { className: "about" }, mine.about) : null,
+    el("div", { className: "columns" }, top.length ? el("div", {}, top) : null,
+      mine.about ? el("section", { className: "counted" }, el("h2", {}, "Counted from the settings when the run began"), el("pre", { className: "about", tabIndex: 0 }, mine.about)) : null),
     el("div", { className: "columns" }, parts),
     b ? null : chosen);
   return null;

@@ -68,7 +68,7 @@ podrl.views.timeline = async (main, params, current) => {
       pen.globalAlpha = waits(span) ? 0.25 : 0.85;
       pen.fillRect(a, top, long, thick);
       pen.globalAlpha = 1;
-      if (long > 34) { pen.fillStyle = waits(span) ? ink : "#111"; pen.fillText(span.name, Math.max(a, LEFT) + 3, top + thick / 2, long - 6); }
+      if (long > 34 && pen.measureText(span.name).width < 1.2 * (long - 6)) { pen.fillStyle = waits(span) ? ink : "#111"; pen.fillText(span.name, Math.max(a, LEFT) + 3, top + thick / 2, long - 6); }
       boxes.push([a, top, a + long, top + thick, span]);
     }
     pen.fillStyle = style.getPropertyValue("--critical").trim();

@@ -1,0 +1,149 @@
+"""A headless Chromium steered over pipes by its own protocol, so that what a person would notice can be measured."""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
+# Without the network the browser would look up its own hosts at every start.
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--window-size=1280,800",
+]
+# In every page before its own scripts: how far it jumps, when it first painted, and what it says of errors.
+_OBSERVE = """
+window.seen = {shift: 0, paint: null, shifts: []};
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries().filter((each) => !each.hadRecentInput)) {
+    seen.shift += entry.value;
+    seen.shifts.push([entry.value, ...entry.sources.map((s) => s.node ? (s.node.className || s.node.nodeName) : "")]);
+  }
+}).observe({type: "layout-shift", buffered: true});
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntriesByName("first-contentful-paint")) seen.paint = entry.startTime;
+}).observe({type: "paint", buffered: true});
+"""
+
+
+class Browser:
+    """One browser with one page.
+
+    Attributes:
+      said: errors and warnings of the page's console and exceptions, as text.
+    """
+
+    def __init__(self, process, write, read):
+        self._process, self._write, self._read = process, write, read
+        self._number, self._held, self._session = 0, b"", None
+        self.said = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=_OBSERVE)
+
+    def call(self, method, **params):
+        """Asks the browser for something; its answer."""
+        self._number += 1
+        asked = {"id": self._number, "method": method, "params": params}
+        if self._session is not None:
+            asked["sessionId"] = self._session
+        os.write(self._write, json.dumps(asked).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self._hear(answer)
+
+    def ask(self, script):
+        """The value of an expression in the page, awaited."""
+        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def open(self, address, *, ready=True):
+        """Loads an address and waits until the page says that it is ready and has painted that; seconds that took."""
+        began = time.monotonic()
+        self.call("Page.navigate", url=address)
+        if not ready:
+            return 0.0
+        self.until("document.body && document.body.dataset.ready === 'yes'")
+        self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        return time.monotonic() - began
+
+    def until(self, condition, seconds=30):
+        """Waits until an expression is true in the page."""
+        end = time.monotonic() + seconds
+        while not self.ask(f"!!({condition})"):
+            assert time.monotonic() < end, f"never true: {condition}"
+            time.sleep(0.03)
+
+    def scheme(self, name):
+        """Has the page see that its reader prefers 'dark' or 'light'."""
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+
+    def key(self, name):
+        """Presses a key."""
+        codes = {"Tab": 9, "Enter": 13, "ArrowRight": 39, "ArrowLeft": 37, "End": 35}
+        more = {"key": name, "code": name, "windowsVirtualKeyCode": codes[name]}
+        text = {"text": "\r"} if name == "Enter" else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **more, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **more)
+
+    def _hear(self, event):
+        params = event.get("params", {})
+        match event.get("method"):
+            case "Runtime.exceptionThrown":
+                details = params["exceptionDetails"]
+                self.said.append(details.get("exception", {}).get("description", details["text"]))
+            case "Runtime.consoleAPICalled" if params["type"] in ("error", "warning"):
+                self.said.append(json.dumps(params["args"])[:500])
+            case "Log.entryAdded" if params["entry"]["level"] in ("error", "warning"):
+                self.said.append(params["entry"]["text"])
+
+    def _next(self):
+        while b"\0" not in self._held:
+            ready, _, _ = select.select([self._read], [], [], 60)
+            assert ready, "the browser does not answer"
+            chunk = os.read(self._read, 1 << 20)
+            assert chunk, "the browser has ended"
+            self._held += chunk
+        line, _, self._held = self._held.partition(b"\0")
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def browser(folder):
+    """A browser whose profile lies in `folder`."""
+    theirs_in, ours_out = os.pipe()
+    ours_in, theirs_out = os.pipe()
+    # The protocol is on descriptors 3 and 4 of the browser; a shell puts them there.
+    moved = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
+    command = ["bash", "-c", moved, CHROMIUM, *QUIET, f"--user-data-dir={folder}", "--remote-debugging-pipe"]
+    with subprocess.Popen(
+        command, pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        os.close(theirs_in)
+        os.close(theirs_out)
+        try:
+            yield Browser(process, ours_out, ours_in)
+        finally:
+            os.close(ours_out)
+            process.terminate()
+            process.wait(20)
+            os.close(ours_in)
