@@ -7,6 +7,8 @@ from typing import Any
 
 from podrl.runtime.storage import Place, is_remote
 
+_AT_ONCE = 1000  # lines
+
 
 class Lines:
     """Follows a file of JSON objects, one per line; a line that is being written is left for the next time.
@@ -35,8 +37,10 @@ class Lines:
                 self._read, self.bad = 0, 0
                 self._forget()
             end = whole.rfind(b"\n") + 1
-            for line in whole[:end].split(b"\n")[:-1]:
-                self._parse(line)
+            lines = whole[:end].split(b"\n")[:-1]
+            for first in range(0, len(lines), _AT_ONCE):
+                for record in _parsed(lines[first : first + _AT_ONCE]):
+                    self._see(record)
             self._read += end
 
     def _size(self) -> int:
@@ -54,15 +58,29 @@ class Lines:
         except OSError:
             return None
 
-    def _parse(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
+    def _see(self, record: Any) -> None:
         if isinstance(record, dict) and type(record.get("step")) is int:
             self._take(record)
         else:
             self.bad += 1
+
+
+def _parsed(lines: list[bytes]) -> list[Any]:
+    """Parses lines, all at once where none is damaged, which is faster; None stands for a damaged one."""
+    try:
+        found = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(found) == len(lines):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    return [_one(line) for line in lines]
+
+
+def _one(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 class Series:
@@ -78,9 +96,11 @@ class Series:
         self.last_step = max(self.last_step, step)
         for name, value in record.items():
             if name != "step" and (value is None or type(value) in (int, float)):
-                steps, values = self.columns.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(value)
+                column = self.columns.get(name)
+                if column is None:
+                    column = self.columns[name] = ([], [])
+                column[0].append(step)
+                column[1].append(value)
 
     def forget(self) -> None:
         """Drops everything."""
