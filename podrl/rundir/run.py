@@ -136,7 +136,8 @@ class Run:
             with self.watchdog.stage("closing the run directory"):
                 self.profiler.close()
                 if self.metrics is not None:
-                    self.metrics.close()
+                    stopped = self._stop.is_set() or isinstance(exc[1], KeyboardInterrupt)
+                    self.metrics.close("stopped" if stopped else "failed" if exc[0] is not None else "finished")
                 if self.tracing is not None:
                     self.tracing.add_spans(self.spans.take())
                     self.tracing.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from podrl.config import Count, Natural, Positive, section
-from podrl.runtime.sinks import SinkName, open_sink
+from podrl.runtime.sinks import End, SinkName, open_sink
 from podrl.runtime.storage import locate, write_whole
 
 log = logging.getLogger("podrl.metrics")
@@ -124,11 +124,12 @@ class MetricsLog:
         """Returns size and checksum of the files' content, for the checkpoint of the last step written."""
         return {file.path.name: file.mark() for file in (self._metrics, self._samples)}
 
-    def close(self) -> None:
+    def close(self, end: End = "finished") -> None:
+        """Closes the files, and tells the other sinks how the run ended."""
         self._metrics.close()
         self._samples.close()
         for sink in self._sinks:
-            sink.close()
+            sink.close(end)
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from podrl.runtime.storage import write_whole
 log = logging.getLogger("podrl.metrics")
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
+End = Literal["finished", "stopped", "failed"]
 Sample = Mapping[str, Any]
 _WAITING = 1000  # records that wait for a slow tracker at most
 _CLOSE_S = 30.0
@@ -40,7 +41,9 @@ class Sink(Protocol):
         """Adds a table of samples."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, end: End) -> None:
+        """Ends it; a run that was stopped or failed may go on later."""
+        ...
 
 
 def open_sink(
@@ -77,6 +80,7 @@ class Remote:
     def __init__(self, name: str, make: Callable[[], Sink]):
         """Starts to open it with `make`, in the thread."""
         self._name, self._make, self._failed = name, make, False
+        self._end: End = "failed"
         self._queue: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._work, name=f"log.to {name}", daemon=True)
         self._thread.start()
@@ -88,8 +92,9 @@ class Remote:
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         self._put(lambda sink: sink.write_samples(step, samples))
 
-    def close(self) -> None:
+    def close(self, end: End) -> None:
         """Waits a bounded time for what is in the queue."""
+        self._end = end
         self._put(None)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
@@ -111,7 +116,7 @@ class Remote:
             if sink is not None:
                 self._try(what, sink)
         if sink is not None:
-            self._try(lambda sink: sink.close(), sink)
+            self._try(lambda sink: sink.close(self._end), sink)
 
     def _try(self, what: Callable[[Sink], None], sink: Sink) -> None:
         try:
@@ -134,10 +139,13 @@ class TensorBoard:
 
     def __init__(self, directory: pathlib.Path, start: int):
         self._events = EventFile(directory, start)
-        self.write, self.close = self._events.write, self._events.close
+        self.write = self._events.write
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         self._events.write_text(step, "samples", markdown(*table(samples)))
+
+    def close(self, end: End) -> None:
+        self._events.close()
 
 
 class WandB:
@@ -162,8 +170,8 @@ class WandB:
         self._step = max(self._step, step)
         self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=self._step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, end: End) -> None:
+        self._run.finish(exit_code={"finished": 0, "stopped": 75, "failed": 1}[end])
 
 
 class MLflow:
@@ -200,8 +208,9 @@ class MLflow:
         kind = "eval" if "evaluation" in columns else "train"
         self._client.log_dict(self._id, {"columns": columns, "data": rows}, f"samples/{kind}_{step:08d}.json")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, end: End) -> None:
+        status = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[end]
+        self._client.set_terminated(self._id, status)
 
 
 _MAKERS: dict[str, Callable[[pathlib.Path, str, Mapping[str, Any]], Sink]] = {"wandb": WandB, "mlflow": MLflow}

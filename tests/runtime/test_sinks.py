@@ -3,6 +3,7 @@
 W&B and MLflow are stand-ins that record calls; a test with MLflow's own client runs where it is installed.
 """
 
+import contextlib
 import json
 import struct
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from podrl.rundir.run import Run
 from podrl.runtime import sinks
 from podrl.runtime.metrics import LogConfig, MetricsLog
 
@@ -19,13 +21,13 @@ _CONFIG = {"seed": 3, "judge": {"api_key": "hunter2", "url": "https://me:hunter2
 _EVIL = "<script>x</script>\n| **b** ![i](http://h/i.png) `c`\x02 é"
 
 
-def _run(path, *to, start=0, first=1):
+def _run(path, *to, start=0, first=1, end="finished"):
     log = MetricsLog(path, LogConfig(to=to, project="mine"), start=start, run_config=_CONFIG)
     log.write(first, {"a/b": 1.5})
     log.write_samples(first, [{"prompt": "p", "completion": _EVIL, "reward": 0.5}])
     log.write_samples(first, [{"evaluation": "e", "prompt": "q", "turns": [1, "é"]}])
     log.write_samples(first, [])
-    log.close()
+    log.close(end)
 
 
 class _WandB(types.ModuleType):
@@ -38,7 +40,7 @@ class _WandB(types.ModuleType):
         self.calls.append(settings)
         run = types.SimpleNamespace()
         run.log = lambda values, step: self.calls.append((step, values))
-        run.finish = lambda: self.calls.append("finish")
+        run.finish = lambda exit_code: self.calls.append(("finish", exit_code))
         return run
 
 
@@ -80,8 +82,8 @@ class _MLflow(types.ModuleType):
     def log_dict(self, run, values, path):
         self.calls.append((path, json.loads(json.dumps(values))))
 
-    def set_terminated(self, run):
-        self.calls.append(("terminated", run))
+    def set_terminated(self, run, status):
+        self.calls.append(("terminated", run, status))
 
 
 @pytest.fixture
@@ -124,14 +126,15 @@ def test_tensorboard_has_samples_as_text_that_is_no_markup(tmp_path):
 
 def test_wandb_has_metrics_and_tables_and_a_resumed_run_its_id(tmp_path, wandb):
     _run(tmp_path, "wandb")
-    _run(tmp_path, "wandb", start=2, first=2)
+    _run(tmp_path, "wandb", start=2, first=2, end="stopped")
     first, *calls = wandb.calls[:5]
     assert calls == [
         (1, {"a/b": 1.5}),
         (1, {"samples/train": (["prompt", "completion", "reward"], [["p", _EVIL, 0.5]])}),
         (1, {"samples/eval": (["evaluation", "prompt", "turns"], [["e", "q", '[1, "é"]']])}),
-        "finish",
+        ("finish", 0),
     ]
+    assert wandb.calls[-1] == ("finish", 75)
     assert first["project"] == "mine" and first["resume"] == "allow" and len(first["id"]) == 12
     assert wandb.calls[5]["id"] == first["id"] and wandb.calls[6] == (2, {"a/b": 1.5})
     assert first["config"]["seed"] == 3 and "hunter2" not in str(first)
@@ -163,15 +166,28 @@ def test_mlflow_has_metrics_params_and_tables_and_a_resumed_run_goes_on(tmp_path
             "samples/eval_00000001.json",
             {"columns": ["evaluation", "prompt", "turns"], "data": [["e", "q", '[1, "é"]']]},
         ),
-        ("terminated", run),
+        ("terminated", run, "FINISHED"),
     ]
     mlflow.calls.clear()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker")
     _run(tmp_path, "mlflow", start=2, first=2)
     assert mlflow.calls[:2] == [("update", run, "RUNNING"), ("metric", "a/b", 1.5, 2)]
-    assert mlflow.uris == [f"sqlite:///{tmp_path / 'mlflow.db'}", "http://tracker"] and list(mlflow.experiments) == [
-        "mine"
-    ]
+    for end, status in {"stopped": "KILLED", "failed": "FAILED"}.items():
+        _run(tmp_path, "mlflow", start=2, first=2, end=end)
+        assert mlflow.calls[-1] == ("terminated", run, status)
+    assert set(mlflow.uris) == {f"sqlite:///{tmp_path / 'mlflow.db'}", "http://tracker"}
+    assert list(mlflow.experiments) == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, "FINISHED"), (KeyboardInterrupt, "KILLED"), (ValueError, "FAILED")]
+)
+def test_a_tracker_is_told_how_the_run_ended(tmp_path, mlflow, error, status):
+    with contextlib.suppress(KeyboardInterrupt, ValueError), Run(tmp_path, log=LogConfig(to=("mlflow",))) as run:
+        run.open_metrics(1)
+        if error:
+            raise error
+    assert mlflow.calls[-1] == ("terminated", "0" * 32, status)
 
 
 @pytest.mark.filterwarnings("ignore")  # of its own
