@@ -343,6 +343,11 @@ class RemoteRollouts:
             experience = codec.with_texts(experience, self._from_each(held, self._offered("texts")))
         return experience
 
+    def traces(self, step: int) -> bool:
+        """True where this host writes a trace of the batch that step `step` trains on."""
+        tracing = self._run.tracing  # None on all hosts but the leader
+        return tracing is not None and tracing.wants(step + 1)
+
     def drawn(self, step: int) -> Partial | None:
         """Collects, on the leader, what the rollout hosts have of a batch at the begin of a window.
 
@@ -423,9 +428,10 @@ class RemoteBatch:
         self._complete = False
 
     def result(self) -> Experience:
-        """Waits for the batch, with the rows of this host's devices."""
+        """Waits for the batch, with the rows of this host's devices; with all where this host writes its trace."""
         if self._experience is None:
-            self._experience = self._rollouts.gather(self._step)
+            self._complete = self._rollouts.traces(self._step)
+            self._experience = self._rollouts.gather(self._step, everything=self._complete)
         return self._experience
 
     def complete(self) -> Experience | Partial:

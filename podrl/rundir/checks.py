@@ -33,7 +33,8 @@ class Check:
 
     Attributes:
       name: of the finding.
-      kind: of the records it looks at: 'step', 'evaluation', or 'sample' (one of samples.jsonl).
+      kind: of the records it looks at: 'step', 'evaluation', 'sample' (one of samples.jsonl), or 'trace' (all tokens
+        of a step; podrl/rundir/token_checks.py).
       meaning: what the finding means.
       key: what to turn.
       look: returns what is wrong with a record, with its numbers; '' for nothing.

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from podrl.rundir import token_checks  # noqa: F401 - fills CHECKS
 from podrl.rundir.checks import CHECKS
 from podrl.rundir.history import Past, Record, kind_of
 
@@ -42,7 +43,7 @@ class Examination:
         self._open = list(CHECKS)
 
     def see(self, record: Record) -> list[Finding]:
-        """Returns what is found wrong with a line of metrics.jsonl or samples.jsonl, in the table's order."""
+        """Returns what is wrong with a line of metrics.jsonl or samples.jsonl or a trace, in the table's order."""
         kind = kind_of(record)
         found = []
         for row in [row for row in self._open if row.kind == kind]:

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Record = Mapping[str, Any]
-KINDS = ("step", "sample", "evaluation")  # in the order in which they come to be
+KINDS = ("trace", "step", "sample", "evaluation")  # in the order in which they come to be
 
 
 def kind_of(record: Record) -> str:
-    """The kind of a record of metrics.jsonl or samples.jsonl: one of KINDS."""
+    """The kind of a record of metrics.jsonl or samples.jsonl, or of a step's trace: one of KINDS."""
+    if "trace" in record:
+        return "trace"
     if "prompt" in record or "text" in record:
         return "sample"
     return "evaluation" if "time/step" not in record and any(name.startswith("eval/") for name in record) else "step"

@@ -15,6 +15,7 @@ from podrl.launch import find_config
 pytestmark = pytest.mark.e2e
 
 FOUR = ("--local_processes=4", "--fake_devices=1", "--config=noted.py", "--config.log.samples_every=1")
+FOUR += ("--config.log.trace=off",)  # a traced batch comes to trainer 0 whole
 STALE = ("--config.grpo.max_staleness=1",)
 
 # The shipped configuration, and a note of every answer that a process gets from another.

@@ -11,6 +11,7 @@ import time
 import pytest
 from processes import DEADLINE_S, Job, comparable, environment, gone, job, run, same_end, trained_steps
 
+from podrl.doctor import examine
 from podrl.job.config import TINY
 from podrl.runtime.local_pod import free_ports
 
@@ -83,6 +84,7 @@ def test_a_pod_trains_like_one_process(tmp_path, alone, undisturbed, pod):
     processes = next(int(flag.partition("=")[2]) for flag in PODS[pod] if flag.startswith("--local_processes="))
     assert len(profiles) == processes and "trainer_0" in profiles and "rollout_0" in profiles
     assert "[trainer 0] " in finished.stdout and "[Gloo]" not in finished.stdout
+    assert [str(found) for found in examine(str(finished.workdir)) if found.sample.startswith("trace/")] == []
 
 
 @pytest.mark.parametrize("topology", ["shared", "split"])
