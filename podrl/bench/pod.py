@@ -227,7 +227,7 @@ class Cluster:
 class Run:
     """Stands for a run directory: nothing is written, nobody asks to stop."""
 
-    profiler = Profiler("")
+    profiler, tracing = Profiler(""), None
 
     class watchdog:  # noqa: N801 - as of Run
         @staticmethod

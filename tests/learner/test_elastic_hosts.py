@@ -154,11 +154,12 @@ class Sampler:
 
 def run() -> types.SimpleNamespace:
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
-    spans = types.SimpleNamespace(pass_on=lambda step: None)
+    spans = types.SimpleNamespace(pass_on=lambda step, last=False: None)
     return types.SimpleNamespace(
         watchdog=watchdog,
         profiler=Profiler(""),
         spans=spans,
+        tracing=None,
         stopping=lambda: False,
         begin=lambda: None,
         tell_saved=lambda step: None,
