@@ -261,14 +261,24 @@ class RunFiles:
 
     # The timeline.
 
-    def timeline(self, first: int | None, last: int | None) -> dict[str, Any]:
-        """Spans of steps, by default of the last two, with the critical path of each step."""
+    def timeline(self, first: int | None, last: int | None, seconds: int | None = None) -> dict[str, Any]:
+        """Spans of steps, by default of the last two, with the critical path of each step.
+
+        Args:
+          first: the first step; None for the one before `last`.
+          last: the last step; None for the newest.
+          seconds: of the time up to the end of the last step; the first is then that of its begin.
+        """
         every = self.spans()
         steps = sorted({span["step"] for span in every})
         if not steps:
             return {"first": 0, "last": 0, "steps": [0, 0], "spans": [], "paths": {}, "left_out": 0}
         end = steps[-1] if last is None else last
         begin = max(end - 1, steps[0]) if first is None else first
+        if seconds is not None:
+            until = max((span["start"] + span["s"] for span in every if span["step"] <= end), default=0.0)
+            late = (span["step"] for span in every if span["step"] <= end and span["start"] >= until - seconds)
+            begin = min(late, default=end)
         shown = [span for span in every if begin <= span["step"] <= end]
         longest = sorted(shown, key=lambda span: -span["s"])[:_SHOWN]
         longest = [span | {"row": row} for span, row in zip(longest, spans_file.rows(longest), strict=True)]

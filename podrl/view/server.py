@@ -64,7 +64,7 @@ class Pages:
         return {name: run.series.thinned(name, most) for name in names[:100]}
 
     def _timeline(self, request: Request) -> Any:
-        return self._run(request).timeline(_whole(request, "first"), _whole(request, "last"))
+        return self._run(request).timeline(*(_whole(request, name) for name in ("first", "last", "seconds")))
 
     def _group(self, request: Request) -> Any:
         return self._run(request).group(_whole(request, "step") or 0, _whole(request, "group", -1))

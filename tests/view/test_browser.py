@@ -193,6 +193,12 @@ def test_numbers_of_a_token_are_told_by_keyboard_and_pointer(address, page):
     assert "the trainer scored group 0" in page.ask("document.querySelector('.bar').innerText")
 
 
+def test_an_hour_of_the_timeline_is_a_button(address, page):
+    page.open(f"{address}/timeline?run={WHOLE}")
+    page.ask("[...document.querySelectorAll('button')].find((each) => each.innerText === '1 hour').click()")
+    page.until("document.querySelector('.bar').innerText.includes('steps 1 to 12 of 12')", 5)
+
+
 def test_markup_in_samples_and_tools_is_text(address, page):
     page.open(f"{address}/samples?run=0")
     assert "&lt;/script&gt;&lt;script&gt;document.title" in page.ask("document.documentElement.outerHTML")

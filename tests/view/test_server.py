@@ -140,6 +140,8 @@ def test_the_timeline_marks_what_a_step_waited_for(ask):
         ("loop", "update", pytest.approx(0.25)),
     ]
     assert ask.json("/data/timeline?run=0")["last"] == 12
+    firsts = [ask.json(f"/data/timeline?run=0&last=9&seconds={s}")["first"] for s in (0, 1, 3600)]
+    assert firsts == [9, 8, 1]  # a step takes half a second
 
 
 def test_calls_of_tools_have_a_lane_and_the_plan_is_beside_the_measured(tmp_path, capsys):

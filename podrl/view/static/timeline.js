@@ -1,8 +1,8 @@
 "use strict";
 podrl.views.timeline = async (main, params, current) => {
   const { el, fill, get, go, number, runPick, watch } = podrl;
-  const run = params.get("run") || 0, asked = params.get("first");
-  const found = await get("timeline", { run, first: asked, last: params.get("last") });
+  const run = params.get("run") || 0, asked = params.get("first") || params.get("seconds");
+  const found = await get("timeline", { run, first: params.get("first"), last: params.get("last"), seconds: params.get("seconds") });
   if (!current()) return null;
   const bar = el("div", { className: "bar" }, runPick("timeline", params));
   if (!found.spans.length) {
@@ -18,6 +18,7 @@ podrl.views.timeline = async (main, params, current) => {
   bar.append(button("◀", "earlier steps", () => move(-width)), button("▶", "later steps", () => move(width)),
     el("span", {}, width > 1 ? `steps ${found.first} to ${found.last} of ${found.steps[1]}` : `step ${found.first} of ${found.steps[1]}`),
     ...[1, 2, 10, 100].map((size) => button(`${size} step${size > 1 ? "s" : ""}`, `show ${size} at a time`, () => move(0, size))),
+    button("1 hour", "show the hour up to the end of the last step", () => go("timeline", { run, last: found.last, seconds: 3600 })),
     el("span", { className: "quiet" }, "drag to zoom, double-click to see all"),
     found.left_out ? el("span", { className: "problem" }, `${found.left_out} short spans are not drawn`) : "");
 
