@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from made_runs import HOSTILE, damaged, made, with_tools
 
+from podrl import doctor
 from podrl.runtime.metrics import LogConfig
 from podrl.view.__main__ import main
 from podrl.view.report import report
@@ -340,3 +341,15 @@ def test_the_plotting_library_comes_with_its_licence():
     static = pathlib.Path(importlib.util.find_spec("podrl.view").submodule_search_locations[0]) / "static"
     assert "MIT" in (static / "uplot.LICENSE").read_text() and (static / "uplot.js").stat().st_size > 40_000
     assert LogConfig().trace == "sampled"
+
+
+def test_a_run_in_a_bucket_is_read_as_one_on_a_disk(runs, ask, bucket):
+    for path in filter(pathlib.Path.is_file, (runs / "one").rglob("*")):
+        bucket.put(f"runs/seen/{path.relative_to(runs / 'one')}", path.read_bytes())
+    place = "gs://bucket/runs/seen"
+    there = Client(application([RunFiles(place)]))
+    for asked in ("metrics?name=reward/mean", "timeline?first=3&last=4", "group?step=10", "samples?step=10", "config?"):
+        found, same = (each.json(f"/data/{asked}&run=0") for each in (there, ask))
+        assert found and found == same, asked
+    assert len(there.json("/data/metrics?name=reward/mean&run=0")["reward/mean"]) > 0
+    assert [str(each) for each in doctor.examine(place)] == [str(each) for each in doctor.examine(str(runs / "one"))]
