@@ -123,7 +123,7 @@ def _place(step: TracedStep) -> np.ndarray:
 
 
 def _token(step: TracedStep, bad_X: np.ndarray, at: int | None = None) -> str:
-    """Says where a token is: by default the first of those that are bad."""
+    """Describes the place of a token: by default the first of those that are bad."""
     at = int(np.argmax(bad_X)) if at is None else at
     sample = int(np.searchsorted(step.first, at, side="right")) - 1
     group, member = divmod(sample, step.group_size)

@@ -92,7 +92,7 @@ def test_a_sample_calls_a_tool_and_goes_on(tools):
 
 
 def test_every_call_is_told_of_with_its_time_and_failure(tmp_path):
-    """What the journal answers is not called, and not told of."""
+    """Answers of the journal are no calls, and not told of."""
     told = []
     task = Task("p", index=1, sample=2, step=3)
     turns = [call("calculator", "40+2"), call("calculator", "no sum"), Turn("end")]
