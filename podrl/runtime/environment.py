@@ -4,6 +4,7 @@ import contextlib
 import glob
 import hashlib
 import importlib.util
+import inspect
 import os
 import pathlib
 import platform
@@ -104,17 +105,18 @@ def keep_what_this_process_compiles() -> None:
     """
     from jax._src import compiler
 
-    original = getattr(compiler, "_compile_and_write_cache", None)
-    write = getattr(compiler, "_cache_write", None)
-    if original is None or write is None or "distributed" not in write.__globals__ or original.__module__ == __name__:
+    original, write = (getattr(compiler, name, None) for name in ("_compile_and_write_cache", "_cache_write"))
+    if original is None or write is None or original.__module__ == __name__ or "distributed" not in write.__globals__:
+        return
+    if [*inspect.signature(original).parameters][:3] != ["backend", "computation", "executable_devices"]:
         return
     as_first = {"distributed": types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))}
     own_write = types.FunctionType(write.__code__, {**write.__globals__, **as_first})
     own = types.FunctionType(original.__code__, {**original.__globals__, "_cache_write": own_write})
 
-    def compile_and_write(backend: Any, computation: Any, devices: Any, *others: Any) -> Any:
-        alone = getattr(devices, "is_fully_addressable", False) or backend.platform == "cpu"
-        return (own if alone else original)(backend, computation, devices, *others)
+    def compile_and_write(backend: Any, computation: Any, executable_devices: Any, *others: Any, **named: Any) -> Any:
+        alone = getattr(executable_devices, "is_fully_addressable", False) or backend.platform == "cpu"
+        return (own if alone else original)(backend, computation, executable_devices, *others, **named)
 
     compiler._compile_and_write_cache = compile_and_write
 
