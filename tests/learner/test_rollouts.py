@@ -60,7 +60,25 @@ def test_only_the_copy_that_is_written_is_fetched_whole(whole, asked):
         fetched.append("everything" if everything else "needed")
         return f"batch {step}, {fetched[-1]}"
 
-    batch = RemoteBatch(types.SimpleNamespace(gather=gather), 4, whole=whole)  # pyright: ignore[reportArgumentType]
+    rollouts = types.SimpleNamespace(gather=gather, traces=lambda step: False)
+    batch = RemoteBatch(rollouts, 4, whole=whole)  # pyright: ignore[reportArgumentType]
     assert batch.result() == batch.result() == "batch 4, needed"
     assert batch.complete() == batch.complete() == batch.result() == f"batch 4, {asked[-1]}"
     assert fetched == asked
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_copy_of_a_traced_batch_is_fetched_whole_and_once(whole):
+    fetched, asked = [], []
+
+    def gather(step, *, everything=False):
+        fetched.append(everything)
+        return f"batch {step}"
+
+    def traces(step):
+        asked.append(step)
+        return True
+
+    batch = RemoteBatch(types.SimpleNamespace(gather=gather, traces=traces), 4, whole=whole)  # pyright: ignore[reportArgumentType]
+    assert batch.result() == batch.complete() == batch.result() == "batch 4"
+    assert fetched == [True] and set(asked) == {4}
