@@ -58,11 +58,11 @@ class ChosenStream(Stream[Item], Generic[Item]):
         Raises:
           ValueError: every record is too long.
         """
-        table = self.curriculum.table(batch := self.emitted // count)
-        pool_N = table.pools(batch, self.curriculum.config)
+        batch = self.emitted // count
         busy = self._ids[max(len(self._ids) - self.curriculum.lag * count, 0) :]
-        draw: _Draw[Item] = _Draw(self, table.ids_N, table.last_N, pool_N, busy)
-        items = [draw.next(*self._place()) for _ in range(count)]
+        with self.curriculum.table(batch) as table:
+            draw: _Draw[Item] = _Draw(self, table.last_N, table.pools(batch, self.curriculum.config), busy, count)
+            items = [draw.next(*self._place()) for _ in range(count)]
         self.emitted += count
         kept = (self.curriculum.lag + 1) * count
         self._ids = (self._ids + draw.chosen)[-kept:]
@@ -162,13 +162,14 @@ class _Draw(Generic[Item]):
     """
 
     def __init__(
-        self, stream: ChosenStream[Item], ids_N: np.ndarray, last_N: np.ndarray, pool_N: np.ndarray, busy: Sequence[int]
+        self, stream: ChosenStream[Item], last_N: np.ndarray, pool_N: np.ndarray, busy: Sequence[int], count: int
     ) -> None:
-        self.stream, self._ids_N, self._last_N, self._pool_N = stream, ids_N, last_N, pool_N
+        self.stream, self._last_N, self._pool_N = stream, last_N, pool_N
         self._closed = stream.curriculum.config.closed
+        self._needed = len(busy) + count  # one of so many may be drawn, unless it is too long
         self._busy = _Away(self, busy)  # in batches whose results are not known, or in this one
         self._mine = _Away(self, ())  # in this one
-        self._queues: dict[tuple[int, int], list[int]] = {}
+        self._queues: dict[tuple[int, int], _Queue] = {}
         self._shut_of: dict[int, int] = {}
         self.chosen: list[int] = []
 
@@ -202,8 +203,8 @@ class _Draw(Generic[Item]):
 
     def _of_walk(self, part: int, away: "_Away") -> Iterator[tuple[int, Item]]:
         if part not in self._shut_of:
-            mine = slice(*np.searchsorted(self._ids_N, self.stream.span(part)))
-            self._shut_of[part] = int(np.isin(self._pool_N[mine], self._closed).sum())
+            own_N = self._pool_N[slice(*self.stream.span(part))]
+            self._shut_of[part] = sum(int(np.count_nonzero(own_N == pool)) for pool in self._closed)
         taken = self._shut_of[part] + away.open_of.get(part, 0)
         found = self.stream.walk(part, lambda number: number in away.numbers or self.shut(number), taken)
         yield from [found] if found else []
@@ -211,8 +212,8 @@ class _Draw(Generic[Item]):
     def _of_pool(self, part: int, pool: int, away: "_Away") -> Iterator[tuple[int, Item]]:
         if (part, pool) not in self._queues:
             first, last = self.stream.span(part)
-            mine = np.flatnonzero((self._pool_N == pool) & (self._ids_N >= first) & (self._ids_N < last))
-            self._queues[part, pool] = self._ids_N[mine[np.argsort(self._last_N[mine], kind="stable")]].tolist()
+            mine = first + np.flatnonzero(self._pool_N[first:last] == pool)
+            self._queues[part, pool] = _Queue(mine, self._last_N[mine], self._needed)
         for number in self._queues[part, pool]:
             if number not in away.numbers:
                 item = self.stream.item(number)
@@ -221,8 +222,23 @@ class _Draw(Generic[Item]):
 
     def shut(self, number: int) -> bool:
         """True of a record that has no turn of its own."""
-        at = int(np.searchsorted(self._ids_N, number))
-        return at < len(self._ids_N) and self._ids_N[at] == number and self._pool_N[at] in self._closed
+        return self._pool_N[number] in self._closed
+
+
+class _Queue:
+    """Records by the step of their last visit, the oldest first, and by number; those behind are sorted if needed."""
+
+    def __init__(self, ids_N: np.ndarray, last_N: np.ndarray, needed: int) -> None:
+        self._ids_N, self._last_N, self._begun = ids_N, last_N, np.arange(0)
+        if needed < len(ids_N):
+            begun = np.flatnonzero(last_N <= np.partition(last_N, needed)[needed])
+            self._begun = ids_N[begun[np.argsort(last_N[begun], kind="stable")]]
+
+    def __iter__(self) -> Iterator[int]:
+        yield from map(int, self._begun)
+        if len(self._begun) < len(self._ids_N):
+            rest = np.argsort(self._last_N, kind="stable")[len(self._begun) :]
+            yield from map(int, self._ids_N[rest])
 
 
 class _Away:

@@ -1,9 +1,11 @@
 """Pools of prompts by how often their samples have passed: what is easy, hard, postponed or retired, and since when."""
 
+import collections
+import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,16 +87,65 @@ class Results(NamedTuple):
     rate_N: Float[np.ndarray, " N"]
 
 
-class Table(NamedTuple):
-    """A row for every record that was trained on, by rising number; never changed in place.
+class Table:
+    """The pass rates of all records after a number of steps, by number; it is changed in place, and changed back.
+
+    A step changes the rows of its own records only, so that a table of a million is as quick as one of ten.
 
     Attributes:
-      ids_N: numbers of the records.
-      rate_N: their pass rates so far.
-      solved_N: visits in a row, up to the last, in which enough samples passed to retire it.
+      rate_N: pass rates so far; NaN where there is none.
+      solved_N: visits in a row, up to the last, in which enough samples passed to retire the record.
       failed_N: the same with no sample that passed.
-      last_N: the step of the last visit.
+      last_N: the step of the last visit; -1 of a record that was not trained on.
     """
+
+    def __init__(self, records: int) -> None:
+        """Nothing was trained on."""
+        self.rate_N = np.full(records, np.nan, np.float32)
+        self.solved_N, self.failed_N = np.zeros(records, np.int32), np.zeros(records, np.int32)
+        self.last_N = np.full(records, -1, np.int32)
+
+    def learn(self, step: int, results: Results, config: CurriculumConfig) -> "Rows":
+        """Adds the results of a step, and returns the rows as they were before."""
+        ids_n, first = np.unique(results.ids_N, return_index=True)
+        before, rate_n = self.rows(ids_n), results.rate_N[first]
+        known_n = before.last_N >= 0
+        self.rate_N[ids_n] = np.where(known_n, (before.rate_N + rate_n) / np.float32(2), rate_n)
+        self.solved_N[ids_n] = np.where(rate_n >= np.float32(config.retire_rate), before.solved_N + 1, 0)
+        self.failed_N[ids_n] = np.where(rate_n == 0, before.failed_N + 1, 0)
+        self.last_N[ids_n] = step
+        return before
+
+    def rows(self, ids_n: Int[np.ndarray, " n"]) -> "Rows":
+        """Copies the rows of some records."""
+        return Rows(ids_n, self.rate_N[ids_n], self.solved_N[ids_n], self.failed_N[ids_n], self.last_N[ids_n])
+
+    def set(self, rows: "Rows") -> None:
+        """Puts rows in the place of those of the same records."""
+        for column, value_n in zip((self.rate_N, self.solved_N, self.failed_N, self.last_N), rows[1:], strict=True):
+            column[rows.ids_N] = value_n
+
+    def seen(self) -> Int[np.ndarray, " n"]:
+        """The numbers of the records that were trained on, rising."""
+        return np.flatnonzero(self.last_N >= 0)
+
+    def pools(self, step: int, config: CurriculumConfig) -> Int[np.ndarray, " N"]:
+        """The pool of each record for the batch of a step; NORMAL of one that was not trained on."""
+        # Of two pools that a record fits in, it is in the one of the larger number. The largest of a few int8 arrays is
+        # found many times faster than masked values are set: this is done for every batch.
+        pool_N = (self.rate_N >= np.float32(config.easy_rate)).view(np.int8) * np.int8(EASY)
+        np.maximum(pool_N, (self.rate_N <= np.float32(config.hard_rate)).view(np.int8) * np.int8(HARD), out=pool_N)
+        if config.postpone_after:
+            rests_N = (self.failed_N >= config.postpone_after) & (self.last_N > step - config.postpone_steps)
+            np.maximum(pool_N, rests_N.view(np.int8) * np.int8(POSTPONED), out=pool_N)
+        if config.retire_after:
+            retired_N = self.solved_N >= config.retire_after
+            np.maximum(pool_N, retired_N.view(np.int8) * np.int8(RETIRED), out=pool_N)
+        return pool_N
+
+
+class Rows(NamedTuple):
+    """Some rows of a table: the numbers of their records, and its columns."""
 
     ids_N: Int[np.ndarray, " N"]
     rate_N: Float[np.ndarray, " N"]
@@ -102,41 +153,8 @@ class Table(NamedTuple):
     failed_N: Int[np.ndarray, " N"]
     last_N: Int[np.ndarray, " N"]
 
-    def after(self, step: int, results: Results, config: CurriculumConfig) -> "Table":
-        """The table with the results of one more step."""
-        new, first = np.unique(results.ids_N, return_index=True)
-        rate_n = results.rate_N[first]
-        place = np.searchsorted(self.ids_N, new)
-        known = np.append(self.ids_N, -1)[place] == new
-        # Rows are inserted: sorting a large table every step would take longer than drawing the batch.
-        ids_N = np.insert(self.ids_N, place[~known], new[~known])
-        rate_N, solved_N, failed_N, last_N = (np.insert(column, place[~known], 0) for column in self[1:])
-        at = np.searchsorted(ids_N, new)
-        rate_N[at] = np.where(known, (rate_N[at] + rate_n) / np.float32(2), rate_n)
-        solved_N[at] = np.where(rate_n >= np.float32(config.retire_rate), solved_N[at] + 1, 0)
-        failed_N[at] = np.where(rate_n == 0, failed_N[at] + 1, 0)
-        last_N[at] = step
-        return Table(ids_N, rate_N, solved_N, failed_N, last_N)
-
-    def pools(self, step: int, config: CurriculumConfig) -> Int[np.ndarray, " N"]:
-        """The pool of each record for the batch of a step."""
-        pool_N = np.full(len(self.ids_N), NORMAL, np.int8)
-        pool_N[self.rate_N >= np.float32(config.easy_rate)] = EASY
-        pool_N[self.rate_N <= np.float32(config.hard_rate)] = HARD
-        if config.postpone_after:
-            rests_N = step < self.last_N + config.postpone_steps
-            pool_N[(self.failed_N >= config.postpone_after) & rests_N] = POSTPONED
-        if config.retire_after:
-            pool_N[self.solved_N >= config.retire_after] = RETIRED
-        return pool_N
-
 
 _TYPES = {"ids": np.int64, "rate": np.float32, "solved": np.int32, "failed": np.int32, "last": np.int64}
-
-
-def empty() -> Table:
-    """The table of a run that has not begun."""
-    return Table(*(np.zeros(0, dtype) for dtype in _TYPES.values()))
 
 
 class Curriculum:
@@ -156,10 +174,11 @@ class Curriculum:
         self.config, self.records = config, records
         self._lag, self._row, self._group = 0, -1, 1
         self._lock = threading.Lock()
-        self._base, self._at = empty(), 0  # the results of the steps before
+        self._at = 0  # steps whose results are not known apart any more
         self._newer: dict[int, Results] = {}  # by step, from `_at` on
-        self._now, self._now_at = self._base, 0  # the table that a batch was chosen by last
         self._newest = -1
+        self._table, self._table_at = Table(records), 0  # after so many steps, from `_at` on
+        self._before: collections.deque[Rows] = collections.deque()  # the rows that each of them changed
 
     @property
     def lag(self) -> int:
@@ -214,38 +233,47 @@ class Curriculum:
             self._newer[step], self._newest = results, step
             # A batch may be begun again by one who was told of the step before, or after a save one step back.
             while self._at < step - 1 - self._lag:
-                self._base = self._base.after(self._at, self._newer.pop(self._at), self.config)
+                self._move(max(self._table_at, self._at + 1))
+                self._before.popleft()
+                del self._newer[self._at]
                 self._at += 1
 
     # What is made of it.
 
-    def table(self, batch: int) -> Table:
-        """The table that the batch of a step is chosen by."""
-        end = max(batch - self._lag, 0)
+    @contextlib.contextmanager
+    def table(self, batch: int) -> Iterator[Table]:
+        """The table that the batch of a step is chosen by; others wait until it is read."""
         with self._lock:
-            if self._now_at > end or self._now_at < self._at:
-                self._now, self._now_at = self._base, self._at
-            while self._now_at < min(end, self._newest + 1):
-                self._now = self._now.after(self._now_at, self._newer[self._now_at], self.config)
-                self._now_at += 1
-            return self._now
+            self._move(min(max(batch - self._lag, self._at), self._newest + 1))
+            yield self._table
+
+    def _move(self, end: int) -> None:
+        """Makes the table that of `end` steps."""
+        while self._table_at > end:
+            self._table.set(self._before.pop())
+            self._table_at -= 1
+        while self._table_at < end:
+            self._before.append(self._table.learn(self._table_at, self._newer[self._table_at], self.config))
+            self._table_at += 1
 
     def sizes(self) -> dict[str, int]:
         """The sizes of the pools by all that is known, and of the rest."""
         with self._lock:
-            table = self._base
-            for step in range(self._at, self._newest + 1):
-                table = table.after(step, self._newer[step], self.config)
-        sizes = np.bincount(table.pools(self._newest + 1, self.config), minlength=len(NAMES))
-        return dict(zip(NAMES, map(int, sizes), strict=True)) | {"unseen": self.records - len(table.ids_N)}
+            self._move(self._newest + 1)
+            pool_N = self._table.pools(self._newest + 1, self.config)
+            seen = int(np.count_nonzero(self._table.last_N >= 0))
+        sizes = {name: int(np.count_nonzero(pool_N == pool)) for pool, name in enumerate(NAMES)}
+        unseen = self.records - seen
+        return sizes | {NAMES[NORMAL]: sizes[NAMES[NORMAL]] - unseen, "unseen": unseen}
 
     def memory(self, step: int | None = None) -> dict[str, np.ndarray]:
         """All that is known when `step` steps are done, as arrays; None for all."""
         with self._lock:
             end = self._newest + 1 if step is None else min(step, self._newest + 1)
-            base, at = self._base, self._at
+            self._move(at := self._at)
+            base = self._table.rows(self._table.seen())
             newer = [(s, self._newer[s]) for s in range(at, end)]
-        arrays = dict(zip(_TYPES, base, strict=True))
+        arrays = {name: np.asarray(x, dtype) for (name, dtype), x in zip(_TYPES.items(), base, strict=True)}
         steps = [np.full(len(results.ids_N), s, np.int64) for s, results in newer]
         arrays["newer_step"] = np.concatenate([np.zeros(0, np.int64), *steps])
         arrays["newer_ids"] = np.concatenate([np.zeros(0, np.int64), *(r.ids_N for _, r in newer)])
@@ -256,7 +284,9 @@ class Curriculum:
         """Takes over what `memory` returned."""
         at, end = (int(number) for number in arrays["range"])
         with self._lock:
-            self._base = Table(*(np.asarray(arrays[name], dtype) for name, dtype in _TYPES.items()))
+            self._table, self._table_at = Table(self.records), at
+            self._table.set(Rows(*(np.asarray(arrays[name], dtype) for name, dtype in _TYPES.items())))
+            self._before.clear()
             self._at, self._newest = at, end - 1
             self._newer = {
                 step: Results(
@@ -265,4 +295,3 @@ class Curriculum:
                 )
                 for step in range(at, end)
             }
-            self._now, self._now_at = self._base, at

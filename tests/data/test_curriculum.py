@@ -7,7 +7,7 @@ import pytest
 
 from podrl.data.config import DataConfig
 from podrl.data.pipeline import PromptStream
-from podrl.data.pools import EASY, HARD, NORMAL, POSTPONED, RETIRED, Curriculum, CurriculumConfig, Results, empty
+from podrl.data.pools import EASY, HARD, NORMAL, POSTPONED, RETIRED, Curriculum, CurriculumConfig, Results, Table
 
 RATES = (1.0, 0.5, 0.0)  # of records by their number modulo 3
 
@@ -53,20 +53,47 @@ class Training:
         self.stream.curriculum.hear({"step": step, "ids": drawn.tolist(), "rate": rates.tolist()})
 
 
-def test_a_table_keeps_rates_streaks_and_the_last_visit():
+def rows(table) -> list[list[float]]:
+    return [list(map(float, row)) for row in zip(*table.rows(np.arange(10))[1:], strict=True)]
+
+
+def test_a_table_keeps_rates_streaks_and_the_last_visit_and_goes_back():
     config = CurriculumConfig(retire_after=2, postpone_after=2, postpone_steps=3)
-    table = empty().after(0, Results(np.array([7, 3, 5]), np.array([1.0, 0.0, 0.5], np.float32)), config)
-    assert table.ids_N.tolist() == [3, 5, 7] and table.rate_N.tolist() == [0.0, 0.5, 1.0]
-    assert table.pools(1, config).tolist() == [HARD, NORMAL, EASY]
-    before = table
-    table = table.after(1, Results(np.array([3, 7, 4]), np.array([0.0, 1.0, 0.25], np.float32)), config)
-    assert table.ids_N.tolist() == [3, 4, 5, 7] and table.last_N.tolist() == [1, 1, 0, 1]
-    assert table.pools(2, config).tolist() == [POSTPONED, HARD, NORMAL, RETIRED]
-    assert table.pools(4, config).tolist() == [HARD, HARD, NORMAL, RETIRED], "three steps after its last visit"
-    table = table.after(4, Results(np.array([3, 7]), np.array([0.75, 0.0], np.float32)), config)
-    assert table.rate_N.tolist() == [0.375, 0.25, 0.5, 0.5]
-    assert table.pools(5, config).tolist() == [NORMAL, HARD, NORMAL, NORMAL]
-    assert before.ids_N.tolist() == [3, 5, 7], "tables are not changed in place"
+    table = Table(10)
+    assert not len(table.seen()) and set(table.pools(0, config)) == {NORMAL}
+    table.learn(0, Results(np.array([7, 3, 5]), np.array([1.0, 0.0, 0.5], np.float32)), config)
+    ids = [3, 5, 7]
+    assert table.seen().tolist() == ids and table.rate_N[ids].tolist() == [0.0, 0.5, 1.0]
+    assert table.pools(1, config)[ids].tolist() == [HARD, NORMAL, EASY]
+    first = rows(table)
+    second = table.learn(1, Results(np.array([3, 7, 4]), np.array([0.0, 1.0, 0.25], np.float32)), config)
+    ids = [3, 4, 5, 7]
+    assert table.seen().tolist() == ids and table.last_N[ids].tolist() == [1, 1, 0, 1]
+    assert table.pools(2, config)[ids].tolist() == [POSTPONED, HARD, NORMAL, RETIRED]
+    assert table.pools(4, config)[ids].tolist() == [HARD, HARD, NORMAL, RETIRED], "three steps after its last visit"
+    third = table.learn(4, Results(np.array([3, 7]), np.array([0.75, 0.0], np.float32)), config)
+    assert table.rate_N[ids].tolist() == [0.375, 0.25, 0.5, 0.5]
+    assert table.pools(5, config)[ids].tolist() == [NORMAL, HARD, NORMAL, NORMAL]
+    table.set(third)
+    table.set(second)
+    np.testing.assert_array_equal(rows(table), first)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_batches_of_a_large_pool_are_those_of_all_its_records_in_order(tokenizer, tmp_path, share):
+    """A draw sorts the few oldest records of a pool only, and the others where those few are not enough."""
+    rows = [{"question": f"{'long ' * 20 if i % 3 else ''}{i}?", "answer": "1", "id": i} for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = stream(tokenizer, tmp_path, rows=4, lag=2, limit=40, hard_share=share)
+    last = np.random.default_rng(0).integers(0, 9, 300)  # many of the same step
+    known = {name: np.zeros(0, np.int64) for name in ("newer_step", "newer_ids", "newer_rate")}
+    none = np.zeros(300, np.int32)
+    table = {"ids": np.arange(300), "rate": none.astype(np.float32), "solved": none, "failed": none, "last": last}
+    made.curriculum.recall({**table, **known, "range": np.array([9, 9])})
+    drawn = [i for _ in range(5) for i in next(made).fields["id"]]
+    oldest = [i for i in np.argsort(last, kind="stable").tolist() if i % 3 == 0]
+    ranks = [oldest.index(i) for i in drawn]
+    assert ranks == [*range(12), *range(8)], "those of the last two batches rest, as their results are not known"
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
