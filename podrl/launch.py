@@ -204,21 +204,22 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster
     return cluster
 
 
-def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str]:
-    """Reads the host lists of trainers and rollouts from the configuration and its overrides."""
+def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str, str]:
+    """Reads the host lists of trainers and rollouts, and the rollout mesh, as configured and overridden."""
     given = config.to_dict().get("roles", {})
 
-    def hosts(role: str) -> str:
-        return _early(argv, f"roles.{role}.hosts", given.get(role, {}).get("hosts", ""))
+    def value(role: str, name: str, default: str) -> str:
+        return _early(argv, f"roles.{role}.{name}", given.get(role, {}).get(name, default))
 
-    return hosts(roles.TRAINER), hosts(roles.ROLLOUT)
+    return value(roles.TRAINER, "hosts", ""), value(roles.ROLLOUT, "hosts", ""), value(roles.ROLLOUT, "mesh", "auto")
 
 
 def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: int) -> int:
     """Runs this same command in several processes of this machine."""
     share = _share_of_devices(argv, config, processes)
     local_pod.check_memory(processes)
-    hosts = roles.assign(*_hosts(argv, config), processes)
+    trainer, rollout, mesh = _hosts(argv, config)
+    hosts = roles.assign(trainer, rollout, processes, mesh)
     own = ("--local_processes", "--fake_devices")
     passed = [arg for arg in argv[1:] if arg.partition("=")[0] not in own]
     command = [sys.executable, "-m", "podrl.launch", f"--config={path}", f"--fake_devices={share}", *passed]

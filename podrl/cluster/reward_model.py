@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from podrl.data.template import user_turn
 from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.mesh import rules
+from podrl.mesh.build import check_one_host
 from podrl.models import decoder, scalar
 from podrl.models.pretrained import check_vocab
 from podrl.runtime.storage import locate
@@ -46,8 +47,9 @@ class RewardModel:
           dtype: of the weights and of computing; scores are float32.
 
         Raises:
-          ValueError: a model without a head, or without embeddings for the ids of its tokenizer.
+          ValueError: a model without a head, or without embeddings for the ids of its tokenizer, or on several hosts.
         """
+        check_one_host(mesh, key="roles.reward.mesh")
         self.mesh, self._policy = mesh, tokenizer
         self.model, self._params = scalar.load(directory, mesh, jnp.dtype(dtype))
         self.own: Tokenizer | None = None

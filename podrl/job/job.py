@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.pull_link import PullLink
+from podrl.cluster.replica import follow
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.cluster.scorer import ScorerCluster
 from podrl.config import build
@@ -125,6 +126,8 @@ def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
 
 def _train_scorer(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod | None) -> int:
     """Trains a reward model and evaluates it on held-out pairs; hosts of rollouts have nothing to do but to agree."""
+    if pod is not None and pod.seat.hosts.follows(pod.seat.process):
+        return _follow(None, current, pod)
     with current.watchdog.stage("start-up"):
         cluster = build_scorer(job, on, None if link is None else link.trains)
         stream, held_out = None, []
@@ -237,6 +240,8 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
                 cluster.warm_up(cluster.sync_weights(0, in_place=True))
             elif cluster.generates:  # the weights come when everybody knows from which step
                 cluster.warm_up()
+    if pod is not None and pod.seat.hosts.follows(pod.seat.process):
+        return _follow(cluster, current, pod)
     evaluator = make_evaluator(cluster, job)
     if job.kind.given:
         shape = job.pack_shape(on.trainer)
@@ -253,6 +258,13 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
     step = learner.train(stream, evaluator=evaluator, run=current)
     _write_sources(current, job, {} if stream is None else stream.too_long)
     return step
+
+
+def _follow(cluster: RLCluster | None, current: Run, pod: Pod) -> int:
+    """Runs what the head of this process's replica runs; returns the step reached."""
+    with current:
+        deadline_s = 4 * current.log_config.stall_s
+        return follow(cluster, pod, current.stopping, deadline_s=deadline_s, stage=current.watchdog.stage)
 
 
 def _write_sources(current: Run, job: Job, too_long: Mapping[str, int]) -> None:

@@ -116,7 +116,7 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     """
     devices = jax.devices()
     if hosts is not None and split and not trains:
-        return _of_a_rollout_cluster(roles, len(hosts.rollout))
+        return _of_a_rollout_cluster(roles, hosts)
     if hosts is not None and split:
         mine, values = _cut(devices, roles.critic, "critic", TRAINER)
         trainer = _whole(roles.trainer, mine, TRAINER)
@@ -136,9 +136,11 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     return Meshes(trainer, rollout, _own(roles.critic, values, "critic", trainer), reward)
 
 
-def _of_a_rollout_cluster(roles: RolesConfig, count: int) -> Meshes:
-    """Builds the meshes of one rollout host, of `count`, that does not see the others."""
-    mine, scores = _cut(jax.local_devices(), roles.reward, "reward", ROLLOUT, hosts=count)
+def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:
+    """Builds the meshes of one replica of the rollouts, mostly one host, that does not see the others."""
+    count, own = len(hosts.heads), jax.process_index() // hosts.replica
+    devices = [d for d in jax.devices() if d.process_index // hosts.replica == own]
+    mine, scores = _cut(devices, roles.reward, "reward", ROLLOUT, hosts=len(hosts.rollout))
     rollout = reward = share_of_mesh(roles.rollout.mesh, mine, count, key="roles.rollout.mesh")
     if roles.reward.mesh != ROLLOUT:
         reward = share_of_mesh(roles.reward.mesh, scores, count, key="roles.reward.mesh")

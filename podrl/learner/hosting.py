@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from podrl.cluster.replica import Head
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
@@ -79,6 +80,9 @@ class HostRollouts:
         self._offered: list[tuple[int, str]] = []  # partial batches, with the step they were saved after
         self._evaluations: list[tuple[int, str]] = []  # offered and not dropped yet, with their step
         self._policy: Policy | None = None  # on the rollout mesh; of the thread
+        self._replica = Head(pod) if pod.seat.hosts.replica > 1 else None
+        if self._replica is not None and cluster.generates:
+            cluster.rollout.tell = self._replica.tell
         pod.channel.serve("rows", self._rows)
 
     def enter(self) -> Mapping[str, Any]:
@@ -162,6 +166,8 @@ class HostRollouts:
             self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._windows.close()
+        if self._replica is not None:
+            self._replica.tell("end", (self._at,))
 
     # Leases.
 
@@ -243,13 +249,15 @@ class HostRollouts:
     # On the thread.
 
     def _move(self, step: int, in_place: bool) -> Policy:
+        if self._replica is not None:
+            self._replica.tell("move", (step, in_place))
         self._policy = self._cluster.sync_weights(step, in_place=in_place)
         return self._policy
 
     def _held(self, policy: Policy) -> Policy:
         """Returns the policy of this version, moved again if another is in its place."""
         if self._policy is None or self._policy.version != policy.version:
-            self._policy = self._cluster.sync_weights(policy.version, in_place=True)
+            return self._move(policy.version, True)
         return self._policy
 
     def _produce(self, lease: Lease, prompts: Prompts, version: int) -> None:

@@ -208,7 +208,7 @@ class RemoteRollouts:
             begun if prompts else lambda step: (),
         )
         self._rows = rows
-        self._shares = len(pod.seat.hosts.rollout)
+        self._shares = len(pod.seat.hosts.heads)
         self._given = Given(pod, deadline_s, pieces=prompts, whole=self._shares if whole else 0) if pod.leads else None
         self._told = None if pod.leads else Told(pod, deadline_s)
         self._leases: Any = self._given or self._told

@@ -179,6 +179,8 @@ def set_aside(
 def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "mesh") -> Mesh:
     """Cuts one host's part of a mesh over `hosts` hosts of equally many devices, where only this host's are visible.
 
+    Hosts that hold a copy of the weights together count as one, with the devices of all of them.
+
     Args:
       spec: of the whole mesh; see `parse_mesh`. 'auto' is 'data=-1'.
       devices: of this host.
@@ -203,7 +205,9 @@ def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "
 
 
 def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
-    """Cuts the part of a mesh on one process's devices: whole rows of its "data" axis.
+    """Cuts the part of a mesh that one process works with: whole rows of its "data" axis, on its devices.
+
+    Where such a row lies on several processes it is these processes' part together: a replica.
 
     Args:
       mesh: of a role; see `make_mesh`.
@@ -211,19 +215,33 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
       key: the configuration key the mesh came from, for errors.
 
     Raises:
-      ValueError: a row lies on several processes.
+      ValueError: some process of a row has devices in other rows too.
     """
-    mine = np.vectorize(lambda d: d.process_index == process, otypes=[bool])(mesh.devices)
-    mine_DX = mine.reshape(len(mine), -1)
-    whole = mine_DX.all(axis=1)
-    if not whole.any() or (mine_DX.any(axis=1) != whole).any():
-        inner = mine_DX.shape[1]
+    process_DX = np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices).reshape(len(mesh.devices), -1)
+    rows_D = (process_DX == process).any(axis=1)
+    members = set(process_DX[rows_D].flat)
+    shared = not (process_DX[rows_D] == process).all()
+    if not rows_D.any() or (shared and rows_D.sum() > 1) or members & set(process_DX[~rows_D].flat):
+        inner, mine = process_DX.shape[1], int((process_DX == process).sum())
         raise ValueError(
-            f"{key}={describe_mesh(mesh)!r} spreads one copy of the weights (fsdp x tensor = {inner} devices) over "
-            f"several hosts, process {process} has {int(mine.sum())} devices: each host works on its own, so fsdp x "
-            "tensor must divide the devices of one host."
+            f"{key}={describe_mesh(mesh)!r} gives a copy of the weights fsdp x tensor = {inner} devices, and process "
+            f"{process} has {mine}: one number must divide the other, so that a process has whole copies, or a copy "
+            "whole processes."
         )
-    return Mesh(mesh.devices[whole], mesh.axis_names)
+    return Mesh(mesh.devices[rows_D], mesh.axis_names)
+
+
+def check_one_host(mesh: Mesh, *, key: str) -> None:
+    """Refuses a model that one host works with alone, and whose weights lie on several.
+
+    Raises:
+      ValueError: they do.
+    """
+    if len(hosts := {d.process_index for d in mesh.devices.flat}) > 1:
+        raise ValueError(
+            f"{key}={describe_mesh(mesh)!r} spreads one copy of the weights over {len(hosts)} hosts, each of which "
+            "works with its own: give it devices of its own, whole copies on each host, as 'data=N' of N hosts."
+        )
 
 
 def describe_mesh(mesh: Mesh) -> str:

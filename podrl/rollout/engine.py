@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,8 +43,21 @@ class Engine:
       shape: sizes per shard.
     """
 
-    def __init__(self, model: ModelConfig, mesh: Mesh, shape: EngineShape, dtype: jnp.dtype):
+    def __init__(
+        self, model: ModelConfig, mesh: Mesh, shape: EngineShape, dtype: jnp.dtype, *, several_hosts: bool = False
+    ):
+        """Compiles nothing yet.
+
+        Args:
+          model: the policy's architecture.
+          mesh: with any of data, fsdp and tensor.
+          shape: sizes per shard.
+          dtype: of weights and pools.
+          several_hosts: the mesh's devices belong to several processes, which all call the same programs in the same
+            order: what is read on the host is then the same on every device.
+        """
         check_decodes(mesh, key="mesh of the engine")
+        self.several_hosts = several_hosts
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.read_shape = shape.reads()
@@ -54,7 +67,10 @@ class Engine:
         self.generate = self._program(self._generate, flat_args=1, out=self._emitted_specs())
         self.bulk_insert = self._program(self._insert, flat_args=1, weights=False)
         self._write = self._program(self._write_pages, flat_args=1, blocks=2, weights=False)
-        self._read = jax.jit(self._mapped(self._read_pages, self._read_specs()))
+        self._read = jax.jit(
+            self._mapped(self._read_pages, self._read_specs()),
+            out_shardings=NamedSharding(mesh, Spec()) if several_hosts else None,
+        )
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
@@ -66,17 +82,17 @@ class Engine:
     def _batch_spec(self) -> Spec:
         return rules.spec_for(("batch",), (self.shards,), self.mesh)
 
-    def _pool_shape(self) -> tuple[int, ...]:
+    def pool_shape(self) -> tuple[int, ...]:
         m, s = self.model, self.shape
         return (m.num_layers, self.shards * s.pages, m.num_kv_heads, s.page_tokens, m.head_dim)
 
     def _pool_spec(self) -> Spec:
-        return rules.spec_for(("layers", "batch", "kv_heads", "time", "head_dim"), self._pool_shape(), self.mesh)
+        return rules.spec_for(("layers", "batch", "kv_heads", "time", "head_dim"), self.pool_shape(), self.mesh)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of both pools over all devices."""
-        shard = self.pool_sharding.shard_shape(self._pool_shape())
+        shard = self.pool_sharding.shard_shape(self.pool_shape())
         return 2 * math.prod(shard) * jnp.dtype(self.dtype).itemsize * self.mesh.size
 
     @property
@@ -118,7 +134,7 @@ class Engine:
         block = self._pool_spec()
         inside = (*([self._param_specs()] if weights else []), state, *[row] * flat_args, *[block] * blocks)
         mapped = self._mapped(local, (inside, state if out is None else (state, out)))
-        shardings = jax.tree.map(lambda s: NamedSharding(self.mesh, s), out, is_leaf=lambda x: isinstance(x, Spec))
+        shardings = jax.tree.map(self._shown, out, is_leaf=lambda x: isinstance(x, Spec))
         return jax.jit(
             mapped,
             donate_argnums=(1,) if weights else (0,),
@@ -137,9 +153,19 @@ class Engine:
         tree = {name: spec(param, False) for name, param in specs.items() if name != "layers"}
         return {**tree, "layers": [layers] * self.model.num_layers if self.unrolled else layers}
 
+    def _shown(self, spec: Spec) -> NamedSharding:
+        """Returns the sharding of a result that hosts read: whole on every device where there are several hosts."""
+        return NamedSharding(self.mesh, Spec() if self.several_hosts else spec)
+
     def put_rows(self, rows: np.ndarray) -> Array:
         """Copies a host array onto the mesh, its first axis over the data-parallel shards."""
-        return jax.device_put(rows, self._rows)
+        return self.put(rows, self._rows)
+
+    def put(self, array: np.ndarray, place: NamedSharding) -> Array:
+        """Copies a host array onto the mesh; of several hosts each has all of it, and copies its devices' part."""
+        if self.several_hosts:
+            return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+        return jax.device_put(array, place)
 
     # Verbs: the parts that run on each shard.
 
@@ -153,7 +179,7 @@ class Engine:
     def _empty_state(self) -> DecodeState:
         s = self.shape
         R = self.shards * s.lanes
-        pool = jnp.zeros(self._pool_shape(), self.dtype)
+        pool = jnp.zeros(self.pool_shape(), self.dtype)
         whole = jnp.zeros(R, jnp.int32)
         real = jnp.zeros(R, jnp.float32)
         sampling = LaneSampling(real, real, real, whole, jnp.zeros((R, 2), jnp.uint32))
@@ -190,7 +216,7 @@ class Engine:
         def rows(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
 
-        L, _, K, C, H = self._pool_shape()
+        L, _, K, C, H = self.pool_shape()
         moved = jax.ShapeDtypeStruct((L, self.shards * J, K, C, H), self.dtype, sharding=self.pool_sharding)
         prefills = [
             Program(
@@ -437,38 +463,6 @@ class Engine:
     def write_blocks(self, state: DecodeState, page_XJ: np.ndarray, key: Array, value: Array) -> DecodeState:
         """Overwrites J pages of each shard with such copies; pages to leave alone are named by the unread one."""
         return self._write(state, self.put_rows(page_XJ.reshape(-1)), key, value)
-
-    def _page_rows(self, shard: int, pages: Sequence[int]) -> np.ndarray:
-        """Lists J pages of each shard, padded with the unread one."""
-        rows_XJ = np.full((self.shards, self.shape.max_pages), self.shape.pages - 1, np.int32)
-        rows_XJ[shard, : len(pages)] = pages
-        return rows_XJ
-
-    def read_store(self, state: DecodeState, shard: int, pages: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Copies keys and values of at most J pages to the host, (L, len(pages), K, C, H) each."""
-        at = shard * self.shape.max_pages
-        copies = jax.device_get(self.read_blocks(state, self._page_rows(shard, pages)))
-        key, value = (copy[:, at : at + len(pages)].copy() for copy in copies)
-        return key, value
-
-    def clear(self, state: DecodeState, shard: int, pages: Sequence[int]) -> DecodeState:
-        """Writes zeros into at most J pages."""
-        L, _, K, C, H = self._pool_shape()
-        zeros = np.zeros((L, len(pages), K, C, H), self.dtype)
-        return self.write_store(state, shard, pages, (zeros, zeros))
-
-    def write_store(
-        self, state: DecodeState, shard: int, pages: Sequence[int], copies: tuple[np.ndarray, np.ndarray]
-    ) -> DecodeState:
-        """Writes host copies of `read_store` into other pages; longer copies are cut."""
-        L, _, K, C, H = self._pool_shape()
-        at = shard * self.shape.max_pages
-        blocks = []
-        for copy in copies:
-            block = np.zeros((L, self.shards * self.shape.max_pages, K, C, H), copy.dtype)
-            block[:, at : at + len(pages)] = copy[:, : len(pages)]
-            blocks.append(jax.device_put(block, self.pool_sharding))
-        return self.write_blocks(state, self._page_rows(shard, pages), *blocks)
 
     def _read_pages(self, state: DecodeState, page_M: Int[Array, " J"]) -> tuple[Array, Array]:
         return state.key_LMKCH[:, page_M], state.value_LMKCH[:, page_M]

@@ -1,6 +1,6 @@
 """Prefills given tokens: cuts them into chunks that fit the prefill programs, and packs chunks into full calls."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -37,28 +37,33 @@ def cut_chunks(
     return chunks
 
 
+def packed_calls(
+    shape: EngineShape, shards: int, sequences: Sequence[Sequence[Chunk]]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields the prefill calls of chunks of several sequences, each sequence's in order: (bucket, packed rows)."""
+    for wave in range(max((len(chunks) for chunks in sequences), default=0)):
+        queues: dict[int, dict[int, list[Chunk]]] = {}
+        for chunks in sequences:
+            if wave < len(chunks):
+                bucket = next(b for b in shape.buckets if b >= len(chunks[wave].tokens))
+                queues.setdefault(bucket, {}).setdefault(chunks[wave].shard, []).append(chunks[wave])
+        for bucket, by_shard in sorted(queues.items()):
+            rows = shape.prefill_rows(bucket)
+            for queue in by_shard.values():  # a call takes as long as the row that sees most pages
+                queue.sort(key=lambda chunk: len(chunk.prior))
+            for at in range(0, max(len(q) for q in by_shard.values()), rows):
+                batch = [chunk for queue in by_shard.values() for chunk in queue[at : at + rows]]
+                yield bucket, shape.pack_chunks(shards, bucket, batch)
+
+
 def run_chunks(engine: Engine, params: PyTree, state: DecodeState, sequences: Sequence[Sequence[Chunk]]) -> DecodeState:
     """Prefills chunks of several sequences, each sequence's in order, in as few calls as possible.
 
     Args:
       params: as the engine prepared them.
     """
-    calls = 0
-    for wave in range(max((len(chunks) for chunks in sequences), default=0)):
-        queues: dict[int, dict[int, list[Chunk]]] = {}
-        for chunks in sequences:
-            if wave < len(chunks):
-                bucket = next(b for b in engine.shape.buckets if b >= len(chunks[wave].tokens))
-                queues.setdefault(bucket, {}).setdefault(chunks[wave].shard, []).append(chunks[wave])
-        for bucket, by_shard in sorted(queues.items()):
-            rows = engine.shape.prefill_rows(bucket)
-            for queue in by_shard.values():  # a call takes as long as the row that sees most pages
-                queue.sort(key=lambda chunk: len(chunk.prior))
-            for at in range(0, max(len(q) for q in by_shard.values()), rows):
-                batch = [chunk for queue in by_shard.values() for chunk in queue[at : at + rows]]
-                flat = engine.put_rows(engine.shape.pack_chunks(engine.shards, bucket, batch))
-                state = engine.prefills[bucket](params, state, flat)
-                calls += 1
-                if calls % UNDER_WAY == 0:  # a Backlog could not wait for states that are donated on
-                    jax.block_until_ready(state.token_R)
+    for number, (bucket, flat_BI) in enumerate(packed_calls(engine.shape, engine.shards, sequences), 1):
+        state = engine.prefills[bucket](params, state, engine.put_rows(flat_BI))
+        if number % UNDER_WAY == 0:  # a Backlog could not wait for states that are donated on
+            jax.block_until_ready(state.token_R)
     return state

@@ -23,6 +23,11 @@ class Store:
     pages: list[Page] = dataclasses.field(default_factory=list)
     spilled: bool = False
 
+    @property
+    def name(self) -> str:
+        """Its key as one word."""
+        return "/".join(map(str, self.key))
+
 
 @dataclasses.dataclass
 class PromptRow:

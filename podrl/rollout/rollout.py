@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from podrl.mesh.build import describe_mesh
 from podrl.models.config import ModelConfig
 from podrl.rollout.config import RolloutConfig, Sampling
+from podrl.rollout.device import Device, Tell, compile_all, tell_nobody
 from podrl.rollout.engine import Engine
 from podrl.rollout.episodes import Episode, Partner, Pump, Request
 from podrl.rollout.keys import sample_keys
@@ -21,7 +23,7 @@ from podrl.rollout.players import Chosen, Player, Unanswered, play
 from podrl.rollout.rows import collect
 from podrl.rollout.session import Session, Track
 from podrl.rollout.sizes import check_memory, engine_shape
-from podrl.rollout.state import STOP_IDS, DecodeState, LaneUpdates
+from podrl.rollout.state import STOP_IDS, DecodeState
 from podrl.types import BatchError, Mode, Policy, Prompts, PyTree, Rollouts
 
 FAILED_SHARE = 0.1  # of a call's samples that may fail before the call does
@@ -102,6 +104,8 @@ class RolloutWorker:
       stats: of the last finished `generate` or `stream`.
       config: as given.
       partner: the environments of all samples; None where they have none.
+      several_hosts: the mesh has devices of other processes.
+      tell: tells these what to run.
     """
 
     def __init__(
@@ -119,7 +123,8 @@ class RolloutWorker:
 
         Args:
           model: the policy's architecture.
-          mesh: the rollout mesh; all of its devices belong to this process.
+          mesh: the rollout mesh. Where it has devices of several processes, one of them generates and tells the others
+            what to run (`tell`).
           config: sampling defaults and engine sizes.
           pad_id: fills rows of the result.
           eos_ids: ids that end every sample.
@@ -127,17 +132,15 @@ class RolloutWorker:
           seed: of all samples, unless config.seed is set.
 
         Raises:
-          ValueError: sizes that do not fit together, or a mesh with devices of other processes.
+          ValueError: sizes that do not fit together.
         """
-        if any(d.process_index != jax.process_index() for d in mesh.devices.flat):
-            raise ValueError(
-                "The rollout mesh has devices of other processes: give each process's worker its own local mesh."
-            )
         if len(eos_ids) > STOP_IDS:
             raise ValueError(f"rollout.eos_tokens has {len(eos_ids)} ids: at most {STOP_IDS} are supported.")
         self.model, self.mesh, self.config = model, mesh, config
         self.stats = RolloutStats()
         self.partner: Partner | None = None
+        self.several_hosts = any(d.process_index != jax.process_index() for d in mesh.devices.flat)
+        self.tell: Tell | None = None
         self._pad_id, self._eos_ids, self._decode = pad_id, tuple(eos_ids), decode
         self._seed = seed if config.seed is None else config.seed
         self._shape = engine_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
@@ -155,35 +158,17 @@ class RolloutWorker:
           params: weights as in `Policy.params`.
           progress: called with one line before each program.
         """
-        say = progress or (lambda line: None)
-        started = time.perf_counter()
-        engine = self._get_engine(params)
-        programs = len(engine.prefills) + 4
+        say, started = progress or (lambda line: None), time.perf_counter()
 
-        def note(number: int, name: str) -> None:
-            say(f"rollout: compiling {number}/{programs} {name} ({time.perf_counter() - started:.1f} s)")
+        def note(words: str) -> None:
+            say(f"rollout: compiling {words} ({time.perf_counter() - started:.1f} s)")
 
-        note(1, "weights")
-        prepared = engine.prepare(params)
-        state = self._take_state()
-        R = engine.shards * engine.shape.lanes
-        note(2, "insert")
-        updates = LaneUpdates.empty(R, engine.shape.stop_ids)
-        state = engine.bulk_insert(state, engine.put_rows(updates.packed()))
-        for number, bucket in enumerate(engine.shape.buckets):
-            note(3 + number, f"prefill of {bucket} tokens")
-            state = engine.prefills[bucket](
-                prepared, state, engine.put_rows(engine.shape.pack_chunks(engine.shards, bucket, []))
-            )
-        note(programs - 1, "generate")
-        idle = np.zeros((engine.shards, engine.read_shape.size), np.int32)
-        state, _ = engine.generate(prepared, state, engine.put_rows(idle))
-        note(programs, "spill and restore")
-        state = engine.write_store(state, 0, [], engine.read_store(state, 0, []))
-        self._state = jax.block_until_ready(state)
+        self._state = compile_all(self._get_engine(params), params, self._take_state, note)
 
     def sleep(self) -> None:
         """Frees the pools; the compiled programs stay. Until `wake`, or the next call, the worker holds no memory."""
+        if self.tell is not None:
+            self.tell("sleep", ())
         if self._state is not None:
             for leaf in jax.tree.leaves(self._state):
                 leaf.delete()
@@ -317,11 +302,13 @@ class RolloutWorker:
         """Opens a session for callers that submit, pause and extend samples themselves; call `close` when done."""
         if self._session is not None:
             raise ValueError("This worker is generating already: finish that call, or close its session, first.")
-        engine = self._get_engine(policy.params)
+        if self.several_hosts and self.tell is None:
+            raise ValueError(
+                f"The rollout mesh {describe_mesh(self.mesh)} has devices of other processes, which nobody tells what "
+                "to run: make each process's rollout mesh of its own devices, or start the job by podrl.launch."
+            )
         self._session = Session(
-            engine,
-            self._take_state(),
-            engine.prepare(policy.params),
+            self.device(policy, self.tell),
             policy.version,
             decode=self._decode,
             eos_ids=self._eos_ids,
@@ -332,7 +319,21 @@ class RolloutWorker:
     def close(self, session: Session) -> None:
         """Takes the pools back from a session."""
         assert session is self._session, "not this worker's session"
-        self._state, self._session, self._refreshed = session.state, None, None
+        self._session, self._refreshed = None, None
+        self.put_back(session.device)
+
+    def device(self, policy: Policy, tell: Tell | None = None) -> Device:
+        """Hands out the pools with a policy's weights, to who tells of it and calls `put_back`, or is told so."""
+        if tell is not None:
+            tell("open", (policy.version,))
+        engine = self._get_engine(policy.params)
+        return Device(engine, self._take_state(), engine.prepare(policy.params), tell or tell_nobody)
+
+    def put_back(self, device: Device) -> None:
+        """Takes the pools back."""
+        if self.tell is not None:
+            self.tell("close", ())
+        self._state = device.state
 
     def _request(
         self, version: int, prompts: Prompts, group_size: int, step: int, sampling: Sampling | None, mode: Mode
@@ -365,6 +366,8 @@ class RolloutWorker:
 
         def between() -> None:
             if self._refreshed is not None:
+                if self.tell is not None:
+                    self.tell("use", (self._refreshed.version,))
                 session.refresh(session.engine.prepare(self._refreshed.params), self._refreshed.version)
                 self._refreshed = None
             self._bound_failures(session, samples)
@@ -445,7 +448,7 @@ class RolloutWorker:
     def _get_engine(self, params: PyTree) -> Engine:
         if self._engine is None:
             dtype = jnp.dtype(self.config.data_type or params["embed"].dtype)
-            engine = Engine(self.model, self.mesh, self._shape, dtype)
+            engine = Engine(self.model, self.mesh, self._shape, dtype, several_hosts=self.several_hosts)
             check_memory(engine.pool_bytes, self.mesh, self.config, self._shape)
             self._engine = engine
         return self._engine

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from podrl.mesh.backlog import UNDER_WAY
 from podrl.rollout.config import Sampling
-from podrl.rollout.engine import Engine
-from podrl.rollout.prefill import cut_chunks, run_chunks
-from podrl.rollout.records import Feed, Plan, PoolShape, Store
+from podrl.rollout.device import Device
+from podrl.rollout.prefill import cut_chunks, packed_calls
+from podrl.rollout.records import Feed, Plan, PoolShape
 from podrl.rollout.scheduler import Scheduler
-from podrl.rollout.state import FREE, SEAT, Chunk, DecodeState, Emitted, LaneUpdates
+from podrl.rollout.state import FREE, SEAT, Chunk, Emitted, LaneUpdates
 from podrl.rollout.stops import StopFinder
 from podrl.types import STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, PyTree
 
@@ -131,26 +132,24 @@ class Session:
     """Holds the samples in progress on one engine. Not thread-safe; one session at a time owns the state.
 
     Attributes:
-      state: pools and lanes, to be handed to the next session.
+      device: pools, lanes and weights; its state is to be handed to the next session.
       stats: counters so far.
       took, planned: seconds of the last dispatches, and of planning them.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        state: DecodeState,
-        params: PyTree,
+        device: Device,
         version: int,
         *,
         decode: Callable[[list[int]], str],
         eos_ids: Sequence[int],
         cache_tokens: int,
     ):
-        """Takes RolloutWorker's arguments, parameters prepared by the engine, and the most tokens a sample may hold."""
-        s = engine.shape
-        self.engine, self.state, self.stats = engine, state, Stats()
-        self._params, self._version = params, version
+        """Takes the device side, its weights' version, RolloutWorker's arguments, and the most tokens of a sample."""
+        engine, s = device.engine, device.engine.shape
+        self.device, self.engine, self.stats = device, engine, Stats()
+        self._version = version
         self._decode, self._eos_ids, self._cache_tokens = decode, tuple(eos_ids), cache_tokens
         sample_pages = min(s.max_pages, s.pages - 1)
         self._scheduler = Scheduler(
@@ -158,7 +157,6 @@ class Session:
         )
         self._tracks: dict[int, Track] = {}
         self._prompts: dict[int, np.ndarray] = {}
-        self._spilled: dict[tuple[str, int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._flights: list[_Flight] = []
         self._count = 0
         self._idle_since = time.perf_counter()
@@ -224,7 +222,8 @@ class Session:
 
     def refresh(self, params: PyTree, version: int) -> None:
         """Uses new weights (prepared by the engine) from the next dispatch on; caches are kept."""
-        self._params, self._version = params, version
+        self.device.use(params)
+        self._version = version
 
     @property
     def open(self) -> int:
@@ -348,24 +347,23 @@ class Session:
 
     def _carry_out(self, plan: Plan) -> None:
         for store, shard, pages in plan.spills:
-            self._spill(store, shard, pages)
+            self.device.spill(store.name, shard, pages)
+            self.stats.spills += 1
         for store, shard, pages in plan.restores:
-            self._restore(store, shard, pages)
+            self.device.restore(store.name, shard, pages)
         self._prefill(
             [self._prompt_chunks(shard, self._prompts[prompt], pages) for prompt, shard, pages in plan.prefills]
         )
         self._prefill([self._given_chunks(feed) for feed in plan.feeds])
         if plan.seats or plan.frees:
-            self.state = self.engine.bulk_insert(self.state, self.engine.put_rows(self._lane_updates(plan).packed()))
+            self.device.insert(self._lane_updates(plan).packed())
 
     def _launch(self, plan: Plan) -> None:
         engine = self.engine
         flat_XI = self._scheduler.reads(engine.read_shape, engine.shape.pages - 1)
         if not self._flights:
             self.stats.host_seconds += time.perf_counter() - self._idle_since
-        self.state, emitted = engine.generate(self._params, self.state, engine.put_rows(flat_XI))
-        for leaf in jax.tree.leaves(emitted):
-            leaf.copy_to_host_async()
+        emitted = self.device.generate(flat_XI)
         lanes = [
             (self._tracks[sample.id], shard * engine.shape.lanes + lane, self._tracks[sample.id].epoch)
             for sample, shard, lane in plan.running
@@ -406,15 +404,10 @@ class Session:
         return cut_chunks(shape, shard, row[:-1], feed.start, feed.prior, feed.targets, feed.offset)
 
     def _prefill(self, sequences: list[list[Chunk]]) -> None:
-        self.state = run_chunks(self.engine, self._params, self.state, sequences)
+        calls = packed_calls(self.engine.shape, self.engine.shards, sequences)
+        for number, (bucket, flat_BI) in enumerate(calls, 1):
+            self.device.prefill(bucket, flat_BI, number % UNDER_WAY == 0)
         self.stats.prefill_tokens += sum(len(chunk.tokens) for chunks in sequences for chunk in chunks)
-
-    def _spill(self, store: Store, shard: int, pages: list[int]) -> None:
-        self._spilled[store.key] = self.engine.read_store(self.state, shard, pages)
-        self.stats.spills += 1
-
-    def _restore(self, store: Store, shard: int, pages: list[int]) -> None:
-        self.state = self.engine.write_store(self.state, shard, pages, self._spilled.pop(store.key))
 
     # Results.
 
@@ -487,10 +480,11 @@ class Session:
 
     def _release(self, track: Track, live: bool) -> None:
         for store, shard, pages in self._scheduler.finish(track.handle, grown=track.sampled, live=live):
-            self._spilled.pop(store.key, None)
+            if store.name in self.device.spilled:
+                self.device.forget(store.name)
             # Prefills keep what is not finite, so that it is noticed; the next owner of the pages must not read it.
             if track.stop == STOP_FAILED and pages:
-                self.state = self.engine.clear(self.state, shard, pages)
+                self.device.clear(shard, pages)
         del self._tracks[track.handle]
 
     def _text(self, track: Track, stop: int, first: int = 0) -> str:

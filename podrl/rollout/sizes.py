@@ -11,13 +11,14 @@ def check_memory(needed: int, mesh: Mesh, config: RolloutConfig, shape: EngineSh
     """Refuses a key/value pool larger than the memory there is, before any of it is allocated.
 
     Args:
-      needed: bytes of the pool over all devices of the mesh.
+      needed: bytes of the pool over all devices of the mesh; those of other hosts are their matter.
       mesh, config, shape: where it lies, and what makes it so large.
 
     Raises:
       ValueError: the pool does not fit.
     """
-    stats = [device.memory_stats() or {} for device in mesh.devices.flat]
+    needed = needed * len(mesh.local_devices) // mesh.size  # of this host's
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
     if mesh.devices.flat[0].platform == "cpu":
         room, what = free_memory(), "this machine has free"
     else:

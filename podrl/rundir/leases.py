@@ -273,10 +273,10 @@ class Given(Leases):
         """
         with self._changed:
             self._begins(step, start)
-            there = [host for host in self._pod.seat.hosts.rollout if not self._pod.is_lost(host)]
+            there = [host for host in self._pod.seat.hosts.heads if not self._pod.is_lost(host)]
             self._members = dict.fromkeys(there, step)
         self._pod.on_lost = self._lost
-        for host in self._pod.seat.hosts.rollout:
+        for host in self._pod.seat.hosts.heads:
             if self._pod.is_lost(host):
                 self._lost(host)
         for name, quantum in begun.items():

@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import os
+import socket
+import time
 from collections.abc import Mapping
+from concurrent import futures
 from typing import Any
 
 from podrl.runtime.channel import Channel, ChannelError
@@ -11,7 +14,7 @@ from podrl.runtime.detect import UNIX, Cluster, too_few_workers
 from podrl.runtime.environment import keep_what_this_process_compiles
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
-from podrl.runtime.roles import ROLLOUT, Hosts, assign
+from podrl.runtime.roles import ROLLOUT, Hosts, assign, hosts_per_replica
 from podrl.runtime.sockets import interface_towards
 from podrl.runtime.storage import first_line, locate
 from podrl.runtime.user_code import forget
@@ -21,15 +24,17 @@ JOIN_S = 300.0
 # channel: their connections break.
 HEARTBEAT_S = 600.0
 _CHANNEL_PORT_AFTER_COORDINATOR = 1
+_AGAIN_S = 0.5
 
 
-def hosts_of(cluster: Cluster, trainer: str, rollout: str) -> Hosts:
+def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto") -> Hosts:
     """Assigns the processes of a job to trainer and rollout.
 
     Args:
       cluster: this process's place.
       trainer: roles.trainer.hosts of the configuration.
       rollout: roles.rollout.hosts.
+      mesh: roles.rollout.mesh.
 
     Raises:
       ValueError: hosts that do not fit the job, or that contradict roles the platform has given.
@@ -40,10 +45,16 @@ def hosts_of(cluster: Cluster, trainer: str, rollout: str) -> Hosts:
                 f"roles.trainer.hosts={trainer!r} and roles.rollout.hosts={rollout!r}: this platform has given every "
                 "host its role; leave both empty."
             )
-        return Hosts(
-            tuple(range(cluster.trainers)), tuple(range(cluster.trainers, cluster.trainers + cluster.rollouts))
-        )
-    return assign(trainer, rollout, cluster.process_count)
+        replica = hosts_per_replica(mesh, cluster.rollouts)
+        slice_hosts = cluster.process_count if cluster.role == ROLLOUT else replica
+        if slice_hosts % replica:
+            raise ValueError(
+                f"roles.rollout.mesh={mesh!r} spreads a copy of the weights over {replica} hosts, and a slice of the "
+                f"rollouts has {slice_hosts}: a copy must lie within a slice, so raise data."
+            )
+        generate = range(cluster.trainers, cluster.trainers + cluster.rollouts)
+        return Hosts(tuple(range(cluster.trainers)), tuple(generate), replica)
+    return assign(trainer, rollout, cluster.process_count, mesh)
 
 
 def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) -> Seat:
@@ -119,11 +130,12 @@ def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -
     if heartbeat_s < 1:
         raise ValueError(f"--heartbeat_s={heartbeat_s:g} must be at least 1 second, and longer than any compilation.")
     arguments = cluster.distributed_arguments
-    if cluster.kind == "local" and seat.disposable:  # one cluster per role
-        trainers = seat.hosts.trainer
-        if seat.process not in trainers or len(trainers) == 1:
+    if cluster.kind == "local" and seat.disposable:  # one cluster of all trainers, and one per replica of the rollouts
+        trains = seat.process in seat.hosts.trainer
+        members = seat.hosts.trainer if trains else seat.hosts.replica_of(seat.process)
+        if len(members) == 1:
             return None
-        own = {"num_processes": len(trainers), "process_id": seat.hosts.rank(seat.process)}
+        own = {"num_processes": len(members), "process_id": members.index(seat.process)}
         arguments = {**(arguments or {}), **own}
     return None if arguments is None else {**arguments, "heartbeat_timeout_seconds": int(heartbeat_s)}
 
@@ -160,8 +172,11 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
         deadline_s, functools.partial(too_few_workers, dataclasses.replace(cluster, process_count=seat.hosts.count))
     )
     if arguments is not None:
+        coordinator = cluster.coordinator
+        if cluster.kind == "local" and seat.disposable and seat.process not in seat.hosts.trainer:
+            coordinator = arguments["coordinator_address"] = gather_replica(pod, deadline_s)
         if arguments.get("process_id", cluster.process_index) == 0:
-            arguments["coordinator_bind_address"] = bind_address(cluster.coordinator)
+            arguments["coordinator_bind_address"] = bind_address(coordinator)
         try:
             jax.distributed.initialize(**arguments)
         except ValueError as error:
@@ -176,6 +191,50 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
     for name in ("PODRL_SECRET", "PODRL_SECRET_FILE"):  # not for reward functions and other children
         forget(os.environ, name)
     return pod
+
+
+def gather_replica(pod: Pod, deadline_s: float) -> str:
+    """Waits for all processes of this one's replica; returns 'host:port' of the coordinator of their jax cluster.
+
+    The head chooses it when all have asked, once: a process that asks later is not of the cluster that is there, which
+    ends with the process that it is in the place of; it asks again, and finds the next head.
+
+    Raises:
+      ChannelError: not all came within the deadline.
+    """
+    seat, end = pod.seat, time.monotonic() + deadline_s
+    head, *others = seat.hosts.replica_of(seat.process)
+    if seat.process != head:
+        while True:
+            try:
+                return str(pod.call(head, "replica", Message(seat.process), max(end - time.monotonic(), 1.0)).value)
+            except ChannelError as error:
+                if "complete" not in str(error) or time.monotonic() > end:
+                    raise
+                time.sleep(_AGAIN_S)
+    came: set[int] = set()
+    coordinator: futures.Future[Message] = futures.Future()
+
+    def on_come(message: Message) -> "futures.Future[Message]":
+        came.add(int(message.value))
+        if came == set(others) and not coordinator.done():
+            host = pod.channel.address.rpartition(":")[0]
+            with socket.socket() as held:
+                held.bind((host, 0))
+                coordinator.set_result(Message(f"{host}:{held.getsockname()[1]}"))
+        return coordinator
+
+    def on_late(message: Message) -> Message:
+        raise ValueError(f"the replica of {pod.name} is complete, and ends")
+
+    pod.channel.serve("replica", on_come)
+    try:
+        chosen = coordinator.result(deadline_s)
+    except futures.TimeoutError:
+        missing = ", ".join(f"{seat.hosts.name(p)} (host {p})" for p in others if p not in came)
+        raise ChannelError(f"{pod.name} waited {deadline_s:.0f} s for {missing} of its replica.") from None
+    pod.channel.serve("replica", on_late)
+    return str(chosen.value)
 
 
 def start_pathways(target: str) -> None:

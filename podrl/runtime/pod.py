@@ -236,6 +236,11 @@ class Pod:
         """Gives a number to a process that comes late, and tells it who began the job."""
         if not self.seat.disposable:
             raise ValueError("hosts join a running job in --topology=split alone.")
+        if self.seat.hosts.replica > 1:
+            raise ValueError(
+                f"hosts join a running job where each holds a copy of the weights, and here {self.seat.hosts.replica} "
+                "hold one together."
+            )
         with self._changed:
             self._given.add(number := next(self._numbers))
         hosts = self.seat.hosts

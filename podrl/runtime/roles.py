@@ -10,10 +10,32 @@ class Hosts:
     """The processes of each role, by number in the job, ascending. A single process has both roles.
 
     Those that join later, as rollouts, have the numbers after these, and the ranks.
+
+    Attributes:
+      trainer, rollout: the processes.
+      replica: rollout processes, one behind the other, that hold one copy of the weights together. The first heads it:
+        it decides what all of them run, and is the one that others know.
     """
 
     trainer: tuple[int, ...]
     rollout: tuple[int, ...]
+    replica: int = 1
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The rollout processes that head a replica; all of them where each holds a copy of its own."""
+        return self.rollout[:: self.replica]
+
+    def replica_of(self, process: int) -> tuple[int, ...]:
+        """Returns the processes of a rollout process's replica, the head first."""
+        if self.replica == 1:
+            return (process,)
+        first = self.rollout.index(process) // self.replica * self.replica
+        return self.rollout[first : first + self.replica]
+
+    def follows(self, process: int) -> bool:
+        """True for a rollout process that runs what the head of its replica tells it."""
+        return self.replica > 1 and process in self.rollout and process not in self.heads
 
     @property
     def count(self) -> int:
@@ -31,8 +53,11 @@ class Hosts:
         return (self.trainer if process in self.trainer else self.rollout).index(process)
 
     def name(self, process: int) -> str:
-        """Names a process for logs: 'rollout 1'."""
-        return f"{self.role(process)} {self.rank(process)}"
+        """Names a process for logs: 'rollout 1', and 'rollout 1.1' for the next of its replica."""
+        role, rank = self.role(process), self.rank(process)
+        if role == TRAINER or self.replica == 1:
+            return f"{role} {rank}"
+        return f"{role} {rank // self.replica}" + (f".{rank % self.replica}" if rank % self.replica else "")
 
 
 def parse_hosts(text: str, key: str) -> tuple[int, ...]:
@@ -52,13 +77,34 @@ def parse_hosts(text: str, key: str) -> tuple[int, ...]:
     return tuple(sorted(hosts))
 
 
-def assign(trainer: str, rollout: str, processes: int) -> Hosts:
+def hosts_per_replica(mesh: str, hosts: int) -> int:
+    """Returns how many hosts hold one copy of the weights together, in a rollout mesh over so many hosts.
+
+    A mesh with fewer copies (its size of data, 1 where it names none) than hosts spreads each over several.
+
+    Raises:
+      ValueError: the copies cannot be spread equally.
+    """
+    sizes = {name.strip(): size.strip() for name, _, size in (part.partition("=") for part in mesh.split(","))}
+    copies = sizes.get("data", sizes.get("dp", "1"))
+    if mesh.strip() == "auto" or not copies.isdigit() or int(copies) >= hosts:
+        return 1
+    if int(copies) < 1 or hosts % int(copies):
+        raise ValueError(
+            f"roles.rollout.mesh={mesh!r} spreads {copies} copies of the weights over {hosts} hosts: the number of "
+            "hosts must be a multiple of that of copies (data), or the other way round."
+        )
+    return hosts // int(copies)
+
+
+def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto") -> Hosts:
     """Assigns roles to `processes` hosts.
 
     Args:
       trainer: host list of the trainers; '' takes what the rollouts leave.
       rollout: host list of the rollouts; '' takes what the trainers leave. Both empty: the first half trains.
       processes: hosts in the job.
+      mesh: of the rollouts.
 
     Raises:
       ValueError: hosts in both roles, in none, or not in the job; a role without hosts; process 0 not a trainer.
@@ -82,4 +128,4 @@ def assign(trainer: str, rollout: str, processes: int) -> Hosts:
         raise ValueError(f"{given}: {'no host trains' if not trains else 'no host generates'}; each role needs one.")
     if 0 not in trains:
         raise ValueError(f"{given}: host 0 must be a trainer, it writes the run directory and leads the job.")
-    return Hosts(tuple(sorted(trains)), tuple(sorted(generates)))
+    return Hosts(tuple(sorted(trains)), tuple(sorted(generates)), hosts_per_replica(mesh, len(generates)))

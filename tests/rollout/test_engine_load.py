@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from podrl.rollout.config import Sampling
+from podrl.rollout.device import Device
 from podrl.rollout.session import Opening, Session
 from podrl.types import STOP_EOS, STOP_LENGTH, STOP_STRING
 
@@ -17,7 +18,7 @@ def session(tiny, tight):
     def letters(tokens):
         return "".join("abc"[t % 3] + "abc"[t // 3 % 3] for t in tokens)
 
-    return Session(engine, engine.init_state(), params, 7, decode=letters, eos_ids=(), cache_tokens=64)
+    return Session(Device(engine, engine.init_state(), params), 7, decode=letters, eos_ids=(), cache_tokens=64)
 
 
 def keys(rng, count):
@@ -36,9 +37,9 @@ def is_empty(session):
     return (
         scheduler.free_counts() == (8, 24)
         and not scheduler.samples
-        and not session._spilled
+        and not session.device.spilled
         and not session._tracks
-        and not np.asarray(session.state.live_R).any()
+        and not np.asarray(session.device.state.live_R).any()
     )
 
 
@@ -130,7 +131,7 @@ def test_pauses_extends_and_spills_together(tiny, tight, policy):
     stats = session.stats
     tight.close(session)
     assert pauses > 20 and stats.spills > 0
-    assert session._scheduler.free_counts() == (8, 24) and not session._spilled
+    assert session._scheduler.free_counts() == (8, 24) and not session.device.spilled
     T = 64
     rows_BT, length_B = np.zeros((len(tracks), T), np.int32), np.zeros(len(tracks), int)
     for b, track in enumerate(tracks):
@@ -173,14 +174,14 @@ def test_a_thousand_samples_that_wait_at_once_come_back_as_they_were(tiny, tight
                     paused.append(track)
                 else:
                     session.end(track)
-            most = max(most, len(session._spilled))
+            most = max(most, len(session.device.spilled))
             assert order is None or session.busy or len(paused) == 1000 or not paused
             if len(paused) == 1000:
                 assert not session.busy
                 for b in () if order is None else order:
                     session.extend(tracks[b], Opening(given[b]))
                 paused.clear()
-        assert session._scheduler.free_counts() == (8, 24) and not session._spilled and not session._tracks
+        assert session._scheduler.free_counts() == (8, 24) and not session.device.spilled and not session._tracks
         stats = session.stats
         tight.close(session)
         return [(track.tokens, track.raw_logprobs) for track in tracks], most, stats

@@ -133,7 +133,7 @@ def test_extended_samples_equal_full_forward(tiny, tight, policy, prompts_of, da
     assert len(ended) == len(tracks)
     assert sum(track.versions.count(-1) for track in tracks) == given_tokens
     assert session._scheduler.free_counts() == (8, 24)
-    assert not session._spilled
+    assert not session.device.spilled
     for track in ended:
         row = np.concatenate([track.prompt, track.tokens]).astype(np.int32)[None]
         assert row.shape[1] <= 64

@@ -1,0 +1,156 @@
+"""A rollout replica over several hosts: its head tells the others what to run, and they run it too.
+
+The head schedules, scores and answers the trainers. Whatever touches the replica's mesh (weights that move, sessions,
+programs of the engine) it tells the others first, in order; each of them does the same with its own devices. Weights
+reach every host as they reach any other: each pulls, or takes part in the collective.
+"""
+
+import collections
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from podrl.rollout.device import CALLS, Device
+from podrl.runtime.channel import ChannelError
+from podrl.runtime.message import Message
+from podrl.runtime.pod import LEADER, Pod
+from podrl.types import Policy
+
+_AHEAD = 16  # calls asked for before they are made
+_ACK_EVERY = 8  # calls
+_LOOK_S = 0.5
+
+
+class Head:
+    """The head's side. Any thread may tell; what is told first is run first."""
+
+    def __init__(self, pod: Pod):
+        """Tells nothing yet; the loss of one of the others ends this process."""
+        self._pod, self._lock = pod, threading.Lock()
+        self._numbers = itertools.count()
+        self._others = pod.seat.hosts.replica_of(pod.seat.process)[1:]
+        self._read = dict.fromkeys(self._others, 0)
+        self._dropped = 0
+        pod.channel.serve("replica read", self._on_read)
+        for process in self._others:
+            pod.channel.watch(pod.address(process), lambda process=process: self._lost(process))
+
+    def tell(self, name: str, args: Sequence[Any]) -> None:
+        """Tells the others to make a call: its name and its arguments, of which arrays go as they are."""
+        arrays = {str(i): arg for i, arg in enumerate(args) if isinstance(arg, np.ndarray)}
+        plain = [None if isinstance(arg, np.ndarray) else _plain(arg) for arg in args]
+        with self._lock:
+            self._pod.channel.put(_key(next(self._numbers)), Message({"call": name, "args": plain}, arrays))
+
+    def _on_read(self, message: Message) -> Message:
+        """Drops, on the channel's thread, what all others have."""
+        process, count = int(message.value["process"]), int(message.value["count"])
+        if process in self._read:
+            self._read[process] = max(self._read[process], count)
+        while self._dropped < min(self._read.values()):
+            self._pod.channel.drop(_key(self._dropped))
+            self._dropped += 1
+        return Message()
+
+    def _lost(self, process: int) -> None:
+        name = self._pod.seat.hosts.name(process)
+        self._pod.quit(f"{name} (host {process}), which holds a part of this replica's weights, is gone")
+
+
+def follow(cluster: Any, pod: Pod, stopping: Callable[[], bool], *, deadline_s: float, stage: Any) -> int:
+    """Makes the calls that the head of this process's replica tells of, until it ends; returns the step it reached.
+
+    Args:
+      cluster: this host's part of the models; None where no call touches any.
+      pod: the job's processes.
+      stopping: whether this process was asked to stop, which the leader is then told.
+      deadline_s: of a word to the leader.
+      stage: makes a watchdog's stage of a name.
+
+    Raises:
+      ChannelError: the head is gone.
+      ValueError: a call that this process cannot make, as it is not as the head is.
+    """
+    head = pod.seat.hosts.replica_of(pod.seat.process)[0]
+    name, address = pod.seat.hosts.name(head), pod.address(head)
+    pod.channel.watch(address, lambda: pod.quit(f"{name} (host {head}), the head of this replica, is gone"))
+    follower, told_stop = _Follower(cluster), False
+    asked = collections.deque(pod.channel.request(address, "get", _key(n), Message()) for n in range(_AHEAD))
+    for count in itertools.count():
+        with stage(f"following {name}"):
+            while not asked[0].arrived(_LOOK_S):
+                if stopping() and not told_stop:
+                    told_stop = True
+                    word = {"process": pod.seat.process, "step": 0, "stop": True}
+                    pod.call(LEADER, "reached", Message(word), deadline_s)
+            message = asked.popleft().wait(0.0, f"{name}: {_key(count)}")
+        asked.append(pod.channel.request(address, "get", _key(count + _AHEAD), Message()))
+        if count % _ACK_EVERY == 0:
+            read = {"process": pod.seat.process, "count": count + 1}
+            pod.channel.request(address, "call", "replica read", Message(read))
+        args = [message.arrays.get(str(i), arg) for i, arg in enumerate(message.value["args"])]
+        if message.value["call"] == "end":
+            return int(args[0])
+        follower.make(message.value["call"], args)
+    raise ChannelError("unreachable")
+
+
+class _Follower:
+    """Makes the calls of a head on this host's devices."""
+
+    def __init__(self, cluster: Any):
+        self._cluster = cluster
+        self._policy: Policy | None = None
+        self._device: Device | None = None
+
+    def make(self, name: str, args: Sequence[Any]) -> None:
+        """Makes one call.
+
+        Raises:
+          ValueError: there is no such call, or it does not fit what was told before.
+        """
+        own = {"move": self._move, "open": self._open, "use": self._use, "close": self._close, "sleep": self._sleep}
+        if name in own:
+            own[name](*args)
+        elif name in CALLS and self._device is not None:
+            CALLS[name](self._device, *args)
+        else:
+            raise ValueError(f"The head of this replica told {name!r}, which cannot be run now: start the job again.")
+
+    def _move(self, version: int, in_place: bool) -> None:
+        self._policy = self._cluster.sync_weights(version, in_place=in_place)
+
+    def _held(self, version: int) -> Policy:
+        if self._policy is None or self._policy.version != version:
+            held = "none" if self._policy is None else str(self._policy.version)
+            raise ValueError(f"The head of this replica generates by version {version}, and here is {held}.")
+        return self._policy
+
+    def _open(self, version: int) -> None:
+        self._device = self._cluster.rollout.device(self._held(version))
+
+    def _use(self, version: int) -> None:
+        assert self._device is not None
+        self._device.use(self._device.engine.prepare(self._held(version).params))
+
+    def _close(self) -> None:
+        if self._device is not None:
+            self._cluster.rollout.put_back(self._device)
+            self._device = None
+
+    def _sleep(self) -> None:
+        self._cluster.rollout.sleep()
+
+
+def _plain(arg: Any) -> Any:
+    """A number, text or list of them, as JSON has it."""
+    if isinstance(arg, np.generic):
+        return arg.item()
+    return [_plain(each) for each in arg] if isinstance(arg, list | tuple) else arg
+
+
+def _key(number: int) -> str:
+    return f"replica/{number}"
