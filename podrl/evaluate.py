@@ -2,11 +2,15 @@
 
     python -m podrl.evaluate --model=DIR|RUN --sets=NAME=FILE.jsonl,... --out=DIR [--compare=DIR|RUN --n=4 ...]
 
-Arguments that are not listed here are those of podrl.generate, which completes the sets: DIR/NAME.MODEL.jsonl holds the
-completions, and the same command goes on where it was ended. DIR/result.json holds the scores, with 95% intervals.
+--config.reward.KEY=VALUE (code.cpu_s, deadline_s, judge.url, ...) are settings of the functions that --fns names, as of
+a job. Arguments that are not listed here are those of podrl.generate, which completes the sets: DIR/NAME.MODEL.jsonl
+holds the completions, and the same command goes on where it was ended. DIR/result.json holds the scores, with 95%
+intervals.
 """
 
 import argparse
+import ast
+import contextlib
 import json
 import math
 import os
@@ -18,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from podrl import generate
+from podrl.config import build, hint_at
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
 from podrl.rewards.reference import accuracies, majority, pass_at_k
-from podrl.rewards.text import TextConfig
 from podrl.rundir.console import make_console, print_table
 from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser
@@ -28,6 +32,7 @@ from podrl.runtime.storage import StorageError, locate
 
 _Z = 1.959964  # of a 95% interval
 _OURS = ("index", "completions")
+_SETTING = "--config.reward."
 # Scores by name, a row per record and a column per sample; 'right' is 0 or 1.
 Scores = Mapping[str, np.ndarray]
 
@@ -56,9 +61,14 @@ def main(argv: Sequence[str]) -> int:
     environment.prepare(os.environ, fake_devices=args.devices)
     try:
         sets = _sets(args.sets)
+        config = reward_config(args.fns, [arg for arg in rest if arg.startswith(_SETTING)])
+        rest = [arg for arg in rest if not arg.startswith(_SETTING)]
         args.out.mkdir(parents=True, exist_ok=True)
         models = {"model": args.model, **({"compare": args.compare} if args.compare else {})}
-        found = {name: _scored(name, path, sets, args, rest) for name, path in models.items()}
+        # Functions that cannot be loaded, and programs that cannot be isolated, are refused before anything is sampled.
+        with Rewards(config) if config.fns else contextlib.nullcontext() as rewards:
+            score = Scoring(rewards, config, args.right, args.n)
+            found = {name: _scored(name, path, sets, args, rest, score) for name, path in models.items()}
     except (ValueError, OSError, ImportError, RewardError, StorageError) as error:
         sys.stderr.write(f"podrl.evaluate: error: {error}\n")
         return 1
@@ -113,8 +123,39 @@ def _sets(text: str) -> dict[str, str]:
     return sets
 
 
+def reward_config(fns: str, given: Sequence[str]) -> RewardConfig:
+    """Reads the settings of the reward functions `fns` from arguments --config.reward.KEY=VALUE.
+
+    Raises:
+      ValueError: a key that there is not, or has no use here, or a value that it does not take.
+    """
+    values: dict[str, Any] = {"fns": tuple(fns.split(",")) if fns else ()}
+    for arg in given:
+        if not fns:
+            raise ValueError(f"{arg} sets reward functions, and there are none: name them in --fns.")
+        key, equals, text = arg.removeprefix(_SETTING).partition("=")
+        path = key.split(".")
+        if not equals:
+            raise ValueError(f"{arg} must be {_SETTING}KEY=VALUE.")
+        if path[0] in ("fns", "weights", "named", "model", "model_weight"):
+            raise ValueError(
+                f"{arg}: podrl.evaluate takes functions from --fns, and shows each one's rewards by itself."
+            )
+        value: Any = text
+        if hint_at(RewardConfig, path) is not str:
+            with contextlib.suppress(ValueError, SyntaxError):  # else it is refused as text
+                value = ast.literal_eval(text)
+        group = values
+        for name in path[:-1]:
+            group = group.setdefault(name, {})
+            if not isinstance(group, dict):
+                raise ValueError(f"{arg}: config.reward.{name} is given as a value, too.")
+        group[path[-1]] = value
+    return build(RewardConfig, values, "config.reward")
+
+
 def _scored(
-    name: str, path: str, sets: Mapping[str, str], args: argparse.Namespace, rest: Sequence[str]
+    name: str, path: str, sets: Mapping[str, str], args: argparse.Namespace, rest: Sequence[str], score: "Scoring"
 ) -> dict[str, tuple[Scores, list[str]]]:
     """Completes every set with one model; returns each one's scores, and where its records are from."""
     directory = model_directory(name, path, args.out)
@@ -125,7 +166,7 @@ def _scored(
         if generate.main([*given, f"--devices={args.devices}"]):
             raise ValueError(f"--sets: {one} was not completed, as said above.")
         records = [json.loads(line) for line in out.read_text().splitlines()]
-        found[one] = (_scores(records, args), [str(record.get(args.by, "")) for record in records])
+        found[one] = (score(records), [str(record.get(args.by, "")) for record in records])
     return found
 
 
@@ -142,33 +183,51 @@ def model_directory(name: str, path: str, out: pathlib.Path) -> str:
     return os.fspath(target)
 
 
-def _scores(records: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> Scores:
-    """Scores every completion of every record."""
-    texts = [one["text"] for record in records for one in record["completions"]]
-    shape = (len(records), args.n)
-    if args.fns:
-        scores = _rewards(records, texts, args)
-        first = next(iter(scores))
-        scores = {"right": (scores[first] >= args.right).astype(float), **scores}
-    else:
-        unanswered = [i for i, record in enumerate(records) if "answer" not in record]
-        if unanswered:
-            raise ValueError(f"record {unanswered[0]} of a set has no 'answer': give it, or --fns=FUNCTION.")
-        truths = [str(record["answer"]) for record in records for _ in range(args.n)]
-        found = [accuracies(text, truth) for text, truth in zip(texts, truths, strict=True)]
-        scores = {key: np.array([one[key] for one in found]) for key in found[0]}
-        scores["right"] = scores.pop("answer")
-    votes = [TextConfig().answer_of(text) or text for text in texts]
-    scores = {key: np.asarray(value).reshape(shape) for key, value in scores.items()}
-    pairs = zip(np.array(votes, object).reshape(shape).tolist(), scores["right"].tolist(), strict=True)
-    return {**scores, "majority": np.array([[majority(own, right)] for own, right in pairs])}
+class Scoring:
+    """The scores of records' completions: by reward functions, or the accuracies of their answers."""
 
+    def __init__(self, rewards: Rewards | None, config: RewardConfig, right: float, n: int) -> None:
+        """Keeps what scores.
 
-def _rewards(records: Sequence[Mapping[str, Any]], texts: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    names = [key for key in dict.fromkeys(key for record in records for key in record) if key not in _OURS]
-    fields = {key: [record.get(key) for record in records for _ in range(args.n)] for key in names}
-    prompts = [str(record.get("question") or record.get("prompt") or "") for record in records for _ in range(args.n)]
-    with Rewards(RewardConfig(fns=tuple(args.fns.split(",")))) as rewards:
+        Args:
+          rewards: the functions; None for the accuracies.
+          config: their settings.
+          right: the first function's reward from which a sample is right.
+          n: completions of a record.
+        """
+        self._rewards, self._config, self._right, self._n = rewards, config, right, n
+
+    def __call__(self, records: Sequence[Mapping[str, Any]]) -> Scores:
+        """Scores every completion of every record.
+
+        Raises:
+          ValueError: a record lacks the answer that it is scored by.
+          RewardError: a reward function failed.
+        """
+        texts = [one["text"] for record in records for one in record["completions"]]
+        shape = (len(records), self._n)
+        if self._rewards is not None:
+            scores = self._rewarded(self._rewards, records, texts)
+            first = next(iter(scores))
+            scores = {"right": (scores[first] >= self._right).astype(float), **scores}
+        else:
+            unanswered = [i for i, record in enumerate(records) if "answer" not in record]
+            if unanswered:
+                raise ValueError(f"record {unanswered[0]} of a set has no 'answer': give it, or --fns=FUNCTION.")
+            truths = [str(record["answer"]) for record in records for _ in range(self._n)]
+            found = [accuracies(text, truth) for text, truth in zip(texts, truths, strict=True)]
+            scores = {key: np.array([one[key] for one in found]) for key in found[0]}
+            scores["right"] = scores.pop("answer")
+        votes = [self._config.text.answer_of(text) or text for text in texts]
+        scores = {key: np.asarray(value).reshape(shape) for key, value in scores.items()}
+        pairs = zip(np.array(votes, object).reshape(shape).tolist(), scores["right"].tolist(), strict=True)
+        return {**scores, "majority": np.array([[majority(own, right)] for own, right in pairs])}
+
+    def _rewarded(self, rewards: Rewards, records: Sequence[Mapping[str, Any]], texts: list[str]) -> dict[str, Any]:
+        names = [key for key in dict.fromkeys(key for record in records for key in record) if key not in _OURS]
+        each = [record for record in records for _ in range(self._n)]
+        fields = {key: [record.get(key) for record in each] for key in names}
+        prompts = [str(record.get("question") or record.get("prompt") or "") for record in each]
         return dict(zip(rewards.names, rewards.score(prompts, texts, fields), strict=True))
 
 

@@ -10,9 +10,25 @@ import numpy as np
 import pytest
 
 from podrl import evaluate
+from podrl.rewards.code import CodeConfig
+from podrl.rewards.compose import RewardConfig, Rewards
+from podrl.rewards.sandbox.host import RefusedError, Sandboxes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "evaluation.md").read_text()
+
+
+def refused() -> str:
+    limits = {"memory_mb": 256, "cpu_s": 1, "wall_s": 60, "threads": 4, "file_mb": 4, "disk_mb": 8}
+    try:
+        Sandboxes(limits, at_once=1).close()
+    except RefusedError as error:
+        return str(error)
+    return ""
+
+
+WHY = refused()
+isolates = pytest.mark.skipif(bool(WHY), reason=f"this host isolates no programs: {WHY}")
 
 
 def test_numbers_by_hand():
@@ -45,6 +61,44 @@ def test_sets_have_names(text, capsys):
     assert "must be NAME=FILE" in capsys.readouterr().err
 
 
+def test_settings_of_rewards_are_those_of_a_job():
+    given = ["code.tests=test_list", "code.score=share", "code.cpu_s=2", "code.wall_s=30", "code.packages=('/opt',)"]
+    found = evaluate.reward_config("code,mine.py:f", [f"--config.reward.{one}" for one in [*given, "text.extract=7"]])
+    assert found.fns == ("code", "mine.py:f") and found.text.extract == "7"
+    assert found.code == CodeConfig("test_list", score="share", cpu_s=2, wall_s=30.0, packages=("/opt",))
+    assert evaluate.reward_config("", []) == RewardConfig(fns=())
+
+
+@pytest.mark.parametrize(
+    ("fns", "given", "said"),
+    [
+        ("code", "code.cpus=2", "no field config.reward.code.cpus.*'cpu_s'"),
+        ("code", "code.cpu_s=two", "reward.code.cpu_s='two'"),
+        ("code", "code.cpu_s=0", "reward.code.cpu_s=0"),
+        ("code", "code.cpu_s", "must be --config.reward.KEY=VALUE"),
+        ("code", "fns=('code',)", "takes functions from --fns"),
+        ("", "code.cpu_s=2", "name them in --fns"),
+    ],
+)
+def test_settings_that_are_none_are_refused_before_anything_is_sampled(fns, given, said, capsys):
+    command = ["--model=none", "--sets=a=none.jsonl", "--out=o", f"--fns={fns}", f"--config.reward.{given}"]
+    assert evaluate.main(command) == 1
+    assert re.search(said, (message := capsys.readouterr().err)), message
+
+
+@isolates
+def test_programs_are_tested_as_in_a_job():
+    """Half of the tests pass; an endless program costs its own score, by the limit that is given."""
+    given = ["--config.reward.code.tests=test_list", "--config.reward.code.score=share", "--config.reward.code.cpu_s=1"]
+    config = evaluate.reward_config("code", given)
+    texts = ["def add(a, b):\n    return 3", "while True: pass"]
+    record = {"question": "?", "test_list": ["assert add(1, 2) == 3", "assert add(1, 1) == 2"]}
+    records = [{**record, "completions": [{"text": text} for text in texts]}]
+    with Rewards(config) as rewards:
+        scores = evaluate.Scoring(rewards, config, right=0.5, n=2)(records)
+    assert scores["code"].tolist() == [[0.5, 0.0]] and scores["right"].tolist() == [[1.0, 0.0]]
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
     for name in ("sums", "words"):
@@ -54,11 +108,15 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)).splitlines()
     commands = [shlex.split(line)[3:] for line in lines]
-    assert len(commands) == 2
-    for command in commands:
+    assert len(commands) == 3
+    tests = [{"question": "Write add.", "tests": ["assert add(1, 2) == 3"]}] * 2
+    (tmp_path / "code.jsonl").write_text("".join(json.dumps(record) + "\n" for record in tests))
+    for command in (one for one in commands if not WHY or "--fns=code" not in one):
         assert evaluate.main(command) == 0, capsys.readouterr().err
         result = json.loads((tmp_path / "scores" / "result.json").read_text())
-        if "difference" not in result:
+        if "code" in result["model"]:
+            assert result["model"]["code"]["all"]["code"] == {"mean": 0.0, "records": 2, "interval": 0.0}
+        elif "difference" not in result:
             assert list(result["model"]) == ["sums", "words"]
             assert list(result["model"]["sums"]["by"]) == ["a", "b"]
             assert result["model"]["sums"]["all"]["pass@2"]["records"] == 4
