@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from podrl.types import PyTree
 log = logging.getLogger("podrl.checkpoint")
 _DAMAGED = "damaged_checkpoint_"
 _EMPTY = "empty."
+_UNFINISHED = ".orbax-checkpoint-tmp"  # what directories of saves that are under way end with
+_WRITERS_STOP_S, _LOOK_AGAIN_S = 10.0, 0.2  # for threads that write on when their save has failed
 
 
 @section("checkpoint")
@@ -174,7 +177,19 @@ class Checkpoints:
             first_line(error),
             max(complete_steps(self.directory), default="(none)"),
         )
+        self._clear_remains()
         self._manager = self._open()  # a failed save leaves the manager with half a step in its books
+
+    def _clear_remains(self) -> None:
+        """Removes what a failed save wrote, until its threads have stopped writing: Orbax itself would try once."""
+        if jax.process_index() != min(self._processes, default=0):  # as in Orbax, which waits for that one
+            return
+        until = time.monotonic() + _WRITERS_STOP_S
+        while time.monotonic() < until and (left := sorted(self.directory.glob(f"*{_UNFINISHED}"))):
+            for place in left:
+                with contextlib.suppress(OSError):
+                    remove_tree(place)
+            time.sleep(_LOOK_AGAIN_S)
 
     def _make_room(self, step: int, size: int) -> int:
         """Frees space for a checkpoint, if needed and possible: removes damaged ones, then the oldest.

@@ -1,8 +1,11 @@
 """Checkpoints are restored bit for bit, a damaged one is skipped, a full disk does not stop training."""
 
+import contextlib
 import resource
 import shutil
 import signal
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -117,24 +120,60 @@ def test_nothing_readable_is_an_error_that_lists_what_was_tried(tmp_path):
     checkpoints.close()
 
 
-def test_a_save_that_cannot_be_written_leaves_the_last_good_one(tmp_path, caplog):
-    checkpoints = _saved(tmp_path, [1])
-    large = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32))}
+def _large():
+    return {"w": jnp.asarray(np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32))}
+
+
+@contextlib.contextmanager
+def _no_large_files():
+    """A disk on which files end at 64 KiB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit fails instead of killing
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, before[1]))
     try:
-        checkpoints.save(2, large, {}, {})
-        checkpoints.wait()
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_save_that_cannot_be_written_leaves_the_last_good_one(tmp_path, caplog):
+    checkpoints = _saved(tmp_path, [1])
+    with _no_large_files():
+        checkpoints.save(2, _large(), {}, {})
+        checkpoints.wait()
     assert checkpoints.failures >= 1
     assert "could not be written" in caplog.text and "Training goes on" in caplog.text
     restored = checkpoints.restore_latest(_abstract(_state(0)))
     assert restored is not None and restored.step == 1 and _equal(restored.state, _state(1))
     assert checkpoints.save(3, _state(3), {}, {}) and checkpoints.wait()
     assert 3 in checkpoints.steps()
+    checkpoints.close()
+
+
+def test_a_failed_save_whose_writers_go_on_for_a_while_does_not_fail_the_next_one(tmp_path, caplog):
+    """Tensorstore's threads may still make files when the save has failed: removing its directory then fails."""
+    checkpoints = _saved(tmp_path, [1])
+    left = tmp_path / "2.orbax-checkpoint-tmp"
+    until = time.monotonic() + 1.0
+
+    def write() -> None:
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                (left / "state").mkdir(parents=True, exist_ok=True)
+                for i in range(50):
+                    (left / "state" / str(i)).touch()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with _no_large_files():
+        checkpoints.save(2, _large(), {}, {})
+        checkpoints.wait()
+    failed = checkpoints.failures
+    assert checkpoints.save(2, _state(2), {}, {}) and checkpoints.wait()
+    writer.join()
+    assert failed == checkpoints.failures == 1 and checkpoints.steps() == [1, 2]
+    assert not list(tmp_path.glob("*tmp*"))
     checkpoints.close()
 
 
