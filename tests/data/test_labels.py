@@ -67,3 +67,24 @@ def test_half_of_the_embedded_task_is_good_and_the_stream_resumes():
 def test_refused_records(tmp_path, record, message):
     with pytest.raises(ValueError, match=message):
         LabelStream(written(tmp_path, record), Tokenizer(TINY), answers=2, max_length=24)
+
+
+def test_labels_of_several_sources_come_by_weight_and_the_stream_resumes(tmp_path):
+    for name, label in (("good", True), ("bad", False)):
+        rows = [{"question": f"{i}?", "completion": f"{name} {i}", "label": label} for i in range(30)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = tuple({"path": str(tmp_path / f"{name}.jsonl"), "weight": w} for name, w in (("good", 1.0), ("bad", 3.0)))
+    data = DataConfig(sources=sources, system_prompt="", eval_fraction=0.0, cache="")
+    tokenizer = Tokenizer(TINY)
+    whole = LabelStream(data, tokenizer, answers=8, max_length=64)
+    batches = [next(whole) for _ in range(5)]
+    for batch in batches:
+        assert batch.desirable_B.sum() == 2
+        assert [("good" in text) for text in batch.text] == batch.desirable_B.tolist()
+    again = LabelStream(data, tokenizer, answers=8, max_length=64)
+    again.restore(batches[1].data_state)
+    for batch in batches[2:]:
+        same = next(again)
+        np.testing.assert_array_equal(same.tokens_BT, batch.tokens_BT)
+        np.testing.assert_array_equal(same.desirable_B, batch.desirable_B)
+        np.testing.assert_array_equal(same.unrelated()[0], batch.unrelated()[0])

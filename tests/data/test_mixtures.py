@@ -140,6 +140,30 @@ def test_what_was_read_is_cached_by_content(files, monkeypatch):
     assert len(read) == 181 and {"question": "new", "answer": "1"} in changed[0] and changed[1] == first[1]
 
 
+def test_files_and_cache_may_lie_in_a_bucket(files, bucket, monkeypatch):
+    monkeypatch.setattr(mixture, "WORTH", 1)
+    (files / "mine.py").write_text("def kept(record):\n    return record if record['id'] < 9 else None\n")
+    steps = (*RENAMED["transforms"], {"map": f"{files / 'mine.py'}:kept"})
+    shares = ({"path": "a", "weight": 2.0}, {"path": "c", "weight": 1.0, "transforms": steps})
+    for name in "ac":
+        bucket.put(f"mixed/{name}.jsonl", (files / f"{name}.jsonl").read_bytes())
+    there = tuple({**source, "path": f"gs://bucket/mixed/{source['path']}.jsonl"} for source in shares)
+    made = DataConfig(sources=there, system_prompt="", eval_fraction=0.2, cache="gs://bucket/cache")
+
+    def found(opened):
+        return [[dict(record) for side in (part.train, part.held) for record in side] for part in opened.parts]
+
+    first = split(made)
+    assert found(first) == found(here := split(config(files, *shares, eval_fraction=0.2)))
+    assert [row["map kept"] for row in first.rows()[1:]] == [51] and first.rows()[1] == here.rows()[1]
+    mixture._opened.cache_clear()
+    read: list[str] = []
+    monkeypatch.setattr("podrl.data.notes.shape.check", lambda record, place, field: read.append(place))
+    (files / "mine.py").write_text((files / "mine.py").read_text())  # the same content at another time
+    monkeypatch.setattr("podrl.data.transforms.Worker", None)  # no function is called again
+    assert found(split(made)) == found(here) and not read
+
+
 def test_a_directory_has_splits(tokenizer, files):
     (files / "d").mkdir()
     for name in ("train-0", "train-1", "test-0"):

@@ -104,3 +104,38 @@ def test_pairs_held_out_of_a_file_and_of_a_file_of_their_own(tokenizer, tmp_path
     assert held_out_pairs(DataConfig(path=bare), tokenizer, count=9, **sizes) == []
     (batch,) = held_out_pairs(DataConfig(path="problems", eval_path=bare), tokenizer, count=9, **sizes)
     assert len(batch.text) == 6 and "2 + 1?" in batch.text[-1]
+
+
+def test_pairs_of_several_sources_come_by_weight_and_are_held_out_of_each(tokenizer, tmp_path):
+    for name in "ab":
+        rows = [
+            {"question": f"{name} {i}?", "chosen": f"{name}{i}{'!' * (i % 9)}", "rejected": "0", "answer": "0"}
+            for i in range(60)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = (
+        {"path": str(tmp_path / "a.jsonl"), "weight": 2.0},
+        {"path": str(tmp_path / "b.jsonl"), "weight": 1.0, "template": "plain"},
+        {"path": "problems", "weight": 1.0},
+    )
+    data = DataConfig(sources=sources, system_prompt="", eval_fraction=0.2, cache="")
+    whole = PairStream(data, tokenizer, pairs=8, max_length=112)
+    batches = [next(whole) for _ in range(6)]
+    chosen = [learned(tokenizer, batch, b) for batch in batches for b in range(0, 16, 2)]
+    assert [sum(text.startswith(name) for text in chosen) for name in "ab"] == [24, 12]
+    turns = {text[0]: "user" in whole for batch in batches for whole, text in texts(tokenizer, batch)}
+    assert turns["a"] and not turns["b"]
+    again = PairStream(data, tokenizer, pairs=8, max_length=112)
+    again.restore(batches[2].data_state)
+    for batch in batches[3:]:
+        np.testing.assert_array_equal(next(again).tokens_BT, batch.tokens_BT)
+    held = held_out_pairs(data, tokenizer, count=9, pairs=9, max_length=112, key="dpo.max_length")[0]
+    apart = [learned(tokenizer, held, b) for b in range(0, 18, 2)]
+    assert [text[0] for text in apart[::3]] == ["a"] * 3 and [text[0] for text in apart[1::3]] == ["b"] * 3
+    assert not set(apart) & set(chosen)
+
+
+def texts(tokenizer, batch):
+    """Each chosen answer with all that stands before it."""
+    for b in range(0, len(batch.tokens_BT), 2):
+        yield tokenizer.decode(batch.tokens_BT[b, : batch.length_B[b]].tolist()), learned(tokenizer, batch, b)
