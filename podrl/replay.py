@@ -4,13 +4,16 @@
 
 --start=0 repeats the run from its beginning, instead of from its newest checkpoint before N. Without --change the
 step's metrics must be bitwise those that were recorded, and so must the weights where both have a checkpoint of N. With
-it the batch of the step is sampled as it was, and trained on under the changed settings; their metrics are shown beside
-the recorded ones. The steps between the checkpoint and N are done again; with rollout.clock='wall' the journal says
-what the clock decided. RUN is only read. The run's code, data, model, processes (--local_processes) and kind of devices
-must be there. Exit code 0: equal, or shown. 1: different, or not possible.
+it the batch of the step is sampled as it was, and trained on twice: as it was, and under the changed settings. Their
+metrics are shown beside the recorded ones, and the weight and clip of the step's tokens beside each other. The steps
+between the checkpoint and N are done again; with rollout.clock='wall' the journal says what the clock decided. RUN is
+only read. The run's code, data, model, processes (--local_processes) and kind of devices must be there. Exit code 0:
+equal, or shown. 1: different, or not possible.
 """
 
 import argparse
+import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -24,7 +27,7 @@ from typing import Any
 
 from podrl.config import former
 from podrl.rollout.wall_journal import NAME as BATCHES
-from podrl.rundir import identity
+from podrl.rundir import identity, trace, weights
 from podrl.rundir.console import make_console, print_table
 from podrl.rundir.history import kind_of
 from podrl.runtime.arguments import Parser
@@ -53,6 +56,23 @@ def get_config():
 '''
 
 
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """A step that was done again.
+
+    Attributes:
+      start: checkpoint it started from, 0 for the beginning.
+      recorded: its metrics in the run.
+      found: its metrics of now.
+      tokens: under changes, its tokens without and with them, or why they cannot be compared; else None.
+    """
+
+    start: int
+    recorded: Mapping[str, Any]
+    found: Mapping[str, Any]
+    tokens: weights.Compared | str | None
+
+
 def replay(
     run: pathlib.Path,
     step: int,
@@ -60,8 +80,8 @@ def replay(
     scratch: pathlib.Path,
     flags: Sequence[str],
     begin: int | None = None,
-) -> Any:
-    """Does a step again: (checkpoint it started from, recorded metrics, metrics of now).
+) -> Replayed:
+    """Does a step again; under changes twice, without and with them.
 
     Args:
       run: the run directory.
@@ -97,23 +117,35 @@ def replay(
     quiet = (*_QUIET, f"checkpoint.keep={step + 1}", f"eval.problems={problems}", "eval.samples=1")
     again, values = scratch / "run", [f"--config.{value}" for value in quiet]
     _prepare(run, again, start, config)
-    if changes and start < step - 1:
+    if not changes:
+        weighed = step in complete_steps(run / "checkpoints")
+        _launch(scratch, again, [*values, *flags], lambda: _done(again, step, weighed))
+        found = _of_step(again, step) or {}
+        if weighed:
+            recorded, found = recorded | _sums(run, step), found | _sums(again, step)
+        return Replayed(start, recorded, found, None)
+    if start < step - 1:
         _launch(scratch, again, [*values, *flags], lambda: step - 1 in complete_steps(again / "checkpoints"))
-    if changes:
-        before, again = again, scratch / "changed"
-        _prepare(before if start < step - 1 else run, again, step - 1, _changed(config, changes))
-    given = [f"--config.{change}" for change in changes]
-    weighed = step in complete_steps(run / "checkpoints") and not changes
+    source = again if start < step - 1 else run
+    both = {scratch / "unchanged": (), scratch / "changed": changes}
+    for workdir, given in both.items():
+        _prepare(source, workdir, step - 1, _changed(config, given))
+        settings = [*values, "--config.log.trace=updates", *(f"--config.{change}" for change in given)]
+        _launch(scratch, workdir, [*settings, *flags], functools.partial(_done, workdir, step))
+    return Replayed(start, recorded, _of_step(scratch / "changed", step) or {}, _tokens(*both, step=step))
 
-    def done() -> bool:
-        return _of_step(again, step) is not None and (not weighed or step in complete_steps(again / "checkpoints"))
 
-    _launch(scratch, again, [*values, *given, *flags], done)
-    found = _of_step(again, step)
-    assert found is not None
-    if weighed:
-        recorded, found = recorded | _sums(run, step), found | _sums(again, step)
-    return start, recorded, found
+def _done(workdir: pathlib.Path, step: int, saved: bool = False) -> bool:
+    """True once the step is recorded, and saved where that is wanted."""
+    return _of_step(workdir, step) is not None and (not saved or step in complete_steps(workdir / "checkpoints"))
+
+
+def _tokens(before: pathlib.Path, now: pathlib.Path, *, step: int) -> weights.Compared | str:
+    """Compares the tokens of a step in two traces; where that is not possible, says why."""
+    try:
+        return weights.compare(*(trace.read_step(workdir, step) for workdir in (before, now)))
+    except ValueError as error:
+        return str(error)
 
 
 def _prepare(run: pathlib.Path, target: pathlib.Path, step: int, config: Mapping[str, Any]) -> None:
@@ -201,19 +233,27 @@ def main(argv: Sequence[str]) -> int:
             if args.keep is not None:
                 args.keep.mkdir(parents=True)
             scratch = args.keep or pathlib.Path(temporary)
-            start, old, new = replay(args.run, args.step, args.change, scratch, flags, args.start)
+            done = replay(args.run, args.step, args.change, scratch, flags, args.start)
         except (ValueError, OSError) as error:
             sys.stderr.write(f"podrl.replay: error: {error}\n")
             return EXIT_USER
+    start, old, new = done.start, done.recorded, done.found
     names = sorted(old.keys() | new.keys(), key=lambda name: (name not in _FIRST, name))
     other = [name for name in names if old.get(name) != new.get(name)]
     source = f"checkpoint {start}" if start else "the beginning"
-    weights = " and checksums of the weights" if any(name.startswith("checkpoint/") for name in names) else ""
-    equal = f"{len(names) - len(other)} of {len(names)} metrics{weights} are equal"
+    sums = " and checksums of the weights" if any(name.startswith("checkpoint/") for name in names) else ""
+    equal = f"{len(names) - len(other)} of {len(names)} metrics{sums} are equal"
     console.print(f"Step {args.step} again, from {source}: {equal}.")
     if other:
         rows = [[name, _shown(old.get(name)), _shown(new.get(name))] for name in other]
         print_table(console, ", ".join(args.change) or "Different", ["metric", "recorded", "again"], rows)
+    if isinstance(done.tokens, str):
+        console.print(f"No table of tokens: {done.tokens}.")
+    elif done.tokens is not None:
+        title = "Tokens in the loss by the sign of their advantage; weight is -d loss / d logprob, means over passes"
+        print_table(console, title, weights.COUNTS, done.tokens.counts)
+        if done.tokens.changed:
+            print_table(console, "Tokens whose weight changed most", weights.CHANGED, done.tokens.changed)
     return EXIT_USER if other and not args.change else EXIT_DONE
 
 

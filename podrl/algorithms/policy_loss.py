@@ -57,14 +57,22 @@ def with_old(loss: "PolicyLoss", old: str) -> PolicyLossFn:
     """
 
     def current(logprob_BT: Array, entropy_BT: Array, rows: PolicyRows):
-        return loss(logprob_BT, entropy_BT, dataclasses.replace(rows, old_logprob_BT=jax.lax.stop_gradient(logprob_BT)))
+        return loss(logprob_BT, entropy_BT, starting_from(old, logprob_BT, rows))
 
     def sampler(logprob_BT: Array, entropy_BT: Array, rows: PolicyRows):
-        found, metrics = loss(logprob_BT, entropy_BT, dataclasses.replace(rows, old_logprob_BT=rows.sampler_logprob_BT))
+        found, metrics = loss(logprob_BT, entropy_BT, starting_from(old, logprob_BT, rows))
         distances = loss.distances(jax.lax.stop_gradient(logprob_BT), rows)
         return found, {**metrics, **distances}
 
     return {"trainer": loss, "current": current, "sampler": sampler}[old]
+
+
+def starting_from(old: str, logprob_BT: Float[Array, "B T"], rows: PolicyRows) -> PolicyRows:
+    """Gives rows the old log-probabilities of their ratio; `old` as in `with_old`."""
+    if old == "trainer":
+        return rows
+    old_BT = jax.lax.stop_gradient(logprob_BT) if old == "current" else rows.sampler_logprob_BT
+    return dataclasses.replace(rows, old_logprob_BT=old_BT)
 
 
 @section("grpo")
@@ -348,17 +356,9 @@ class PolicyLoss:
         """
         rows, mask_BT = rows.clean(), rows.mask_BT
         logprob_BT, entropy_BT = masked(logprob_BT, mask_BT), masked(entropy_BT, mask_BT)
-        old_BT, sampler_BT = jax.lax.stop_gradient(rows.old_logprob_BT), rows.sampler_logprob_BT
-        length_BT = rows.length_BT
-        where = (mask_BT, length_BT, rows.layout.segment_BT)
-        surrogate = self._surrogate(logprob_BT, old_BT, rows)
+        old_BT, length_BT = jax.lax.stop_gradient(rows.old_logprob_BT), rows.length_BT
         settings, penalty = self.settings, self.settings.loss_kl
-        low, high = settings.correction_bounds
-        weight_BT = importance_weight(old_BT, sampler_BT, *where, settings.sampler_correction, low=low, high=high)
-        if self.stale_bound is not None:
-            assert isinstance(rows, AgedRows), f"stale_bound={self.stale_bound} needs ages"
-            weight_BT = weight_BT * stale_weight(rows.age_BT, mask_BT, self.stale_bound)
-        pg_BT = surrogate.loss_BT * self._pool(weight_BT, *where)
+        surrogate, weight_BT, pg_BT = self._policy_gradient(logprob_BT, old_BT, rows)
 
         kl_BT = jnp.zeros_like(logprob_BT)
         loss_BT = pg_BT - (settings.entropy_coef or 0.0) * entropy_BT
@@ -389,6 +389,40 @@ class PolicyLoss:
             of_tokens = (surrogate.ratio_BT, surrogate.clipped_BT, mask_BT, rows.age_BT)
             metrics |= ratios_by_age(*of_tokens, self.oldest)
         return self._reduce(loss_BT, mask_BT, length_BT), jax.lax.stop_gradient(metrics)
+
+    def token_weights(
+        self, logprob_BT: Float[Array, "B T"], rows: PolicyRows
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """Differentiates the policy-gradient part: (weight, clipped) of every token of a packed (micro-)batch.
+
+        The weight is minus the derivative of the summed token losses by the token's log-probability: the advantage
+        where nothing is clipped or corrected, 0 where the clip took the gradient. KL, entropy and the aggregation,
+        which divides by lengths and numbers of tokens, are left out. Masked tokens have 0.
+        """
+        rows, mask_BT = rows.clean(), rows.mask_BT
+        old_BT = jax.lax.stop_gradient(rows.old_logprob_BT)
+
+        def total(logprob_BT: Array) -> tuple[Array, Array]:
+            surrogate, _, pg_BT = self._policy_gradient(logprob_BT, old_BT, rows)
+            return masked(pg_BT, mask_BT).sum(), surrogate.clipped_BT | surrogate.clipped_low_BT
+
+        slope_BT, clipped_BT = jax.grad(total, has_aux=True)(masked(logprob_BT, mask_BT))
+        return masked(-slope_BT, mask_BT), masked(clipped_BT.astype(slope_BT.dtype), mask_BT)
+
+    def _policy_gradient(
+        self, logprob_BT: Array, old_BT: Array, rows: PolicyRows
+    ) -> tuple[surrogates.Surrogate, Array, Array]:
+        """Computes surrogate, correction weight and policy-gradient loss of every token; `rows` are clean."""
+        settings, where = self.settings, (rows.mask_BT, rows.length_BT, rows.layout.segment_BT)
+        surrogate = self._surrogate(logprob_BT, old_BT, rows)
+        low, high = settings.correction_bounds
+        weight_BT = importance_weight(
+            old_BT, rows.sampler_logprob_BT, *where, settings.sampler_correction, low=low, high=high
+        )
+        if self.stale_bound is not None:
+            assert isinstance(rows, AgedRows), f"stale_bound={self.stale_bound} needs ages"
+            weight_BT = weight_BT * stale_weight(rows.age_BT, rows.mask_BT, self.stale_bound)
+        return surrogate, weight_BT, surrogate.loss_BT * self._pool(weight_BT, *where)
 
     def distances(self, logprob_BT: Float[Array, "B T"], rows: PolicyRows) -> dict[str, Ratio]:
         """Measures how far the sampler is from a policy of these log-probabilities, and by age where rows have ages."""

@@ -20,7 +20,13 @@ from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.objective import TokenLoss
 from podrl.trainer.state import abstract_like, abstract_state, init_state, put_batch
-from podrl.trainer.step import make_logprob_fn, make_token_score_fn, make_train_step
+from podrl.trainer.step import (
+    TokenWeights,
+    make_logprob_fn,
+    make_token_score_fn,
+    make_token_weight_fn,
+    make_train_step,
+)
 from podrl.types import Batch, Layout, PyTree, Rows, TrainState
 
 _NO_REFERENCE = "There is no reference policy: call RLCluster.keep_reference() before training starts."
@@ -83,6 +89,7 @@ class Actor:
         self._logprobs = self._reference_logprobs = self._logprob_fn(self.model)
         of = {"temperature": temperature, "dtype": training.dtype}
         self._token_scores = make_token_score_fn(self.model, mesh, **of)
+        self._token_weights: Callable | None = None
         self._backlog = Backlog()
 
     def _logprob_fn(self, model: ModelConfig) -> Callable:
@@ -122,8 +129,8 @@ class Actor:
         else:
             self.reference = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
 
-    def prepare(self, loss: TokenLoss) -> None:
-        """Builds the train step that minimises `loss`."""
+    def prepare(self, loss: TokenLoss, weigh: TokenWeights | None = None) -> None:
+        """Builds the train step that minimises `loss`, and what `token_weights` tells of it."""
         self._step = make_train_step(
             self.model,
             loss,
@@ -135,6 +142,9 @@ class Actor:
             remat=self.training.remat,
             seed=self._seed,
         )
+        if weigh is not None:
+            of = {"temperature": self._temperature, "dtype": self.training.dtype}
+            self._token_weights = make_token_weight_fn(self.model, weigh, self.mesh, **of)
 
     def put(self, batch: Batch[Rows]) -> Batch[Rows]:
         """Copies a packed host batch onto the actor's mesh."""
@@ -155,6 +165,11 @@ class Actor:
     def token_scores(self, batch: Batch[Layout]) -> Any:
         """Scores every packed token: (log p, entropy of its distribution), each (A, B, T), nats."""
         return self._noted(self._token_scores(self.params(), batch))
+
+    def token_weights(self, batch: Batch[Any]) -> Any:
+        """Weighs every token of a batch on the mesh as its update would now: (weight, clipped), each (A, B, T)."""
+        assert self._token_weights is not None, "prepare(loss, weigh) comes first"
+        return self._noted(self._token_weights(self.params(), batch))
 
     def reference_logprobs(self, batch: Batch[Layout]) -> Any:
         """Scores every packed token under the reference policy."""

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from podrl.algorithms.gae import outcome_reward
-from podrl.algorithms.policy_loss import with_old
+from podrl.algorithms.policy_loss import starting_from, with_old
 from podrl.algorithms.policy_rows import AgedRows, PolicyRows
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.control import LossKL, RewardKL
@@ -66,7 +66,11 @@ class GRPO:
             )
         if self._needs_reference:
             cluster.keep_reference()
-        cluster.actor.prepare(with_old(loss, self.old))
+
+        def weigh(logprob_BT: Any, rows: PolicyRows) -> Any:
+            return loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, rows))
+
+        cluster.actor.prepare(with_old(loss, self.old), weigh)
         self._shape = self.pack_shape(cluster.actor_mesh)
         self.layouts: list[tuple[packing.PackShape, Mesh]] = [(self._shape, cluster.actor_mesh)]
 
@@ -150,9 +154,19 @@ class GRPO:
             batches.append(Batch(rows, batch.micro_batches))
         return batches
 
-    def update(self, step: int, batches: Sequence[Batch[PolicyRows]]) -> Mapping[str, Any]:
-        """Makes one optimizer update per batch; adapts the coefficient of the KL in the loss after all."""
-        metrics: dict[str, Any] = gathered([self._cluster.update_actor(batch) for batch in batches])
+    def update(
+        self, step: int, batches: Sequence[Batch[PolicyRows]], weighed: list[Any] | None = None
+    ) -> Mapping[str, Any]:
+        """Makes one optimizer update per batch; adapts the coefficient of the KL in the loss after all.
+
+        For the trace, `weighed` is given what each update makes of its tokens (`Actor.token_weights`).
+        """
+        found = []
+        for batch in batches:
+            if weighed is not None:
+                weighed.append(self._cluster.actor.token_weights(batch))
+            found.append(self._cluster.update_actor(batch))
+        metrics: dict[str, Any] = gathered(found)
         jax.block_until_ready(self._cluster.state.step)
         if self._loss_kl.active:
             metrics |= self._loss_kl.trained(metrics["actor/kl"], self._samples)
@@ -183,6 +197,18 @@ class GRPO:
             return {n: placement.unpack(np.asarray(x_ABT), longest) for n, x_ABT in zip(names, scores, strict=True)}
 
         return fetched
+
+    def weights(self, step: int, experience: Experience, weighed: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Numbers of every token that `update` noted: its weight, and whether it was clipped; means over the passes."""
+        rollouts = experience.rollouts
+        found = {name: np.zeros(rollouts.tokens_BT.shape, np.float32) for name in trace.WEIGHTS}
+        passes = self._config.num_iterations
+        chosen = (x for i in range(passes) for x in self.mini_batches(step, i, len(rollouts.length_B)))
+        for sample_B, arrays in zip(chosen, weighed, strict=True):
+            placement = packing.place_samples(rollouts, sample_B, self._shape)
+            for name, x_ABT in zip(trace.WEIGHTS, arrays, strict=True):
+                found[name][sample_B] += placement.unpack(np.asarray(x_ABT), rollouts.tokens_BT.shape[1]) / passes
+        return found
 
     # Shapes and splits for the methods above.
 

@@ -68,7 +68,8 @@ class Traced:
         """Of GRPO or PPO, in a run whose files may be open later."""
         self._algorithm, self._run, self._curriculum = algorithm, run, curriculum
         self._group_size, self._names, self._warm = group_size, reward_names, False
-        self.rewards, self.advantages, self.update = algorithm.rewards, algorithm.advantages, algorithm.update
+        self._noted: tuple[Experience, trace.Noted] | None = None
+        self.rewards, self.advantages = algorithm.rewards, algorithm.advantages
         self.state, self.restore = algorithm.state, algorithm.restore
 
     def score(self, step: int, experience: Experience) -> Any:
@@ -82,12 +83,25 @@ class Traced:
         if tracing is not None and tracing.wants(done):
             scores_of = self._algorithm.token_scores(experience, tracing.share)
             columns = self._algorithm.columns(experience, advantages)
-            tracing.note(done, trace.Noted(self._group_size, self._names, columns, scores_of))
+            noted = trace.Noted(self._group_size, self._names, columns, scores_of)
+            tracing.note(done, noted)
+            self._noted = (experience, noted) if tracing.weighs and scores_of is not None else None
         elif tracing is not None and tracing.ever and not self._warm:
             self._algorithm.token_scores(experience, 0.0)  # a run that resumes compiles in its first step, not later
         self._warm = True
         with self._run.spans.span("score", lane="trainer"):
             return self._algorithm.pack(step, experience, scores, advantages)
+
+    def update(self, step: int, batches: Any) -> Mapping[str, Any]:
+        if self._noted is None:
+            return self._algorithm.update(step, batches)
+        (experience, noted), self._noted, tracing = self._noted, None, self._run.tracing
+        weighed: list[Any] = []
+        metrics = self._algorithm.update(step, batches, weighed)
+        if weighed and tracing is not None:
+            columns = {**noted.columns, **self._algorithm.weights(step, experience, weighed)}
+            tracing.note(step + 1, dataclasses.replace(noted, columns=columns))
+        return metrics
 
 
 class NoTraining:

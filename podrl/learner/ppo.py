@@ -51,6 +51,7 @@ class PPO:
         self._critic_shape = self._policy.pack_shape(critic.mesh)
         self._policy.layouts.append((self._critic_shape, critic.mesh))
         self.needed, self.token_scores = self._policy.needed, self._policy.token_scores
+        self.weights = self._policy.weights
         self.state, self.restore = self._policy.state, self._policy.restore
 
     # The loop's lines.
@@ -99,14 +100,14 @@ class PPO:
             return PPOBatches(critic, self._compared_batches(step, experience, scores.policy, advantage_BT))
         return PPOBatches(critic, self._policy.pack(step, experience, scores.policy, advantage_BT))
 
-    def update(self, step: int, batches: PPOBatches) -> Mapping[str, Any]:
-        """Updates the critic, then the actor."""
+    def update(self, step: int, batches: PPOBatches, weighed: list[Any] | None = None) -> Mapping[str, Any]:
+        """Updates the critic, then the actor; `weighed` as in GRPO, empty while only the critic learns."""
         metrics: dict[str, Any] = gathered([self._cluster.update_critic(batch) for batch in batches.critic])
         if step < self._config.critic_warmup:
             metrics |= gathered(compared(batches.actor))
             jax.block_until_ready(self._cluster.state.step)
             return metrics
-        return metrics | {**self._policy.update(step, batches.actor)}
+        return metrics | {**self._policy.update(step, batches.actor, weighed)}
 
     def watched(self) -> list[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""

@@ -32,6 +32,8 @@ _OF_ROLLOUTS: Mapping[str, Any] = {
 }
 # What the trainer computes of every token for the trace: the log-probability, and its distribution's entropy, nats.
 SCORES = ("trainer_logprob", "entropy")
+# What the updates of a step make of every token where log.trace='updates': columns of `Noted`.
+WEIGHTS = ("weight", "clipped")
 _OF_SAMPLES: Mapping[str, Any] = {"length": np.int32, "prompt_length": np.int32, "stop": np.int8, "reward": np.float64}
 
 
@@ -56,7 +58,7 @@ class Noted:
       group_size: samples of a prompt.
       reward_names: of the reward functions.
       columns: further numbers of every token, in the sample layout, by name: advantage, trained (1 where the token
-        counts in the loss), value and return under PPO.
+        counts in the loss), return under PPO, and WEIGHTS where the updates are traced.
       scores: fetches SCORES of the first B' samples, each (B', T), under the trainer's weights before the step's first
         update; None where there are none.
     """

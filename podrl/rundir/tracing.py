@@ -27,7 +27,7 @@ class Tracing:
     def __init__(self, workdir: pathlib.Path, config: LogConfig, *, start: int):
         """Opens the files and starts the thread; `start` is the first step that will be recorded."""
         self._workdir, self._config = workdir, config
-        self._bound = config.trace_mb << 20
+        self._bound, self._whole = config.trace_mb << 20, config.trace in ("all", "updates")
         self._lines = Lines(workdir / spans.NAME, start)
         for step in trace.traced_steps(workdir):
             if step >= start:
@@ -42,17 +42,22 @@ class Tracing:
     def wants(self, step: int) -> bool:
         """True for the steps whose samples are recorded."""
         every = self._config.samples_every
-        return self._config.trace == "all" or (every > 0 and (step % every == 0 or step == 1))
+        return self._whole or (every > 0 and (step % every == 0 or step == 1))
 
     @property
     def ever(self) -> bool:
         """True where there are steps whose samples are recorded."""
-        return self._config.trace == "all" or self._config.samples_every > 0
+        return self._whole or self._config.samples_every > 0
 
     @property
     def share(self) -> float:
         """Share of a step's groups whose log-probabilities the trainer computes for the trace."""
-        return 1.0 if self._config.trace == "all" else 0.25
+        return 1.0 if self._whole else 0.25
+
+    @property
+    def weighs(self) -> bool:
+        """True where weight and clip of every token are computed before each update of a recorded step."""
+        return self._config.trace == "updates"
 
     def note(self, step: int, noted: trace.Noted) -> None:
         """Keeps what the algorithm knows of a step's tokens until the step is recorded."""

@@ -34,7 +34,8 @@ class LogConfig:
       project: the project in W&B, the experiment in MLflow.
       samples_every: steps between samples written to samples.jsonl; 0 is never.
       trace: whose samples are recorded token by token in the folder trace: no step's ('off'), those of every
-        `samples_every`-th step and of the first ('sampled'), or of 'all'. Spans are recorded unless it is 'off'.
+        `samples_every`-th step and of the first ('sampled'), or of 'all'; 'updates' is 'all', and computes weight and
+        clip of every token before each update, which costs a forward pass. Spans are recorded unless it is 'off'.
       trace_mb: megabytes (2^20 bytes) of the folder trace; the oldest steps make room for new ones.
       samples: completions written each time.
       plan: file that `podrl.plan --json` wrote of this job, for perf/plan_*; '' for none.
@@ -46,7 +47,7 @@ class LogConfig:
     project: str = "podrl"
     samples_every: Natural = 10
     samples: Natural = 4
-    trace: Literal["off", "sampled", "all"] = "sampled"
+    trace: Literal["off", "sampled", "all", "updates"] = "sampled"
     trace_mb: Count = 512
     plan: str = ""
     console_every: Count = 10

@@ -20,6 +20,7 @@ from podrl.types import Batch, Layout, PyTree, Ratio, TrainState
 Metrics = dict[str, Float[Array, ""]]
 TrainStep = Callable[[TrainState, PyTree, Batch[Any]], tuple[TrainState, Metrics]]
 ScoreFn = Callable[[PyTree, Batch[Layout]], Float[Array, "A B T"]]
+TokenWeights = Callable[[Array, Any], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
 TokenScoreFn = Callable[[PyTree, Batch[Layout]], tuple[Float[Array, "A B T"], Float[Array, "A B T"]]]
 
 
@@ -165,6 +166,33 @@ def make_token_score_fn(
         return jax.lax.fori_loop(0, batch.micro_batches, body, (_zeros(batch, mesh), _zeros(batch, mesh)))
 
     return jax.jit(scores)
+
+
+def make_token_weight_fn(
+    config: ModelConfig, weigh: TokenWeights, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32"
+) -> Callable[[PyTree, Batch[Any]], tuple[Float[Array, "A B T"], Float[Array, "A B T"]]]:
+    """Builds token_weight_fn(params, batch) -> (weight_ABT, clipped_ABT), jitted: `weigh` of every micro-batch.
+
+    Args:
+      config: the model.
+      weigh: (logprob_BT, rows) -> two numbers of every token.
+      mesh: where it runs.
+      temperature: as in `make_train_step`.
+      dtype: compute dtype.
+    """
+    forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)
+
+    def weights(params: PyTree, batch: Batch[Any]) -> tuple[Float[Array, "A B T"], Float[Array, "A B T"]]:
+        def body(index: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
+            rows = _micro_batch(batch.rows, index)
+            found = weigh(forward(params, rows.layout)[0], rows)
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+            return put(out[0], found[0]), put(out[1], found[1])
+
+        zeros = _zeros(batch.layout(), mesh)
+        return jax.lax.fori_loop(0, batch.micro_batches, body, (zeros, zeros))
+
+    return jax.jit(weights)
 
 
 def _zeros(batch: Batch[Layout], mesh: Mesh) -> Float[Array, "A B T"]:

@@ -1,5 +1,7 @@
 """PolicyLoss: published constants, hand-worked numbers, and properties of every loss in every layout."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -294,6 +296,33 @@ def test_on_policy_gradient_is_the_policy_gradient(kind):
     grad = np.asarray(jax.grad(lambda *xs: loss(*xs)[0].mean())(*arguments))[layout.row, layout.column]
     expected = -tokens["mask"] * tokens["advantage"] / tokens["length"] / 3
     np.testing.assert_allclose(grad, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_weights_are_advantages_until_the_clip_takes_them():
+    logprob = np.log([1.5, 1.1, 0.5, 0.9, 5.0])
+    arguments = one_row(advantage=[2.0, 2.0, -1.0, -1.0, -4.0], logprob=logprob, old_logprob=np.zeros(5))
+    weight_BT, clipped_BT = PolicyLoss(KLLossSettings(epsilon_c=3.0)).token_weights(arguments[0], arguments[2])
+    np.testing.assert_allclose(weight_BT[0], [0.0, 0.0, 2.2, 0.0, -0.9, 0.0], rtol=1e-12)
+    assert clipped_BT[0].tolist() == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_weights_are_the_gradient_of_the_policy_gradient_part(kind):
+    mode = "sequence-mean-token-mean" if kind == "gmpo" else "token-mean"
+    plain = {"beta": 0.0, "entropy_coef": 0.0, "loss_agg_mode": mode, "loss_agg_scale": None}
+    loss = PolicyLoss(dataclasses.replace(SETTINGS[kind].settings, **plain))
+    tokens = sequences()
+    arguments = lay_out(tokens, packed_layout(tokens["owner"]))
+    slope_BT, metrics = jax.grad(lambda *xs: (lambda found: (found[0].total, found[1]))(loss(*xs)), has_aux=True)(
+        *arguments
+    )
+    rows = arguments[2]
+    weight_BT, clipped_BT = SETTINGS[kind].token_weights(arguments[0], rows)
+    length_BT = rows.clean().length_BT if kind == "gmpo" else 1.0
+    np.testing.assert_allclose(weight_BT, -slope_BT * length_BT, rtol=1e-9, atol=1e-12)
+    assert np.abs(weight_BT).max() > 0.1 and (weight_BT[rows.mask_BT == 0] == 0).all()
+    shares = [float(metrics[f"actor/{name}"].mean()) for name in ("pg_clipfrac", "pg_clipfrac_lower")]
+    assert max(shares) - 1e-9 <= clipped_BT.sum() / rows.mask_BT.sum() <= sum(shares) + 1e-9
 
 
 @pytest.mark.parametrize("correction", ["tis", "sequence_tis", "icepop", "geometric_mask"])

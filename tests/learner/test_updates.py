@@ -143,6 +143,33 @@ def test_every_update_and_scoring_is_noted_as_under_way(bench, monkeypatch):
     assert len(noted) - len(metrics) == steps * scorings
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
+    """The first pass starts from a ratio of 1, so half of a token's mean weight over two passes is its advantage's."""
+    described = parsed(name, {"epsilon": 1e-6})
+    _, plain, actor, _ = bench.train(name, epsilon=1e-6)
+    cluster = bench.cluster
+    cluster.state, cluster.critic = jax.device_put(bench.start, bench._placed), None
+    made = (PPO if name == "ppo" else GRPO)(cluster, described.algo, samples=B, say=print)
+    weighed, update, found = [], made.update, []
+    made.update = lambda step, batches: update(step, batches, weighed)
+    advantages, pack = [], made.pack
+    made.pack = lambda step, experience, scores, given: (
+        advantages.append(given) or pack(step, experience, scores, given)
+    )
+    for step in range(2):
+        weighed.clear()
+        record = fetched_means(learn(made, step, bench.experience))
+        assert record == plain[step]
+        found.append(made.weights(step, bench.experience, weighed))
+    for a, b in zip(jax.tree.leaves(actor), jax.tree.leaves(jax.device_get(cluster.state.params)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    advantage_BT = (advantages[0][0] if name == "ppo" else advantages[0]) * bench.experience.rollouts.mask_BT
+    clipped_BT = found[0]["clipped"] > 0
+    assert clipped_BT.any() and (found[0]["clipped"][clipped_BT] == 0.5).all()
+    np.testing.assert_allclose(found[0]["weight"][clipped_BT], advantage_BT[clipped_BT] / 2, rtol=1e-4)
+
+
 def rarely(names, often):
     """Cases of a long table: all run in CI, those of `often` in the default run too."""
     return [pytest.param(name, marks=[] if name in often else pytest.mark.slow) for name in names]

@@ -1,0 +1,66 @@
+"""Compares what the updates of one step make of its tokens in two runs: which are clipped, and with what weight."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from podrl.rundir.trace import WEIGHTS, TracedStep
+
+COUNTS = ("advantage", "tokens", "clipped", "clipped now", "mean |weight|", "mean |weight| now", "weight changed")
+CHANGED = ("token", "prompt", "sample", "place", "advantage", "weight", "weight now", "clipped", "clipped now")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Two tables over the tokens of a step that count in the loss, as cells.
+
+    Attributes:
+      counts: rows of COUNTS, by the sign of the advantage.
+      changed: rows of CHANGED: the tokens whose weight changed most.
+    """
+
+    counts: Sequence[Sequence[str]]
+    changed: Sequence[Sequence[str]]
+
+
+def compare(before: TracedStep, now: TracedStep, *, most: int = 10) -> Compared:
+    """Compares weight and clip by token; both steps were recorded with log.trace='updates'.
+
+    Raises:
+      ValueError: one lacks them, or they have other samples.
+    """
+    for name in WEIGHTS:
+        if name not in before.tokens or name not in now.tokens:
+            raise ValueError(
+                "weight and clip by token are known where one trainer process updates a policy (GRPO, PPO and their "
+                "families), and not while only PPO's critic learns"
+            )
+    same = ("tokens", "version")
+    if any(not np.array_equal(before.tokens[name], now.tokens[name]) for name in same):
+        raise ValueError("the change led to other samples, so tokens cannot be compared one by one")
+    advantage_X, counted_X = before.tokens["advantage"], before.tokens["trained"] > 0
+    (old_X, old_clip_X), (new_X, new_clip_X) = ([step.tokens[name] for name in WEIGHTS] for step in (before, now))
+    changed_X = np.where(counted_X, np.abs(new_X - old_X), 0.0)
+    signs = {
+        "positive": counted_X & (advantage_X > 0),
+        "negative": counted_X & (advantage_X < 0),
+        "zero": counted_X & (advantage_X == 0),
+        "all": counted_X,
+    }
+    counts = []
+    for sign, of_X in signs.items():
+        if not of_X.any():
+            continue
+        clipped = [str(int((clip_X[of_X] > 0).sum())) for clip_X in (old_clip_X, new_clip_X)]
+        means = [f"{np.abs(weight_X[of_X]).mean():.6g}" for weight_X in (old_X, new_X)]
+        counts.append([sign, str(int(of_X.sum())), *clipped, *means, str(int((changed_X[of_X] > 0).sum()))])
+    order_X = np.argsort(-changed_X, kind="stable")[:most]
+    sample_X = np.repeat(np.arange(len(before.first)), before.samples["length"])
+    rows = []
+    for x in (int(x) for x in order_X if changed_X[x] > 0):
+        b = int(sample_X[x])
+        where = [str(b // before.group_size), str(b % before.group_size), str(x - int(before.first[b]))]
+        numbers = [f"{float(of_X[x]):.4g}" for of_X in (advantage_X, old_X, new_X, old_clip_X, new_clip_X)]
+        rows.append([repr(before.pieces[int(before.tokens["tokens"][x])]), *where, *numbers])
+    return Compared(counts, rows)
