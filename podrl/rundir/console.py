@@ -27,6 +27,7 @@ def make_console(
     terminal = (file or (sys.stderr if stderr else sys.stdout)).isatty()
     return rich.console.Console(
         file=file,
+        force_terminal=terminal,  # FORCE_COLOR and TTY_COMPATIBLE, which CI systems set, would colour files too
         width=None if terminal else width,
         stderr=stderr,
         quiet=quiet,

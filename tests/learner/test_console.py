@@ -83,8 +83,12 @@ def test_a_narrow_terminal_gets_what_fits():
     assert last == ["reward/answer", "30.0"]
 
 
-def test_a_file_gets_lines_without_control_characters(capsys):
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "CLICOLOR_FORCE"])
+def test_a_file_gets_lines_without_control_characters(capsys, monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
     progress = Progress(make_console(), "step", 0, 1, 1)
     progress.update(1, {"reward": 1.0}, None, {"reward/answer": 2.0})
     progress.close()
     assert capsys.readouterr().out == "step 1/1  reward 1.000\n"
+    print_table(make_console(), "numbers", ["name", "value"], [["a", 1]])
+    assert "\x1b" not in capsys.readouterr().out

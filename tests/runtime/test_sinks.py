@@ -1,6 +1,6 @@
 """Trackers of `log.to` get the names and samples of the files; one that fails stops nothing.
 
-W&B and MLflow are stand-ins that record calls; a test with MLflow's own client runs where it is installed.
+W&B and MLflow are stand-ins that record calls; tests with their own clients run where those are installed.
 """
 
 import contextlib
@@ -8,6 +8,7 @@ import json
 import struct
 import sys
 import threading
+import time
 import types
 from typing import Any
 
@@ -204,6 +205,28 @@ def test_the_client_of_mlflow_reads_back_what_was_written(tmp_path, monkeypatch)
     assert b"hunter2" not in (tmp_path / "mlflow.db").read_bytes()
     (file,) = (tmp_path / "mlflow").rglob("train_00000001.json")
     assert json.loads(file.read_text())["data"] == [["p", _EVIL, 0.5]]
+
+
+@pytest.mark.filterwarnings("ignore")  # of its own
+def test_the_client_of_wandb_writes_names_and_tables_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="W&B is not installed: pip install 'podrl[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    _run(tmp_path, "wandb")
+    _run(tmp_path, "wandb", start=2, first=2)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1, "the resumed run is the same run"
+    for file in files:
+        end = time.monotonic() + 60
+        while b"samples/eval" not in file.read_bytes() and time.monotonic() < end:
+            time.sleep(0.1)  # a process of W&B's own writes it
+        held = file.read_bytes()
+        assert b"a/b" in held and b"samples/train" in held and b"samples/eval" in held and b"hunter2" not in held
+        (table,) = file.parent.rglob("train_*.table.json")
+        assert json.loads(table.read_text()) == {
+            "columns": ["prompt", "completion", "reward"],
+            "data": [["p", _EVIL, 0.5]],
+        }
 
 
 @pytest.mark.parametrize("broken", ["init", "log"])
