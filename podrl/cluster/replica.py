@@ -8,13 +8,13 @@ reach every host as they reach any other: each pulls, or takes part in the colle
 import collections
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from podrl.rollout.device import CALLS, Device
-from podrl.runtime.channel import ChannelError
+from podrl.rundir.run import Run
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 from podrl.types import Policy
@@ -22,6 +22,7 @@ from podrl.types import Policy
 _AHEAD = 16  # calls asked for before they are made
 _ACK_EVERY = 8  # calls
 _LOOK_S = 0.5
+_OWN = ("step", "move", "open", "use", "close", "sleep")  # calls that are not of a Device
 
 
 class Head:
@@ -60,49 +61,48 @@ class Head:
         self._pod.quit(f"{name} (host {process}), which holds a part of this replica's weights, is gone")
 
 
-def follow(cluster: Any, pod: Pod, stopping: Callable[[], bool], *, deadline_s: float, stage: Any) -> int:
+def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
     """Makes the calls that the head of this process's replica tells of, until it ends; returns the step it reached.
 
     Args:
       cluster: this host's part of the models; None where no call touches any.
       pod: the job's processes.
-      stopping: whether this process was asked to stop, which the leader is then told.
+      run: signals, of which the leader is told, the watchdog and profiles; entered.
       deadline_s: of a word to the leader.
-      stage: makes a watchdog's stage of a name.
 
     Raises:
-      ChannelError: the head is gone.
+      ChannelError: the leader does not answer.
       ValueError: a call that this process cannot make, as it is not as the head is.
     """
     head = pod.seat.hosts.replica_of(pod.seat.process)[0]
     name, address = pod.seat.hosts.name(head), pod.address(head)
     pod.channel.watch(address, lambda: pod.quit(f"{name} (host {head}), the head of this replica, is gone"))
-    follower, told_stop = _Follower(cluster), False
+    follower, told_stop, count = _Follower(cluster, run), False, 0
     asked = collections.deque(pod.channel.request(address, "get", _key(n), Message()) for n in range(_AHEAD))
-    for count in itertools.count():
-        with stage(f"following {name}"):
+    while True:
+        with run.watchdog.stage(f"following {name}"):
             while not asked[0].arrived(_LOOK_S):
-                if stopping() and not told_stop:
+                if run.stopping() and not told_stop:
                     told_stop = True
                     word = {"process": pod.seat.process, "step": 0, "stop": True}
                     pod.call(LEADER, "reached", Message(word), deadline_s)
             message = asked.popleft().wait(0.0, f"{name}: {_key(count)}")
         asked.append(pod.channel.request(address, "get", _key(count + _AHEAD), Message()))
+        count += 1
         if count % _ACK_EVERY == 0:
-            read = {"process": pod.seat.process, "count": count + 1}
+            read = {"process": pod.seat.process, "count": count}
             pod.channel.request(address, "call", "replica read", Message(read))
         args = [message.arrays.get(str(i), arg) for i, arg in enumerate(message.value["args"])]
         if message.value["call"] == "end":
             return int(args[0])
         follower.make(message.value["call"], args)
-    raise ChannelError("unreachable")
 
 
 class _Follower:
     """Makes the calls of a head on this host's devices."""
 
-    def __init__(self, cluster: Any):
-        self._cluster = cluster
+    def __init__(self, cluster: Any, run: Run):
+        self._cluster, self._profiler = cluster, run.profiler
         self._policy: Policy | None = None
         self._device: Device | None = None
 
@@ -112,13 +112,16 @@ class _Follower:
         Raises:
           ValueError: there is no such call, or it does not fit what was told before.
         """
-        own = {"move": self._move, "open": self._open, "use": self._use, "close": self._close, "sleep": self._sleep}
-        if name in own:
-            own[name](*args)
+        if name in _OWN:
+            getattr(self, f"_{name}")(*args)
         elif name in CALLS and self._device is not None:
             CALLS[name](self._device, *args)
         else:
             raise ValueError(f"The head of this replica told {name!r}, which cannot be run now: start the job again.")
+
+    def _step(self, step: int, profile: tuple[int, int] | None) -> None:
+        self._profiler.wanted = profile
+        self._profiler.after(step)
 
     def _move(self, version: int, in_place: bool) -> None:
         self._policy = self._cluster.sync_weights(version, in_place=in_place)

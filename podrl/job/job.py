@@ -263,8 +263,7 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
 def _follow(cluster: RLCluster | None, current: Run, pod: Pod) -> int:
     """Runs what the head of this process's replica runs; returns the step reached."""
     with current:
-        deadline_s = 4 * current.log_config.stall_s
-        return follow(cluster, pod, current.stopping, deadline_s=deadline_s, stage=current.watchdog.stage)
+        return follow(cluster, pod, current, deadline_s=4 * current.log_config.stall_s)
 
 
 def _write_sources(current: Run, job: Job, too_long: Mapping[str, int]) -> None:

@@ -116,6 +116,8 @@ class HostRollouts:
         if self._pod.seat.disposable:
             self._leases.reached(step)
         self._accord.agree(step)
+        if self._replica is not None:
+            self._replica.tell("step", (step, self._run.profiler.wanted))
         if self._curriculum is not None and self._accord.results is not None:
             self._curriculum.hear(self._accord.results)
         self._leases.take(self._accord.tasks)

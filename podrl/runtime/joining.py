@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -174,7 +175,7 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
     if arguments is not None:
         coordinator = cluster.coordinator
         if cluster.kind == "local" and seat.disposable and seat.process not in seat.hosts.trainer:
-            coordinator = arguments["coordinator_address"] = gather_replica(pod, deadline_s)
+            coordinator = arguments["coordinator_address"] = gather_replica(pod, cluster.coordinator, deadline_s)
         if arguments.get("process_id", cluster.process_index) == 0:
             arguments["coordinator_bind_address"] = bind_address(coordinator)
         try:
@@ -193,8 +194,10 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
     return pod
 
 
-def gather_replica(pod: Pod, deadline_s: float) -> str:
-    """Waits for all processes of this one's replica; returns 'host:port' of the coordinator of their jax cluster.
+def gather_replica(pod: Pod, jobs: str, deadline_s: float) -> str:
+    """Waits for all processes of this one's replica; returns where the coordinator of their jax cluster listens.
+
+    That is beside the `jobs`' own where this is a socket in a directory, and otherwise a free port of the head's.
 
     The head chooses it when all have asked, once: a process that asks later is not of the cluster that is there, which
     ends with the process that it is in the place of; it asks again, and finds the next head.
@@ -218,11 +221,14 @@ def gather_replica(pod: Pod, deadline_s: float) -> str:
     def on_come(message: Message) -> "futures.Future[Message]":
         came.add(int(message.value))
         if came == set(others) and not coordinator.done():
-            host = pod.channel.address.rpartition(":")[0]
-            with socket.socket() as held:
-                held.bind((host, 0))
-                coordinator.set_result(Message(f"{host}:{held.getsockname()[1]}"))
+            coordinator.set_result(Message(f"{jobs}-{secrets.token_hex(4)}" if jobs.startswith(UNIX) else free_port()))
         return coordinator
+
+    def free_port() -> str:
+        host = pod.channel.address.rpartition(":")[0]
+        with socket.socket() as held:
+            held.bind((host, 0))
+            return f"{host}:{held.getsockname()[1]}"
 
     def on_late(message: Message) -> Message:
         raise ValueError(f"the replica of {pod.name} is complete, and ends")

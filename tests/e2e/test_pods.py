@@ -25,10 +25,15 @@ PODS = {
         "--config.roles.trainer.mesh=fsdp=2,tensor=2",
         "--config.roles.rollout.mesh=data=2,tensor=2",
     ),
-    "shared, 8 hosts": ("--local_processes=8",),
+    "shared, 8 hosts, replicas of 2, rows cut along time": (
+        "--local_processes=8",
+        "--config.roles.trainer.mesh=fsdp=2,seq=2",
+        "--config.roles.rollout.mesh=data=2,tensor=2",
+    ),
     "split, 4 hosts": ("--local_processes=4", "--topology=split"),
 }
 SPLIT = PODS["split, 4 hosts"]
+REPLICA = (*SPLIT, "--fake_devices=1", "--config.roles.trainer.mesh=seq=2", "--config.roles.rollout.mesh=tensor=2")
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +140,27 @@ def test_a_killed_rollout_is_replaced_and_nothing_else_changes(tmp_path, undistu
         running.finish()
     assert "rollout 1 ended with signal SIGKILL; it is started again" in running.stderr
     same_end(running.workdir, undisturbed.workdir)
+
+
+def test_a_replica_of_two_hosts_ends_and_comes_back_as_one(tmp_path, alone):
+    """Its second host is killed, then the trainer: nothing is different from a run of one process, nor from one whole.
+
+    All weights are pulled by two hosts, which decode with half of each matrix.
+    """
+    whole = run(tmp_path / "whole" / "run", *REPLICA)
+    for mine, other in zip(comparable(whole.workdir), comparable(alone), strict=True):
+        assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
+    with job(tmp_path / "run", *REPLICA) as running:
+        running.wait_for_step(1)
+        os.kill(process(running.process.pid, 3), signal.SIGKILL)
+        running.wait_for_step(3)
+        os.kill(process(running.process.pid, 0), signal.SIGKILL)
+        assert running.end() == 42, running.stderr
+    assert "rollout 0.1 (host 3), which holds a part of this replica's weights, is gone" in running.stderr
+    assert "rollout 0 (host 2) makes samples from now on" in running.stderr
+    again = run(tmp_path / "run", *REPLICA)
+    assert "Resumed after step" in again.stdout
+    same_end(again.workdir, whole.workdir)
 
 
 def test_a_killed_trainer_ends_the_job_within_seconds_and_the_same_command_resumes_it(tmp_path, undisturbed):

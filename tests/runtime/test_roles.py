@@ -2,7 +2,7 @@
 
 import pytest
 
-from podrl.runtime.roles import Hosts, assign, parse_hosts
+from podrl.runtime.roles import Hosts, assign, hosts_per_replica, parse_hosts
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,39 @@ def test_names_and_ranks_are_within_the_role():
 def test_refusals(trainer, rollout, processes, says):
     with pytest.raises(ValueError, match=says):
         assign(trainer, rollout, processes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "hosts", "together"),
+    [
+        ("auto", 4, 1),
+        ("data=-1,tensor=8", 4, 1),
+        ("data=4,tensor=4", 4, 1),
+        ("data=8,tensor=2", 4, 1),
+        ("data=2,tensor=16", 8, 4),
+        ("dp=2,tp=4", 4, 2),
+        ("tensor=16", 4, 4),
+        ("fsdp=4", 1, 1),
+    ],
+)
+def test_fewer_copies_than_hosts_lie_on_several_each(mesh, hosts, together):
+    assert hosts_per_replica(mesh, hosts) == together
+
+
+def test_copies_that_hosts_cannot_share_equally_are_refused():
+    with pytest.raises(ValueError, match=r"'data=3,tensor=2' spreads 3 copies of the weights over 4 hosts"):
+        hosts_per_replica("data=3,tensor=2", 4)
+    with pytest.raises(ValueError, match=r"spreads 2 copies of the weights over 3 hosts"):
+        assign("0", "1-3", 4, "data=2,tensor=3")
+
+
+def test_the_hosts_of_a_replica_have_a_head():
+    hosts = assign("0-1", "2-5", 6, "data=2,tensor=4")
+    assert hosts.replica == 2 and hosts.heads == (2, 4)
+    assert [hosts.replica_of(p) for p in (2, 3, 4, 5)] == [(2, 3), (2, 3), (4, 5), (4, 5)]
+    assert [hosts.follows(p) for p in range(6)] == [False, False, False, True, False, True]
+    names = ["trainer 0", "trainer 1", "rollout 0", "rollout 0.1", "rollout 1", "rollout 1.1"]
+    assert [hosts.name(p) for p in range(6)] == names
+    each = assign("0-1", "2-5", 6)
+    assert each.heads == each.rollout and not any(each.follows(p) for p in range(6))
+    assert each.replica_of(5) == (5,) and each.name(5) == "rollout 3"

@@ -1,0 +1,143 @@
+"""The hosts of a rollout replica: how they come together, and what the head tells the others."""
+
+import contextlib
+import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from endpoints import joined
+
+from podrl.cluster.replica import Head, follow
+from podrl.rollout.device import CALLS
+from podrl.runtime import joining
+from podrl.runtime.channel import ChannelError
+from podrl.runtime.message import Message
+from podrl.runtime.roles import Hosts
+from podrl.types import Policy
+
+
+@pytest.fixture
+def pods():
+    """Joins a trainer and a replica of three hosts, as endpoints of this process."""
+    with joined(Hosts((0,), (1, 2, 3), replica=3)) as pods:
+        yield pods
+
+
+class Part:
+    """One host's part of a cluster, which records the calls that are made on it."""
+
+    def __init__(self):
+        self.made, self.rollout = [], self
+
+    def sync_weights(self, version, *, in_place):
+        self.made.append(("move", version, in_place))
+        return Policy({"w": version}, version)
+
+    def device(self, policy):
+        self.made.append(("open", policy.version))
+        return types.SimpleNamespace(note=self.made.append)
+
+    def put_back(self, device):
+        self.made.append(("close",))
+
+    def sleep(self):
+        self.made.append(("sleep",))
+
+
+def run_of(stopping=lambda: False):
+    """What a follower needs of a run."""
+    watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
+    profiler = types.SimpleNamespace(wanted=None, after=lambda step: None)
+    return types.SimpleNamespace(stopping=stopping, watchdog=watchdog, profiler=profiler)
+
+
+def followed(pods, parts, run):
+    """Starts to follow on all hosts but the head; returns what gives the steps they reached."""
+    threads = ThreadPoolExecutor(len(parts))
+    return [threads.submit(follow, part, pod, run, deadline_s=20.0) for pod, part in zip(pods, parts, strict=True)]
+
+
+def test_all_hosts_make_the_heads_calls_in_its_order(pods, monkeypatch):
+    parts, told, run = [Part(), Part()], [], run_of()
+    for name in ("insert", "spill"):
+        monkeypatch.setitem(CALLS, name, lambda device, *args, name=name: device.note((name, *args)))
+    head = Head(pods[1])
+
+    def tell(name, *args):
+        told.append((name, *args))
+        head.tell(name, args)
+
+    tell("move", 0, True)
+    ended = followed(pods[2:], parts, run)
+    tell("step", 0, (3, 5))
+    tell("open", 0)
+    rng = np.random.default_rng(0)
+    for i in range(200):
+        tell("insert", rng.integers(0, 9, (2, 3)).astype(np.int32))
+        tell("spill", f"sample/{i}/0", np.int64(1), [i, i + 1])
+    tell("close")
+    tell("sleep")
+    tell("end", 7)
+    assert [each.result(60) for each in ended] == [7, 7] and run.profiler.wanted == [3, 5]
+    expected = [call for call in told if call[0] not in ("step", "end")]
+    for part in parts:
+        assert len(part.made) == len(expected)
+        for mine, call in zip(part.made, expected, strict=True):
+            assert mine[0] == call[0] and all(np.array_equal(x, y) for x, y in zip(mine[1:], call[1:], strict=True))
+    end = time.monotonic() + 20
+    board = pods[1].channel._board
+    while sum(key.startswith("replica/") for key in board) > 8 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert sum(key.startswith("replica/") for key in board) <= 8  # what all have read is not kept
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ([("move", (3, True)), ("open", (4,))], "generates by version 4, and here is 3"),
+        ([("open", (4,))], "generates by version 4, and here is none"),
+        ([("generate", (np.zeros((1, 2), np.int32),))], "told 'generate', which cannot be run now"),
+        ([("move", (3, True)), ("open", (3,)), ("__init__", ())], "told '__init__', which cannot be run now"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused(pods, calls, message):
+    head = Head(pods[1])
+    for name, args in calls:
+        head.tell(name, args)
+    (ended,) = followed(pods[2:3], [Part()], run_of())
+    with pytest.raises(ValueError, match=message):
+        ended.result(60)
+
+
+def test_a_host_that_is_asked_to_stop_tells_the_leader(pods):
+    asked, stops = threading.Event(), []
+    pods[0].channel.serve("reached", lambda message: stops.append(message.value) or asked.set() or Message())
+    (ended,) = followed(pods[2:3], [Part()], run_of(stopping=lambda: True))
+    assert asked.wait(20)
+    Head(pods[1]).tell("end", (4,))
+    assert ended.result(20) == 4 and stops == [{"process": 2, "step": 0, "stop": True}]
+
+
+def test_a_replica_comes_together_once(pods):
+    """A host that is started again is not let into the cluster that its loss ends, but into the next."""
+    threads = ThreadPoolExecutor(4)
+    first = [threads.submit(joining.gather_replica, pod, "unix:/tmp/x/coordinator", 20.0) for pod in pods[1:]]
+    (place,) = {each.result(20) for each in first}
+    assert place.startswith("unix:/tmp/x/coordinator-")
+    again = threads.submit(joining.gather_replica, pods[3], "unix:/tmp/x/coordinator", 20.0)
+    time.sleep(1.5)
+    assert not again.done()
+    second = [threads.submit(joining.gather_replica, pod, "127.0.0.1:1", 20.0) for pod in pods[1:3]]
+    (other,) = {each.result(20) for each in [*second, again]}
+    host, _, port = other.rpartition(":")
+    assert host == "127.0.0.1" and int(port) > 1
+
+
+def test_a_host_of_a_replica_that_never_comes_is_named(pods):
+    threads = ThreadPoolExecutor(1)
+    threads.submit(joining.gather_replica, pods[2], "unix:/tmp/x/coordinator", 5.0)
+    with pytest.raises(ChannelError, match=r"rollout 0 waited 1 s for rollout 0.2 \(host 3\) of its replica"):
+        joining.gather_replica(pods[1], "unix:/tmp/x/coordinator", 1.0)
