@@ -231,6 +231,12 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
     return Mesh(mesh.devices[rows_D], mesh.axis_names)
 
 
+def spreads_copies(mesh: Mesh) -> bool:
+    """True where a copy of the weights, which is a row of "data", has devices of several processes."""
+    rows = mesh.devices.reshape(len(mesh.devices), -1)
+    return any(len({getattr(d, "process_index", 0) for d in row}) > 1 for row in rows)
+
+
 def check_one_host(mesh: Mesh, *, key: str) -> None:
     """Refuses a model that one host works with alone, and whose weights lie on several.
 

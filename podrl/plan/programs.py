@@ -20,7 +20,7 @@ from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.job.config import Job
 from podrl.job.weights import Copies, copies, device_bytes, model_of, rollout_dtype, rollout_model
 from podrl.learner.settings import PPOConfig
-from podrl.mesh.build import make_mesh
+from podrl.mesh.build import make_mesh, spreads_copies
 from podrl.models import decoder, scalar
 from podrl.models.attention import BLOCK
 from podrl.models.config import ModelConfig
@@ -440,4 +440,4 @@ class _Ends:
 
 def _engine(setting: Setting, mesh: Mesh) -> Engine:
     shape = engine_shape(setting.job.rollout, mesh.shape["data"] * mesh.shape["fsdp"])
-    return Engine(setting.rollout_model, mesh, shape, setting.rollout_dtype())
+    return Engine(setting.rollout_model, mesh, shape, setting.rollout_dtype(), several_hosts=spreads_copies(mesh))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from podrl.mesh.build import describe_mesh
+from podrl.mesh.build import describe_mesh, spreads_copies
 from podrl.models.config import ModelConfig
 from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.rollout.device import Device, Tell, compile_all, tell_nobody
@@ -139,7 +139,7 @@ class RolloutWorker:
         self.model, self.mesh, self.config = model, mesh, config
         self.stats = RolloutStats()
         self.partner: Partner | None = None
-        self.several_hosts = any(d.process_index != jax.process_index() for d in mesh.devices.flat)
+        self.several_hosts = spreads_copies(mesh)
         self.tell: Tell | None = None
         self._pad_id, self._eos_ids, self._decode = pad_id, tuple(eos_ids), decode
         self._seed = seed if config.seed is None else config.seed
