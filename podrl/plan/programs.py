@@ -32,7 +32,7 @@ from podrl.rollout.rollout import pieces_per_prompt
 from podrl.rollout.sizes import engine_shape
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import make_critic_step, make_value_fn
-from podrl.trainer.packing import PackShape, SharedPrefixes, place
+from podrl.trainer.packing import PackShape, Placement, SharedPrefixes, place
 from podrl.trainer.step import make_logprob_fn, make_train_step
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.local import RelayoutTransport
@@ -238,13 +238,23 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
     return programs, device_bytes(state) + (device_bytes(frozen) if job.model.critic else 0.0)
 
 
-def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:
-    """Counts loop trips: micro-batches that an update's planned samples fill; half the key blocks of blockwise."""
+def _planned(setting: Setting, shape: PackShape) -> Placement:
+    """Places an update's planned samples in rows of a shape."""
     job, prompt = setting.job, setting.job.rollout.max_prompt_length
     group_B = np.arange(job.mini_batch_size) // job.group_size
     length_B = np.full_like(group_B, prompt + setting.completion)
-    prefixes = SharedPrefixes(group_B, np.full_like(group_B, max(prompt - 1, 0)))
-    filled = float(place(length_B, shape, prefixes).micro_batches)
+    return place(length_B, shape, SharedPrefixes(group_B, np.full_like(group_B, max(prompt - 1, 0))))
+
+
+def planned_rows(setting: Setting) -> int:
+    """Counts the rows that an update's planned samples need, empty ones left out."""
+    placed = _planned(setting, setting.job.pack_shape(setting.trainer_mesh()))
+    return len(set(zip(placed.micro_B.tolist(), placed.row_B.tolist(), strict=True)))
+
+
+def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:
+    """Counts loop trips: micro-batches that an update's planned samples fill; half the key blocks of blockwise."""
+    filled = float(_planned(setting, shape).micro_batches)
     blocks = (max(1, shape.tokens // BLOCK) + 1) / 2
     return lambda depth: filled if looped and depth == 0 else blocks
 
@@ -296,7 +306,7 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work
     item = setting.rollout_dtype().itemsize
     specs = jax.tree.leaves(decoder.param_specs(model), is_leaf=decoder.is_param)
     weights = sum(math.prod(spec.shape) for spec in specs) / tensor
-    heads = max(1, model.num_kv_heads // tensor)
+    heads = model.num_kv_heads if model.num_kv_heads % tensor else model.num_kv_heads // tensor  # cut evenly or not
     token = 2 * model.num_layers * heads * model.head_dim * item
     prompt = job.rollout.max_prompt_length / min(job.algo.num_generations, job.rollout.members_per_read)
     seen = lanes * (prompt + setting.completion / 2)

@@ -5,22 +5,30 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import jax.numpy as jnp
+
+from podrl.job.weights import device_bytes
 from podrl.mesh.chips import GIB
-from podrl.mesh.rules import batch_shards
+from podrl.mesh.rules import batch_shards, time_shards
+from podrl.models import decoder
 from podrl.plan.compile import Measured, measure
 from podrl.plan.programs import (
     ROLLOUT,
     TRAINER,
     Program,
     Setting,
+    planned_rows,
     rollout_programs,
     training_programs,
     weight_move,
 )
+from podrl.trainer import state as state_lib
 
 _STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
 _OF_A_STEP = ("trainer.remat=", "trainer.micro_batch_sequences=")
 _TENSOR = (1, 2, 4, 8)
+_WIDER = (16, 32, 64, 128)  # for decoding, where no copy of the weights fits fewer chips
+_SEQ = (1, 2, 4, 8, 16)
 MICRO_TRIES = 4
 
 
@@ -196,7 +204,8 @@ def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, li
     """Searches for the fastest meshes, micro-batches and remat policies that fit, by quick compiles.
 
     Trainer and rollout are searched one after the other. For each mesh and policy the largest micro-batch that fits
-    is taken. A trial ends with the first program that does not fit.
+    is taken; a policy that keeps more begins with the one that fitted before. A trial ends with the first program that
+    does not fit.
 
     Args:
       say: called with the number of trials there can be, then with a line per trial.
@@ -204,11 +213,8 @@ def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, li
     Returns:
       (the setting with the best of each side, all trials). A side of which nothing fits keeps its settings.
     """
-    sides = {
-        TRAINER: [list(group) for group in _trainer_candidates(setting)],
-        ROLLOUT: [list(group) for group in _rollout_candidates(setting)],
-    }
-    most = {side: sum(map(len, groups)) for side, groups in sides.items()}
+    sides = {TRAINER: list(_trainer_candidates(setting)), ROLLOUT: list(_rollout_candidates(setting))}
+    most = {side: sum(len(group.variants) for group in groups) for side, groups in sides.items()}
     say(
         f"search: at most {sum(most.values())} trials: trainer {most[TRAINER]} ({len(sides[TRAINER])} meshes and remat "
         f"policies, up to {MICRO_TRIES} micro-batches each), rollout {most[ROLLOUT]} meshes"
@@ -217,20 +223,28 @@ def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, li
     best = setting
     for side, groups in sides.items():
         found: list[tuple[float, Setting]] = []
+        fitting: list[str] = []
+        reached: dict[str, int] = {}  # by mesh: the micro-batch that fitted with the policy before, which keeps less
         left = most[side]
         for group in groups:
-            left -= len(group)
-            for index, variant in enumerate(group):
+            left -= len(group.variants)
+            start = reached.get(group.mesh, 0)
+            if group.spare_of is not None and any(mesh.startswith(group.spare_of) for mesh in fitting):
+                continue
+            reached[group.mesh] = len(group.variants)
+            for index, variant in enumerate(group.variants[start:], start):
                 trial = _total(side, variant)
                 trials.append(trial)
                 verdict = f"{trial.seconds:.3g} s" if trial.fits else shortfall(trial)
-                rest = left if trial.fits else left + len(group) - 1 - index
+                rest = left if trial.fits else left + len(group.variants) - 1 - index
                 say(
                     f"{side}: {' '.join(trial.keys)}: peak {trial.peak / GIB:.2f} GiB ({trial.program}), {verdict}; "
                     f"at most {rest} trials left"
                 )
                 if trial.fits:
                     found.append((trial.seconds, variant.setting))
+                    fitting.append(group.family)
+                    reached[group.mesh] = index
                     break
         if found:
             winner = min(found, key=lambda pair: pair[0])[1].job
@@ -258,14 +272,21 @@ def differences(before: Setting, after: Setting) -> list[str]:
 
 
 def _total(side: str, variant: Variant) -> Trial:
-    """Adds up a side's programs of every step: memory of the fullest, and seconds of all up to a misfit."""
+    """Adds up a side's programs of every step: memory of the fullest, and seconds of all up to a misfit.
+
+    Nothing is compiled where the bytes that are there for certain are too many already.
+    """
     chip = _chip(variant.setting, side)
+    if (least := _least_bytes(side, variant.setting)) > chip.hbm:
+        return Trial(variant.keys, "counted, not compiled", False, least, least - chip.hbm, 0.0, at_least=True)
     measured: list[Measured] = []
-    for program in programs_of(side, variant.setting):
-        if program.runs:
-            measured.append(measure(program, chip, quick=True))
-            if not measured[-1].fits:
-                break
+    programs = [program for program in programs_of(side, variant.setting) if program.runs]
+    if side == ROLLOUT:
+        programs += [program for program in weight_move(variant.setting).programs if program.side == ROLLOUT]
+    for program in programs:
+        measured.append(measure(program, chip, quick=True))
+        if not measured[-1].fits:
+            break
     return _trial(variant.keys, measured)
 
 
@@ -274,17 +295,70 @@ def _tensors(setting: Setting, devices: int) -> Sequence[int]:
     return [n for n in _TENSOR if devices % n == 0 and model.num_heads % n == 0 and model.num_kv_heads % n == 0]
 
 
-def _trainer_candidates(setting: Setting) -> Iterator[Iterator[Variant]]:
-    """Lists, for each mesh and remat policy, micro-batches from the largest down."""
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Variants of a mesh, and of a remat policy, of which the first that fits is the best.
+
+    Attributes:
+      variants: with micro-batches from the largest down.
+      mesh: of all of them.
+      family: meshes of one kind have one.
+      spare_of: a beginning of families; where one of those has a mesh that fits, this group is not tried. None: always
+        tried.
+    """
+
+    variants: tuple[Variant, ...]
+    mesh: str
+    family: str
+    spare_of: str | None = None
+
+
+def _least_bytes(side: str, setting: Setting) -> float:
+    """Counts bytes of a chip that a side needs for certain, without compiling anything.
+
+    The trainer's are parameters, moments, and what the backward pass keeps of every layer: its input, and unless
+    `trainer.remat` is 'full' or 'offload' what attention and feed-forward project it to. The rollout's are the weights.
+    """
+    if side == ROLLOUT:
+        mesh = setting.rollout_mesh()
+        return device_bytes(decoder.abstract_params(setting.rollout_model, mesh, setting.rollout_dtype()))
+    training, model, mesh = setting.job.trainer, setting.model, setting.trainer_mesh()
+    state, frozen = state_lib.abstract_state(model, training.optimizer(), mesh, training.param_dtype)
+    shape, tensor = setting.job.pack_shape(mesh), mesh.shape["tensor"]
+    tokens = shape.rows * shape.tokens / batch_shards(mesh) / time_shards(mesh)
+    kept = model.model_dim
+    if training.remat in ("none", "dots"):
+        heads = model.num_heads + 2 * model.num_kv_heads
+        kept += (heads * model.head_dim + 2 * model.ffn_dim) / tensor
+    activations = tokens * model.num_layers * kept * jnp.dtype(training.dtype).itemsize
+    return device_bytes(state) + device_bytes(frozen) + activations
+
+
+def _trainer_candidates(setting: Setting) -> Iterator[_Group]:
+    """Lists, for each mesh and remat policy, micro-batches from the largest down.
+
+    A row is cut along time (`seq`) where there are fewer rows than shards, and where nothing fits with less of it.
+    Several slices hold a copy of the weights each; they share one where nothing else fits.
+    """
     slices = setting.trainer.slices
     devices = len(setting.trainer.devices()) // slices
-    for tensor in _tensors(setting, devices):
-        spec = f"fsdp={devices // tensor}"
-        spec += f",tensor={tensor}" if tensor > 1 else ""
-        spec = f"data={slices},{spec}" if slices > 1 else spec
-        meshed = _meshed(setting, "trainer", spec)
-        for remat in ("none", "dots", "full"):
-            yield _split(meshed, (f"roles.trainer.mesh={spec}", f"trainer.remat={remat}"), remat)
+    for shared in (False, True) if slices > 1 else (False,):
+        copies, chips = (1, devices * slices) if shared or slices == 1 else (slices, devices)
+        for tensor in _tensors(setting, devices):
+            family, filled = f"{'shared' if shared else 'own'} tensor={tensor} ", False
+            for seq in (n for n in _SEQ if devices // tensor % n == 0):
+                sizes = {"data": copies, "fsdp": chips // tensor // seq, "seq": seq, "tensor": tensor}
+                spec = ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis == "fsdp")
+                meshed = _meshed(setting, "trainer", spec)
+                try:
+                    rows, shards = planned_rows(meshed), batch_shards(meshed.trainer_mesh())
+                except ValueError:  # rows of a length that the configuration fixes, and that this seq does not divide
+                    continue
+                spare = "" if shared else family if filled else None
+                for remat in ("full", "dots", "none"):
+                    keys = (f"roles.trainer.mesh={spec}", f"trainer.remat={remat}")
+                    yield _Group(tuple(_split(meshed, keys, remat)), spec, family, spare)
+                filled = rows >= shards
 
 
 def _split(setting: Setting, keys: tuple[str, ...], remat: str) -> Iterator[Variant]:
@@ -307,9 +381,14 @@ def _split(setting: Setting, keys: tuple[str, ...], remat: str) -> Iterator[Vari
         rows = max(shards, rows // 2 // shards * shards)
 
 
-def _rollout_candidates(setting: Setting) -> Iterator[Iterator[Variant]]:
+def _rollout_candidates(setting: Setting) -> Iterator[_Group]:
     topology = setting.trainer if setting.job.roles.colocated else setting.rollout
     devices = len(topology.devices())
-    for tensor in _tensors(setting, devices):
+    narrow = _tensors(setting, devices)
+    wider = [n for n in _WIDER if devices % n == 0 and setting.model.num_heads % n == 0]
+    crowded = False  # weights on fewer chips would leave little room for keys and values
+    for tensor in (*narrow, *wider):
         spec = f"data={devices // tensor}" + (f",tensor={tensor}" if tensor > 1 else "")
-        yield iter((Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec)),))
+        variant = Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec))
+        yield _Group((variant,), spec, "", None if tensor in narrow or crowded else "")
+        crowded = _least_bytes(ROLLOUT, variant.setting) > topology.chip.hbm / 2

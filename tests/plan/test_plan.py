@@ -10,16 +10,28 @@ import subprocess
 import sys
 
 import pytest
+from ml_collections import ConfigDict
 
 from podrl import launch
-from podrl.job.config import parse, with_prompt_length
+from podrl.job.config import complete, parse, with_prompt_length
+from podrl.mesh.build import AXES, parse_mesh
 from podrl.mesh.chips import GIB
+from podrl.models.sizes import parameter_count
 from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.compile import Measured, _asked
 from podrl.plan.predict import cost, predict
-from podrl.plan.programs import Setting
+from podrl.plan.programs import Setting, _decode_work
 from podrl.plan.report import Report, _cost_line, _print_step
-from podrl.plan.variants import Trial, _trial, helping, shortfall
+from podrl.plan.variants import (
+    Trial,
+    Variant,
+    _least_bytes,
+    _total,
+    _trainer_candidates,
+    _trial,
+    helping,
+    shortfall,
+)
 from podrl.rundir.console import make_console
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
@@ -184,15 +196,63 @@ def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
 
 
 @pytest.mark.slow
-@needs_libtpu
-def test_a_move_that_does_not_fit_gets_only_knobs_that_make_it_smaller(monkeypatch: pytest.MonkeyPatch):
+def _setting(monkeypatch: pytest.MonkeyPatch, topology: str, **changes: dict) -> Setting:
+    """The default job, with some keys of its sections changed, on two such topologies."""
     env = dict(os.environ)
     prepare(env)
     for name, value in env.items():  # what the command would set is taken back after the test
         monkeypatch.setenv(name, value)
-    topology = parse_topology("v5e:2x2", key="--trainer")
-    values, _ = launch.resolve(launch.load_config(launch.find_config("grpo_gemma.py")), ["plan"])
-    setting = Setting(parse(with_prompt_length(values)), topology, topology, 64)
+    chips = parse_topology(topology, key="--trainer")
+    config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
+    for section, values in changes.items():
+        config[section] |= values
+    job = parse(with_prompt_length(ConfigDict(complete(config)).to_dict()))
+    return Setting(job, chips, chips, 16)
+
+
+@needs_libtpu
+def test_rows_are_cut_along_time_where_they_are_fewer_than_chips(monkeypatch: pytest.MonkeyPatch):
+    few = {"rollout": {"prompts_per_step": 2}, "grpo": {"num_generations": 2}, "trainer": {"share_prompts": False}}
+    for changes, always in ((few, {1, 2, 4, 8}), ({}, {1})):
+        groups = list(_trainer_candidates(_setting(monkeypatch, "v5e:2x4", **changes)))
+        found = {group.mesh for group in groups if group.spare_of is None and "tensor" not in group.mesh}
+        assert {parse_mesh(mesh)[AXES.index("seq")] for mesh in found} == always
+        assert any("seq=8" in group.mesh for group in groups), "tried where nothing else fits"
+    two = list(_trainer_candidates(_setting(monkeypatch, "v5e:2x2*2")))
+    assert [g.mesh for g in two if g.spare_of is None][::3] == ["data=2,fsdp=4", "data=2,fsdp=2,tensor=2"]
+    assert "fsdp=8" in {g.mesh for g in two if g.spare_of == ""}
+
+
+@needs_libtpu
+def test_what_is_too_large_for_certain_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
+    large: dict = {"model": {"path": "", "size": "llama3-70b"}, "rollout": _PROMPTS, "trainer": {"remat": "full"}}
+    setting = _setting(monkeypatch, "v5e:2x4", **large)
+    for side in ("trainer", "rollout"):
+        trial = _total(side, Variant((), setting))
+        assert trial.program == "counted, not compiled" and not trial.fits and trial.at_least
+    # 70.6e9 parameters of 4 bytes and twice as many for moments over 8 chips.
+    kept = _least_bytes("trainer", setting)
+    assert 70.6e9 * 12 / 8 < kept < 70.6e9 * 12 / 8 * 1.06
+    assert _least_bytes("trainer", _setting(monkeypatch, "v5e:2x4", **large | {"trainer": {"remat": "dots"}})) > kept
+
+
+@needs_libtpu
+def test_keys_that_do_not_divide_among_chips_are_whole_on_each(monkeypatch: pytest.MonkeyPatch):
+    job: dict = {"model": {"path": "", "size": "gemma3-1b"}, "rollout": _PROMPTS}  # one key head
+    one, two = (_setting(monkeypatch, "v5e:2x2", **job, roles={"rollout": {"mesh": mesh}}) for mesh in _MESHES)
+    counted = [_decode_work(s, s.rollout_mesh(), 1, 8.0).bytes for s in (one, two)]
+    weights = 2 * parameter_count(one.model)
+    keys = [bytes_ - weights / n for bytes_, n in zip(counted, (1, 4), strict=True)]
+    assert keys[0] == pytest.approx(keys[1]), "4 chips cannot share one key head"
+
+
+_MESHES = ("data=4", "tensor=4")
+_PROMPTS = {"max_prompt_length": 64, "data_type": "bfloat16"}
+
+
+@needs_libtpu
+def test_a_move_that_does_not_fit_gets_only_knobs_that_make_it_smaller(monkeypatch: pytest.MonkeyPatch):
+    setting = _setting(monkeypatch, "v5e:2x2")
     measured = Measured("move: pack", "trainer", 0, False, 9 * GIB, GIB, 8 * GIB, 1.0)
     keys = [key for trial in helping(setting, measured) for key in trial.keys]
     assert "model.lora.rank=16" in keys and not any("remat" in key or "micro" in key for key in keys)
@@ -217,8 +277,9 @@ def test_two_slices_exchange_gradients_and_nothing_else():
 def test_a_search_settles_on_keys_that_fit():
     done = _plan("--trainer=v5e:2x2", "--search", "--quick")
     assert done.returncode == 0, done.stderr[-2000:]
-    # One row per chip at least: 2 meshes x 3 policies on the trainer, 2 meshes on the rollout; all fit at once.
-    bound = re.search(r"search: at most (\d+) trials: trainer (\d+) \(6 meshes", done.stderr)
+    # One row per chip at least: 2 meshes x 3 policies on the trainer, 2 meshes on the rollout; all fit at once, so rows
+    # are not cut along time and no wider mesh decodes.
+    bound = re.search(r"search: at most (\d+) trials: trainer (\d+) \(\d+ meshes", done.stderr)
     assert bound, done.stderr
     trials = re.findall(r"^(trainer|rollout): (\S.*): peak ([\d.]+) GiB \(.*\), (.*); at most (\d+)", done.stderr, re.M)
     assert len({keys for _, keys, *_ in trials}) == len(trials) == 6 + 2 <= int(bound[1])
