@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +21,13 @@ from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import read_metrics
 
 DEADLINE_S = 420.0
+# A curriculum that has something to say within three steps: few records, some of them solved at once.
+CURRICULUM = (
+    *("--config.data.size=12", "--config.data.curriculum.metric=approximate_format"),
+    *("--config.data.curriculum.pass_at=0.0", "--config.data.curriculum.retire_after=1"),
+    *("--config.data.curriculum.retire_rate=0.5", "--config.data.curriculum.postpone_after=1"),
+    *("--config.data.curriculum.postpone_steps=2", "--config.data.curriculum.hard_share=0.25"),
+)
 SMALL = (
     "--config=grpo_gemma.py",
     "--config.trainer.max_steps=6",
@@ -235,3 +243,10 @@ def wall_clock_kept(workdir: pathlib.Path, *, prompts: int, staleness: int) -> N
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert f"Step {steps[-1]} again, from the beginning" in replayed.stdout
     assert "metrics and checksums of the weights are equal" in replayed.stdout
+
+
+def chose(records: Sequence[Mapping[str, Any]]) -> bool:
+    """True if the curriculum of a run has retired or postponed a prompt, and had others left."""
+    sizes = [record for record in records if "data/curriculum/unseen" in record]
+    closed = [record["data/curriculum/retired"] + record["data/curriculum/postponed"] for record in sizes]
+    return bool(sizes) and 0 < max(closed) < sum(v for k, v in sizes[-1].items() if k.startswith("data/curriculum/"))

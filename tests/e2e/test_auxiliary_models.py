@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from processes import SMALL, comparable, job, run, same_end
+from processes import CURRICULUM, SMALL, chose, comparable, job, run, same_end
 from safetensors.numpy import load_file, save_file
 
 from podrl.job.config import TINY
@@ -52,7 +52,7 @@ def auxiliary(scorer: pathlib.Path) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, scorer):
     """Finishes a run in one process, each of the four models on its own devices."""
-    return run(tmp_path_factory.mktemp("alone") / "run", *auxiliary(scorer), *APART, base=PPO)
+    return run(tmp_path_factory.mktemp("alone") / "run", *auxiliary(scorer), *APART, *CURRICULUM, base=PPO)
 
 
 def test_a_critic_and_a_reward_model_on_meshes_of_their_own(alone):
@@ -74,7 +74,7 @@ def test_a_critic_and_a_reward_model_on_meshes_of_their_own(alone):
 
 
 def test_killed_they_go_on_where_they_were(alone, scorer, tmp_path):
-    args = (*auxiliary(scorer), *APART)
+    args = (*auxiliary(scorer), *APART, *CURRICULUM)
     with job(tmp_path / "run", *args, base=PPO) as started:
         started.wait_for_step(2)
         started.kill()
@@ -86,8 +86,9 @@ def test_killed_they_go_on_where_they_were(alone, scorer, tmp_path):
 def test_a_pod_trains_them_as_one_process_does(topology, alone, scorer, tmp_path):
     """Two trainer hosts have a device each for actor and critic; two rollout hosts, for decoding and scoring."""
     pod = ("--local_processes=4", f"--topology={topology}")
-    found = comparable(run(tmp_path / "run", *auxiliary(scorer), *APART, *pod, base=PPO).workdir)
+    found = comparable(run(tmp_path / "run", *auxiliary(scorer), *APART, *CURRICULUM, *pod, base=PPO).workdir)
     expected = comparable(alone.workdir)
+    assert chose(expected), "a curriculum chooses the prompts, too"
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()

@@ -9,7 +9,19 @@ import sys
 import time
 
 import pytest
-from processes import DEADLINE_S, Job, comparable, environment, gone, job, run, same_end, trained_steps
+from processes import (
+    CURRICULUM,
+    DEADLINE_S,
+    Job,
+    chose,
+    comparable,
+    environment,
+    gone,
+    job,
+    run,
+    same_end,
+    trained_steps,
+)
 
 from podrl.doctor import examine
 from podrl.job.config import TINY
@@ -122,12 +134,19 @@ def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process
     assert away[0] == pytest.approx(0.0, abs=1e-6) and max(away) > 1e-4
 
 
-def test_trainer_hosts_steer_the_kl_alike(tmp_path):
-    """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill."""
+def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
+    """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill.
+
+    So they do with adapters, and with a curriculum, by which the rollout hosts choose what the trainers say.
+    """
     steered = ("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0")
     steered += ("--config.trainer.max_steps=4", "--config.eval.problems=0")
+    steered += (*CURRICULUM, "--config.model.lora.rank=4", "--config.grpo.max_staleness=1")
     lone, again = alone_and_killed(tmp_path, steered)
     ours = comparable(again.workdir)
+    assert chose(lone)
+    for mine, other in zip(ours, lone, strict=True):
+        assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
     coefs = [[record["actor/kl_coef"] for record in records if "actor/kl_coef" in record] for records in (lone, ours)]
     assert len(coefs[0]) == len(set(coefs[0])) == 4
     assert coefs[1] == pytest.approx(coefs[0], rel=1e-5)

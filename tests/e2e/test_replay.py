@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from processes import DEADLINE_S, environment, run
+from processes import CURRICULUM, DEADLINE_S, chose, environment, run
 
 from podrl.rundir import trace
 
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     twice = ("--config.trainer.max_steps=8", "--config.grpo.num_iterations=2")
-    return run(tmp_path_factory.mktemp("recorded") / "run", *twice).workdir
+    done = run(tmp_path_factory.mktemp("recorded") / "run", *twice, *CURRICULUM)
+    assert chose(done.records())
+    return done.workdir
 
 
 def replayed(recorded, cwd, *args):
