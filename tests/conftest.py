@@ -23,13 +23,40 @@ def quick_compilation():
     that follow in this process, where it differs in the last bits from what they compile themselves. A precision that
     CPU devices have anyway is in the cache's keys, and keeps the two apart.
     """
+    _optimised(False)
+    yield
+    _optimised(True)
+
+
+# Folders whose default tests compile much and run little. Their session fixtures compile, too, before any fixture of a
+# module could ask for it. Slow tests compile as runs do.
+QUICK = ("cluster", "models", "rollout", "transfer")
+
+
+def _quick(item):
+    if item is None or item.path.parent.name not in QUICK:
+        return False
+    return not any(item.get_closest_marker(mark) for mark in ("slow", "parity", "e2e"))
+
+
+def _optimised(yes):
+    """Sets whether XLA optimises; the precision, which CPU devices have anyway, keeps both apart in jax's caches."""
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_default_matmul_precision", "float32")
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_default_matmul_precision", None)
+    jax.config.update("jax_disable_most_optimizations", not yes)
+    jax.config.update("jax_default_matmul_precision", None if yes else "float32")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if _quick(item):
+        _optimised(False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    if _quick(item) and not _quick(nextitem):
+        _optimised(True)
 
 
 @pytest.fixture(scope="session")
