@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_hosts import measure
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
@@ -248,3 +249,12 @@ def test_a_checkpoint_of_before_there_were_checksums_is_read_and_said_to_be_unch
     restored = checkpoints.restore_latest(_abstract(_state(0)), lambda host, arrays: host["data_state"])
     assert restored is not None and restored.content == "s1" and "without checksums" in caplog.text
     checkpoints.close()
+
+
+@pytest.mark.slow
+def test_each_host_saves_its_own_part_and_other_hosts_with_another_mesh_restore_it():
+    found = measure(2, rows=1024)
+    whole = 2 * 1024 * 32768
+    assert [(f["hosts"], f["what"]) for f in found] == [(4, "save")] * 4 + [(4, "restore")] * 4 + [(2, "restore")] * 2
+    # Their sums are compared when they are restored, whatever the mesh.
+    assert all(f["share"] == whole / f["hosts"] for f in found)
