@@ -79,17 +79,31 @@ def test_a_table_keeps_rates_streaks_and_the_last_visit_and_goes_back():
     np.testing.assert_array_equal(rows(table), first)
 
 
+def test_looking_at_newer_or_older_results_changes_no_draw(tokenizer, files):
+    settings = {"rows": 3, "lag": 2, "retire_after": 2, "postpone_after": 1, "postpone_steps": 5, "hard_share": 0.25}
+    expected = Training(stream(tokenizer, files, **settings), 2).run(30)
+    looked = Training(stream(tokenizer, files, **settings), 2)
+    for step in range(30):
+        looked.run(1)
+        known = looked.stream.curriculum
+        first, sizes = known.memory(), known.sizes()
+        assert sum(sizes.values()) == 30 and known.sizes() == sizes
+        for name, array in known.memory().items():
+            np.testing.assert_array_equal(array, first[name], f"{name} at {step}")
+    assert looked.history == expected
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_batches_of_a_large_pool_are_those_of_all_its_records_in_order(tokenizer, tmp_path, share):
     """A draw sorts the few oldest records of a pool only, and the others where those few are not enough."""
     rows = [{"question": f"{'long ' * 20 if i % 3 else ''}{i}?", "answer": "1", "id": i} for i in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = stream(tokenizer, tmp_path, rows=4, lag=2, limit=40, hard_share=share)
-    last = np.random.default_rng(0).integers(0, 9, 300)  # many of the same step
+    last = np.random.default_rng(0).integers(0, 90, 300)  # several of the same step
     known = {name: np.zeros(0, np.int64) for name in ("newer_step", "newer_ids", "newer_rate")}
     none = np.zeros(300, np.int32)
     table = {"ids": np.arange(300), "rate": none.astype(np.float32), "solved": none, "failed": none, "last": last}
-    made.curriculum.recall({**table, **known, "range": np.array([9, 9])})
+    made.curriculum.recall({**table, **known, "range": np.array([90, 90])})
     drawn = [i for _ in range(5) for i in next(made).fields["id"]]
     oldest = [i for i in np.argsort(last, kind="stable").tolist() if i % 3 == 0]
     ranks = [oldest.index(i) for i in drawn]
