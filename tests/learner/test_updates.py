@@ -318,7 +318,7 @@ def entropies(cluster, rollouts):
 
 def test_a_resumed_run_compiles_what_traces_in_its_first_step(bench, capsys):
     algorithm, experience = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, say=print), bench.experience
-    tracing = SimpleNamespace(wants=lambda step: step == 10, ever=True, share=0.25, note=lambda *of: None)
+    tracing = SimpleNamespace(wants=lambda step: step == 10, ever=True, share=0.25, weighs=False, note=lambda *of: None)
     spans = Spans()
     traced = Traced(algorithm, SimpleNamespace(tracing=tracing, spans=spans), G, ["fn"])
     compiled = {}
@@ -337,7 +337,7 @@ def test_the_trace_is_told_of_every_token(name, bench):
     config, experience = parsed(name, {}), bench.experience
     algorithm = (PPO if name == "ppo" else GRPO)(bench.cluster, config.algo, samples=B, say=lambda text: None)
     kept = {}
-    tracing = SimpleNamespace(wants=lambda step: step == 8, ever=True, share=0.5, note=kept.__setitem__)
+    tracing = SimpleNamespace(wants=lambda step: step == 8, ever=True, share=0.5, weighs=False, note=kept.__setitem__)
     traced = Traced(algorithm, SimpleNamespace(tracing=tracing, spans=Spans()), G, ["fn"])
     scores = traced.score(7, experience)
     advantages, _ = traced.advantages(experience, scores, traced.rewards(experience, scores)[0])
