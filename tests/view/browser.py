@@ -99,7 +99,7 @@ class Browser:
 
     def key(self, name):
         """Presses a key."""
-        codes = {"Tab": 9, "Enter": 13, "ArrowRight": 39, "ArrowLeft": 37, "End": 35}
+        codes = {"Tab": 9, "Enter": 13, "ArrowRight": 39, "ArrowLeft": 37, "End": 35, "+": 187, "-": 189, "0": 48}
         more = {"key": name, "code": name, "windowsVirtualKeyCode": codes[name]}
         text = {"text": "\r"} if name == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **more, **text)

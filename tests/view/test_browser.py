@@ -193,6 +193,22 @@ def test_numbers_of_a_token_are_told_by_keyboard_and_pointer(address, page):
     assert "the trainer scored group 0" in page.ask("document.querySelector('.bar').innerText")
 
 
+def test_a_chart_is_zoomed_by_keyboard(address, page):
+    page.open(f"{address}/curves?run={WHOLE}")
+    label = "document.querySelector('.plot').ariaLabel"
+    page.until(f"({label} || '').includes('steps 1 to 12')")
+    page.ask("document.querySelector('.plot').focus()")
+    for key, steps in (
+        ("+", "3.75 to 9.25"),
+        ("ArrowRight", "4.85 to 10.35"),
+        ("-", "1 to 12"),
+        ("+", "3.75"),
+        ("0", "1 to 12"),
+    ):
+        page.key(key)
+        page.until(f"{label}.includes('steps {steps}')", 5)
+
+
 def test_an_hour_of_the_timeline_is_a_button(address, page):
     page.open(f"{address}/timeline?run={WHOLE}")
     page.ask("[...document.querySelectorAll('button')].find((each) => each.innerText === '1 hour').click()")

@@ -13,7 +13,7 @@ podrl.views.curves = async (main, params, current) => {
   const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smooth, oninput: () => { smooth = Number(slider.value); keep(); for (const each of charts) each.set(); } });
   const csv = el("button", { type: "button", onclick: download }, "CSV");
   fill(main, el("div", { className: "bar" }, el("label", {}, "metric ", find), el("label", {}, "smoothing ", slider), csv,
-    el("span", { className: "quiet" }, "drag to zoom, double-click to see all; dots: held-out records, sampled (filled) and greedy (hollow), with 95 % intervals")), list);
+    el("span", { className: "quiet" }, "drag, or + and - in a chart, to zoom, double-click or 0 to see all; dots: held-out records, sampled (filled) and greedy (hollow), with 95 % intervals")), list);
 
   const keep = () => history.replaceState(null, "", podrl.address("curves", { find: filter, smooth: smooth === 0.6 ? "" : smooth }));
   const chosen = () => {
@@ -104,7 +104,7 @@ podrl.views.curves = async (main, params, current) => {
     const tools = el("span", { className: "tools" },
       el("button", { type: "button", title: `save ${name} as a picture`, onclick: () => picture(plot, name) }, "PNG"));
     box.append(el("figcaption", {}, el("b", {}, name), newest, tools));
-    const hold = el("div", { className: "plot" });
+    const hold = el("div", { className: "plot", tabIndex: 0, role: "group", onkeydown: (event) => keyed(event, plot) });
     box.append(hold);
     const options = { width: Math.max(hold.clientWidth, 280), height: 222, series, legend: { show: false }, cursor: { sync: { key: "steps" }, points: { size: 6 } },
       scales: { x: { time: false }, y: { range: reach } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => number(tick)) }], hooks: { draw: [bars] } };
@@ -117,9 +117,26 @@ podrl.views.curves = async (main, params, current) => {
       at.series.forEach((each, s) => { const value = at.data[s][i]; if (s && !each.label.startsWith("raw") && value !== null && value !== undefined) parts.push(`${each.label} ${number(value)}`); });
       readout.textContent = parts.join("   ");
     }];
+    options.hooks.setScale = [(at, key) => {
+      const { min, max } = at.scales.x;
+      if (key === "x") hold.ariaLabel = `${name}${min === null ? "" : `, steps ${number(min)} to ${number(max)}`}: + and - zoom, arrows move, 0 shows all`;
+    }];
     return { box, make: () => { options.width = hold.clientWidth; plot = new uPlot(options, data, hold); box.append(readout); },
       set: () => { data = gather(); tell(); if (series.length !== plot.series.length) draw(); else plot.setData(data, plot.scales.x.min === null || wide(plot)); },
       size: () => plot.setSize({ width: hold.clientWidth, height: 222 }), destroy: () => plot && plot.destroy() };
+  }
+
+  // What a drag does by pointer: half as many steps around the middle, twice as many, a fifth of them further, all.
+  function keyed(event, plot) {
+    const x = plot.data[0], { min, max } = plot.scales.x, span = max - min;
+    if (event.ctrlKey || event.metaKey || event.altKey || x.length < 2 || min === null) return;
+    const first = x[0], last = x[x.length - 1];
+    const [from, to] = { "+": [min + span / 4, max - span / 4], "=": [min + span / 4, max - span / 4], "-": [min - span / 2, max + span / 2],
+      ArrowLeft: [min - span / 5, max - span / 5], ArrowRight: [min + span / 5, max + span / 5], 0: [first, last] }[event.key] || [];
+    if (from === undefined) return;
+    event.preventDefault();
+    const size = Math.min(to - from, last - first), low = Math.min(Math.max(from, first), last - size);
+    if (size > 0) plot.setScale("x", { min: low, max: low + size });
   }
 
   const wide = (plot) => { const x = plot.data[0]; return !x.length || (plot.scales.x.min <= x[0] && plot.scales.x.max >= x[x.length - 1]); };
