@@ -151,23 +151,19 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
     cluster = bench.cluster
     cluster.state, cluster.critic = jax.device_put(bench.start, bench._placed), None
     made = (PPO if name == "ppo" else GRPO)(cluster, described.algo, samples=B, say=print)
-    weighed, update, found = [], made.update, []
-    made.update = lambda step, batches: update(step, batches, weighed)
-    advantages, pack = [], made.pack
-    made.pack = lambda step, experience, scores, given: (
-        advantages.append(given) or pack(step, experience, scores, given)
-    )
-    for step in range(2):
-        weighed.clear()
-        record = fetched_means(learn(made, step, bench.experience))
-        assert record == plain[step]
-        found.append(made.weights(step, bench.experience, weighed))
+    kept = {}
+    tracing = SimpleNamespace(wants=lambda step: True, share=0.5, weighs=True, note=kept.__setitem__)
+    traced = Traced(made, SimpleNamespace(tracing=tracing, spans=Spans()), G, ["fn"])
+    assert [fetched_means(learn(traced, step, bench.experience)) for step in range(2)] == plain
     for a, b in zip(jax.tree.leaves(actor), jax.tree.leaves(jax.device_get(cluster.state.params)), strict=True):
         np.testing.assert_array_equal(a, b)
-    advantage_BT = (advantages[0][0] if name == "ppo" else advantages[0]) * bench.experience.rollouts.mask_BT
-    clipped_BT = found[0]["clipped"] > 0
-    assert clipped_BT.any() and (found[0]["clipped"][clipped_BT] == 0.5).all()
-    np.testing.assert_allclose(found[0]["weight"][clipped_BT], advantage_BT[clipped_BT] / 2, rtol=1e-4)
+    assert list(kept) == [1, 2]
+    weight_BT, share_BT = kept[1].columns["weight"], kept[1].columns["clipped"]
+    advantage_BT = kept[1].columns["advantage"] * bench.experience.rollouts.mask_BT
+    clipped_BT = share_BT > 0
+    assert clipped_BT.any() and (share_BT[clipped_BT] == 0.5).all()
+    np.testing.assert_allclose(weight_BT[clipped_BT], advantage_BT[clipped_BT] / 2, rtol=1e-4)
+    assert (weight_BT * np.sign(advantage_BT) >= np.abs(advantage_BT) / 2 - 1e-6).all(), "A (1 + r) / 2 where it is not"
 
 
 def rarely(names, often):
