@@ -1,7 +1,8 @@
 """The plan command: compiles a job with the TPU compiler on a CPU machine, to see whether it fits and how fast it runs.
 
     python -m podrl.plan --config=grpo_gemma.py:gemma2_2b_v5e16 --trainer=v5e:2x4 --rollout=v5e:2x4
-        [--search] [--quick] [--json] [--completion=TOKENS] [--price=DOLLARS] [--config.group.key=value ...]
+        [--search] [--quick] [--json] [--completion=TOKENS] [--lengths=PATH] [--price=DOLLARS]
+        [--config.group.key=value ...]
 
 Topologies: v4:2x2x1, v5e:2x4, v5p:2x2x4, v6e:16x16, tpu7x:2x2x1 and their like; v5e:2x4*2 is two slices. No weights are
 needed: where model.path is empty, model.size names a published size. Exit codes: 0 everything fits, 1 it does not, or a
@@ -32,6 +33,7 @@ _QUICK = flags.DEFINE_bool("quick", False, "Compile with least effort: a sixth o
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 _COMPLETION = flags.DEFINE_integer("completion", None, "Planned tokens of a completion; the longest when left out.")
 _PRICE = flags.DEFINE_float("price", 0.0, "Dollars per chip and hour; the plan then says what the job costs.")
+_LENGTHS = flags.DEFINE_string("lengths", "", "A run with a trace, or a file of a completion's tokens per line.")
 _FACTOR = flags.DEFINE_float("factor", 2.5, "A step takes so many times its roofline: for the hours of the job.")
 
 
@@ -50,6 +52,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     from podrl.plan.compile import measure
     from podrl.plan.predict import cost, predict
     from podrl.plan.report import Report
+    from podrl.plan.simulate import outlook, read_lengths
 
     say = say or (lambda line: None)
     if KINDS[section_of(values.get("algorithm", "grpo"))].given:
@@ -57,6 +60,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
             f"podrl.plan plans reinforcement learning: give a configuration of another algorithm than "
             f"{values['algorithm']}."
         )
+    lengths = read_lengths(_LENGTHS.value) if _LENGTHS.value else None
     trainer, rollout = _topologies(_TRAINER.value or "", _ROLLOUT.value or "")
     job = parse(with_prompt_length(values))
     for name, model, shared in (("critic", job.roles.critic, "trainer"), ("reward", job.roles.reward, "rollout")):
@@ -99,8 +103,13 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
             raise ValueError(f"--{name}={value:g} must be a number of at least {least:g}.")
     sides = (trainer,) if job.roles.colocated else (trainer, rollout)
     chips_of = sum(math.prod(side.shape) * side.slices for side in sides)
-    costs = cost(prediction, steps=job.max_steps, chips=chips_of, factor=_FACTOR.value, price=_PRICE.value)
-    return Report(setting, measured, move, prediction, knobs, searched, chosen, costs, _FACTOR.value)
+    rates = {"factor": _FACTOR.value, "price": _PRICE.value}
+    costs = cost(prediction, steps=job.max_steps, chips=chips_of, **rates)
+    ahead = None
+    if lengths is not None and not job.roles.colocated and all(m.fits for m in measured):
+        ahead = outlook(lengths, measured, setting, move_s=move.seconds)
+        costs = cost(ahead.planned, steps=job.max_steps, chips=chips_of, **rates)
+    return Report(setting, measured, move, prediction, knobs, searched, chosen, costs, _FACTOR.value, ahead)
 
 
 def _topologies(trainer: str, rollout: str) -> tuple[chips.Topology, chips.Topology]:

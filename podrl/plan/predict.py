@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 from podrl.plan.compile import Measured
 from podrl.plan.programs import ROLLOUT, TRAINER
@@ -42,7 +43,14 @@ class Cost:
     dollars: float
 
 
-def cost(step: Prediction, *, steps: int, chips: int, factor: float, price: float) -> Cost:
+class Step(Protocol):
+    """A training step of so many seconds."""
+
+    @property
+    def step_s(self) -> float: ...
+
+
+def cost(step: Step, *, steps: int, chips: int, factor: float, price: float) -> Cost:
     """Multiplies a step at its roofline by the steps, by `factor`, and by `price` per chip and hour."""
     hours = step.step_s * steps * factor / 3600
     return Cost(hours, hours * chips, hours * chips * price)

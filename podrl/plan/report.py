@@ -13,6 +13,7 @@ from podrl.models.sizes import parameter_count
 from podrl.plan.compile import Measured
 from podrl.plan.predict import Cost, Prediction
 from podrl.plan.programs import TRAINER, Move, Setting
+from podrl.plan.simulate import Outlook
 from podrl.plan.variants import Trial, shortfall
 from podrl.rundir.console import print_table
 
@@ -31,6 +32,7 @@ class Report:
       chosen: keys a search settled on.
       cost: of all steps.
       factor: how many times its roofline a step is taken to last there.
+      outlook: the job with given lengths of samples, where they were given.
     """
 
     setting: Setting
@@ -42,6 +44,7 @@ class Report:
     chosen: Sequence[str]
     cost: Cost | None = None
     factor: float = 1.0
+    outlook: Outlook | None = None
 
     @property
     def fits(self) -> bool:
@@ -58,6 +61,7 @@ def as_mapping(report: Report) -> dict[str, Any]:
         "parameters": parameter_count(setting.model),
         "batch": {**dataclasses.asdict(shape), "longest": setting.longest, "completion": setting.completion},
         "fits": report.fits,
+        "outlook": None if report.outlook is None else dataclasses.asdict(report.outlook),
         "weights": {**dataclasses.asdict(copies := setting.copies()), "split_fits": _split_fits(report, copies)},
         "programs": [
             {
@@ -150,6 +154,8 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
     ]
     print_table(console, "A step, every program at its roofline", ["side", "seconds", "idle"], rows)
     console.print(f"Who waits: {p.waits}.")
+    if report.outlook is not None:
+        console.print(_outlook_line(report.outlook))
     if report.cost is not None:
         console.print(_cost_line(report.cost, report.setting.job.max_steps, report.factor))
     if report.chosen:
@@ -168,6 +174,18 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
             keys = " ".join(f"--config.{key}" for key in trial.keys)
             console.print(f"  {keys}: {trial.peak / GIB:.2f} GiB, {verdict}")
     console.print("Everything fits." if report.fits else "It does not fit.")
+
+
+def _outlook_line(o: Outlook) -> str:
+    """Says what a step is with the lengths that were given, and which split of the chips balances it."""
+    own, best = o.best
+    return (
+        f"Predicted for {o.lengths:,} given lengths (mean {o.mean:.0f}, longest {o.longest}): a step of "
+        f"{o.planned.step_s:.4g} s, the trainer idle {o.planned.trainer_idle:.0%} of it, the rollout "
+        f"{o.planned.rollout_idle:.0%}, its lanes busy {o.planned.lanes_busy:.0%} of their decode steps. Of the same "
+        f"{sum(o.chips):,} chips, {own:,} for the trainer would make it {best.step_s:.4g} s, idle "
+        f"{best.trainer_idle:.0%} and {best.rollout_idle:.0%}. The cost is that of the step as planned."
+    )
 
 
 def _cost_line(cost: Cost, steps: int, factor: float) -> str:

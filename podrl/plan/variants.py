@@ -280,7 +280,8 @@ def _total(side: str, variant: Variant) -> Trial:
     if (least := _least_bytes(side, variant.setting)) > chip.hbm:
         return Trial(variant.keys, "counted, not compiled", False, least, least - chip.hbm, 0.0, at_least=True)
     measured: list[Measured] = []
-    programs = [program for program in programs_of(side, variant.setting) if program.runs]
+    rare = ("spill", "restore")  # run where the pool is short
+    programs = [program for program in programs_of(side, variant.setting) if program.runs or program.name in rare]
     if side == ROLLOUT:
         programs += [program for program in weight_move(variant.setting).programs if program.side == ROLLOUT]
     for program in programs:

@@ -1,0 +1,214 @@
+"""Simulates trainer and rollout step by step, with given lengths of samples: who waits for whom, and for how long."""
+
+import dataclasses
+import heapq
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from podrl.plan.compile import Measured
+from podrl.plan.programs import ROLLOUT, TRAINER, Setting
+from podrl.rollout.config import RolloutConfig
+from podrl.rollout.sizes import engine_shape
+from podrl.rollout.windows import Quantum
+from podrl.rundir.trace import read_step, traced_steps
+
+STEPS, WARM = 40, 8  # training steps, and the first that do not count
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """Seconds of the parts of a step, measured or predicted.
+
+    Attributes:
+      decode_s: of a decode step of all lanes.
+      begin_s: of what a batch takes on the rollout beside that: prefill, rewards.
+      update_s: of log-probabilities and updates of a batch.
+      move_s: of a weight move, in which neither side works.
+    """
+
+    decode_s: float
+    begin_s: float
+    update_s: float
+    move_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """Means of a simulated training step.
+
+    Attributes:
+      step_s: seconds of the step.
+      trainer_idle, rollout_idle: share of it in which a side has no work of its own; moves are work.
+      lanes_busy: share of the lanes' decode steps that draw a token.
+    """
+
+    step_s: float
+    trainer_idle: float
+    rollout_idle: float
+    lanes_busy: float
+
+
+def read_lengths(path: str) -> Int[np.ndarray, " N"]:
+    """Reads sampled tokens of samples: of a run directory with a trace, or of a file with a number per line.
+
+    Raises:
+      ValueError: no lengths are there, or one is no positive number.
+    """
+    place = pathlib.Path(path)
+    if place.is_dir():
+        found: list[int] = []
+        for step in traced_steps(place):
+            traced = read_step(place, step)
+            ends = np.cumsum(traced.samples["length"])
+            sampled = np.concatenate([[0], np.cumsum(traced.tokens["mask"] > 0)])
+            found += (sampled[ends] - sampled[ends - traced.samples["length"]]).tolist()
+    else:
+        try:
+            found = [int(json.loads(line)) for line in place.read_text().split("\n") if line.strip()]
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"--lengths={path} is no run directory and no file of numbers: {error}.") from None
+    if not found or min(found) < 0:
+        raise ValueError(
+            f"--lengths={path} has {len(found)} lengths, the least {min(found, default=0)}: give a run directory with "
+            "a trace (log.trace), or a file with the tokens of a completion on each line."
+        )
+    return np.asarray([n for n in found if n], np.int64)
+
+
+def simulate(
+    lengths_N: Int[np.ndarray, " N"],
+    speeds: Speeds,
+    *,
+    rollout: RolloutConfig,
+    samples: int,
+    lanes: int,
+    staleness: int,
+) -> Simulated:
+    """Plays training steps whose samples have lengths drawn from `lengths_N`.
+
+    A free lane takes the next sample at once, those of the batch that trains next first. With a
+    staleness of 0 the sides take turns; with 1 a batch is drawn while the one before trains; from 2 on in windows
+    (podrl.rollout.windows): a sample draws its quantum in each, and in its last one the rest.
+    """
+    rng = np.random.default_rng(0)
+    batches = [rng.choice(lengths_N, samples).tolist() for _ in range(STEPS + staleness + 1)]
+    quantum, quanta = Quantum(rollout, windows=staleness), {}
+    left = [list(batch) for batch in batches]
+    clock = trainer = 0.0  # begin of the window, end of the newest update
+    worked, drawn, slots = {"trainer": 0.0, "rollout": 0.0}, 0, 0
+    since = 0.0
+    for window in range(STEPS):
+        due = window if staleness == 0 else window + 1
+        begun = range(0 if window == 0 else due + staleness - 1, due + staleness) if staleness else [due]
+        quanta |= {b: quantum.of(window) for b in begun}
+        ends, tokens = _window(left, range(0 if window == 0 else due, due + max(staleness, 1)), due, quanta, lanes)
+        generating = ends * speeds.decode_s + len(begun) * speeds.begin_s
+        quantum.saw(due, max(batches[due]))
+        if staleness == 0:
+            trainer = clock + generating + speeds.update_s
+            done = trainer
+        else:  # the update of this window's batch goes on beside it; the first window draws that batch as well
+            trainer = clock + speeds.update_s
+            done = max(trainer, clock + generating)
+        clock = done + speeds.move_s
+        if window + 1 == WARM:
+            worked, drawn, slots, since = {"trainer": 0.0, "rollout": 0.0}, 0, 0, clock
+        elif window >= WARM:
+            worked["trainer"] += speeds.update_s + speeds.move_s
+            worked["rollout"] += generating + speeds.move_s
+            drawn, slots = drawn + tokens, slots + ends * lanes
+    took = clock - since
+    idle = {side: max(0.0, 1.0 - seconds / took) for side, seconds in worked.items()}
+    return Simulated(took / (STEPS - WARM), idle["trainer"], idle["rollout"], drawn / max(slots, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """A planned job with given lengths, every program at its roofline; predicted, not measured.
+
+    Attributes:
+      lengths: how many were given; mean and longest: of them, at most `rollout.max_tokens_to_generate`.
+      chips: of trainer and rollout, as planned.
+      planned: a step on them.
+      best: chips of the trainer, of as many in all, with which a step is shortest; and that step.
+    """
+
+    lengths: int
+    mean: float
+    longest: int
+    chips: tuple[int, int]
+    planned: Simulated
+    best: tuple[int, Simulated]
+
+
+def outlook(
+    lengths_N: Int[np.ndarray, " N"], measured: Sequence[Measured], setting: Setting, *, move_s: float
+) -> Outlook:
+    """Simulates a planned job whose trainer and rollout have chips of their own.
+
+    Args:
+      lengths_N: tokens of completions, as of a run that was.
+      measured: its programs.
+      move_s: seconds of the weight move.
+    """
+    job, mesh = setting.job, setting.rollout_mesh()
+    shape = engine_shape(job.rollout, shards := mesh.shape["data"] * mesh.shape["fsdp"])
+    seconds = {side: sum(m.runs * m.seconds for m in measured if m.side == side) for side in (TRAINER, ROLLOUT)}
+    (generate,) = (m for m in measured if m.name == "generate")
+    rest = seconds[ROLLOUT] - generate.runs * generate.seconds
+    speeds = Speeds(generate.seconds / shape.steps, rest, seconds[TRAINER], move_s)
+    lengths_N = np.minimum(lengths_N, job.rollout.max_tokens_to_generate)
+    chips = setting.trainer_mesh().size, mesh.size
+    how = {"rollout": job.rollout, "samples": job.samples_per_step, "staleness": job.algo.max_staleness}
+    lanes = min(shape.lanes * shards, job.samples_per_step)
+    planned = simulate(lengths_N, speeds, lanes=lanes, **how)
+    best = balance(lengths_N, speeds, lanes=lanes, chips=chips, **how)[0]
+    return Outlook(len(lengths_N), float(lengths_N.mean()), int(lengths_N.max()), chips, planned, best)
+
+
+def _window(left: list[list[int]], batches: range, due: int, quanta: dict[int, int], lanes: int) -> tuple[int, int]:
+    """Draws a window of some batches, oldest first: (decode steps, tokens); `left` is what remains to be drawn."""
+    free, end, tokens = [0] * lanes, 0, 0
+    for b in batches:
+        parts = left[b] if b <= due else [min(n, quanta[b]) for n in left[b]]
+        for part in filter(None, parts):
+            done = heapq.heappop(free) + part
+            heapq.heappush(free, done)
+            end, tokens = max(end, done), tokens + part
+        left[b] = [n - part for n, part in zip(left[b], parts, strict=True)]
+    return end, tokens
+
+
+def balance(
+    lengths_N: Int[np.ndarray, " N"],
+    speeds: Speeds,
+    *,
+    rollout: RolloutConfig,
+    samples: int,
+    lanes: int,
+    staleness: int,
+    chips: tuple[int, int],
+    shares: Sequence[float] = tuple(n / 16 for n in range(1, 16)),
+) -> list[tuple[int, Simulated]]:
+    """Simulates other splits of the same chips: (trainer's chips, the step), fastest first.
+
+    Updates take time in inverse proportion to the trainer's chips; lanes are as many per chip of the rollout as given.
+    """
+    trainer, rest = chips
+    found = []
+    for share in shares:
+        own = max(1, round(share * (trainer + rest)))
+        if own >= trainer + rest:
+            continue
+        other = trainer + rest - own
+        changed = dataclasses.replace(
+            speeds, update_s=speeds.update_s * trainer / own, begin_s=speeds.begin_s * rest / other
+        )
+        held = max(1, round(lanes * other / rest))
+        step = simulate(lengths_N, changed, rollout=rollout, samples=samples, lanes=held, staleness=staleness)
+        found.append((own, step))
+    return sorted(found, key=lambda pair: pair[1].step_s)

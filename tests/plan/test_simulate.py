@@ -1,0 +1,60 @@
+"""Simulated training steps: worked by hand, and their balance."""
+
+import json
+
+import numpy as np
+import pytest
+
+from podrl.plan.simulate import Speeds, balance, read_lengths, simulate
+from podrl.rollout.config import RolloutConfig
+
+ROLLOUT = RolloutConfig(max_tokens_to_generate=1024, steps_per_dispatch=8, kv_cache_size=2048)
+SAME = np.array([100])
+
+
+def _step(lengths_N, *, staleness, lanes=8, **seconds):
+    speeds = Speeds(**{"decode_s": 0.01, "begin_s": 0.0, "update_s": 1.0, "move_s": 0.0} | seconds)
+    return simulate(lengths_N, speeds, rollout=ROLLOUT, samples=16, lanes=lanes, staleness=staleness)
+
+
+def test_sides_that_take_turns_wait_for_each_other():
+    # 16 samples of 100 tokens on 8 lanes: 200 decode steps, 2 s; 1 s of update, 1 s of move.
+    found = _step(SAME, staleness=0, move_s=1.0)
+    assert found.step_s == pytest.approx(4.0) and found.lanes_busy == 1.0
+    assert (found.trainer_idle, found.rollout_idle) == pytest.approx((0.5, 0.25))
+
+
+def test_with_staleness_the_slower_side_never_waits():
+    found = _step(SAME, staleness=1, begin_s=0.5)
+    assert found.step_s == pytest.approx(2.5)
+    assert (found.trainer_idle, found.rollout_idle) == pytest.approx((0.6, 0.0))
+    slow = _step(SAME, staleness=1, update_s=10.0)
+    assert (slow.step_s, slow.trainer_idle) == pytest.approx((10.0, 0.0)) and slow.rollout_idle == pytest.approx(0.8)
+
+
+def test_a_tail_leaves_lanes_idle_and_windows_cut_it():
+    lengths_N = np.clip(np.random.default_rng(0).lognormal(5.0, 0.9, 2048).astype(int), 1, 1024)
+    one, two, three = (_step(lengths_N, staleness=S, lanes=8, update_s=0.0) for S in (1, 2, 3))
+    assert one.lanes_busy < two.lanes_busy <= 1.0 and one.step_s > two.step_s > 0.0
+    # No window is shorter than the tokens that it has to draw.
+    least = 0.01 * 16 * lengths_N.mean() / 8
+    assert all(found.step_s > 0.8 * least for found in (one, two, three))
+
+
+def test_the_best_split_gives_the_slower_side_more_chips():
+    speeds = Speeds(decode_s=0.01, begin_s=0.0, update_s=8.0, move_s=0.0)
+    splits = balance(SAME, speeds, rollout=ROLLOUT, samples=64, lanes=64, staleness=1, chips=(8, 8))
+    own, best = splits[0]
+    assert own > 8 and best.step_s < 8.0, "64 lanes draw 100 tokens in 1 s, the update takes 8"
+    assert best.step_s == min(step.step_s for _, step in splits)
+
+
+def test_lengths_are_read_from_numbers_and_nothing_else(tmp_path):
+    file = tmp_path / "lengths"
+    file.write_text("\n".join(map(json.dumps, [3, 0, 12])) + "\n")
+    assert read_lengths(str(file)).tolist() == [3, 12]
+    file.write_text("many\n")
+    with pytest.raises(ValueError, match="no file of numbers"):
+        read_lengths(str(file))
+    with pytest.raises(ValueError, match="has 0 lengths"):
+        read_lengths(str(tmp_path))
