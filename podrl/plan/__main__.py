@@ -24,6 +24,9 @@ from podrl.plan import chips
 from podrl.runtime import signals
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from podrl.job.config import Job
     from podrl.plan.report import Report
 
 _TRAINER = flags.DEFINE_string("trainer", None, "Topology of the trainer, such as v5e:2x4.")
@@ -52,7 +55,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     from podrl.plan.compile import measure
     from podrl.plan.predict import cost, predict
     from podrl.plan.report import Report
-    from podrl.plan.simulate import outlook, read_lengths
+    from podrl.plan.simulate import outlook
 
     say = say or (lambda line: None)
     if KINDS[section_of(values.get("algorithm", "grpo"))].given:
@@ -60,7 +63,6 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
             f"podrl.plan plans reinforcement learning: give a configuration of another algorithm than "
             f"{values['algorithm']}."
         )
-    lengths = read_lengths(_LENGTHS.value) if _LENGTHS.value else None
     trainer, rollout = _topologies(_TRAINER.value or "", _ROLLOUT.value or "")
     job = parse(with_prompt_length(values))
     for name, model, shared in (("critic", job.roles.critic, "trainer"), ("reward", job.roles.reward, "rollout")):
@@ -75,6 +77,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
             f"--completion={completion} must be positive and at most rollout.max_tokens_to_generate="
             f"{job.rollout.max_tokens_to_generate}."
         )
+    lengths = _lengths(job)
     setting = programs.Setting(job, trainer, rollout, completion)
     searched, chosen = [], []
     if _SEARCH.value:
@@ -103,13 +106,19 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
             raise ValueError(f"--{name}={value:g} must be a number of at least {least:g}.")
     sides = (trainer,) if job.roles.colocated else (trainer, rollout)
     chips_of = sum(math.prod(side.shape) * side.slices for side in sides)
-    rates = {"factor": _FACTOR.value, "price": _PRICE.value}
-    costs = cost(prediction, steps=job.max_steps, chips=chips_of, **rates)
-    ahead = None
-    if lengths is not None and not job.roles.colocated and all(m.fits for m in measured):
-        ahead = outlook(lengths, measured, setting, move_s=move.seconds)
-        costs = cost(ahead.planned, steps=job.max_steps, chips=chips_of, **rates)
+    ahead = None if lengths is None or knobs else outlook(lengths, measured, setting, move_s=move.seconds)
+    step = ahead.planned if ahead else prediction
+    costs = cost(step, steps=job.max_steps, chips=chips_of, factor=_FACTOR.value, price=_PRICE.value)
     return Report(setting, measured, move, prediction, knobs, searched, chosen, costs, _FACTOR.value, ahead)
+
+
+def _lengths(job: "Job") -> "np.ndarray | None":
+    """Reads --lengths; None where it is left out."""
+    from podrl.plan.simulate import read_lengths
+
+    if _LENGTHS.value and job.roles.colocated:
+        raise ValueError("--lengths asks who waits for whom; with roles.colocated=True the sides take turns: drop one.")
+    return read_lengths(_LENGTHS.value) if _LENGTHS.value else None
 
 
 def _topologies(trainer: str, rollout: str) -> tuple[chips.Topology, chips.Topology]:
