@@ -67,9 +67,10 @@ class Engine:
         self.generate = self._program(self._generate, flat_args=1, out=self._emitted_specs())
         self.bulk_insert = self._program(self._insert, flat_args=1, weights=False)
         self._write = self._program(self._write_pages, flat_args=1, blocks=2, weights=False)
+        blocks = self._shown(self._pool_spec())
         self._read = jax.jit(
             self._mapped(self._read_pages, self._read_specs()),
-            out_shardings=NamedSharding(mesh, Spec()) if several_hosts else None,
+            out_shardings=(blocks, blocks) if several_hosts else None,
         )
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
@@ -154,8 +155,10 @@ class Engine:
         return {**tree, "layers": [layers] * self.model.num_layers if self.unrolled else layers}
 
     def _shown(self, spec: Spec) -> NamedSharding:
-        """Returns the sharding of a result that hosts read: whole on every device where there are several hosts."""
-        return NamedSharding(self.mesh, Spec() if self.several_hosts else spec)
+        """Returns the sharding of a result that hosts read: where a copy of the weights lies on several, all of it."""
+        if self.several_hosts:  # which have their rows of data to themselves
+            spec = Spec(*("data" if "data" in ((e,) if isinstance(e, str) else e or ()) else None for e in spec))
+        return NamedSharding(self.mesh, spec)
 
     def put_rows(self, rows: np.ndarray) -> Array:
         """Copies a host array onto the mesh, its first axis over the data-parallel shards."""
