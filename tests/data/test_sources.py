@@ -5,10 +5,12 @@ import json
 import sys
 import tracemalloc
 
+import numpy as np
 import pytest
 from array_record.python import array_record_module
 
 from podrl.data import shape, sources
+from podrl.data.pipeline import DataConfig, PromptStream
 
 ROWS = [{"question": 'Two, and "two"?', "answer": "x\n#### 4"}, {"question": "é?", "answer": "#### 1,200"}]
 ASKS = ("question", "prompt", "messages")
@@ -130,12 +132,45 @@ def test_missing_files(tmp_path):
         sources.read(str(tmp_path / "d.jsonl"))
 
 
-def test_tfds_names():
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow_datasets") is None, reason="extra [tfds] is not installed")
+def test_tfds_is_read_without_tensorflow(tmp_path, tokenizer, monkeypatch):
+    """A data set that is prepared on this disk: splits, parts of them, text as text, and the stream of its prompts."""
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    import tensorflow_datasets as tfds
+
+    class Pens(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+        RELEASE_NOTES = {"1.0.0": "first"}  # noqa: RUF012
+
+        def _info(self):
+            kinds = {"question": tfds.features.Text(), "answer": tfds.features.Text(), "id": np.int64}
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(kinds))
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples(0, 20), "test": self._generate_examples(20, 25)}
+
+        def _generate_examples(self, first, last):
+            for i in range(first, last):
+                yield i, {"question": f"Zoë has {i} pens?", "answer": str(i), "id": i}
+
+    Pens(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
+    found = {split: sources.read(f"tfds:pens/{split}", check=check) for split in ("train", "test", "train[:50%]")}
+    assert {split: len(records) for split, records in found.items()} == {"train": 20, "test": 5, "train[:50%]": 10}
+    records = everything(found["test"])
+    assert sorted(record["id"] for record in records) == list(range(20, 25))
+    assert all(record["question"] == f"Zoë has {record['id']} pens?" for record in records)
+    assert found["test"].place(2) == "tfds:pens/test record 2"
+    data = DataConfig(path="tfds:pens/train", system_prompt="", eval_fraction=0.2)
+    drawn = next(PromptStream.from_config(data, tokenizer, prompts_per_step=4, max_prompt_length=64))
+    assert drawn.fields["answer"] == [str(i) for i in drawn.fields["id"]] and "tensorflow" not in sys.modules
+
+
+def test_tfds_names(monkeypatch):
     with pytest.raises(ValueError, match="tfds:gsm8k/train"):
         sources.read("tfds:gsm8k")
-    if importlib.util.find_spec("tensorflow_datasets") is None:
-        with pytest.raises(ImportError, match=r"podrl\[tfds\]"):
-            sources.read("tfds:gsm8k/train")
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r"podrl\[tfds\]"):
+        sources.read("tfds:gsm8k/train")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
