@@ -317,7 +317,9 @@ class Run:
     def _checkpoints(self, savers: Sequence[int]) -> Checkpoints:
         config = json.loads(json.dumps(self.config, default=_name))
         directory = locate(self.place) / "checkpoints"
-        return Checkpoints(directory, keep=self.checkpoint_config.keep, processes=savers, config=config)
+        given = self.checkpoint_config
+        keeps: Any = {"keep": given.keep, "keep_every": given.keep_every, "keep_hours": given.keep_hours}
+        return Checkpoints(directory, processes=savers, config=config, **keeps)
 
 
 def _name(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import logging
 import os
 import shutil
@@ -17,7 +18,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from podrl.config import Count, Natural, section
+from podrl.config import Count, Natural, NonNegative, section
 from podrl.runtime.bits import compile_sums, tree_sums
 from podrl.runtime.record import Record
 from podrl.runtime.seal import array_digest
@@ -34,15 +35,19 @@ _WRITERS_STOP_S, _LOOK_AGAIN_S = 10.0, 0.2  # for threads that write on when the
 @section("checkpoint")
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """Settings of checkpoints: the interval of saving, and the number to keep.
+    """Settings of checkpoints: the interval of saving, and which are kept.
 
     Attributes:
       every: steps between checkpoints; the last step is always saved. 0: only the last step and on preemption.
       keep: newest checkpoints kept on disk.
+      keep_every: those of steps that are multiples of it stay, too; 0 for none.
+      keep_hours: the oldest stays, too, and the first at least so many hours after the last that did; 0 for none.
     """
 
     every: Natural = 50
     keep: Count = 2
+    keep_every: Natural = 0
+    keep_hours: NonNegative = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +85,8 @@ class Checkpoints:
         directory: str | os.PathLike,
         *,
         keep: int = 2,
+        keep_every: int = 0,
+        keep_hours: float = 0.0,
         processes: Sequence[int] = (),
         config: Mapping[str, Any] | None = None,
     ):
@@ -87,7 +94,7 @@ class Checkpoints:
 
         Args:
           directory: on a file system that every process sees, or gs://.
-          keep: newest checkpoints kept.
+          keep, keep_every, keep_hours: as in CheckpointConfig.
           processes: the processes of this jax.distributed cluster that save together (the trainers), all of which make
             this object and call its methods in the same order; () for all.
           config: the configuration of the run, JSON-able; saved with every checkpoint.
@@ -96,13 +103,14 @@ class Checkpoints:
         self.directory = absolute(directory)
         if not is_remote(self.directory):  # in a bucket there is nothing to make, and gcsfs would make the bucket
             self.directory.mkdir(parents=True, exist_ok=True)
-        self._keep = keep
+        self._keeps: Any = {"max_to_keep": keep, "keep_period": keep_every or None}
+        self._keeps["keep_time_interval"] = datetime.timedelta(hours=keep_hours) if keep_hours else None
         self.failures = 0
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep,
+            **self._keeps,
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,
             create=False,

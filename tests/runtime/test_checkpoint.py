@@ -1,6 +1,7 @@
 """Checkpoints are restored bit for bit, a damaged one is skipped, a full disk does not stop training."""
 
 import contextlib
+import json
 import resource
 import shutil
 import signal
@@ -38,8 +39,8 @@ def _equal(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def _saved(path, steps, keep=3):
-    checkpoints = Checkpoints(path, keep=keep)
+def _saved(path, steps, keep=3, **more):
+    checkpoints = Checkpoints(path, keep=keep, **more)
     for step in steps:
         assert checkpoints.save(step, _state(step), {"data_state": f"s{step}"}, {"tokens": np.arange(step)})
     assert checkpoints.wait()
@@ -90,6 +91,24 @@ def test_only_the_newest_are_kept(tmp_path):
     checkpoints = _saved(tmp_path, [1, 2, 3, 4], keep=2)
     assert checkpoints.steps() == [3, 4]
     checkpoints.close()
+
+
+def test_some_are_kept_for_good_by_step_and_by_time(tmp_path):
+    checkpoints = _saved(tmp_path / "steps", range(1, 8), keep=2, keep_every=3)
+    assert checkpoints.steps() == [3, 6, 7]
+    checkpoints.close()
+    again = Checkpoints(tmp_path / "steps", keep=1, keep_every=3)  # also where the run goes on in another process
+    assert again.save(8, _state(8), {}, {}) and again.wait() and again.steps() == [3, 6, 8]
+    again.close()
+    _saved(tmp_path / "hours", range(1, 4), keep=9).close()
+    now = time.time()
+    for step, hours in ((1, 9.0), (2, 8.5), (3, 7.9)):
+        record = tmp_path / "hours" / str(step) / "_CHECKPOINT_METADATA"
+        made = json.loads(record.read_text()) | {"commit_timestamp_nsecs": int((now - 3600 * hours) * 1e9)}
+        record.write_text(json.dumps(made))
+    timed = Checkpoints(tmp_path / "hours", keep=1, keep_hours=1.0)
+    assert timed.save(4, _state(4), {}, {}) and timed.wait() and timed.steps() == [1, 3, 4]
+    timed.close()
 
 
 def _damage(directory):
