@@ -64,7 +64,7 @@ def test_all_of_them_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ALL, str(EXAMPLES / "first_run.ipynb")],
         cwd=tmp_path,
-        env=environment(PYTHONPATH=paths, MPLBACKEND="agg", XLA_FLAGS=DEVICES, **QUICK_COMPILATION),
+        env=environment(PYTHONPATH=paths, XLA_FLAGS=DEVICES, **QUICK_COMPILATION),
         capture_output=True,
         text=True,
         timeout=500,
