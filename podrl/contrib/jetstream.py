@@ -16,6 +16,7 @@ from podrl.contrib.jetstream_types import Prefix, ResultTokens
 from podrl.data.tokenizer import Tokenizer
 from podrl.models.config import ModelConfig
 from podrl.rollout.config import RolloutConfig, Sampling
+from podrl.rollout.device import Device
 from podrl.rollout.engine import Engine
 from podrl.rollout.keys import sample_keys
 from podrl.rollout.prefill import cut_chunks, run_chunks
@@ -354,7 +355,9 @@ class JetStreamEngine:
         blocks = [*blocks, *new]
         if not new or new[-1].count == C:
             blocks.append(Page(len(blocks), start + len(given), 0))
-        return run_chunks(engine, params, state, chunks), blocks
+        device = Device(engine, state, params)
+        run_chunks(device, chunks)
+        return device.state, blocks
 
     def _first_tokens(
         self,

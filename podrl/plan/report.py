@@ -177,7 +177,7 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
 
 
 def _outlook_line(o: Outlook) -> str:
-    """Says what a step is with the lengths that were given, and which split of the chips balances it."""
+    """Describes a step with the given lengths, and the split of the chips that makes it shortest."""
     own, best = o.best
     return (
         f"Predicted for {o.lengths:,} given lengths (mean {o.mean:.0f}, longest {o.longest}): a step of "

@@ -5,6 +5,7 @@ import heapq
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -16,6 +17,7 @@ from podrl.rollout.sizes import engine_shape
 from podrl.rollout.windows import Quantum
 from podrl.rundir.trace import read_step, traced_steps
 
+_SHARES = tuple(n / 16 for n in range(1, 16))  # of the chips, tried for the trainer
 STEPS, WARM = 40, 8  # training steps, and the first that do not count
 
 
@@ -56,7 +58,7 @@ def read_lengths(path: str) -> Int[np.ndarray, " N"]:
     """Reads sampled tokens of samples: of a run directory with a trace, or of a file with a number per line.
 
     Raises:
-      ValueError: no lengths are there, or one is no positive number.
+      ValueError: no samples with tokens are there, or a length is negative or no number.
     """
     place = pathlib.Path(path)
     if place.is_dir():
@@ -71,7 +73,7 @@ def read_lengths(path: str) -> Int[np.ndarray, " N"]:
             found = [int(json.loads(line)) for line in place.read_text().split("\n") if line.strip()]
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(f"--lengths={path} is no run directory and no file of numbers: {error}.") from None
-    if not found or min(found) < 0:
+    if not any(found) or min(found) < 0:
         raise ValueError(
             f"--lengths={path} has {len(found)} lengths, the least {min(found, default=0)}: give a run directory with "
             "a trace (log.trace), or a file with the tokens of a completion on each line."
@@ -163,7 +165,7 @@ def outlook(
     speeds = Speeds(generate.seconds / shape.steps, rest, seconds[TRAINER], move_s)
     lengths_N = np.minimum(lengths_N, job.rollout.max_tokens_to_generate)
     chips = setting.trainer_mesh().size, mesh.size
-    how = {"rollout": job.rollout, "samples": job.samples_per_step, "staleness": job.algo.max_staleness}
+    how: Any = {"rollout": job.rollout, "samples": job.samples_per_step, "staleness": job.algo.max_staleness}
     lanes = min(shape.lanes * shards, job.samples_per_step)
     planned = simulate(lengths_N, speeds, lanes=lanes, **how)
     best = balance(lengths_N, speeds, lanes=lanes, chips=chips, **how)[0]
@@ -187,20 +189,17 @@ def balance(
     lengths_N: Int[np.ndarray, " N"],
     speeds: Speeds,
     *,
-    rollout: RolloutConfig,
-    samples: int,
     lanes: int,
-    staleness: int,
     chips: tuple[int, int],
-    shares: Sequence[float] = tuple(n / 16 for n in range(1, 16)),
+    **how: Any,
 ) -> list[tuple[int, Simulated]]:
-    """Simulates other splits of the same chips: (trainer's chips, the step), fastest first.
+    """Simulates other splits of the same chips: (trainer's chips, the step), fastest first; `how` as of `simulate`.
 
     Updates take time in inverse proportion to the trainer's chips; lanes are as many per chip of the rollout as given.
     """
     trainer, rest = chips
     found = []
-    for share in shares:
+    for share in _SHARES:
         own = max(1, round(share * (trainer + rest)))
         if own >= trainer + rest:
             continue
@@ -209,6 +208,6 @@ def balance(
             speeds, update_s=speeds.update_s * trainer / own, begin_s=speeds.begin_s * rest / other
         )
         held = max(1, round(lanes * other / rest))
-        step = simulate(lengths_N, changed, rollout=rollout, samples=samples, lanes=held, staleness=staleness)
+        step = simulate(lengths_N, changed, lanes=held, **how)
         found.append((own, step))
     return sorted(found, key=lambda pair: pair[1].step_s)

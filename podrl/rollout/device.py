@@ -17,7 +17,7 @@ CALLS: dict[str, Callable[..., Any]] = {}  # by name, as told
 
 
 def tell_nobody(name: str, args: Sequence[Any]) -> None:
-    """Is the Tell of a mesh of one host."""
+    """Tells nobody, as the mesh lies on one host."""
 
 
 def _told(call: Call) -> Call:

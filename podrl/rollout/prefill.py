@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
 from podrl.mesh.backlog import UNDER_WAY
-from podrl.rollout.engine import Engine
-from podrl.rollout.state import Chunk, DecodeState, EngineShape
-from podrl.types import PyTree
+from podrl.rollout.device import Device
+from podrl.rollout.state import Chunk, EngineShape
 
 
 def cut_chunks(
@@ -56,14 +54,8 @@ def packed_calls(
                 yield bucket, shape.pack_chunks(shards, bucket, batch)
 
 
-def run_chunks(engine: Engine, params: PyTree, state: DecodeState, sequences: Sequence[Sequence[Chunk]]) -> DecodeState:
-    """Prefills chunks of several sequences, each sequence's in order, in as few calls as possible.
-
-    Args:
-      params: as the engine prepared them.
-    """
-    for number, (bucket, flat_BI) in enumerate(packed_calls(engine.shape, engine.shards, sequences), 1):
-        state = engine.prefills[bucket](params, state, engine.put_rows(flat_BI))
-        if number % UNDER_WAY == 0:  # a Backlog could not wait for states that are donated on
-            jax.block_until_ready(state.token_R)
-    return state
+def run_chunks(device: Device, sequences: Sequence[Sequence[Chunk]]) -> None:
+    """Prefills chunks of several sequences, each sequence's in order, in as few calls as possible."""
+    calls = packed_calls(device.engine.shape, device.engine.shards, sequences)
+    for number, (bucket, flat_BI) in enumerate(calls, 1):
+        device.prefill(bucket, flat_BI, number % UNDER_WAY == 0)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from podrl.mesh.backlog import UNDER_WAY
 from podrl.rollout.config import Sampling
 from podrl.rollout.device import Device
-from podrl.rollout.prefill import cut_chunks, packed_calls
+from podrl.rollout.prefill import cut_chunks, run_chunks
 from podrl.rollout.records import Feed, Plan, PoolShape
 from podrl.rollout.scheduler import Scheduler
 from podrl.rollout.state import FREE, SEAT, Chunk, Emitted, LaneUpdates
@@ -404,9 +403,7 @@ class Session:
         return cut_chunks(shape, shard, row[:-1], feed.start, feed.prior, feed.targets, feed.offset)
 
     def _prefill(self, sequences: list[list[Chunk]]) -> None:
-        calls = packed_calls(self.engine.shape, self.engine.shards, sequences)
-        for number, (bucket, flat_BI) in enumerate(calls, 1):
-            self.device.prefill(bucket, flat_BI, number % UNDER_WAY == 0)
+        run_chunks(self.device, sequences)
         self.stats.prefill_tokens += sum(len(chunk.tokens) for chunks in sequences for chunk in chunks)
 
     # Results.

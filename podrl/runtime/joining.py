@@ -26,6 +26,7 @@ JOIN_S = 300.0
 HEARTBEAT_S = 600.0
 _CHANNEL_PORT_AFTER_COORDINATOR = 1
 _AGAIN_S = 0.5
+_COMPLETE = "is complete, and ends"  # said to a process that is in the place of one of its own
 
 
 def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto") -> Hosts:
@@ -212,7 +213,7 @@ def gather_replica(pod: Pod, jobs: str, deadline_s: float) -> str:
             try:
                 return str(pod.call(head, "replica", Message(seat.process), max(end - time.monotonic(), 1.0)).value)
             except ChannelError as error:
-                if "complete" not in str(error) or time.monotonic() > end:
+                if _COMPLETE not in str(error) or time.monotonic() > end:
                     raise
                 time.sleep(_AGAIN_S)
     came: set[int] = set()
@@ -231,7 +232,7 @@ def gather_replica(pod: Pod, jobs: str, deadline_s: float) -> str:
             return f"{host}:{held.getsockname()[1]}"
 
     def on_late(message: Message) -> Message:
-        raise ValueError(f"the replica of {pod.name} is complete, and ends")
+        raise ValueError(f"the replica of {pod.name} {_COMPLETE}")
 
     pod.channel.serve("replica", on_come)
     try:

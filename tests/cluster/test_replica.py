@@ -48,7 +48,7 @@ class Part:
 
 
 def run_of(stopping=lambda: False):
-    """What a follower needs of a run."""
+    """Makes a run with the parts that a follower reads."""
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     profiler = types.SimpleNamespace(wanted=None, after=lambda step: None)
     return types.SimpleNamespace(stopping=stopping, watchdog=watchdog, profiler=profiler)
@@ -141,3 +141,9 @@ def test_a_host_of_a_replica_that_never_comes_is_named(pods):
     threads.submit(joining.gather_replica, pods[2], "unix:/tmp/x/coordinator", 5.0)
     with pytest.raises(ChannelError, match=r"rollout 0 waited 1 s for rollout 0.2 \(host 3\) of its replica"):
         joining.gather_replica(pods[1], "unix:/tmp/x/coordinator", 1.0)
+
+
+def test_nobody_joins_a_job_whose_replicas_have_several_hosts():
+    refused = pytest.raises(ChannelError, match=r"where each holds a copy of the weights, and here 2 hold one together")
+    with joined(Hosts((0,), (1, 2), replica=2), disposable=True) as pods, refused:
+        pods[1].call(0, "number", Message(), 20.0)

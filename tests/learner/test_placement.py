@@ -8,8 +8,8 @@ import pytest
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.config import build
 from podrl.job import placement
-from podrl.job.placement import RolesConfig, meshes
-from podrl.mesh.build import describe_mesh, make_mesh
+from podrl.job.placement import RoleConfig, RolesConfig, meshes
+from podrl.mesh.build import check_one_host, describe_mesh, local_mesh, make_mesh, spreads_copies
 from podrl.rollout.config import RolloutConfig
 from podrl.runtime.roles import Hosts
 from podrl.trainer.config import RLTrainingConfig
@@ -113,3 +113,20 @@ def test_settings_that_cannot_be():
         RolesConfig(reward=placement.AuxiliaryConfig("data=2"), colocated=True)
     with pytest.raises(ValueError, match=r"no field config\.roles\.critic\.hosts: a critic lies on"):
         build(RolesConfig, {"critic": {"mesh": "fsdp=2", "hosts": "1"}}, "config.roles")
+
+
+def test_a_replica_over_two_hosts_is_a_row_of_the_rollout_mesh(monkeypatch):
+    hosts = pod(monkeypatch, 4, 2)
+    mesh = meshes(RolesConfig(rollout=RoleConfig("tensor=4")), hosts).rollout
+    assert spreads_copies(mesh) and local_mesh(mesh, 2).devices.tolist() == local_mesh(mesh, 3).devices.tolist()
+    with pytest.raises(ValueError, match=r"roles.reward.mesh='tensor=4' spreads one copy of the weights over 2 hosts"):
+        check_one_host(mesh, key="roles.reward.mesh")
+    own = meshes(RolesConfig(), hosts).rollout
+    assert not spreads_copies(own) and [d.process_index for d in local_mesh(own, 3).devices.flat] == [3, 3]
+    check_one_host(local_mesh(own, 3), key="roles.reward.mesh")
+
+
+def test_a_copy_that_shares_a_host_with_another_is_refused(monkeypatch):
+    pod(monkeypatch, 2, 3)
+    with pytest.raises(ValueError, match=r"fsdp x tensor = 2 devices, and process 0 has 3: one number must divide"):
+        local_mesh(make_mesh("data=3,tensor=2", jax.devices()), 0, key="roles.rollout.mesh")

@@ -49,6 +49,12 @@ def test_the_best_split_gives_the_slower_side_more_chips():
     assert best.step_s == min(step.step_s for _, step in splits)
 
 
+def test_lengths_of_nothing_are_refused(tmp_path):
+    (tmp_path / "lengths").write_text("0\n0\n")
+    with pytest.raises(ValueError, match=r"has 2 lengths, the least 0: give a run directory with a trace"):
+        read_lengths(str(tmp_path / "lengths"))
+
+
 def test_lengths_are_read_from_numbers_and_nothing_else(tmp_path):
     file = tmp_path / "lengths"
     file.write_text("\n".join(map(json.dumps, [3, 0, 12])) + "\n")

@@ -1,4 +1,4 @@
-"""What a session tells of its calls is enough for another host to make them too."""
+"""A host that makes the calls that a session tells has the session's state, bit for bit."""
 
 import jax
 import numpy as np
