@@ -227,7 +227,7 @@ class Cluster:
 class Run:
     """Stands for a run directory: nothing is written, nobody asks to stop."""
 
-    profiler, tracing = Profiler(""), None
+    profiler, traced = Profiler(""), None
 
     class watchdog:  # noqa: N801 - as of Run
         @staticmethod

@@ -190,6 +190,19 @@ def fill_rows(experience: Experience, chosen: Int[np.ndarray, " n"], message: Me
         getattr(rollouts, name)[chosen[row_X], column_X] = values_X
 
 
+def fill_prompts(experience: Experience, held: Int[np.ndarray, " n"]) -> None:
+    """Writes the prompts of samples whose rows are here into the others of their groups, in place.
+
+    Packing has the samples of a prompt share its tokens, also in rows of other hosts, which are not sent anywhere.
+    """
+    tokens_BT, length_P = experience.rollouts.tokens_BT, experience.rollouts.prompts.length_P
+    held_PG = np.isin(np.arange(len(tokens_BT)), held).reshape(len(length_P), -1)
+    tokens_PGT = tokens_BT.reshape(*held_PG.shape, -1)
+    for p in np.flatnonzero(held_PG.any(axis=1) & ~held_PG.all(axis=1)):
+        prompt = tokens_PGT[p, int(held_PG[p].argmax()), : length_P[p]]
+        tokens_PGT[p, ~held_PG[p], : length_P[p]] = prompt
+
+
 def with_texts(experience: Experience, messages: Sequence[Message]) -> Experience:
     """Adds every rollout host's texts to the batch, in their order."""
 

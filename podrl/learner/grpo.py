@@ -178,16 +178,18 @@ class GRPO:
         """Numbers of every token beside those of the samples."""
         return {"advantage": advantages, "trained": self._config.loss_mask(experience.rollouts)}
 
-    def token_scores(self, experience: Experience, share: float) -> Callable[[], Mapping[str, np.ndarray]] | None:
-        """Starts scoring the first groups, a share of all, under the present weights; None on several trainer hosts.
+    def scored(self, experience: Experience, share: float) -> np.ndarray:
+        """Lists the samples of the first groups, a share of all, that `token_scores` scores: at least one group."""
+        group_size = self._config.num_generations
+        groups = max(1, int(share * len(experience.rollouts.length_B)) // group_size)
+        return np.arange(min(groups, self.mini_batch_size // group_size) * group_size)
+
+    def token_scores(self, experience: Experience, share: float) -> Callable[[], Mapping[str, np.ndarray]]:
+        """Starts scoring the samples that `scored` lists under the present weights, on all trainer hosts together.
 
         They are packed into the shape of a mini-batch, however many they are: one program scores them.
         """
-        rollouts, group_size = experience.rollouts, self._config.num_generations
-        if self._cluster.actor_mesh.is_multi_process:
-            return None
-        groups = max(1, int(share * len(rollouts.length_B)) // group_size)
-        chosen = np.arange(min(groups, self.mini_batch_size // group_size) * group_size)
+        rollouts, chosen = experience.rollouts, self.scored(experience, share)
         placement = packing.place_samples(rollouts, chosen, self._shape)
         batch = self._cluster.actor.put(placement.batch(placement.layout(rollouts.tokens_BT[chosen])))
         scores = self._cluster.actor.token_scores(batch)
@@ -230,8 +232,11 @@ class GRPO:
             order_B = np.random.default_rng((self._cluster.seed, step, iteration)).permutation(order_B)
         return packing.mini_batches(order_B, self.mini_batch_size)
 
-    def needed(self, step: int, experience: Experience) -> np.ndarray:
-        """Lists the samples whose packed rows lie on this process's devices, in any pass of the step."""
+    def needed(self, step: int, experience: Experience, share: float = 0.0) -> np.ndarray:
+        """Lists the samples whose packed rows lie on this process's devices, in any pass of the step.
+
+        Those too that are scored for the trace, where that is of a `share` of all.
+        """
         rollouts = experience.rollouts
         needed = [
             chosen[np.isin(packing.place_samples(rollouts, chosen, shape).row_B, local_rows(shape, mesh))]
@@ -239,6 +244,11 @@ class GRPO:
             for i in range(self._config.num_iterations)
             for chosen in self.mini_batches(step, i, len(rollouts.length_B))
         ]
+        if share:
+            shape, mesh = self.layouts[0]
+            chosen = self.scored(experience, share)
+            placement = packing.place_samples(rollouts, chosen, shape)
+            needed.append(chosen[np.isin(placement.row_B, local_rows(shape, mesh))])
         return np.unique(np.concatenate(needed))
 
     def watched(self) -> list[tuple[str, str]]:

@@ -72,6 +72,12 @@ class Traced:
         self.rewards, self.advantages = algorithm.rewards, algorithm.advantages
         self.state, self.restore = algorithm.state, algorithm.restore
 
+    def needed(self, step: int, experience: Experience) -> Any:
+        """Lists the samples whose rows this process needs, those that are scored for the trace among them."""
+        traced = self._run.traced
+        share = traced.share if traced is not None and traced.wants(step + 1) else 0.0
+        return self._algorithm.needed(step, experience, share)
+
     def score(self, step: int, experience: Experience) -> Any:
         if self._curriculum is not None:
             self._curriculum.see(step, experience)
@@ -79,28 +85,30 @@ class Traced:
             return self._algorithm.score(step, experience)
 
     def pack(self, step: int, experience: Experience, scores: Any, advantages: Any) -> Any:
-        tracing, done = self._run.tracing, step + 1
-        if tracing is not None and tracing.wants(done):
-            scores_of = self._algorithm.token_scores(experience, tracing.share)
-            columns = self._algorithm.columns(experience, advantages)
-            noted = trace.Noted(self._group_size, self._names, columns, scores_of)
-            tracing.note(done, noted)
-            self._noted = (experience, noted) if tracing.weighs and scores_of is not None else None
-        elif tracing is not None and tracing.ever and not self._warm:
+        tracing, traced, done = self._run.tracing, self._run.traced, step + 1
+        if traced is not None and traced.wants(done):
+            scores_of = self._algorithm.token_scores(experience, traced.share)  # all hosts that train, which one writes
+            if tracing is not None:
+                columns = self._algorithm.columns(experience, advantages)
+                noted = trace.Noted(self._group_size, self._names, columns, scores_of)
+                tracing.note(done, noted)
+                self._noted = (experience, noted)
+        elif traced is not None and traced.ever and not self._warm:
             self._algorithm.token_scores(experience, 0.0)  # a run that resumes compiles in its first step, not later
         self._warm = True
         with self._run.spans.span("score", lane="trainer"):
             return self._algorithm.pack(step, experience, scores, advantages)
 
     def update(self, step: int, batches: Any) -> Mapping[str, Any]:
-        if self._noted is None:
+        tracing, traced, noted = self._run.tracing, self._run.traced, self._noted
+        self._noted = None
+        if traced is None or not traced.weighs(step + 1):
             return self._algorithm.update(step, batches)
-        (experience, noted), self._noted, tracing = self._noted, None, self._run.tracing
         weighed: list[Any] = []
         metrics = self._algorithm.update(step, batches, weighed)
-        if weighed and tracing is not None:
-            columns = {**noted.columns, **self._algorithm.weights(step, experience, weighed)}
-            tracing.note(step + 1, dataclasses.replace(noted, columns=columns))
+        if weighed and tracing is not None and noted is not None:
+            columns = {**noted[1].columns, **self._algorithm.weights(step, noted[0], weighed)}
+            tracing.note(step + 1, dataclasses.replace(noted[1], columns=columns))
         return metrics
 
 
@@ -412,7 +420,7 @@ class SampleLearner:
             curriculum=stream.curriculum,
         )
         traced = Traced(algorithm, run, self.config.num_generations, reward_names, stream.curriculum)
-        return Trained(traced, report, algorithm.needed)
+        return Trained(traced, report, traced.needed)
 
 
 class GRPOLearner(SampleLearner):

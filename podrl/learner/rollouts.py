@@ -339,14 +339,15 @@ class RemoteRollouts:
         counts = [len(message.arrays["length_B"]) for message in headers]
         wanted = np.arange(sum(counts)) if everything else self._needed(step, experience)
         self._fetch_rows(experience, held, counts, wanted, names)
+        codec.fill_prompts(experience, wanted)
         if everything or self._pod.leads:
             experience = codec.with_texts(experience, self._from_each(held, self._offered("texts")))
         return experience
 
     def traces(self, step: int) -> bool:
         """True where this host writes a trace of the batch that step `step` trains on."""
-        tracing = self._run.tracing  # None on all hosts but the leader
-        return tracing is not None and tracing.wants(step + 1)
+        traced = self._run.traced
+        return self._pod.leads and traced is not None and traced.wants(step + 1)
 
     def drawn(self, step: int) -> Partial | None:
         """Collects, on the leader, what the rollout hosts have of a batch at the begin of a window.

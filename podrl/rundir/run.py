@@ -15,7 +15,7 @@ from podrl.rundir import gauges, identity
 from podrl.rundir.console import make_console
 from podrl.rundir.profiler import Profiler
 from podrl.rundir.spans import Spans
-from podrl.rundir.tracing import Tracing
+from podrl.rundir.tracing import TraceSteps, Tracing
 from podrl.runtime import signals
 from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints
 from podrl.runtime.child import refuse_inside
@@ -178,6 +178,12 @@ class Run:
         if self._lock is not None:
             self._lock.check()
         return self._stop.is_set()
+
+    @property
+    def traced(self) -> TraceSteps | None:
+        """The steps whose samples are recorded, on all hosts that train; None where none are."""
+        records = self.workdir is not None and self.log_config.trace != "off"
+        return TraceSteps(self.log_config) if records else None
 
     def saved_step(self) -> int:
         """The newest step with a complete checkpoint; 0 when there is none."""

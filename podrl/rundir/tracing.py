@@ -1,5 +1,6 @@
 """Writes the trace and the spans of a run one step late, in a thread that nothing waits for."""
 
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -18,6 +19,36 @@ _WAITING = 8  # steps that may wait for the disk; more are left out
 SPAN_BYTES = 64 << 20
 
 
+@dataclasses.dataclass(frozen=True)
+class TraceSteps:
+    """Tells the steps whose samples are recorded, and what is computed for them: alike on all hosts that train."""
+
+    config: LogConfig
+
+    def wants(self, step: int) -> bool:
+        """True for the steps whose samples are recorded."""
+        every = self.config.samples_every
+        return self._whole or (every > 0 and (step % every == 0 or step == 1))
+
+    @property
+    def ever(self) -> bool:
+        """True where there are steps whose samples are recorded."""
+        return self._whole or self.config.samples_every > 0
+
+    @property
+    def share(self) -> float:
+        """Share of a step's groups whose log-probabilities the trainer computes for the trace."""
+        return 1.0 if self._whole else 0.25
+
+    def weighs(self, step: int) -> bool:
+        """True for the steps before whose updates weight and clip of every token are computed."""
+        return self.config.trace == "updates" and self.wants(step)
+
+    @property
+    def _whole(self) -> bool:
+        return self.config.trace in ("all", "updates")
+
+
 class Tracing:
     """Owns spans.jsonl and the folder `trace` of a run directory.
 
@@ -26,8 +57,7 @@ class Tracing:
 
     def __init__(self, workdir: pathlib.Path, config: LogConfig, *, start: int):
         """Opens the files and starts the thread; `start` is the first step that will be recorded."""
-        self._workdir, self._config = workdir, config
-        self._bound, self._whole = config.trace_mb << 20, config.trace in ("all", "updates")
+        self._workdir, self._bound = workdir, config.trace_mb << 20
         self._lines = Lines(workdir / spans.NAME, start)
         for step in trace.traced_steps(workdir):
             if step >= start:
@@ -38,26 +68,6 @@ class Tracing:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._follow, name="podrl-trace", daemon=True)
         self._thread.start()
-
-    def wants(self, step: int) -> bool:
-        """True for the steps whose samples are recorded."""
-        every = self._config.samples_every
-        return self._whole or (every > 0 and (step % every == 0 or step == 1))
-
-    @property
-    def ever(self) -> bool:
-        """True where there are steps whose samples are recorded."""
-        return self._whole or self._config.samples_every > 0
-
-    @property
-    def share(self) -> float:
-        """Share of a step's groups whose log-probabilities the trainer computes for the trace."""
-        return 1.0 if self._whole else 0.25
-
-    @property
-    def weighs(self) -> bool:
-        """True where weight and clip of every token are computed before each update of a recorded step."""
-        return self._config.trace == "updates"
 
     def note(self, step: int, noted: trace.Noted) -> None:
         """Keeps what the algorithm knows of a step's tokens until the step is recorded."""

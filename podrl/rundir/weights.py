@@ -33,8 +33,8 @@ def compare(before: TracedStep, now: TracedStep, *, most: int = 10) -> Compared:
     for name in WEIGHTS:
         if name not in before.tokens or name not in now.tokens:
             raise ValueError(
-                "weight and clip by token are known where one trainer process updates a policy (GRPO, PPO and their "
-                "families), and not while only PPO's critic learns"
+                "weight and clip by token are known where a policy is updated (GRPO, PPO and their families), and not "
+                "while only PPO's critic learns"
             )
     same = ("tokens", "version")
     if any(not np.array_equal(before.tokens[name], now.tokens[name]) for name in same):

@@ -165,7 +165,7 @@ def make_token_score_fn(
 
         return jax.lax.fori_loop(0, batch.micro_batches, body, (_zeros(batch, mesh), _zeros(batch, mesh)))
 
-    return jax.jit(scores)
+    return _read_by_hosts(scores, mesh)
 
 
 def make_token_weight_fn(
@@ -192,7 +192,12 @@ def make_token_weight_fn(
         zeros = _zeros(batch.layout(), mesh)
         return jax.lax.fori_loop(0, batch.micro_batches, body, (zeros, zeros))
 
-    return jax.jit(weights)
+    return _read_by_hosts(weights, mesh)
+
+
+def _read_by_hosts(program: Callable, mesh: Mesh) -> Callable:
+    """Compiles a program whose results any host of the mesh can read whole."""
+    return jax.jit(program, out_shardings=rules.replicated(mesh)) if mesh.is_multi_process else jax.jit(program)
 
 
 def _zeros(batch: Batch[Layout], mesh: Mesh) -> Float[Array, "A B T"]:

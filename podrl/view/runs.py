@@ -343,7 +343,6 @@ def _sample(traced: trace.TracedStep, b: int) -> dict[str, Any]:
         "stop": _stop(traced, b),
         "prompt_length": int(traced.samples["prompt_length"][b]),
         "length": length,
-        "known": bool(len(set(ids.tolist())) > 1 or length < 2),  # else they are another trainer host's
         "completion": traced.completions[b],
         "turns": list(traced.episodes[b].get("turns", ())),
         "ids": ids.tolist(),

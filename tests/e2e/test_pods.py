@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from processes import (
     CURRICULUM,
@@ -25,6 +26,7 @@ from processes import (
 
 from podrl.doctor import examine
 from podrl.job.config import TINY
+from podrl.rundir import trace
 from podrl.runtime.local_pod import free_ports
 
 pytestmark = pytest.mark.e2e
@@ -86,6 +88,14 @@ def alone_and_killed(folder: pathlib.Path, args: tuple[str, ...]) -> tuple[list[
     return lone, run(folder / "pod" / "run", *SPLIT, *args)
 
 
+def same_trace(run_a: pathlib.Path, run_b: pathlib.Path, step: int) -> None:
+    """Asserts that two runs recorded the same of every token of a step, the trainer's numbers among it."""
+    first, second = (trace.read_step(str(run), step).tokens for run in (run_a, run_b))
+    assert first.keys() == second.keys() and np.isfinite(first["entropy"]).any()
+    for name in first:
+        np.testing.assert_allclose(first[name], second[name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
 @pytest.mark.parametrize("pod", PODS)
 def test_a_pod_trains_like_one_process(tmp_path, alone, undisturbed, pod):
     finished = undisturbed if PODS[pod] == SPLIT else run(tmp_path / "run", *PODS[pod], "--profile=2:2")
@@ -104,6 +114,7 @@ def test_a_pod_trains_like_one_process(tmp_path, alone, undisturbed, pod):
     processes = next(int(flag.partition("=")[2]) for flag in PODS[pod] if flag.startswith("--local_processes="))
     assert len(profiles) == processes and "trainer_0" in profiles and "rollout_0" in profiles
     assert "[trainer 0] " in finished.stdout and "[Gloo]" not in finished.stdout
+    same_trace(finished.workdir, alone, 1)
     assert [str(found) for found in examine(str(finished.workdir)) if found.sample.startswith("trace/")] == []
 
 
@@ -140,16 +151,22 @@ def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process
 def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill.
 
-    So they do with adapters, and with a curriculum, by which the rollout hosts choose what the trainers say.
+    So they do with adapters, with a curriculum, by which the rollout hosts choose what the trainers say, and where
+    each holds some samples of a prompt and not the others: two passes, each over mini-batches of its own order. The
+    weights that the updates give the tokens are recorded alike.
     """
     steered = ("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0")
-    steered += ("--config.trainer.max_steps=4", "--config.eval.problems=0")
+    steered += ("--config.trainer.max_steps=16", "--config.eval.problems=0")  # updates: four steps
     steered += (*CURRICULUM, "--config.model.lora.rank=4", "--config.grpo.max_staleness=1")
+    steered += ("--config.trainer.mini_batch_size=2", "--config.grpo.num_iterations=2", "--config.log.trace=updates")
     lone, again = alone_and_killed(tmp_path, steered)
     ours = comparable(again.workdir)
     assert chose(lone)
     for mine, other in zip(ours, lone, strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
+    for step in (1, 4):
+        same_trace(again.workdir, tmp_path / "alone" / "run", step)
+    assert np.isfinite(trace.read_step(str(again.workdir), 4).tokens["weight"]).all()
     coefs = [[record["actor/kl_coef"] for record in records if "actor/kl_coef" in record] for records in (lone, ours)]
     assert len(coefs[0]) == len(set(coefs[0])) == 4
     assert coefs[1] == pytest.approx(coefs[0], rel=1e-5)

@@ -159,7 +159,7 @@ def run() -> types.SimpleNamespace:
         watchdog=watchdog,
         profiler=Profiler(""),
         spans=spans,
-        tracing=None,
+        traced=None,
         stopping=lambda: False,
         begin=lambda: None,
         tell_saved=lambda step: None,

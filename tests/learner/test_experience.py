@@ -81,6 +81,11 @@ def test_the_shares_of_two_hosts_make_one_batch():
     codec.fill_rows(whole, 4 + chosen, codec.rows(shares[1], chosen, codec.NEEDED_ROWS))
     np.testing.assert_array_equal(whole.rollouts.logprob_BT[[5, 7]], shares[1].rollouts.logprob_BT[chosen])
     assert not whole.rollouts.logprob_BT[[0, 1, 2, 3, 4, 6]].any()
+    whole.rollouts.prompts.length_P[:] = 3
+    codec.fill_prompts(whole, 4 + chosen)
+    tokens_BT = whole.rollouts.tokens_BT
+    np.testing.assert_array_equal(tokens_BT[[4, 6], :3], tokens_BT[[5, 7], :3])
+    assert (tokens_BT[[4, 6], 3:] == PAD).all() and (tokens_BT[:4] == PAD).all(), "of groups that are here in part"
     told = codec.with_texts(whole, [codec.texts(share) for share in shares])
     assert told.rollouts.completions == ["x", "y", "z", ""] * 2 and told.rollouts.prompts.text == ["a é", "b"] * 2
     assert told.data_state == b'{"next": 6}'

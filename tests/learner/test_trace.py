@@ -11,7 +11,7 @@ from test_experience import _experience
 
 from podrl.rundir import spans, trace
 from podrl.rundir.spans import Spans, chrome_trace
-from podrl.rundir.tracing import Pieces, Tracing
+from podrl.rundir.tracing import Pieces, TraceSteps, Tracing
 from podrl.runtime.metrics import LogConfig
 
 
@@ -44,7 +44,7 @@ def recorded(path, steps, start=0, seed=0, **settings):
     experience, made = _experience(seed), tracing(path, start, **settings)
     for step in steps:
         span = {"step": step, "host": "trainer 0", "lane": "loop", "name": "update", "start": 1.0 * step, "s": 0.5}
-        if made.wants(step):
+        if TraceSteps(LogConfig(**settings)).wants(step):
             made.note(step, noted(experience))
         made.record(step, experience, [span], Words())
     made.close()

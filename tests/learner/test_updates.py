@@ -23,6 +23,8 @@ from podrl.mesh.backlog import Backlog
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
 from podrl.rundir.spans import Spans
+from podrl.rundir.tracing import TraceSteps
+from podrl.runtime.metrics import LogConfig
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Experience, Prompts, Rollouts
 
 P, G, PROMPT, LIMIT = 2, 4, 4, 8
@@ -152,8 +154,9 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
     cluster.state, cluster.critic = jax.device_put(bench.start, bench._placed), None
     made = (PPO if name == "ppo" else GRPO)(cluster, described.algo, samples=B, say=print)
     kept = {}
-    tracing = SimpleNamespace(wants=lambda step: True, share=0.5, weighs=True, note=kept.__setitem__)
-    traced = Traced(made, SimpleNamespace(tracing=tracing, spans=Spans()), G, ["fn"])
+    run = SimpleNamespace(tracing=SimpleNamespace(note=kept.__setitem__), spans=Spans())
+    run.traced = TraceSteps(LogConfig(trace="updates"))
+    traced = Traced(made, run, G, ["fn"])
     assert [fetched_means(learn(traced, step, bench.experience)) for step in range(2)] == plain
     for a, b in zip(jax.tree.leaves(actor), jax.tree.leaves(jax.device_get(cluster.state.params)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -164,6 +167,27 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
     assert clipped_BT.any() and (share_BT[clipped_BT] == 0.5).all()
     np.testing.assert_allclose(weight_BT[clipped_BT], advantage_BT[clipped_BT] / 2, rtol=1e-4)
     assert (weight_BT * np.sign(advantage_BT) >= np.abs(advantage_BT) / 2 - 1e-6).all(), "A (1 + r) / 2 where it is not"
+
+
+def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, monkeypatch):
+    """Their programs are those of one mesh: a host that left one out would stop the others."""
+    made = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, say=print)
+    asked = []
+    monkeypatch.setattr(made, "token_scores", lambda experience, share: asked.append(share))
+    monkeypatch.setattr(made, "pack", lambda *of: ())
+    monkeypatch.setattr(made, "update", lambda step, batches, weighed=None: asked.append(weighed) or {})
+    found = {}
+    for name, tracing in {"leader": SimpleNamespace(note=lambda *of: None), "other": None}.items():
+        run = SimpleNamespace(tracing=tracing, spans=Spans(), traced=TraceSteps(LogConfig(trace="updates")))
+        traced = Traced(made, run, G, ["fn"])
+        for step in range(2):
+            traced.pack(step, bench.experience, None, bench.experience.rollouts.mask_BT)
+            traced.update(step, ())
+        found[name], asked[:] = list(asked), []
+        run.traced = TraceSteps(LogConfig(samples_every=2))
+        every = [traced.needed(step, bench.experience).tolist() for step in (0, 2)]
+        assert every == [[*range(B)]] * 2, "one host has all rows"
+    assert found["other"] == found["leader"] == [1.0, [], 1.0, []]
 
 
 def rarely(names, often):
@@ -314,9 +338,9 @@ def entropies(cluster, rollouts):
 
 def test_a_resumed_run_compiles_what_traces_in_its_first_step(bench, capsys):
     algorithm, experience = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, say=print), bench.experience
-    tracing = SimpleNamespace(wants=lambda step: step == 10, ever=True, share=0.25, weighs=False, note=lambda *of: None)
     spans = Spans()
-    traced = Traced(algorithm, SimpleNamespace(tracing=tracing, spans=spans), G, ["fn"])
+    run = SimpleNamespace(tracing=SimpleNamespace(note=lambda *of: None), traced=TraceSteps(LogConfig()), spans=spans)
+    traced = Traced(algorithm, run, G, ["fn"])
     compiled = {}
     jax.clear_caches()
     with spans.compiles():
@@ -333,8 +357,9 @@ def test_the_trace_is_told_of_every_token(name, bench):
     config, experience = parsed(name, {}), bench.experience
     algorithm = (PPO if name == "ppo" else GRPO)(bench.cluster, config.algo, samples=B, say=lambda text: None)
     kept = {}
-    tracing = SimpleNamespace(wants=lambda step: step == 8, ever=True, share=0.5, weighs=False, note=kept.__setitem__)
-    traced = Traced(algorithm, SimpleNamespace(tracing=tracing, spans=Spans()), G, ["fn"])
+    chosen = SimpleNamespace(wants=lambda step: step == 8, ever=True, share=0.5, weighs=lambda step: False)
+    run = SimpleNamespace(tracing=SimpleNamespace(note=kept.__setitem__), traced=chosen, spans=Spans())
+    traced = Traced(algorithm, run, G, ["fn"])
     scores = traced.score(7, experience)
     advantages, _ = traced.advantages(experience, scores, traced.rewards(experience, scores)[0])
     traced.pack(7, experience, scores, advantages)

@@ -11,7 +11,7 @@ from test_trace import Words, noted
 
 from podrl.rundir import identity
 from podrl.rundir.about import write_about
-from podrl.rundir.tracing import Tracing
+from podrl.rundir.tracing import TraceSteps, Tracing
 from podrl.runtime.metrics import LogConfig, MetricsLog
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
@@ -28,7 +28,7 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled"):
         values = {"reward/mean": step / 10, "accuracy/answer": 0.5, "time/step": 0.5, "odd": 9.0 if step == 7 else 0.0}
         log.write(step, values | {"never/finite": float("nan")})
         if tracing is not None:
-            if tracing.wants(step):
+            if TraceSteps(config).wants(step):
                 tracing.note(step, noted(experience))
             tracing.record(step, experience, spans(step), Words())
         if step == 1:

@@ -41,8 +41,8 @@ podrl.views.groups = async (main, params, current) => {
 
   const detail = el("output", { className: "detail" }, "Point at a token, or walk with the arrow keys, to see its numbers.");
   function tell(sample, i) {
-    const t = sample.tokens, foreign = t.mask[i] && t.version[i] < 0; // sampled by a host that did not tell these
-    const said = Object.entries(t).filter(([name]) => name !== "mask" && name !== "trained" && !(foreign && ["raw_logprob", "kept", "version"].includes(name))).map(([name, values]) => `${name.replaceAll("_", " ")} ${number(values[i])}`);
+    const t = sample.tokens;
+    const said = Object.entries(t).filter(([name]) => name !== "mask" && name !== "trained").map(([name, values]) => `${name.replaceAll("_", " ")} ${number(values[i])}`);
     const mark = !t.mask[i] ? "given, not sampled" : t.trained && !t.trained[i] ? "not trained on" : "sampled";
     const diff = value(sample, i, "difference");
     detail.textContent = `sample ${sample.index % group.samples.length}, token ${i}: ${JSON.stringify(sample.text[i])} (id ${sample.ids[i]}), ${mark} · ${said.join(" · ")}${diff === null ? "" : ` · ratio ${number(Math.exp(diff), 6)}`}`;
@@ -51,7 +51,6 @@ podrl.views.groups = async (main, params, current) => {
   function tokens(sample) {
     const box = el("div", { className: "tokens", tabIndex: 0, role: "group", ariaLabel: `tokens of sample ${sample.index % group.samples.length}` });
     const from = Math.min(sample.prompt_length, sample.length), parts = [];
-    if (!sample.known) { box.append(el("span", { className: "quiet" }, sample.completion, " (tokens are on another trainer host)")); return box; }
     const LIMIT = 6000;
     for (let i = from; i < Math.min(sample.length, from + LIMIT); i++) {
       const part = el("span", { className: sample.tokens.mask[i] ? (sample.tokens.trained && !sample.tokens.trained[i] ? "off" : "") : "given" }, sample.text[i]);
