@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "learner"))
 from test_experience import _experience
 from test_trace import Words, noted
@@ -17,7 +19,7 @@ from podrl.runtime.metrics import LogConfig, MetricsLog
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 
 
-def made(path, *, steps, max_steps=12, seed=0, trace="sampled"):
+def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=noted):
     """Writes a run directory of so many steps, with a summary where it ended."""
     config = LogConfig(to=(), trace=trace)
     log = MetricsLog(path, config, start=0, run_config={})
@@ -29,7 +31,7 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled"):
         log.write(step, values | {"never/finite": float("nan")})
         if tracing is not None:
             if TraceSteps(config).wants(step):
-                tracing.note(step, noted(experience))
+                tracing.note(step, note(experience))
             tracing.record(step, experience, spans(step), Words())
         if step == 1:
             log.write_samples(step, [{"prompt": "p", "completion": HOSTILE, "reward": 1.0}])
@@ -44,6 +46,15 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled"):
     identity.write(path, {"algorithm": "grpo", "trainer": {"max_steps": max_steps}, "grpo": {"epsilon": 0.2}})
     write_about(path, lambda console: console.print("Roles: [b]trainer[/b]"))
     return path
+
+
+def weighed(experience):
+    """What the trace notes of a step with what the updates made of its tokens: half of them are clipped in one pass."""
+    told = noted(experience)
+    advantage_BT = told.columns["advantage"]
+    clipped_BT = np.where(advantage_BT >= 16, 0.5, 0.0)
+    weights = {"weight": advantage_BT * (1 - clipped_BT) - 4, "clipped": clipped_BT}
+    return dataclasses.replace(told, columns={**told.columns, **weights})
 
 
 def hostile(seed):
@@ -69,7 +80,7 @@ def spans(step):
 
 def with_tools(path):
     """A run of two hosts whose samples call tools, some of which fail; its plan is known."""
-    made(path, steps=12, max_steps=12)
+    made(path, steps=12, max_steps=12, note=weighed)
     with (path / "spans.jsonl").open("a") as file:
         for step in range(1, 13):
             for i in range(6):

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from browser import CHROMIUM, browser
 from made_runs import HOSTILE, damaged, made, with_tools
 
+from podrl.rundir.trace import read_step
 from podrl.view.__main__ import main
 
 pytestmark = [
@@ -191,6 +193,27 @@ def test_numbers_of_a_token_are_told_by_keyboard_and_pointer(address, page):
     assert "sample 1" in page.ask("document.querySelector('.detail').innerText")
     page.open(f"{address}/groups?run={WHOLE}&step=10&group=1&by=entropy")
     assert "the trainer scored group 0" in page.ask("document.querySelector('.bar').innerText")
+
+
+def test_tokens_are_coloured_by_their_weight_in_the_update(runs, address, page):
+    page.open(f"{address}/groups?run={TOOLS}&step=10&group=0&by=weight")
+    traced = read_step(str(runs / "tools"), 10)
+    first, length = int(traced.samples["prompt_length"][0]), int(traced.samples["length"][0])
+    own = np.where(traced.tokens["mask"] > 0, traced.tokens["weight"], 0.0)
+    weights = own[first:length][traced.tokens["mask"][first:length] > 0]
+    most = np.abs(own[: traced.first[2]]).max()  # of both samples of the group
+    assert weights.min() < 0 < weights.max()
+    assert f"strongest colour: {most:g}; orange below 0" in page.ask("document.querySelector('.bar').innerText")
+    sampled = "[...document.querySelectorAll('.tokens')][0].querySelectorAll('span:not(.given)')"
+    colours = page.ask(f"[...{sampled}].map((each) => each.style.backgroundColor)")
+    kinds = {"rgba(230, 90, 40": -1, "rgba(50, 120, 23": 1, "": 0}
+    assert [kinds[colour[:16]] for colour in colours] == np.sign(weights).tolist()
+    page.ask("document.querySelector('.tokens').focus()")
+    page.key("End")
+    last = [f"{traced.tokens[name][length - 1]:g}" for name in ("weight", "clipped")]
+    assert f"weight {last[0]} · clipped {last[1]}" in page.ask("document.querySelector('.detail').innerText")
+    page.open(f"{address}/groups?run={WHOLE}&step=10&group=0&by=weight")
+    assert "log.trace='updates' records it" in page.ask("document.querySelector('.bar').innerText")
 
 
 def test_a_chart_is_zoomed_by_keyboard(address, page):

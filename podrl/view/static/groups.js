@@ -16,8 +16,8 @@ podrl.views.groups = async (main, params, current) => {
   }
   if (!current()) return null;
 
-  const MODES = [["logprob", "log-probability"], ["difference", "trainer − sampler"], ["entropy", "entropy (trainer)"], ["advantage", "advantage"], ["clip", "clipped at the first update"],
-    ["version", "version of the weights"], ["kept", "share kept by top-k, top-p"], ["return", "return (critic)"], ["turn_reward", "reward of turns"]];
+  const MODES = [["logprob", "log-probability"], ["difference", "trainer − sampler"], ["entropy", "entropy (trainer)"], ["advantage", "advantage"], ["weight", "weight in the update"], ["clip", "clipped at the first update"],
+    ["clipped", "clipped, share of the passes"], ["version", "version of the weights"], ["kept", "share kept by top-k, top-p"], ["return", "return (critic)"], ["turn_reward", "reward of turns"]];
   const value = (sample, i, mode) => {
     const t = sample.tokens;
     if (mode === "difference") return t.trainer_logprob[i] === null ? null : t.trainer_logprob[i] - t.logprob[i];
@@ -28,7 +28,7 @@ podrl.views.groups = async (main, params, current) => {
     }
     return (t[mode] || [])[i] ?? null;
   };
-  const there = MODES.filter(([mode]) => ["logprob", "difference", "clip"].includes(mode) || group.samples.some((sample) => sample.tokens[mode]));
+  const there = MODES.filter(([mode]) => ["logprob", "difference", "clip", "weight"].includes(mode) || group.samples.some((sample) => sample.tokens[mode]));
   const own = group.samples.flatMap((sample) => sample.ids.map((_, i) => (sample.tokens.mask[i] ? value(sample, i, by) : null)).filter((v) => v !== null));
   const most = own.reduce((high, v) => Math.max(high, Math.abs(v)), 0), versions = [...new Set(by === "version" ? own : [])].sort((a, b) => a - b);
   const shade = (v) => {
@@ -37,7 +37,7 @@ podrl.views.groups = async (main, params, current) => {
     const part = by === "kept" ? 1 - v : most ? Math.abs(v) / most : 0;
     return part < 0.005 ? "" : `rgb(${v < 0 || by === "kept" ? "230 90 40" : "50 120 230"} / ${(0.06 + 0.54 * part).toFixed(3)})`;
   };
-  const scale = by === "version" ? `versions ${versions.join(", ")}` : own.length ? `strongest colour: ${number(most)}; orange below 0, blue above` : `not recorded for this group${group.scored && ["difference", "clip", "entropy"].includes(by) ? `: of this step the trainer scored ${group.scored > 1 ? `groups 0 to ${group.scored - 1}` : "group 0"} (log.trace='all' scores every one)` : ""}`;
+  const scale = by === "version" ? `versions ${versions.join(", ")}` : own.length ? `strongest colour: ${number(most)}; orange below 0, blue above` : by === "weight" ? "not recorded: log.trace='updates' records it, and podrl.replay --change has it of a step that is done again" : `not recorded for this group${group.scored && ["difference", "clip", "entropy"].includes(by) ? `: of this step the trainer scored ${group.scored > 1 ? `groups 0 to ${group.scored - 1}` : "group 0"} (log.trace='all' scores every one)` : ""}`;
 
   const detail = el("output", { className: "detail" }, "Point at a token, or walk with the arrow keys, to see its numbers.");
   function tell(sample, i) {
