@@ -270,22 +270,28 @@ def check(value: Any, hint: Any, key: str) -> Any:
     raise ValueError(f"{key}={value!r} must be {_names(options)}.")
 
 
-def check_text(text: str, hint: Any, key: str) -> None:
-    """Refuses, with the ValueError of `check`, a command-line text that is no number where only numbers fit."""
+def check_text(text: str, hint: Any, key: str) -> bool:
+    """Refuses, with the ValueError of `check`, a command-line text that is no number where only numbers fit.
+
+    Returns:
+      True where the text asks for None instead of a number.
+    """
     options = _options(hint)
+    if type(None) in options and text.lower() == "none" and any(_range_of(option) is not None for option in options):
+        return True
     for option in options:
         if option is type(None) and text.lower() == "none":
-            return
+            return False
         if typing.get_origin(option) is typing.Literal and text in typing.get_args(option):
-            return
+            return False
         if _range_of(option) is not None:
             try:
                 typing.get_args(option)[0](text)
-                return
+                return False
             except ValueError:
                 continue
         if option is not type(None) and typing.get_origin(option) is not typing.Literal:
-            return  # texts, tuples and switches are left to the parser of flags
+            return False  # texts, tuples and switches are left to the parser of flags
     raise ValueError(f"{key}={text} must be {_names(options)}.")
 
 

@@ -13,9 +13,11 @@ if __name__ == "__main__":  # before the imports below, which take their time
 
 import dataclasses
 import errno
+import functools
 import io
 import logging
 import math
+import operator
 import os
 import pathlib
 import re
@@ -267,17 +269,26 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
             config.update({section: {name: function}})
     values = ConfigDict(complete(config.to_dict()))
     _check_overrides(argv, values)
+    parsed: list[str] = []
+    emptied: dict[str, bool] = {}  # by key: whether its last override asks for None, of which absl makes no number
     for arg in argv:
         key, given, text = arg.removeprefix("--config.").partition("=")
-        if arg.startswith("--config.") and given:
-            check_text(key, text, config.algorithm)
-    holder = config_flags.DEFINE_config_dict("config", values, sys_argv=list(argv))
+        override = arg.startswith("--config.") and bool(given)
+        if override:
+            emptied[key] = check_text(key, text, config.algorithm)
+        if not (override and emptied[key]):
+            parsed.append(arg)
+    holder = config_flags.DEFINE_config_dict("config", values, sys_argv=parsed)
     try:
-        extra = flags.FLAGS(list(argv))[1:]
+        extra = flags.FLAGS(parsed)[1:]
     except (flags.Error, AttributeError, KeyError, TypeError) as error:
         program = pathlib.Path(argv[0]).stem
         raise ValueError(f"{str(error).strip(chr(34))} (see python -m podrl.{program} --help)") from error
-    return holder.value.to_dict(), extra
+    resolved = holder.value.to_dict()
+    for key in (key for key, nothing in emptied.items() if nothing):
+        *groups, name = key.split(".")
+        functools.reduce(operator.getitem, groups, resolved)[name] = None
+    return resolved, extra
 
 
 def _run(argv: Sequence[str], joined: list[Pod]) -> int:

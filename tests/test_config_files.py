@@ -65,4 +65,4 @@ def test_an_override_that_its_key_cannot_mean_is_refused_with_what_it_can(key, t
     ],
 )
 def test_other_overrides_pass(key, text):
-    check_text(key, text, "grpo")
+    assert check_text(key, text, "grpo") == ((key, text) == ("rollout.top_p", "None")), "None asks for no number"

@@ -63,6 +63,16 @@ def test_the_pod_recipe_can_be_read_on_a_laptop(tmp_path):
         assert text in done.stdout, text
 
 
+def test_an_override_with_none_empties_a_number(tmp_path):
+    # The recipe counts prompts of a micro-batch; sequences can be given only in their place.
+    emptied = ["--config.trainer.train_micro_batch_size=None", "--config.trainer.micro_batch_sequences=8"]
+    last = ["--config.rollout.top_p=None", "--config.rollout.top_p=0.5"]  # the last one counts
+    done = _launch(tmp_path, "--config=grpo_gemma.py:gemma2_2b_v5e16", "--dry_run", *emptied, *last)
+    assert '"train_micro_batch_size": null' in done.stdout and '"top_p": 0.5' in done.stdout, done.stderr
+    done = _launch(tmp_path, "--config=grpo_gemma.py", "--dry_run", "--config.seed=None")
+    assert done.returncode == 1 and "seed=None must be a whole number in" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

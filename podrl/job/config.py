@@ -335,8 +335,11 @@ def unset(algorithm: str) -> dict[str, Any]:
     return ConfigDict(_in_own_names(complete({"algorithm": algorithm}))).to_dict()
 
 
-def check_text(key: str, text: str, algorithm: str) -> None:
+def check_text(key: str, text: str, algorithm: str) -> bool:
     """Refuses a command-line override that its key cannot hold, such as 2.5 for a whole number.
+
+    Returns:
+      True for the text None where the key holds a number or None.
 
     Raises:
       ValueError: names the key, the text and the values there are.
@@ -344,8 +347,7 @@ def check_text(key: str, text: str, algorithm: str) -> None:
     path, section = key.split("."), section_of(algorithm)
     root, below = (KINDS[section].settings, path[1:]) if path[0] == section else (Job, path)
     hint = hint_at(root, below) if below else None
-    if hint is not None:
-        config.check_text(text, hint, key)
+    return hint is not None and config.check_text(text, hint, key)
 
 
 def parse(values: Mapping[str, Any]) -> Job:

@@ -29,6 +29,7 @@ from podrl.plan.variants import (
     _total,
     _trainer_candidates,
     _trial,
+    differences,
     helping,
     shortfall,
 )
@@ -221,6 +222,21 @@ def test_rows_are_cut_along_time_where_they_are_fewer_than_chips(monkeypatch: py
     two = list(_trainer_candidates(_setting(monkeypatch, "v5e:2x2*2")))
     assert [g.mesh for g in two if g.spare_of is None][::3] == ["data=2,fsdp=4", "data=2,fsdp=2,tensor=2"]
     assert "fsdp=8" in {g.mesh for g in two if g.spare_of == ""}
+
+
+@needs_libtpu
+def test_what_a_search_prints_is_what_the_launcher_takes(monkeypatch: pytest.MonkeyPatch):
+    sized = {"train_micro_batch_size": 2}  # a search gives sequences in its place
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    setting = _setting(monkeypatch, "v5e:2x4", trainer=sized)
+    found = list(_trainer_candidates(setting))[-1].variants[-1].setting
+    printed = [f"--config.{key}" for key in differences(setting, found)]
+    assert "--config.trainer.train_micro_batch_size=None" in printed and len(printed) >= 3
+    given = ["--config=grpo_gemma.py", "--config.trainer.train_micro_batch_size=2", "--fake_devices=16", *printed]
+    command = [sys.executable, "-m", "podrl.launch", "--dry_run", *given]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f'"micro_batch_sequences": {found.job.trainer.micro_batch_sequences}' in done.stdout
 
 
 @needs_libtpu
