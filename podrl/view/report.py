@@ -60,6 +60,7 @@ def _data(run: RunFiles) -> dict[str, Any]:
         "config": run.config(),
         "about": run.about(),
         "plan": run.plan(),
+        "planned_for": run.planned_for(),
     }
 
 

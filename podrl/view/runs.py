@@ -141,26 +141,40 @@ class RunFiles:
             return ""
 
     def plan(self) -> list[dict[str, Any]]:
-        """Rows of the plan that `log.plan` named beside what was measured: name, unit, planned, measured, ratio, how.
+        """Rows of the plan that `log.plan` named beside what was measured: name, unit, planned, measured, how, ratio.
 
-        Seconds are medians of the last 20 steps; memory is the most that a device held. None stands for not known.
+        How it was planned: predicted (seconds, from every program's roofline), counted (memory, by the compiler) or
+        assumed (tokens of a completion). Measured are medians of the last 20 steps, and the most memory that a device
+        held. None stands for not known.
         """
         self.update()
         plan, rows = self.json(gauges.PLAN), []
         for name, (text, key) in _PLANNED.items():
-            seconds = [s for s in self.series.columns.get(f"time/{name}", ([], []))[1][-20:] if s is not None]
-            planned = _at(plan, "step", key)
-            rows.append([text, "s", planned, float(np.median(seconds)) if seconds else None])
+            rows.append([text, "s", _at(plan, "step", key), self._median(f"time/{name}"), "predicted"])
         programs = programs if isinstance(programs := plan.get("programs"), list) else []
         held = [peak + (_at(each, "resident") or 0.0) for each in programs if (peak := _at(each, "peak")) is not None]
         peaks = [p for p in self.series.columns.get("perf/memory_peak", ([], []))[1] if p is not None]
-        rows.append(["memory, fullest device", "GiB", max(held, default=0.0) / 2**30, max(peaks, default=None)])
-        found = [dict(zip(("name", "unit", "planned", "measured"), row, strict=True)) for row in rows]
+        memory = max(held, default=0.0) / 2**30, max(peaks, default=None)
+        rows.append(["memory, fullest device", "GiB", *memory, "counted"])
+        length = _at(plan, "batch", "completion"), self._median("completion/length_mean")
+        rows.append(["tokens of a completion", "", *length, "assumed"])
+        found = [dict(zip(("name", "unit", "planned", "measured", "how"), row, strict=True)) for row in rows]
         return [
             row | {"ratio": row["measured"] / row["planned"] if row["measured"] is not None else None}
             for row in found
             if row["planned"]
         ]
+
+    def planned_for(self) -> str:
+        """The topologies that the plan is for; '' where there is none."""
+        plan = self.json(gauges.PLAN)
+        sides = [plan.get(side) for side in ("trainer", "rollout")]
+        return " and ".join(dict.fromkeys(side for side in sides if isinstance(side, str)))
+
+    def _median(self, metric: str) -> float | None:
+        """The median of a metric's newest 20 values."""
+        values = [value for value in self.series.columns.get(metric, ([], []))[1][-20:] if value is not None]
+        return float(np.median(values)) if values else None
 
     # The trace.
 

@@ -74,7 +74,8 @@ class Pages:
 
     def _config(self, request: Request) -> Any:
         run = self._run(request)
-        return {"config": run.config(), "about": run.about(), "summary": run.json("summary.json"), "plan": run.plan()}
+        planned = {"plan": run.plan(), "planned_for": run.planned_for()}
+        return {"config": run.config(), "about": run.about(), "summary": run.json("summary.json"), **planned}
 
     def _csv(self, request: Request) -> Response:
         try:

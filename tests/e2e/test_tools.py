@@ -3,12 +3,17 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from processes import comparable, environment, job, run, samples
 from servers import serving
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "view"))
+import browser as chromium
+
 from podrl.environments.calculator import calculator
+from podrl.rundir.trace import read_step
 from podrl.runtime.local_pod import free_ports
 
 pytestmark = pytest.mark.e2e
@@ -75,9 +80,39 @@ def steps_of(workdir):
     return trained, [sample for sample in samples(workdir) if sample["step"] <= 4 and "reward" in sample]
 
 
-def test_the_calculator_over_stdio_gives_the_same_run(done, tmp_path):
+@pytest.fixture(scope="module")
+def pod(tmp_path_factory):
+    """The run on two hosts, of which one trains and the other samples and calls."""
     pytest.importorskip("mcp")
-    assert steps_of(run(tmp_path / "run", base=OVER_MCP).workdir) == steps_of(done.workdir)
+    two = ("--local_processes=2", "--fake_devices=1")
+    return run(tmp_path_factory.mktemp("pod") / "run", *two, base=OVER_MCP)
+
+
+def test_the_calculator_over_stdio_to_a_pod_gives_the_same_run(done, pod):
+    assert steps_of(pod.workdir) == steps_of(done.workdir)
+
+
+@pytest.mark.skipif(not chromium.CHROMIUM, reason="needs a browser: Debian's package chromium")
+def test_the_page_shows_a_run_of_two_hosts_with_tools(pod, tmp_path):
+    shown = {
+        "curves": ["tools/calculator/calls", "step 4 of 4"],
+        "timeline": ["Calls of tools", "calculator", "trainer 0", "rollout 0", "critical path"],
+        "groups": ["<b>calculator</b>", 'class="tokens"', "sample 7", 'class="given"', ", sampled · logprob"],
+        "samples": ["128 samples", "/groups?run=0&amp;step=4"],
+        "run": ["Roles (2 x cpu)", "host 1: ", "greedy_answer", "time/publish"],
+    }
+    called = next(b for b, episode in enumerate(read_step(str(pod.workdir), 4).episodes) if len(episode["turns"]) > 1)
+    more = {"curves": "&find=tools/calculator", "samples": "&step=4", "groups": f"&step=4&group={called // 8}"}
+    with chromium.served(pod.workdir) as address, chromium.browser(tmp_path / "profile") as page:
+        for view, texts in shown.items():
+            page.open(f"{address}/{view}?run=0{more.get(view, '')}")
+            if view == "groups":
+                page.ask("document.querySelector('.tokens').focus()")
+                page.key("ArrowRight")
+            document = page.ask("document.documentElement.outerHTML")
+            assert [text for text in texts if text not in document] == [], view
+            assert page.ask("seen.shift") < 0.1, (view, page.ask("seen.shifts"))
+        assert page.said == []
 
 
 def test_the_calculator_over_sse_gives_the_same_run(done, tmp_path):

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from ml_collections import ConfigDict
+from processes import run
 
 from podrl import launch
 from podrl.job.config import complete, parse, with_prompt_length
@@ -34,6 +35,7 @@ from podrl.plan.variants import (
     shortfall,
 )
 from podrl.rundir.console import make_console
+from podrl.view.runs import RunFiles
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 
@@ -149,7 +151,7 @@ def _plan(*flags: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 @needs_libtpu
-def test_every_program_of_the_default_job_compiles_for_tpu():
+def test_every_program_of_the_default_job_compiles_for_tpu_and_a_run_of_it_shows_the_plan(tmp_path):
     done = _plan("--trainer=v5e:2x2", "--quick", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     plan = json.loads(done.stdout)
@@ -165,6 +167,24 @@ def test_every_program_of_the_default_job_compiles_for_tpu():
     assert weights["versions"] == weights["generating"] == 2 and weights["split_fits"]
     assert weights["policy_bytes"] == 4 * plan["parameters"] > 3 * weights["version_bytes"] > 0
     assert plan["step"]["step_s"] > 0 and plan["move"]["moved_bytes"] > plan["parameters"] * 2
+    (tmp_path / "plan.json").write_text(done.stdout)
+    few = ("--config=grpo_gemma.py", "--config.trainer.max_steps=2", "--config.eval.problems=0", "--config.log.to=()")
+    ran = run(tmp_path / "run", f"--config.log.plan={tmp_path / 'plan.json'}", base=few)
+    page = RunFiles(str(ran.workdir))
+    rows = {row["name"]: row for row in page.plan()}
+    assert page.planned_for() == "v5e:2x2"
+    report = (ran.workdir / "report.html").read_text()
+    assert '"v5e:2x2"' in report and '"counted"' in report
+    stages = {"step": ("step_s", "time/step"), "score and update": ("trainer_s", "time/update")}
+    for name, (key, metric) in stages.items():
+        row, measured = rows[name], [record[metric] for record in ran.records() if metric in record]
+        assert (row["planned"], row["how"]) == (plan["step"][key], "predicted")
+        assert min(measured) <= row["measured"] <= max(measured) and row["ratio"] == row["measured"] / row["planned"]
+    memory, tokens = rows["memory, fullest device"], rows["tokens of a completion"]
+    fullest = max(program["peak"] + program["resident"] for program in plan["programs"])
+    assert (memory["how"], memory["planned"]) == ("counted", fullest / 2**30)
+    assert tokens["planned"] == plan["batch"]["completion"] >= tokens["measured"] > 0
+    assert all(record["perf/plan_step"] > 1 for record in ran.records() if "time/step" in record)
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
+import sys
 import time
 
 CHROMIUM = next(
@@ -37,6 +39,17 @@ new PerformanceObserver((list) => {
   for (const entry of list.getEntriesByName("first-contentful-paint")) seen.paint = entry.startTime;
 }).observe({type: "paint", buffered: true});
 """
+
+
+@contextlib.contextmanager
+def served(*runs):
+    """Serves runs as the command does: its address."""
+    command = [sys.executable, "-m", "podrl.view", *map(str, runs), "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            yield re.search(r"http://[^/]+", server.stdout.readline())[0]
+        finally:
+            server.terminate()
 
 
 class Browser:
@@ -96,6 +109,11 @@ class Browser:
     def scheme(self, name):
         """Has the page see that its reader prefers 'dark' or 'light'."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+
+    def width(self, pixels):
+        """Makes the window so wide; 0 for what it was."""
+        size = {"width": pixels, "height": 800 if pixels else 0, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def key(self, name):
         """Presses a key."""

@@ -1,14 +1,11 @@
 """The page in a real browser: what every view shows of every kind of run, how fast, how steadily, and by keyboard."""
 
-import contextlib
 import json
-import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, browser
+from browser import CHROMIUM, browser, served
 from made_runs import HOSTILE, damaged, made, with_tools
 
 from podrl.rundir.trace import read_step
@@ -74,17 +71,6 @@ def told(text):
     sys.stdout.write(f"\n{text}\n")
 
 
-@contextlib.contextmanager
-def served(*runs):
-    """Serves runs as the command does: its address."""
-    command = [sys.executable, "-m", "podrl.view", *map(str, runs), "--port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            yield re.search(r"http://[^/]+", server.stdout.readline())[0]
-        finally:
-            server.terminate()
-
-
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     with browser(tmp_path_factory.mktemp("browser")) as found:
@@ -129,7 +115,14 @@ SHOWN = {
 # What the other runs show beside.
 MORE = {
     ("timeline", TOOLS): ["Calls of tools", "search", "6 short spans"],
-    ("run", TOOLS): ["Plan (predicted", "score and update", "3 GiB", "2 ×"],
+    ("run", TOOLS): [
+        "Predicted: every program",
+        "beside what was measured",
+        "score and update",
+        "3 GiB",
+        "counted",
+        "2 ×",
+    ],
     ("curves", DAMAGED): ["config.json cannot be read"],
     ("samples", DAMAGED): ["cannot be read"],
     ("curves", GROWS): ["of 50"],
@@ -149,6 +142,16 @@ def test_every_view_opens_on_every_run_and_stays_where_it_is(view, address, page
         assert page.ask("document.querySelector('#view').innerText.length") > 40
     told(f"{view}: layout shift {shifts}")
     assert max(shifts.values()) < 0.1
+
+
+def test_no_view_is_wider_than_a_narrow_window(address, page):
+    page.width(420)
+    try:
+        for view in SHOWN:
+            page.open(f"{address}/{view}?run={TOOLS}")
+            assert page.ask("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0, view
+    finally:
+        page.width(0)
 
 
 @pytest.mark.parametrize("view", SHOWN)

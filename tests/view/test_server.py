@@ -153,14 +153,22 @@ def test_calls_of_tools_have_a_lane_and_the_plan_is_beside_the_measured(tmp_path
     assert [span["row"] for span in calls] == [0, 1, 2, 3, 0, 1] and calls[2]["failed"] == "deadline"
     assert found["left_out"] == 3 and not any(part["lane"] == "tools" for part in found["paths"]["3"])
     assert ask.json("/data/config?run=0")["plan"] == [
-        {"name": "step", "unit": "s", "planned": 0.25, "measured": 0.5, "ratio": 2.0},
-        {"name": "rollout", "unit": "s", "planned": 0.1, "measured": None, "ratio": None},
-        {"name": "score and update", "unit": "s", "planned": 0.1, "measured": None, "ratio": None},
-        {"name": "memory, fullest device", "unit": "GiB", "planned": 3.0, "measured": None, "ratio": None},
+        {"name": "step", "unit": "s", "planned": 0.25, "measured": 0.5, "how": "predicted", "ratio": 2.0},
+        {"name": "rollout", "unit": "s", "planned": 0.1, "measured": None, "how": "predicted", "ratio": None},
+        {"name": "score and update", "unit": "s", "planned": 0.1, "measured": None, "how": "predicted", "ratio": None},
+        {
+            "name": "memory, fullest device",
+            "unit": "GiB",
+            "planned": 3.0,
+            "measured": None,
+            "how": "counted",
+            "ratio": None,
+        },
     ]
     for broken in ("{", "[]", '{"step": 3, "programs": {}}', '{"step": {"step_s": "x"}, "programs": [3]}'):
         (run / "plan.json").write_text(broken)
-        assert ask.json("/data/config?run=0")["plan"] == []
+        found = ask.json("/data/config?run=0")
+        assert found["plan"] == [] and found["planned_for"] == ""
 
 
 def test_a_critical_path_crosses_hosts_and_gaps():

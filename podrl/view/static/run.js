@@ -22,8 +22,9 @@ podrl.views.run = async (main, params, current) => {
   const share = (name) => /answer|partial|format|pass/.test(name) && !name.includes("_reward");
   const cell = (values, name) => share(name) ? `${(100 * values[name]).toFixed(1)} % ± ${(196 * (values[`error/${name}`] || 0)).toFixed(1)}` : `${number(values[name])} ± ${number(1.96 * (values[`error/${name}`] || 0), 2)}`;
   if (measured.length) parts.push(table(`Held-out records${after.records ? `: ${after.records}` : ""}, ± 95 % intervals`, measured.map((name) => [name, cell(before, name), cell(after, name)]), ["mean", "before", "after"]));
-  if ((mine.plan || []).length) parts.push(table("Plan (predicted, every program at its roofline) beside measured (seconds: median of the last 20 steps)",
-    mine.plan.map((row) => [row.name, `${number(row.planned, 3)} ${row.unit}`, row.measured === null ? "not known here" : `${number(row.measured, 3)} ${row.unit}`, row.ratio === null ? "" : `${number(row.ratio, 3)} ×`]), ["", "predicted", "measured", "measured / predicted"]));
+  if ((mine.plan || []).length) parts.push(table(`Plan${mine.planned_for ? ` for ${mine.planned_for}` : ""} beside what was measured${(mine.summary || {}).devices ? ` on ${mine.summary.devices}` : ""}`,
+    mine.plan.map((row) => [row.name, `${number(row.planned, 3)} ${row.unit}`, row.how, row.measured === null ? "not known here" : `${number(row.measured, 3)} ${row.unit}`, row.ratio === null ? "" : `${number(row.ratio, 3)} ×`]), ["", "plan", "", "measured", "measured / plan"]),
+    el("p", { className: "quiet" }, "Predicted: every program at its roofline; counted: by the compiler; assumed: what the plan was made for. Measured: medians of the last 20 steps, and the most memory."));
   const top = parts.splice(0);
   const last = here.last, timed = Object.keys(last).filter((name) => name.startsWith("time/") || name.startsWith("perf/") || name.endsWith("per_s"));
   parts.push(table("Measured: the newest step, and the sum where the run has ended", timed.sort().map((name) => [name, number(last[name]), name.startsWith("time/") ? time(seconds[name.slice(5)]) : ""]), ["", "last", "in all"]));
