@@ -4,7 +4,7 @@ import dataclasses
 import heapq
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,19 @@ class Speeds:
 
     Attributes:
       decode_s: of a decode step of all lanes.
-      begin_s: of what a batch takes on the rollout beside that: prefill, rewards.
+      begin_s: of the prefill of a batch's prompts, which every window does again for what is open.
       update_s: of log-probabilities and updates of a batch.
       move_s: of a weight move, in which neither side works.
+      token_s: of the prefill of a token that was drawn under weights before.
+      score_s: of a batch's rewards, after its last sample.
     """
 
     decode_s: float
     begin_s: float
     update_s: float
     move_s: float
+    token_s: float = 0.0
+    score_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +96,12 @@ def simulate(
 ) -> Simulated:
     """Plays training steps whose samples have lengths drawn from `lengths_N`.
 
-    A free lane takes the next sample at once, those of the batch that trains next first. With a
+    Lanes decode in dispatches of `rollout.steps_per_dispatch`, of which one is launched before the last is read
+    (podrl.rollout.session): a lane gets its next sample at the next dispatch but one after its last ended, those of the
+    batch that trains next first, and an end that only reading shows costs a dispatch more. With a
     staleness of 0 the sides take turns; with 1 a batch is drawn while the one before trains; from 2 on in windows
-    (podrl.rollout.windows): a sample draws its quantum in each, and in its last one the rest.
+    (podrl.rollout.windows): a sample draws its quantum in each, and in its last one the rest. Each window computes keys
+    and values of what is open anew.
     """
     rng = np.random.default_rng(0)
     batches = [rng.choice(lengths_N, samples).tolist() for _ in range(STEPS + staleness + 1)]
@@ -107,8 +114,13 @@ def simulate(
         due = window if staleness == 0 else window + 1
         begun = range(0 if window == 0 else due + staleness - 1, due + staleness) if staleness else [due]
         quanta |= {b: quantum.of(window) for b in begun}
-        ends, tokens = _window(left, range(0 if window == 0 else due, due + max(staleness, 1)), due, quanta, lanes)
-        generating = ends * speeds.decode_s + len(begun) * speeds.begin_s
+        played = [b for b in range(0 if window == 0 else due, due + max(staleness, 1)) if any(left[b])]
+        again = sum(whole - rest for b in played for whole, rest in zip(batches[b], left[b], strict=True) if rest)
+        parts = {b: left[b] if b <= due else [min(n, quanta[b]) for n in left[b]] for b in played}
+        ends, tokens = window_steps(parts, dict(enumerate(left)), rollout, lanes), sum(map(sum, parts.values()))
+        left = [[n - p for n, p in zip(rest, parts.get(b, [0] * samples), strict=True)] for b, rest in enumerate(left)]
+        generating = ends * speeds.decode_s + len(played) * speeds.begin_s + again * speeds.token_s
+        generating += len([b for b in played if b <= due]) * speeds.score_s
         quantum.saw(due, max(batches[due]))
         if staleness == 0:
             trainer = clock + generating + speeds.update_s
@@ -162,7 +174,8 @@ def outlook(
     seconds = {side: sum(m.runs * m.seconds for m in measured if m.side == side) for side in (TRAINER, ROLLOUT)}
     (generate,) = (m for m in measured if m.name == "generate")
     rest = seconds[ROLLOUT] - generate.runs * generate.seconds
-    speeds = Speeds(generate.seconds / shape.steps, rest, seconds[TRAINER], move_s)
+    token_s = rest / (job.rollout.prompts_per_step * job.rollout.max_prompt_length)
+    speeds = Speeds(generate.seconds / shape.steps, rest, seconds[TRAINER], move_s, token_s)
     lengths_N = np.minimum(lengths_N, job.rollout.max_tokens_to_generate)
     chips = setting.trainer_mesh().size, mesh.size
     how: Any = {"rollout": job.rollout, "samples": job.samples_per_step, "staleness": job.algo.max_staleness}
@@ -172,17 +185,25 @@ def outlook(
     return Outlook(len(lengths_N), float(lengths_N.mean()), int(lengths_N.max()), chips, planned, best)
 
 
-def _window(left: list[list[int]], batches: range, due: int, quanta: dict[int, int], lanes: int) -> tuple[int, int]:
-    """Draws a window of some batches, oldest first: (decode steps, tokens); `left` is what remains to be drawn."""
-    free, end, tokens = [0] * lanes, 0, 0
-    for b in batches:
-        parts = left[b] if b <= due else [min(n, quanta[b]) for n in left[b]]
-        for part in filter(None, parts):
-            done = heapq.heappop(free) + part
-            heapq.heappush(free, done)
-            end, tokens = max(end, done), tokens + part
-        left[b] = [n - part for n, part in zip(left[b], parts, strict=True)]
-    return end, tokens
+def window_steps(
+    parts: Mapping[int, Sequence[int]], left: Mapping[int, Sequence[int]], rollout: RolloutConfig, lanes: int
+) -> int:
+    """Counts the decode steps of a window.
+
+    Args:
+      parts: by batch, the oldest first: tokens that each sample draws in the window; 0 has ended before.
+      left: by batch: tokens that each sample has to draw; a part that is all of them ends by itself, unseen until its
+        dispatch is read.
+      rollout, lanes: of the engine.
+    """
+    free, last = [0] * lanes, 0  # dispatches after which each lane has its next sample, and all rest
+    for b, drawn in parts.items():
+        for part, whole in zip(drawn, left[b], strict=True):
+            if part:
+                done = heapq.heappop(free) + -(-part // rollout.steps_per_dispatch)
+                heapq.heappush(free, done + 1)
+                last = max(last, done + (part == whole < rollout.max_tokens_to_generate))
+    return last * rollout.steps_per_dispatch
 
 
 def balance(
@@ -205,7 +226,10 @@ def balance(
             continue
         other = trainer + rest - own
         changed = dataclasses.replace(
-            speeds, update_s=speeds.update_s * trainer / own, begin_s=speeds.begin_s * rest / other
+            speeds,
+            update_s=speeds.update_s * trainer / own,
+            begin_s=speeds.begin_s * rest / other,
+            token_s=speeds.token_s * rest / other,
         )
         held = max(1, round(lanes * other / rest))
         step = simulate(lengths_N, changed, lanes=held, **how)

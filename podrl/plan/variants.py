@@ -221,7 +221,8 @@ def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, li
     )
     trials: list[Trial] = []
     best = setting
-    for side, groups in sides.items():
+    for side in sides:
+        groups = sides[side] if side == TRAINER else _rollout_candidates(best)  # weights come from the mesh found
         found: list[tuple[float, Setting]] = []
         fitting: list[str] = []
         reached: dict[str, int] = {}  # by mesh: the micro-batch that fitted with the policy before, which keeps less

@@ -311,7 +311,8 @@ def test_two_slices_exchange_gradients_and_nothing_else():
 @pytest.mark.slow
 @needs_libtpu
 def test_a_search_settles_on_keys_that_fit():
-    done = _plan("--trainer=v5e:2x2", "--search", "--quick")
+    # The mesh given is that of other machines; a search sets it.
+    done = _plan("--trainer=v5e:2x2", "--search", "--quick", "--config.roles.trainer.mesh=fsdp=16")
     assert done.returncode == 0, done.stderr[-2000:]
     # One row per chip at least: 2 meshes x 3 policies on the trainer, 2 meshes on the rollout; all fit at once, so rows
     # are not cut along time and no wider mesh decodes.
