@@ -78,17 +78,14 @@ class Pages:
         return {"config": run.config(), "about": run.about(), "summary": run.json("summary.json"), **planned}
 
     def _csv(self, request: Request) -> Response:
-        try:
-            run = self._run(request)
-        except ValueError as error:
-            return PlainTextResponse(str(error), 400)
-        run.update()
         text = io.StringIO()
         writer = csv.writer(text)
-        writer.writerow(["metric", "step", "value"])
-        for name in request.query_params.getlist("name")[:100]:
-            steps, values = run.series.columns.get(name, ([], []))
-            writer.writerows([name, step, value] for step, value in zip(steps, values, strict=True))
+        writer.writerow(["run", "metric", "step", "value"])
+        for run in self._runs:
+            run.update()
+            for name in request.query_params.getlist("name")[:100]:
+                steps, values = run.series.columns.get(name, ([], []))
+                writer.writerows([run.name, name, step, value] for step, value in zip(steps, values, strict=True))
         kept = {"Content-Disposition": 'attachment; filename="metrics.csv"'}
         return PlainTextResponse(text.getvalue(), headers=kept, media_type="text/csv")
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -233,6 +234,23 @@ def test_a_chart_is_zoomed_by_keyboard(address, page):
     ):
         page.key(key)
         page.until(f"{label}.includes('steps {steps}')", 5)
+
+
+def test_charts_are_saved_as_pictures_and_tables(address, page, tmp_path):
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    page.open(f"{address}/curves?run={WHOLE}")
+    button = "[...document.querySelectorAll('button')].find((each) => each.innerText === '{}')"
+    for text, name, begins in (
+        ("PNG", "reward_mean.png", b"\x89PNG"),
+        ("CSV", "metrics.csv", b"run,metric,step,value\r\nwhole,"),
+    ):
+        page.ask(f"{button.format(text)}.click()")
+        end = time.monotonic() + 20
+        while not (tmp_path / name).exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert (tmp_path / name).read_bytes().startswith(begins), list(tmp_path.iterdir())
+    rows = (tmp_path / "metrics.csv").read_text().splitlines()[1:]
+    assert {row.partition(",")[0] for row in rows} == {"whole", "grows", "damaged", "tools"}, "one file of all runs"
 
 
 def test_an_hour_of_the_timeline_is_a_button(address, page):

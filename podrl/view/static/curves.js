@@ -155,7 +155,7 @@ podrl.views.curves = async (main, params, current) => {
   function download() {
     const names = chosen().flatMap((name) => [name, ...evaluations(name)]);
     if (!podrl.offline) {
-      runs.forEach((run, index) => save(`${run.name}.csv`, `/data/metrics.csv?${new URLSearchParams([["run", index], ...names.map((n) => ["name", n])])}`));
+      save("metrics.csv", `/data/metrics.csv?${new URLSearchParams(names.map((name) => ["name", name]))}`);
       return;
     }
     const rows = [["run", "metric", "step", "value"]];
