@@ -115,6 +115,9 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             create=False,
             multiprocessing_options=self._multiprocessing(),
+            # Made in the background, directories that cannot be made (no inode left) leave threads waiting for them for
+            # five minutes, and the process's exit waits for the threads. In the foreground they cost 7 ms on a disk.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         return ocp.CheckpointManager(self.directory, options=options)
 

@@ -1,7 +1,9 @@
 """Checkpoints are restored bit for bit, a damaged one is skipped, a full disk does not stop training."""
 
 import contextlib
+import errno
 import json
+import os
 import resource
 import shutil
 import signal
@@ -172,12 +174,18 @@ def test_a_save_that_cannot_be_written_leaves_the_last_good_one(tmp_path, caplog
 
 
 def test_a_failed_save_whose_writers_go_on_for_a_while_does_not_fail_the_next_one(tmp_path, caplog):
-    """Tensorstore's threads may still make files when the save has failed: removing its directory then fails."""
+    """Tensorstore's threads may still make files when the save has failed: removing its directory then fails.
+
+    The writer begins once Orbax has made the directories: were they there before, their making would fail, and Orbax's
+    threads would wait five minutes for them, beyond the end of the test.
+    """
     checkpoints = _saved(tmp_path, [1])
     left = tmp_path / "2.orbax-checkpoint-tmp"
-    until = time.monotonic() + 1.0
 
     def write() -> None:
+        while not any(left.glob("state*")):
+            time.sleep(0.001)
+        until = time.monotonic() + 1.0
         while time.monotonic() < until:
             with contextlib.suppress(OSError):
                 (left / "state").mkdir(parents=True, exist_ok=True)
@@ -194,6 +202,29 @@ def test_a_failed_save_whose_writers_go_on_for_a_while_does_not_fail_the_next_on
     writer.join()
     assert failed == checkpoints.failures == 1 and checkpoints.steps() == [1, 2]
     assert not list(tmp_path.glob("*tmp*"))
+    checkpoints.close()
+
+
+def test_no_thread_waits_for_directories_that_cannot_be_made(tmp_path, monkeypatch, caplog):
+    """Without inodes Orbax's threads would wait five minutes for them, and so would the end of the process."""
+    checkpoints = _saved(tmp_path, [1])
+    before = set(threading.enumerate())
+    make = os.mkdir
+
+    def mkdir(path, *args, **kwargs):
+        if "2.orbax" in os.fspath(path):
+            raise OSError(errno.ENOSPC, "No space left on device", os.fspath(path))
+        make(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", mkdir)
+        checkpoints.save(2, _state(2), {}, {})
+        checkpoints.wait()
+    assert checkpoints.failures == 1 and "No space left on device" in caplog.text
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5)
+        assert not thread.is_alive(), thread
+    assert checkpoints.save(3, _state(3), {}, {}) and checkpoints.wait() and checkpoints.steps() == [1, 3]
     checkpoints.close()
 
 
