@@ -34,7 +34,7 @@ class SourceConfig:
       question_field, answer_field: as in `data`.
       reward: reward functions of its records, instead of reward.fns.
       group: what its records have in the field `group`, for reward functions and samples.jsonl.
-      env: what its records have in the field `env`, which the job's environment can read.
+      env: what its records have in the field `env`: an environment of env.others; '' for env.environment.
       transforms: what is done to its records, in this order, before they are used.
     """
 

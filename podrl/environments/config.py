@@ -7,6 +7,7 @@ from typing import Literal
 
 from podrl.config import Count, Finite, Natural, Positive, Workers, section
 
+TOOLS, NONE = "tools", "none"  # environments by name
 Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]
 
 
@@ -48,6 +49,8 @@ class EnvironmentConfig:
     Attributes:
       environment: '' for none; 'tools' for the tools below; 'file.py:Name' or 'package.module:Name' for a class (made
         once per episode), or an object, with an `async def run(task, model)`.
+      others: environments beside it, as named above, and 'none' for one answer without tools. A record whose field
+        `env` names one of them has it instead; data.sources gives that field to all records of a source.
       tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in one.
       mcp: servers that offer tools, each as an MCPServer or only its target.
       parser: how the model writes a call. 'call_tool' (also 'v20250824'), 'tool' (also 'unified') and 'legacy' are
@@ -72,6 +75,7 @@ class EnvironmentConfig:
     """
 
     environment: str = ""
+    others: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
     mcp: tuple[MCPServer | str, ...] = ()
     parser: Parser = "call_tool"
@@ -90,18 +94,33 @@ class EnvironmentConfig:
     system_prompt_file: str = ""
 
     def __post_init__(self) -> None:
-        if self.environment == "tools" and not self.tools and not self.mcp:
-            raise ValueError("env.environment='tools' has no tools: name some in env.tools or servers in env.mcp.")
-        if self.environment in ("", "tools") or ":" in self.environment:
-            return
-        raise ValueError(
-            f"env.environment={self.environment!r} must be '' (none), 'tools', 'file.py:Name' or 'package.module:Name'."
-        )
+        if TOOLS in (self.environment, *self.others) and not self.tools and not self.mcp:
+            raise ValueError("environment 'tools' has no tools: name some in env.tools or servers in env.mcp.")
+        if self.environment not in ("", TOOLS) and ":" not in self.environment:
+            raise ValueError(
+                f"env.environment={self.environment!r} must be '' (none), 'tools', 'file.py:Name' or "
+                "'package.module:Name'."
+            )
+        for other in self.others:
+            if other not in (TOOLS, NONE) and ":" not in other:
+                raise ValueError(
+                    f"env.others: {other!r} must be 'none', 'tools', 'file.py:Name' or 'package.module:Name'."
+                )
+        if self.others and not self.used:
+            raise ValueError(
+                f"env.others={self.others} but env.environment is '', which records without the field `env` have: name "
+                "one, or tools."
+            )
 
     @property
     def used(self) -> bool:
         """True where samples have an environment."""
         return bool(self.environment or self.tools or self.mcp)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Names of the environments that records can have, that of records without the field `env` first."""
+        return (self.environment or TOOLS, *self.others) if self.used else ()
 
     def system_prompt(self) -> str:
         """The text of `system_prompt_file`.

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from podrl.environments import worker as worker_module
-from podrl.environments.config import EnvironmentConfig
+from podrl.environments.calls import in_template
+from podrl.environments.config import NONE, TOOLS, EnvironmentConfig
 from podrl.environments.journal import Journal
 from podrl.environments.link import Link
 from podrl.environments.protocol import Task
@@ -90,10 +91,9 @@ class Host:
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
         self._called = called
-        self._spec = None
-        if config.environment != "tools":
-            place, _, name = config.environment.rpartition(":")
-            self._spec = spec_at(place, name)
+        self._specs = {
+            name: None if name in (TOOLS, NONE) else spec_at(*name.rsplit(":", 1)) for name in config.choices
+        }
         self._toolbox = Toolbox(limits, config.server_deadline_s, emit)
         self._homes: list[_Home] = []
         self._episodes: dict[int, _Episode] = {}
@@ -114,6 +114,11 @@ class Host:
         own = loaded[0]["loaded"]
         if own is None:
             return self._config.parser, []
+        if self._config.others and in_template(own["parser"]):
+            raise ValueError(
+                f"env.others={self._config.others} with env.parser={own['parser']}: every prompt names the tools of "
+                "env.environment, which the records of the others cannot call. Choose a parser with tags, as call_tool."
+            )
         return own["parser"], await self._toolbox.toolset(EnvironmentConfig(**own))
 
     def start(self, number: int, task: Task) -> None:
@@ -156,7 +161,7 @@ class Host:
         home.link = Link(
             worker_module.__name__, self._limits, lambda frame: self._heard(home, frame), lambda: self._ended(home)
         )
-        home.link.send({"load": self._spec, "config": dataclasses.asdict(self._config), "path": sys.path})
+        home.link.send({"load": self._specs, "config": dataclasses.asdict(self._config), "path": sys.path})
         return home
 
     async def _loaded(self, home: _Home) -> dict[str, Any]:
@@ -165,7 +170,9 @@ class Host:
         except TimeoutError:
             loaded = {"raised": f"it did not load within {LOAD_S:g} s"}
         if "raised" in loaded:
-            raise ValueError(f"env.environment={self._config.environment!r} cannot be loaded: {loaded['raised']}")
+            name = loaded.get("name", self._config.environment)
+            key = "env.environment=" if name == self._config.environment else "env.others: "
+            raise ValueError(f"{key}{name!r} cannot be loaded: {loaded['raised']}")
         return loaded
 
     def _ended(self, home: _Home) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from podrl.environments.calls import Cuts
-from podrl.environments.config import EnvironmentConfig
-from podrl.environments.protocol import FULL, Ended, OutsideError, Result, Role, Task, Turn
+from podrl.environments.config import NONE, EnvironmentConfig
+from podrl.environments.protocol import FULL, Ended, Model, OutsideError, Result, Role, Task, Turn
 from podrl.environments.tools import ToolEnvironment
 from podrl.runtime import child
 from podrl.runtime.frames import pack
@@ -148,21 +148,29 @@ def record(by: str, text: str, failed: str, reply: Mapping[str, Any]) -> dict[st
     }
 
 
+class OneTurn:
+    """Lets the model answer once, without tools: the environment 'none' of env.others."""
+
+    async def run(self, task: Task, model: Model) -> None:
+        """As podrl.environments.protocol.Environment."""
+        await model.say()
+
+
 class _Worker:
     """The episodes of this process."""
 
     def __init__(self, replies: BinaryIO) -> None:
         self._replies = replies
         self._config = EnvironmentConfig()
-        self._make: Callable[[], Any] = ToolEnvironment
+        self._environments: dict[str, Any] = {}  # by name: classes, made once per episode, and objects
         self._models: dict[int, Told] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def handle(self, frame: dict[str, Any]) -> None:
         match frame:
-            case {"load": spec, "config": config, "path": path}:
+            case {"load": specs, "config": config, "path": path}:
                 extend_path(path)
-                self._load(spec, EnvironmentConfig(**config))
+                self._load(specs, EnvironmentConfig(**config))
             case {"start": life, "task": task}:
                 self._models[life] = Told(self.send, life, self._config)
                 self._tasks[life] = asyncio.create_task(self._play(life, Task(**task)))
@@ -182,31 +190,27 @@ class _Worker:
             self.send({"beat": True})
             await asyncio.sleep(every_s)
 
-    def _load(self, spec: Mapping[str, str] | None, config: EnvironmentConfig) -> None:
+    def _load(self, specs: Mapping[str, Mapping[str, str] | None], config: EnvironmentConfig) -> None:
+        """Loads env.environment and env.others by name; None stands for those that need no file."""
         self._config = config
+        name = ""
         reply: dict[str, Any] = {"loaded": None}
         try:
-            if spec is None:
-                environment: Any = ToolEnvironment(config=config)
-            else:
-                environment = load(spec)
-            if inspect.isclass(environment):
-                self._make = environment
-            else:
-                self._make = lambda: environment
-                own = getattr(environment, "config", None)
-                reply["loaded"] = dataclasses.asdict(own) if isinstance(own, EnvironmentConfig) else None
-            if not callable(getattr(environment, "run", None)):
-                raise TypeError(f"{short(environment)} has no `async def run(self, task, model)`")
+            for name, spec in specs.items():
+                environment = self._environments[name] = _environment(name, spec, config)
+                if not callable(getattr(environment, "run", None)):
+                    raise TypeError(f"{short(environment)} has no `async def run(self, task, model)`")
+            own = getattr(self._environments[config.environment], "config", None)
+            reply["loaded"] = dataclasses.asdict(own) if isinstance(own, EnvironmentConfig) else None
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
-            reply = {"loaded": None, "raised": explain(error)}
+            reply = {"loaded": None, "name": name, "raised": explain(error)}
         self.send(reply)
 
     async def _play(self, life: int, task: Task) -> None:
         try:
             result = Result()
             with contextlib.suppress(Ended):
-                result = await self._make().run(task, self._models[life]) or result
+                result = await self._environment_of(task).run(task, self._models[life]) or result
             model = self._models[life]
             reason = "turns" if model.over else "calls" if model.spent else "ended"
             self.send({"done": life, "reason": reason, **_checked(result)})
@@ -216,6 +220,17 @@ class _Worker:
             self.send({"raised": life, "why": explain(error)})
         finally:
             del self._models[life], self._tasks[life]
+
+    def _environment_of(self, task: Task) -> Any:
+        """The environment that the record names in its field `env`, or the job's."""
+        found = self._environments.get(str(task.fields.get("env")), self._environments[self._config.environment])
+        return found() if inspect.isclass(found) else found
+
+
+def _environment(name: str, spec: Mapping[str, str] | None, config: EnvironmentConfig) -> Any:
+    if spec is None:
+        return OneTurn if name == NONE else ToolEnvironment(config=config)
+    return load(spec)
 
 
 def _checked(result: Any) -> dict[str, Any]:

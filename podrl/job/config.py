@@ -383,6 +383,7 @@ def parse(values: Mapping[str, Any]) -> Job:
     if own := tuple(dict.fromkeys(fn for source in (*job.data.sources, *job.eval.sets) for fn in source.reward)):
         job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, named=own))
     job.rollout.require(environment=job.env.used)
+    _check_environments(job)
     if job.data.curriculum.used:
         if job.kind.given:
             raise ValueError(
@@ -394,6 +395,16 @@ def parse(values: Mapping[str, Any]) -> Job:
         job.reward.require(environment=job.env.used)
         job.algo.check_clock(job.rollout, job.reward, job.env.calls_per_window)
     return job
+
+
+def _check_environments(job: Job) -> None:
+    named = [(source.label, source.env) for source in job.data.sources] + [(one.name, one.env) for one in job.eval.sets]
+    for name, env in named:
+        if env not in ("", *job.env.choices):
+            raise ValueError(
+                f"{name} has env={env!r}, and the job's environments are {', '.join(job.env.choices) or '(nothing)'}: "
+                "name it in env.others, too."
+            )
 
 
 def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:

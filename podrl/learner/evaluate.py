@@ -39,7 +39,7 @@ class SetConfig:
       max_tokens_to_generate: of a sample; None is rollout.max_tokens_to_generate, the most there can be.
       every: 2 scores it in every other evaluation, and so on; the first and the last one have all sets.
       reward: reward functions of its records, instead of reward.fns.
-      split, template, system_prompt, question_field, answer_field: as of data.sources.
+      env, split, template, system_prompt, question_field, answer_field: as of data.sources.
     """
 
     name: str
@@ -50,6 +50,7 @@ class SetConfig:
     max_tokens_to_generate: Count | None = None
     every: Count = 1
     reward: tuple[str, ...] = ()
+    env: str = ""
     split: str = ""
     template: Literal["", "chat", "plain"] = ""
     system_prompt: str = AUTO
@@ -71,7 +72,7 @@ class SetConfig:
 
 _TAKEN = ("greedy", "sampled", "error", "pair", "records")
 _SET = re.compile(rf"(?!(?:{'|'.join(_TAKEN)}))[A-Za-z0-9_-]+")
-_AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "answer_field", "reward")
+_AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "answer_field", "reward", "env")
 
 
 @section("eval")

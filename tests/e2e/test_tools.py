@@ -147,6 +147,10 @@ def test_the_checkpoint_is_trained_by_its_command(tmp_path):
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
+BY_HEART = {"path": "sums", "name": "by_heart", "env": "none", "system_prompt": "By heart."}
+MIXED = (f"--config.data.sources={({'path': 'sums'}, BY_HEART)!r}", "--config.env.others=('none',)")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [("--config.model.lora.rank=4",), ("--config.algorithm=ppo", "--config.ppo.beta=0.0")], ids=["lora", "ppo"]
@@ -154,7 +158,17 @@ def test_the_checkpoint_is_trained_by_its_command(tmp_path):
 def test_other_ways_to_train_take_samples_with_calls(how, tmp_path):
     """Two steps by adapters alone and with a critic: what the calculator gave is in rows that are trained on."""
     few = ("--config.trainer.max_steps=2", "--config.trainer.eval_every_n_steps=0", "--config.checkpoint.every=2")
-    records = comparable(run(tmp_path / "run", base=("--config=grpo_tools.py", *SHORT, *few, *how)).workdir)
+    mixed = MIXED if "lora" in how[0] else ()
+    all_samples = ("--config.log.samples=128",)
+    done = run(tmp_path / "run", base=("--config=grpo_tools.py", *SHORT, *few, *all_samples, *how, *mixed))
+    records = comparable(done.workdir)
     steps = [record for record in records if "actor/grad_norm" in record]
     assert len(steps) == 2 and all(step["actor/grad_norm"] > 0 for step in steps)
     assert all(step["episode/calls"] > 0 and step["episode/given_tokens"] > 0 for step in steps)
+    if mixed:  # the model writes calls by heart, too, and gets no answer
+        rows = [json.loads(line) for line in (done.workdir / "samples.jsonl").read_text().splitlines()]
+        wrote = [row for row in rows if "<call_tool" in row["completion"]]
+        assert {("By heart." in row["prompt"], len(row["turns"]) > 1) for row in wrote} == {
+            (False, True),
+            (True, False),
+        }

@@ -422,6 +422,11 @@ def test_a_cancelled_episode_is_silent(tools):
         (lambda: EnvironmentConfig(environment="tools", tools=("abacus",)), "no built-in tool"),
         (lambda: config(tools=["calculator", "calculator"]), "Two tools are called 'calculator'"),
         (lambda: EnvironmentConfig(environment="tools"), "has no tools"),
+        (lambda: config("Guess", others=(f"{ACTS}:Nobody",)), "env.others: .*Nobody.*has no function"),
+        (lambda: config("Guess", others=("game",)), "env.others: 'game' must be 'none'"),
+        (lambda: config("Guess", others=("tools",)), "has no tools"),
+        (lambda: EnvironmentConfig(others=("none",)), "env.environment is ''"),
+        (lambda: config(tools=["calculator"], others=("none",), parser="hermes"), "every prompt names the tools"),
         (lambda: EnvironmentConfig(environment="nothing"), "must be '' \\(none\\), 'tools'"),
         (lambda: EnvironmentConfig(environment="tools", tools=("google_search",)), "no server in env.mcp has"),
     ],
@@ -431,6 +436,22 @@ def test_what_cannot_be_loaded_is_said_at_the_start(made, said):
     with pytest.raises(ValueError, match=rf"(?s){said}"):
         Episodes(made(), Limits(), journal=None).close()
     assert set(processes()) - before == set()
+
+
+def test_a_record_names_its_environment():
+    others = (f"{ACTS}:Guess", "none")
+    settings = EnvironmentConfig(environment="tools", tools=("calculator",), others=others, workers=2)
+    wanted = call("calculator", "2+2")
+    with Episodes(settings, Limits(), journal=None) as episodes:
+        for named, turns, outcome in [
+            ({}, [wanted, Turn("end")], (1, None)),  # of env.environment, which runs the call
+            ({"env": "somebody's"}, [wanted, Turn("end")], (1, None)),  # a field of the user's own
+            ({"env": "none"}, [wanted], (0, None)),
+            ({"env": others[0]}, [Turn("5")] * 9, (6, 0.0)),
+        ]:
+            says, done = play(episodes, turns, Task("p", named))
+            assert (len(says) - 1, done.reward) == outcome, named
+        assert [tool["function"]["name"] for tool in episodes.tools] == ["calculator"]
 
 
 def test_a_tool_without_a_name_is_refused():

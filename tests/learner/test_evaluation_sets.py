@@ -123,7 +123,18 @@ def test_sets_that_cannot_be_are_refused(sets, words):
         planned(({"name": "a", "path": "sums"},), eval={"problems": 0})
 
 
+def test_records_have_an_environment_that_the_job_has():
+    a_set = {"name": "a", "path": "sums"}
+    with pytest.raises(ValueError, match=r"a has env='none', and the job's environments are \(nothing\)"):
+        planned((a_set | {"env": "none"},))
+    acts = {"tools": ("calculator",), "others": ("none",), "max_tool_calls": 1}
+    more = {"env": acts, "rollout": {"max_response_tokens": 96}}
+    planned((a_set | {"env": "none"},), **more, data={"sources": ({"path": "sums", "env": "tools"},)})
+    with pytest.raises(ValueError, match=r"sums has env='non', and the job's environments are tools, none: name it"):
+        planned((a_set,), **more, data={"sources": ({"path": "sums", "env": "non"},)})
+
+
 def test_the_data_of_a_set_are_its_own():
     job = planned(())
-    data = SetConfig(name="a", path="sums", reward=("length",)).data(job.data)
-    assert data.sources[0].fields == {"reward_fns": ["length"]} and data.eval_path == ""
+    data = SetConfig(name="a", path="sums", reward=("length",), env="none").data(job.data)
+    assert data.sources[0].fields == {"reward_fns": ["length"], "env": "none"} and data.eval_path == ""
