@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from podrl.config import section
 from podrl.mesh.build import AXES, with_own_axes
 from podrl.rollout.config import RolloutConfig
+from podrl.runtime.child import refuse_inside
 from podrl.trainer.config import RLTrainingConfig
 
 
@@ -56,6 +57,7 @@ class ClusterConfig:
     rollout_engine: str | type = "vanilla"
 
     def __post_init__(self):
+        refuse_inside()  # before models are loaded
         for role in (Role.ACTOR, Role.ROLLOUT):
             if role not in self.role_to_mesh:
                 raise ValueError(f"role_to_mesh has no mesh for {role}: the actor and the rollout both need one.")

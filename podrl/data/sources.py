@@ -62,6 +62,8 @@ class ParsedOnAccess(Records):
         self._parse = parse
 
     def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if index >= len(self):  # other readers raise other errors, and a `for` would not end
+            raise IndexError(index)
         return self._parse(self._records[index], self.place(index))
 
 

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from podrl.config import Devices, check, elsewhere, known_arguments, merge
 from podrl.job.config_file import default_workdir, find_config, load_config
-from podrl.runtime import detect, user_objects
+from podrl.runtime import child, detect, user_objects
 from podrl.runtime import environment as process_environment
 
 
@@ -48,6 +48,7 @@ def run(
     Raises:
       ValueError: a key, value or argument that is not allowed, or an environment of several processes.
     """
+    child.refuse_inside()
     path = find_config(config)
     given, changed = load_config(path).to_dict(), _nested(overrides or {})
     first = merge(given, changed)

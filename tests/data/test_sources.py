@@ -156,7 +156,7 @@ def test_tfds_is_read_without_tensorflow(tmp_path, tokenizer, monkeypatch):
     Pens(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
     found = {split: sources.read(f"tfds:pens/{split}", check=check) for split in ("train", "test", "train[:50%]")}
     assert {split: len(records) for split, records in found.items()} == {"train": 20, "test": 5, "train[:50%]": 10}
-    records = everything(found["test"])
+    records = list(found["test"])
     assert sorted(record["id"] for record in records) == list(range(20, 25))
     assert all(record["question"] == f"Zoë has {record['id']} pens?" for record in records)
     assert found["test"].place(2) == "tfds:pens/test record 2"
