@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from podrl.bench import sequence
 from podrl.bench.model import add_options, fake_devices, model_of, number_range
 
 
@@ -29,13 +30,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--remat", default="dots", choices=("none", "dots", "full", "offload"))
     parser.add_argument("--steps", type=int, default=5, help="timed updates, each on other samples; the median counts")
+    parser.add_argument("--seq", type=int, default=0, help="count an update with this mesh axis beside one without")
+    parser.add_argument("--topology", default="", help="with --seq: compile for these TPUs, such as v5e:2x4")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Times training updates on random samples of random lengths.
+    """Times training updates on random samples of random lengths; with --seq it counts instead (podrl.bench.sequence).
 
     Returns:
       seconds (median of an update, log-probabilities of the reference excluded), cpu_seconds (processor time of it,
@@ -46,6 +49,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       the shapes used.
     """
     args = _parser().parse_args(argv)
+    if args.seq:
+        return sequence.count(args)
     fake_devices(args.devices)
     return _measure(args)
 

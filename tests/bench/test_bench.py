@@ -138,3 +138,31 @@ def test_trace(capsys):
     assert bench.main(["podrl.bench", "trace", "--steps=7", *sets, "--json"]) == 0, capsys.readouterr().err
     figures = json.loads(capsys.readouterr().out)
     assert figures["steps"] >= 1 and figures["bytes_per_traced_step"] > 500 and figures["span_bytes_per_step"] > 100
+
+
+SEQ = (
+    "--layers=1 --dim=16 --ffn=16 --heads=2 --kv_heads=2 --head_dim=8 --vocab=16 --prompts=2 --group=2 --prompt_len=8 "
+    "--completion_len=56 --share_prompts=no --max_tokens_per_row=64 --remat=none"
+)
+
+
+def test_a_step_with_rows_cut_along_time_is_counted_beside_one_without(capsys):
+    assert bench.main(["podrl.bench", "step", *SEQ.split(), "--src=fsdp=4", "--seq=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["mesh"], found["seq_mesh"]) == (
+        "data=1,fsdp=4,seq=1,tensor=1",
+        "data=1,fsdp=2,seq=2,tensor=1",
+    )
+    assert (found["tokens_per_row"], found["seq_tokens_per_row"]) == (64, 64)
+    # Heads are exchanged for time: queries, keys, values and the result, there and back again.
+    exchanged = found["seq_counted_collectives"]["all-to-all"]
+    own = found["counted_collectives"].get("all-to-all", {"bytes": 0.0})
+    assert exchanged["count"] >= 8 and exchanged["bytes"] > own["bytes"]
+    assert found["counted_hbm_ratio"] == found["seq_counted_hbm_bytes"] / found["counted_hbm_bytes"]
+    assert found["counted_sent_bytes"] == sum(c["bytes"] for c in found["counted_collectives"].values())
+    assert found["peak_bytes"] > 0 and found["seq_peak_bytes"] > 0
+
+
+def test_a_seq_that_does_not_divide_is_refused(capsys):
+    assert bench.main(["podrl.bench", "step", *SEQ.split(), "--src=fsdp=4", "--seq=3"]) == 1
+    assert "--seq=3 must be at least 2 and divide the fsdp of --src=fsdp=4" in capsys.readouterr().err
