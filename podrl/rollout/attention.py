@@ -112,16 +112,16 @@ def decode_attention(
         q_BKQH = q_RKGH[lane_BW].transpose(0, 2, 1, 3, 4).reshape(B, K, W * (N // K), H)
         lane_BQ = jnp.repeat(lane_BW, N // K, axis=1)
         part = read(cut(reads.shared_page_U), q_BKQH, lane_BQ, cut(reads.shared_start_U), cut(reads.shared_count_U))
-        return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, K, W, N // K, *x.shape[3:]), 2, 1), part)
+        apart = lambda x: jnp.moveaxis(x.reshape(B, K, W, N // K, *x.shape[3:]), 2, 1)  # noqa: E731
+        return jax.tree.map(lambda x: apart(x).reshape(B * W, K, N // K, *x.shape[3:]), part)
 
     W = reads.shared_lane_UW.shape[1]
     with jax.named_scope("shared_reads"):
-        from_shared = _blocks(shared, reads.total_2[0], SHARED_BLOCK, scratch[0])
+        from_shared = _blocks(shared, reads.total_2[0], SHARED_BLOCK, scratch[0], rows=W)
     with jax.named_scope("own_reads"):
-        from_own = _blocks(own, reads.total_2[1], OWN_BLOCK, scratch[1])
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), from_shared)
+        from_own = _blocks(own, reads.total_2[1], OWN_BLOCK, scratch[1], rows=1)
     with jax.named_scope("merge_shared"):
-        result = _gather(recent, flat, reads.shared_first_R, reads.shared_number_R, reads.longest_2[0], W)
+        result = _gather(recent, from_shared, reads.shared_first_R, reads.shared_number_R, reads.longest_2[0], W)
     with jax.named_scope("merge_own"):
         result = _gather(result, from_own, reads.own_first_R, reads.own_number_R, reads.longest_2[1], 1)
     return result.result(q_RNH.dtype).reshape(R, N, H), (from_shared, from_own)
@@ -138,13 +138,13 @@ def loop_counts(reads: ReadList) -> dict[str, int]:
 
 
 def make_scratch(reads: ReadList, kv_heads: int, heads: int, head_dim: int) -> tuple[Partial, Partial]:
-    """Allocates scratch for the partials of every shared read (U, W, K, N/K) and every own one (O, K, N/K)."""
+    """Allocates scratch for the partials of every shared read (U * W, K, N/K) and every own one (O, K, N/K)."""
 
     def room(*rows: int) -> Partial:
         shape = (*rows, kv_heads, heads // kv_heads)
         return Partial(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 
-    return room(*reads.shared_lane_UW.shape), room(*reads.own_lane_O.shape)
+    return room(reads.shared_lane_UW.size), room(*reads.own_lane_O.shape)
 
 
 def recent_attention(
@@ -212,12 +212,14 @@ def _blocks(
     total: Int[Array, ""],
     block: int,
     scratch: Partial,
+    *,
+    rows: int,
 ) -> Partial:
     """Computes the partials of `total` reads block by block into `scratch`; entries behind them are stale."""
 
     def body(i: Array, parts: Partial) -> Partial:
         done = compute(lambda x: jax.lax.dynamic_slice_in_dim(x, i * block, block))
-        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * block, 0), parts, done)
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * block * rows, 0), parts, done)
 
     return jax.lax.fori_loop(0, (total + block - 1) // block, body, scratch)
 
