@@ -7,6 +7,9 @@ from typing import Any
 
 from podrl.bench.model import fake_devices, model_of
 
+# The program is only counted: machine code for CPUs is made with least effort. The counts are read before that is made.
+_LEAST_EFFORT = {"xla_backend_optimization_level": 0}
+
 
 def count(args: argparse.Namespace) -> dict[str, Any]:
     """Compiles one update on the mesh `--src`, and on the mesh with its `fsdp` divided by `--seq`; runs neither.
@@ -81,7 +84,8 @@ def _counted(args: argparse.Namespace, spec: str, devices: Any) -> dict[str, Any
     loss = PolicyLoss(KLLossSettings())
     state, frozen = state_lib.abstract_state(model, optimizer, mesh, "float32")
     update: Any = step.make_train_step(model, loss, optimizer, mesh, dtype=args.dtype, remat=args.remat)
-    compiled = update.lower(state, frozen, state_lib.abstract_batch(loss.rows, shape, mesh)).compile()
+    lowered = update.lower(state, frozen, state_lib.abstract_batch(loss.rows, shape, mesh))
+    compiled = lowered.compile(compiler_options=None if args.topology else _LEAST_EFFORT)
     cost = cost_of(compiled.as_text(), trips=lambda depth: float(shape.micro_batches) if depth == 0 else 1.0)
     memory = compiled.memory_analysis()
     return {
