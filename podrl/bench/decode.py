@@ -1,4 +1,4 @@
-"""Counts the bytes that one decode step reads from a TPU's memory, without a TPU: `python -m podrl.bench decode`."""
+"""Counts a decode step's reads of a TPU's memory and its collectives, without a TPU: `python -m podrl.bench decode`."""
 
 import argparse
 import os
@@ -38,8 +38,10 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     Returns:
       peak_bytes and prefill_peak_bytes (of one chip), hbm_bytes (that a program may use), fits, compile_seconds,
       weight_bytes (of one chip), and for every number of sampled tokens kv_bytes (live keys and values of one chip,
-      prompts counted once per group), read_bytes (per step), ratio (read_bytes over weights and live keys and values)
-      and least_ms (of a step: read and written bytes over the chip's bandwidth).
+      prompts counted once per group), read_bytes (per step), ratio (read_bytes over weights and live keys and values),
+      least_ms (of a step: read and written bytes over the chip's bandwidth), sent_bytes (by a chip over links in a
+      step), sent_least_ms (the same over the bandwidth of all its links) and collectives (count and bytes sent in a
+      step by kind; what runs once a dispatch counts as the fraction that falls to a step). All of it is counted.
 
     Raises:
       ValueError: an unknown size or topology, or a mesh that does not fit it.
@@ -87,7 +89,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "compile_seconds": seconds,
         "weight_bytes": float(weights),
         "steps": [
-            _count(engine, generate.as_text(), float(weights), token_bytes, sampled, args, topology.chip.hbm_rate)
+            _count(engine, generate.as_text(), float(weights), token_bytes, sampled, args, topology.chip)
             for sampled in args.sampled
         ],
     }
@@ -108,8 +110,8 @@ def _config(args: argparse.Namespace) -> Any:
 
 
 def _count(
-    engine: Any, text: str, weights: float, token_bytes: float, sampled: int, args: argparse.Namespace, rate: float
-) -> dict[str, float]:
+    engine: Any, text: str, weights: float, token_bytes: float, sampled: int, args: argparse.Namespace, chip: Any
+) -> dict[str, Any]:
     """Counts one step's work at a given filling of the lanes."""
     from podrl.plan.hlo import cost_of
     from podrl.rollout import attention
@@ -118,13 +120,16 @@ def _count(
     N = engine.shape.steps
     loops = {**attention.loop_counts(reads), "decode_steps": N, "filters": 0}
     cost = cost_of(text, named=loops)
-    live = float(tokens * token_bytes)
+    live, sent = float(tokens * token_bytes), sum(c.bytes for c in cost.collectives) / N
     return {
         "sampled": sampled,
         "kv_bytes": live,
         "read_bytes": cost.read / N,
         "ratio": cost.read / N / (weights + live),
-        "least_ms": 1e3 * cost.bytes / N / rate,
+        "least_ms": 1e3 * cost.bytes / N / chip.hbm_rate,
+        "sent_bytes": sent,
+        "sent_least_ms": 1e3 * sent / chip.ici_rate,
+        "collectives": cost.by_kind(N),
     }
 
 

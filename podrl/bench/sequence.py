@@ -94,7 +94,7 @@ def _counted(args: argparse.Namespace, spec: str, devices: Any) -> dict[str, Any
         "micro_batches": shape.micro_batches,
         "counted_hbm_bytes": cost.bytes,
         "counted_sent_bytes": sum(c.bytes for c in cost.collectives),
-        "counted_collectives": {c.kind: {"count": c.count, "bytes": c.bytes} for c in cost.collectives},
+        "counted_collectives": cost.by_kind(),
         "peak_bytes": memory.temp_size_in_bytes
         + memory.argument_size_in_bytes
         + memory.output_size_in_bytes

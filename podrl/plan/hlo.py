@@ -88,6 +88,15 @@ class Cost:
     uncounted: tuple[str, ...] = ()
     read: float = 0.0
 
+    def by_kind(self, parts: float = 1.0) -> dict[str, dict[str, float]]:
+        """Returns count and bytes of each kind of collective in one of `parts` equal parts of the execution."""
+        kinds: dict[str, dict[str, float]] = {}
+        for c in self.collectives:
+            had = kinds.setdefault(c.kind, {"count": 0.0, "bytes": 0.0})
+            had["count"] += c.count / parts
+            had["bytes"] += c.bytes / parts
+        return kinds
+
 
 @dataclasses.dataclass
 class _Sum:

@@ -10,6 +10,7 @@ import pytest
 from podrl.bench import __main__ as bench
 from podrl.bench import decode as bench_decode
 from podrl.bench import trace as bench_trace
+from podrl.mesh.chips import CHIPS
 from podrl.plan import chips
 
 TINY = (
@@ -92,6 +93,45 @@ def test_the_reads_that_decode_counts(tiny_engine):
     assert reads.own_count_O[:2].tolist() == [8, 4] and reads.own_start_O[:2].tolist() == [8, 16]
 
 
+# A loop of decode steps, each with one sum of 4 x 4 floats over two chips; before it a gather once per dispatch.
+DECODE = """HloModule jit_generate, is_scheduled=true, num_partitions=2
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%body (state: (f32[4,4])) -> (f32[4,4]) {
+  %state = (f32[4,4]{1,0}) parameter(0)
+  %x = f32[4,4]{1,0} get-tuple-element(%state), index=0
+  %y = f32[4,4]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%sum
+  ROOT %next = (f32[4,4]{1,0}) tuple(%y)
+}
+
+%condition (state: (f32[4,4])) -> pred[] {
+  %state.1 = (f32[4,4]{1,0}) parameter(0)
+  ROOT %more = pred[] constant(true)
+}
+
+ENTRY %main (part: f32[2,4]) -> (f32[4,4]) {
+  %part = f32[2,4]{1,0} parameter(0)
+  %whole = f32[4,4]{1,0} all-gather(%part), channel_id=2, replica_groups={{0,1}}, dimensions={0}
+  %first = (f32[4,4]{1,0}) tuple(%whole)
+  ROOT %loop = (f32[4,4]{1,0}) while(%first), condition=%condition, body=%body, metadata={op_name="jit(f)/decode_steps/while"}
+}
+"""  # noqa: E501 - compiled text has long lines
+
+
+def test_the_collectives_of_a_decode_step(tiny_engine):
+    args, steps = bench_decode._parser().parse_args(["--prompt_len=9", "--group=2"]), tiny_engine.shape.steps
+    found = bench_decode._count(tiny_engine, DECODE, 100.0, 1.0, 12, args, CHIPS["v5e"])
+    gathered = {"count": 1 / steps, "bytes": 32 / steps}
+    assert found["collectives"] == {"all-gather": gathered, "all-reduce": {"count": 1, "bytes": 64}}
+    assert found["sent_bytes"] == 64 + 32 / steps
+    assert found["sent_least_ms"] == pytest.approx(1e3 * found["sent_bytes"] / 200e9)
+
+
 @pytest.fixture
 def tiny_engine():
     import jax
@@ -121,6 +161,10 @@ def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
     assert [step["sampled"] for step in figures["steps"]] == [0, 384, 768, 1152, 1528]
     for step in figures["steps"]:
         assert 1 <= step["ratio"] <= 1.25, step
+        # In bfloat16 a chip's 128 lanes are summed over four twice a layer, after attention and after the last product.
+        sums, each = step["collectives"]["all-reduce"], 128 * 2304 * 2 * 2 * 3 / 4
+        assert sums["count"] >= 2 * 26 and sums["bytes"] >= 2 * 26 * each, sums
+        assert step["sent_bytes"] == pytest.approx(sum(c["bytes"] for c in step["collectives"].values()))
 
 
 def test_the_cost_of_a_trace_is_that_over_its_neighbours():

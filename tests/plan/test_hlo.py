@@ -69,6 +69,10 @@ def test_a_loop_counts_as_often_as_it_runs():
         Collective("all-gather", 1, 4 * 4 * 4, False),
         Collective("collective-permute", 3, 3 * 8 * 4 * 4, False),
     )
+    permutes = {"count": 0.75, "bytes": 3 * 8 * 4}
+    assert cost.by_kind(4) == {"all-gather": {"count": 0.25, "bytes": 16}, "collective-permute": permutes}
+    both = dataclasses.replace(cost, collectives=(*cost.collectives, Collective("all-gather", 2, 6.0, True)))
+    assert both.by_kind()["all-gather"] == {"count": 3, "bytes": 70}
 
 
 def test_the_caller_says_how_often_a_traced_loop_runs():
