@@ -269,9 +269,11 @@ def in_words(job: Job, trainer_mesh: Mesh) -> str:
     text = f"Every step samples {job.algo.num_generations} completions of {prompts} prompts, {samples} in all"
     if job.algo.prompt_batches > 1:
         text += f" (from up to {prompts * job.algo.prompt_batches} prompts, until {prompts} groups have a signal)"
-    text += f", and makes {job.updates_per_step} updates: {passes} pass{'es' if passes > 1 else ''} over "
-    text += f"{samples // mini} mini-batches of {mini} sequences, each packed into at most {shape.micro_batches} "
-    return text + f"micro-batches of {_rows_of(shape)}. The split changes no gradient."
+    updates, batches = job.updates_per_step, samples // mini
+    text += f", and makes {updates} update{'s' if updates > 1 else ''}: {passes} pass{'es' if passes > 1 else ''} over "
+    text += f"{batches} mini-batch{'es' if batches > 1 else ''} of {mini} sequences, {'each ' if batches > 1 else ''}"
+    text += f"packed into at most {shape.micro_batches} micro-batch{'es' if shape.micro_batches > 1 else ''} "
+    return text + f"of {_rows_of(shape)}. The split changes no gradient."
 
 
 def _rows_of(shape: PackShape) -> str:

@@ -141,8 +141,10 @@ class Recorder:
         if restored is not None:
             step, marks = restored.step, restored.host.get("files")
             if step > self._schedule.max_steps:
+                each, most = self._schedule.updates_per_step, self._schedule.updates
+                counted = f"{step} steps of {each} updates, {step * each} updates" if each > 1 else f"{step} steps"
                 raise ValueError(
-                    f"{self._run.place} holds {step} steps, more than trainer.max_steps={self._schedule.updates}: "
+                    f"{self._run.place} holds {counted}, more than trainer.max_steps={most}: "
                     "give at least as many, or another --workdir."
                 )
             load_saved(self._cluster, restored.state)

@@ -46,6 +46,7 @@ class Profiler:
         self._place, self._host, self.wanted = place, host.replace(" ", "_"), steps
         self._asked = False
         self._folder: pathlib.Path | None = None  # while a profile is under way
+        self._marked = contextlib.ExitStack()  # the step under way, by whose number XProf gives times per step
 
     def ask(self) -> None:
         """Asks for a profile of the next steps; may be called from a signal's handler."""
@@ -63,15 +64,19 @@ class Profiler:
         if self.wanted is None or not self._place:
             return
         first, last = self.wanted
+        self._marked.close()
         if self._folder is not None and step >= last:
             self.close()
         elif self._folder is None and first <= step + 1 <= last:
             self._begin(first, last)
+        if self._folder is not None:
+            self._marked.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step + 1))
 
     def close(self) -> None:
         """Ends and keeps the profile that is under way, if one is."""
         if self._folder is None:
             return
+        self._marked.close()
         folder, self._folder, self.wanted = self._folder, None, None
         with self._forgiven():
             jax.profiler.stop_trace()

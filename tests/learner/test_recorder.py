@@ -38,3 +38,24 @@ def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
     recorder.evaluate(Policy({}, 0), 0)
     recorder.evaluate(Policy({}, 4), 4)
     assert noted == [set(), {0}] and recorder._evaluated == {0, 4}
+
+
+def test_a_run_that_more_passes_a_step_make_too_long_is_told_in_updates():
+    """Under `podrl.replay --change=grpo.num_iterations=2` it said "holds 11 steps, more than trainer.max_steps=12"."""
+    watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
+    checkpoints = types.SimpleNamespace(restore_latest=lambda *_: types.SimpleNamespace(step=11, host={}))
+    run = types.SimpleNamespace(config={}, watchdog=watchdog, checkpoints=checkpoints, place="runs/x")
+    nothing = types.SimpleNamespace()
+    actor = types.SimpleNamespace(abstract_state=lambda: None)
+    cluster = types.SimpleNamespace(actor=actor, critic=None, tokenizer=types.SimpleNamespace(pad_id=0))
+    recorder = Recorder(
+        *(cluster, nothing, run, Schedule(max_steps=6, updates_per_step=2)),  # pyright: ignore[reportArgumentType]
+        report=nothing,  # pyright: ignore[reportArgumentType]
+        controllers=nothing,  # pyright: ignore[reportArgumentType]
+        evaluate=None,
+        stopping=lambda: False,
+    )
+    with pytest.raises(
+        ValueError, match=r"holds 11 steps of 2 updates, 22 updates, more than trainer\.max_steps=12: give"
+    ):
+        recorder.restore()

@@ -44,7 +44,9 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=noted):
     if tracing is not None:
         tracing.close()
     identity.write(path, {"algorithm": "grpo", "trainer": {"max_steps": max_steps}, "grpo": {"epsilon": 0.2}})
-    write_about(path, lambda console: console.print("Roles: [b]trainer[/b]"))
+    write_about(
+        path, lambda console: console.print("Roles: [b]trainer[/b]\n" + "A long sentence. " * 20, soft_wrap=True)
+    )
     return path
 
 

@@ -151,6 +151,16 @@ def test_no_view_is_wider_than_a_narrow_window(address, page):
         for view in SHOWN:
             page.open(f"{address}/{view}?run={TOOLS}")
             assert page.ask("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0, view
+            assert page.ask("getComputedStyle(document.querySelector('header')).position") == "static", "it hides half"
+            if view == "samples":
+                last = page.ask("document.querySelector('.found td:last-child').getBoundingClientRect().right")
+                assert 200 < last < 420, "the completion is seen, not only reached by scrolling"
+                heads = page.ask("getComputedStyle(document.querySelector('.found td.number'), '::before').content")
+                assert "reward" in heads
+            if view == "run":
+                assert page.ask(
+                    "document.querySelector('.about').scrollWidth <= document.querySelector('.about').clientWidth"
+                )
     finally:
         page.width(0)
 

@@ -24,7 +24,7 @@ podrl.views.timeline = async (main, params, current) => {
 
   const begin = found.spans[0].start, end = Math.max(...found.spans.map((span) => span.start + span.s));
   const rows = [...new Set(found.spans.map((span) => `${span.host} · ${span.lane}`))].sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
-  const HIGH = 26, LOW = 13, LEFT = 150, TOP = 22;
+  const HIGH = 26, LOW = 13, TOP = 22, FONT = "12px system-ui, sans-serif";
   // Calls of tools overlap: their lane has rows, as many as there were calls at once, up to 16.
   const deep = new Map(rows.map((row) => [row, 1]));
   for (const span of found.spans) if (span.lane === "tools") deep.set(lane(span), Math.max(deep.get(lane(span)), Math.min(span.row + 1, 16)));
@@ -32,6 +32,9 @@ podrl.views.timeline = async (main, params, current) => {
   const bottom = rows.reduce((top, row) => { tops.set(row, top); return top + tall(row); }, TOP);
   let from = begin, to = end, boxes = [];
   const canvas = el("canvas", { className: "lanes", tabIndex: 0, ariaLabel: "timeline; the table below has the same in words" });
+  const measure = canvas.getContext("2d");
+  measure.font = FONT;
+  const LEFT = Math.min(150, 16 + Math.max(...rows.map((row) => measure.measureText(row).width)));
   const tip = el("div", { className: "tip", hidden: true });
   const style = getComputedStyle(document.documentElement), ink = style.getPropertyValue("--ink").trim(), grid = style.getPropertyValue("--grid").trim();
   const critical = new Map(Object.values(found.paths).flat().map((part) => [`${part.host}|${part.lane}|${part.name}|${part.start}`, part]));
@@ -48,7 +51,7 @@ podrl.views.timeline = async (main, params, current) => {
     canvas.style.height = `${high}px`;
     const pen = canvas.getContext("2d"), x = (t) => LEFT + (t - from) / (to - from) * (wide - LEFT - 8);
     pen.scale(ratio, ratio);
-    pen.font = "12px system-ui, sans-serif";
+    pen.font = FONT;
     pen.textBaseline = "middle";
     for (const row of rows) { pen.fillStyle = ink; pen.fillText(row, 4, tops.get(row) + HIGH / 2, LEFT - 10); }
     const unit = nice((to - from) / 8);
