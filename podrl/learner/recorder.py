@@ -257,6 +257,8 @@ class Recorder:
         self._before = {}
         if found is not None:
             self._write_evaluation(step, *found, times)
+        if step == self._schedule.max_steps:
+            self._run.spans.pass_on(step, last=True)  # no step follows that would
         self._last = time.monotonic()
 
     def _end_evaluation(self, *, wait: bool) -> None:
@@ -413,6 +415,8 @@ class HostRecorder:
             return
         with self._run.watchdog.stage("evaluation"):
             self._evaluate(policy, step)
+        if step == self._schedule.max_steps:
+            self._run.spans.pass_on(step, last=True)
 
     def rescue(self) -> None:
         return None

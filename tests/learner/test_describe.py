@@ -199,9 +199,12 @@ def test_a_mini_batch_counts_prompts_as_in_tunix(prompts, mini, group, updates, 
     sizes = {"rollout": {"prompts_per_step": prompts}, "grpo": {"num_generations": group}}
     found, text = planned("grpo", trainer={"mini_batch_size": mini}, **sizes)
     assert (found.updates_per_step, found.mini_batch_size) == (updates, sequences)
-    assert f"makes {updates} updates: 1 pass over {updates} mini-batches of {sequences} sequences" in " ".join(
-        text.split()
+    counted = (
+        f"{updates} updates: 1 pass over {updates} mini-batches"
+        if updates > 1
+        else "1 update: 1 pass over 1 mini-batch"
     )
+    assert f"makes {counted} of {sequences} sequences" in " ".join(text.split())
 
 
 def test_prompts_that_do_not_split_into_mini_batches_are_refused():

@@ -9,6 +9,7 @@ import pytest
 from podrl.learner.grpo import gathered
 from podrl.learner.loop import Schedule
 from podrl.learner.recorder import Recorder, fetched_means
+from podrl.rundir.spans import Spans
 from podrl.types import Policy
 
 
@@ -24,8 +25,9 @@ def test_metrics_of_updates_stay_on_the_device_until_they_are_fetched():
 def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
     """A host that enters leaves out the steps noted as evaluated; the others would wait for its share for ever."""
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext(), take_spent=dict)
-    run = types.SimpleNamespace(config={}, watchdog=watchdog, spans=types.SimpleNamespace(compiled=0.0))
-    noted = []
+    run = types.SimpleNamespace(config={}, watchdog=watchdog, spans=Spans("trainer 1"))
+    sent, noted = [], []
+    run.spans.send = sent.append
     nothing = types.SimpleNamespace()
     recorder = Recorder(
         *(nothing, nothing, run, Schedule(max_steps=4)),  # pyright: ignore[reportArgumentType]
@@ -36,7 +38,12 @@ def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
     )
     recorder.evaluate(Policy({}, 0), 0)
     recorder.evaluate(Policy({}, 0), 0)
+    run.spans.add("evaluation", 1.0, 2.0)
+    assert sent == []
     recorder.evaluate(Policy({}, 4), 4)
+    assert [[span["name"] for span in spans] for spans in sent] == [["evaluation"]], (
+        "no step follows that would send it"
+    )
     assert noted == [set(), {0}] and recorder._evaluated == {0, 4}
 
 

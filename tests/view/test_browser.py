@@ -141,6 +141,9 @@ def test_every_view_opens_on_every_run_and_stays_where_it_is(view, address, page
         assert [text for text in wanted if text not in document] == []
         assert "taken" not in page.ask("document.title") and "<img" not in document and "null</" not in document
         assert page.ask("document.querySelector('#view').innerText.length") > 40
+        if view == "run":
+            tops = "[...document.querySelector('.columns').children].map((each) => each.getBoundingClientRect().top)"
+            assert len(set(page.ask(tops))) == 1, "what was counted stands beside what was measured"
     told(f"{view}: layout shift {shifts}")
     assert max(shifts.values()) < 0.1
 

@@ -20,7 +20,7 @@ podrl.views.timeline = async (main, params, current) => {
     ...[1, 2, 10, 100].map((size) => button(`${size} step${size > 1 ? "s" : ""}`, `show ${size} at a time`, () => move(0, size))),
     button("1 hour", "show the hour up to the end of the last step", () => go("timeline", { run, last: found.last, seconds: 3600 })),
     el("span", { className: "quiet" }, "drag to zoom, double-click to see all"),
-    found.left_out ? el("span", { className: "problem" }, `${found.left_out} short spans are not drawn`) : "");
+    found.left_out ? el("span", { className: "quiet" }, `${found.left_out} short spans are not drawn`) : "");
 
   const begin = found.spans[0].start, end = Math.max(...found.spans.map((span) => span.start + span.s));
   const rows = [...new Set(found.spans.map((span) => `${span.host} · ${span.lane}`))].sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
