@@ -123,7 +123,7 @@ class Recorder:
         self._evaluate, self._beside, self.stopping = evaluate, beside, stopping
         self._evaluated: set[int] = set()  # steps whose evaluation is in metrics.jsonl
         self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
-        self._late: tuple[int, dict[str, float], Mapping[str, Any]] | None = None
+        self._late: tuple[int, dict[str, float], Mapping[str, Any], float] | None = None
         self._progress: Progress | None = None
         self._examination = Examination(run.config)
         self._nonfinite = 0  # updates in a row that were skipped
@@ -187,7 +187,7 @@ class Recorder:
         host = times | host
         if compiled := self._run.spans.compiled - self._compiled:
             host["perf/compile"], self._compiled = compiled, self._run.spans.compiled
-        self._late = (step, host, metrics)
+        self._late = (step, host, metrics, time.time())
         if self._run.tracing is not None:
             self._run.tracing.record(step, experience, self._run.spans.take(step), self._cluster.tokenizer)
         self._run.spans.pass_on(step, last=step == self._schedule.max_steps)
@@ -295,13 +295,13 @@ class Recorder:
         """Fetches and writes the metrics of the step recorded last."""
         if self._late is None:
             return
-        step, host, device = self._late
+        step, host, device, ended = self._late
         self._late = None
         with self._run.watchdog.stage("metrics"):  # the first to wait for an update that never ends
             values = {**host, **self._report.finished(fetched_means(device))}
         values.update(self._cluster.metrics.take())
         if self._gauges is not None:
-            values |= self._gauges.of_step(values, _memory_peak())
+            values |= self._gauges.of_step(values, _memory_peak(), ended)
         if self._run.metrics is not None:
             self._run.metrics.write(step, values)
         self._cluster.metrics.log(step, values)

@@ -83,19 +83,26 @@ class Gauges:
         spent = self._spent
         spent["start"] += sum(values.get(name, 0.0) for name in _BEGINNING)
         spent["evaluation"] += values.get("time/evaluation", 0.0)
-        step = values.get("time/step", 0.0)
+        if "time/step" not in values:  # of an evaluation: what came between it and the step before, or the start
+            spent["checkpoint"] += values.get("time/checkpoint", 0.0)
+            named = (*_BEGINNING, "time/evaluation", "time/checkpoint")
+            kind = "start" if any(name in values for name in _BEGINNING) else "useful"
+            spent[kind] += sum(s for name, s in values.items() if name.startswith("time/") and name not in named)
+            return
+        step = values["time/step"]
         compiled = min(values.get("perf/compile", 0.0), step)
         saved = min(values.get("time/checkpoint", 0.0), step - compiled)
         spent["compile"] += compiled
         spent["checkpoint"] += saved
         spent["useful"] += step - compiled - saved
 
-    def of_step(self, values: Mapping[str, float], memory: float | None) -> dict[str, float]:
+    def of_step(self, values: Mapping[str, float], memory: float | None, at: float | None = None) -> dict[str, float]:
         """Computes perf/* of a step, after adding its times.
 
         Args:
           values: the step's metrics, perf/compile among them where something was compiled.
           memory: most bytes that a device of this process held; None where the platform does not tell.
+          at: when the step ended, in seconds since 1970; None for now.
         """
         self.see(values)
         step = max(values["time/step"], 1e-9)
@@ -105,7 +112,7 @@ class Gauges:
             found["perf/mfu"] = self._work.flops(values) / (step * self._work.devices * self._work.peak)
         if memory is not None:
             found["perf/memory_peak"] = memory / 2**30
-        wall = max(self._now() - self._first_start, sum(self._spent.values()), 1e-9)
+        wall = max((self._now() if at is None else at) - self._first_start, sum(self._spent.values()), 1e-9)
         found["perf/goodput"] = self._spent["useful"] / wall
         found |= {name: self._spent[kind] / wall for name, kind in _LOST.items()}
         found["perf/lost_restart"] = 1.0 - sum(self._spent.values()) / wall

@@ -60,6 +60,16 @@ def test_time_is_lost_by_kind_and_over_restarts():
     assert {kind: found[f"perf/lost_{kind}"] for kind in LOST} == pytest.approx(expected)
 
 
+def test_what_comes_before_an_evaluation_is_no_restart():
+    """The first publish, in which pods compile, is in the record of the evaluation before the first step."""
+    first = {"time/start-up": 4.0, "time/publish": 28.0, "time/evaluation": 8.0}
+    later = {"time/publish": 1.0, "time/checkpoint": 2.0, "time/evaluation": 7.0}
+    found = gauges(0.0, first=0.0, earlier=[first, STEP, later]).of_step(STEP, None, at=100.0)
+    expected = {"start": 0.32, "compile": 0.0, "checkpoint": 0.02, "evaluation": 0.15, "restart": 0.3}
+    assert found["perf/goodput"] == pytest.approx(0.21)
+    assert {kind: found[f"perf/lost_{kind}"] for kind in LOST} == pytest.approx(expected)
+
+
 def test_the_first_start_is_kept(tmp_path):
     assert first_start(None, 7.0, 0) == 7.0
     assert first_start(tmp_path, 100.0, 0) == 100.0
