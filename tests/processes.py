@@ -41,6 +41,8 @@ SMALL = (
     "--config.rollout.max_prompt_length=64",  # looking for it takes each process over a second
     "--config.log.to=()",
 )
+# Where no mesh is asked for: each device costs a start and a step their time, and two share all there is to share.
+TWO_DEVICES = "--config.fake_devices=2"
 # Metrics that may differ between two equal runs.
 _CLOCKS = re.compile(r"time/|perf/|pod/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds")
 

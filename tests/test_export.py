@@ -16,6 +16,8 @@ from podrl.runtime.checkpoint import Checkpoints
 from podrl.trainer.config import RLTrainingConfig
 from podrl.types import TrainState
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LORAS = {
     "tiny": LoraConfig(),
     "lora": LoraConfig(rank=16),

@@ -5,7 +5,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from processes import SMALL, job, run, same_end, trained_steps
+from processes import SMALL, TWO_DEVICES, job, run, same_end, trained_steps
 
 from podrl.runtime.checkpoint import read_state
 
@@ -48,7 +48,7 @@ PROMISED = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
-    args = (*VARIANTS[name], "--config.eval.problems=0", "--config.checkpoint.every=1")
+    args = (*VARIANTS[name], TWO_DEVICES, "--config.eval.problems=0", "--config.checkpoint.every=1")
     args += (f"--config.trainer.max_steps={4 * UPDATES.get(name, 1)}",)
     base = [flag.replace("config.grpo.", "config.ppo.") for flag in SMALL] if name == "ppo" else SMALL
     whole, workdir = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
@@ -79,7 +79,12 @@ def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
 
 def test_nothing_drifts_at_learning_rate_0(tmp_path):
     """In float32, weights stay bitwise the same; policy and reference, scored by one program, are exactly 0 apart."""
-    args = ("--config.trainer.learning_rate=0.0", "--config.grpo.num_iterations=2", "--config.grpo.kl_in_reward=0.1")
+    args = (
+        TWO_DEVICES,
+        "--config.trainer.learning_rate=0.0",
+        "--config.grpo.num_iterations=2",
+        "--config.grpo.kl_in_reward=0.1",
+    )
     args += ("--config.trainer.mini_batch_size=2", "--config.eval.problems=0", "--config.trainer.max_steps=12")
     done = run(tmp_path / "run", *args)
     records = [r for r in done.records() if "time/step" in r]
@@ -95,6 +100,7 @@ def test_nothing_drifts_at_learning_rate_0(tmp_path):
 
 def test_a_sampler_that_disagrees_stops_the_run_with_a_diagnosis(tmp_path):
     args = (
+        TWO_DEVICES,
         "--config.rollout.data_type=bfloat16",
         "--config.grpo.mismatch_bound=1e-4",
         "--config.grpo.mismatch_patience=2",

@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from processes import Job, comparable, gone, job, run, same_end, same_weights, samples, trained_steps
+from processes import TWO_DEVICES, Job, comparable, gone, job, run, same_end, same_weights, samples, trained_steps
 
 pytestmark = pytest.mark.e2e
-EVALUATING = ("--config.trainer.eval_every_n_steps=2",)
+EVALUATING = (TWO_DEVICES, "--config.trainer.eval_every_n_steps=2")
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +94,12 @@ def test_evaluations_beside_training_are_those_that_stop_it(uninterrupted, tmp_p
 
 STALE_LORA = (
     *("--config.grpo.max_staleness=1", "--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3"),
-    "--config.eval.problems=0",
+    *("--config.eval.problems=0", TWO_DEVICES),
 )
 SEVERAL_UPDATES = (
     *("--config.grpo.num_iterations=2", "--config.trainer.mini_batch_size=2", "--config.trainer.schedule=cosine"),
     "--config.trainer.max_steps=24",  # 4 updates a step
-    *("--config.trainer.param_dtype=bfloat16", "--config.eval.problems=0"),  # with a float32 master copy
+    *("--config.trainer.param_dtype=bfloat16", "--config.eval.problems=0", TWO_DEVICES),  # with a float32 master copy
 )
 
 

@@ -12,6 +12,8 @@ from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def configured(**changes):
     """Completes the shipped configuration with changes, as the launcher does."""
