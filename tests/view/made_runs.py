@@ -93,7 +93,7 @@ def with_tools(path):
                 file.write(json.dumps(call) + "\n")
             generated = spans(step)[0] | {"host": "rollout 0"}
             file.write(json.dumps(generated | {"left_out": 3}) + "\n")
-    plan = {"step": {"step_s": 0.25, "rollout_s": 0.1, "trainer_s": 0.1, "move_s": 0.0}}
+    plan = {"trainer": "v5e:2x2", "step": {"step_s": 0.25, "rollout_s": 0.1, "trainer_s": 0.1, "move_s": 0.0}}
     plan["programs"] = [{"peak": 2 * 2**30, "resident": 2**30}, {"peak": 2**30, "resident": 0}, None]
     (path / "plan.json").write_text(json.dumps(plan))
     return path

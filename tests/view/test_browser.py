@@ -296,8 +296,8 @@ def test_a_run_that_grows_is_followed(runs, address, page):
 
 def test_the_report_opens_without_a_server(page, tmp_path):
     out = tmp_path / "report.html"
-    assert main(["podrl.view", str(made(tmp_path / "run", steps=12)), f"--html={out}"]) == 0
-    for view, texts in (("curves", SHOWN["curves"]), ("groups", ["sample 1"])):
+    assert main(["podrl.view", str(with_tools(tmp_path / "run")), f"--html={out}"]) == 0
+    for view, texts in (("curves", SHOWN["curves"]), ("groups", ["sample 1"]), ("run", ["Plan for v5e:2x2 beside"])):
         page.open("about:blank#" if view == "curves" else "about:blank", ready=False)
         page.open(f"{out.as_uri()}#{view}")
         body = page.ask("document.querySelector('main').outerHTML")

@@ -74,7 +74,7 @@ const podrl = (() => {
     const run = given[Number((params || {}).run || 0)];
     if (name === "runs") return given.map((each) => each.run);
     if (name === "metrics") return Object.fromEntries([params.name].flat().map((n) => [n, run.metrics[n] || [[], []]]));
-    if (name === "config") return { config: run.config, about: run.about, summary: run.run.summary, plan: run.plan };
+    if (name === "config") return { config: run.config, about: run.about, summary: run.run.summary, plan: run.plan, planned_for: run.planned_for };
     const group = run.groups.find((g) => g.group === Number(params.group) && g.step === Number(params.step));
     if (name === "group" && (group || run.groups.length)) return group || run.groups[0];
     throw new Error("This file does not hold that: see the run itself with python -m podrl.view.");
