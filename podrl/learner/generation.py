@@ -50,6 +50,7 @@ class Making:
         return of_tracks(self.prompts, player.state(), asked=len(player.request.prompts.length_P), **of)
 
 
+_LEAST_SHARE = 0.125  # of groups with a signal that is reckoned with
 _OF_TOKENS = ("mask_BT", "turn_reward_BT")  # what a sample loses that leaves the loss
 
 
@@ -78,6 +79,9 @@ class Generator:
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
         """Samples and scores every prompt; with dynamic sampling, keeps the first groups whose rewards differ.
 
+        A group that is found to have no signal while others are sampled has its place taken at once. Which groups are
+        kept does not depend on when that is: they are the first ones with a signal in the order of the prompts.
+
         Args:
           prompts: `config.prompt_batches` batches; what dynamic sampling does not need of them is passed over.
           policy: weights on the rollout mesh.
@@ -87,7 +91,8 @@ class Generator:
           BatchError: a reward function failed, or too many samples did.
         """
         started = time.monotonic()
-        experience = self._completed(prompts, policy, step, self._scored(self._asked(prompts), policy, step))
+        draw = self._refilling if self._sees_signals() else self._scored_first
+        experience = self._completed(prompts, policy, step, draw(prompts, policy, step))
         scoring = time.monotonic() - experience.seconds
         self._note("rollout", started, step, ended=scoring)
         self._note("reward", scoring, step)
@@ -109,6 +114,11 @@ class Generator:
                 f"{len(asked.length_P) * self._group_size}: resume with the rollout.prompts_per_step and "
                 f"{self._config.section}.num_generations that it was begun with."
             )
+        return self._making(prompts, asked, step, quantum, partial)
+
+    def _making(
+        self, prompts: Prompts, asked: Prompts, step: int, quantum: int = 0, partial: Partial | None = None
+    ) -> Making:
         player = self._cluster.rollout.player(asked, group_size=self._group_size, step=step, partial=partial)
         return Making(prompts, step, quantum, player, self._open(asked, self._group_size))
 
@@ -153,6 +163,16 @@ class Generator:
     def gather(self, makings: Sequence[Making], step: int, seconds: float) -> Experience:
         """Completes a batch of several requests, all of whose samples have ended; `seconds` are those it took."""
         started = time.monotonic()
+        prompts = join_prompts([making.player.request.prompts for making in makings])
+        scored = self._gathered(makings, prompts, seconds)
+        self._note("reward", started, step)
+        return self._completed(prompts, Policy({}, step), step, scored)
+
+    def _gathered(
+        self, makings: Sequence[Making], prompts: Prompts, seconds: float
+    ) -> tuple[Rollouts, np.ndarray, float]:
+        """Samples of the first of `prompts`, those of several requests, and as `_scored`."""
+        started = time.monotonic()
         try:
             parts = [self._cluster.rollout.rows(making.player, 0.0) for making in makings]
             each = zip(parts, makings, strict=True)
@@ -160,11 +180,8 @@ class Generator:
         finally:
             for making in makings:
                 making.rewards.cancel()
-        prompts = join_prompts([part.prompts for part in parts])
         rollouts = dataclasses.replace(join(parts, prompts), seconds=seconds)
-        scored = (rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started)
-        self._note("reward", started, step)
-        return self._completed(prompts, Policy({}, step), step, scored)
+        return rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started
 
     def give_up(self, making: Making) -> None:
         """Ends what a batch has under way."""
@@ -180,10 +197,9 @@ class Generator:
     ) -> Experience:
         """Replaces groups without a signal, and makes the rewards that the algorithm sees."""
         rollouts, reward_FB, seconds = first
-        wanted = len(rollouts.prompts.length_P)
         counts: dict[str, float] = {}
         if self._config.dynamic_sampling:
-            rollouts, reward_FB, seconds, counts = self._refilled(prompts, policy, step, wanted, first)
+            rollouts, reward_FB, seconds, counts = self._refilled(prompts, policy, step, first)
         counts |= faults(rollouts, step=step, max_staleness=self._config.max_staleness)
         if self._config.max_staleness:
             counts |= ages(rollouts, step=step)
@@ -285,26 +301,57 @@ class Generator:
         rows = [batch.result(), *(np.where(failed_B, np.nan, row_B)[None] for row_B in more)]
         return of_the_others(np.concatenate(rows), rollouts, group_size)
 
+    def _scored_first(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
+        return self._scored(self._asked(prompts), policy, step)
+
+    def _sees_signals(self) -> bool:
+        """True where the rewards of a group are all known while others are sampled."""
+        own = isinstance(self._cluster.config.rollout_engine, str)  # another engine makes whole batches
+        alone = self._cluster.reward_model is None and self._cluster.partner is None
+        return self._config.dynamic_sampling and own and alone
+
+    def _refilling(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
+        """Samples a batch, and meanwhile further prompts in the place of groups that are found without a signal."""
+        started = time.perf_counter()
+        asked = wanted = len(self._asked(prompts).length_P)
+        makings = [self._making(prompts, self._asked(prompts), step)]
+        players: list[tuple[Player, None]] = [(makings[0].player, None)]
+        try:
+            for player, sample in self._cluster.rollout.advance(policy, players):
+                making = next(making for making in makings if making.player is player)
+                self._take(making.rewards, sample, self._group_size)
+                signal = np.concatenate([self._signals_known(making) for making in makings])
+                more = _further(signal, wanted, asked) if 2 * len(signal) >= wanted else 0  # fewer tell too little
+                if (end := min(asked + more, len(prompts.length_P))) > asked:
+                    makings.append(self._making(prompts, take_prompts(prompts, np.arange(asked, end)), step))
+                    players.append((makings[-1].player, None))
+                    asked = end
+        except BaseException:
+            for making in makings:
+                making.rewards.cancel()
+            raise
+        return self._gathered(makings, prompts, time.perf_counter() - started)
+
+    def _signals_known(self, making: Making) -> np.ndarray:
+        """Marks the groups whose rewards differ, of those of a request whose rewards are there."""
+        reward_FB, known_B = making.rewards.known()
+        known_P = known_B.reshape(-1, self._group_size).all(axis=1)
+        return self._signal(reward_FB[:, np.repeat(known_P, self._group_size)])
+
     def _refilled(
-        self,
-        prompts: Prompts,
-        policy: Policy,
-        step: int,
-        wanted: int,
-        first: tuple[Rollouts, np.ndarray, float],
+        self, prompts: Prompts, policy: Policy, step: int, first: tuple[Rollouts, np.ndarray, float]
     ) -> tuple[Rollouts, np.ndarray, float, dict[str, float]]:
         """Samples more prompts until `wanted` groups have differing rewards or no prompt is left (DAPO, eq. 11).
 
         As many prompts are asked at a time as the share of groups with a signal so far makes likely to be enough.
         Places that stay open go to the first groups without a signal, which the loss ignores.
         """
+        wanted = len(self._asked(prompts).length_P)
         parts, seconds = [first], first[2]
         signal = self._signal(first[1])
-        asked = wanted
+        asked = len(signal)
         while signal.sum() < wanted and asked < len(prompts.length_P):
-            share = max(float(signal.mean()), 0.125)
-            count = math.ceil((wanted - int(signal.sum())) / share)
-            rows = np.arange(asked, min(asked + count, len(prompts.length_P)))
+            rows = np.arange(asked, min(asked + _further(signal, wanted, asked), len(prompts.length_P)))
             parts.append(self._scored(take_prompts(prompts, rows), policy, step))
             signal = np.concatenate([signal, self._signal(parts[-1][1])])
             seconds += parts[-1][2]
@@ -314,7 +361,7 @@ class Generator:
         chosen = np.sort(np.concatenate([np.flatnonzero(signal)[:wanted], np.flatnonzero(~signal)])[:wanted])
         samples = (chosen[:, None] * self._group_size + np.arange(self._group_size)).ravel()
         counts = {
-            "dynamic_sampling/groups_drawn": float(asked),
+            "dynamic_sampling/groups_drawn": float(chosen[-1] + 1 if signal[chosen].all() else asked),
             "dynamic_sampling/groups_replaced": float((~signal[:wanted]).sum() - (~signal[chosen]).sum()),
             "dynamic_sampling/groups_left_without_signal": float((~signal[chosen]).sum()),
         }
@@ -332,6 +379,13 @@ class Generator:
         rollouts, reward_FB, seconds = self._scored(prompts, policy, step, group_size=1, sampling=sampling)
         reward_P = self._config.shaped(self._rewards.combine(reward_FB), rollouts, self._limit)
         return np.repeat(reward_P, self._group_size), seconds + rollouts.seconds
+
+
+def _further(signal: np.ndarray, wanted: int, asked: int) -> int:
+    """How many more groups make `wanted` with a signal likely, where some of those asked for are known."""
+    share = max(float(signal.mean()), _LEAST_SHARE) if len(signal) else 1.0
+    lacking = wanted - int(signal.sum()) - share * (asked - len(signal))
+    return max(0, math.ceil(lacking / share))
 
 
 def of_the_others(reward_XB: np.ndarray, rollouts: Rollouts, group_size: int) -> np.ndarray:

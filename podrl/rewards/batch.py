@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from podrl.types import BatchError
 
@@ -174,6 +174,18 @@ class OpenBatch:
             for rows, job in line.jobs:
                 reward_B[rows] = job.result()
         return reward_FB
+
+    def known(self) -> tuple[Float[np.ndarray, "F B"], Bool[np.ndarray, " B"]]:
+        """Returns the rewards that are there by now, as `result`, and which samples have all theirs."""
+        reward_FB = np.full((len(self._lines), len(self._prompts)), np.nan)
+        there_FB = np.zeros(reward_FB.shape, bool)
+        with self._changed:
+            there_FB[:, [b for b, ended in self._ended.items() if ended is None]] = True
+            for f, line in enumerate(self._lines):
+                for rows, job in line.jobs:
+                    if job.done() and not job.cancelled() and job.exception() is None:
+                        reward_FB[f, rows], there_FB[f, rows] = job.result(), True
+        return reward_FB, np.all(there_FB, axis=0)
 
     def cancel(self) -> None:
         """Gives up what has not begun."""

@@ -146,17 +146,23 @@ def play(
 
     Args:
       session: to play on.
-      players: in the order in which they get lanes, with the quantum, or the points, of their samples.
+      players: in the order in which they get lanes, with the quantum, or the points, of their samples. Those that the
+        caller appends meanwhile are played, too.
       calls: see Player.enter.
       partner: of players whose samples have environments.
       between: called before each step of the engine.
       halt: True once all is to rest where it is; None where nobody will say so.
     """
-    pace, every = Pace(session), [player for player, _ in players]
-    try:
-        for player, given in players:
+    pace, every = Pace(session), list[Player]()
+
+    def enter() -> None:
+        for player, given in players[len(every) :]:
+            every.append(player)
             player.enter(session, points(given), calls)
-        while session.busy or not all(player.resting() for player, _ in players):
+
+    try:
+        enter()
+        while session.busy or not all(player.resting() for player in every):
             between()
             halted = halt is not None and halt()
             if partner is not None and not halted:
@@ -170,11 +176,12 @@ def play(
                 next(player for player in every if track in player.rows).event(track)
             if first and partner is not None:
                 pace.wait(partner, every)
-            for player, _ in players:
+            for player in every:
                 for b, sample in player.take():
                     yield player, b, sample
             if halted:
                 break
+            enter()
     except BaseException:
         for player, _ in players:
             player.abandon()

@@ -279,7 +279,7 @@ class RolloutWorker:
         Args:
           policy: weights on the rollout mesh, with their version.
           players: requests, the one to get lanes first at the front, with the tokens that each of their samples may
-            draw, None for all, or with points.
+            draw, None for all, or with points. A list that the caller appends further ones to, while it takes samples.
           calls: turns that samples may end, where they draw a quantum; None for any number.
           halt: asked between dispatches: True ends the call, with all samples as they are then.
 
@@ -362,7 +362,6 @@ class RolloutWorker:
     ) -> Iterator[tuple[Player, int, Track | Episode]]:
         """(player, b, sample) of every sample as it ends."""
         started, compiled = time.perf_counter(), _Compiles.total
-        samples = sum(player.request.samples for player, _ in players)
 
         def between() -> None:
             if self._refreshed is not None:
@@ -370,13 +369,13 @@ class RolloutWorker:
                     self.tell("use", (self._refreshed.version,))
                 session.refresh(session.engine.prepare(self._refreshed.params), self._refreshed.version)
                 self._refreshed = None
-            self._bound_failures(session, samples)
+            self._bound_failures(session, sum(player.request.samples for player, _ in players))
 
         try:
             yield from play(session, players, calls=calls, partner=self.partner, between=between, halt=halt)
             between()
             if session.stats.failed:
-                text = _failures(session, samples)
+                text = _failures(session, sum(player.request.samples for player, _ in players))
                 _log.warning("%s. They and the other samples of their prompts leave the loss.", text)
         finally:
             self.close(session)

@@ -11,6 +11,7 @@ from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.batch import OpenBatch, Scorer
 from podrl.rollout.config import RolloutConfig
+from podrl.rollout.rollout import Finished
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, STOP_LENGTH, Prompts, Rollouts
 
 LIMIT, G = 6, 2
@@ -34,7 +35,8 @@ class Engine:
 
     def __init__(self, failed=()):
         self.asked: list[tuple[list[int], int]] = []
-        self.config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT, top_k=5))
+        rollout = lambda: RolloutConfig(max_tokens_to_generate=LIMIT, top_k=5)  # noqa: E731
+        self.config = types.SimpleNamespace(rollout=rollout, rollout_engine=Engine)
         self._failed = failed
 
     def generate(self, batch, policy, *, group_size, step, sampling=None, ended=None):
@@ -54,6 +56,32 @@ class Engine:
         logprobs = (floats_BT, floats_BT + 0.5, floats_BT)
         rows = (tokens_BT, np.full(B, 4), mask_BT, *logprobs, version_BT, floats_BT)
         return Rollouts(batch, *rows, stop_B, texts, [NO_EPISODE] * B, 1.0)
+
+
+class Telling(Engine):
+    """One that tells of samples as they end, in an order of its own, also of requests that come in meanwhile."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.config.rollout_engine, self.rollout, self._random = "podrl", self, np.random.default_rng(seed)
+        self.meanwhile = 0
+
+    def player(self, asked, *, group_size, step, partial):
+        return types.SimpleNamespace(request=types.SimpleNamespace(prompts=asked))
+
+    def advance(self, policy, players):
+        entered, left = 0, []
+        while entered < len(players) or left:
+            for player, _ in players[entered:]:
+                left += [(player, p, g) for p in range(len(player.request.prompts.length_P)) for g in range(G)]
+            self.meanwhile += entered > 0 and len(players) > entered and len(left) > G * (len(players) - entered)
+            entered = len(players)
+            player, p, g = left.pop(self._random.integers(len(left)))
+            text = f"{player.request.prompts.tokens_PT[p, 0]} {g} sampled"
+            yield player, Finished(p, g, [1], [0.0], [1.0], [0.0], [7], STOP_EOS, text, NO_EPISODE)
+
+    def rows(self, player, seconds):
+        return self.generate(player.request.prompts, None, group_size=G, step=7)
 
 
 class Grader:
@@ -98,7 +126,7 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
     # Half of the first four had a signal, so four more were asked for the two places.
     assert [[p - 100 for p in asked] for asked, _ in engine.asked] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert experience.counts == {
-        "dynamic_sampling/groups_drawn": 8.0,
+        "dynamic_sampling/groups_drawn": 7.0,
         "dynamic_sampling/groups_replaced": 2.0,
         "dynamic_sampling/groups_left_without_signal": 0.0,
         "rollout/kept_tokens": 0.5 * 3 * 8,
@@ -110,6 +138,24 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
     np.testing.assert_array_equal(experience.reward_FB, [[0, 1] * 4])
     np.testing.assert_array_equal(experience.reward_B, [0, 2] * 4)
     assert experience.rollouts.seconds == 2.0
+
+
+@pytest.mark.parametrize("differ", [{1, 2, 4, 6, 8, 11}, {5}, set(range(12)), {8, 9, 10, 11}])
+def test_the_groups_kept_do_not_depend_on_when_others_are_found_without_signal(differ):
+    """Places are taken while others are sampled: the same groups and numbers as by whole batches."""
+    config = GRPOConfig(num_generations=G, dynamic_sampling=True)
+    expected, _ = generated(config, differ, 12)
+    early = 0
+    for seed in range(20):
+        engine: Any = Telling(seed)
+        found = Generator(engine, Grader(differ), config)(prompts(12), None, 7)  # pyright: ignore[reportArgumentType]
+        assert kept(found) == kept(expected) and found.counts == expected.counts
+        np.testing.assert_array_equal(found.rollouts.tokens_BT, expected.rollouts.tokens_BT)
+        np.testing.assert_array_equal(found.reward_FB, expected.reward_FB)
+        asked = [p - 100 for part, _ in engine.asked for p in part]
+        assert asked == list(range(len(asked))) and engine.asked[0][0] == [100, 101, 102, 103]
+        early += engine.meanwhile
+    assert (early > 0) == (len(differ) < 12)
 
 
 def test_the_search_is_bounded_and_open_places_are_filled():

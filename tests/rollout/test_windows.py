@@ -122,6 +122,22 @@ def test_version_of_a_token_is_a_formula_of_its_sample(tight, policies, batches,
     assert tight.stats.compiles == 0
 
 
+def test_a_request_that_comes_while_others_are_sampled_gives_what_it_gives_alone(tight, policies, batches):
+    sampling = Sampling(max_new=40, stop_ids=(17, 250))
+    asked = [tight.player(batch, group_size=G, step=7, sampling=sampling) for batch in batches[:3]]
+    players, order = [(asked[0], None)], []
+    for player, _ in tight.advance(policies[1], players):
+        order.append(asked.index(player))
+        if len(players) < len(asked):  # as soon as a sample has ended, and after the last one of all before
+            last = len(order) == G * len(batches[0].length_P) * len(players)
+            players += [(asked[len(players)], None)] * (len(players) == 1 or last)
+    assert sorted(order) == [0] * 9 + [1] * 9 + [2] * 9 and order.index(1) < 9 and order[18:] == [2] * 9
+    for player, batch in zip(asked, batches, strict=False):
+        alone = tight.generate(policies[1], batch, group_size=G, step=7, sampling=sampling)
+        for name in ARRAYS:
+            np.testing.assert_array_equal(getattr(tight.rows(player, 0.0), name), getattr(alone, name))
+
+
 @pytest.mark.parametrize("S", [0, 2])
 def test_the_ratio_to_the_version_that_drew_a_token_is_1_under_filters(tight, tiny, policies, batches, S):
     """On-policy that is the policy trained on: its ratio starts at 1. Else what a version says is what drew."""
