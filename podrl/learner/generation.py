@@ -306,9 +306,9 @@ class Generator:
 
     def _sees_signals(self) -> bool:
         """True where the rewards of a group are all known while others are sampled."""
-        own = isinstance(self._cluster.config.rollout_engine, str)  # another engine makes whole batches
-        alone = self._cluster.reward_model is None and self._cluster.partner is None
-        return self._config.dynamic_sampling and own and alone
+        if not self._config.dynamic_sampling or self._cluster.reward_model or self._cluster.partner:
+            return False
+        return isinstance(self._cluster.config.rollout_engine, str)  # another engine makes whole batches
 
     def _refilling(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
         """Samples a batch, and meanwhile further prompts in the place of groups that are found without a signal."""
