@@ -1,4 +1,4 @@
-"""Runs a benchmark: `python -m podrl.bench {decode,pod,reshard,rollout,step,tools,trace,waits} [options]`."""
+"""Runs a benchmark: `python -m podrl.bench {compiles,decode,pod,reshard,rollout,step,tools,trace,waits} [options]`."""
 
 import importlib
 import json
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from podrl.config import nearest
 
-BENCHES = ("decode", "pod", "reshard", "rollout", "step", "tools", "trace", "waits")
+BENCHES = ("compiles", "decode", "pod", "reshard", "rollout", "step", "tools", "trace", "waits")
 
 
 def main(argv: Sequence[str]) -> int:

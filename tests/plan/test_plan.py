@@ -189,21 +189,6 @@ def test_every_program_of_the_default_job_compiles_for_tpu_and_a_run_of_it_shows
 
 @pytest.mark.slow
 @needs_libtpu
-def test_rows_that_share_prompts_and_a_replica_of_two_hosts_compile_for_tpu_in_the_form_that_can():
-    flags = ["--config.trainer.share_prompts=True", "--config.trainer.max_tokens_per_row=1024"]
-    flags += ["--rollout=v5e:2x4", "--config.roles.rollout.mesh=fsdp=4,tensor=2"]
-    done = _plan("--trainer=v5e:2x2", "--quick", "--json", *flags)
-    assert done.returncode == 0, done.stderr[-2000:]
-    plan = json.loads(done.stdout)
-    assert plan["batch"]["tokens"] == 1024
-    programs = {program["name"]: program for program in plan["programs"]}
-    assert {"train step", "reference log-probabilities", "generate", "spill"} <= set(programs)
-    assert all(programs[name]["fits"] for name in programs)
-    assert "all-gather" in {c["kind"] for c in programs["spill"]["collectives"]}  # each host keeps the whole of it
-
-
-@pytest.mark.slow
-@needs_libtpu
 def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
     flags = ["--config.model.path=", "--config.model.size=gemma2-2b", "--config.rollout.max_prompt_length=512"]
     flags += ["--config.rollout.max_tokens_to_generate=512", "--config.rollout.kv_cache_size=1024"]

@@ -22,11 +22,13 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]"),
 ]
 SAMPLES, PROMPT, LONGEST = 8, 512, 1024
+KERNELS = ("prefix_attention_fwd", "prefix_attention_dq", "prefix_attention_dkv")
 
 
 def _update(topology: str, *, share: bool, spec: str = "fsdp=1", chips: int = 1) -> tuple[str, Cost]:
     """Compiles an update of one prompt's samples: (its text, its cost for a chip when all are of full length)."""
-    mesh = make_mesh(spec, parse_topology(topology, key="--trainer").devices()[:chips])
+    machine = parse_topology(topology, key="--trainer")
+    mesh = make_mesh(spec, machine.devices()[:chips])
     model = gemma2_config(
         vocab_size=4096, num_layers=4, model_dim=512, ffn_dim=2048, num_heads=8, num_kv_heads=4, head_dim=64, window=256
     )
@@ -42,7 +44,7 @@ def _update(topology: str, *, share: bool, spec: str = "fsdp=1", chips: int = 1)
     step = make_train_step(model, loss, optimizer, mesh, dtype=training.dtype, remat=training.remat)
     state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
     lowered = step.lower(state, frozen, state_lib.abstract_batch(loss.rows, shape, mesh))
-    text = lowered.compile(compiler_options=dict(QUICK)).as_text() or ""
+    text = lowered.compile(compiler_options=dict(QUICK) | dict(machine.chip.compiler)).as_text() or ""
     return text, cost_of(text, trips=lambda depth: float(filled))
 
 
@@ -55,21 +57,21 @@ def compiler(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_an_update_that_shares_prompts_moves_fewer_bytes(topology: str):
-    text, sharing = _update(topology, share=True)
-    assert all(f"prefix_attention_{name}" in text for name in ("fwd", "dq", "dkv")) and "splash" not in text
+def test_an_update_that_shares_prompts_moves_fewer_bytes():
+    text, sharing = _update("v5e:2x2", share=True)
+    assert all(name in text for name in KERNELS) and "splash" not in text
     assert not sharing.uncounted and sharing.flops > 0
-    if topology == "v5e:2x2":
-        text, alone = _update(topology, share=False)
-        assert "splash" in text and "prefix_attention" not in text
-        assert sharing.bytes < 0.7 * alone.bytes, (sharing.bytes, alone.bytes)
+    text, alone = _update("v5e:2x2", share=False)
+    assert "splash" in text and "prefix_attention" not in text
+    assert sharing.bytes < 0.7 * alone.bytes, (sharing.bytes, alone.bytes)
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_an_update_of_rows_cut_along_time_exchanges_heads(topology: str):
-    text, cost = _update(topology, share=topology == "v5e:2x2", spec="seq=4", chips=4)
-    assert ("prefix_attention_fwd" if topology == "v5e:2x2" else "splash") in text and not cost.uncounted
+    share = topology != "v5e:2x2"
+    text, cost = _update(topology, share=share, spec="seq=4", chips=4)
+    assert all(name in text for name in KERNELS) if share else "splash" in text
+    assert not cost.uncounted
     kinds = {collective.kind for collective in cost.collectives}
     assert "all-to-all" in kinds, kinds
