@@ -35,61 +35,73 @@ def tree_sums(tree: PyTree) -> dict[str, int]:
     """
     named = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
     leaves = {name: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for name, leaf in named.items()}
-    sums: list[tuple[list[str], Any]] = []
-    for names, program in _programs(leaves):
-        sums.append((names, program([leaves[name] for name in names])))
-    return {name: int(value) for names, array in sums for name, value in zip(names, np.asarray(array), strict=True)}
+    found: dict[str, int] = {}
+    for place, names in _by_place(leaves).items():
+        sums = [_summed(place, leaves[name])(leaves[name]) for name in names]
+        found |= zip(names, np.asarray(_gathered(place, len(names))(sums)).tolist(), strict=True)
+    return found
 
 
 def compile_sums(tree: PyTree) -> None:
     """Compiles the programs of `tree_sums` for a tree like this one (jax.ShapeDtypeStruct with shardings)."""
-    leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-    for _ in _programs(leaves):
-        pass
+    leaves = dict(enumerate(jax.tree.leaves(tree)))
+    for place, chosen in _by_place(leaves).items():
+        for i in chosen:
+            _summed(place, leaves[i])
+        _gathered(place, len(chosen))
 
 
-def _programs(leaves: dict[str, Any]) -> list[tuple[list[str], Callable[[list[Any]], Any]]]:
-    """Groups leaves by mesh: (names, compiled program over the leaves of these names)."""
-    groups: dict[Any, list[str]] = {}
-    for name, leaf in leaves.items():
-        place = leaf.sharding
-        groups.setdefault(place.mesh if isinstance(place, NamedSharding) else place, []).append(name)
-    found = []
-    for place, names in groups.items():
-        chosen = [leaves[name] for name in names]
-        specs = tuple(x.sharding.spec for x in chosen) if isinstance(place, Mesh) else ()
-        shapes = tuple((x.shape, jnp.dtype(x.dtype)) for x in chosen)
-        found.append((names, _compiled(place, shapes, specs)))
-    return found
+def _by_place(leaves: dict[Any, Any]) -> dict[Any, list[Any]]:
+    """Groups the keys of leaves by the mesh that holds them (or by their sharding, if it has none)."""
+    places: dict[Any, list[Any]] = {}
+    for key, leaf in leaves.items():
+        held = leaf.sharding
+        places.setdefault(held.mesh if isinstance(held, NamedSharding) else held, []).append(key)
+    return places
 
 
-@functools.lru_cache(maxsize=8)
-def _compiled(place: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...], specs: tuple[Spec, ...]) -> Any:
-    """Compiles a program from the leaves on `place` to their sums, whole on every device."""
-    if not isinstance(place, Mesh):
-        abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
-        whole = lambda leaves: jnp.stack([shard_sum(x, [0] * x.ndim) for x in leaves])  # noqa: E731
-        return jax.jit(whole).lower(abstract).compile()
+def _summed(place: Any, leaf: Any) -> Callable[[Array], Array]:
+    spec = leaf.sharding.spec if isinstance(place, Mesh) else None
+    return _compiled(place, spec, leaf.shape, jnp.dtype(leaf.dtype))
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled(place: Any, spec: Spec | None, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """Compiles a program from a leaf on `place` to the sum of every device's shard, which stays there.
+
+    A program per leaf, not per tree: a deep model, with the moments of its optimizer, has few different leaves.
+    """
+    if spec is None:
+        abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        return jax.jit(lambda x: shard_sum(x, [0] * x.ndim)[None]).lower(abstract).compile()
     mesh = place
 
-    def local(shards: list[Array]) -> Array:
-        sums = []
-        for shard, spec in zip(shards, specs, strict=True):
-            axes = [_axes(spec[d]) if d < len(spec) else () for d in range(shard.ndim)]
-            starts = [_block(names, mesh) * size for names, size in zip(axes, shard.shape, strict=True)]
-            used = {name for names in axes for name in names}
-            first: Any = jnp.bool_(True)  # of several copies, the one that a checkpoint is written from
-            for name in mesh.axis_names:
-                first = first if name in used else first & (jax.lax.axis_index(name) == 0)
-            sums.append(jnp.where(first, shard_sum(shard, starts), jnp.uint32(0)))
-        return jax.lax.psum(jnp.stack(sums), mesh.axis_names)
+    def local(shard: Array) -> Array:
+        axes = [_axes(spec[d]) if d < len(spec) else () for d in range(shard.ndim)]
+        starts = [_block(names, mesh) * size for names, size in zip(axes, shard.shape, strict=True)]
+        used = {name for names in axes for name in names}
+        first: Any = jnp.bool_(True)  # of several copies, the one that a checkpoint is written from
+        for name in mesh.axis_names:
+            first = first if name in used else first & (jax.lax.axis_index(name) == 0)
+        return jnp.where(first, shard_sum(shard, starts), jnp.uint32(0))[None]
 
-    abstract = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for (shape, dtype), spec in zip(shapes, specs, strict=True)
-    ]
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=Spec(), check_vma=False)
-    return jax.jit(mapped).lower(abstract).compile()
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=Spec(mesh.axis_names), check_vma=False)
+    return jax.jit(mapped).lower(jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))).compile()
+
+
+@functools.lru_cache(maxsize=32)
+def _gathered(place: Any, count: int) -> Any:
+    """Compiles a program from `count` leaves' sums to an array of them, whole on every device.
+
+    It is the only one in which devices wait for each other: many such programs under way block a pod of CPU devices.
+    """
+    if not isinstance(place, Mesh):
+        abstract = [jax.ShapeDtypeStruct((1,), jnp.uint32, sharding=place)] * count
+        return jax.jit(jnp.concatenate).lower(abstract).compile()
+    own = NamedSharding(place, Spec(place.axis_names))
+    whole = lambda sums: jax.lax.psum(jnp.concatenate(sums), place.axis_names)  # noqa: E731
+    mapped = jax.shard_map(whole, mesh=place, in_specs=([own.spec] * count,), out_specs=Spec(), check_vma=False)
+    return jax.jit(mapped).lower([jax.ShapeDtypeStruct((place.size,), jnp.uint32, sharding=own)] * count).compile()
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

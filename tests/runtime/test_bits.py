@@ -1,5 +1,7 @@
 """Checksums of arrays: equal to numpy's, the same under every layout, different for every flipped bit."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,19 @@ def tree():
     }
 
 
+@contextlib.contextmanager
+def compilations():
+    """Lists what is compiled, or read from jax's cache on disk, inside the block."""
+    found = []
+    jax.monitoring.register_event_duration_secs_listener(
+        listener := lambda name, *_, **__: found.append(name) if "backend_compile" in name else None
+    )
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
 def test_sums_are_those_of_the_definition_under_every_layout(tree):
     expected = {name: _by_hand(leaf) for name, leaf in tree.items()}
     assert tree_sums(tree) == expected
@@ -80,12 +95,15 @@ def test_what_is_compiled_ahead_is_what_runs(tree):
     whole = NamedSharding(mesh, Spec())
     placed = {name: jax.device_put(jnp.tile(leaf[None], (3, *[1] * leaf.ndim)), whole) for name, leaf in tree.items()}
     compile_sums(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), placed))
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        listener := lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
-    )
-    try:
+    with compilations() as compiled:
         tree_sums(placed)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
     assert compiled == []
+
+
+def test_leaves_that_are_alike_share_a_program():
+    rows = NamedSharding(make_mesh("fsdp=4", jax.devices()[:4]), Spec("fsdp"))
+    tree = {f"{i}": jax.device_put(np.full((8, 5 + i % 2), i, np.float32), rows) for i in range(10)}
+    with compilations() as compiled:
+        sums = tree_sums(tree)
+    assert len(compiled) == 3  # of two shapes, and of what gathers ten sums
+    assert sums == tree_sums({name: np.asarray(leaf) for name, leaf in tree.items()}) and len(set(sums.values())) == 10
