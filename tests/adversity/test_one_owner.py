@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from processes import SMALL, job, run, trained_steps
+from processes import SMALL, TWO_DEVICES, job, run, trained_steps
 
 from podrl.rundir.run import Run
 from podrl.runtime import lock
@@ -212,7 +212,7 @@ def test_of_those_that_claim_a_free_bucket_at_once_one_gets_it(bucket, quick, tm
 
 @pytest.mark.e2e
 def test_of_two_runs_one_trains_and_the_other_ends_with_1(tmp_path):
-    small = (*SMALL, "--config.eval.problems=0", "--config.trainer.max_steps=3")
+    small = (*SMALL, TWO_DEVICES, "--config.eval.problems=0", "--config.trainer.max_steps=3")
     with job(tmp_path / "run", base=small, logs=tmp_path / "1") as first:
         first.wait_for_step(1)
         first.signal(signal.SIGSTOP)  # so that it does not end meanwhile

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 from ml_collections import ConfigDict
-from processes import SMALL, comparable, run, trained_steps
+from processes import SMALL, TWO_DEVICES, comparable, run, trained_steps
 
 from podrl.algorithms.presets import PRESETS
 from podrl.job.config import complete, parse, unset
@@ -172,7 +172,7 @@ def test_keys_that_are_new_in_this_version_are_named_once(tmp_path):
 
 @pytest.mark.e2e
 def test_a_corrected_command_starts_and_a_run_is_made_longer_but_not_shorter(tmp_path):
-    small = (*SMALL, "--config.eval.problems=0", "--config.checkpoint.every=0")
+    small = (*SMALL, TWO_DEVICES, "--config.eval.problems=0", "--config.checkpoint.every=0")
     failed = run(tmp_path / "run", "--config.rollout.lanes=0", base=small, code=1)
     assert "lanes" in failed.stderr
     bad = run(tmp_path / "run", "--config.data.path=nowhere.jsonl", base=small, code=1)

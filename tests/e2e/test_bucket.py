@@ -8,7 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from processes import environment, job, run, same_end, trained_steps
+from processes import TWO_DEVICES, environment, job, run, same_end, trained_steps
 
 from podrl.models import from_pretrained
 
@@ -18,27 +18,27 @@ RUN = "gs://bucket/runs/a"
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> pathlib.Path:
-    return run(tmp_path_factory.mktemp("uninterrupted") / "run").workdir
+    return run(tmp_path_factory.mktemp("uninterrupted") / "run", TWO_DEVICES).workdir
 
 
 def test_killed_and_preempted_it_ends_as_an_undisturbed_run_on_a_disk(uninterrupted, bucket, tmp_path):
     def saved(step: int) -> bool:
         return bool(bucket.read(f"runs/a/checkpoints/{step}/commit_success.txt"))
 
-    with job(RUN, logs=tmp_path / "1") as first:
+    with job(RUN, TWO_DEVICES, logs=tmp_path / "1") as first:
         first.wait_for("the checkpoint of step 2", lambda: saved(2), every_s=0.02)
         first.kill()
     killed = bucket.download("runs/a", tmp_path / "killed")
     assert set(trained_steps(killed)) >= {1, 2} and not (killed / "summary.json").exists()
 
-    with job(RUN, logs=tmp_path / "2") as second:
+    with job(RUN, TWO_DEVICES, logs=tmp_path / "2") as second:
         second.wait_for("the resuming", lambda: "Resumed after step" in second.stdout)
         second.signal(signal.SIGTERM)
         second.finish(75)
     assert f"Resumed after step {max(saved_steps(killed))} from {RUN}." in second.stdout
     assert f"saved in {RUN}" in second.stdout
 
-    last = run(RUN, logs=tmp_path / "3")
+    last = run(RUN, TWO_DEVICES, logs=tmp_path / "3")
     assert f"Written to {RUN}" in last.stdout
     here = bucket.download("runs/a", tmp_path / "here")
     same_end(here, uninterrupted)

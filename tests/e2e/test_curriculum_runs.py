@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from metric_names import ROOT
-from processes import environment, job, run, same_end, trained_steps
+from processes import TWO_DEVICES, environment, job, run, same_end, trained_steps
 
 pytestmark = pytest.mark.e2e
 RULES = (
@@ -33,6 +33,7 @@ def test_what_is_solved_stays_away_what_is_not_comes_again_and_a_killed_run_ends
     )
     flags = (
         *RULES,
+        TWO_DEVICES,
         f"--config.data.path={tmp_path / 'pens.jsonl'}",
         "--config.data.eval_fraction=0.0",
         "--config.data.system_prompt=",

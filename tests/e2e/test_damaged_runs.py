@@ -8,12 +8,12 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from processes import job, run, same_end, trained_steps
+from processes import TWO_DEVICES, job, run, same_end, trained_steps
 
 from podrl.runtime.checkpoint import read_state
 
 pytestmark = pytest.mark.e2e
-PLAIN = ("--config.eval.problems=0",)
+PLAIN = ("--config.eval.problems=0", TWO_DEVICES)
 
 
 @pytest.fixture(scope="module")

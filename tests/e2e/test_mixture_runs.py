@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from metric_names import ROOT
-from processes import environment, job, run, same_end, trained_steps
+from processes import TWO_DEVICES, environment, job, run, same_end, trained_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +28,11 @@ def test_a_mixture_killed_at_several_steps_ends_as_an_undisturbed_run(tmp_path):
         "reward": (f"{tmp_path / 'mine.py'}:short",),
         "transforms": ({"map": f"{tmp_path / 'mine.py'}:few"},),
     }
-    flags = [f"--config.data.sources={({'path': 'problems', 'weight': 2.0}, pens)!r}", "--config.eval.problems=8"]
+    flags = [
+        f"--config.data.sources={({'path': 'problems', 'weight': 2.0}, pens)!r}",
+        "--config.eval.problems=8",
+        TWO_DEVICES,
+    ]
     flags += [f"--config.data.cache={tmp_path / 'cache'}", "--config.rollout.max_prompt_length=64"]
     whole = run(tmp_path / "whole" / "run", *flags)
     workdir = tmp_path / "killed" / "run"

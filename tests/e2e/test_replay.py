@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from processes import CURRICULUM, DEADLINE_S, chose, environment, run
+from processes import CURRICULUM, DEADLINE_S, TWO_DEVICES, chose, environment, run
 
 from podrl.rundir import trace
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     twice = ("--config.trainer.max_steps=8", "--config.grpo.num_iterations=2")
-    done = run(tmp_path_factory.mktemp("recorded") / "run", *twice, *CURRICULUM)
+    done = run(tmp_path_factory.mktemp("recorded") / "run", *twice, *CURRICULUM, TWO_DEVICES)
     assert chose(done.records())
     return done.workdir
 
