@@ -49,7 +49,7 @@ class InPlaceTransport:
         return [move.put(chosen, self._programs[key](old, lent)), lent]
 
     def land(self, move: Move, sent: list[Any]) -> None:
-        jax.block_until_ready(sent)
+        jax.block_until_ready(sent[0])
         sent.clear()  # no alias outlives the move: jit copies a donated array that is still lent
 
     def aliases(self, i: int, leaf: Array) -> list[Array]:
