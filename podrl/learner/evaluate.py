@@ -13,7 +13,7 @@ from podrl.cluster.config import Mode
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import Count, Natural, NonNegative, section
 from podrl.data.config import AUTO, DataConfig, SourceConfig
-from podrl.learner.experience import share_of
+from podrl.learner.experience import places, share_of, take_prompts
 from podrl.rewards.reference import majority
 from podrl.rewards.text import TextConfig
 from podrl.rollout.config import Sampling
@@ -190,68 +190,100 @@ class Evaluator:
                 return end.value
 
     def in_pieces(
-        self, policy: Policy, step: int, part: tuple[int, int] = (0, 1)
+        self,
+        policy: Policy,
+        step: int,
+        part: tuple[int, int] = (0, 1),
+        most: Callable[[], int | None] = lambda: None,
     ) -> Generator[None, None, tuple[dict[str, np.ndarray], list[dict[str, Any]]]]:
-        """Scores as `scores` does, a piece at a time; yields after each."""
+        """Scores as `scores` does, a piece at a time, and yields after each.
+
+        `most` is asked before each piece for the most samples of it (but those of one prompt); None for all there are.
+        """
         found: dict[str, np.ndarray] = {}
         shown: list[dict[str, Any]] = []
-        for whole in self._sets:
-            batches = [cut for prompts in whole.batches if len((cut := share_of(prompts, *part)).length_P)]
-            if not batches or self._nth(step) % whole.every:
+        for held in self._sets:
+            batches = [cut for prompts in held.batches if len((cut := share_of(prompts, *part)).length_P)]
+            if not batches or self._nth(step) % held.every:
                 continue
-            held = dataclasses.replace(whole, batches=batches)
-            greedy = Sampling(temperature=0.0, max_new=held.sampled.max_new)
-            scores, some = yield from self._score(policy, held, "greedy", greedy, 1)
-            if held.samples:
-                more, _ = yield from self._score(policy, held, "sampled", held.sampled, held.samples)
-                scores |= more
+            greedy, sampled = _Scores(held, "greedy", 1), _Scores(held, "sampled", held.samples)
+            while batches:
+                piece, batches = _cut(batches, 1 + held.samples, most())
+                for scores, rollouts in zip((greedy, sampled), self._drawn(policy, piece, held), strict=False):
+                    scores.add(rollouts, self.rewards(rollouts, scores.samples) if self.rewards else {}, self._show)
+                yield
+            scored = greedy.by_metric() | sampled.by_metric()
             if held.name:
-                scores = {f"eval/{held.name}/{key.removeprefix('eval/')}": score for key, score in scores.items()}
-                some = [{"set": held.name, **record} for record in some]
-            found |= scores
-            shown += some
+                scored = {f"eval/{held.name}/{key.removeprefix('eval/')}": score for key, score in scored.items()}
+            found |= scored
+            shown += [{"set": held.name, **one} if held.name else one for one in greedy.shown]
         return found, shown
 
-    def _score(
-        self, policy: Policy, held: HeldOut, name: str, sampling: Sampling, group_size: int
-    ) -> Generator[None, None, tuple[dict[str, np.ndarray], list[dict[str, Any]]]]:
-        scores: dict[str, list[float]] = {}
-        shown: list[dict[str, Any]] = []
-        for prompts in _pieces(held.batches, group_size, self.beside):
-            rollouts = self._cluster.generate(
-                prompts, policy, mode=Mode.EVAL, group_size=group_size, step=_EVAL_STEP, sampling=sampling
-            )
-            rewards = self.rewards(rollouts, group_size) if self.rewards else {}
+    def _drawn(self, policy: Policy, prompts: Prompts, held: HeldOut) -> list[Rollouts]:
+        """Draws the greedy sample of each prompt, and the others; both at once by podrl's engine."""
+        G = held.samples
+        if isinstance(self._cluster.config.rollout_engine, str):
+            both = self._draw(policy, prompts, dataclasses.replace(held.sampled, greedy=1), 1 + G)
+            return [places(both, slice(0, 1), 1 + G), *([places(both, slice(1, None), 1 + G)] if G else [])]
+        greedy = Sampling(temperature=0.0, max_new=held.sampled.max_new)
+        drawn = [self._draw(policy, prompts, greedy, 1)]
+        return [*drawn, *([self._draw(policy, prompts, held.sampled, G)] if G else [])]
+
+    def _draw(self, policy: Policy, prompts: Prompts, sampling: Sampling, group_size: int) -> Rollouts:
+        how: Any = {"mode": Mode.EVAL, "step": _EVAL_STEP, "sampling": sampling}
+        return self._cluster.generate(prompts, policy, group_size=group_size, **how)
+
+
+class _Scores:
+    """The scores of the greedy samples of a set, or of its others, as they come."""
+
+    def __init__(self, held: HeldOut, name: str, samples: int):
+        """Of `samples` of every prompt."""
+        self.samples, self.shown = samples, list[dict[str, Any]]()
+        self._held, self._name = held, name
+        self._values: dict[str, list[float]] = {}
+
+    def add(self, rollouts: Rollouts, rewards: Mapping[str, np.ndarray], show: int) -> None:
+        """Scores the samples of further prompts; `show`: samples to keep as text, of all."""
+        held, prompts, values = self._held, rollouts.prompts, self._values
+        for b, completion in enumerate(rollouts.completions):
+            p = b // self.samples
+            record = {"evaluation": self._name, "prompt": prompts.text[p], "completion": completion}
+            found: dict[str, float] = {}
+            if held.scorer is not None:
+                record["truth"] = str(prompts.fields["answer"][p])
+                found = held.scorer(completion, record["truth"])
+            given = {key: float(reward_B[b]) for key, reward_B in rewards.items()}
+            for key, value in (found | given).items():
+                values.setdefault(key, []).append(value)
+            if len(self.shown) < show:
+                turns = rollouts.episodes[b]["turns"]
+                told = {"rewards": given} if given else {}
+                self.shown.append({**record, **found, **told, **({"turns": turns} if turns else {})})
+        if held.name and self.samples > 1 and held.scorer is not None:
             votes = [_ANSWERS.answer_of(completion) or completion for completion in rollouts.completions]
-            for b, completion in enumerate(rollouts.completions):
-                p = b // group_size
-                record = {"evaluation": name, "prompt": prompts.text[p], "completion": completion}
-                values: dict[str, float] = {}
-                if held.scorer is not None:
-                    record["truth"] = str(prompts.fields["answer"][p])
-                    values = held.scorer(completion, record["truth"])
-                given = {key: float(reward_B[b]) for key, reward_B in rewards.items()}
-                for key, value in (values | given).items():
-                    scores.setdefault(key, []).append(value)
-                if len(shown) < self._show:
-                    turns = rollouts.episodes[b]["turns"]
-                    told = {"rewards": given} if given else {}
-                    shown.append({**record, **values, **told, **({"turns": turns} if turns else {})})
-            if held.name and group_size > 1 and held.scorer is not None:
-                right = scores["answer"][-len(votes) :]
-                groups = [slice(b, b + group_size) for b in range(0, len(votes), group_size)]
-                scores.setdefault(_MAJORITY, []).extend(majority(votes[own], right[own]) for own in groups)
-            yield
-        shaped = {key: np.asarray(v).reshape(-1, 1 if key == _MAJORITY else group_size) for key, v in scores.items()}
-        return {f"eval/{name}_{key}": value_PG for key, value_PG in shaped.items()}, shown
+            right = values["answer"][-len(votes) :]
+            groups = [slice(b, b + self.samples) for b in range(0, len(votes), self.samples)]
+            values.setdefault(_MAJORITY, []).extend(majority(votes[own], right[own]) for own in groups)
+
+    def by_metric(self) -> dict[str, np.ndarray]:
+        """Metric -> score of every sample of every prompt, (P, G)."""
+        of_one = {_MAJORITY: 1}
+        return {
+            f"eval/{self._name}_{key}": np.asarray(value).reshape(-1, of_one.get(key, self.samples))
+            for key, value in self._values.items()
+        }
 
 
-def _pieces(batches: Sequence[Prompts], group_size: int, most: int | None) -> Sequence[Prompts]:
-    """Cuts batches of prompts into pieces of at most `most` samples, or of one prompt; None leaves them whole."""
-    if most is None:
-        return batches
-    cuts = [math.ceil(len(prompts.length_P) / max(most // group_size, 1)) for prompts in batches]
-    return [share_of(prompts, i, cut) for prompts, cut in zip(batches, cuts, strict=True) for i in range(cut)]
+def _cut(batches: Sequence[Prompts], samples: int, most: int | None) -> tuple[Prompts, list[Prompts]]:
+    """Cuts the first prompts off, as many as have at most `most` samples in all, and one at least; None is a batch."""
+    first, *others = batches
+    count = len(first.length_P) if most is None else max(most // samples, 1)
+    piece, rest = (take_prompts(first, rows_P) for rows_P in np.split(np.arange(len(first.length_P)), [count]))
+    return piece, [rest, *others] if len(rest.length_P) else others
+
+
+Scored = tuple[dict[str, np.ndarray], list[dict[str, Any]]]  # as `Evaluator.scores` returns
 
 
 class Beside:
@@ -264,20 +296,31 @@ class Beside:
     def __init__(self, evaluator: Evaluator, spans: Spans):
         """Begins nothing yet."""
         self._evaluator, self._spans, self._step = evaluator, spans, 0
-        self._work: Generator[None, None, Any] | None = None
+        self._works: list[tuple[Generator[None, None, Scored], Callable[[Scored | BatchError], None]]] = []
         self._found: tuple[int, dict[str, float], list[dict[str, Any]]] | None = None
         self._error: BatchError | None = None
-        self._closed, self._began = True, None
+        self._closed, self._began, self._whole = True, None, False
         self._gap_s = self._piece_s = 0.0
 
-    def begin(self, policy: Policy, step: int) -> None:
-        """Begins the evaluation after a step; the policy must stay as it is. Called on the thread."""
-        self._step, self._work = step, self._evaluator.in_pieces(policy, step)
+    def begin(
+        self,
+        policy: Policy,
+        step: int,
+        part: tuple[int, int] = (0, 1),
+        done: Callable[[Scored | BatchError], None] | None = None,
+    ) -> None:
+        """Begins the evaluation after a step, or a share of it; the policy must stay as it is. Called on the thread.
+
+        `done` is called, on the thread, with what was made or with why it was not; without, `take` returns it.
+        """
+        self._step, self._whole = step, False
+        work = self._evaluator.in_pieces(policy, step, part, lambda: None if self._whole else self._evaluator.beside)
+        self._works.append((work, done or self._keep))
 
     @property
     def open(self) -> bool:
         """True while an evaluation is begun and not made."""
-        return self._work is not None
+        return bool(self._works)
 
     def open_gap(self) -> None:
         """Allows pieces until `close_gap`; called by the loop, which has `fill` called when the thread is free."""
@@ -295,7 +338,8 @@ class Beside:
         self._gap_s = 0.0 if self._began is None else time.monotonic() - self._began
 
     def finish(self) -> None:
-        """Makes all pieces that are left; called on the thread."""
+        """Makes all that is left, at once; called on the thread."""
+        self._whole = True
         while self.open:
             self._advance()
 
@@ -311,18 +355,27 @@ class Beside:
         found, self._found = self._found, None
         return found
 
+    def _keep(self, made: Scored | BatchError) -> None:
+        if isinstance(made, BatchError):  # raised where the evaluation is waited for
+            self._error = made
+        else:
+            self._found = (self._step, summarised(made[0]), made[1])
+
     def _advance(self) -> None:
-        assert self._work is not None
         started = time.monotonic()
+        work, done = self._works[0]
         try:
             with self._spans.span("evaluation", lane="rollout"):
-                next(self._work)
-            self._piece_s = time.monotonic() - started
+                next(work)
+            if not self._whole:
+                self._piece_s = time.monotonic() - started
+            return
         except StopIteration as end:
-            scores, shown = end.value
-            self._work, self._found = None, (self._step, summarised(scores), shown)
-        except BatchError as error:  # raised where the evaluation is waited for
-            self._work, self._error = None, error
+            made = end.value
+        except BatchError as error:
+            made = error
+        done(made)
+        del self._works[0]
 
 
 def is_beside(evaluator: Any) -> bool:

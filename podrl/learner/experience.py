@@ -53,18 +53,23 @@ def share_of(prompts: Prompts, index: int, count: int) -> Prompts:
 def select(rollouts: Rollouts, groups_P: Int[np.ndarray, " P"], group_size: int) -> Rollouts:
     """Selects the samples of some prompts, in the order given."""
     rows_B = (groups_P[:, None] * group_size + np.arange(group_size)).ravel()
+    return dataclasses.replace(rollouts, prompts=take_prompts(rollouts.prompts, groups_P), **_rows_of(rollouts, rows_B))
+
+
+def places(rollouts: Rollouts, chosen: slice, group_size: int) -> Rollouts:
+    """Selects some places of every group of samples."""
+    rows_B = np.arange(len(rollouts.stop_B)).reshape(-1, group_size)[:, chosen].ravel()
+    return dataclasses.replace(rollouts, **_rows_of(rollouts, rows_B))
+
+
+def _rows_of(rollouts: Rollouts, rows_B: Int[np.ndarray, " B"]) -> dict[str, Any]:
     arrays = {
         field.name: getattr(rollouts, field.name)[rows_B]
         for field in dataclasses.fields(rollouts)
         if isinstance(getattr(rollouts, field.name), np.ndarray)
     }
-    return dataclasses.replace(
-        rollouts,
-        prompts=take_prompts(rollouts.prompts, groups_P),
-        completions=[rollouts.completions[int(b)] for b in rows_B],
-        episodes=[rollouts.episodes[int(b)] for b in rows_B],
-        **arrays,
-    )
+    texts = {name: [getattr(rollouts, name)[int(b)] for b in rows_B] for name in ("completions", "episodes")}
+    return arrays | texts
 
 
 def join(parts: Sequence[Rollouts], prompts: Prompts) -> Rollouts:

@@ -51,11 +51,18 @@ class Sampling(SamplingSettings):
     Attributes:
       max_new: most tokens a sample may generate, the end token included; None is the engine's max_tokens_to_generate.
       stop_ids: token ids that end a sample besides the tokenizer's own.
+      greedy: of each prompt's samples, how many, the first ones, are drawn at temperature 0 and beside those of the
+        group: the others are bit for bit what they are without them.
       Others: see SamplingSettings.
     """
 
     max_new: Natural | None = None
     stop_ids: tuple[Natural, ...] = ()
+    greedy: Natural = 0
+
+    def of(self, place: int) -> "Sampling":
+        """Returns the settings of the sample at a place in its group."""
+        return dataclasses.replace(self, temperature=0.0, greedy=0) if place < self.greedy else self
 
 
 PRESETS = {

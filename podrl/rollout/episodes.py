@@ -220,7 +220,9 @@ class Pump:
         if state["track"] is not None:
             p, g = divmod(b, self.request.group_size)
             opening = Opening((), episode.strings, tuple(episode.stops))
-            track = session.track(self.request.tokens(p), self.request.keys_PG2[p, g], self.request.sampling, opening)
+            track = session.track(
+                self.request.tokens(p), self.request.keys_PG2[p, g], self.request.sampling.of(g), opening
+            )
             fill(track, partial, b)
             episode.track, self.rows[track] = track, b
 
@@ -255,14 +257,14 @@ class Pump:
             self._host.cancel(self._first + b)
 
     def _task(self, p: int, g: int) -> Task:
-        prompts = self.request.prompts
+        prompts, sampling = self.request.prompts, self.request.sampling
         fields = {name: _plain(values[p]) for name, values in prompts.fields.items()}
         return Task(
             prompt=prompts.text[p],
             fields=fields,
             seed=int(self.request.keys_PG2[p, g, 0]),
             index=int(prompts.index_P[p]),
-            sample=g if self.request.sampling.temperature else -1,  # a greedy one, beside those of the group
+            sample=g - sampling.greedy if sampling.of(g).temperature else -1,  # a greedy one, beside those of the group
             step=self.request.of_step,
             mode=self.request.mode,
         )
@@ -393,7 +395,7 @@ class Pump:
         session = self._session
         tracks = []
         for b, opening in ready:
-            track = session.track(request.tokens(p), request.keys_PG2[p, b % G], request.sampling, opening)
+            track = session.track(request.tokens(p), request.keys_PG2[p, b % G], request.sampling.of(b % G), opening)
             track.leave_at(self._points.hold(b, 0), recorded=b in self._points.recorded)
             self._episodes[b].track, self.rows[track] = track, b
             if track.until:

@@ -101,7 +101,7 @@ class Unanswered:
         self._entered = True
         for b in range(self.request.samples) if self.request.sampling.max_new else ():
             p, g = divmod(b, self.request.group_size)
-            track = session.track(self.request.tokens(p), self.request.keys_PG2[p, g], self.request.sampling)
+            track = session.track(self.request.tokens(p), self.request.keys_PG2[p, g], self.request.sampling.of(g))
             if self._partial is not None:
                 fill(track, self._partial, b)
             self._open[b], self.rows[track] = track, b
@@ -167,14 +167,15 @@ def play(
             halted = halt is not None and halt()
             if partner is not None and not halted:
                 _listen(session, partner, every, _POLL_S if halt is None else _HALT_S)
-            samples, first = session.flying, partner is not None and not halted and pace.read_first()
+            samples, answers = session.flying, partner is not None and not halted and pace.read_first()
+            first = answers or (not halted and pace.refills())
             step = session.suspend if halted else session.read if first else session.step
             tracks = step() if halted or session.busy else []
             if samples:
-                pace.read(samples, sum(track.paused is not None for track in tracks))
+                pace.read(samples, sum(track.paused is not None for track in tracks), len(tracks))
             for track in tracks:
                 next(player for player in every if track in player.rows).event(track)
-            if first and partner is not None:
+            if answers and partner is not None:
                 pace.wait(partner, every)
             for player in every:
                 for b, sample in player.take():
@@ -198,11 +199,14 @@ class Pace:
     Launched after, it may have them answered and decoding, but the device is idle until then. That pays where answers
     come sooner than those lanes are worth, which is tried, and the less often the more often it did not pay. What
     samples are does not depend on it.
+
+    So have the lanes of samples that end there, where others wait for them: those are seated at once.
     """
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.perf_counter):
         self._session, self._clock = session, clock
         self._samples, self._paused, self._since = 1, 0, 0.0  # of the dispatch that was read last, and when
+        self._left = 0  # samples that ended or paused in it
         self._failed = self._rest = 0  # trials in a row that did not pay; dispatches until the next one
 
     def read_first(self) -> bool:
@@ -212,9 +216,15 @@ class Pace:
         self._rest = max(self._rest - 1, 0)
         return not self._rest
 
-    def read(self, samples: int, paused: int) -> None:
-        """Records that a dispatch was read, how many samples it had, and how many of them paused."""
-        self._samples, self._paused, self._since = samples, paused, self._clock()
+    def refills(self) -> bool:
+        """True where as many lanes as became free last are worth more than the time the device is idle for them."""
+        if not self._session.flying or not self._session.crowded or not self._session.took:
+            return False
+        return self._left / self._samples * min(self._session.took) > 2 * max(self._session.planned)
+
+    def read(self, samples: int, paused: int, left: int) -> None:
+        """Records that a dispatch was read, how many samples it had, how many of them paused, and left their lanes."""
+        self._samples, self._paused, self._left, self._since = samples, paused, left, self._clock()
 
     def wait(self, partner: Partner, players: Sequence[Player]) -> None:
         """Waits for answers while the device is idle, not longer than they are worth."""

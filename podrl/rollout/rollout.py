@@ -343,7 +343,7 @@ class RolloutWorker:
         self.check(prompts, group_size, sampling)
         assert sampling.max_new is not None
         index_PG = np.repeat(np.asarray(prompts.index_P)[:, None], group_size, axis=1)
-        sample_PG = np.broadcast_to(np.arange(group_size), index_PG.shape)
+        sample_PG = np.broadcast_to(np.maximum(np.arange(group_size) - sampling.greedy, 0), index_PG.shape)
         keys_B2 = sample_keys(self._seed, step, index_PG.ravel(), sample_PG.ravel())
         return Request(
             prompts,

@@ -187,6 +187,11 @@ class Scheduler:
         """True while any sample waits for a lane or runs."""
         return any(s.status in (Status.WAITING, Status.RUNNING) for s in self.samples.values())
 
+    @property
+    def crowded(self) -> bool:
+        """True while any sample waits for a lane."""
+        return bool(self._pieces) or any(shard.assigned for shard in self._shards)
+
     def free_counts(self) -> tuple[int, int]:
         """(free lanes, free pages) over all shards."""
         return sum(len(s.free_lanes) for s in self._shards), sum(len(s.free_pages) for s in self._shards)

@@ -235,6 +235,11 @@ class Session:
         return bool(self._flights) or self._scheduler.busy
 
     @property
+    def crowded(self) -> bool:
+        """True while samples wait for lanes."""
+        return self._scheduler.crowded
+
+    @property
     def flying(self) -> int:
         """Number of samples in the dispatch in flight; 0 without one."""
         return len(self._flights[0].lanes) if self._flights else 0

@@ -42,10 +42,10 @@ def samples_of(prompts: Prompts, completions: list[str]) -> Rollouts:
 
 
 class Cluster:
-    """Generates texts it was given: greedy ones, then sampled ones."""
+    """An engine that is not podrl's: it generates texts it was given, greedy ones, then sampled ones."""
 
     partner = reward_model = None
-    config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT))
+    config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT), rollout_engine=object)
 
     def __init__(self, greedy, sampled):
         self.texts = {1: greedy, 2: sampled}
@@ -140,7 +140,9 @@ def test_the_table_shows_intervals(capsys):
 class Echo(Cluster):
     """Answers every prompt with its place in the data."""
 
-    config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT, lanes=4))
+    config = types.SimpleNamespace(
+        rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT, lanes=4), rollout_engine=object
+    )
 
     def __init__(self):
         super().__init__([], [])
@@ -163,9 +165,16 @@ def echoing(beside: bool) -> Evaluator:
 
 def test_an_evaluation_in_pieces_of_as_many_samples_as_lanes_is_the_whole_one():
     whole, pieces = echoing(False), echoing(True)
-    assert whole(Policy({}, 3), 3) == pieces(Policy({}, 3), 3)
+    work = pieces.in_pieces(Policy({}, 3), 3, most=lambda: 7)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            scores, shown = end.value
+            break
+    assert whole(Policy({}, 3), 3) == (summarised(scores), shown)
     assert whole._cluster.made == [7, 14]  # pyright: ignore[reportAttributeAccessIssue]
-    assert pieces._cluster.made == [3, 4, 2, 4, 4, 4]  # pyright: ignore[reportAttributeAccessIssue]
+    assert pieces._cluster.made == [2, 4, 2, 4, 2, 4, 1, 2]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_pieces_are_made_in_gaps_that_have_room_and_the_rest_when_it_is_waited_for():
@@ -185,17 +194,18 @@ def test_pieces_are_made_in_gaps_that_have_room_and_the_rest_when_it_is_waited_f
     assert made == []  # a piece would hold up the next weights
     beside._piece_s = 0.0
     taken = made.append
-    evaluator._cluster.made = Closing(taken, beside, after=2)  # pyright: ignore[reportAttributeAccessIssue]
+    evaluator._cluster.made = Closing(taken, beside, after=4)  # pyright: ignore[reportAttributeAccessIssue]
     beside.fill()
-    assert made == [3, 4] and beside.open and beside.take() is None  # the loop wanted to go on after the second
+    assert made == [1, 2] * 2 and beside.open and beside.take() is None  # the loop wanted to go on after the second
     beside.finish()
+    assert made == [1, 2, 1, 2, 5, 10]  # what is left, at once
     step, metrics, shown = beside.take() or (None, None, None)
     assert not beside.open and beside.take() is None
     assert (step, (metrics, shown)) == (3, echoing(False)(Policy({}, 3), 3))
 
 
 class Closing:
-    """Ends the gap after a number of pieces."""
+    """Ends the gap after a number of calls."""
 
     def __init__(self, taken, beside, after):
         self.taken, self.beside, self.after, self.count = taken, beside, after, 0
@@ -212,7 +222,7 @@ class Closing:
 
 def test_a_failure_beside_training_is_raised_once_where_it_is_waited_for():
     evaluator = echoing(True)
-    evaluator._cluster.fails_at = 2  # pyright: ignore[reportAttributeAccessIssue]
+    evaluator._cluster.fails_at = 1  # pyright: ignore[reportAttributeAccessIssue]
     beside = Beside(evaluator, Spans())
     beside.begin(Policy({}, 3), 3)
     beside.finish()

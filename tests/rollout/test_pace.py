@@ -11,7 +11,7 @@ LANE_S = 0.01  # what a lane is worth: a dispatch of 8 samples takes 8 times as 
 class World:
     """A device, environments and a clock: each answer takes `answer_s`, one after the other."""
 
-    flying, took, planned = 8, [8 * LANE_S, 20 * LANE_S], [LANE_S / 16]
+    flying, took, planned, crowded = 8, [8 * LANE_S, 20 * LANE_S], [LANE_S / 16], False
 
     def __init__(self, answer_s):
         self.answer_s, self.now, self.left, self.waited = answer_s, 0.0, 0, 0.0
@@ -37,7 +37,7 @@ class World:
             if self.pace.read_first():
                 first.append(number)
             self.left = paused
-            self.pace.read(self.flying, paused)
+            self.pace.read(self.flying, paused, paused)
             if first and first[-1] == number:
                 self.pace.wait(self, [self])
         return first
@@ -47,6 +47,21 @@ def test_quick_answers_are_waited_for_from_the_second_dispatch_on():
     world = World(LANE_S / 4)
     assert world.dispatches(50, paused=3) == list(range(1, 50))
     assert world.left == 0 and world.waited == pytest.approx(49 * 3 * LANE_S / 4)
+
+
+def test_lanes_that_others_wait_for_are_given_again_before_the_next_dispatch():
+    world = World(0.0)
+    world.pace.read(8, 0, 2)
+    assert not world.pace.refills()  # nobody waits for a lane
+    world.crowded = True
+    assert world.pace.refills()
+    world.pace.read(8, 0, 0)
+    assert not world.pace.refills()  # no lane became free
+    world.pace.read(8, 0, 2)
+    world.planned = [LANE_S * 2]
+    assert not world.pace.refills()  # planning takes longer than two lanes are worth
+    world.planned, world.flying = [0.0], 0
+    assert not world.pace.refills()  # there is nothing to read
 
 
 def test_what_does_not_pay_is_tried_ever_more_rarely_and_within_what_it_may_win():

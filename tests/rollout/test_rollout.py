@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from podrl.config import build
 from podrl.rollout.config import RolloutConfig, Sampling
+from podrl.rollout.players import Pace
 from podrl.rollout.rollout import pieces_per_prompt
 from podrl.rollout.session import Opening
 from podrl.rollout.sizes import engine_shape
@@ -64,6 +65,25 @@ def test_any_order_gives_the_same_bits(tight, policy, prompts_of):
 def test_prompt_is_prefilled_once_per_group(tight, policy, prompts_of):
     tight.generate(policy, prompts_of([20, 13, 5, 2]), group_size=4, step=0)
     assert tight.stats.prefill_tokens == 19 + 12 + 4 + 1
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_greedy_samples_beside_those_of_a_group_change_no_bit_and_prefill_nothing(
+    tight, policy, prompts_of, monkeypatch, ahead
+):
+    """Also where each dispatch is read before the next one, and lanes are given again at once."""
+    monkeypatch.setattr(Pace, "refills", lambda pace: not ahead and pace._session.flying > 0)
+    prompts, sampling = prompts_of([20, 13, 5, 2]), Sampling(max_new=30)
+    alone = [
+        tight.generate(policy, prompts, group_size=1, step=4, sampling=dataclasses.replace(sampling, temperature=0.0)),
+        tight.generate(policy, prompts, group_size=3, step=4, sampling=sampling),
+    ]
+    both = tight.generate(policy, prompts, group_size=4, step=4, sampling=dataclasses.replace(sampling, greedy=1))
+    assert tight.stats.prefill_tokens == 19 + 12 + 4 + 1 and tight.stats.compiles == 0
+    for name in ("tokens_BT", "length_B", "mask_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "stop_B"):
+        rows = getattr(both, name).reshape(4, 4, *getattr(both, name).shape[1:])
+        for found, expected in zip((rows[:, :1], rows[:, 1:]), alone, strict=True):
+            np.testing.assert_array_equal(found.reshape(-1, *found.shape[2:]), getattr(expected, name), err_msg=name)
 
 
 @pytest.mark.parametrize(("mesh", "devices"), [("fsdp=2,tensor=2", 4)])
