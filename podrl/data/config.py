@@ -1,6 +1,7 @@
 """Settings of a job's data: one file or task, or a mixture of sources."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -33,7 +34,8 @@ class SourceConfig:
       system_prompt: as data.system_prompt; 'auto' is data.system_prompt.
       question_field, answer_field: as in `data`.
       reward: reward functions of its records, instead of reward.fns.
-      group: what its records have in the field `group`, for reward functions and samples.jsonl.
+      group: what its records have in the field `group`: rewards and evaluations are also told of the records of each
+        group alone.
       env: what its records have in the field `env`: an environment of env.others; '' for env.environment.
       transforms: what is done to its records, in this order, before they are used.
     """
@@ -56,6 +58,11 @@ class SourceConfig:
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("data.sources holds a source whose path is '': name a file of records.")
+        if self.group and not _GROUP.fullmatch(self.group):
+            raise ValueError(
+                f"data.sources: {self.path} has group={self.group!r}, which is part of names of metrics: give letters, "
+                "digits, '_' and '-'."
+            )
         if self.count is not None and self.fraction is not None:
             raise ValueError(
                 f"data.sources: {self.path} has count={self.count} and fraction={self.fraction:g}: give one of them."
@@ -124,6 +131,11 @@ class DataConfig:
         elif not self.path:
             raise ValueError(f"data.path is '': name a file of records, or an embedded task: {' or '.join(EMBEDDED)}.")
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Groups of the sources, in their order."""
+        return tuple(dict.fromkeys(source.group for source in self.sources if source.group))
+
     def singles(self) -> "Sequence[DataConfig]":
         """The settings of each source alone, or these where there is no mixture."""
         return [self._single(source) for source in self.sources] or [self]
@@ -145,3 +157,6 @@ def _check_mixture(given: Sequence[SourceConfig]) -> None:
     without = [source.label for source in given if source.weight is None]
     if without and len(without) < len(given):
         raise ValueError(f"data.sources: {', '.join(without)} has no weight, and others have: give all one, or none.")
+
+
+_GROUP = re.compile(r"[A-Za-z0-9_-]+")

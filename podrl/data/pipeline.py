@@ -37,7 +37,10 @@ class PromptStream(Batches[_Task]):
       steps_per_epoch: batches that use as many prompts as there are records.
       curriculum: the pass rates that prompts are chosen by; None where each has its turn.
       unanswered: see podrl.data.mixture.Opened.
+      groups: of its records, by their field `group`.
     """
+
+    groups: Sequence[str] = ()
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class PromptStream(Batches[_Task]):
     ) -> "PromptStream":
         """Builds the training stream of a configuration; see the constructor and `DataConfig`."""
         opened = split(config)
-        return cls(
+        made = cls(
             opened.train,
             renderer(config, tokenizer),
             tokenizer,
@@ -108,6 +111,8 @@ class PromptStream(Batches[_Task]):
             unanswered=opened.unanswered,
             curriculum=config.curriculum,
         )
+        made.groups = config.groups
+        return made
 
     @classmethod
     def from_list(

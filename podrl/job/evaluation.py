@@ -44,7 +44,7 @@ def make_evaluator(cluster: RLCluster, job: Job) -> Evaluator | None:
     every, updates = job.trainer.eval_every_n_steps, job.updates_per_step
     nth = lambda step: step * updates // every if every and step < job.max_steps else 0  # noqa: E731
     scorer = _scorer(job, data)
-    return Evaluator(cluster, batches, job.eval, scorer=scorer, sets=sets, nth=nth)
+    return Evaluator(cluster, batches, job.eval, scorer=scorer, sets=sets, nth=nth, groups=data.groups)
 
 
 def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:

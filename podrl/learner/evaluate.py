@@ -61,7 +61,7 @@ class SetConfig:
         if not _SET.fullmatch(self.name):
             raise ValueError(
                 f"eval.sets: name={self.name!r} must be letters, digits, '_' and '-', and not begin as metrics of the "
-                f"held-out records do ({', '.join(_TAKEN)})."
+                f"held-out records do ({', '.join((*_TAKEN, _GROUP))})."
             )
 
     def data(self, data: DataConfig) -> DataConfig:
@@ -71,7 +71,8 @@ class SetConfig:
 
 
 _TAKEN = ("greedy", "sampled", "error", "pair", "records")
-_SET = re.compile(rf"(?!(?:{'|'.join(_TAKEN)}))[A-Za-z0-9_-]+")
+_GROUP = "group_"
+_SET = re.compile(rf"(?!(?:{'|'.join((*_TAKEN, _GROUP))}))[A-Za-z0-9_-]+")
 _AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "answer_field", "reward", "env")
 
 
@@ -146,6 +147,7 @@ class Evaluator:
         rewards: RewardsOf | None = None,
         sets: Sequence[HeldOut] = (),
         nth: Callable[[int], int] = lambda step: 0,
+        groups: Sequence[str] = (),
     ):
         """Generates nothing yet.
 
@@ -157,11 +159,12 @@ class Evaluator:
           rewards: e.g. `learner.rewards_of`, which scores as that learner trains.
           sets: further prompts, opened from `config.sets`.
           nth: number of the evaluation after a step, from 0 on; 0 for the last too, which has all sets.
+          groups: of the held-out records, by their field `group`: each has metrics eval/group_NAME/*, too.
         """
         sampled = Sampling(temperature=1.0, max_new=cluster.config.rollout().max_tokens_to_generate)
         own = [HeldOut(batches, sampled, config.samples, scorer)] if batches else []
         self._cluster, self._sets, self._show, self._nth = cluster, [*own, *sets], config.show, nth
-        self.rewards = rewards
+        self.rewards, self._groups = rewards, groups
         self.beside = cluster.config.rollout().lanes if config.beside else None
 
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -206,6 +209,7 @@ class Evaluator:
             batches = [cut for prompts in held.batches if len((cut := share_of(prompts, *part)).length_P)]
             if not batches or self._nth(step) % held.every:
                 continue
+            whole = batches
             greedy, sampled = _Scores(held, "greedy", 1), _Scores(held, "sampled", held.samples)
             while batches:
                 piece, batches = _cut(batches, 1 + held.samples, most())
@@ -214,8 +218,12 @@ class Evaluator:
                 yield
             scored = greedy.by_metric() | sampled.by_metric()
             if held.name:
-                scored = {f"eval/{held.name}/{key.removeprefix('eval/')}": score for key, score in scored.items()}
+                scored = _renamed(scored, held.name)
             found |= scored
+            for group in () if held.name else self._groups:
+                own_P = np.array([given == group for drawn in whole for given in drawn.fields.get("group", ())], bool)
+                if own_P.any():
+                    found |= _renamed({key: value_PG[own_P] for key, value_PG in scored.items()}, f"{_GROUP}{group}")
             shown += [{"set": held.name, **one} if held.name else one for one in greedy.shown]
         return found, shown
 
@@ -273,6 +281,10 @@ class _Scores:
             f"eval/{self._name}_{key}": np.asarray(value).reshape(-1, of_one.get(key, self.samples))
             for key, value in self._values.items()
         }
+
+
+def _renamed(scores: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    return {f"eval/{name}/{key.removeprefix('eval/')}": score for key, score in scores.items()}
 
 
 def _cut(batches: Sequence[Prompts], samples: int, most: int | None) -> tuple[Prompts, list[Prompts]]:

@@ -418,6 +418,7 @@ class SampleLearner:
             watched=algorithm.watched(),
             skipped=lambda: stream.skipped,
             curriculum=stream.curriculum,
+            groups=stream.groups,
         )
         traced = Traced(algorithm, run, self.config.num_generations, reward_names, stream.curriculum)
         return Trained(traced, report, traced.needed)

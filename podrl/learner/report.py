@@ -28,6 +28,7 @@ class SampleReport:
         watched: Sequence[tuple[str, str]],
         skipped: Callable[[], int],
         curriculum: Curriculum | None = None,
+        groups: Sequence[str] = (),
     ):
         """Opens nothing yet.
 
@@ -38,9 +39,10 @@ class SampleReport:
           watched: metrics of the progress line.
           skipped: prompts left out so far because they were too long.
           curriculum: of the prompts; None where each has its turn.
+          groups: of the prompts, by their field `group`: the rewards of each are told alone, too.
         """
         self._config, self._names, self._metric_fns = config, reward_names, metric_fns
-        self._watched, self._skipped, self._curriculum = watched, skipped, curriculum
+        self._watched, self._skipped, self._curriculum, self._groups = watched, skipped, curriculum, groups
         self._gate = MismatchGate(
             config.mismatch_bound,
             config.mismatch_patience,
@@ -80,13 +82,21 @@ class SampleReport:
 
     def _of_rewards(self, experience: Experience, counted_B: np.ndarray) -> dict[str, float]:
         reward_PG = experience.reward_B[counted_B].reshape(-1, self._config.num_generations)
-        each = zip(self._names, experience.reward_FB, strict=True)
-        return {
+        each = dict(zip(self._names, experience.reward_FB, strict=True))
+        metrics = {
             "reward/mean": float(reward_PG.mean()),
             "reward/std": float(reward_PG.std()),
             "reward/groups_without_signal": float((np.ptp(reward_PG, axis=1) == 0).mean()),
-            **{f"reward/{name}": float(reward_B[counted_B].mean()) for name, reward_B in each},
+            **{f"reward/{name}": float(reward_B[counted_B].mean()) for name, reward_B in each.items()},
         }
+        G = self._config.num_generations
+        group_P = self._groups_of(experience.rollouts)
+        for group in self._groups:
+            if (own_B := counted_B & np.repeat([given == group for given in group_P], G)).any():
+                metrics[f"group/{group}/reward"] = float(experience.reward_B[own_B].mean())
+                metrics[f"group/{group}/prompts"] = float(own_B.sum() / G)
+                metrics |= {f"group/{group}/reward/{name}": float(r_B[own_B].mean()) for name, r_B in each.items()}
+        return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
         """Replaces moments by what is made of them, and parts by age by means."""
@@ -96,12 +106,14 @@ class SampleReport:
         return {name: value for name, value in divided(values).items() if not name.startswith("sampler/moment_")}
 
     def samples(self, experience: Experience) -> Sequence[Mapping[str, Any]]:
-        """Records the first sample of every prompt whose samples are in the loss, with its rewards."""
+        """Records the first sample of every prompt whose samples are in the loss, with its rewards and its group."""
         rollouts, G = experience.rollouts, self._config.num_generations
+        group_P = self._groups_of(rollouts)
         return [
             {
                 "prompt": rollouts.prompts.text[b // G],
                 "completion": rollouts.completions[b],
+                **({"group": group_P[b // G]} if group_P[b // G] else {}),
                 "reward": float(experience.reward_B[b]),
                 **_turns(rollouts.episodes[b]),
                 **{name: float(r_B[b]) for name, r_B in zip(self._names, experience.reward_FB, strict=True)},
@@ -109,6 +121,11 @@ class SampleReport:
             for b in range(0, len(rollouts.completions), G)
             if rollouts.mask_BT[b].any()
         ]
+
+    def _groups_of(self, rollouts: Rollouts) -> Sequence[Any]:
+        """The group of every prompt, None for those that are in none."""
+        nobody = [None] * len(rollouts.prompts.length_P)
+        return rollouts.prompts.fields.get("group", nobody) if self._groups else nobody
 
     def watched(self) -> Sequence[tuple[str, str]]:
         return self._watched

@@ -47,6 +47,7 @@ def test_weights_are_shares_and_every_source_has_its_own_order(tokenizer, files)
     assert names.count("a") == 60 and names.count("b") == 20
     first = [i for name, i in zip(names, drawn.fields["id"], strict=True) if name == "a"]
     assert sorted(first) == list(range(60)) and first != sorted(first)
+    assert made.groups == ("g",)
     assert drawn.fields["group"] == ["g" if name == "b" else None for name in names]
     for name, text in zip(names, drawn.text, strict=True):
         assert ("<start_of_turn>" in text) == (name == "a")
@@ -197,6 +198,7 @@ def test_rewards_of_a_source_score_its_records_alone():
         (({"path": "problems", "split": "train"},), "embedded task, which has no transforms"),
         (({"path": ""},), "path is ''"),
         (({"path": "a.jsonl", "wieght": 1.0},), "Did you mean 'weight'"),
+        (({"path": "a", "group": "a/b"},), r"a has group='a/b', which is part of names of metrics"),
     ],
 )
 def test_bad_mixtures_are_refused(sources, message):

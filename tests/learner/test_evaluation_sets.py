@@ -1,5 +1,6 @@
 """Sets of eval.sets: opened, drawn, scored and named as asked for, in the evaluations they are due in."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -12,7 +13,10 @@ from podrl.job.config import TINY, complete, parse
 from podrl.job.evaluation import make_evaluator
 from podrl.launch import find_config, load_config
 from podrl.learner.evaluate import EvalConfig, Evaluator, HeldOut, SetConfig, summarised
+from podrl.learner.report import SampleReport
+from podrl.learner.settings import GRPOConfig
 from podrl.rollout.config import Sampling
+from podrl.types import Experience
 
 
 class Drawing(Cluster):
@@ -63,6 +67,50 @@ def test_a_set_has_metrics_of_its_own_when_it_is_due():
     cluster.texts = ["1", "1", *"12", *"xxx222"]
     later, _ = evaluate("policy", 8)  # pyright: ignore[reportArgumentType]
     assert later["eval/hard/sampled_majority"] == 0.5 and later["eval/hard/greedy_answer"] == 1.0
+
+
+def test_groups_of_the_held_out_records_have_metrics_of_their_own():
+    batch = prompts_with("123")
+    batch = dataclasses.replace(batch, fields=batch.fields | {"group": ["easy", None, "hard"]})
+    cluster = Drawing([*"1x3", *"112xx3"])
+    config = EvalConfig(samples=2, show=0)
+    evaluate = Evaluator(cluster, [batch], config, scorer=right, groups=("easy", "hard", "none"))  # pyright: ignore[reportArgumentType]
+    metrics, _ = evaluate("policy", 0)  # pyright: ignore[reportArgumentType]
+    told = {name: value for name, value in metrics.items() if "/group_" in name}
+    assert told == {
+        "eval/group_easy/greedy_answer": 1.0,
+        "eval/group_easy/sampled_answer": 1.0,
+        "eval/group_easy/sampled_pass": 1.0,
+        "eval/group_easy/records": 1.0,
+        "eval/group_hard/greedy_answer": 1.0,
+        "eval/group_hard/sampled_answer": 0.5,
+        "eval/group_hard/sampled_pass": 1.0,
+        "eval/group_hard/records": 1.0,
+    }
+    assert metrics["eval/records"] == 3.0 and metrics["eval/greedy_answer"] == pytest.approx(2 / 3)
+
+
+def test_groups_of_a_step_have_rewards_of_their_own():
+    batch = prompts_with("1234")
+    batch = dataclasses.replace(batch, fields={"group": ["easy", None, "hard", "hard"]})
+    rollouts = samples_of(batch, ["x"] * 8)
+    rollouts.mask_BT[6:] = 0  # a group that left the loss
+    reward_B = np.arange(8.0)
+    made = Experience(rollouts, 2 * reward_B[None], reward_B, reward_B, 0.0, {})
+    told: dict = {"reward_names": ("length",), "metric_fns": (), "watched": (), "skipped": lambda: 0}
+    report = SampleReport(GRPOConfig(num_generations=2), **told, groups=("easy", "hard", "none"))
+    found = {name: value for name, value in report.describe(made).items() if name.startswith("group/")}
+    assert found == {
+        "group/easy/reward": 0.5,
+        "group/easy/prompts": 1.0,
+        "group/easy/reward/length": 1.0,
+        "group/hard/reward": 4.5,
+        "group/hard/prompts": 1.0,
+        "group/hard/reward/length": 9.0,
+    }
+    assert [record.get("group") for record in report.samples(made)] == ["easy", None, "hard"]
+    plain = SampleReport(GRPOConfig(num_generations=2), **told)
+    assert not any(name.startswith("group/") for name in plain.describe(made))
 
 
 def test_shares_of_a_small_set_are_on_some_hosts_alone():
