@@ -113,12 +113,16 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Writes results as Markdown: a row per program, a column per chip."""
+    """Writes results as Markdown: a row per program, a column per chip, and one of the compiler's processor seconds."""
     cells = {(one["case"], one["program"], one["topology"].split(":")[0]): _figures(one) for one in found}
     columns = [chip for chip in CHIPS if any(key[2] == chip for key in cells)]
     rows = list(dict.fromkeys(key[:2] for key in sorted(cells, key=lambda key: list(CASES).index(key[0]))))
-    lines = [["case", "program", *columns], ["---"] * (2 + len(columns))]
-    lines += [[f"`{case}`", name, *(cells.get((case, name, chip), "") for chip in columns)] for case, name in rows]
+    busy = {(one["case"], one["program"], one["topology"].split(":")[0]): one["cpu_seconds"] for one in found}
+    lines = [["case", "program", *columns, "compile CPU s"], ["---"] * (3 + len(columns))]
+    for case, name in rows:
+        keys = [(case, name, chip) for chip in columns]
+        spent = " / ".join(f"{busy[key]:.{int(busy[key] < 10)}f}" if key in busy else "-" for key in keys)
+        lines.append([f"`{case}`", name, *(cells.get(key, "") for key in keys), spent])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

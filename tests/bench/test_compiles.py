@@ -52,16 +52,17 @@ def test_a_case_changes_keys_of_its_configuration():
 
 def test_the_table_has_a_row_per_program_and_a_column_per_chip():
     one = {"program": "generate", "peak_bytes": 2.5e6, "moved_bytes": 4e9, "sent_bytes": 0.0, "fits": True}
+    one["cpu_seconds"] = 12.34
     found = [
-        {**one, "case": "lora", "topology": "v6e:2x2"},
+        {**one, "case": "lora", "topology": "v6e:2x2", "cpu_seconds": 0.567},
         {**one, "case": "default", "topology": "v6e:2x2", "fits": False},
         {**one, "case": "default", "topology": "v5e:2x2"},
     ]
     assert compiles.table(found).splitlines() == [
-        "| case | program | v5e | v6e |",
-        "| --- | --- | --- | --- |",
-        "| `default` | generate | 2.5 / 4,000 / 0 | 2.5 / 4,000 / 0, does not fit |",
-        "| `lora` | generate |  | 2.5 / 4,000 / 0 |",
+        "| case | program | v5e | v6e | compile CPU s |",
+        "| --- | --- | --- | --- | --- |",
+        "| `default` | generate | 2.5 / 4,000 / 0 | 2.5 / 4,000 / 0, does not fit | 12 / 12 |",
+        "| `lora` | generate |  | 2.5 / 4,000 / 0 | - / 0.6 |",
     ]
 
 
