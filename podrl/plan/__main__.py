@@ -79,15 +79,15 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
         )
     lengths = _lengths(job)
     setting = programs.Setting(job, trainer, rollout, completion)
-    searched, chosen = [], []
+    searched, chosen, known = [], [], {}
     if _SEARCH.value:
-        found, searched = variants.search(setting, say=say)
+        found, searched = variants.search(setting, say=say, known=known)
         chosen, setting = variants.differences(setting, found), found
     measured = []
 
     def measure_all(side: Sequence[programs.Program], chip: chips.Chip) -> None:
         for program in side:
-            measured.append(measure(program, chip, quick=_QUICK.value))
+            measured.append(measure(program, chip, quick=_QUICK.value, known=known))
             say(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
 
     # All of them are made before the first is compiled: what does not fit is said at once.

@@ -252,6 +252,11 @@ def planned_rows(setting: Setting) -> int:
     return len(set(zip(placed.micro_B.tolist(), placed.row_B.tolist(), strict=True)))
 
 
+def filled_micro_batches(setting: Setting) -> int:
+    """Counts the micro-batches that an update's planned samples fill."""
+    return _planned(setting, setting.job.pack_shape(setting.trainer_mesh())).micro_batches
+
+
 def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:
     """Counts loop trips: micro-batches that an update's planned samples fill; half the key blocks of blockwise."""
     filled = float(_planned(setting, shape).micro_batches)

@@ -5,13 +5,10 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import jax.numpy as jnp
-
-from podrl.job.weights import device_bytes
 from podrl.mesh.chips import GIB
-from podrl.mesh.rules import batch_shards, time_shards
-from podrl.models import decoder
-from podrl.plan.compile import Measured, measure
+from podrl.mesh.rules import batch_shards
+from podrl.plan.bounds import least_bytes, least_trainer_seconds
+from podrl.plan.compile import Known, Measured, measure
 from podrl.plan.programs import (
     ROLLOUT,
     TRAINER,
@@ -22,7 +19,6 @@ from podrl.plan.programs import (
     training_programs,
     weight_move,
 )
-from podrl.trainer import state as state_lib
 
 _STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
 _OF_A_STEP = ("trainer.remat=", "trainer.micro_batch_sequences=")
@@ -200,15 +196,16 @@ def _sequences(setting: Setting, rows: int) -> int:
     return rows * max(1, setting.job.pack_shape(setting.trainer_mesh()).tokens // setting.longest)
 
 
-def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, list[Trial]]:
+def search(setting: Setting, *, say: Callable[[str], None], known: Known | None = None) -> tuple[Setting, list[Trial]]:
     """Searches for the fastest meshes, micro-batches and remat policies that fit, by quick compiles.
 
     Trainer and rollout are searched one after the other. For each mesh and policy the largest micro-batch that fits
-    is taken; a policy that keeps more begins with the one that fitted before. A trial ends with the first program that
-    does not fit.
+    is taken; 'none' begins with the one that fitted with 'dots'. A trial ends with the first program that does not fit.
+    'full' comes last, and is left out where its matrix products alone take longer than the fastest that was found.
 
     Args:
       say: called with the number of trials there can be, then with a line per trial.
+      known: see `podrl.plan.compile.measure`.
 
     Returns:
       (the setting with the best of each side, all trials). A side of which nothing fits keeps its settings.
@@ -222,19 +219,25 @@ def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, li
     trials: list[Trial] = []
     best = setting
     for side in sides:
-        groups = sides[side] if side == TRAINER else _rollout_candidates(best)  # weights come from the mesh found
+        # Of the rollout they are made anew: its weights come from the mesh found.
+        groups = _in_order(sides[side]) if side == TRAINER else _rollout_candidates(best)
         found: list[tuple[float, Setting]] = []
         fitting: list[str] = []
         reached: dict[str, int] = {}  # by mesh: the micro-batch that fitted with the policy before, which keeps less
         left = most[side]
         for group in groups:
             left -= len(group.variants)
-            start = reached.get(group.mesh, 0)
+            start = 0 if group.last else reached.get(group.mesh, 0)
             if group.spare_of is not None and any(mesh.startswith(group.spare_of) for mesh in fitting):
+                continue
+            if group.last and found and _too_slow(group, least := min(pair[0] for pair in found)):
+                say(f"{side}: {' '.join(group.variants[0].keys[:2])}: slower than {least:.3g} s, counted")
+                if least_bytes(side, group.variants[-1].setting) <= _chip(setting, side).hbm:
+                    fitting.append(group.family)
                 continue
             reached[group.mesh] = len(group.variants)
             for index, variant in enumerate(group.variants[start:], start):
-                trial = _total(side, variant)
+                trial = _total(side, variant, known)
                 trials.append(trial)
                 verdict = f"{trial.seconds:.3g} s" if trial.fits else shortfall(trial)
                 rest = left if trial.fits else left + len(group.variants) - 1 - index
@@ -257,6 +260,15 @@ def search(setting: Setting, *, say: Callable[[str], None]) -> tuple[Setting, li
     return best, trials
 
 
+def _in_order(groups: Sequence["_Group"]) -> list["_Group"]:
+    """Orders groups: those that are always tried, their `last` ones, then the spare ones mesh by mesh."""
+    return sorted(groups, key=lambda group: 2 if group.spare_of is not None else int(group.last))
+
+
+def _too_slow(group: "_Group", seconds: float) -> bool:
+    return min(least_trainer_seconds(variant.setting) for variant in group.variants) > seconds
+
+
 def differences(before: Setting, after: Setting) -> list[str]:
     """Lists the keys of meshes, remat and micro-batches in which a found setting differs."""
     keys = []
@@ -272,13 +284,13 @@ def differences(before: Setting, after: Setting) -> list[str]:
     return keys
 
 
-def _total(side: str, variant: Variant) -> Trial:
+def _total(side: str, variant: Variant, known: Known | None = None) -> Trial:
     """Adds up a side's programs of every step: memory of the fullest, and seconds of all up to a misfit.
 
     Nothing is compiled where the bytes that are there for certain are too many already.
     """
     chip = _chip(variant.setting, side)
-    if (least := _least_bytes(side, variant.setting)) > chip.hbm:
+    if (least := least_bytes(side, variant.setting)) > chip.hbm:
         return Trial(variant.keys, "counted, not compiled", False, least, least - chip.hbm, 0.0, at_least=True)
     measured: list[Measured] = []
     rare = ("spill", "restore")  # run where the pool is short
@@ -286,7 +298,7 @@ def _total(side: str, variant: Variant) -> Trial:
     if side == ROLLOUT:
         programs += [program for program in weight_move(variant.setting).programs if program.side == ROLLOUT]
     for program in programs:
-        measured.append(measure(program, chip, quick=True))
+        measured.append(measure(program, chip, quick=True, known=known))
         if not measured[-1].fits:
             break
     return _trial(variant.keys, measured)
@@ -307,33 +319,14 @@ class _Group:
       family: meshes of one kind have one.
       spare_of: a beginning of families; where one of those has a mesh that fits, this group is not tried. None: always
         tried.
+      last: its policy keeps least and takes longest: it is tried after those of all meshes that are always tried.
     """
 
     variants: tuple[Variant, ...]
     mesh: str
     family: str
     spare_of: str | None = None
-
-
-def _least_bytes(side: str, setting: Setting) -> float:
-    """Counts bytes of a chip that a side needs for certain, without compiling anything.
-
-    The trainer's are parameters, moments, and what the backward pass keeps of every layer: its input, and unless
-    `trainer.remat` is 'full' or 'offload' what attention and feed-forward project it to. The rollout's are the weights.
-    """
-    if side == ROLLOUT:
-        mesh = setting.rollout_mesh()
-        return device_bytes(decoder.abstract_params(setting.rollout_model, mesh, setting.rollout_dtype()))
-    training, model, mesh = setting.job.trainer, setting.model, setting.trainer_mesh()
-    state, frozen = state_lib.abstract_state(model, training.optimizer(), mesh, training.param_dtype)
-    shape, tensor = setting.job.pack_shape(mesh), mesh.shape["tensor"]
-    tokens = shape.rows * shape.tokens / batch_shards(mesh) / time_shards(mesh)
-    kept = model.model_dim
-    if training.remat in ("none", "dots"):
-        heads = model.num_heads + 2 * model.num_kv_heads
-        kept += (heads * model.head_dim + 2 * model.ffn_dim) / tensor
-    activations = tokens * model.num_layers * kept * jnp.dtype(training.dtype).itemsize
-    return device_bytes(state) + device_bytes(frozen) + activations
+    last: bool = False
 
 
 def _trainer_candidates(setting: Setting) -> Iterator[_Group]:
@@ -357,9 +350,9 @@ def _trainer_candidates(setting: Setting) -> Iterator[_Group]:
                 except ValueError:  # rows of a length that the configuration fixes, and that this seq does not divide
                     continue
                 spare = "" if shared else family if filled else None
-                for remat in ("full", "dots", "none"):
+                for remat in ("dots", "none", "full"):
                     keys = (f"roles.trainer.mesh={spec}", f"trainer.remat={remat}")
-                    yield _Group(tuple(_split(meshed, keys, remat)), spec, family, spare)
+                    yield _Group(tuple(_split(meshed, keys, remat)), spec, family, spare, last=remat == "full")
                 filled = rows >= shards
 
 
@@ -393,4 +386,4 @@ def _rollout_candidates(setting: Setting) -> Iterator[_Group]:
         spec = f"data={devices // tensor}" + (f",tensor={tensor}" if tensor > 1 else "")
         variant = Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec))
         yield _Group((variant,), spec, "", None if tensor in narrow or crowded else "")
-        crowded = _least_bytes(ROLLOUT, variant.setting) > topology.chip.hbm / 2
+        crowded = least_bytes(ROLLOUT, variant.setting) > topology.chip.hbm / 2

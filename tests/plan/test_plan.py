@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 from ml_collections import ConfigDict
 from processes import run
@@ -16,17 +18,18 @@ from processes import run
 from podrl import launch
 from podrl.job.config import complete, parse, with_prompt_length
 from podrl.mesh.build import AXES, parse_mesh
-from podrl.mesh.chips import GIB
+from podrl.mesh.chips import CHIPS, GIB
 from podrl.models.sizes import parameter_count
+from podrl.plan import variants
+from podrl.plan.bounds import least_bytes, least_trainer_seconds
 from podrl.plan.chips import parse_topology, prepare
-from podrl.plan.compile import Measured, _asked
+from podrl.plan.compile import Measured, _asked, measure
 from podrl.plan.predict import cost, predict
-from podrl.plan.programs import Setting, _decode_work
+from podrl.plan.programs import Program, Setting, _decode_work, filled_micro_batches
 from podrl.plan.report import Report, _cost_line, _print_step
 from podrl.plan.variants import (
     Trial,
     Variant,
-    _least_bytes,
     _total,
     _trainer_candidates,
     _trial,
@@ -252,9 +255,65 @@ def test_what_is_too_large_for_certain_is_not_compiled(monkeypatch: pytest.Monke
         trial = _total(side, Variant((), setting))
         assert trial.program == "counted, not compiled" and not trial.fits and trial.at_least
     # 70.6e9 parameters of 4 bytes and twice as many for moments over 8 chips.
-    kept = _least_bytes("trainer", setting)
+    kept = least_bytes("trainer", setting)
     assert 70.6e9 * 12 / 8 < kept < 70.6e9 * 12 / 8 * 1.06
-    assert _least_bytes("trainer", _setting(monkeypatch, "v5e:2x4", **large | {"trainer": {"remat": "dots"}})) > kept
+    assert least_bytes("trainer", _setting(monkeypatch, "v5e:2x4", **large | {"trainer": {"remat": "dots"}})) > kept
+
+
+@needs_libtpu
+def test_what_full_takes_for_certain_is_counted_and_left_out_where_that_is_too_long(monkeypatch: pytest.MonkeyPatch):
+    job: dict = {"model": {"path": "", "size": "llama3-8b"}, "rollout": _PROMPTS, "grpo": {"beta": 0.0}}
+    job["roles"] = {"trainer": {"mesh": "fsdp=8"}}
+    dots, full = (_setting(monkeypatch, "v5e:2x4", **job, trainer={"remat": remat}) for remat in ("dots", "full"))
+    shape = dots.job.pack_shape(dots.trainer_mesh())
+    tokens = dots.job.updates_per_step * filled_micro_batches(dots) * shape.rows * shape.tokens / 8
+    # 32 layers of 4096 x 128 x 2 x (32 + 8) and 3 x 4096 x 14336 weights; of the recomputed the last product is not.
+    weights, last = 32 * 218103808, 32 * 58720256
+    assert least_trainer_seconds(dots) == pytest.approx(6 * weights * tokens / 197e12)
+    assert least_trainer_seconds(full) == pytest.approx((8 * weights - 2 * last) * tokens / 197e12)
+
+    for times, needed in ((0.3, False), (4.0, True)):
+        tried, said, known = [], [], {}
+
+        def total(side: str, variant: Variant, given: dict) -> Trial:
+            """A trial that fits and takes so many `times` the least seconds; what 'full' takes does not count."""
+            assert given is known  # noqa: B023
+            tried.append(variant.keys[:2])  # noqa: B023
+            return Trial(variant.keys, "", True, 1.0, 0.0, times * least_trainer_seconds(variant.setting))  # noqa: B023
+
+        monkeypatch.setattr(variants, "_total", total)
+        variants.search(dots, say=said.append, known=known)
+        policies = {keys[1] for keys in tried if keys[0].startswith("roles.trainer")}
+        assert policies == {f"trainer.remat={name}" for name in ("dots", "none", *(["full"] if needed else []))}
+        assert any("slower than" in line for line in said) != needed
+
+
+def test_a_program_that_is_known_is_not_compiled_again():
+    chip = CHIPS["v5e"]
+    compiled = []
+
+    class Lowered:
+        def __init__(self, text: str):
+            self.text = text
+
+        def as_text(self) -> str:
+            return self.text
+
+        def compile(self, compiler_options: object) -> jax.stages.Compiled:
+            compiled.append(self.text)
+            return jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
+
+    def program(text: str, resident: float = 0.0) -> Program:
+        return Program("train step", "trainer", lambda: Lowered(text), 1, resident=resident)
+
+    known: dict = {}
+    first = measure(program("a"), chip, quick=True, known=known)
+    assert first.fits and measure(program("a"), chip, quick=True, known=known) == first
+    crowded = measure(program("a", resident=float(chip.hbm)), chip, quick=True, known=known)
+    assert not crowded.fits and crowded.resident == chip.hbm and compiled == ["a"]
+    measure(program("b"), chip, quick=True, known=known)
+    measure(program("a"), chip, known=known)
+    assert compiled == ["a", "b", "a"], "another text, another effort"
 
 
 @needs_libtpu

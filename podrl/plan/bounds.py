@@ -1,0 +1,55 @@
+"""Counts what a side of a setting needs for certain, bytes of a chip and seconds of a step, without compiling."""
+
+import jax.numpy as jnp
+
+from podrl.job.weights import device_bytes
+from podrl.mesh.rules import batch_shards, time_shards
+from podrl.models import decoder
+from podrl.plan.programs import ROLLOUT, Setting, filled_micro_batches, training_programs
+from podrl.trainer import state as state_lib
+
+
+def least_bytes(side: str, setting: Setting) -> float:
+    """Counts bytes of a chip that a side needs for certain.
+
+    The trainer's are parameters, moments, and what the backward pass keeps of every layer: its input, and unless
+    `trainer.remat` is 'full' or 'offload' what attention and feed-forward project it to. The rollout's are the weights.
+    """
+    if side == ROLLOUT:
+        mesh = setting.rollout_mesh()
+        return device_bytes(decoder.abstract_params(setting.rollout_model, mesh, setting.rollout_dtype()))
+    training, model, mesh = setting.job.trainer, setting.model, setting.trainer_mesh()
+    state, frozen = state_lib.abstract_state(model, training.optimizer(), mesh, training.param_dtype)
+    shape, tensor = setting.job.pack_shape(mesh), mesh.shape["tensor"]
+    tokens = shape.rows * shape.tokens / batch_shards(mesh) / time_shards(mesh)
+    kept = model.model_dim
+    if training.remat in ("none", "dots"):
+        heads = model.num_heads + 2 * model.num_kv_heads
+        kept += (heads * model.head_dim + 2 * model.ffn_dim) / tensor
+    activations = tokens * model.num_layers * kept * jnp.dtype(training.dtype).itemsize
+    return device_bytes(state) + device_bytes(frozen) + activations
+
+
+def least_trainer_seconds(setting: Setting) -> float:
+    """Counts seconds of a step that the trainer's layers multiply matrices for certain, at the chip's peak.
+
+    Every token of the rows of the filled micro-batches takes 2 operations per weight of the layers' projections, 4 more
+    in the backward pass (2 under LoRA, for activations, not in the first layer), and under 'full' 2 again, except in
+    the last projection of a layer, whose output no gradient reads. Attention, embeddings and the critic count nothing.
+    """
+    model, mesh, training = setting.model, setting.trainer_mesh(), setting.job.trainer
+    shape = setting.job.pack_shape(mesh)
+    last = model.ffn_dim * model.model_dim
+    weights = model.model_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads) + 3 * last
+    forward = 2.0 * weights * model.num_layers
+    backward = 2 * forward if not model.lora.rank else forward * (model.num_layers - 1) / model.num_layers
+    again = forward - 2.0 * last * model.num_layers if training.remat == "full" and model.num_layers > 1 else 0.0
+    work = {
+        "train step": forward + backward + again,
+        "reference log-probabilities": forward,
+        "old log-probabilities": forward,
+    }
+    runs = sum(program.runs * work.get(program.name, 0.0) for program in training_programs(setting))
+    chips = batch_shards(mesh) * time_shards(mesh) * mesh.shape["tensor"]
+    tokens = filled_micro_batches(setting) * shape.rows * shape.tokens / chips
+    return runs * tokens / setting.trainer.chip.flops
