@@ -17,6 +17,9 @@ from podrl.types import Batch, Layout, Rollouts, Rows, SharedLayout
 # Defaults: tokens of one micro-batch on one device, and the number that row lengths are multiples of. On CPU
 # small micro-batches stay near the caches and leave fewer empty rows; accelerators must fill their matrix units.
 _DEVICE_TOKENS = {"cpu": 1280, "accelerator": 4096}
+# By how much a row of an accelerator may exceed them where it then holds a whole group and no key says how much it may
+# hold: in parts, the prompt is computed and the weights are read once for each (counted: docs/planning.md).
+_WHOLE_GROUP = 1.25
 _ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}
 _SHORT = 256
 # Batches that share prompts have fewer tokens, of which the last micro-batch should not leave many rows empty.
@@ -98,14 +101,16 @@ def pack_shape(
     Raises:
       ValueError: rows that cannot hold the longest sequence or do not divide, a device limit that cannot hold a row.
     """
-    kind = "cpu" if mesh.devices.flat[0].platform == "cpu" else "accelerator"
+    kind = _kind(mesh)
     shards, parts = batch_shards(mesh), time_shards(mesh)
     limit, multiple = parts * (training.max_seq_token_per_tpu or 0), parts * _ROW_MULTIPLE[kind]
     wanted = max_length if max_length > _SHORT else int(1.65 * max_length)
     shared = training.share_prompts is not False and group_size > 1 and max_prompt_length > 1
     if shared and max_length > _SHORT:
         room, even = (limit or parts * _DEVICE_TOKENS[kind]) // multiple * multiple, kind == "accelerator"
-        wanted = _group_row(group_size, max_prompt_length, max_length, room, even=even) or wanted
+        sized = limit or training.micro_sequences(group_size) or training.gradient_accumulation_steps
+        whole = room if sized or not even else int(_WHOLE_GROUP * room)
+        wanted = _group_row(group_size, max_prompt_length, max_length, room, whole, even=even) or wanted
     tokens = training.max_tokens_per_row or _ceil(wanted, multiple) * multiple
     if tokens % parts:
         raise ValueError(f"trainer.max_tokens_per_row={tokens} must be a multiple of the mesh's seq={parts}.")
@@ -135,9 +140,18 @@ def pack_shape(
     )
 
 
-def _group_row(group_size: int, prompt: int, longest: int, room: int, *, even: bool) -> int:
-    """Computes the tokens of a row with a prompt and all its samples, or as many as fit, or `even` parts; 0 for one."""
+def _kind(mesh: Mesh) -> str:
+    return "cpu" if mesh.devices.flat[0].platform == "cpu" else "accelerator"
+
+
+def _group_row(group_size: int, prompt: int, longest: int, room: int, whole: int, *, even: bool) -> int:
+    """Computes the tokens of a row with a prompt and its samples, all if they fit `whole`; 0 for one sample.
+
+    Else those that fit `room`, or `even` parts of the group.
+    """
     own = longest - prompt + 1  # each has its own last prompt token
+    if prompt + group_size * own <= whole:
+        return prompt + group_size * own
     fit = min(group_size, (room - prompt) // own)
     fit = _ceil(group_size, _ceil(group_size, fit)) if even and fit > 1 else fit
     return prompt + fit * own if fit > 1 else 0

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from podrl.mesh.build import make_mesh
+from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.packing import _group_row, pack_shape
 
@@ -113,10 +114,28 @@ def test_rows_are_made_for_samples_that_share_their_prompt():
 
 def test_rows_of_a_group_that_does_not_fit_are_even_on_accelerators():
     """Prompts of 512 and completions of 512 tokens: 512 + 6 x 513 fit into 4,096, but two rows of 4 are shorter."""
-    assert _group_row(8, 512, 1024, 4096, even=False) == 512 + 6 * 513
-    assert _group_row(8, 512, 1024, 4096, even=True) == 512 + 4 * 513
-    assert _group_row(8, 512, 1024, 8192, even=True) == 512 + 8 * 513
-    assert _group_row(8, 512, 1024, 1537, even=True) == 0  # one is no group
+    assert _group_row(8, 512, 1024, 4096, 4096, even=False) == 512 + 6 * 513
+    assert _group_row(8, 512, 1024, 4096, 4096, even=True) == 512 + 4 * 513
+    assert _group_row(8, 512, 1024, 8192, 8192, even=True) == 512 + 8 * 513
+    assert _group_row(8, 512, 1024, 1537, 1537, even=True) == 0  # one is no group
+    assert _group_row(8, 512, 1024, 4096, 4615, even=True) == 512 + 4 * 513
+    assert _group_row(8, 512, 1024, 4096, 4616, even=True) == 512 + 8 * 513
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({}, 4736),  # 4,616 are a ninth more than 4,096: the whole group
+        ({"max_seq_token_per_tpu": 4096}, 2688),  # who says how much gets no more
+        ({"micro_batch_sequences": 4}, 2688),
+        ({"gradient_accumulation_steps": 2}, 2688),
+    ],
+)
+def test_a_row_of_an_accelerator_may_be_a_quarter_longer_for_a_whole_group(fields: dict, tokens: int, monkeypatch):
+    monkeypatch.setattr(packing, "_kind", lambda mesh: "accelerator")
+    mesh = make_mesh("fsdp=1", jax.devices()[:1])
+    sizes = {"max_length": 1024, "group_size": 8, "max_prompt_length": 512}
+    assert pack_shape(_config(**fields), mesh, sequences=8, **sizes).tokens == tokens
 
 
 def test_errors_name_values_and_keys():
