@@ -8,7 +8,7 @@ reach every host as they reach any other: each pulls, or takes part in the colle
 import collections
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,25 +17,29 @@ from podrl.rollout.device import CALLS, Device
 from podrl.rundir.run import Run
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
+from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import Policy
 
 _AHEAD = 16  # calls asked for before they are made
 _ACK_EVERY = 8  # calls
 _LOOK_S = 0.5
 _OWN = ("step", "move", "open", "use", "close", "sleep")  # calls that are not of a Device
+_LEAVE_S = 60.0  # for the thread that ends this process
 
 
 class Head:
     """The head's side. Any thread may tell; what is told first is run first."""
 
-    def __init__(self, pod: Pod):
-        """Tells nothing yet; the loss of one of the others ends this process."""
+    def __init__(self, pod: Pod, *, stops: Callable[[], None] = lambda: None):
+        """Tells nothing yet; the loss of one of the others ends this process, and `stops` is called if one has to."""
         self._pod, self._lock = pod, threading.Lock()
         self._numbers = itertools.count()
         self._others = pod.seat.hosts.replica_of(pod.seat.process)[1:]
         self._read = dict.fromkeys(self._others, 0)
         self._dropped = 0
+        self._stops = stops
         pod.channel.serve("replica read", self._on_read)
+        pod.channel.serve("replica stops", self._on_stops)
         for process in self._others:
             pod.channel.watch(pod.address(process), lambda process=process: self._lost(process))
 
@@ -56,6 +60,11 @@ class Head:
             self._dropped += 1
         return Message()
 
+    def _on_stops(self, message: Message) -> Message:
+        """Hears, on the channel's thread, that another was asked to stop: a replica leaves whole, or none of it."""
+        self._stops()
+        return Message()
+
     def _lost(self, process: int) -> None:
         name = self._pod.seat.hosts.name(process)
         self._pod.quit(f"{name} (host {process}), which holds a part of this replica's weights, is gone")
@@ -67,8 +76,9 @@ def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
     Args:
       cluster: this host's part of the models; None where no call touches any.
       pod: the job's processes.
-      run: signals, of which the leader is told, the watchdog and profiles; entered.
-      deadline_s: of a word to the leader.
+      run: signals, of which the head is told (in one cluster with the trainers, the leader), the watchdog and
+        profiles; entered.
+      deadline_s: of that word.
 
     Raises:
       ChannelError: the leader does not answer.
@@ -84,8 +94,11 @@ def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
             while not asked[0].arrived(_LOOK_S):
                 if run.stopping() and not told_stop:
                     told_stop = True
-                    word = {"process": pod.seat.process, "step": 0, "stop": True}
-                    pod.call(LEADER, "reached", Message(word), deadline_s)
+                    word = Message({"process": pod.seat.process, "step": 0, "stop": True})
+                    if pod.seat.disposable:
+                        pod.call(head, "replica stops", word, deadline_s)
+                    else:
+                        pod.call(LEADER, "reached", word, deadline_s)
             message = asked.popleft().wait(0.0, f"{name}: {_key(count)}")
         asked.append(pod.channel.request(address, "get", _key(count + _AHEAD), Message()))
         count += 1
@@ -95,6 +108,9 @@ def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
         args = [message.arrays.get(str(i), arg) for i, arg in enumerate(message.value["args"])]
         if message.value["call"] == "end":
             return int(args[0])
+        if message.value["call"] == "leave":
+            pod.quit("its replica was asked to stop, and the job goes on without it", EXIT_PREEMPTED)
+            pod.await_end(_LEAVE_S)
         follower.make(message.value["call"], args)
 
 

@@ -25,6 +25,7 @@ from podrl.rundir.run import Run
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
+from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import BatchError, Experience, Policy, Prompts
 
 LAST_WORDS_S = 300.0
@@ -80,7 +81,7 @@ class HostRollouts:
         self._offered: list[tuple[int, str]] = []  # partial batches, with the step they were saved after
         self._evaluations: list[tuple[int, str]] = []  # offered and not dropped yet, with their step
         self._policy: Policy | None = None  # on the rollout mesh; of the thread
-        self._replica = Head(pod) if pod.seat.hosts.replica > 1 else None
+        self._replica = Head(pod, stops=run.stop) if pod.seat.hosts.replica > 1 else None
         if self._replica is not None and cluster.generates:
             cluster.rollout.tell = self._replica.tell
         pod.channel.serve("rows", self._rows)
@@ -110,8 +111,8 @@ class HostRollouts:
         return batches
 
     def agree(self, step: int) -> None:
-        if self._pod.seat.late and self._run.stopping():
-            raise ChannelError(f"{self._pod.name} was asked to stop: it leaves the job, which goes on.")
+        if self._pod.seat.disposable and self._run.stopping() and self._leases.leave():
+            self._leave()
         self._at = step
         if self._pod.seat.disposable:
             self._leases.reached(step)
@@ -134,6 +135,13 @@ class HostRollouts:
             del self._batches[lease]
             self._pod.channel.drop(lease.key("header"))
             self._pod.channel.drop(lease.key("texts"))
+
+    def _leave(self) -> None:
+        """Ends this process, which was asked to stop, and those of its replica; the others make what it has begun."""
+        if self._replica is not None:
+            self._replica.tell("leave", ())
+        self._pod.quit("it was asked to stop, and the job goes on without it", EXIT_PREEMPTED)
+        self._pod.await_end(LAST_WORDS_S)
 
     def publish(self, step: int) -> Policy:
         self.agree(step)

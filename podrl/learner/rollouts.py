@@ -209,7 +209,8 @@ class RemoteRollouts:
         )
         self._rows = rows
         self._shares = len(pod.seat.hosts.heads)
-        self._given = Given(pod, deadline_s, pieces=prompts, whole=self._shares if whole else 0) if pod.leads else None
+        cut: Any = {"pieces": prompts, "whole": self._shares if whole else 0, "ending": accord.ending}
+        self._given = Given(pod, deadline_s, **cut) if pod.leads else None
         self._told = None if pod.leads else Told(pod, deadline_s)
         self._leases: Any = self._given or self._told
         self._opened = 0  # batches before that of this step have hosts

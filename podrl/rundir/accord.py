@@ -29,6 +29,10 @@ class Accord:
         if pod.leads:
             pod.channel.serve("reached", self._on_reached)
 
+    def ending(self) -> bool:
+        """True, on the leader, if the run was asked to stop, also where that is not agreed on yet."""
+        return self._stop or self._wished or self._run.stopping()
+
     def stopping(self) -> bool:
         """True if the leader decided to stop, at the last step agreed on."""
         return self._stop
@@ -40,7 +44,7 @@ class Accord:
         if self._pod.leads:
             self._reached[LEADER] = step
             self.taken = min(self._reached.values())
-            self._stop = self._stop or self._wished or self._run.stopping()
+            self._stop = self.ending()
             word = {"stop": self._stop, "taken": self.taken, "tasks": dict(tasks or {})}
             word["profile"] = self._run.profiler.decide(step)
             word |= {} if results is None else {"results": dict(results)}

@@ -206,6 +206,15 @@ class Told(Leases):
         me = Message({"process": self._pod.seat.process, "step": step})
         self._pod.channel.request(self._pod.address(LEADER), "call", "host reached", me)
 
+    def leave(self) -> bool:
+        """Asks the leader whether this process may leave; if so, it has no leases any more.
+
+        Raises:
+          ChannelError: no answer within the deadline.
+        """
+        me = Message({"process": self._pod.seat.process})
+        return bool(self._pod.call(LEADER, "host leaves", me, self._deadline_s).value["goes"])
+
     def take(self, tasks: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes over tasks as the leader packed them, where they are news."""
         news = []
@@ -239,7 +248,15 @@ class Given(Leases):
       taken_over: leases that went from a lost host to others, so far.
     """
 
-    def __init__(self, pod: Pod, deadline_s: float, *, pieces: int = 0, whole: int = 0):
+    def __init__(
+        self,
+        pod: Pod,
+        deadline_s: float,
+        *,
+        pieces: int = 0,
+        whole: int = 0,
+        ending: Callable[[], bool] = lambda: False,
+    ):
         """Gives nothing yet.
 
         Args:
@@ -247,11 +264,12 @@ class Given(Leases):
           deadline_s: see Leases.
           pieces: prompts of a batch.
           whole: shares of a batch that are made by one host each; 0 where every prompt is for itself.
+          ending: whether the job was asked to stop, for which hosts stay.
         """
         super().__init__(pod, deadline_s)
         count = whole or pieces
         self._points = [i * pieces // count for i in range(count + 1)] if count else []
-        self._whole = whole > 0
+        self._whole, self._ending = whole > 0, ending
         self._members: dict[int, int] = {}  # hosts, and the steps they have come to
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}  # by step: where one begins that enters then
         self._change = 0
@@ -283,6 +301,7 @@ class Given(Leases):
             self.open(name, step, quantum, partial=True)
         self._pod.channel.serve("enter", self._enter)
         self._pod.channel.serve("host reached", self._on_reached)
+        self._pod.channel.serve("host leaves", self._on_leaves)
 
     def _begins(self, step: int, start: Callable[[], dict[str, Any]]) -> None:
         """Sets what processes are told that enter from now on, which is the step before: others may be there still."""
@@ -335,6 +354,19 @@ class Given(Leases):
                 self._members[host] = max(self._members[host], int(message.value["step"]))
                 self._changed.notify_all()
         return Message()
+
+    def _on_leaves(self, message: Message) -> Message:
+        """Lets a host go that was asked to stop, on the channel's thread; the last one stays, and the job stops."""
+        host = int(message.value["process"])
+        with self._changed:
+            goes = not self._ending() and any(other != host for other in self._members)
+            if goes:
+                for process in self._pod.seat.hosts.replica_of(host):
+                    self._pod.let_go(process)
+                name = f"{self._pod.seat.hosts.name(host)} (host {host})"
+                _log.warning("%s was asked to stop, and leaves; %d hosts stay.", name, len(set(self._members) - {host}))
+                self._lost(host)
+        return Message({"goes": goes})
 
     def _enter(self, message: Message) -> Message:
         """Tells a process, on the channel's thread, where it begins; a rollout host gets leases from then on."""

@@ -169,6 +169,10 @@ class Run:
                 signal.signal(signal.SIGUSR2, lambda number, frame: self.profiler.ask())
             signals.raise_swallowed()
 
+    def stop(self) -> None:
+        """Asks the run to stop, as a signal does."""
+        self._stop.set()
+
     def stopping(self) -> bool:
         """True if the run was asked to stop.
 

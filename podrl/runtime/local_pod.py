@@ -24,7 +24,7 @@ from podrl.runtime import signals
 from podrl.runtime.detect import UNIX
 from podrl.runtime.memory import free_memory
 from podrl.runtime.roles import ROLLOUT, Hosts
-from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE
+from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE, EXIT_PREEMPTED
 
 _GRACE_S = 20.0  # after one process failed, for the others to say why and go
 RESTARTS = 5
@@ -123,6 +123,8 @@ class LocalPod:
                     self._start(process)
                 elif replaced and any(self._hosts.role(other) == ROLLOUT for other in self._children):
                     self._say(f"{self._hosts.name(process)} ended with {_words(code)}; the others go on.")
+                elif self._leaves(process, code) and failed is None:
+                    self._say(f"{self._hosts.name(process)} ended with {_words(code)}, as it was asked to.")
                 elif code and failed is None:
                     failed = self._code(code)
                     end = time.monotonic() + _GRACE_S
@@ -146,6 +148,11 @@ class LocalPod:
         infrastructure = code < 0 or code == EXIT_INFRASTRUCTURE
         rollout = self._hosts.role(process) == ROLLOUT
         return self._replace and rollout and infrastructure and not self._stopping
+
+    def _leaves(self, process: int, code: int) -> bool:
+        """True for a rollout process that was asked to stop; where the job cannot go on, its leader ends so, too."""
+        rollout = self._replace and self._hosts.role(process) == ROLLOUT
+        return rollout and code == EXIT_PREEMPTED and not self._stopping
 
     def _kill(self) -> None:
         for child in self._children.values():

@@ -150,6 +150,12 @@ class Pod:
         with self._changed:
             return process in self._gone or process in self._left
 
+    def let_go(self, process: int) -> None:
+        """Notes, on the leader, that a rollout process leaves, and the job goes on."""
+        with self._changed:
+            self._left.add(process)
+            self._changed.notify_all()
+
     def is_at(self, process: int, address: str) -> bool:
         """Returns, on the leader, whether a process is there, at this address."""
         with self._changed:
@@ -368,11 +374,14 @@ class Pod:
     def _on_leave(self, message: Message) -> Message:
         process, code = int(message.value["process"]), int(message.value["code"])
         with self._changed:
+            if process in self._left:  # was let go
+                return Message()
             self._left.add(process)
             self._changed.notify_all()
         late = process >= self.seat.hosts.count  # comes and goes as it likes
         rollout = self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT
-        replaced = rollout and (code == EXIT_INFRASTRUCTURE or (late and code != EXIT_DONE))
+        stopped = code == EXIT_PREEMPTED and message.value["text"] and self._others_generate(process)
+        replaced = rollout and (code == EXIT_INFRASTRUCTURE or stopped or (late and code != EXIT_DONE))
         orderly = code == EXIT_DONE or (code == EXIT_PREEMPTED and not message.value["text"])
         if not orderly and not replaced:
             # A user's error often strikes several processes at once: this one says and saves its own first.
@@ -381,6 +390,13 @@ class Pod:
         elif replaced:
             self.on_lost(process)
         return Message()
+
+    def _others_generate(self, process: int) -> bool:
+        """True if there is, on the leader, a rollout process that is not of this one's replica."""
+        hosts = self.seat.hosts
+        with self._changed:
+            there = set(self._addresses) - self._left - self._gone - set(hosts.replica_of(process))
+        return any(hosts.role(other) == ROLLOUT for other in there)
 
     def _lost(self, process: int, address: str) -> None:
         """Handles, on the leader, a broken connection to a process."""
@@ -412,9 +428,9 @@ class Pod:
             self._tell_leader(EXIT_DONE, "")
             os._exit(EXIT_DONE)
 
-    def quit(self, text: str) -> None:
+    def quit(self, text: str, code: int = EXIT_INFRASTRUCTURE) -> None:
         """Ends this process, from whatever thread; a rollout process that may come and go is lost to the others."""
-        self._end(EXIT_INFRASTRUCTURE, text, farewell=True)
+        self._end(code, text, farewell=True)
 
     def _await_verdict(self) -> None:
         request = self.channel.request(self._leader, "get", "verdict", Message())

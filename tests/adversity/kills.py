@@ -1,12 +1,16 @@
 """Kills whole training runs, resumes them by the same command, and compares the results with undisturbed runs.
 
     python tests/adversity/kills.py --kills=100 --seed=1
+    python tests/adversity/kills.py --grid --seed=1
 
 A life of a run ends by SIGKILL either just before a chosen change to its files (every open for writing, rename, mkdir
 and remove in the run directory is such a moment), or at a random time after its first change; of a pod, a random
 process or the launcher dies. A process that calls a tool dies between call and answer, too. After its lives a run is
 started once more and must end, with exit code 0, with bitwise the metrics, samples, weights and optimizer of a run that
 nothing happened to; one by the wall clock with each prompt trained once, and equal to its repetition.
+
+With --grid a random process of every run is killed after each of its steps, for all of: two and three versions stale;
+full and LoRA; with tools and without; one process, shared and split.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import random
@@ -24,6 +29,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # as a command by hand
 
@@ -59,6 +65,21 @@ VARIANTS = {
     "tools, stale": (*_TOOLS, *_STALE, "--config.checkpoint.every=1"),
     "tools, split": (*_TOOLS, "--local_processes=2", "--topology=split"),
 }
+_TOPOLOGIES = {"single": (), "shared": ("--local_processes=2",), "split": ("--local_processes=2", "--topology=split")}
+
+
+def _grid() -> dict[str, tuple[str, ...]]:
+    """Makes every combination of staleness, adapters, tools and topology, by name."""
+    made = {}
+    for staleness, lora, tools, topology in itertools.product((2, 3), (False, True), (False, True), _TOPOLOGIES):
+        words = [f"S={staleness}", *["lora"] * lora, *["tools"] * tools, topology]
+        flags = (*(_TOOLS if tools else _SAMPLED), *(_ADAPTERS if lora else ()), *_STALE)
+        flags += (f"--config.grpo.max_staleness={staleness}", "--config.checkpoint.every=1")
+        made[", ".join(words)] = flags + _TOPOLOGIES[topology]
+    return made
+
+
+GRID = _grid()
 
 
 @dataclasses.dataclass
@@ -81,7 +102,7 @@ class Life:
         self._log = workdir.parent / f"changes-{uuid.uuid4().hex}"
         self._out = workdir.parent / "output.txt"
         self._tag = uuid.uuid4().hex
-        command = [sys.executable, "-m", "podrl.launch", *VARIANTS[variant], f"--workdir={workdir}"]
+        command = [sys.executable, "-m", "podrl.launch", *(VARIANTS | GRID)[variant], f"--workdir={workdir}"]
         paths = f"{KILLER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
         more = {"PODRL_KILL_WATCH": str(workdir), "PODRL_KILL_LOG": str(self._log), "PODRL_KILL_AT": str(at)}
         env = environment(PYTHONPATH=paths, PODRL_KILL_TAG=self._tag, **more)
@@ -98,7 +119,7 @@ class Life:
         while not self._log.exists():
             if self.process.poll() is not None:
                 return False
-            self._check_time()
+            self.check_time()
             time.sleep(0.005)
         return True
 
@@ -115,10 +136,10 @@ class Life:
     def end(self) -> int:
         """Waits for the command's end and for all processes it started; returns its exit code."""
         while self.process.poll() is None:
-            self._check_time()
+            self.check_time()
             time.sleep(0.02)
         while self._left():
-            self._check_time()
+            self.check_time()
             time.sleep(0.02)
         return self.process.returncode
 
@@ -133,7 +154,8 @@ class Life:
                     left.append(name)
         return left
 
-    def _check_time(self) -> None:
+    def check_time(self) -> None:
+        """Ends all processes of a life that takes too long, which is an AssertionError."""
         if time.monotonic() - self._started > DEADLINE_S:
             for pid in map(int, self._left()):
                 with contextlib.suppress(ProcessLookupError):
@@ -187,6 +209,46 @@ def disturbed(
     except AssertionError as different:
         raise AssertionError(f"{variant}, killed {kills}: {different}") from None
     return kills
+
+
+def killed_after_every_step(variant: str, folder: pathlib.Path, whole: Whole, rng: random.Random) -> list[str]:
+    """Kills a random process of a run after each of its steps, and asserts that it ends as `whole`; returns the kills.
+
+    A life goes on where the process was a rollout host of a split pod.
+    """
+    workdir, moments = folder / "run", []
+    life = Life(variant, workdir)
+    for step in range(1, STEPS):
+        if life.process.poll() is not None:
+            life.end()
+            life = Life(variant, workdir)
+        while life.process.poll() is None and not _trained(workdir, step):
+            life.check_time()
+            time.sleep(0.005)
+        victims = life.processes()
+        if life.process.poll() is not None or not victims:
+            continue
+        victim = rng.choice(victims)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+            moments.append(f"after step {step} ({_which(victims.index(victim), len(victims))})")
+        if not ("split" in variant and len(victims) > 2 and victim == victims[-1]):
+            life.end()
+    code = life.end()
+    assert code in (-signal.SIGKILL, 42, 0), f"{variant}, killed {moments}:\n{life.output()}"
+    if code:
+        life = Life(variant, workdir)
+        assert life.end() == 0, f"{variant}, killed {moments}:\n{life.output()}"
+    try:
+        same_end(workdir, whole.workdir)
+        assert trained_steps(workdir) == list(range(1, STEPS + 1))
+    except AssertionError as different:
+        raise AssertionError(f"{variant}, killed {moments}: {different}") from None
+    return moments
+
+
+def _trained(workdir: pathlib.Path, step: int) -> bool:
+    return (workdir / "metrics.jsonl").exists() and step in trained_steps(workdir)
 
 
 def killed_in_calls(variant: str, workdir: pathlib.Path, calls: list[int]) -> tuple[Life, list[str]]:
@@ -247,7 +309,13 @@ def main() -> int:
     parser.add_argument("--lives", type=int, default=5, help="kills of one run at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default=",".join(name.replace(", ", "+") for name in VARIANTS))
+    parser.add_argument("--grid", action="store_true", help="kill after each step of every combination, once")
+    parser.add_argument(
+        "--only", default="", help="with --grid: combinations whose names hold all of these, as S=3,lora"
+    )
     options = parser.parse_args()
+    if options.grid:
+        return _run_grid(options.only.split(","), random.Random(options.seed), say)
     names = [name.replace("+", ", ") for name in options.variants.split(",")]
     rng, kills, runs = random.Random(options.seed), 0, 0
     counts: collections.Counter[str] = collections.Counter()
@@ -266,6 +334,24 @@ def main() -> int:
             say(f"{name}: the same end after {len(moments)} kills: {'; '.join(moments)}")
     say(f"{kills} kills of {runs} runs, every end bitwise that of an undisturbed run: {dict(counts)}")
     return 0
+
+
+def _run_grid(words: Sequence[str], rng: random.Random, say: Callable[[str], None]) -> int:
+    """Runs the combinations; one that ends otherwise is said and goes to the exit code."""
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="podrl-kills-") as top:
+        folder = pathlib.Path(top)
+        for name in (name for name in GRID if all(word in name for word in words)):
+            whole = undisturbed(name, folder / "whole")
+            try:
+                moments = killed_after_every_step(name, folder / "killed", whole, rng)
+                say(f"{name}: the same end after {len(moments)} kills: {'; '.join(moments)}")
+            except AssertionError as different:
+                failed += 1
+                say(f"{name}: FAILED: {different}")
+            for run in ("whole", "killed"):
+                shutil.rmtree(folder / run)
+    return min(failed, 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The hosts of a rollout replica: how they come together, and what the head tells the others."""
 
 import contextlib
+import dataclasses
 import threading
 import time
 import types
@@ -15,6 +16,7 @@ from podrl.rollout.device import CALLS
 from podrl.runtime import joining
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.message import Message
+from podrl.runtime.pod import Pod
 from podrl.runtime.roles import Hosts
 from podrl.types import Policy
 
@@ -119,6 +121,30 @@ def test_a_host_that_is_asked_to_stop_tells_the_leader(pods):
     assert asked.wait(20)
     Head(pods[1]).tell("end", (4,))
     assert ended.result(20) == 4 and stops == [{"process": 2, "step": 0, "stop": True}]
+
+
+def test_a_host_of_a_split_job_that_is_asked_to_stop_tells_its_head_and_all_of_them_leave(pods, monkeypatch):
+    left: list[tuple[str, int]] = []
+
+    class LeftError(Exception):
+        pass
+
+    def leaves(self, text, code):
+        left.append((self.name, code))
+        raise LeftError
+
+    monkeypatch.setattr(Pod, "quit", leaves)
+    asked = threading.Event()
+    for pod in pods:
+        pod.seat = dataclasses.replace(pod.seat, disposable=True)
+    head = Head(pods[1], stops=asked.set)
+    ended = followed(pods[2:], [Part(), Part()], run_of(stopping=lambda: True))
+    assert asked.wait(20)
+    head.tell("leave", ())
+    for each in ended:
+        with pytest.raises(LeftError):
+            each.result(20)
+    assert sorted(left) == [("rollout 0.1", 75), ("rollout 0.2", 75)]
 
 
 def test_a_replica_comes_together_once(pods):

@@ -28,10 +28,11 @@ def held(prompts, completions, **fields):
 """
 _POD = ("--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0", "--fake_devices=2")
 _JOB = (*_POD, "--config.trainer.max_steps=8", "--config.eval.problems=0", "--config.reward.deadline_s=300.0")
-_STALE = ("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8")
+_STALE = ("--config.grpo.max_staleness=3", "--config.rollout.window_tokens=8")
 
 
-def test_a_host_lost_for_good_and_two_that_join_leave_no_trace(tmp_path, monkeypatch):
+def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_trace(tmp_path, monkeypatch):
+    """Three versions stale; the one that is stopped is of the job's own, and those that joined go on without it."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(_REWARDS)
     flags = (*_JOB, *_STALE, f"--config.reward.fns=('{rewards}:held',)")
@@ -50,15 +51,19 @@ def test_a_host_lost_for_good_and_two_that_join_leave_no_trace(tmp_path, monkeyp
         places: list[pathlib.Path] = [tmp_path / name for name in ("first", "second")]
         with job(workdir, *joins, logs=places[0]) as first, job(workdir, *joins, logs=places[1]) as second:
             running.wait_for("hosts", lambda: running.stderr.count("makes samples from now on") == 2, every_s=0.1)
+            os.kill(process(running.process.pid, 1), signal.SIGTERM)
+            running.wait_for("the signal", lambda: "SIGTERM: stopping" in running.stderr)
             (tmp_path / "hold").unlink()
             running.finish()
             for late in (first, second):
                 late.finish()
         assert "rollout 1 ended with signal SIGKILL; the others go on." in running.stderr
+        assert "rollout 0 (host 1) was asked to stop, and leaves; 2 hosts stay." in running.stderr
+        assert "rollout 0 ended with exit code 75, as it was asked to." in running.stderr
         assert f"Further rollout hosts join by this command with --join={leader}" in running.stdout
     same_end(workdir, tmp_path / "undisturbed" / "run")
     records = [record for record in running.records() if "time/step" in record]
-    assert records[-1]["pod/hosts"] == 3 and sum(record["pod/taken_over"] for record in records) >= 1
+    assert records[-1]["pod/hosts"] == 2 and sum(record["pod/taken_over"] for record in records) >= 1
 
 
 def test_a_host_with_other_settings_does_not_get_in_and_the_job_goes_on(tmp_path, monkeypatch):

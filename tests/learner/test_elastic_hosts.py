@@ -320,6 +320,34 @@ def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
         pod.channel.close()
 
 
+def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_stops():
+    asked: list[bool] = []
+    with joined(HOSTS, disposable=True) as pods:
+        leader = Given(pods[0], DEADLINE_S, pieces=4, ending=lambda: bool(asked))
+        leader.serve(0, lambda: {"step": 0})
+        leader.open(batch(0), 0)
+        first, second = (Told(pod, DEADLINE_S) for pod in pods[1:])
+        asked.append(True)
+        assert not first.leave() and leader.hosts == 2
+        asked.clear()
+        assert first.leave() and first.leave()  # asked twice
+        assert leader.held(batch(0)) == [Lease("batch/0", 0, 2, 2), Lease("batch/0", 2, 4, 2)]
+        assert not second.leave() and leader.hosts == 1
+        pods[1].channel.close()  # it was let go: its end is no loss
+        assert pods[0].is_lost(1) and not pods[0]._gone
+
+
+def test_the_last_host_that_is_stopped_before_training_ends_the_job(monkeypatch):
+    with joined(HOSTS, disposable=True) as pods:
+        ended, lost = threading.Event(), []
+        monkeypatch.setattr(pods[0], "_end", lambda code, text, **_: ended.set())
+        pods[0].on_lost = lost.append
+        pods[1]._tell_leader(75, "SIGTERM before there was anything new to save")
+        assert lost == [1] and not ended.is_set()
+        pods[2]._tell_leader(75, "SIGTERM before there was anything new to save")
+        assert ended.wait(30.0) and lost == [1]
+
+
 def test_hosts_that_wait_to_be_let_in_learn_of_the_batches_that_a_checkpoint_holds_in_part(monkeypatch):
     """They are answered before the leader's next line runs; without leases they would make nothing, and all wait."""
     with joined(HOSTS, disposable=True) as pods:

@@ -144,6 +144,10 @@ while index == 0 and not (started.exists() and len(started.read_text()) == 3):
     assert code == 0 and "rollout 1 ended with exit code 42 after the job had ended." in err
     code, _, err = _run("sys.exit(1 if index == 2 else 0)", replace_rollouts=True)
     assert code == 1 and "started again" not in err
+    code, _, err = _run("sys.exit(75) if index == 2 else time.sleep(2)", replace_rollouts=True)
+    assert code == 0 and "rollout 1 ended with exit code 75, as it was asked to." in err
+    code, _, err = _run("sys.exit(75) if index else time.sleep(1) or sys.exit(75)", replace_rollouts=True)
+    assert code == 75 and err.count("as it was asked to") == 2 and "started again" not in err
 
 
 def test_a_process_that_does_not_end_when_another_failed_is_killed(tmp_path):
