@@ -11,8 +11,9 @@ JobSet 0.8 or later (https://jobset.sigs.k8s.io) and, for the queue label, Kueue
 What happens to a failure:
   trainer pod   exit 42, 75 or death by signal: all jobs of the set are recreated, at most --max_restarts times, and
                 podrl resumes from its checkpoint. Any other exit code is the user's error: the set fails at once.
-  rollout pod   restarted in place by the kubelet; the set goes on. After ROLLOUT_RETRIES restarts per host the job
-                fails, and the set is recreated as above.
+  rollout pod   restarted in place by the kubelet; the set goes on. So is one that got SIGTERM alone, which leaves with
+                exit 75 after its step where other rollout hosts stay; the last one stops the job, which saves. After
+                ROLLOUT_RETRIES restarts per host the job fails, and the set is recreated as above.
   the end       the set is complete when the trainer is; rollout pods are then removed.
 """
 
@@ -28,6 +29,7 @@ MISSING = {"kubectl": "https://cloud.google.com/kubernetes-engine/docs/how-to/cl
 # Host names are NAME-rollout-SLICE-HOST and must fit 63 characters, pod names add 6 more.
 NAME_LIMIT = 40
 ROLLOUT_RETRIES = 20
+API = "jobset.x-k8s.io/v1alpha2"
 COORDINATOR_PORT = 8482  # jax's own choice on TPU
 CHANNEL_PORT = 8490
 PORTS = {
@@ -96,7 +98,7 @@ def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
     if args.queue:
         labels["kueue.x-k8s.io/queue-name"] = args.queue
     return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "apiVersion": API,
         "kind": "JobSet",
         "metadata": {"name": name, "namespace": args.namespace, "labels": labels},
         "spec": {
@@ -257,8 +259,8 @@ def channel_secret(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def network_policy(args: argparse.Namespace) -> dict[str, Any]:
-    """Admits only the job's own pods to its ports, some of which do not authenticate."""
-    pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": args.name}}
+    """Admits only the job's own pods, and those that gke_add.py adds, to its ports; some do not authenticate."""
+    pods = {"matchLabels": _labels(args)}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -307,13 +309,14 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"launch.gke: {error}: pip install pyyaml\n")
         return 1
     print(_without_secret(args, list(secret["stringData"])), shown, sep="", end="", flush=True)
+    return submit(text, args, f"a Secret {args.channel} and ") if args.apply else 0
+
+
+def submit(text: str, args: argparse.Namespace, more: str = "") -> int:
+    """Applies manifests, or says with --dry_run that it would, with `more` before what was printed; the exit code."""
     apply = ["kubectl", "apply", "-f", "-"]
-    if not args.apply:
-        return 0
     if args.dry_run:
-        sys.stderr.write(
-            f"would run, with a Secret {args.channel} and the manifest above as its input: {command.show(apply)}\n"
-        )
+        sys.stderr.write(f"would run, with {more}the manifest above as its input: {command.show(apply)}\n")
         return 0
     return command.run(apply, stdin=text, missing=MISSING)
 

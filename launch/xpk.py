@@ -6,6 +6,11 @@
 `--dry_run` prints the command and runs nothing. Flags are those of xpk 1.16.0
 (https://github.com/AI-Hypercomputer/xpk), installed by `pip install xpk==1.16.0`.
 
+Rollout hosts of their own: a workload whose flags after `--` have --topology=split trains alone, and prints the command
+of further workloads, one slice each, that generate for it (--join=NAME). They may come and go:
+
+  python -m launch.xpk --join=podrl --env=PODRL_SECRET_FILE=gs://bucket/run.secret-... --name=podrl-rollout-0 [as above]
+
 What xpk adds, and what it lacks:
   McJAX     one pod per host, all restarted together on exit codes 42, 75 and 127-255, at most --max_restarts times.
   Pathways  (`create-pathways`) takes no restart codes and its manifest has no restart limit; the grace period reaches
@@ -30,6 +35,8 @@ MISSING = {
 # Room in a 63-character pod name for what xpk appends ('-slice-job-99-99-abcde'); for Pathways Google's own limit,
 # https://cloud.google.com/ai-hypercomputer/docs/workloads/pathways-on-cloud/pathways-interactive-mode
 NAME_LIMIT = 40
+# Names of xpk's pods, and the port of podrl's channel there: podrl/runtime/detect.py.
+_TRAINER_0 = "{0}-slice-job-0-0.{0}:8483"
 PATHWAYS_NAME_LIMIT = 22
 
 
@@ -45,6 +52,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--image", help="container image built from launch/Dockerfile (not for --headless)")
     parser.add_argument("--machine", required=True, help="MACHINE:TOPOLOGY[*SLICES], as v6e:4x4*2")
     parser.add_argument("--name", default="podrl", help="name of the workload")
+    parser.add_argument("--join", help="workload with --topology=split that runs: generate for it")
     parser.add_argument("--project", help="project; default: gcloud's")
     parser.add_argument("--zone", help="zone; default: gcloud's")
     parser.add_argument(
@@ -72,7 +80,7 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
       ValueError: flags that contradict one another or that xpk would refuse only after minutes.
     """
     slices = machines.parse_slices(args.machine, "--machine")
-    _check(args)
+    _check(args, slices)
     words = ["xpk", "workload", "create-pathways" if args.pathways else "create"]
     name = command.job_name(args.name, PATHWAYS_NAME_LIMIT if args.pathways else NAME_LIMIT)
     words += [f"--workload={name}", f"--cluster={args.cluster}"]
@@ -81,8 +89,10 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     if args.headless:
         words += ["--headless"]
     else:
-        command.check_job(args.config, extra, {"all": slices.devices})
-        podrl = command.podrl_command(args.config, args.workdir, extra)
+        chips = {} if args.join else {"trainer" if "--topology=split" in extra else "all": slices.devices}
+        command.check_job(args.config, extra, chips)
+        joins = [f"--join={_TRAINER_0.format(command.job_name(args.join, NAME_LIMIT))}"] if args.join else []
+        podrl = command.podrl_command(args.config, args.workdir, [*extra, *joins])
         # exec: xpk runs `(COMMAND) &` and sends SIGTERM to that subshell, which without exec would not pass it on.
         words += [f"--docker-image={args.image}", f"--command=exec {shlex.join(podrl)}"]
         environment = command.environment(args.env)
@@ -106,7 +116,21 @@ def needs_secret(args: argparse.Namespace) -> bool:
     return not (args.pathways or args.headless or own)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, slices: machines.Slices) -> None:
+    if args.join and args.pathways:
+        raise ValueError(f"--join={args.join} is for hosts with a process each: leave --pathways out.")
+    if args.join and slices.count > 1:
+        raise ValueError(
+            f"--machine={args.machine} would make one cluster of {slices.count} slices, all of which go when one does: "
+            "with --join give each slice a workload of its own."
+        )
+    if args.join and needs_secret(args):
+        raise ValueError(
+            f"--join={args.join} needs --env=PODRL_SECRET_FILE=gs://..., the file with that job's secret: launch.xpk "
+            "printed the command when it submitted the job."
+        )
+    if args.join == args.name:
+        raise ValueError(f"--name={args.name} is the workload that runs: give this one another name.")
     if args.headless and not args.pathways:
         raise ValueError("--headless starts a Pathways proxy without a program: give --pathways too.")
     if args.pathways and not (args.scratch or "").startswith("gs://"):
@@ -132,6 +156,10 @@ def main(argv: Sequence[str]) -> int:
     if needs_secret(args):
         print(f"openssl rand -hex 16 | {command.show(write)}", flush=True)
     print(command.show(words), flush=True)
+    if "--topology=split" in extra and not args.join:
+        own = next((pair for pair in args.env if pair.startswith("PODRL_SECRET_FILE=")), "")
+        secret = own or f"PODRL_SECRET_FILE={args.secret_file}"
+        print(f"# Rollout hosts: this launch.xpk with --join={args.name} --env={secret} and another --name, --machine")
     if args.dry_run:
         return 0
     if needs_secret(args) and (code := command.run(write, stdin=secrets.token_hex(16), missing=MISSING)):

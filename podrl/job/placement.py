@@ -138,9 +138,9 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
 
 def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:
     """Builds the meshes of one replica of the rollouts, mostly one host, that does not see the others."""
-    count, own = len(hosts.heads), jax.process_index() // hosts.replica
+    count, own = max(len(hosts.heads), 1), jax.process_index() // hosts.replica
     devices = [d for d in jax.devices() if d.process_index // hosts.replica == own]
-    mine, scores = _cut(devices, roles.reward, "reward", ROLLOUT, hosts=len(hosts.rollout))
+    mine, scores = _cut(devices, roles.reward, "reward", ROLLOUT, hosts=max(len(hosts.rollout), 1))
     rollout = reward = share_of_mesh(roles.rollout.mesh, mine, count, key="roles.rollout.mesh")
     if roles.reward.mesh != ROLLOUT:
         reward = share_of_mesh(roles.reward.mesh, scores, count, key="roles.reward.mesh")

@@ -208,7 +208,7 @@ class RemoteRollouts:
             begun if prompts else lambda step: (),
         )
         self._rows = rows
-        self._shares = len(pod.seat.hosts.heads)
+        self._shares = max(len(pod.seat.hosts.heads), 1)  # all may come later
         cut: Any = {"pieces": prompts, "whole": self._shares if whole else 0, "ending": accord.ending}
         self._given = Given(pod, deadline_s, **cut) if pod.leads else None
         self._told = None if pod.leads else Told(pod, deadline_s)

@@ -15,6 +15,8 @@ Variables read, by platform (the first that matches decides):
   gke           TPU_WORKER_ID and TPU_WORKER_HOSTNAMES (or TPU_PROCESS_ADDRESSES), injected by GKE.
   tpu_vm        metadata attributes agent-worker-number and worker-network-endpoints.
   single        none of these.
+Of the last four all processes may train, and rollout hosts join them (--topology=split): PODRL_CHANNEL then says where
+process 0 listens for them, by default its host at port 8483; `single` has no default.
 
 Sources: jax/_src/clusters/cloud_tpu_cluster.py (jax 0.10.2) for the variables jax itself reads and the order of ranks;
 https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice for those GKE injects.
@@ -125,7 +127,25 @@ def detect(
         return cluster
     if topology == "split" and cluster.kind == "local" and cluster.process_count > 1:
         return dataclasses.replace(cluster, topology="split")
+    if topology == "split" and cluster.kind in ("single", "tpu_vm", "gke", "multislice"):
+        return _trainers(cluster, environment, metadata or {})
     raise ValueError(f"--topology={topology} {_topology_needs(topology, cluster)} Use --topology=auto.")
+
+
+def _trainers(cluster: Cluster, environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster:
+    """Makes every process of a cluster a trainer; all rollout hosts of the job join later."""
+    if environment.get("PODRL_CHANNEL"):
+        channel = _address(environment, "PODRL_CHANNEL")
+    else:
+        names = [cluster.coordinator] if cluster.coordinator else _hostnames(environment) or _workers(metadata)
+        if not names:
+            raise ValueError(
+                "--topology=split of one process makes it train, and rollout hosts join it: set PODRL_CHANNEL to the "
+                "HOST:PORT at which it listens for them."
+            )
+        channel = f"{names[0].split(':')[0]}:{COORDINATOR_PORT + 1}"
+    count = cluster.process_count
+    return dataclasses.replace(cluster, topology="split", role="trainer", channel=channel, trainers=count)
 
 
 def _platform(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster:
@@ -150,7 +170,7 @@ def _topology_needs(topology: str, cluster: Cluster) -> str:
     needs = {
         "single": "needs exactly 1 process",
         "shared": "needs at least 2 processes in one jax.distributed cluster",
-        "split": "needs one cluster per role, started by launch/gke.py with --trainer and --rollout",
+        "split": "needs several processes, or one cluster per role, or trainers that rollout hosts join",
         "pathways": "needs JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET=grpc://HOST:29000",
     }
     return f"{needs[topology]}, {here}"
@@ -251,10 +271,7 @@ def _gke(environment: Mapping[str, str]) -> Cluster:
 
 
 def _tpu_vm(metadata: Mapping[str, str]) -> Cluster:
-    workers = []
-    for worker in filter(None, metadata.get("worker-network-endpoints", "").split(",")):
-        parts = worker.strip().split(":")  # 'host', or 'name:id:ip' on older runtimes
-        workers.append(parts[2] if len(parts) == 3 else parts[0])
+    workers = _workers(metadata)
     if not workers:
         raise ValueError(
             "TPU VM metadata has agent-worker-number but no worker-network-endpoints: the TPU is not READY."
@@ -263,6 +280,14 @@ def _tpu_vm(metadata: Mapping[str, str]) -> Cluster:
     topology: Topology = "shared" if len(workers) > 1 else "single"
     coordinator = _with_port(workers[0]) if len(workers) > 1 else ""
     return Cluster("tpu_vm", topology, index, len(workers), coordinator=coordinator)
+
+
+def _workers(metadata: Mapping[str, str]) -> list[str]:
+    workers = []
+    for worker in filter(None, metadata.get("worker-network-endpoints", "").split(",")):
+        parts = worker.strip().split(":")  # 'host', or 'name:id:ip' on older runtimes
+        workers.append(parts[2] if len(parts) == 3 else parts[0])
+    return workers
 
 
 def _hostnames(environment: Mapping[str, str]) -> list[str]:
@@ -375,7 +400,7 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
     Raises:
       ValueError: several hosts and a path on no known network file system.
     """
-    if cluster.process_count == 1 and cluster.topology != "split":
+    if cluster.process_count == 1 and cluster.kind != "jobset_split":  # of which others may be of its role
         return
     if cluster.kind in ("single", "local", "pathways") or "://" in path:
         return

@@ -87,7 +87,7 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float) ->
     host, _, port = leader.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"--join={leader} must be HOST:PORT, which trainer 0 of the running job prints.")
-    channel = Channel("a host that joins", secret=secret, host=interface_towards(host))
+    channel = Channel("a host that joins", secret=secret, host=_interface(host, deadline_s))
     try:
         told = channel.call(leader, "number", Message(), deadline_s=deadline_s).value
     except ChannelError as error:
@@ -99,6 +99,25 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float) ->
         channel.close()
     hosts = Hosts(tuple(told["trainer"]), tuple(told["rollout"]))
     return Seat(int(told["process"]), hosts, leader, secret, disposable=True)
+
+
+def _interface(leader: str, deadline_s: float) -> str:
+    """Finds this host's interface towards the leader, whose name is known once its machine is there.
+
+    Raises:
+      ChannelError: the name had no address within the deadline.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            return interface_towards(leader)
+        except socket.gaierror as error:
+            if time.monotonic() >= end:
+                raise ChannelError(
+                    f"The name of trainer 0's host, {leader}, had no address for {deadline_s:.0f} s "
+                    f"({error.strerror}): is it running, and is its name known here?"
+                ) from None
+        time.sleep(_AGAIN_S)
 
 
 def _secret(environment: Mapping[str, str]) -> str:
@@ -170,7 +189,7 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
 
     arguments = distributed_arguments(cluster, seat, heartbeat_s=heartbeat_s)
     host = seat.leader.rpartition(":")[0]
-    pod = Pod(seat, host=interface_towards(host)).join(
+    pod = Pod(seat, host=_interface(host, deadline_s)).join(
         deadline_s, functools.partial(too_few_workers, dataclasses.replace(cluster, process_count=seat.hosts.count))
     )
     if arguments is not None:

@@ -12,7 +12,7 @@ class Hosts:
     Those that join later, as rollouts, have the numbers after these, and the ranks.
 
     Attributes:
-      trainer, rollout: the processes.
+      trainer, rollout: the processes; of rollouts there may be none but those that join.
       replica: rollout processes, one behind the other, that hold one copy of the weights together. The first heads it:
         it decides what all of them run, and is the one that others know.
     """

@@ -66,17 +66,18 @@ def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_tra
     assert records[-1]["pod/hosts"] == 2 and sum(record["pod/taken_over"] for record in records) >= 1
 
 
-def test_a_host_with_other_settings_does_not_get_in_and_the_job_goes_on(tmp_path, monkeypatch):
+def test_a_job_of_trainers_waits_for_a_host_that_joins_and_lets_none_with_other_settings_in(tmp_path, monkeypatch):
     leader = f"127.0.0.1:{free_ports(1)[0]}"
     monkeypatch.setenv("PODRL_SECRET", "of this test")
     monkeypatch.setenv("PODRL_CHANNEL", leader)
-    (tmp_path / "hold").touch()
-    (tmp_path / "rewards.py").write_text(_REWARDS)
-    flags = (*_JOB, f"--config.reward.fns=('{tmp_path / 'rewards.py'}:held',)")
-    with job(tmp_path / "pod" / "run", *flags) as running:
-        running.wait_for_step(1)
+    flags = ("--fake_devices=2", "--config.trainer.max_steps=3", "--config.eval.problems=4")
+    with job(tmp_path / "trainer" / "run", *flags, "--topology=split") as running:
+        running.wait_for("its address", lambda: f"with --join={leader}" in running.stdout)
         other = ("--config.rollout.temperature=0.5", f"--join={leader}")
         refused = run(tmp_path / "other" / "run", *flags, *other, code=1)
         assert "This is not the job's configuration: rollout.temperature was" in refused.stderr
-        (tmp_path / "hold").unlink()
+        run(tmp_path / "joined" / "run", *flags, f"--join={leader}")
         running.finish()
+    records = running.records()
+    assert [record["pod/hosts"] for record in records if "time/step" in record] == [1, 1, 1]
+    assert [record["step"] for record in records if "eval/records" in record or "time/step" not in record] == [0, 3]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from processes import DEADLINE_S, SMALL, environment, run, same_end, trained_steps
 
-from launch import gke
+from launch import gke, gke_add
 from podrl.runtime.local_pod import free_ports
 
 pytestmark = pytest.mark.e2e
@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "launch"))
 import kubelet  # noqa: E402
 
+_ADDRESS = r"[-\w]+\.podrl(?:-more)?:\d+"
 FLAGS = [flag for flag in SMALL if not flag.startswith("--config=")] + ["--fake_devices=2", "--shared_workdir"]
 
 
@@ -37,40 +38,43 @@ def undisturbed(tmp_path_factory) -> dict[str, pathlib.Path]:
 
 
 class Set:
-    """Runs the containers of a JobSet as local processes, with the environment that GKE gives them."""
+    """Runs the containers of a JobSet, and of one added to it, as local processes with the environment of GKE."""
 
     def __init__(self, workdir: pathlib.Path, logs: pathlib.Path):
         flags = ["--config=grpo_gemma.py", "--workdir=gs://bucket/run", "--image=podrl:1"]
         args, extra = gke.parse([*flags, "--trainer=v5e:2x4", "--rollout=v5e:2x2*2", "--", *FLAGS])
         document = yaml.safe_load(gke.to_yaml(gke.manifest(args, extra)))
-        template = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-        command = template["spec"]["containers"][0]["command"]
-        self._command = [f"--workdir={workdir}" if word.startswith("--workdir=") else word for word in command]
-        assert self._command[:3] == ["python", "-m", "podrl.launch"]
-        names = kubelet.pods(document)
-        addresses = sorted(
-            {address for pod in names for address in re.findall(r"[-\w]+\.podrl:\d+", " ".join(pod.values()))}
-        )
-        ports = dict(zip(addresses, free_ports(len(addresses)), strict=True))
-        self._environments = [{name: self._local(value, ports) for name, value in pod.items()} for pod in names]
+        document["metadata"]["uid"] = "1"
+        joins = gke_add.manifest(gke_add.parse(["--join=podrl"]), document)
+        pods = [self._pods(each, workdir) for each in (document, joins)]
+        words = " ".join(word for command, place in (*pods[0], *pods[1]) for word in (*command, *place.values()))
+        addresses = sorted(set(re.findall(_ADDRESS, words)))
+        self._ports = dict(zip(addresses, free_ports(len(addresses)), strict=True))
+        self._pods_of_the_job, self._added = pods
         logs.mkdir(parents=True, exist_ok=True)
         self._logs, self.processes = logs, []
 
     @staticmethod
-    def _local(value: str, ports: dict[str, int]) -> str:
-        """Maps host names of the cluster's DNS to this machine, with a port for each listener."""
-        return re.sub(r"[-\w]+\.podrl:\d+", lambda m: f"127.0.0.1:{ports[m[0]]}", value)
+    def _pods(document: dict, workdir: pathlib.Path) -> list[tuple[list[str], dict[str, str]]]:
+        """Lists the command and the environment of every pod."""
+        template = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+        command = template["spec"]["containers"][0]["command"]
+        assert command[:3] == ["python", "-m", "podrl.launch"]
+        command = [f"--workdir={workdir}" if word.startswith("--workdir=") else word for word in command]
+        return [(command, pod) for pod in kubelet.pods(document)]
 
-    def start(self, attempt: int) -> "Set":
+    def _local(self, value: str) -> str:
+        """Maps host names of the cluster's DNS to this machine, with a port for each listener."""
+        return re.sub(_ADDRESS, lambda m: f"127.0.0.1:{self._ports[m[0]]}", value)
+
+    def start(self, attempt: int, *, added: bool = False) -> "Set":
         self.processes = []
-        for number, pod in enumerate(self._environments):
-            more = {**pod, "PODRL_RESTART_ATTEMPT": str(attempt), "JAX_PLATFORMS": "cpu"}
+        for number, (command, pod) in enumerate(self._pods_of_the_job + (self._added if added else [])):
+            more = {name: self._local(value) for name, value in pod.items()}
+            more |= {"PODRL_RESTART_ATTEMPT": str(attempt), "JAX_PLATFORMS": "cpu"}
+            words = [sys.executable, *map(self._local, command[1:])]
             with (self._logs / f"{attempt}-{number}.txt").open("w") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *self._command[1:]], env=environment(**more), stdout=log, stderr=log
-                    )
-                )
+                self.processes.append(subprocess.Popen(words, env=environment(**more), stdout=log, stderr=log))
         return self
 
     def logs(self) -> str:
@@ -100,6 +104,7 @@ def wait_for_step(workdir: pathlib.Path, step: int, alive) -> None:
 
 
 def test_a_jobset_is_preempted_restarted_and_finishes(tmp_path, undisturbed):
+    """When it is started again, a rollout host that was added joins it."""
     workdir = tmp_path / "run"
     jobset = Set(workdir, tmp_path / "logs")
     try:
@@ -109,7 +114,8 @@ def test_a_jobset_is_preempted_restarted_and_finishes(tmp_path, undisturbed):
             process.send_signal(signal.SIGTERM)
         assert jobset.end() == [75] * 4, jobset.logs()
         assert trained_steps(workdir)[-1] < 6
-        assert jobset.start(1).end() == [0] * 4, jobset.logs()
+        assert jobset.start(1, added=True).end() == [0] * 5, jobset.logs()
+        assert "rollout 2 (host 4) joined the job" in jobset.logs()
     finally:
         jobset.kill()
     same_end(workdir, undisturbed["split"])

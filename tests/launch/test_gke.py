@@ -154,7 +154,7 @@ def check_admission(document: dict) -> None:
     assert re.fullmatch(DNS_LABEL, spec["network"]["subdomain"]) and spec["successPolicy"]["operator"] in {"All", "Any"}
     roles = {replicated["name"] for replicated in spec["replicatedJobs"]}
     assert set(spec["successPolicy"]["targetReplicatedJobs"]) <= roles
-    for rule in spec["failurePolicy"]["rules"]:
+    for rule in spec["failurePolicy"].get("rules", ()):
         assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"]) and rule["action"] in SET_ACTIONS
         assert set(rule["targetReplicatedJobs"]) <= roles and set(rule["onJobFailureReasons"]) <= JOB_FAILURES
     for replicated in spec["replicatedJobs"]:
@@ -279,7 +279,11 @@ def test_prints_without_apply_and_pipes_to_kubectl_with_it(tmp_path, monkeypatch
 def test_only_the_jobs_own_pods_reach_them(capfd):
     args, _ = gke.parse([*FLAGS, "--name=mine", "--namespace=research"])
     policy = gke.network_policy(args)
-    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "mine"}}
+    labels = {"app.kubernetes.io/name": "podrl", "app.kubernetes.io/instance": "mine"}
+    own = {"matchLabels": labels}
+    for role in ("trainer", "rollout"):
+        pods = job(jobset("--name=mine"), role)["template"]["spec"]["template"]["metadata"]["labels"]
+        assert labels.items() <= pods.items()
     assert policy["spec"] == {
         "podSelector": own,
         "policyTypes": ["Ingress"],
@@ -304,7 +308,7 @@ def test_launch_imports_neither_podrl_nor_jax(tmp_path):
     source = pathlib.Path(gke.__file__).parent
     shutil.copytree(source, tmp_path / "launch", ignore=shutil.ignore_patterns("__pycache__"))
     program = (
-        "import sys, launch.gke, launch.xpk, launch.machines, launch.command\n"
+        "import sys, launch.gke, launch.gke_add, launch.xpk, launch.machines, launch.command\n"
         "sys.exit(bool({'jax', 'podrl', 'numpy', 'absl'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)

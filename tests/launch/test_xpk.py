@@ -53,6 +53,26 @@ def test_mcjax_command():
     } <= set(words)
 
 
+JOIN = ("--join=run1", "--env=PODRL_SECRET_FILE=gs://bucket/run.secret-5e5e5e5e", "--name=more", "--machine=v6e:2x4")
+
+
+def test_a_further_workload_joins_one_that_trains(capsys):
+    """It is the job's command with the name that JobSet gives trainer 0, and the job's secret."""
+    job = ("--", "--topology=split", "--config.roles.trainer.mesh=fsdp=32")
+    words = build(*IMAGE, *JOIN, *job)
+    (command,) = (word.removeprefix("--command=exec ") for word in words if word.startswith("--command="))
+    (theirs,) = (word.removeprefix("--command=exec ") for word in build(*IMAGE, "--name=run1", *job) if "exec" in word)
+    assert command == f"{theirs} --join=run1-slice-job-0-0.run1:8483"
+    assert [w for w in words if "SECRET" in w] == ["--env=PODRL_SECRET_FILE=gs://bucket/run.secret-5e5e5e5e"]
+    assert xpk.main([*FLAGS, *IMAGE, "--name=run1", "--dry_run", *job]) == 0
+    printed = capsys.readouterr().out
+    (written,) = re.findall(r"gcloud storage cp - \\?\s*(gs://\S+)|$", printed)[:1]
+    assert f"with --join=run1 --env=PODRL_SECRET_FILE={written}" in printed.splitlines()[-1]
+    assert printed.splitlines()[-1].startswith("#")  # the rest is for a shell
+    assert xpk.main([*FLAGS, *IMAGE, *JOIN, "--dry_run", *job]) == 0
+    assert "openssl" not in capsys.readouterr().out  # no secret of its own
+
+
 def test_every_submission_has_a_secret_file_of_its_own():
     first, second = ([w for w in build(*IMAGE) if w.startswith("--env=PODRL_SECRET")] for _ in range(2))
     assert len(first) == len(second) == 1 and first != second
@@ -89,6 +109,11 @@ def test_headless_pathways_runs_no_program():
         ([*IMAGE, "--env=PODRL_SECRET=s3"], "to everyone who lists processes: leave it out"),
         ([*IMAGE, *PATHWAYS, "--name=" + "a" * 23], "have at most 22 characters; this one has 23"),
         ([*IMAGE, "--workdir=/tmp/run"], "is a path inside a pod"),
+        ([*IMAGE, "--join=run1"], "--machine=v6e:4x4*2 would make one cluster of 2 slices"),
+        ([*IMAGE, *JOIN[:1], *JOIN[2:]], "--join=run1 needs --env=PODRL_SECRET_FILE=gs://"),
+        ([*IMAGE, *JOIN, "--name=run1"], "--name=run1 is the workload that runs"),
+        ([*IMAGE, *JOIN, *PATHWAYS], "leave --pathways out"),
+        ([*IMAGE, "--", "--topology=split", "--config.roles.trainer.mesh=fsdp=4"], "roles.trainer.mesh=fsdp=4 take 4"),
     ],
 )
 def test_refuses_by_name(flags, message, capsys):
@@ -181,6 +206,18 @@ def run_container(tmp_path: pathlib.Path, shell: list[str]) -> None:
     output, _ = container.communicate(timeout=40)
     assert container.returncode == 75, output
     assert "EXIT_CODE=75" in output
+
+
+@pytest.mark.slow
+def test_real_xpk_gives_trainer_0_the_name_that_others_join(tmp_path):
+    """JobSet's name of a pod: JOBSET-JOB-SLICE-HOST.JOBSET, where its network has no other subdomain."""
+    document = real_manifest(tmp_path, *IMAGE, "--name=run1", "--", "--topology=split")
+    assert document["metadata"]["name"] == "run1" and "network" not in document["spec"]
+    assert [replicated["name"] for replicated in document["spec"]["replicatedJobs"]] == ["slice-job"]
+    joins = real_manifest(tmp_path, *IMAGE, *JOIN)
+    (replicated,) = joins["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    assert replicated["replicas"] == 1 and "--join=run1-slice-job-0-0.run1:8483" in container["command"][-1]
 
 
 @pytest.mark.slow

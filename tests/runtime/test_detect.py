@@ -14,7 +14,7 @@ import types
 import jax
 import pytest
 
-from podrl.runtime import detect
+from podrl.runtime import detect, joining
 
 HOSTS = ",".join(f"train-slice-job-0-{i}.train" for i in range(4))
 GKE = {
@@ -219,7 +219,8 @@ def test_tpu_vm_that_is_not_ready_is_refused():
     [
         ("single", GKE, "--topology=single needs exactly 1 process, but this is gke with 4 processes."),
         ("shared", LAPTOP, "--topology=shared needs at least 2 processes in one jax.distributed cluster"),
-        ("split", MULTISLICE, "--topology=split needs one cluster per role, started by launch/gke.py"),
+        ("split", LAPTOP, "rollout hosts join it: set PODRL_CHANNEL to the HOST:PORT at which it listens for them"),
+        ("split", PATHWAYS, "--topology=split needs several processes, or one cluster per role, or trainers that"),
         ("pathways", LAPTOP, "--topology=pathways needs JAX_PLATFORMS=proxy"),
         ("mesh", LAPTOP, "--topology=mesh is unknown"),
     ],
@@ -232,6 +233,29 @@ def test_topologies_the_platform_cannot_run(topology, environment, message):
 @pytest.mark.parametrize(("topology", "environment"), [("shared", GKE), ("split", SPLIT), ("pathways", PATHWAYS)])
 def test_a_topology_asked_for_and_found(topology, environment):
     assert detect.detect(environment, topology=topology) == detect.detect(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "metadata", "channel"),
+    [
+        (GKE, {}, None),
+        (MULTISLICE, {}, None),
+        ({}, TPU_VM, None),
+        ({}, {**TPU_VM, "worker-network-endpoints": "tpu:0:10.0.0.2", "agent-worker-number": "0"}, "10.0.0.2:8483"),
+        ({"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "run-slice-job-0-0.run"}, {}, "run-slice-job-0-0.run:8483"),
+        ({**LAPTOP, "PODRL_CHANNEL": "10.0.0.9:7000"}, {}, "10.0.0.9:7000"),
+    ],
+)
+def test_all_processes_of_a_platform_may_train_and_rollout_hosts_join_them(environment, metadata, channel):
+    together = detect.detect(environment, metadata=metadata)
+    cluster = detect.detect(environment, metadata=metadata, topology="split")
+    assert channel is not None or together.process_count > 1
+    assert cluster.channel == (channel or f"{together.coordinator.split(':')[0]}:8483")
+    assert (cluster.topology, cluster.trainers, cluster.rollouts) == ("split", together.process_count, 0)
+    assert cluster.distributed_arguments == together.distributed_arguments
+    hosts = joining.hosts_of(cluster, "", "", "data=4")
+    assert hosts.trainer == tuple(range(together.process_count)) and hosts.rollout == hosts.heads == ()
+    assert hosts.name(hosts.count) == "rollout 0"
 
 
 def test_jax_initialised_first_is_refused():

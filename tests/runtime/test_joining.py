@@ -5,6 +5,7 @@ import inspect
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from processes import listening
 from test_detect import GKE, LOCAL, MULTISLICE, SPLIT, TPU_VM
 
 from podrl.runtime import detect, joining
+from podrl.runtime.channel import ChannelError
 from podrl.runtime.local_pod import free_ports
 
 _TRAINER = {**SPLIT, "PODRL_ROLE": "trainer", "PODRL_SLICES": "1", "PODRL_SLICE_INDEX": "0"}
@@ -82,6 +84,7 @@ def test_the_heartbeat_is_a_flag(tmp_path):
 _MEMBER = """
 import ctypes, os, sys
 from podrl.runtime import detect, joining
+from podrl.runtime.channel import ChannelError
 cluster = detect.detect(os.environ)
 seat = joining.take_seat(cluster, joining.hosts_of(cluster, "", ""), os.environ)
 held_s, settings = int(sys.argv[1]), {"heartbeat_s": float(sys.argv[2])} if len(sys.argv) > 2 else {}
@@ -171,3 +174,20 @@ def test_a_pathways_proxy_that_cannot_be_reached_is_told_in_one_line_and_worth_a
     assert "The Pathways proxy JAX_BACKEND_TARGET=grpc://127.0.0.1:9 cannot be reached: " in line
     assert "ifrt_proxy" in line and "kubectl get pods" in line
     assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_leader_whose_name_is_not_known_yet_is_waited_for(monkeypatch):
+    asked = []
+
+    def interface(host):
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return "127.0.0.1"
+
+    monkeypatch.setattr(joining, "interface_towards", interface)
+    monkeypatch.setattr(joining, "_AGAIN_S", 0.0)
+    assert joining._interface("run-trainer-0-0.run", 60.0) == "127.0.0.1" and len(asked) == 3
+    asked.clear()
+    with pytest.raises(ChannelError, match=r"host, run-trainer-0-0\.run, had no address for 0 s \(Name or service not"):
+        joining._interface("run-trainer-0-0.run", 0.0)
