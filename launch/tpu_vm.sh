@@ -2,11 +2,15 @@
 # Runs podrl on every host of one Cloud TPU VM, from a laptop, through gcloud.
 #
 #   launch/tpu_vm.sh TPU ZONE [options] -- --config=grpo_gemma.py --workdir=gs://bucket/run [more podrl flags]
+#   launch/tpu_vm.sh TPU ZONE --join=OTHER_TPU [options]
 #   launch/tpu_vm.sh TPU ZONE --status | --logs | --stacks | --kill [options]
 #
 # Without an action: copies this checkout, installs it, starts one process per host and follows the logs, every line
 # prefixed by its worker. Ctrl-C stops following, not the run. The exit status is non-zero if any worker's was.
 #
+#   --join=OTHER_TPU   generate for the job that runs there with --topology=split: its flags, --env values and secret are
+#                      asked of its first host; podrl's flags are left out here. --kill takes the hosts away again
+#   --join_zone=ZONE   of OTHER_TPU, where it is another
 #   --status           what runs on every worker, and the state of the TPU
 #   --logs             the last lines of every worker, then follow
 #   --stacks           every process prints the stacks of all its threads into its log (SIGUSR1)
@@ -33,12 +37,14 @@ die() {
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 action=start dry_run=0 detach=0 project='' python='' lock=requirements-tpu.lock extra='' max_restarts=3 grace=120
-environment=() positional=() podrl=() scratch=''
+environment=() positional=() podrl=() scratch='' join='' join_zone='' secret=''
 while (($#)); do
   case $1 in
     --status | --logs | --stacks | --kill) action=${1#--} ;;
     --dry_run) dry_run=1 ;;
     --detach) detach=1 ;;
+    --join=*) join=${1#*=} ;;
+    --join_zone=*) join_zone=${1#*=} ;;
     --project=*) project=${1#*=} ;;
     --python=*) python=${1#*=} ;;
     --lock=*) lock=${1#*=} ;;
@@ -88,10 +94,28 @@ worker() { # CODE ARGUMENTS...: the worker's half of this script, from the copy 
   on_every_worker "[ -e $script ] || { echo 'tpu_vm.sh never started podrl on this TPU' >&2; exit 1; }; bash $script$words"
 }
 
+new_secret() {
+  od -An -N16 -tx1 /dev/urandom | tr -d ' \n'
+}
+
+ask_job() { # the job that is to be joined for its secret, the values of --env, podrl's flags, and where it listens
+  local -a told there=("--zone=${join_zone:-${positional[1]}}")
+  [[ -z $project ]] || there+=("--project=$project")
+  (umask 077 && run gcloud compute tpus tpu-vm ssh "$join" "${there[@]}" --worker=0 \
+    --command='bash podrl-run/code/launch/tpu_vm_worker.sh tell' >"$scratch/told") || die "$join does not say what it runs; see above"
+  if ((dry_run)); then
+    podrl=(FLAGS_OF_THE_JOB --join=ITS_ADDRESS)
+    return
+  fi
+  mapfile -d '' told <"$scratch/told"
+  secret=${told[0]:-}
+  [[ $secret =~ ^[0-9a-f]{32}$ && ${told[2]:-} =~ ^[0-9]+$ ]] || die "what $join says of the job it runs is not complete"
+  environment=("${told[@]:3:told[2]}" "${environment[@]}") # ours win
+  podrl=("${told[@]:3+told[2]}" "--join=${told[1]}")
+}
+
 copy_code() {
   local archive=$1 pair
-  scratch=$(mktemp -d)
-  trap 'rm -rf "$scratch"' EXIT
   if git -C "$root" rev-parse --is-inside-work-tree >/dev/null 2>&1; then
     # Tracked and new files alike, less what git ignores and what has been deleted.
     git -C "$root" ls-files -z --cached --others --exclude-standard >"$scratch/all"
@@ -101,8 +125,8 @@ copy_code() {
   else
     (cd "$root" && find . \( -name .git -o -name __pycache__ -o -name runs \) -prune -o -type f -print0) >"$scratch/names"
   fi
-  # What the hosts encrypt their channel with: the same on all, new for every run, on no command line.
-  (umask 077 && od -An -N16 -tx1 /dev/urandom | tr -d ' \n' >"$scratch/.podrl-secret")
+  # What the hosts encrypt their channel with: the same on all of a job, new for every one, on no command line.
+  (umask 077 && if [[ -n $secret ]]; then printf '%s' "$secret"; else new_secret; fi >"$scratch/.podrl-secret")
   # The variables of --env go the same way, for tokens are given so.
   (umask 077 && : >"$scratch/.podrl-environment")
   for pair in "${environment[@]}"; do printf '%s\0' "$pair"; done >>"$scratch/.podrl-environment"
@@ -111,12 +135,17 @@ copy_code() {
 }
 
 start() {
-  ((${#podrl[@]})) || die "nothing to run: give podrl's flags after --, as -- --config=grpo_gemma.py"
+  ((${#podrl[@]})) || [[ -n $join ]] || die "nothing to run: give podrl's flags after --, as -- --config=grpo_gemma.py"
+  [[ -z $join ]] || ((!${#podrl[@]})) || die "--join=$join takes podrl's flags from the job there: leave out what stands after --"
+  [[ $join != "$tpu" || ${join_zone:-${positional[1]}} != "${positional[1]}" ]] || die "--join=$join is this TPU itself: name the one that trains"
   [[ -e $root/podrl/launch.py ]] || die "this copies a checkout of podrl, and $root is none: run launch/tpu_vm.sh of a clone"
   local identity archive code refused status=0
   # What the hosts would refuse only after all is copied and installed; where there is no python here, they do.
-  refused=$(python3 "$root/launch/command.py" "${podrl[@]}" 2>&1) || status=$?
+  [[ -n $join ]] || refused=$(python3 "$root/launch/command.py" "${podrl[@]}" 2>&1) || status=$?
   ((status != 3)) || die "$refused"
+  scratch=$(mktemp -d)
+  trap 'rm -rf "$scratch"' EXIT
+  [[ -z $join ]] || ask_job
   identity=$(date -u +%Y%m%d-%H%M%S)-$$
   archive=podrl-$identity.tar.gz
   code=podrl-run/code-$identity

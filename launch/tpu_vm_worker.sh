@@ -3,11 +3,11 @@
 #
 #   tpu_vm_worker.sh install --python=PATH --lock=FILE --extra=PACKAGE
 #   tpu_vm_worker.sh start --run=ID --max_restarts=N -- PODRL_FLAGS...
-#   tpu_vm_worker.sh follow --lines=N | status | stacks | kill --grace=SECONDS
+#   tpu_vm_worker.sh follow --lines=N | status | stacks | kill --grace=SECONDS | tell
 #
 # Everything lives in ~/podrl-run: code-ID (and `code`, the one that runs), venv, work (the working directory, kept from
 # run to run so that relative --workdir paths resume), logs/ID.log, and in state/ the files run, pid, boot, restarts,
-# exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
+# arguments, exit_code. Every action may be repeated without harm: gcloud retries when a connection drops.
 set -euo pipefail
 
 base=$HOME/podrl-run
@@ -108,6 +108,7 @@ start() {
   rm -f "$state/exit_code"
   printf '%s\n' "$identity" >"$state/run"
   printf '0\n' >"$state/restarts"
+  printf '%s\0' "${arguments[@]}" >"$state/arguments"
   mkdir -p "$base/work"
   ln -sfn "$base/code/configs" "$base/work/configs"
   cd "$base/work"
@@ -143,6 +144,18 @@ supervise() { # runs the command until it ends for good; its pid is that of the 
     ((stopping)) && break
   done
   printf '%s\n' "$status" >"$state/exit_code"
+}
+
+tell() { # whoever joins this job: its secret, its address, how many values of --env, these, podrl's flags; each ends by NUL
+  local address
+  local -a environment=() flags=()
+  alive || die "podrl does not run here"
+  # By this line of its own, podrl says that others may come, and where to.
+  address=$(sed -n 's/.*Further rollout hosts join by this command with --join=\([^ ]*\).*/\1/p' "$base/logs/$(read_state run).log" | tail -n 1)
+  [[ -n $address ]] || die "the job here lets no host join, or not yet: it must have begun, with --topology=split"
+  mapfile -d '' environment <"$base/code/.podrl-environment"
+  mapfile -d '' flags <"$state/arguments"
+  printf '%s\0' "$(cat "$base/code/.podrl-secret")" "$address" "${#environment[@]}" "${environment[@]}" "${flags[@]}"
 }
 
 follow() {
@@ -224,7 +237,7 @@ stop() {
   rm -f "$lock_file"
 }
 
-action=${1:?install, start, supervise, follow, status, stacks or kill}
+action=${1:?install, start, supervise, follow, status, stacks, kill or tell}
 shift
 python='' lock='' extra='' identity='' max_restarts=0 lines=200 grace=120
 arguments=()
@@ -252,7 +265,7 @@ done
 mkdir -p "$state" "$base/logs"
 number=$([[ $action == supervise ]] || worker_number)
 case $action in
-  install | start | supervise | follow | status | stacks) "$action" ;;
+  install | start | supervise | follow | status | stacks | tell) "$action" ;;
   kill) stop ;;
   *)
     printf 'tpu_vm_worker.sh: unknown action %s\n' "$action" >&2

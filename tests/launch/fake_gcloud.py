@@ -1,7 +1,7 @@
 """A gcloud that records its calls and runs the given commands on N workers, each a local home directory.
 
-Reads FAKE_TPU_ROOT: `calls.jsonl` is appended there, `w0`, `w1`, ... are the workers' homes. The metadata server of
-worker N answers under http://FAKE_TPU_METADATA/wN.
+Reads FAKE_TPU_ROOT: `calls.jsonl` is appended there, `w0`, `w1`, ... are the workers' homes, and those in a folder of a
+TPU's name are that TPU's. The metadata server of worker N answers under http://FAKE_TPU_METADATA/wN.
 """
 
 import concurrent.futures
@@ -24,7 +24,9 @@ def main(words: list[str]) -> int:
     if verb == "describe":
         sys.stdout.write("READY\tHEALTHY\n")
         return 0
-    assert flags["worker"] == "all" and flags["zone"], words
+    assert flags["worker"] in ("all", "0") and flags["zone"], words
+    own = root / names[-1].partition(":")[0]
+    root = own if own.is_dir() else root
     homes = sorted(path for path in root.iterdir() if path.is_dir() and path.name.startswith("w"))
     if verb == "scp":
         source, (_, target) = names[0], names[1].split(":")
@@ -32,6 +34,7 @@ def main(words: list[str]) -> int:
             shutil.copy(source, home / target)
         return 0
     assert verb == "ssh", words
+    homes = homes[:1] if flags["worker"] == "0" else homes
 
     def run(home: pathlib.Path) -> int:
         environment = {

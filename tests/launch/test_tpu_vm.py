@@ -32,6 +32,8 @@ print(json.dumps([cluster.kind, cluster.process_index, cluster.process_count, cl
 with open("starts", "a") as starts:  # in the working directory, which outlives the copied code
     starts.write("x")
 print("arguments", json.dumps(sys.argv[1:]), "NOTE=" + os.environ.get("NOTE", ""), "attempt", attempt)
+if "--topology=split" in sys.argv and not sys.argv[-1].startswith("--join="):
+    print("Further rollout hosts join by this command with --join=10.0.0.2:8483")
 if "--wait" in sys.argv:
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGTERM, lambda *_: (print("saved"), os._exit(75)))
@@ -181,6 +183,51 @@ def test_a_dry_run_prints_exactly_what_a_run_calls_and_calls_nothing(pod, flags)
     gcloud = [words[1:] for words in printed(dry) if words[0] == "gcloud"]
     assert gcloud == [nameless(words) for words in run.calls] and len(gcloud) >= 1
     assert {words[0] for words in printed(dry)} <= {"gcloud", "tar"}
+
+
+def test_another_tpu_joins_the_job_with_its_flags_its_variables_and_its_secret(pod):
+    run, python = pod(2), f"--python={sys.executable}"
+    for worker in range(2):
+        (run.root / "more" / f"w{worker}" / "dev").mkdir(parents=True)
+    early = run("more", "z", python, "--join=t", "--dry_run")
+    ask, *_, last = printed(early)
+    assert ask[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "t"] and "--worker=0" in ask
+    assert "-- FLAGS_OF_THE_JOB --join=ITS_ADDRESS" in printed(early)[-2][-1] and "follow" in last[-1] and not run.calls
+    assert "does not say what it runs" in run("more", "z", python, "--join=t", ok=False).stderr
+    flags = ["--config=a b.py", "--topology=split", '--config.note=it\'s $HOME; "x"', "--wait"]
+    run("t", "z", python, "--env=NOTE=two words", "--env=MORE=1", "--detach", "--", *flags)
+    run.wait_for("ready")
+    try:
+        done = run("more", "y", python, "--join=t", "--join_zone=z", "--env=MORE=2", "--detach")
+        home = run.root / "more" / "w1" / "podrl-run"
+        log = home / "logs"
+        end = time.monotonic() + 30
+        while not any("ready" in path.read_text() for path in log.iterdir()) and time.monotonic() < end:
+            time.sleep(0.05)
+        said = "".join(path.read_text() for path in log.iterdir())
+        assert f"arguments {json.dumps([*flags, '--join=10.0.0.2:8483'])} NOTE=two words attempt 0" in said
+        theirs, mine = ((each / "code" / ".podrl-secret").read_text() for each in (run.root / "w0" / "podrl-run", home))
+        assert theirs == mine and len(mine) == 32
+        assert (home / "code" / ".podrl-secret").stat().st_mode & 0o077 == 0
+        assert (home / "code" / ".podrl-environment").read_text() == "NOTE=two words\0MORE=1\0MORE=2\0"
+        words = [word for call in run.calls for word in call]
+        assert not any(mine in word or "two words" in word for word in words)
+        assert mine not in done.stdout + done.stderr and "two words" not in done.stdout + done.stderr
+        assert mine not in said
+    finally:
+        assert run("more", "y", "--kill", "--grace=20").stdout.count("exit status 75") == 2
+    assert run("t", "z", "--status").stdout.count("running") == 2
+    assert run("t", "z", "--kill", "--grace=20").stdout.count("exit status 75") == 2
+
+
+def test_a_job_without_a_place_for_others_is_not_joined(pod):
+    run, python = pod(1), f"--python={sys.executable}"
+    (run.root / "more" / "w0" / "dev").mkdir(parents=True)
+    run("t", "z", python, "--detach", "--", "--config=c.py", "--wait")
+    run.wait_for("ready")
+    refused = run("more", "z", python, "--join=t", ok=False)
+    assert "lets no host join, or not yet: it must have begun, with --topology=split" in refused.stderr
+    assert not (run.root / "more" / "w0" / "podrl-run").exists()
 
 
 def test_restarts_on_infrastructure_failure_only(pod):
@@ -345,6 +392,8 @@ def test_podrl_itself_plans_the_default_job_on_a_worker(pod):
         (["t", "z", "--env=1A=b", "--", "--x"], "must be NAME=VALUE"),
         (["t", "z", "--env=PODRL_SECRET=s3", "--", "--x"], "to everyone who lists processes: leave it out"),
         (["t", "z", "--max_restarts=many", "--", "--x"], "must be a number"),
+        (["t", "z", "--join=u", "--", "--x"], "--join=u takes podrl's flags from the job there"),
+        (["t", "z", "--join=t", "--dry_run"], "--join=t is this TPU itself"),
         (["t", "z", "--", "--config=grpo_real.py:qwen3_06b_v6e8"], "model.path is empty: say which model"),
     ],
 )
