@@ -15,6 +15,7 @@ least one, and L a fixed length:
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from podrl.algorithms.segments import masked
@@ -119,3 +120,25 @@ def aggregate(
 def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
     """Averages over loss tokens, undivided: the mean that metrics use, whatever mode aggregates the loss."""
     return Ratio(masked(value_BT, mask_BT).sum(), masked(jnp.ones_like(value_BT), mask_BT).sum())
+
+
+def divisor(mask_BT: Float[np.ndarray, "B T"], mode: str) -> float:
+    """What a mode divides by: the number of loss tokens, of sequences with any, or 1; rows are sequences."""
+    mode = canonical_mode(mode)
+    if mode == "token-sum-scale":
+        return 1.0
+    counted = mask_BT > 0
+    return float(counted.sum() if mode == "token-mean" else counted.any(axis=1).sum())
+
+
+def as_token_mean(
+    mask_BT: Float[np.ndarray, "B T"], mode: str, *, scale: float = 1.0, eps: float = 0.0
+) -> Float[np.ndarray, "B 1"]:
+    """Factor on the values of each sequence by which a mode gives the mean over loss tokens; rows are sequences.
+
+    So two parts of a loss are aggregated together and have denominators of their own. Arguments as of `aggregate`.
+    """
+    mode = canonical_mode(mode)
+    length_B1 = (mask_BT > 0).sum(axis=1, keepdims=True)
+    weight_B1 = {"sequence-mean-token-mean": length_B1 + eps, **dict.fromkeys(SCALED_MODES, scale)}.get(mode, 1.0)
+    return weight_B1 * divisor(mask_BT, mode) / max(int(length_B1.sum()), 1) * np.ones_like(length_B1)

@@ -1,52 +1,127 @@
-"""On-policy distillation: a teacher's log-probabilities of what the policy sampled, as advantages of single tokens.
+"""On-policy distillation: a frozen teacher draws the policy to it, on what the policy samples.
 
-After "On-policy distillation of language models" (arXiv 2306.13649) with the reverse KL, estimated on the sampled token
-alone as in Thinking Machines' report of October 2025: of a token t after s, its gradient with the policy's own samples
-is that of -E[log pi(t|s) - log teacher(t|s)], an advantage of log teacher - log pi per token, undiscounted.
+After "On-policy distillation of language models" (arXiv 2306.13649) with the reverse KL, KL(policy || teacher), of the
+distribution that each sampled token was drawn from. It is estimated on the sampled token alone, as in the report of
+Thinking Machines of October 2025: its gradient is then that of an advantage of log teacher - log policy per token,
+undiscounted. Or it is exact, a sum over the vocabulary (podrl/trainer/divergence.py) or over the policy's likeliest ids
+and all others as one.
 """
 
 import dataclasses
+from typing import Literal
 
+import flax.struct
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
 from podrl.algorithms import kl
+from podrl.algorithms.policy_rows import PolicyRows
+from podrl.types import Layout
+
+TeacherKL = Literal["sampled", "top_k", "full"]
+_LEAST = 1e-6  # smaller sums of probabilities are roundings
 
 
 @dataclasses.dataclass(frozen=True)
 class Distillation:
-    """Joins the teacher's advantage with that of the rewards.
+    """Joins the teacher's part of an update with that of the rewards.
 
     Attributes:
-      coef: weight of the teacher's, advantage per nat.
-      reward_coef: weight of the rewards'; 0 for none.
+      coef: weight of the reverse KL: advantage per nat, or loss per nat.
+      reward_coef: weight of the rewards' advantage; 0 for none.
+      kl: what the KL of a token is taken over: the sampled id, the policy's likeliest ids, or the vocabulary.
+      top_k: how many likeliest ids.
     """
 
     coef: float
     reward_coef: float
+    kl: TeacherKL = "sampled"
+    top_k: int = 64
 
-    def __call__(
+    @property
+    def sampled(self) -> bool:
+        """True where the teacher's part is an advantage of the sampled token, not a term of the loss."""
+        return self.kl == "sampled"
+
+    def rewards(
+        self, advantage_BT: Float[np.ndarray, "B T"], mask_BT: Float[np.ndarray, "B T"]
+    ) -> Float[np.ndarray, "B T"]:
+        """Weighs the rewards' advantages; 0 on tokens that were not sampled."""
+        return self.reward_coef * np.where(mask_BT > 0, advantage_BT, 0.0)
+
+    def advantages(
         self,
-        advantage_BT: Float[np.ndarray, "B T"],
         logprob_BT: Float[np.ndarray, "B T"],
         teacher_logprob_BT: Float[np.ndarray, "B T"],
         mask_BT: Float[np.ndarray, "B T"],
     ) -> tuple[Float[np.ndarray, "B T"], dict[str, float]]:
-        """Returns advantages, 0 on tokens that were not sampled, and opd/reverse_kl, nats per sampled token.
+        """Returns the teacher's advantages, 0 on tokens that were not sampled, and opd/reverse_kl, nats per token.
 
         Args:
-          advantage_BT: of the rewards.
           logprob_BT: under the policy before the update, nats.
           teacher_logprob_BT: of the same tokens under the teacher, nats.
           mask_BT: 1 on sampled tokens.
         """
         arrays: tuple = (logprob_BT, teacher_logprob_BT, mask_BT)
         kl_BT: np.ndarray = kl.sampled_kl(*arrays, mode="k1")  # pyright: ignore[reportAssignmentType]
-        metrics = {"opd/reverse_kl": float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))}
-        own_BT = self.reward_coef * np.where(mask_BT > 0, advantage_BT, 0.0)
-        return own_BT - self.coef * kl_BT, metrics
+        return -self.coef * kl_BT, {"opd/reverse_kl": float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))}
 
     def formula(self) -> str:
-        """Writes the advantage for the dry run."""
-        own = f"{self.reward_coef:g} advantage + " if self.reward_coef else ""
-        return f"with a teacher, model.reference, it becomes {own}{self.coef:g} (teacher_logprob - old_logprob)"
+        """Writes the teacher's part for the dry run."""
+        own = f"{self.reward_coef:g} advantage"
+        if self.sampled:
+            beside = f"{own} + " if self.reward_coef else ""
+            return f"with a teacher, model.reference, it becomes {beside}{self.coef:g} (teacher_logprob - old_logprob)"
+        over = "the vocabulary" if self.kl == "full" else f"the policy's {self.top_k} likeliest ids, the others as one"
+        return (
+            f"with a teacher, model.reference, it becomes {own}, and the loss + {self.coef:g} KL(policy || teacher) "
+            f"over {over}, mean over tokens"
+        )
+
+
+@flax.struct.dataclass
+class TaughtRows:
+    """Packed rows of an update with a teacher's exact divergence.
+
+    Attributes:
+      policy: what the policy loss reads.
+      scale: divisor of the policy loss over the number of tokens. The divergence's sum, added to that loss before the
+        division, is so divided by tokens.
+    """
+
+    policy: PolicyRows
+    scale: Float[Array, ""] | float
+
+    @property
+    def layout(self) -> Layout:
+        """The tokens and where they lie."""
+        return self.policy.layout
+
+
+@flax.struct.dataclass
+class TopKRows(TaughtRows):
+    """The same where the divergence is over K ids that were the policy's likeliest before the first update.
+
+    Attributes:
+      id_BTK: in place of each token.
+      teacher_logprob_BTK: of these ids under the teacher, nats.
+    """
+
+    id_BTK: Int[Array, "B T K"]
+    teacher_logprob_BTK: Float[Array, "B T K"]
+
+
+def top_k_kl(logprob_BTK: Float[Array, "B T K"], teacher_logprob_BTK: Float[Array, "B T K"]) -> Float[Array, "B T"]:
+    """Sums p log(p / q) over K ids and, as one more, over all others together; q has no gradient.
+
+    Taking ids together makes a divergence smaller, never negative: a bound from below on the exact one, which it equals
+    where all others are in the same ratio (or there are none).
+    """
+    teacher_logprob_BTK = jnp.asarray(teacher_logprob_BTK)
+    p_BTK = jnp.exp(logprob_BTK)
+    rest_BT, teacher_rest_BT = (
+        jnp.maximum(1.0 - x_BTK.sum(axis=-1), _LEAST) for x_BTK in (p_BTK, jnp.exp(teacher_logprob_BTK))
+    )
+    head_BT = jnp.sum(p_BTK * (logprob_BTK - teacher_logprob_BTK), axis=-1)
+    return head_BT + rest_BT * (jnp.log(rest_BT) - jnp.log(teacher_rest_BT))

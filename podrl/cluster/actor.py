@@ -1,6 +1,7 @@
 """The actor: the trained policy, its optimizer, and the reference it is compared with."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
+from podrl.algorithms.distill import Distillation
 from podrl.mesh.backlog import Backlog
 from podrl.models import decoder
 from podrl.models.config import LoraConfig, ModelConfig
@@ -18,7 +20,8 @@ from podrl.models.hf_config import read_config
 from podrl.models.pretrained import check_vocab, from_pretrained
 from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.objective import TokenLoss
+from podrl.trainer.distill import full_objective, make_top_k_fn, top_k_objective
+from podrl.trainer.objective import Forward, TokenLoss, Trunk
 from podrl.trainer.state import abstract_like, abstract_state, init_state, put_batch
 from podrl.trainer.step import (
     TokenWeights,
@@ -85,11 +88,13 @@ class Actor:
         else:
             self.state, self.frozen = abstract_state(self.model, self.optimizer, mesh, training.param_dtype)
         self.reference: PyTree | None = None
+        self._reference_model, self._taught_whole = self.model, False
         self._step: Callable | None = None
         self._logprobs = self._reference_logprobs = self._logprob_fn(self.model)
         of = {"temperature": temperature, "dtype": training.dtype}
         self._token_scores = make_token_score_fn(self.model, mesh, **of)
         self._token_weights: Callable | None = None
+        self._teaching: Callable | None = None
         self._backlog = Backlog()
 
     def _logprob_fn(self, model: ModelConfig) -> Callable:
@@ -121,7 +126,7 @@ class Actor:
         if source is not None:
             given = from_pretrained(os.fspath(source), mesh=self.mesh, dtype=self._param_dtype)
             check_vocab(given.config, ids)
-            self.reference = given.params
+            self.reference, self._reference_model = given.params, given.config
             if given.config != dataclasses.replace(self.model, lora=LoraConfig()):
                 self._reference_logprobs = self._logprob_fn(given.config)
         elif self.frozen:
@@ -129,8 +134,15 @@ class Actor:
         else:
             self.reference = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
 
-    def prepare(self, loss: TokenLoss, weigh: TokenWeights | None = None) -> None:
-        """Builds the train step that minimises `loss`, and what `token_weights` tells of it."""
+    def prepare(self, loss: TokenLoss, weigh: TokenWeights | None = None, teacher: Distillation | None = None) -> None:
+        """Builds the train step that minimises `loss`, and what `token_weights` tells of it.
+
+        With a teacher, the reference, whose exact divergence is part of the loss, rows are TaughtRows or TopKRows.
+
+        Raises:
+          ValueError: a teacher that lacks token ids of the policy, or fewer ids than `teacher.top_k`.
+        """
+        taught = self._taught(teacher) if teacher is not None and not teacher.sampled else {}
         self._step = make_train_step(
             self.model,
             loss,
@@ -141,10 +153,36 @@ class Actor:
             param_dtype=self.training.param_dtype,
             remat=self.training.remat,
             seed=self._seed,
+            **taught,
         )
         if weigh is not None:
             of = {"temperature": self._temperature, "dtype": self.training.dtype}
             self._token_weights = make_token_weight_fn(self.model, weigh, self.mesh, **of)
+
+    def _taught(self, teacher: Distillation) -> dict[str, Any]:
+        ids, theirs = self.model.vocab_size, self._reference_model.vocab_size
+        if theirs < ids:
+            raise ValueError(
+                f"grpo.teacher_kl={teacher.kl!r} compares all {ids} token ids of the policy, and the teacher "
+                f"(model.reference) has {theirs}: give one that has them, or set grpo.teacher_kl='sampled'."
+            )
+        of = {"mesh": self.mesh, "dtype": self.training.dtype}
+        trunk = Trunk(config=self._reference_model, **of)
+        if teacher.kl == "full":
+            self._taught_whole = True
+            join = lambda params, fixed: (decoder.join_trainable(params, fixed[0]), fixed[1])  # noqa: E731
+            return {
+                "objective_of": functools.partial(full_objective, teacher=trunk, coef=teacher.coef),
+                "join": join,
+            }
+        if teacher.top_k > ids:
+            raise ValueError(
+                f"grpo.teacher_top_k={teacher.top_k} is more than the {ids} token ids there are: set "
+                "grpo.teacher_kl='full'."
+            )
+        forward = Forward(config=self.model, temperature=self._temperature, **of)
+        self._teaching = make_top_k_fn(forward, trunk, teacher.top_k)
+        return {"objective_of": functools.partial(top_k_objective, coef=teacher.coef)}
 
     def put(self, batch: Batch[Rows]) -> Batch[Rows]:
         """Copies a packed host batch onto the actor's mesh."""
@@ -154,7 +192,8 @@ class Actor:
         """Makes one optimizer update from a batch on the mesh; metrics stay on the device."""
         if self._step is None:
             raise ValueError("The actor needs a loss: call RLCluster.actor.prepare(loss) first; learners do.")
-        self.state, metrics = self._step(self.state, self.frozen, batch)
+        fixed = (self.frozen, self.reference) if self._taught_whole else self.frozen
+        self.state, metrics = self._step(self.state, fixed, batch)
         self._backlog.add(metrics)
         return metrics
 
@@ -170,6 +209,11 @@ class Actor:
         """Weighs every token of a batch on the mesh as its update would now: (weight, clipped), each (A, B, T)."""
         assert self._token_weights is not None, "prepare(loss, weigh) comes first"
         return self._noted(self._token_weights(self.params(), batch))
+
+    def teaching(self, batch: Batch[Layout]) -> Any:
+        """Lists the policy's likeliest ids in every token's place, with their log-probabilities under the teacher."""
+        assert self._teaching is not None, "prepare(loss, weigh, teacher) comes first"
+        return self._noted(self._teaching(self.params(), self.reference, batch))
 
     def reference_logprobs(self, batch: Batch[Layout]) -> Any:
         """Scores every packed token under the reference policy."""

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from podrl.algorithms.distill import TaughtRows, TopKRows
 from podrl.algorithms.gae import outcome_reward
 from podrl.algorithms.policy_loss import starting_from, with_old
 from podrl.algorithms.policy_rows import AgedRows, PolicyRows
@@ -23,7 +24,7 @@ from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.rundir import trace
 from podrl.trainer import packing
 from podrl.trainer.state import local_rows
-from podrl.types import Batch, Experience
+from podrl.types import Batch, Experience, Layout
 
 
 class GRPO:
@@ -53,10 +54,10 @@ class GRPO:
         self._estimator: Any = config.estimator()  # its functions take numpy as well as jax arrays, and answer in kind
         loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate)
         self._reward_kl, self._loss_kl = RewardKL(config), LossKL(config)
-        self._loss_reference, self._by_age = loss.needs_reference(), loss.by_age
-        self._distillation = config.distillation
-        self._scored_first = self._reward_kl.active or self._distillation is not None
-        self._needs_reference = self._loss_reference or self._scored_first
+        self._loss, self._distillation = loss, config.distillation
+        self._exact = self._distillation is not None and not self._distillation.sampled
+        self._scored_first = self._reward_kl.active or (self._distillation is not None and not self._exact)
+        self._needs_reference = loss.needs_reference() or self._scored_first or self._exact
         for warning in config.warnings(updates):
             say(f"Warning: {warning}")
         if self._distillation is not None and not cluster.directories["reference"]:
@@ -67,10 +68,11 @@ class GRPO:
         if self._needs_reference:
             cluster.keep_reference()
 
-        def weigh(logprob_BT: Any, rows: PolicyRows) -> Any:
-            return loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, rows))
+        def weigh(logprob_BT: Any, rows: Any) -> Any:
+            policy = rows.policy if self._exact else rows
+            return loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, policy))
 
-        cluster.actor.prepare(with_old(loss, self.old), weigh)
+        cluster.actor.prepare(with_old(loss, self.old), weigh, self._distillation)
         self._shape = self.pack_shape(cluster.actor_mesh)
         self.layouts: list[tuple[packing.PackShape, Mesh]] = [(self._shape, cluster.actor_mesh)]
 
@@ -108,7 +110,11 @@ class GRPO:
             advantage_BT = np.zeros_like(mask_BT)
         if teacher is None:
             return advantage_BT, {}
-        return teacher(advantage_BT, scores.old_logprob_BT, cast(ReferencedScores, scores).ref_logprob_BT, mask_BT)
+        own_BT = teacher.rewards(advantage_BT, mask_BT)
+        if self._exact:
+            return own_BT, {}
+        theirs_BT, metrics = teacher.advantages(*self._compared(scores), mask_BT)
+        return own_BT + theirs_BT, metrics
 
     def pack(
         self, step: int, experience: Experience, scores: Scores, advantages: np.ndarray
@@ -137,22 +143,53 @@ class GRPO:
                 layout=placement.layout(rollouts.tokens_BT[chosen]),
                 mask_BT=mask_BT,
                 length_BT=length_BT,
-                advantage_BT=put(advantage_BT[chosen]),
+                advantage_BT=put(self._of_update(advantage_BT, scores, loss_mask_BT, chosen)),
                 old_logprob_BT=put(scores.old_logprob_BT[chosen]),
                 sampler_logprob_BT=put(rollouts.logprob_BT[chosen]),
                 kl_scale=self._loss_kl.scale,
             )
-            if self._by_age:
+            if self._loss.by_age:
                 age_BT = (step - rollouts.version_BT[chosen]).astype(np.float32)
                 rows = AgedRows(**vars(rows), age_BT=put(age_BT))
+            if self._exact:
+                share = self._loss.token_share(loss_mask_BT[chosen])
+                batches.append(self._taught(placement.batch(TaughtRows(rows, share))))
+                continue
             batch = self._cluster.actor.put(placement.batch(rows))
-            rows = batch.rows
-            if self.old == "trainer" and not self._scored_first:
-                rows = dataclasses.replace(rows, old_logprob_BT=self._cluster.actor.logprobs(batch.layout()))
-            if self._loss_reference:
+            rows = self._with_old(batch.rows, batch.layout())
+            if self._loss.needs_reference():
                 rows = rows.with_reference(self._cluster.actor.reference_logprobs(batch.layout()))
             batches.append(Batch(rows, batch.micro_batches))
         return batches
+
+    def _with_old(self, rows: PolicyRows, layout: Batch[Layout]) -> PolicyRows:
+        if self.old != "trainer" or self._scored_first:
+            return rows
+        return dataclasses.replace(rows, old_logprob_BT=self._cluster.actor.logprobs(layout))
+
+    # The part of a teacher.
+
+    def _compared(self, scores: Scores) -> tuple[np.ndarray, np.ndarray]:
+        return scores.old_logprob_BT, cast(ReferencedScores, scores).ref_logprob_BT
+
+    def _of_update(
+        self, advantage_BT: np.ndarray, scores: Scores, loss_mask_BT: np.ndarray, chosen: np.ndarray
+    ) -> np.ndarray:
+        """Selects the advantages of an update; a teacher's part in them is divided by tokens, whatever the loss is."""
+        if self._distillation is None or self._exact:
+            return advantage_BT[chosen]
+        own_BT, their_BT = self._compared(scores)
+        theirs_BT, _ = self._distillation.advantages(own_BT[chosen], their_BT[chosen], loss_mask_BT[chosen])
+        return advantage_BT[chosen] + (self._loss.as_token_mean(loss_mask_BT[chosen]) - 1.0) * theirs_BT
+
+    def _taught(self, host: Batch[TaughtRows]) -> Batch[Any]:
+        """Puts rows on the mesh, with what the update reads of the teacher beside its weights."""
+        actor, batch = self._cluster.actor, self._cluster.actor.put(host)
+        rows = dataclasses.replace(batch.rows, policy=self._with_old(batch.rows.policy, batch.layout()))
+        if self._distillation is not None and self._distillation.kl == "top_k":
+            id_ABTK, theirs_ABTK = actor.teaching(batch.layout())
+            rows = TopKRows(**vars(rows), id_BTK=id_ABTK, teacher_logprob_BTK=theirs_ABTK)
+        return Batch(rows, batch.micro_batches)
 
     def update(
         self, step: int, batches: Sequence[Batch[PolicyRows]], weighed: list[Any] | None = None

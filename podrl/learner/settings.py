@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from podrl.algorithms import kl
 from podrl.algorithms.aggregate import SCALED_MODES
-from podrl.algorithms.distill import Distillation
+from podrl.algorithms.distill import Distillation, TeacherKL
 from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GAESettings, GroupSettings
 from podrl.algorithms.policy_loss import KLLossSettings, LossSettings, PolicyLoss
 from podrl.algorithms.shaping import overlong_penalty
@@ -149,7 +149,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             return self.old_logprob
         if self.max_staleness:
             return "sampler"
-        scored = self.reward_kl.coef or self.distillation is not None
+        scored = self.reward_kl.coef or (self.distillation is not None and self.distillation.sampled)
         return "current" if updates_per_step == 1 and not scored else "trainer"
 
     def warnings(self, updates_per_step: int) -> list[str]:
@@ -285,8 +285,11 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
       loss_algo: 'grpo', or 'gspo-token' for the sequence ratio of GSPO.
       kl_in_reward: coefficient of the KL to the reference policy in the reward; 0 for none.
       kl_reward_mode: its estimator; only its value counts, so k1 is the plain choice.
-      teacher_coef: on-policy distillation: weight of log(teacher / policy) of every sampled token as its advantage, the
-        teacher being model.reference; 0 for none.
+      teacher_coef: on-policy distillation: weight of KL(policy || teacher) per sampled token, the teacher being
+        model.reference; 0 for none.
+      teacher_kl: 'sampled': estimated on the sampled token, log(teacher / policy) as its advantage. 'full': exact, over
+        the vocabulary, in the loss. 'top_k': over the policy's likeliest ids, and all others as one.
+      teacher_top_k: how many ids 'top_k' takes.
       reward_coef: weight of the rewards' advantage beside the teacher's.
       Others: see the classes inherited from.
     """
@@ -297,6 +300,8 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     kl_in_reward: NonNegative = 0.0
     kl_reward_mode: str = "k1"
     teacher_coef: NonNegative = 0.0
+    teacher_kl: TeacherKL = "sampled"
+    teacher_top_k: Count = 64
     reward_coef: NonNegative = 1.0
 
     def __post_init__(self):
@@ -324,6 +329,11 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     def _check_teacher(self) -> None:
         """Refuses a teacher beside another use of the reference, and a run with nothing to learn from."""
+        if not self.teacher_coef and self.teacher_kl != "sampled":
+            raise ValueError(
+                f"grpo.teacher_kl={self.teacher_kl!r} says how a teacher is compared with, and there is none: set "
+                "grpo.teacher_coef above 0, or grpo.teacher_kl='sampled'."
+            )
         if not self.teacher_coef and self.reward_coef != 1.0:
             raise ValueError(
                 f"grpo.reward_coef={self.reward_coef:g} weighs the rewards against a teacher, and there is none: set "
@@ -338,7 +348,9 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     @property
     def distillation(self) -> Distillation | None:
-        return Distillation(self.teacher_coef, self.reward_coef) if self.teacher_coef else None
+        if not self.teacher_coef:
+            return None
+        return Distillation(self.teacher_coef, self.reward_coef, self.teacher_kl, self.teacher_top_k)
 
     @property
     def kind(self) -> str:

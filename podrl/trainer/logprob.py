@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ _MIN_CHUNK = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class _Head:
+class Head:
     """Static arguments of one call; `rows`, `time`, `vocab`, `model` are the mesh axes that split B, T, V and D."""
 
     softcap: float
@@ -70,8 +72,8 @@ def token_logprobs(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive: set rollout.temperature above 0 for training.")
     B, T, _ = hidden_BTD.shape
-    matrix_VD = params["unembed"].T if "unembed" in params else params["embed"]
-    head = _head(matrix_VD.shape, B, T, config, temperature, mesh, chunk_elements)
+    matrix_VD = output_matrix(params)
+    head = head_of(matrix_VD.shape, B, T, config, temperature, mesh, chunk_elements)
     next_BT = jnp.roll(tokens_BT, -1, axis=1)
     logprob_BT, entropy_BT = _logprob(hidden_BTD, matrix_VD, next_BT, head)  # pyright: ignore[reportGeneralTypeIssues]
     keep = lambda x_BT: jnp.where(continues(segment_BT), jnp.roll(x_BT, 1, axis=1), 0.0)  # noqa: E731
@@ -84,7 +86,12 @@ def continues(segment_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return same_BT & (jnp.arange(segment_BT.shape[1]) > 0)
 
 
-def _head(
+def output_matrix(params: PyTree) -> Float[Array, "V D"]:
+    """Returns the matrix that makes logits of hidden states, one row per token id."""
+    return params["unembed"].T if "unembed" in params else params["embed"]
+
+
+def head_of(
     shape_VD: tuple[int, ...],
     B: int,
     T: int,
@@ -92,7 +99,8 @@ def _head(
     temperature: float,
     mesh: Mesh | None,
     chunk_elements: int,
-) -> _Head:
+) -> Head:
+    """Decides how a call with an output matrix of this shape is split over the mesh and into chunks."""
     row_axes: tuple[str, ...] = ()
     time_axes: tuple[str, ...] = ()
     vocab_axes: tuple[str, ...] = ()
@@ -117,7 +125,7 @@ def _head(
     local_X = B * T // _size(mesh, row_axes + time_axes)
     fit = max(chunk_elements // local_X, _MIN_CHUNK)
     chunk = math.ceil(local_V / math.ceil(local_V / fit))
-    return _Head(config.logit_softcap, temperature, chunk, mesh, row_axes, time_axes, vocab_axes, model_axes)
+    return Head(config.logit_softcap, temperature, chunk, mesh, row_axes, time_axes, vocab_axes, model_axes)
 
 
 def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -129,11 +137,11 @@ def _size(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _logprob(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, head: _Head) -> tuple[Array, Array]:
+def _logprob(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, head: Head) -> tuple[Array, Array]:
     return _logprob_fwd(hidden_BTD, matrix_VD, target_BT, head)[0]
 
 
-def _logprob_fwd(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, head: _Head):
+def _logprob_fwd(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, head: Head):
     run = functools.partial(_forward, head=head)
     if head.mesh is not None:
         rows = head.tokens
@@ -145,7 +153,7 @@ def _logprob_fwd(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, head: _H
     return (logprob_BT, entropy_BT), (hidden_BTD, matrix_VD, target_BT, entropy_BT, lse_BT)
 
 
-def _logprob_bwd(head: _Head, saved, grads):
+def _logprob_bwd(head: Head, saved, grads):
     hidden_BTD, matrix_VD, target_BT, entropy_BT, lse_BT = saved
     run = functools.partial(_backward, head=head)
     if head.mesh is not None:
@@ -165,11 +173,30 @@ def _logprob_bwd(head: _Head, saved, grads):
 _logprob.defvjp(_logprob_fwd, _logprob_bwd)
 
 
-def _chunk_of(matrix_VD: Array, index: Array, target_X: Array, dtype: jnp.dtype, head: _Head):
-    """Slices chunk `index`: (its weights over the whole model dimension, first row, mask of new rows, target offsets).
+class Chunk(NamedTuple):
+    """Rows of the output matrix that make the logits of some token ids.
 
-    The last chunk is moved back to end with the vocabulary, so rows it shares with its neighbour are not new.
+    Attributes:
+      weight_CD: the rows, over the whole model dimension.
+      start: the first of them in this device's part of the matrix.
+      new_C: False on rows that the chunk before had, too: the last chunk is moved back to end with the vocabulary.
+      first: token id of the first.
+      index: number of the chunk.
     """
+
+    weight_CD: Array
+    start: Array
+    new_C: Array
+    first: Array
+    index: Array
+
+    def offset(self, id_X: Array) -> Array:
+        """Where ids lie in the chunk; outside [0, C) where they do not."""
+        return id_X - self.first
+
+
+def chunk_of(matrix_VD: Array, index: Array, dtype: jnp.dtype, head: Head) -> Chunk:
+    """Slices chunk `index` of this device's part of the vocabulary."""
     V = matrix_VD.shape[0]
     start = jnp.minimum(index * head.chunk, V - head.chunk)
     weight_CD = jax.lax.dynamic_slice_in_dim(matrix_VD, start, head.chunk).astype(dtype)
@@ -177,16 +204,17 @@ def _chunk_of(matrix_VD: Array, index: Array, target_X: Array, dtype: jnp.dtype,
         weight_CD = jax.lax.all_gather(weight_CD, head.model, axis=1, tiled=True)
     new_C = jnp.arange(head.chunk) + start >= index * head.chunk
     first = start + (jax.lax.axis_index(head.vocab) * V if head.vocab else 0)
-    return weight_CD, start, new_C, target_X - first
+    return Chunk(weight_CD, start, new_C, first, index)
 
 
-def _cap(logits_XC: Array, head: _Head) -> Array:
+def cap(logits_XC: Array, head: Head) -> Array:
+    """Caps logits and divides them by the temperature."""
     if head.softcap:
         logits_XC = jnp.tanh(logits_XC * (1.0 / head.softcap)) * head.softcap
     return logits_XC * (1.0 / head.temperature) if head.temperature != 1.0 else logits_XC
 
 
-def _forward(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, *, head: _Head) -> tuple[Array, Array, Array]:
+def _forward(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, *, head: Head) -> tuple[Array, Array, Array]:
     hidden_XD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     target_X = target_BT.reshape(-1)
     V = matrix_VD.shape[0]
@@ -194,9 +222,10 @@ def _forward(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, *, head: _He
 
     def step(carry, index):
         top_X, sum_X, weighted_X, hit_X = carry
-        weight_CD, _, new_C, offset_X = _chunk_of(matrix_VD, index, target_X, hidden_XD.dtype, head)
-        logits_XC = _cap(einsum_f32("XD,CD->XC", hidden_XD, weight_CD), head)
-        is_target_XC = (jnp.arange(head.chunk) == offset_X[:, None]) & new_C
+        chunk = chunk_of(matrix_VD, index, hidden_XD.dtype, head)
+        new_C = chunk.new_C
+        logits_XC = cap(einsum_f32("XD,CD->XC", hidden_XD, chunk.weight_CD), head)
+        is_target_XC = (jnp.arange(head.chunk) == chunk.offset(target_X)[:, None]) & new_C
         hit_X = hit_X + jnp.sum(jnp.where(is_target_XC, logits_XC, 0.0), axis=1)
         masked_XC = logits_XC if chunks * head.chunk == V else jnp.where(new_C, logits_XC, -jnp.inf)
         new_top_X = jnp.maximum(top_X, jnp.max(masked_XC, axis=1))
@@ -208,7 +237,7 @@ def _forward(hidden_BTD: Array, matrix_VD: Array, target_BT: Array, *, head: _He
 
     zero_X = jnp.zeros(target_X.shape, jnp.float32)
     start = (jnp.full_like(zero_X, -jnp.inf), zero_X, zero_X, zero_X)
-    (top_X, sum_X, weighted_X, hit_X), _ = _scan(step, start, chunks)
+    (top_X, sum_X, weighted_X, hit_X), _ = scan(step, start, chunks)
     if head.vocab:
         local_top_X = top_X
         top_X = jax.lax.pmax(local_top_X, head.vocab)
@@ -229,36 +258,53 @@ def _backward(
     dlogprob_BT: Array,
     dentropy_BT: Array,
     *,
-    head: _Head,
+    head: Head,
 ) -> tuple[Array, Array]:
-    hidden_XD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     flat = (x_BT.reshape(-1) for x_BT in (target_BT, entropy_BT, lse_BT, dlogprob_BT, dentropy_BT))
     target_X, entropy_X, lse_X, dlogprob_X, dentropy_X = flat
+
+    def dlogits(logits_XC: Array, chunk: Chunk) -> Array:
+        centred_XC = logits_XC - lse_X[:, None]
+        is_target_XC = jnp.arange(head.chunk) == chunk.offset(target_X)[:, None]
+        # d logprob = onehot - p;  d entropy = -p (log p + entropy)
+        slope_XC = dlogprob_X[:, None] + dentropy_X[:, None] * (centred_XC + entropy_X[:, None])
+        return jnp.where(is_target_XC, dlogprob_X[:, None], 0.0) - jnp.exp(centred_XC) * slope_XC
+
+    return pulled_back(hidden_BTD, matrix_VD, dlogits, head)
+
+
+def pulled_back(
+    hidden_BTD: Array, matrix_VD: Array, dlogits: Callable[[Array, Chunk], Array], head: Head
+) -> tuple[Array, Array]:
+    """Carries the gradient of the logits on to hidden states and output matrix, chunk by chunk.
+
+    Args:
+      hidden_BTD: this device's hidden states.
+      matrix_VD: its part of the output matrix.
+      dlogits: (capped logits of a chunk, chunk) -> the loss's derivative by them; called once in a scan.
+      head: of the call.
+    """
+    hidden_XD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     chunks = math.ceil(matrix_VD.shape[0] / head.chunk)
 
     def step(carry, index):
         dhidden_XD, dmatrix_VD = carry
-        weight_CD, start, new_C, offset_X = _chunk_of(matrix_VD, index, target_X, hidden_XD.dtype, head)
-        raw_XC = einsum_f32("XD,CD->XC", hidden_XD, weight_CD)
-        logits_XC = _cap(raw_XC, head)
-        centred_XC = logits_XC - lse_X[:, None]
-        is_target_XC = jnp.arange(head.chunk) == offset_X[:, None]
-        # d logprob = onehot - p;  d entropy = -p (log p + entropy)
-        slope_XC = dlogprob_X[:, None] + dentropy_X[:, None] * (centred_XC + entropy_X[:, None])
-        dlogits_XC = jnp.where(is_target_XC, dlogprob_X[:, None], 0.0) - jnp.exp(centred_XC) * slope_XC
+        chunk = chunk_of(matrix_VD, index, hidden_XD.dtype, head)
+        logits_XC = cap(einsum_f32("XD,CD->XC", hidden_XD, chunk.weight_CD), head)
+        dlogits_XC = dlogits(logits_XC, chunk)
         if head.softcap:
             unit_XC = logits_XC * (head.temperature / head.softcap)
             dlogits_XC = dlogits_XC * (1.0 - unit_XC * unit_XC)
-        draw_XC = jnp.where(new_C, dlogits_XC * (1.0 / head.temperature), 0.0).astype(hidden_XD.dtype)
-        dhidden_XD = dhidden_XD + einsum_f32("XC,CD->XD", draw_XC, weight_CD)
+        draw_XC = jnp.where(chunk.new_C, dlogits_XC * (1.0 / head.temperature), 0.0).astype(hidden_XD.dtype)
+        dhidden_XD = dhidden_XD + einsum_f32("XC,CD->XD", draw_XC, chunk.weight_CD)
         dweight_CD = einsum_f32("XC,XD->CD", draw_XC, hidden_XD)
         if head.model:
             dweight_CD = jax.lax.psum_scatter(dweight_CD, head.model, scatter_dimension=1, tiled=True)
-        old_CD = jax.lax.dynamic_slice_in_dim(dmatrix_VD, start, head.chunk)
-        return (dhidden_XD, jax.lax.dynamic_update_slice_in_dim(dmatrix_VD, old_CD + dweight_CD, start, 0)), None
+        old_CD = jax.lax.dynamic_slice_in_dim(dmatrix_VD, chunk.start, head.chunk)
+        return (dhidden_XD, jax.lax.dynamic_update_slice_in_dim(dmatrix_VD, old_CD + dweight_CD, chunk.start, 0)), None
 
     start = (jnp.zeros(hidden_XD.shape, jnp.float32), jnp.zeros(matrix_VD.shape, jnp.float32))
-    (dhidden_XD, dmatrix_VD), _ = _scan(step, start, chunks)
+    (dhidden_XD, dmatrix_VD), _ = scan(step, start, chunks)
     if head.vocab:
         dhidden_XD = jax.lax.psum(dhidden_XD, head.vocab)
     if others := tuple(axis for axis in head.rows + head.time if axis not in head.model):
@@ -266,7 +312,7 @@ def _backward(
     return dhidden_XD.reshape(hidden_BTD.shape).astype(hidden_BTD.dtype), dmatrix_VD.astype(matrix_VD.dtype)
 
 
-def _scan(step, carry, length: int):
+def scan(step, carry, length: int):
     """Runs lax.scan over 0..length-1, without a loop if length is 1."""
     if length == 1:
         return step(carry, jnp.int32(0))

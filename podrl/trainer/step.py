@@ -35,6 +35,8 @@ def make_train_step(
     param_dtype: str = "float32",
     remat: str = "none",
     seed: int = 0,
+    objective_of: Callable[[Forward, TokenLoss], Objective] = token_objective,
+    join: Callable[[PyTree, PyTree], PyTree] = decoder.join_trainable,
 ) -> TrainStep:
     """Builds the jitted training step of a loss on token log-probabilities; see `make_update`.
 
@@ -46,12 +48,13 @@ def make_train_step(
       param_dtype: of the stored parameters.
       remat: what the backward pass recomputes: 'none' keeps everything, see `podrl.models.decoder.hidden`.
       seed: of the adapters' dropout.
+      objective_of: makes the objective of a forward pass and the loss.
+      join: (trainable, frozen) -> what the objective takes for parameters.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype, remat=remat)
     abstract = decoder.abstract_params(config, mesh, jnp.dtype(param_dtype))
     trainable, _ = decoder.split_trainable(abstract, config)
-    objective = token_objective(forward, loss)
-    return make_update(objective, trainable, decoder.join_trainable, optimizer, mesh, seed=seed)
+    return make_update(objective_of(forward, loss), trainable, join, optimizer, mesh, seed=seed)
 
 
 def make_update(

@@ -1,0 +1,95 @@
+"""Objectives of a policy that the exact divergence from a teacher draws to it, and what they read of the teacher."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from podrl.algorithms.aggregate import token_mean
+from podrl.algorithms.distill import TaughtRows, TopKRows, top_k_kl
+from podrl.mesh import rules
+from podrl.trainer.divergence import Output, chosen_logprobs, token_divergence, top_ids
+from podrl.trainer.objective import Forward, Objective, TokenLoss, Trunk
+from podrl.types import Batch, Layout, PyTree, Ratio
+
+
+def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk, coef: float) -> Objective:
+    """Builds the objective loss + coef x KL(policy || teacher) over the whole vocabulary, the mean over loss tokens.
+
+    Its parameters are a pair: the policy's, and the teacher's, whose hidden states are computed anew in every
+    micro-batch, so that a batch holds none of them.
+
+    Args:
+      forward: of the policy.
+      loss: the policy loss, on `rows.policy`; divided as it is without a teacher.
+      teacher: of the same token ids as the policy, or more.
+      coef: loss per nat.
+    """
+
+    def objective(params: tuple[PyTree, PyTree], rows: TaughtRows, key: PRNGKeyArray):
+        own, theirs = params
+        layout = rows.layout
+        policy = Output(own, forward.hidden(own, layout, key), forward.config)
+        hidden_BTE = jax.lax.stop_gradient(teacher.hidden(jax.lax.stop_gradient(theirs), layout))
+        taught = Output(theirs, hidden_BTE, teacher.config, ids=forward.config.vocab_size)
+        of = {"temperature": forward.temperature, "mesh": forward.mesh}
+        logprob_BT, entropy_BT, kl_BT = token_divergence(policy, taught, layout.tokens_BT, layout.segment_BT, **of)
+        return _joined(loss(logprob_BT, entropy_BT, rows.policy), kl_BT, rows, coef)
+
+    return objective
+
+
+def top_k_objective(forward: Forward, loss: TokenLoss, *, coef: float) -> Objective:
+    """Builds the same objective with the divergence over the ids of the rows, all others being one more."""
+
+    def objective(params: PyTree, rows: TopKRows, key: PRNGKeyArray):
+        layout = rows.layout
+        policy = Output(params, forward.hidden(params, layout, key), forward.config)
+        id_BTJ = jnp.concatenate([layout.tokens_BT[..., None], rows.id_BTK], axis=-1)
+        of = {"temperature": forward.temperature, "mesh": forward.mesh}
+        logprob_BTJ, entropy_BT = chosen_logprobs(policy, id_BTJ, layout.segment_BT, **of)
+        kl_BT = top_k_kl(logprob_BTJ[..., 1:], rows.teacher_logprob_BTK)
+        return _joined(loss(logprob_BTJ[..., 0], entropy_BT, rows.policy), kl_BT, rows, coef)
+
+    return objective
+
+
+def _joined(
+    found: tuple[Ratio, Mapping[str, Ratio]], kl_BT: Float[Array, "B T"], rows: TaughtRows, coef: float
+) -> tuple[Ratio, Mapping[str, Ratio]]:
+    """Adds the divergence to a loss whose denominator is another; opd/reverse_kl is its mean, nats per token."""
+    loss, metrics = found
+    kl = token_mean(kl_BT, rows.policy.mask_BT)
+    total = loss.total + coef * rows.scale * kl.total
+    return Ratio(total, loss.count), {**metrics, "opd/reverse_kl": jax.lax.stop_gradient(kl)}
+
+
+def make_top_k_fn(forward: Forward, teacher: Trunk, k: int) -> Callable[[PyTree, PyTree, Batch[Layout]], Any]:
+    """Builds top_k_fn(params, teacher's params, batch) -> (id_ABTK, teacher_logprob_ABTK), jitted.
+
+    The ids are the policy's k likeliest in each token's place, the log-probabilities the teacher's, nats. Micro-batches
+    beyond `batch.micro_batches` are not computed; their values are 0.
+    """
+    mesh = forward.mesh
+    place = functools.partial(rules.constrain, axes=("layers", "batch", "time", "act"), mesh=mesh)
+
+    def program(params: PyTree, theirs: PyTree, batch: Batch[Layout]) -> tuple[Array, Array]:
+        def body(index: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
+            layout = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch.rows)
+            policy = Output(params, forward.hidden(params, layout), forward.config)
+            id_BTK = top_ids(policy, k, mesh=mesh)
+            taught = Output(theirs, teacher.hidden(theirs, layout), teacher.config, ids=forward.config.vocab_size)
+            of = {"temperature": forward.temperature, "mesh": mesh}
+            logprob_BTK, _ = chosen_logprobs(taught, id_BTK, layout.segment_BT, **of)
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+            return put(out[0], id_BTK), put(out[1], logprob_BTK)
+
+        shape = (*batch.rows.tokens_BT.shape, k)
+        return jax.lax.fori_loop(
+            0, batch.micro_batches, body, (place(jnp.zeros(shape, jnp.int32)), place(jnp.zeros(shape)))
+        )
+
+    return jax.jit(program)
