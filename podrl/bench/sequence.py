@@ -59,9 +59,10 @@ def _counted(args: argparse.Namespace, spec: str, devices: Any) -> dict[str, Any
     from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
     from podrl.mesh.build import make_mesh
     from podrl.plan.hlo import cost_of
-    from podrl.trainer import packing, step
     from podrl.trainer import state as state_lib
+    from podrl.trainer import step
     from podrl.trainer.config import RLTrainingConfig
+    from podrl.trainer.pack_shape import pack_shape
 
     training = RLTrainingConfig(
         eval_every_n_steps=0,
@@ -73,7 +74,7 @@ def _counted(args: argparse.Namespace, spec: str, devices: Any) -> dict[str, Any
         learning_rate=1e-4,
     )
     mesh, model, optimizer = make_mesh(spec, devices, key="--src"), model_of(args), training.optimizer()
-    shape = packing.pack_shape(
+    shape = pack_shape(
         training,
         mesh,
         sequences=args.prompts * args.group,

@@ -86,6 +86,7 @@ def _make_update(args: argparse.Namespace) -> _Update:
     from podrl.trainer import packing, step
     from podrl.trainer import state as state_lib
     from podrl.trainer.config import RLTrainingConfig
+    from podrl.trainer.pack_shape import pack_shape
 
     sizes = parse_mesh(args.src, key="--src")
     mesh = make_mesh(args.src, jax.devices() if -1 in sizes else jax.devices()[: math.prod(sizes)], key="--src")
@@ -100,7 +101,7 @@ def _make_update(args: argparse.Namespace) -> _Update:
         learning_rate=1e-4,
     )
     optimizer = training.optimizer()
-    shape = packing.pack_shape(
+    shape = pack_shape(
         training,
         mesh,
         sequences=args.prompts * args.group,

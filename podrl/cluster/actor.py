@@ -22,6 +22,7 @@ from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.distill import full_objective, make_top_k_fn, top_k_objective
 from podrl.trainer.objective import Forward, TokenLoss, Trunk
+from podrl.trainer.pack_shape import pack_shape
 from podrl.trainer.state import abstract_like, abstract_state, init_state, put_batch
 from podrl.trainer.step import (
     TokenWeights,
@@ -231,7 +232,7 @@ class Actor:
     ) -> Float[np.ndarray, "B T"]:
         """Scores right-padded sequences of at most `longest` tokens, by actor or reference, in the sample layout."""
         score = self.reference_logprobs if reference else self.logprobs
-        shape = packing.pack_shape(self.training, self.mesh, sequences=len(tokens_BT), max_length=longest)
+        shape = pack_shape(self.training, self.mesh, sequences=len(tokens_BT), max_length=longest)
         placement = packing.place(length_B, shape)
         values_ABT = score(self.put(placement.batch(placement.layout(tokens_BT))))
         return placement.unpack(np.asarray(jax.device_get(values_ABT)), tokens_BT.shape[1])

@@ -43,7 +43,7 @@ from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.storage import Place, locate
 from podrl.trainer import custom
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.packing import PackShape, pack_shape
+from podrl.trainer.pack_shape import PackShape, pack_shape
 
 _ASSETS = pathlib.Path(__file__).resolve().parent.parent / "assets"
 # The checkpoints that come with podrl, by the names that model.path and tokenizer have for them.

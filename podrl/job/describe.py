@@ -19,7 +19,7 @@ from podrl.job.weights import copies
 from podrl.mesh.build import describe_mesh
 from podrl.rundir.console import print_table
 from podrl.runtime.pod import Pod
-from podrl.trainer.packing import PackShape
+from podrl.trainer.pack_shape import PackShape
 
 
 def device_line() -> str:

@@ -23,6 +23,7 @@ from podrl.learner.scoring import ReferencedScores, Scores, policy_scores
 from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.rundir import trace
 from podrl.trainer import packing
+from podrl.trainer.pack_shape import PackShape, pack_shape
 from podrl.trainer.state import local_rows
 from podrl.types import Batch, Experience, Layout
 
@@ -74,7 +75,7 @@ class GRPO:
 
         cluster.actor.prepare(with_old(loss, self.old), weigh, self._distillation)
         self._shape = self.pack_shape(cluster.actor_mesh)
-        self.layouts: list[tuple[packing.PackShape, Mesh]] = [(self._shape, cluster.actor_mesh)]
+        self.layouts: list[tuple[PackShape, Mesh]] = [(self._shape, cluster.actor_mesh)]
 
     # The loop's lines.
 
@@ -251,9 +252,9 @@ class GRPO:
 
     # Shapes and splits for the methods above.
 
-    def pack_shape(self, mesh: Mesh) -> packing.PackShape:
+    def pack_shape(self, mesh: Mesh) -> PackShape:
         """Computes the shape of a packed mini-batch on a mesh."""
-        return packing.pack_shape(
+        return pack_shape(
             self._cluster.training_config,
             mesh,
             sequences=self.mini_batch_size,

@@ -29,7 +29,7 @@ from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
 from podrl.rundir import trace
 from podrl.rundir.run import Run
 from podrl.runtime.pod import Pod
-from podrl.trainer.packing import PackShape
+from podrl.trainer.pack_shape import PackShape
 from podrl.types import BatchError, Experience, Rollouts
 
 

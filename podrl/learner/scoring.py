@@ -12,6 +12,7 @@ from podrl.algorithms.mismatch import mismatch
 from podrl.algorithms.policy_rows import PolicyRows
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.trainer import packing
+from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.state import fetch
 from podrl.types import Batch, Rollouts
 
@@ -37,7 +38,7 @@ class ReferencedScores(Scores):
 def policy_scores(
     cluster: RLCluster,
     rollouts: Rollouts,
-    shape: packing.PackShape,
+    shape: PackShape,
     mini_batches: list[np.ndarray],
     *,
     old: str,

@@ -32,7 +32,8 @@ from podrl.rollout.rollout import pieces_per_prompt
 from podrl.rollout.sizes import engine_shape
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import make_critic_step, make_value_fn
-from podrl.trainer.packing import PackShape, Placement, SharedPrefixes, place
+from podrl.trainer.pack_shape import PackShape
+from podrl.trainer.packing import Placement, SharedPrefixes, place
 from podrl.trainer.step import make_logprob_fn, make_train_step
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.local import RelayoutTransport

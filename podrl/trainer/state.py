@@ -14,7 +14,7 @@ from podrl.mesh import rules
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.trainer.optimizer import AdamState, Optimizer
-from podrl.trainer.packing import PackShape
+from podrl.trainer.pack_shape import PackShape
 from podrl.types import Batch, Layout, PyTree, Rows, SharedLayout, TrainState
 
 _AXES = ("layers", "batch", "time")  # of a packed array: micro-batches, rows, tokens

@@ -15,6 +15,7 @@ from podrl.models import LoraConfig, decoder
 from podrl.rollout.config import RolloutConfig
 from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
+from podrl.trainer.pack_shape import pack_shape
 
 T = 24
 
@@ -51,7 +52,7 @@ def update(cluster):
     rng = np.random.default_rng(0)
     length_B = np.full(8, T)
     sizes = {"sequences": 8, "max_length": cluster.config.longest}
-    placement = packing.place(length_B, packing.pack_shape(cluster.training_config, cluster.actor_mesh, **sizes))
+    placement = packing.place(length_B, pack_shape(cluster.training_config, cluster.actor_mesh, **sizes))
     tokens_BT, mask_BT = rng.integers(1, 300, (8, T)), np.arange(T) >= np.full((8, 1), 8)
     advantage_BT = rng.normal(size=(8, T))
     batch = packed_rows(ReferencedRows, placement, tokens_BT=tokens_BT, mask_BT=mask_BT, advantage_BT=advantage_BT)

@@ -31,7 +31,7 @@ from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.packing import pack_shape
+from podrl.trainer.pack_shape import pack_shape
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

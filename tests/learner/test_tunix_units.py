@@ -10,7 +10,7 @@ from podrl.data.shape import from_batches
 from podrl.learner.loop import Schedule
 from podrl.mesh.build import make_mesh
 from podrl.rundir import identity
-from podrl.trainer.packing import pack_shape
+from podrl.trainer.pack_shape import pack_shape
 
 # The unit of every field that both have and that is a number of something; settings.py and config.py say the rest.
 COUNTED = {

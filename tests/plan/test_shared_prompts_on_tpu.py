@@ -14,7 +14,8 @@ from podrl.plan.compile import QUICK
 from podrl.plan.hlo import Cost, cost_of
 from podrl.trainer import state as state_lib
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.packing import SharedPrefixes, pack_shape, place
+from podrl.trainer.pack_shape import pack_shape
+from podrl.trainer.packing import SharedPrefixes, place
 from podrl.trainer.step import make_train_step
 
 pytestmark = [

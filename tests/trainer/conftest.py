@@ -18,6 +18,7 @@ from podrl.models.config import ModelConfig, gemma2_config
 from podrl.trainer import packing
 from podrl.trainer import state as state_lib
 from podrl.trainer.optimizer import AdamSettings, Optimizer, make_optimizer
+from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.step import make_train_step
 
 B, T, PROMPT, V = 8, 20, 3, 40
@@ -64,7 +65,7 @@ class Tiny:
     def batch(self, kind=ReferencedRows, *, row=40, rows=4, seed=0, lengths=None, **changed):
         length_B, samples = self.samples(seed, lengths)
         shards = batch_shards(self.mesh)
-        shape = packing.PackShape.for_worst_case(B, T, max_tokens_per_row=row, rows_per_micro_batch=rows, shards=shards)
+        shape = PackShape.for_worst_case(B, T, max_tokens_per_row=row, rows_per_micro_batch=rows, shards=shards)
         packed = packed_rows(kind, packing.place(length_B, shape), **(samples | changed))
         return state_lib.put_batch(packed, self.mesh)
 

@@ -8,9 +8,8 @@ import optax
 import pytest
 
 from podrl.mesh.build import make_mesh
-from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.packing import _group_row, pack_shape
+from podrl.trainer.pack_shape import _group_row, pack_shape
 
 VECTORS = pathlib.Path(__file__).resolve().parents[2].parent / "shared" / "vectors" / "config_fields.json"
 
@@ -132,7 +131,7 @@ def test_rows_of_a_group_that_does_not_fit_are_even_on_accelerators():
     ],
 )
 def test_a_row_of_an_accelerator_may_be_a_quarter_longer_for_a_whole_group(fields: dict, tokens: int, monkeypatch):
-    monkeypatch.setattr(packing, "_kind", lambda mesh: "accelerator")
+    monkeypatch.setattr("podrl.trainer.pack_shape._kind", lambda mesh: "accelerator")
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     sizes = {"max_length": 1024, "group_size": 8, "max_prompt_length": 512}
     assert pack_shape(_config(**fields), mesh, sequences=8, **sizes).tokens == tokens

@@ -14,6 +14,7 @@ from podrl.models import decoder, scalar
 from podrl.trainer import packing
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import make_critic_step, make_value_fn
+from podrl.trainer.pack_shape import PackShape
 
 B, T = 8, 20
 # As in test_step.py; the critic's gradient is several times larger.
@@ -30,7 +31,7 @@ def _params(case):
 def _packed(case, *, row, rows=4):
     length_B, samples = case.samples()
     shards = batch_shards(case.mesh)
-    shape = packing.PackShape.for_worst_case(B, T, max_tokens_per_row=row, rows_per_micro_batch=rows, shards=shards)
+    shape = PackShape.for_worst_case(B, T, max_tokens_per_row=row, rows_per_micro_batch=rows, shards=shards)
     placement = packing.place(length_B, shape)
     rng = np.random.default_rng(3)
     value_BT, return_BT = (rng.normal(size=(B, T)).astype(np.float32) for _ in range(2))

@@ -18,7 +18,7 @@ from podrl.plan.chips import parse_topology, prepare
 from podrl.trainer import state as state_lib
 from podrl.trainer.logprob import token_logprobs
 from podrl.trainer.optimizer import AdamSettings, make_optimizer
-from podrl.trainer.packing import PackShape
+from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.step import make_train_step
 
 ROWS, T, LAYERS = 8, 256, 6

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from packed_rows import packed_rows
 
 from podrl.algorithms.policy_rows import ReferencedRows
-from podrl.trainer.packing import PackShape, mini_batches, place
+from podrl.trainer.pack_shape import PackShape
+from podrl.trainer.packing import mini_batches, place
 
 VALUES = ("advantage_BT", "old_logprob_BT", "ref_logprob_BT", "sampler_logprob_BT")
 

@@ -15,7 +15,8 @@ from podrl.models import scalar
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import make_critic_step
 from podrl.trainer.optimizer import Optimizer
-from podrl.trainer.packing import PackShape, SharedPrefixes, place
+from podrl.trainer.pack_shape import PackShape
+from podrl.trainer.packing import SharedPrefixes, place
 from podrl.trainer.step import make_logprob_fn
 
 SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12

@@ -15,6 +15,7 @@ from podrl.data.labels import LabelledBatch
 from podrl.data.sft import SFTBatch
 from podrl.learner.answers.supervised import updated
 from podrl.trainer import packing
+from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.state import fetch
 from podrl.types import Batch
 
@@ -69,7 +70,7 @@ class AnswerScores:
     @staticmethod
     def of(
         cluster: RLCluster,
-        shape: packing.PackShape,
+        shape: PackShape,
         tokens_BT: np.ndarray,
         length_B: np.ndarray,
         mask_BT: np.ndarray,
@@ -94,7 +95,7 @@ class JudgedAnswers:
     packing, micro-batch split and mesh. Scores leave the dropout of adapters out.
     """
 
-    def __init__(self, cluster: RLCluster, shape: packing.PackShape):
+    def __init__(self, cluster: RLCluster, shape: PackShape):
         """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
         self._cluster, self._shape = cluster, shape
         cluster.keep_reference()
@@ -124,7 +125,7 @@ class JudgedAnswers:
 class DPO:
     """Implements podrl.learner.loop.Algorithm for pairs: scores them, weighs them, learns by policy gradient."""
 
-    def __init__(self, cluster: RLCluster, config: DPOConfig, shape: packing.PackShape):
+    def __init__(self, cluster: RLCluster, config: DPOConfig, shape: PackShape):
         """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
         self._cluster, self._config = cluster, config
         self._judged = JudgedAnswers(cluster, shape)
@@ -187,7 +188,7 @@ class DPO:
 class KTO:
     """Implements podrl.learner.loop.Algorithm for labelled answers, each compared with the policy's drift so far."""
 
-    def __init__(self, cluster: RLCluster, config: KTOConfig, shape: packing.PackShape):
+    def __init__(self, cluster: RLCluster, config: KTOConfig, shape: PackShape):
         """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
         self._cluster, self._config, self._shape = cluster, config, shape
         self._judged = JudgedAnswers(cluster, shape)

@@ -14,6 +14,7 @@ from podrl.data.sft import SFTBatch
 from podrl.learner.answers.supervised import updated
 from podrl.learner.evaluate import summarised
 from podrl.trainer import packing
+from podrl.trainer.pack_shape import PackShape
 from podrl.types import Batch, Policy
 
 _SHOWN = 4  # answers of an evaluation in samples.jsonl
@@ -49,7 +50,7 @@ class RewardModelling:
     packing may part its answers. An answer's score is that after its last token.
     """
 
-    def __init__(self, cluster: ScorerCluster, config: RewardModelConfig, shape: packing.PackShape):
+    def __init__(self, cluster: ScorerCluster, config: RewardModelConfig, shape: PackShape):
         """Sets the model's loss; `shape` is that of a packed batch."""
         self._cluster, self._shape = cluster, shape
         cluster.actor.prepare(weighted_score)

@@ -10,13 +10,14 @@ from podrl.cluster.scorer import ScorerCluster
 from podrl.data.sft import SFTBatch, SFTConfig
 from podrl.trainer import packing
 from podrl.trainer.objective import CrossEntropy, SupervisedRows
+from podrl.trainer.pack_shape import PackShape
 from podrl.types import Batch
 
 
 class SFT:
     """Implements podrl.learner.loop.Algorithm for SFT: raises the likelihood of every answer; needs no scores."""
 
-    def __init__(self, cluster: RLCluster, config: SFTConfig, shape: packing.PackShape):
+    def __init__(self, cluster: RLCluster, config: SFTConfig, shape: PackShape):
         """Sets the cluster's loss; `shape` is that of a packed batch."""
         self._cluster, self._shape = cluster, shape
         cluster.actor.prepare(CrossEntropy())
