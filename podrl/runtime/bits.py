@@ -21,6 +21,7 @@ from podrl.types import PyTree
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _RUNS = 8
 _BLOCK = 1 << 12  # elements
+_SMALL = 1 << 17  # elements
 
 
 def leaf_name(path: Sequence[Any]) -> str:
@@ -116,6 +117,7 @@ def _block(names: tuple[str, ...], mesh: Mesh) -> Any:
     return block
 
 
+@jax.jit  # traced once for all leaves that are alike, whatever programs they are in
 def shard_sum(shard: Array, starts: Sequence[Any]) -> UInt32[Array, ""]:
     """Sums a shard whose first element is at position `starts` of the whole array.
 
@@ -133,12 +135,13 @@ def shard_sum(shard: Array, starts: Sequence[Any]) -> UInt32[Array, ""]:
 def _sum_rows(words_rc: UInt32[Array, "r c"]) -> UInt32[Array, " c"]:
     """Sums over all rows, as additions of runs of rows: XLA's CPU compiler vectorises those, not reduces.
 
-    The loop keeps it from merging the first additions with the reduce of what little is left.
+    The loop keeps it from merging the first additions with the reduce of what little is left. Compiling it takes longer
+    than a small shard's sum ever does.
     """
     rows, columns = words_rc.shape
     run = rows // _RUNS
     block = min(max(1, _BLOCK // max(1, columns)), run // 2)
-    if not block:
+    if not block or words_rc.size <= _SMALL:
         return jnp.sum(words_rc, axis=0, dtype=jnp.uint32)
     sum_rc = functools.reduce(jnp.add, [words_rc[k * run : (k + 1) * run] for k in range(_RUNS)])
 
