@@ -1,12 +1,19 @@
 """Fakes eight CPU devices for every test before any test module imports jax, and shares compiled programs."""
 
 import atexit
+import gc
 import os
 import shutil
+import sys
 import tempfile
 
 import pytest
+from quick_runs import NO_EMITTERS, QUICK_RUNS
 
+gc.disable()  # until all modules are imported, which makes millions of objects and little garbage
+# Each of hundreds of processes would compile the modules of podrl anew, a tenth of what its start costs.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -28,13 +35,29 @@ def quick_compilation():
     _optimised(True)
 
 
-# Folders whose default tests compile much and run little. Their session fixtures compile, too, before any fixture of a
-# module could ask for it. Slow tests compile as runs do.
-QUICK = ("cluster", "models", "rollout", "transfer")
+def pytest_configure(config):
+    """Leaves XLA's emitters of fused loops to the tests that compile as runs do: without optimisations they take half.
+
+    Each loop has passes of its own; without them the whole program is written at once. Slow tests are another run.
+    """
+    if "not slow" in config.option.markexpr:
+        os.environ["XLA_FLAGS"] += f" {NO_EMITTERS}"
+
+
+def pytest_collection_finish(session):
+    """Keeps the modules' objects out of garbage collections, and makes these rarer: a twentieth of the time."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    gc.enable()
+
+
+# Default tests compile much and run little, session and module fixtures included; but plans are of optimised programs.
+# Slow tests compile as runs do.
+OPTIMISED = "plan"
 
 
 def _quick(item):
-    if item is None or item.path.parent.name not in QUICK:
+    if item is None or item.path.parent.name == OPTIMISED:
         return False
     return not any(item.get_closest_marker(mark) for mark in ("slow", "parity", "e2e"))
 
@@ -47,16 +70,25 @@ def _optimised(yes):
     jax.config.update("jax_default_matmul_precision", None if yes else "float32")
 
 
+def _runs_quickly(item):
+    """True if the processes that a test starts compile without optimisations (processes.py)."""
+    return item is not None and item.get_closest_marker("e2e") and not item.get_closest_marker("optimised")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     if _quick(item):
         _optimised(False)
+    if _runs_quickly(item):
+        os.environ[QUICK_RUNS] = "true"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
     if _quick(item) and not _quick(nextitem):
         _optimised(True)
+    if not _runs_quickly(nextitem):
+        os.environ.pop(QUICK_RUNS, None)
 
 
 @pytest.fixture(scope="session")

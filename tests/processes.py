@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from metric_names import unlisted
+from quick_runs import process_environment
 
 from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import read_metrics
@@ -46,13 +47,10 @@ TWO_DEVICES = "--config.fake_devices=2"
 # Metrics that may differ between two equal runs.
 _CLOCKS = re.compile(r"time/|perf/|pod/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds")
 
-# Where a test compiles much that no other does, and runs little of it: XLA leaves most optimisations out.
-QUICK_COMPILATION = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-
 
 def environment(**more: str) -> dict[str, str]:
     """Returns this process's environment without the tests' faked devices: the launcher fakes its own."""
-    return {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | more
+    return process_environment(os.environ, **more)
 
 
 class Job:

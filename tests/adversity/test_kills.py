@@ -9,9 +9,11 @@ from processes import comparable, job, run, same_end
 pytestmark = pytest.mark.e2e
 # With the ten of the tests below 23 in all; a life of a pod costs twice that of one process.
 KILLS = {"single": 2, "lora, stale": 2, "ppo": 2, "dpo": 1, "shared": 2, "split, stale": 1, "wall": 3}
+OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as users' are
+CASES = [pytest.param(*case, marks=[pytest.mark.optimised] * (case[0] in OPTIMISED)) for case in KILLS.items()]
 
 
-@pytest.mark.parametrize(("variant", "wanted"), KILLS.items(), ids=list(KILLS))
+@pytest.mark.parametrize(("variant", "wanted"), CASES, ids=list(KILLS))
 def test_killed_runs_end_as_undisturbed_ones(variant, wanted, tmp_path):
     whole = undisturbed(variant, tmp_path / "whole")
     if "stale" in variant:  # trainers know the version of every token they train on

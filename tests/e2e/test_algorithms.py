@@ -46,7 +46,7 @@ PROMISED = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [pytest.param("ppo", marks=pytest.mark.optimised), *list(VARIANTS)[1:]])
 def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
     args = (*VARIANTS[name], TWO_DEVICES, "--config.eval.problems=0", "--config.checkpoint.every=1")
     args += (f"--config.trainer.max_steps={4 * UPDATES.get(name, 1)}",)

@@ -102,6 +102,7 @@ def test_they_share_meshes_where_nothing_else_is_said(scorer, tmp_path):
     assert {"critic/vf_loss", "reward/reward_model", "actor/pg_loss"} <= record.keys()
 
 
+@pytest.mark.optimised
 def test_the_ppo_configuration_as_it_is(tmp_path):
     """Runs configs/ppo_gemma.py with its own meshes, losses and batches: the critic's warm-up steps, and one more."""
     args = ("--config.trainer.max_steps=6", "--config.eval.problems=32", "--config.eval.samples=1")

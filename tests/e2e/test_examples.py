@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from metric_names import ROOT
-from processes import QUICK_COMPILATION, environment, trained_steps
+from processes import environment, trained_steps
 
 EXAMPLES = ROOT / "examples"
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -64,7 +64,7 @@ def test_all_of_them_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ALL, str(EXAMPLES / "first_run.ipynb")],
         cwd=tmp_path,
-        env=environment(PYTHONPATH=paths, XLA_FLAGS=DEVICES, **QUICK_COMPILATION),
+        env=environment(PYTHONPATH=paths, XLA_FLAGS=DEVICES),
         capture_output=True,
         text=True,
         timeout=500,

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SEEN = "import pathlib, podrl, podrl.launchers.gke as gke; print(pathlib.Path(podrl.__file__).parent, gke.__name__)"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from processes import TWO_DEVICES, Job, comparable, gone, job, run, same_end, same_weights, samples, trained_steps
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
 EVALUATING = (TWO_DEVICES, "--config.trainer.eval_every_n_steps=2")
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from metric_names import ROOT, unlisted
-from processes import QUICK_COMPILATION, environment
+from processes import environment
 
 from podrl.runtime.metrics import read_metrics
 
@@ -17,7 +17,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def finished(command: list[str], folder) -> str:
-    env = environment(**QUICK_COMPILATION)
+    env = environment()
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -12,7 +12,7 @@ from podrl.job.config import TINY
 from podrl.models.config import LoraConfig
 from podrl.rundir.run import Run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
 COMPILES: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, *_, **__: COMPILES.append(event) if event == "/jax/core/compile/backend_compile_duration" else None

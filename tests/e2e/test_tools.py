@@ -16,7 +16,7 @@ from podrl.environments.calculator import calculator
 from podrl.rundir.trace import read_step
 from podrl.runtime.local_pod import free_ports
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
 SHORT = (
     *("--config.trainer.max_steps=12", "--config.trainer.eval_every_n_steps=12", "--config.checkpoint.every=12"),
     *("--config.eval.problems=64", "--config.eval.samples=1", "--config.log.to=()"),
