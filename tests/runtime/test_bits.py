@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl.mesh.build import make_mesh
+from podrl.runtime import bits
 from podrl.runtime.bits import compile_sums, leaf_name, tree_sums
 
 
@@ -69,6 +70,17 @@ def test_sums_are_those_of_the_definition_under_every_layout(tree):
             name: jax.device_put(leaf, NamedSharding(mesh, specs.get(name, Spec()))) for name, leaf in tree.items()
         }
         assert tree_sums(placed) == expected
+
+
+def test_large_shards_are_summed_by_the_same_definition():
+    """Their rows are added in a loop, with some left over; several rows have one place in the last dimension."""
+    leaf = np.random.default_rng(0).standard_normal((703, 3, 100)).astype(np.float32)
+    assert leaf.size > bits._SMALL
+    total = leaf.view(np.uint32).astype(np.uint64)
+    for d, size in enumerate(leaf.shape):
+        weight = _hash((np.arange(size, dtype=np.uint64) + 0x9E3779B9 * (d + 1)) % 2**32) | 1
+        total = total * weight.reshape([-1 if d == e else 1 for e in range(leaf.ndim)]) % 2**32
+    assert tree_sums({"leaf": leaf}) == {"leaf": int(total.sum()) % 2**32}
 
 
 def test_any_flipped_bit_and_exchanged_rows_change_the_sum(tree):
