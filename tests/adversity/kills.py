@@ -211,14 +211,16 @@ def disturbed(
     return kills
 
 
-def killed_after_every_step(variant: str, folder: pathlib.Path, whole: Whole, rng: random.Random) -> list[str]:
-    """Kills a random process of a run after each of its steps, and asserts that it ends as `whole`; returns the kills.
+def killed_after_steps(
+    variant: str, folder: pathlib.Path, whole: Whole, rng: random.Random, steps: Sequence[int] = range(1, STEPS)
+) -> list[str]:
+    """Kills a random process of a run after each of these steps, asserts that it ends as `whole`; returns the kills.
 
     A life goes on where the process was a rollout host of a split pod.
     """
     workdir, moments = folder / "run", []
     life = Life(variant, workdir)
-    for step in range(1, STEPS):
+    for step in steps:
         if life.process.poll() is not None:
             life.end()
             life = Life(variant, workdir)
@@ -344,7 +346,7 @@ def _run_grid(words: Sequence[str], rng: random.Random, say: Callable[[str], Non
         for name in (name for name in GRID if all(word in name for word in words)):
             whole = undisturbed(name, folder / "whole")
             try:
-                moments = killed_after_every_step(name, folder / "killed", whole, rng)
+                moments = killed_after_steps(name, folder / "killed", whole, rng)
                 say(f"{name}: the same end after {len(moments)} kills: {'; '.join(moments)}")
             except AssertionError as different:
                 failed += 1
