@@ -316,7 +316,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
         wait_s = _early(rest, "join_s", joining.JOIN_S, prefix="--")
         silence_s = _early(rest, "heartbeat_s", joining.HEARTBEAT_S, prefix="--")
         if leader:
-            seat = joining.late_seat(leader, os.environ, wait_s)
+            seat = joining.late_seat(leader, os.environ, wait_s, cluster)
         else:
             seat = joining.take_seat(cluster, joining.hosts_of(cluster, *_hosts(rest, config)), os.environ)
         joined.append(joining.join(cluster, seat, deadline_s=wait_s, heartbeat_s=silence_s))

@@ -21,6 +21,7 @@ from podrl.runtime.storage import first_line, locate
 from podrl.runtime.user_code import forget
 
 JOIN_S = 300.0
+_ALONE = Cluster("single", "split")
 # Compiling a large model may keep a process silent for minutes. Processes that are gone are noticed much sooner, by the
 # channel: their connections break.
 HEARTBEAT_S = 600.0
@@ -76,8 +77,10 @@ def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) ->
     return Seat(process, hosts, leader, secret, disposable=cluster.topology == "split")
 
 
-def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float) -> Seat:
+def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float, cluster: Cluster = _ALONE) -> Seat:
     """Asks the leader of a running job, at 'host:port', for the seat of one more rollout host.
+
+    Where several hosts hold a copy of the weights, those of a `cluster` get seats beside each other, in its order.
 
     Raises:
       ValueError: the job's secret is missing, or the address is none.
@@ -89,7 +92,9 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float) ->
         raise ValueError(f"--join={leader} must be HOST:PORT, which trainer 0 of the running job prints.")
     channel = Channel("a host that joins", secret=secret, host=_interface(host, deadline_s))
     try:
-        told = channel.call(leader, "number", Message(), deadline_s=deadline_s).value
+        me = {"cluster": cluster.coordinator, "index": cluster.process_index, "count": cluster.process_count}
+        me["once"] = secrets.token_hex(8)
+        told = channel.call(leader, "number", Message(me), deadline_s=deadline_s).value
     except ChannelError as error:
         raise ChannelError(
             f"--join={leader}: {error} Is trainer 0 of a --topology=split job running there, is PODRL_SECRET that "
@@ -97,7 +102,7 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float) ->
         ) from None
     finally:
         channel.close()
-    hosts = Hosts(tuple(told["trainer"]), tuple(told["rollout"]))
+    hosts = Hosts(tuple(told["trainer"]), tuple(told["rollout"]), int(told["replica"]))
     return Seat(int(told["process"]), hosts, leader, secret, disposable=True)
 
 
@@ -228,6 +233,7 @@ def gather_replica(pod: Pod, jobs: str, deadline_s: float) -> str:
     seat, end = pod.seat, time.monotonic() + deadline_s
     head, *others = seat.hosts.replica_of(seat.process)
     if seat.process != head:
+        pod.address(head, deadline_s)
         while True:
             try:
                 return str(pod.call(head, "replica", Message(seat.process), max(end - time.monotonic(), 1.0)).value)

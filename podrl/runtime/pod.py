@@ -89,6 +89,8 @@ class Pod:
         self._complete = False  # all were there
         self._numbers = itertools.count(seat.hosts.count)  # of processes that come later
         self._given: set[int] = set()
+        self._asked: dict[str, int] = {}  # numbers by request, which may come twice
+        self._parts: dict[tuple[str, int], dict[int, int]] = {}  # numbers of the replicas that came late, not all given
         self._left: set[int] = set()
         self._gone: set[int] = set()
         self._ended = threading.Event()
@@ -139,10 +141,16 @@ class Pod:
         self.channel.watch(self._leader, lambda: request.fail("the connection broke and did not come back"))
         return request.wait(deadline_s, f"{self._leader}: {key}")
 
-    def address(self, process: int) -> str:
-        """Returns a process's address; of one that came late, or again, it is known soon after it came."""
+    def address(self, process: int, deadline_s: float = _OTHERS_S) -> str:
+        """Returns a process's address; of one that came late, or again, it is known soon after it came.
+
+        Raises:
+          ChannelError: it did not come within the deadline.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: process in self._addresses, _OTHERS_S)
+            if not self._changed.wait_for(lambda: process in self._addresses, deadline_s):
+                name = self.seat.hosts.name(process)
+                raise ChannelError(f"{self.name} waited {deadline_s:.0f} s for {name} (host {process}) to come.")
             return self._addresses[process]
 
     def is_lost(self, process: int) -> bool:
@@ -242,15 +250,23 @@ class Pod:
         """Gives a number to a process that comes late, and tells it who began the job."""
         if not self.seat.disposable:
             raise ValueError("hosts join a running job in --topology=split alone.")
-        if self.seat.hosts.replica > 1:
+        hosts, asks = self.seat.hosts, message.value
+        size, (part, place) = hosts.replica, divmod(int(asks["index"]), hosts.replica)
+        if int(asks["count"]) % size:
             raise ValueError(
-                f"hosts join a running job where each holds a copy of the weights, and here {self.seat.hosts.replica} "
-                "hold one together."
+                f"a copy of the weights lies on {size} hosts together, and {asks['count']} join as one cluster: a "
+                f"multiple of {size} must (PODRL_PROCESS_COUNT, or hosts of a slice)."
             )
         with self._changed:
-            self._given.add(number := next(self._numbers))
-        hosts = self.seat.hosts
-        return Message({"process": number, "trainer": list(hosts.trainer), "rollout": list(hosts.rollout)})
+            once, left = str(asks["once"]), self._parts.get((str(asks["cluster"]), part), {})
+            # One that asks again comes instead of one that is gone, and the others of its replica go with that.
+            if once not in self._asked and place not in left:
+                left = self._parts[(str(asks["cluster"]), part)] = {i: next(self._numbers) for i in range(size)}
+            number = self._asked[once] if once in self._asked else left.pop(place)
+            self._asked[once] = number
+            self._given.add(number)
+        said = {"trainer": list(hosts.trainer), "rollout": list(hosts.rollout), "replica": size}
+        return Message({"process": number, **said})
 
     def _joined(self, message: Message) -> Message:
         who: Mapping[str, Any] = message.value

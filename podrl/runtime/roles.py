@@ -9,7 +9,7 @@ TRAINER, ROLLOUT = "trainer", "rollout"
 class Hosts:
     """The processes of each role, by number in the job, ascending. A single process has both roles.
 
-    Those that join later, as rollouts, have the numbers after these, and the ranks.
+    Those that join later, as rollouts, have the numbers after these, and the ranks; a replica has neighbouring ones.
 
     Attributes:
       trainer, rollout: the processes; of rollouts there may be none but those that join.
@@ -30,12 +30,15 @@ class Hosts:
         """Returns the processes of a rollout process's replica, the head first."""
         if self.replica == 1:
             return (process,)
+        if process >= self.count:
+            late = process - (process - self.count) % self.replica
+            return tuple(range(late, late + self.replica))
         first = self.rollout.index(process) // self.replica * self.replica
         return self.rollout[first : first + self.replica]
 
     def follows(self, process: int) -> bool:
         """True for a rollout process that runs what the head of its replica tells it."""
-        return self.replica > 1 and process in self.rollout and process not in self.heads
+        return self.role(process) == ROLLOUT and self.replica_of(process)[0] != process
 
     @property
     def count(self) -> int:

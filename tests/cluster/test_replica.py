@@ -15,6 +15,7 @@ from podrl.cluster.replica import Head, follow
 from podrl.rollout.device import CALLS
 from podrl.runtime import joining
 from podrl.runtime.channel import ChannelError
+from podrl.runtime.detect import Cluster
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod
 from podrl.runtime.roles import Hosts
@@ -147,6 +148,26 @@ def test_a_host_of_a_split_job_that_is_asked_to_stop_tells_its_head_and_all_of_t
     assert sorted(left) == [("rollout 0.1", 75), ("rollout 0.2", 75)]
 
 
+def test_the_hosts_of_a_replica_that_joins_have_seats_beside_each_other():
+    """One that is started again is of another replica than the one whose loss it was, with the others as they come."""
+    with joined(Hosts((0,), (1, 2), replica=2), disposable=True) as pods:
+        leader, secret = pods[0].channel.address, {"PODRL_SECRET": "s"}
+
+        def seat(index, count=2, slice_="a"):
+            cluster = Cluster("jobset_split", "split", index, count, coordinator=f"{slice_}:8482")
+            return joining.late_seat(leader, secret, 20.0, cluster)
+
+        second, first = seat(1), seat(0)
+        assert (first.process, second.process) == (3, 4) and first.late and first.hosts == pods[0].seat.hosts
+        assert first.hosts.replica_of(4) == first.hosts.replica_of(3) == (3, 4)
+        assert [first.hosts.name(p) for p in (1, 2, 3, 4)] == ["rollout 0", "rollout 0.1", "rollout 1", "rollout 1.1"]
+        assert [first.hosts.follows(p) for p in range(5)] == [False, False, True, False, True]
+        assert [seat(1).process, seat(0, slice_="b").process, seat(0).process] == [6, 7, 5]
+        assert sorted(seat(i, 4, "c").process for i in range(4)) == [9, 10, 11, 12]
+        with pytest.raises(ChannelError, match="a copy of the weights lies on 2 hosts together, and 1 join as one"):
+            seat(0, 1)
+
+
 def test_a_replica_comes_together_once(pods):
     """A host that is started again is not let into the cluster that its loss ends, but into the next."""
     threads = ThreadPoolExecutor(4)
@@ -167,9 +188,3 @@ def test_a_host_of_a_replica_that_never_comes_is_named(pods):
     threads.submit(joining.gather_replica, pods[2], "unix:/tmp/x/coordinator", 5.0)
     with pytest.raises(ChannelError, match=r"rollout 0 waited 1 s for rollout 0.2 \(host 3\) of its replica"):
         joining.gather_replica(pods[1], "unix:/tmp/x/coordinator", 1.0)
-
-
-def test_nobody_joins_a_job_whose_replicas_have_several_hosts():
-    refused = pytest.raises(ChannelError, match=r"where each holds a copy of the weights, and here 2 hold one together")
-    with joined(Hosts((0,), (1, 2), replica=2), disposable=True) as pods, refused:
-        pods[1].call(0, "number", Message(), 20.0)

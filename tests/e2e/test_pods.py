@@ -1,5 +1,6 @@
 """Fake pods of several processes train as one process does, also when one of them dies."""
 
+import contextlib
 import math
 import os
 import pathlib
@@ -181,8 +182,10 @@ def test_a_killed_rollout_is_replaced_and_nothing_else_changes(tmp_path, undistu
     same_end(running.workdir, undisturbed.workdir)
 
 
-def test_a_replica_of_two_hosts_ends_and_comes_back_as_one(tmp_path, alone):
+def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypatch):
     """Its second host is killed, then the trainer: nothing is different from a run of one process, nor from one whole.
+
+    Another replica joins as the run begins, and has made samples when the first is gone.
 
     All weights are pulled by two hosts, which decode with half of each matrix.
     """
@@ -190,14 +193,29 @@ def test_a_replica_of_two_hosts_ends_and_comes_back_as_one(tmp_path, alone):
     other = {record["step"]: record for record in comparable(alone)}
     for mine in comparable(whole.workdir):
         assert mine == pytest.approx({name: other[mine["step"]][name] for name in mine}, rel=1e-3, abs=1e-5)
-    with job(tmp_path / "run", *REPLICA) as running:
+    leader, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
+    monkeypatch.setenv("PODRL_SECRET", "of this test")
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as m:
+            m.setenv("PODRL_CHANNEL", leader)
+            running = stack.enter_context(job(tmp_path / "run", *REPLICA))
+        flags = [flag for flag in REPLICA if not flag.startswith(("--local_processes", "--topology"))]
+        for index in range(2):
+            with monkeypatch.context() as m:
+                place = {"PLATFORM": "local", "PROCESS_COUNT": "2", "PROCESS_INDEX": str(index)}
+                for name, value in (place | {"COORDINATOR": coordinator}).items():
+                    m.setenv(f"PODRL_{name}", value)
+                logs = {"logs": tmp_path / f"joined-{index}"}
+                stack.enter_context(job(tmp_path / f"joined-{index}" / "run", *flags, f"--join={leader}", **logs))
         running.wait_for_step(1)
+        running.wait_for("the replica", lambda: "makes samples from now on, one of 2 hosts" in running.stderr)
         os.kill(process(running.process.pid, 3), signal.SIGKILL)
         running.wait_for_step(3)
         os.kill(process(running.process.pid, 0), signal.SIGKILL)
         assert running.end() == 42, running.stderr
     assert "rollout 0.1 (host 3), which holds a part of this replica's weights, is gone" in running.stderr
-    assert "rollout 0 (host 2) makes samples from now on" in running.stderr
+    assert "rollout 1 (host 4) makes samples from now on" in running.stderr
+    assert sum(record.get("pod/taken_over", 0) for record in running.records()) >= 1
     again = run(tmp_path / "run", *REPLICA)
     assert "Resumed after step" in again.stdout
     same_end(again.workdir, whole.workdir)
