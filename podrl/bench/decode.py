@@ -23,6 +23,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sampled", type=int, nargs="+", default=[0, 384, 768, 1152, 1528], help="tokens every lane has sampled"
     )
+    parser.add_argument("--kernel", default="auto", choices=("auto", "yes", "no"), help="attention as a TPU kernel")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -33,9 +34,10 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     The count walks the compiled program: every operation reads its operands where they lie in HBM (slices and gathers
     what they take of them), loops count as often as they run. How often the loops over reads run follows from the
     list of reads, which the engine's own code writes for lanes that all hold a whole prompt and the given number of
-    sampled tokens.
+    sampled tokens. A kernel's pages are counted from that list, too: it copies each read's page once.
 
     Returns:
+      kernel (whether attention is one),
       peak_bytes and prefill_peak_bytes (of one chip), hbm_bytes (that a program may use), fits, compile_seconds,
       weight_bytes (of one chip), and for every number of sampled tokens kv_bytes (live keys and values of one chip,
       prompts counted once per group), read_bytes (per step), ratio (read_bytes over weights and live keys and values),
@@ -67,7 +69,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     topology = chips.parse_topology(args.topology, key="--topology")
     mesh = make_mesh(args.mesh, topology.devices(), key="--mesh")
     model, dtype = sizes.config_of(args.size), jax.numpy.dtype(args.dtype)
-    engine = Engine(model, mesh, engine_shape(_config(args), mesh.shape["data"] * mesh.shape["fsdp"]), dtype)
+    shape = engine_shape(_config(args), mesh.shape["data"] * mesh.shape["fsdp"])
+    engine = Engine(model, mesh, shape, dtype, kernel={"yes": True, "no": False}.get(args.kernel))
     params = decoder.abstract_params(model, mesh, dtype)
     programs = {program.name: program for program in engine.programs(params)}
     started = time.perf_counter()
@@ -86,6 +89,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "prefill_peak_bytes": prefill_peak,
         "hbm_bytes": topology.chip.hbm,
         "fits": max(peak, prefill_peak) <= topology.chip.hbm,
+        "kernel": engine.kernel,
         "compile_seconds": seconds,
         "weight_bytes": float(weights),
         "steps": [

@@ -26,6 +26,7 @@ class Chip:
       largest: devices of the largest slice there is.
       options: what the topology needs besides its name.
       compiler: options of the compiler.
+      cores: TensorCores of a device, which share HBM and no near memory.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Chip:
     largest: int
     options: tuple[tuple[str, Any], ...] = ()
     compiler: tuple[tuple[str, Any], ...] = ()
+    cores: int = 1
 
 
 # With the collectives of small programs on the SparseCores, libtpu 0.0.42 ends the process on a failed check.
@@ -49,9 +51,11 @@ _TENSORCORE_COLLECTIVES = tuple(
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, int(30.75 * GIB), 1228e9, 300e9, 6.25e9, 3, 4096, (("chip_config_name", "megacore"),)),
+        Chip(
+            "v4", 275e12, int(30.75 * GIB), 1228e9, 300e9, 6.25e9, 3, 4096, (("chip_config_name", "megacore"),), cores=2
+        ),
         Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 200e9, 3.125e9, 2, 256),
-        Chip("v5p", 459e12, int(95.74 * GIB), 2765e9, 600e9, 6.25e9, 3, 8960),
+        Chip("v5p", 459e12, int(95.74 * GIB), 2765e9, 600e9, 6.25e9, 3, 8960, cores=2),
         Chip("v6e", 918e12, int(31.25 * GIB), 1638e9, 400e9, 12.5e9, 2, 256),
         Chip("tpu7x", 1153e12, int(94.75 * GIB), 3690e9, 300e9, 6.25e9, 3, 9216, compiler=_TENSORCORE_COLLECTIVES),
     )
@@ -69,6 +73,11 @@ _KINDS = {
 }
 # Dense bfloat16 operations per second, of the vendor's data sheets.
 _GPUS = {"NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12}
+
+
+def chip_of(kind: str) -> Chip | None:
+    """Returns the generation of a device by jax's `device_kind`; None where it is no TPU that is known."""
+    return next((CHIPS[_KINDS[name]] for name in sorted(_KINDS, key=len, reverse=True) if kind.startswith(name)), None)
 
 
 def peak_flops(kind: str) -> float:

@@ -150,7 +150,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         compute_s=flops / chip.flops,
         memory_s=size / chip.hbm_rate,
         network_s=inside / chip.ici_rate + across / chip.dcn_rate,
-        uncounted=cost.uncounted,
+        uncounted=cost.uncounted if program.by_hand is None else (),
     )
 
 

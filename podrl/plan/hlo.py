@@ -51,6 +51,8 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 # backward pass makes the scores again and the gradients of one side.
 _SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 _PREFIX_PRODUCTS = {"prefix_attention_fwd": 2, "prefix_attention_dq": 3, "prefix_attention_dkv": 4}
+# Kernels that read single pages of their operands of five dimensions, the pools.
+_PAGE_KERNELS = ("shared_pages", "own_pages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,8 @@ def cost_of(
     Args:
       text: of the compiled module (`compiled.as_text()`).
       trips: how often loops of traced length run, by nesting depth among such loops.
-      named: how often loops directly in a `jax.named_scope` run, by its name, whatever the text says.
+      named: how often loops directly in a `jax.named_scope` run, by its name, whatever the text says; and how many
+        pages each kernel of podrl.rollout.page_attention reads.
       slices: slices the devices named in the text lie in, equal parts in their order. The TPU compiler's text is that
         of one slice; what it sends to others is found by itself.
     """
@@ -191,10 +194,18 @@ class _Reader:
         if i.opcode == "dynamic-update-slice":
             return hbm_bytes(operand(1)), any_bytes(operand(1)) if out else 0.0
         read = sum(hbm_bytes(types.get(name, "")) for name in i.operands)
+        if i.opcode == "custom-call" and (pages := self._pages(i)) is not None:
+            read += sum(_pages_bytes(types.get(name, ""), pages) for name in i.operands)
         if i.opcode.endswith("-start"):  # its type names where the operands lie, too
             read = min(read, out)
             return read, out - read
         return read, out
+
+    def _pages(self, i: Instruction) -> float | None:
+        """How many pages of a pool a kernel of podrl.rollout.page_attention reads, where the caller says so."""
+        if 'custom_call_target="tpu_custom_call"' not in i.attributes:
+            return None
+        return next((self._named[name] for name in _PAGE_KERNELS if name in i.name and name in self._named), None)
 
     def _plain(self, total: _Sum, i: Instruction, types: Mapping[str, str], inside: str = "") -> None:
         """Counts operations and collectives of one instruction, in a fusion (`inside`: its computation) or outside."""
@@ -313,6 +324,12 @@ class _Reader:
         if last is None or by is None or first is None:
             return None
         return float(max(0, math.ceil((last - first) / by)))
+
+
+def _pages_bytes(pool: str, pages: float) -> float:
+    """Counts how many bytes fewer, or more, than a whole pool (L, M, K, C, H) so many pages of it are; 0 of others."""
+    dims, size = dims_of(pool), hbm_bytes(pool)
+    return size * (pages / (dims[0] * dims[1]) - 1) if len(dims) == 5 else 0.0
 
 
 def _users(body: Sequence[Instruction]) -> dict[str, list[Instruction]]:

@@ -6,13 +6,16 @@ places in the pool or on neighbours.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Bool, Float, Int
 
 from podrl.models.attention import NEG_INF
+from podrl.rollout.page_attention import Runs, page_attention
 from podrl.rollout.reads import ReadList
 
 SHARED_BLOCK = 4  # shared reads computed together
@@ -127,13 +130,74 @@ def decode_attention(
     return result.result(q_RNH.dtype).reshape(R, N, H), (from_shared, from_own)
 
 
+def kernel_attention(
+    q_RNH: Float[Array, "R N H"],
+    layer: Int[Array, ""] | int,
+    key_LMKCH: Float[Array, "L M K C H"],
+    value_LMKCH: Float[Array, "L M K C H"],
+    recent: Partial,
+    reads: ReadList,
+    position_R: Int[Array, " R"],
+    *,
+    window: Int[Array, ""],
+    softcap: float,
+    tensor: bool = False,
+    interpret: bool = False,
+) -> Float[Array, "R N H"]:
+    """Computes `decode_attention` in a TPU kernel that reads each page once (`podrl.rollout.page_attention`).
+
+    A lane's result does not depend on its place here either, but its bits are not those of `decode_attention`.
+
+    Args:
+      tensor: whether heads are cut over the mesh's axis `tensor`, which XLA handles outside of kernels.
+      interpret: run on CPU, slowly.
+    """
+    R, N, H = q_RNH.shape
+    K = key_LMKCH.shape[2]
+
+    def local(q_RNH, layer, key_LMKCH, value_LMKCH, top_RKG, mass_RKG, value_RKGH, reads, position_R, window):
+        result = Partial(top_RKG, mass_RKG, value_RKGH)
+        r = reads
+        own = Runs(r.own_first_R, r.own_number_R, r.own_lane_O[:, None], r.own_page_O, r.own_start_O, r.own_count_O)
+        shared = Runs(
+            r.shared_first_R,
+            r.shared_number_R,
+            r.shared_lane_UW,
+            r.shared_page_U,
+            r.shared_start_U,
+            r.shared_count_U,
+        )
+        for name, runs in (("shared_pages", shared), ("own_pages", own)):
+            how: Any = {"window": window, "softcap": softcap, "name": name, "interpret": interpret}
+            part = page_attention(q_RNH, layer, key_LMKCH, value_LMKCH, runs, position_R, **how)
+            result = result.merge(Partial(*part))
+        return result.result(q_RNH.dtype).reshape(R, -1, H)
+
+    if tensor:
+        none, head, pool = Spec(), Spec(None, "tensor"), Spec(None, None, "tensor")
+        local = jax.shard_map(
+            local,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(head, none, pool, pool, head, head, head, none, none, none),
+            out_specs=head,
+            axis_names={"tensor"},
+            check_vma=False,
+        )
+    assert recent.top.shape == (R, K, N // K)
+    layer, window = jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)
+    where = (recent.top, recent.mass, recent.value, reads, position_R, window)
+    return local(q_RNH, layer, key_LMKCH, value_LMKCH, *where)
+
+
 def loop_counts(reads: ReadList) -> dict[str, int]:
-    """Counts how often the loops of `decode_attention` run for such reads (on the host), by their named scope."""
+    """Counts for such reads (on the host) how often loops run, by their named scope, and the pages of each kernel."""
     return {
         "shared_reads": -(-int(reads.total_2[0]) // SHARED_BLOCK),
         "own_reads": -(-int(reads.total_2[1]) // OWN_BLOCK),
         "merge_shared": int(reads.longest_2[0]),
         "merge_own": int(reads.longest_2[1]),
+        "shared_pages": int(reads.total_2[0]),
+        "own_pages": int(reads.total_2[1]),
     }
 
 

@@ -15,9 +15,11 @@ from jaxtyping import Array, Int
 
 from podrl.mesh import rules
 from podrl.mesh.build import check_decodes
+from podrl.mesh.chips import chip_of
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.rollout import attention
+from podrl.rollout.page_attention import takes
 from podrl.rollout.reads import ReadList
 from podrl.rollout.sampling import LaneSampling, draw
 from podrl.rollout.state import FREE, SEAT, DecodeState, Emitted, EngineShape, LaneUpdates
@@ -35,6 +37,17 @@ class Program(NamedTuple):
     args: tuple[PyTree, ...]
 
 
+def pays(model: ModelConfig, mesh: Mesh, shape: EngineShape, dtype: jnp.dtype) -> bool:
+    """Whether the kernel of podrl.rollout.page_attention reads less of HBM than XLA's form: counted, docs/planning.md.
+
+    It does where a device is two cores, which share no near memory: XLA then writes gathered pages to HBM.
+    """
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    whole = model.num_kv_heads % mesh.shape["tensor"] == 0
+    taken = takes(shape.page_tokens, model.head_dim, dtype, numbers=shape.reads().size)
+    return chip is not None and chip.cores > 1 and whole and taken
+
+
 class Engine:
     """Compiled programs of one model on one mesh; weights and state are arguments, the engine holds no arrays.
 
@@ -44,7 +57,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: ModelConfig, mesh: Mesh, shape: EngineShape, dtype: jnp.dtype, *, several_hosts: bool = False
+        self,
+        model: ModelConfig,
+        mesh: Mesh,
+        shape: EngineShape,
+        dtype: jnp.dtype,
+        *,
+        several_hosts: bool = False,
+        kernel: bool | None = None,
     ):
         """Compiles nothing yet.
 
@@ -55,10 +75,12 @@ class Engine:
           dtype: of weights and pools.
           several_hosts: the mesh's devices belong to several processes, which all call the same programs in the same
             order: what is read on the host is then the same on every device.
+          kernel: decode with the TPU kernel; None: where it reads less (`pays`).
         """
         check_decodes(mesh, key="mesh of the engine")
         self.several_hosts = several_hosts
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
+        self.kernel = pays(model, mesh, shape, dtype) if kernel is None else kernel
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.read_shape = shape.reads()
         self.unrolled = model.num_layers <= UNROLLED_LAYERS
@@ -325,7 +347,8 @@ class Engine:
             return n + 1, lanes, memory, out, self._any(lanes[3])
 
         lanes = (state.token_R, state.position_R, state.left_R, state.live_R)
-        scratch = attention.make_scratch(reads, model.num_kv_heads, model.num_heads, model.head_dim)
+        heads = (model.num_kv_heads, model.num_heads, model.head_dim)
+        scratch = () if self.kernel else attention.make_scratch(reads, *heads)
         carry = (jnp.int32(0), lanes, ((recent, recent), scratch), outputs, self._any(state.live_R))
         with jax.named_scope("decode_steps"):
             n, lanes, (recents, _), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
@@ -376,6 +399,10 @@ class Engine:
                 ]
                 limits = {"window": info.window, "softcap": model.attn_softcap}
                 recent = attention.recent_attention(q_R1NH[:, 0], new[0][index], new[1][index], n, **limits)
+                if self.kernel:
+                    limits["tensor"] = self.mesh.shape["tensor"] > 1
+                    out = attention.kernel_attention(q_R1NH[:, 0], index, *pools, recent, reads, position_R, **limits)
+                    return out[:, None], (tuple(new), scratch)
                 out, used = attention.decode_attention(
                     q_R1NH[:, 0], index, *pools, recent, reads, scratch, position_R, **limits
                 )

@@ -219,3 +219,20 @@ ENTRY %main (x: f32[8,128]) -> token[] {
 }
 """
     assert cost_of(text).collectives == (Collective("send", 1, 8 * 128 * 4, True),)
+
+
+def test_a_kernel_reads_of_a_pool_the_pages_that_the_caller_counts():
+    text = """
+HloModule pages, num_partitions=1
+
+ENTRY %main (n: s32[8], q: f32[4,2,8,128], k: bf16[3,10,2,16,128]) -> f32[4,2,8,128] {
+  %n = s32[8]{0} parameter(0)
+  %q = f32[4,2,8,128]{3,2,1,0} parameter(1)
+  %k = bf16[3,10,2,16,128]{4,3,2,1,0} parameter(2)
+  ROOT %own_pages.3 = f32[4,2,8,128]{3,2,1,0} custom-call(%n, %q, %k, %k), custom_call_target="tpu_custom_call"
+}
+"""
+    queries, page = 4 * 4 * 2 * 8 * 128, 2 * 2 * 16 * 128
+    cost = cost_of(text, named={"own_pages": 7, "shared_pages": 5})
+    assert cost.read == 4 * 8 + queries + 2 * 7 * page and cost.bytes == cost.read + queries
+    assert cost_of(text).read == 4 * 8 + queries + 2 * 3 * 10 * page, "a caller that does not say"

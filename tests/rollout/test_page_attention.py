@@ -1,0 +1,113 @@
+"""The TPU kernel of decoding attention, in Pallas' interpreter and compiled for TPUs, equals XLA's form."""
+
+import dataclasses
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.mesh.build import make_mesh
+from podrl.models import decoder, sizes
+from podrl.plan.chips import parse_topology, prepare
+from podrl.plan.hlo import cost_of
+from podrl.rollout import attention
+from podrl.rollout.config import RolloutConfig
+from podrl.rollout.engine import Engine, pays
+from podrl.rollout.page_attention import takes
+from podrl.rollout.reads import LaneReads, Page, ReadShape
+from podrl.rollout.sizes import engine_shape
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
+LAYERS, PAGES, KEYS, TOKENS, WIDTH, GROUP = 2, 60, 2, 64, 128, 4
+
+
+def reads_of(members: int = 4) -> attention.ReadList:
+    """Six lanes: samples 0, 1 and 4 of a long prompt, one of half a page, 3 empty, 5 with own pages only."""
+    free = iter(range(PAGES))
+
+    def pages(start: int, tokens: int) -> list[Page]:
+        return [Page(next(free), start + at, min(TOKENS, tokens - at)) for at in range(0, tokens, TOKENS)]
+
+    long, short = pages(0, 20 * TOKENS - 3), pages(0, 8)
+    takes_new = Page(PAGES - 2, 0, 0)
+    seated = {
+        0: LaneReads("a", long, [*pages(20 * TOKENS - 3, 5 * TOKENS), takes_new]),
+        1: LaneReads("a", long, [takes_new]),
+        2: LaneReads("b", short, pages(8, 2 * TOKENS + 1)),
+        4: LaneReads("a", long, pages(20 * TOKENS - 3, 4)),
+        5: LaneReads("c", [], pages(0, 17 * TOKENS)),
+    }
+    shape = ReadShape(lanes=6, shared=44, own=32, members=members)
+    flat_I = np.zeros(shape.size, np.int32)
+    shape.fill(flat_I, seated, PAGES - 1)
+    return shape.split(jnp.asarray(flat_I))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "softcap", "window", "members"),
+    [("float32", 1e-5, 0.0, 1 << 30, 4), ("float32", 1e-5, 5.0, 400, 2), ("bfloat16", 2e-2, 0.0, 1 << 30, 4)],
+)
+def test_equals_the_form_of_xla(dtype: str, tolerance: float, softcap: float, window: int, members: int):
+    reads = reads_of(members)
+    used = {int(p) for p in reads.shared_page_U[: reads.total_2[0]]} | {
+        int(p) for p in reads.own_page_O[: reads.total_2[1]]
+    }
+    draw = iter(jax.random.split(jax.random.key(0), 8))
+    normal = lambda *shape: jax.random.normal(next(draw), shape)  # noqa: E731
+    q_RNH = (normal(6, KEYS * GROUP, WIDTH) * WIDTH**-0.5).astype(dtype)
+    pools = [normal(LAYERS, PAGES, KEYS, TOKENS, WIDTH).astype(dtype) for _ in range(2)]
+    unread = np.asarray([p for p in range(PAGES) if p not in used and p > 0])  # XLA reads page 0 for empty places
+    recent = attention.Partial(normal(6, KEYS, GROUP), 1 + normal(6, KEYS, GROUP) ** 2, normal(6, KEYS, GROUP, WIDTH))
+    position_R = jnp.asarray([25 * TOKENS - 3, 20 * TOKENS - 3, 2 * TOKENS + 9, 0, 20 * TOKENS + 1, 17 * TOKENS])
+    how = {"window": jnp.int32(window), "softcap": softcap}
+    scratch = attention.make_scratch(reads, KEYS, KEYS * GROUP, WIDTH)
+    layer = jnp.int32(1)
+    expected, _ = jax.jit(
+        lambda q: attention.decode_attention(q, layer, *pools, recent, reads, scratch, position_R, **how)
+    )(q_RNH)
+    pools = [pool.at[:, unread].set(jnp.nan).at[0].set(jnp.nan) for pool in pools]
+    found = jax.jit(
+        lambda q: attention.kernel_attention(q, layer, *pools, recent, reads, position_R, interpret=True, **how)
+    )(q_RNH)
+    assert found.dtype == q_RNH.dtype
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=tolerance, atol=tolerance)
+
+
+def test_pages_must_fill_tiles_and_the_list_must_fit():
+    bf16, f32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    assert takes(16, 128, bf16, numbers=100_000) and takes(8, 256, f32, numbers=1)
+    assert not takes(8, 128, bf16, numbers=1) and not takes(64, 64, f32, numbers=1)
+    assert not takes(16, 128, bf16, numbers=200_000)
+
+
+def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
+    mesh = make_mesh(spec, parse_topology(topology, key="--topology").devices(), key="mesh")
+    model = dataclasses.replace(sizes.config_of("qwen3-0.6b"), num_layers=2, vocab_size=1024)
+    config = RolloutConfig(max_prompt_length=128, max_tokens_to_generate=128, kv_cache_size=256, lanes=8)
+    shape = engine_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
+    engine = Engine(model, mesh, shape, jnp.dtype("bfloat16"), **how)
+    params = decoder.abstract_params(model, mesh, jnp.dtype("bfloat16"))
+    return engine, {program.name: program for program in engine.programs(params)}
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_compiles_for_every_tpu_and_reads_each_page_once(topology: str, monkeypatch: pytest.MonkeyPatch):
+    env = dict(os.environ)
+    prepare(env)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    engine, programs = _engine(topology, "data=-1,tensor=2", kernel=True)
+    assert pays(engine.model, engine.mesh, engine.shape, engine.dtype) == topology.startswith("v5p")
+    chip = parse_topology(topology, key="--topology").chip
+    generate = programs["generate"]
+    text = generate.jitted.lower(*generate.args).compile(compiler_options=dict(chip.compiler) or None).as_text()
+    loops = {"decode_steps": 1, "filters": 0, "shared_pages": 0, "own_pages": 0}
+    none = cost_of(text, named=loops).read
+    read = [cost_of(text, named=loops | {name: 3}).read - none for name in ("shared_pages", "own_pages")]
+    L, _, K, C, H = engine.pool_shape()
+    assert read == [pytest.approx(3 * L * 2 * K // 2 * C * H * 2)] * 2
