@@ -1,6 +1,5 @@
 """The TPU kernel of decoding attention, in Pallas' interpreter and compiled for TPUs, equals XLA's form."""
 
-import dataclasses
 import importlib.util
 import os
 
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 
 from podrl.mesh.build import make_mesh
-from podrl.models import decoder, sizes
+from podrl.models import decoder
+from podrl.models.config import gemma2_config
 from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.hlo import cost_of
 from podrl.rollout import attention
@@ -85,8 +85,11 @@ def test_pages_must_fill_tiles_and_the_list_must_fit():
 
 def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
     mesh = make_mesh(spec, parse_topology(topology, key="--topology").devices(), key="mesh")
-    model = dataclasses.replace(sizes.config_of("qwen3-0.6b"), num_layers=2, vocab_size=1024)
-    config = RolloutConfig(max_prompt_length=128, max_tokens_to_generate=128, kv_cache_size=256, lanes=8)
+    model = gemma2_config(
+        vocab_size=512, num_layers=2, model_dim=256, ffn_dim=512, num_heads=8, num_kv_heads=4, head_dim=128, window=64
+    )
+    # Pools of 268 MB a chip: smaller ones the compiler may keep in near memory.
+    config = RolloutConfig(max_prompt_length=128, max_tokens_to_generate=3968, kv_cache_size=4096, lanes=128)
     shape = engine_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
     engine = Engine(model, mesh, shape, jnp.dtype("bfloat16"), **how)
     params = decoder.abstract_params(model, mesh, jnp.dtype("bfloat16"))
