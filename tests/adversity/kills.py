@@ -35,16 +35,27 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # as a 
 
 from processes import SMALL, environment, same_end, trained_steps, wall_clock_kept
 
+from podrl.job.config import TINY
+
 STEPS = 4
 DEADLINE_S = 300.0
 WALL_STALENESS = 2
+ANSWERS = ("dpo", "kto", "reward_model")  # they learn from given answers
 KILLER = pathlib.Path(__file__).resolve().parent / "killer"
 _JOB = (f"--config.trainer.max_steps={STEPS}", "--config.checkpoint.every=1", "--config.eval.problems=0")
 # A start costs less with fewer devices, and where the longest prompt need not be looked for.
 _SAMPLED = (*SMALL, *_JOB, "--config.fake_devices=4", "--config.rollout.max_prompt_length=64")
 _STALE = ("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8")
 _ADAPTERS = ("--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3")
-_PAIRS = ("--config=dpo_tiny.py", "--config.model.path=tiny", "--config.dpo.batch_size=8")
+# A teacher, the model that the run starts from, holds what rewards draw away; all logits of both are compared.
+_TAUGHT = ("--config.algorithm=opd", f"--config.model.reference={TINY}", "--config.grpo.teacher_kl=full")
+
+
+def _answers(name: str) -> tuple[str, ...]:
+    small = (f"--config={name}_tiny.py", "--config.model.path=tiny", f"--config.{name}.batch_size=8")
+    return (*small, *_JOB, "--config.log.to=()")
+
+
 # A tool whose answers are recorded; little is drawn, and nothing saved before the end.
 _TOOLS = (
     *("--config=grpo_tools.py", f"--config.env.tools=('{pathlib.Path(__file__).with_name('chance.py')}:calculator',)"),
@@ -53,9 +64,9 @@ _TOOLS = (
 )
 VARIANTS = {
     "single": _SAMPLED,
-    "lora, stale": (*_SAMPLED, *_ADAPTERS, *_STALE),
+    "lora, stale": (*_SAMPLED, *_ADAPTERS, *_STALE, *_TAUGHT, "--config.grpo.reward_coef=1.0"),
     "ppo": (*(flag.replace("config.grpo.", "config.ppo.") for flag in _SAMPLED), "--config.algorithm=ppo"),
-    "dpo": (*_PAIRS, *_JOB, "--config.log.to=()"),
+    **{name: _answers(name) for name in ANSWERS},
     "shared": (*_SAMPLED, "--local_processes=2"),
     "split": (*_SAMPLED, "--local_processes=2", "--topology=split"),
     "split, stale": (*_SAMPLED, "--local_processes=2", "--topology=split", *_STALE),

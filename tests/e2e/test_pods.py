@@ -4,16 +4,19 @@ import contextlib
 import math
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from processes import (
     CURRICULUM,
     DEADLINE_S,
+    TWO_DEVICES,
     Job,
     chose,
     comparable,
@@ -26,7 +29,10 @@ from processes import (
 )
 
 from podrl.doctor import examine
-from podrl.job.config import TINY
+from podrl.job.config import TINY, ScratchModel
+from podrl.job.job import scratch_model
+from podrl.mesh.build import make_mesh
+from podrl.models.hf_config import read_config
 from podrl.rundir import trace
 from podrl.runtime.local_pod import free_ports
 
@@ -147,6 +153,33 @@ def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process
     assert any(record.get("rollout/mixed_samples", 0.0) > 0 for record in lone)
     away = [record["opd/reverse_kl"] for record in lone if "opd/reverse_kl" in record]
     assert away[0] == pytest.approx(0.0, abs=1e-6) and max(away) > 1e-4
+
+
+def test_the_divergence_from_a_teacher_in_pods_of_two_is_that_of_one_process(tmp_path):
+    """Over the policy's likeliest ids, beside rewards; also after a kill. The teacher has two narrow layers."""
+    mesh, ids = make_mesh("fsdp=1", jax.devices()[:1]), read_config(TINY).vocab_size
+    size = ScratchModel(num_layers=2, model_dim=64, ffn_dim=96, num_heads=2, num_kv_heads=1)
+    scratch_model(size, ids, mesh, seed=3).save(tmp_path / "teacher")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, tmp_path / "teacher")
+    args = (TWO_DEVICES, "--config.trainer.max_steps=3", "--config.checkpoint.every=1", "--config.eval.problems=0")
+    args += ("--config.algorithm=opd", f"--config.model.reference={tmp_path / 'teacher'}")
+    args += ("--config.grpo.teacher_kl=top_k", "--config.grpo.teacher_top_k=8", "--config.grpo.reward_coef=1.0")
+    args += ("--config.grpo.loss_agg_mode=sequence-mean-token-mean",)
+    lone = comparable(run(tmp_path / "alone" / "run", *args).workdir)
+    assert len(lone) == 3 and all(record["opd/reverse_kl"] > 1 for record in lone), lone
+    for topology in ("shared", "split"):
+        pod = ("--local_processes=2", f"--topology={topology}", *args)
+        whole = run(tmp_path / topology / "run", *pod)
+        for mine, other in zip(comparable(whole.workdir), lone, strict=True):
+            assert mine == pytest.approx(other, rel=1e-5, abs=1e-5), (topology, mine["step"])
+    with job(tmp_path / "killed" / "run", *pod) as running:
+        running.wait_for_step(2)
+        os.kill(process(running.process.pid, 0), signal.SIGKILL)
+        assert running.end() == 42, running.stderr
+    again = run(tmp_path / "killed" / "run", *pod)
+    assert "Resumed after step" in again.stdout
+    same_end(again.workdir, whole.workdir)
 
 
 def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
