@@ -35,7 +35,9 @@ from podrl.runtime.metrics import read_metrics
 from podrl.runtime.storage import complete_steps, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 
-_CLOCKS = re.compile(r"time/|perf/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds|data/skipped_prompts|step$")
+_CLOCKS = re.compile(
+    r"time/|perf/|pod/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds|data/skipped_prompts|step$"
+)
 # Nothing of these changes a step (podrl/rundir/identity.py); every step is saved, for the one that is changed.
 _QUIET = (
     "log.trace=off",

@@ -226,8 +226,11 @@ def listening(pids: Sequence[int]) -> list[tuple[str, int]]:
     return found
 
 
-def wall_clock_kept(workdir: pathlib.Path, *, prompts: int, staleness: int) -> None:
-    """Asserts what a run by the wall clock promises: each prompt trained once, no token too old, podrl.replay equal."""
+def wall_clock_kept(workdir: pathlib.Path, *flags: str, prompts: int, staleness: int) -> None:
+    """Asserts what a run by the wall clock promises: each prompt trained once, no token too old, podrl.replay equal.
+
+    `flags` are those of the run's processes, which the replay needs, too.
+    """
     steps, records = trained_steps(workdir), read_metrics(workdir)
     assert steps == list(range(1, steps[-1] + 1))
     assert not any("rollout/stale_tokens" in record or "rollout/faulty_tokens" in record for record in records)
@@ -237,7 +240,7 @@ def wall_clock_kept(workdir: pathlib.Path, *, prompts: int, staleness: int) -> N
     for step, groups in batches.items():
         versions = {version for group in groups for runs in group["runs"] for version, _ in runs}
         assert step - staleness <= min(versions) and max(versions) <= step
-    command = [sys.executable, "-m", "podrl.replay", str(workdir), f"--step={steps[-1]}", "--start=0"]
+    command = [sys.executable, "-m", "podrl.replay", str(workdir), f"--step={steps[-1]}", "--start=0", *flags]
     more = {"cwd": workdir.parent, "env": environment(), "capture_output": True, "text": True, "check": False}
     replayed = subprocess.run(command, timeout=DEADLINE_S, **more)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

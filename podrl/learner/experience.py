@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from podrl.rewards.compose import RewardServiceError
-from podrl.rollout.partial import Partial, of_message
+from podrl.rollout.partial import Partial, of_message, take_prompts
 from podrl.runtime.message import Message
 from podrl.runtime.service import ServiceError
 from podrl.types import NO_EPISODE, BatchError, Experience, Prompts, Rollouts
@@ -30,18 +30,6 @@ _ROWS: Mapping[str, tuple[Any, Any]] = {
 ALL_ROWS = tuple(_ROWS)
 NEEDED_ROWS = ("tokens_BT", "logprob_BT")  # what training reads
 AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # and where it tells tokens apart by age
-
-
-def take_prompts(prompts: Prompts, rows_P: Int[np.ndarray, " P"]) -> Prompts:
-    """Selects prompts of a batch, in the order given; the data position stays that of the whole batch."""
-    return dataclasses.replace(
-        prompts,
-        tokens_PT=prompts.tokens_PT[rows_P],
-        length_P=prompts.length_P[rows_P],
-        index_P=prompts.index_P[rows_P],
-        text=[prompts.text[int(p)] for p in rows_P],
-        fields={name: [values[int(p)] for p in rows_P] for name, values in prompts.fields.items()},
-    )
 
 
 def share_of(prompts: Prompts, index: int, count: int) -> Prompts:
@@ -181,7 +169,8 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
     )
     reward_s = max(h.value["reward_s"] for h in headers)
     named = dict.fromkeys(name for h in headers for name in h.value["counts"])
-    counts = {name: math.fsum(h.value["counts"].get(name, 0.0) for h in headers) for name in named}
+    every = {name: [h.value["counts"].get(name, 0.0) for h in headers] for name in named}
+    counts = {name: (max if name.startswith("time/") else math.fsum)(values) for name, values in every.items()}
     rewards = (joined("reward_FB", 1), joined("reward_B"), joined("greedy_reward_B"))
     return Experience(rollouts, *rewards, reward_s, counts)
 

@@ -20,6 +20,7 @@ from podrl.rollout.partial import Partial, join_prompts, of_tracks
 from podrl.rollout.players import Player
 from podrl.rollout.points import Points
 from podrl.rollout.rollout import Finished
+from podrl.rollout.windows import noted
 from podrl.rundir.spans import Spans
 from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, Policy, Prompts, Rollouts
 
@@ -34,6 +35,7 @@ class Making:
       quantum: tokens that each of its samples draws in a window, but for the last.
       player: its samples.
       rewards: scores those that have ended.
+      given: how many these are.
       seconds: of the last window.
     """
 
@@ -42,6 +44,7 @@ class Making:
     quantum: int
     player: Player
     rewards: OpenBatch
+    given: int = 0
     seconds: float = 0.0
 
     def partial(self, longest: Sequence[int]) -> Partial:
@@ -132,14 +135,17 @@ class Generator:
     ) -> None:
         """Plays batches under one policy until each sample has ended or drawn its quantum; None is without limit.
 
-        `halt` as in RolloutWorker.advance; `took` is called when a sample has ended.
+        `halt` as in RolloutWorker.advance; `took` is called when samples of a request have ended, and are scored.
         """
         started = time.monotonic()
         by_player = {id(making.player): making for making, _ in makings}
         players = [(making.player, quantum) for making, quantum in makings]
         for player, sample in self._cluster.rollout.advance(policy, players, calls=self._calls, halt=halt):
-            self._take(by_player[id(player)].rewards, sample, self._group_size)
-            took()
+            making = by_player[id(player)]
+            self._take(making.rewards, sample, self._group_size)
+            making.given += 1
+            if making.given == len(player.done):  # else others ended with it, and come next
+                took()
         for making, _ in makings:
             making.seconds = time.monotonic() - started
         self._note("rollout", started, makings[0][0].step)
@@ -154,7 +160,7 @@ class Generator:
             making.rewards.cancel()
         scored = (rollouts, reward_FB, time.monotonic() - started)
         self._note("reward", started, making.step)
-        return self._completed(making.prompts, policy, making.step, scored)
+        return noted(self._completed(making.prompts, policy, making.step, scored), making.seconds)
 
     def single(self, prompts: Prompts) -> list[Prompts]:
         """Each of the prompts alone."""

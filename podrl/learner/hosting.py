@@ -1,5 +1,6 @@
 """The sources of batches in a pod: a rollout host makes the prompts it has leases of; `place_of` chooses by role."""
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from podrl.learner.loop import InFlight, Schedule, Start
 from podrl.learner.recorder import Stream
 from podrl.learner.rollouts import Generate, LocalRollouts, RemoteRollouts
 from podrl.rollout.partial import Partial, cut, of_message
+from podrl.rollout.wall_host import WallHost
 from podrl.rollout.windows import WHOLE, Key, Later, Quantum, Windows
 from podrl.rundir import leases
 from podrl.rundir.accord import Accord
@@ -51,6 +53,7 @@ class HostRollouts:
         evaluator: Evaluator | None,
         deadline_s: float,
         windows: bool = False,
+        wall: bool = False,
         curriculum: Curriculum | None = None,
     ):
         """Nothing runs yet.
@@ -65,15 +68,20 @@ class HostRollouts:
           evaluator: on the held-out prompts.
           deadline_s: the longest wait for any of the other processes.
           windows: batches are made in windows.
+          wall: the leader gives single groups, and decides by the clock what batches hold.
           curriculum: of the data.
         """
         self._curriculum = curriculum
         self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
         self._generate, self._evaluator, self._deadline_s = generate, evaluator, deadline_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
-        self._made_in_windows, self._at = windows, 0
-        self._windows = Windows(generate, self._thread, run, done=self._done, held=self._held)
+        self._made_in_windows, self._at = windows or wall, 0
         self._leases = Told(pod, deadline_s, changed=self._take_over)
+        self._wall = None
+        if wall:
+            serves: Any = {"held": self._held, "offer": self._offer, "deadline_s": deadline_s}
+            self._wall = WallHost(generate, self._thread, pod, self._leases, **serves)
+        self._windows: Any = self._wall or Windows(generate, self._thread, run, done=self._done, held=self._held)
         self._lock, self._closed = threading.Lock(), False
         self._tasks: dict[str, Prompts | None] = {}  # begun here: of a batch, its prompts
         self._accepted: set[Lease] = set()
@@ -95,6 +103,10 @@ class HostRollouts:
 
         What a checkpoint holds whole, the trainers have.
         """
+        if self._wall is not None:
+            self._leases.follow()
+            self._wall.follow()
+            return []
         self._windows.played = start.step - 1
         batches: list[InFlight] = []
         for step, whole in enumerate(start.pending, start.step):
@@ -123,6 +135,8 @@ class HostRollouts:
             self._curriculum.hear(self._accord.results)
         self._leases.take(self._accord.tasks)
         taken = self._accord.taken
+        if self._wall is not None:
+            self._wall.agreed(self._accord.results, taken)
         _drop_before(taken, self._offered, self._pod)
         _drop_before(step, self._evaluations, self._pod)  # the leader has read it: its word came after
         with self._lock:
@@ -150,11 +164,15 @@ class HostRollouts:
         return policy
 
     def move(self, step: int, *, in_place: bool) -> Policy:
+        if self._wall is not None:
+            self._wall.end_window()
         # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
         with self._run.watchdog.stage("publish"):
             return self._thread.submit(self._move, step, in_place).result()
 
     def submit(self, policy: Policy, step: int) -> InFlight:
+        if self._wall is not None:
+            return _Offered(self, step, ())  # the leader reads the prompts, and gives them
         return self._begin(step, self.next_batch(), policy.version)
 
     def next_batch(self) -> Any:
@@ -174,6 +192,7 @@ class HostRollouts:
     def close(self) -> None:
         with self._lock:
             self._closed = True
+        self._windows.closing()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._windows.close()
         if self._replica is not None:
@@ -210,6 +229,9 @@ class HostRollouts:
 
     def _take_over(self, name: str) -> None:
         """Makes what another host was to make; what this one has not begun itself it makes when it does."""
+        if self._wall is not None and leases.is_batch(name):
+            self._wall.told(name)
+            return
         with self._lock:
             if name not in self._tasks or self._closed:
                 return
@@ -217,7 +239,10 @@ class HostRollouts:
             self._accepted.update(news)
             for lease in news:
                 _log.warning("%s takes over prompts %d-%d of %s.", self._pod.name, lease.first, lease.last - 1, name)
-                self._thread.submit(self._make_again, lease, prompts)
+                if self._wall is not None:
+                    self._wall.aside(functools.partial(self._make_again, lease, prompts))
+                else:
+                    self._thread.submit(self._make_again, lease, prompts)
 
     def _make_again(self, lease: Lease, prompts: Prompts | None) -> None:
         """Makes, on the thread, what another host was to make, under the versions that it was to be drawn by."""
@@ -313,7 +338,11 @@ class HostRollouts:
 
     def keep_partial(self, step: int) -> None:
         """Serves what there is of this host's part of a batch to the leader, who saves it; waits for nothing."""
-        if not self._made_in_windows:
+        if self._wall is not None and not any(at == self._at for at, _ in self._offered):
+            name, message = self._wall.parts(self._at)
+            self._offered.append((self._at, name))
+            self._pod.channel.put(name, message)
+        if self._wall is not None or not self._made_in_windows:
             return
         for lease in self._leases.mine(leases.batch(step)):
             if (step, lease.first) in self._windows.open(step):
@@ -408,10 +437,11 @@ def place_of(
         assert stream is not None
         rows = codec.AGED_ROWS if schedule.max_staleness > 1 else codec.NEEDED_ROWS
         needed: Any = {"needed": trained.needed, "quantum": quantum, "deadline_s": deadline_s, "rows": rows}
-        needed |= {"curriculum": curriculum}
+        needed |= {"curriculum": curriculum, "wall": wall}
         place = RemoteRollouts(cluster, stream, run, pod, accord, begun=schedule.begun, **needed, **shared)
     else:
         host: Any = makes | {"windows": quantum.used, "deadline_s": deadline_s, "curriculum": curriculum}
+        host["wall"] = bool(wall)
         place = HostRollouts(cluster, stream, run, pod, accord, **host)
     return place, accord.stopping
 
@@ -425,12 +455,7 @@ def _clock(cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *,
     own = isinstance(cluster.config.rollout_engine, str)  # another engine makes whole batches
     if given or cluster.config.rollout().clock == "tokens":
         return 0, Quantum(cluster.config.rollout(), windows=schedule.max_staleness if own else 1)
-    if pod is not None:
-        raise ValueError(
-            f"rollout.clock='wall' is there for a job of one process, and this one has {pod.seat.hosts.count}: set "
-            "rollout.clock='tokens', or start one process."
-        )
-    if run.workdir is None:
+    if run.workdir is None and (pod is None or pod.leads):
         raise ValueError("rollout.clock='wall' keeps a journal: give --workdir, or set rollout.clock='tokens'.")
     if not own:
         raise ValueError("rollout.clock='wall' needs podrl's own engine: set rollout.clock='tokens' for another.")

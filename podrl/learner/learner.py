@@ -143,6 +143,7 @@ def fit(
     given: bool,
     pod: Pod | None,
     prompts: int = 0,
+    group_size: int = 0,
     whole: bool = False,
     curriculum: Curriculum | None = None,
 ) -> int:
@@ -159,13 +160,14 @@ def fit(
       given: batches are data, and nothing is generated but for evaluations.
       pod: the job's processes where there are several.
       prompts: of a batch that is generated.
+      group_size: samples of each.
       whole: what is made of a prompt may depend on the others of a host's share of a batch.
       curriculum: of the data.
 
     Raises:
       BatchError: a reward function, or too many samples, failed; the steps before are saved.
     """
-    shared: Any = {"prompts": prompts, "whole": whole}
+    shared: Any = {"prompts": prompts, "whole": whole, "group_size": group_size}
     chosen: Any = {"curriculum": curriculum}
     made = (generate, evaluator, pod, given, shared, curriculum)
     place, stopping = place_of(cluster, stream, run, schedule, trained, *made)
@@ -330,18 +332,18 @@ class SampleLearner:
                 self.config.check_curriculum(self.cluster.config.rollout())
                 of_run: Any = {"lag": self.config.max_staleness, "names": rewards.names}
                 curriculum.begin(group_size=self.config.num_generations, **of_run)
-            trained = self._trained(train_ds, rewards.names, run) if self.cluster.trains else None
             return fit(
                 self.cluster,
                 train_ds,
                 run,
                 schedule,
-                trained=trained,
+                trained=self._trained(train_ds, rewards.names, run) if self.cluster.trains else None,
                 generate=self._generate,
                 evaluator=evaluator,
                 given=False,
                 pod=self._pod,
                 prompts=train_ds.prompts_per_step,
+                group_size=self.config.num_generations,
                 whole=self._whole(),
                 curriculum=curriculum,
             )

@@ -17,6 +17,7 @@ from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Evaluate, Stream
 from podrl.rollout.partial import Partial, join, of_message
 from podrl.rollout.wall import windows_or_wall
+from podrl.rollout.wall_queue import WallQueue
 from podrl.rollout.windows import WHOLE, Later, Quantum, Ready, longest_of
 from podrl.rundir import leases
 from podrl.rundir.accord import Accord
@@ -179,13 +180,15 @@ class RemoteRollouts:
         begun: Callable[[int], Iterable[int]] = lambda step: (),
         prompts: int = 0,
         whole: bool = False,
+        group_size: int = 0,
+        wall: int = 0,
         curriculum: Curriculum | None = None,
     ):
         """Nothing runs yet.
 
         Args:
           cluster: with this host's part of the trainer's mesh.
-          stream: the data; read only where batches are given answers.
+          stream: the data; read where batches are given answers, and by the wall clock on the leader.
           run: the watchdog.
           pod: the job's processes, all there.
           accord: of this process.
@@ -197,6 +200,8 @@ class RemoteRollouts:
           prompts: of a batch; 0 where batches are given answers.
           whole: a batch is made in as many shares as the configuration has rollout hosts, whoever makes them: what is
             made of a prompt may depend on the others of its share.
+          group_size: samples of a prompt.
+          wall: staleness by the wall clock, 0 without.
           curriculum: of the data; the hosts that draw prompts are told what it learns.
         """
         self._curriculum = curriculum
@@ -213,6 +218,10 @@ class RemoteRollouts:
         self._given = Given(pod, deadline_s, **cut) if pod.leads else None
         self._told = None if pod.leads else Told(pod, deadline_s)
         self._leases: Any = self._given or self._told
+        self._wall, self._queue = wall, None
+        if wall and self._given is not None:
+            of_groups: Any = {"staleness": wall, "size": prompts, "group_size": group_size, "deadline_s": deadline_s}
+            self._queue = WallQueue(pod, self._given, run, read=self.next_batch, **of_groups)
         self._opened = 0  # batches before that of this step have hosts
         self._taken_over = 0  # leases, as far as metrics tell
         self._at = 0  # the step agreed on last
@@ -223,11 +232,14 @@ class RemoteRollouts:
     def resume(self, start: Start) -> Sequence[InFlight]:
         self._start, self._opened = start, start.step + len(start.pending)
         if self._given is not None:
-            partial = [batch for batch in start.pending if isinstance(batch, Partial)]
+            partial = [batch for batch in start.pending if isinstance(batch, Partial) and self._queue is None]
+            if self._queue is not None:
+                self._queue.resume(start.step, start.pending)
             for batch in partial:
                 self._pod.channel.put(f"partial/{batch.step}", batch.message())
             begun = {leases.batch(batch.step): batch.quantum for batch in partial}
-            self._given.serve(start.step, self._begins(start.step, start.data_state, start.pending), begun)
+            known = () if self._wall else start.pending  # by the wall clock hosts get single groups
+            self._given.serve(start.step, self._begins(start.step, start.data_state, known), begun)
         else:  # all evaluate after the same steps; metrics.jsonl is the leader's
             with self._run.watchdog.stage("waiting for trainer 0 to restore"):
                 told = self._leases.enter()
@@ -251,7 +263,10 @@ class RemoteRollouts:
             self._accord.agree(step)
             self._leases.take(self._accord.tasks)
         else:
-            self._accord.agree(step, self._give(step), self._curriculum and self._curriculum.word(step))
+            tasks, word = self._give(step), self._curriculum and self._curriculum.word(step)
+            if self._queue is not None:
+                word = self._queue.advance(step, max(self._begun(step), default=step - 1) + 1)
+            self._accord.agree(step, tasks, word)
         taken = self._accord.taken
         self._leases.forget(name for name in self._leases.names() if leases.step_of(name) < taken)
 
@@ -263,7 +278,7 @@ class RemoteRollouts:
             with self._run.watchdog.stage("rollout"):
                 self._given.advance(step, start, waits=self._pod.seat.disposable)
         quantum, tasks = self._quantum.of(step) if self._quantum.used else 0, {}
-        for batch in (b for b in self._begun(step) if b >= self._opened):
+        for batch in (b for b in self._begun(step) if b >= self._opened and not self._wall):
             tasks |= self._given.open(leases.batch(batch), step, quantum)
             self._opened = batch + 1
         return tasks
@@ -320,10 +335,13 @@ class RemoteRollouts:
         assert self._needed is not None
         name = leases.batch(step)
         with self._run.watchdog.stage("rollout"):
+            if self._queue is not None:
+                self._queue.decide(step)
             experience = self._collect(name, lambda held: self._gather(step, held, everything))
         if self._given is not None:
             taken_over, self._taken_over = self._given.taken_over - self._taken_over, self._given.taken_over
             counts = {"pod/hosts": float(self._given.hosts), "pod/taken_over": float(taken_over)}
+            counts |= {} if self._queue is None else self._queue.counts(step)
             experience = dataclasses.replace(experience, counts={**experience.counts, **counts})
             if len(self._pod.seat.hosts.trainer) == 1:
                 self._given.forget([name])  # nobody asks for it again
@@ -355,6 +373,8 @@ class RemoteRollouts:
 
         None where they have all of it.
         """
+        if self._queue is not None:
+            return self._queue.state(step, self._at)
         if not self._quantum.used or step <= self._at:
             return None
         ask = self._offered(f"partial@{self._at}")

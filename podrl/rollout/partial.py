@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from podrl.rollout.session import Track
 from podrl.runtime.message import Message
@@ -136,6 +137,18 @@ def join_prompts(of: Sequence[Prompts]) -> Prompts:
             name: [value for each, none in zip(of, blank, strict=True) for value in each.fields.get(name, none)]
             for name in names
         },
+    )
+
+
+def take_prompts(prompts: Prompts, rows_P: Int[np.ndarray, " P"]) -> Prompts:
+    """Selects prompts of a batch, in the order given; the data position stays that of the whole batch."""
+    return dataclasses.replace(
+        prompts,
+        tokens_PT=prompts.tokens_PT[rows_P],
+        length_P=prompts.length_P[rows_P],
+        index_P=prompts.index_P[rows_P],
+        text=[prompts.text[int(p)] for p in rows_P],
+        fields={name: [values[int(p)] for p in rows_P] for name, values in prompts.fields.items()},
     )
 
 

@@ -102,7 +102,7 @@ class Unanswered:
         for b in range(self.request.samples) if self.request.sampling.max_new else ():
             p, g = divmod(b, self.request.group_size)
             track = session.track(self.request.tokens(p), self.request.keys_PG2[p, g], self.request.sampling.of(g))
-            if self._partial is not None:
+            if self._partial is not None and self._partial.samples[b]["track"] is not None:
                 fill(track, self._partial, b)
             self._open[b], self.rows[track] = track, b
             if track.stop is not None:

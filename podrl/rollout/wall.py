@@ -5,13 +5,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from podrl.rollout.partial import Partial, cut, join, of_tracks
 from podrl.rollout.points import Points
 from podrl.rollout.session import Track
 from podrl.rollout.wall_journal import WallJournal, recorded_points, runs_of
-from podrl.rollout.windows import Quantum, Windowed, Windows
+from podrl.rollout.windows import Quantum, Windowed, Windows, noted
 from podrl.rundir.run import Run
 from podrl.types import STOP_DEADLINE, Policy, Prompts
 
@@ -27,6 +27,8 @@ class Group:
       making: its samples; see podrl.rollout.windows.Generator.
       repeated: it was asked before, and its samples became too old.
       drawn_by: the oldest version that drew a token of it, as far as that was looked up.
+      origin: what it was in another process; None where it was begun in this one.
+      played: its samples were in a window here.
     """
 
     prompts: Prompts
@@ -35,6 +37,8 @@ class Group:
     making: Any
     repeated: bool = False
     drawn_by: int | None = None
+    origin: Partial | None = None
+    played: bool = False
 
     @property
     def index(self) -> int:
@@ -58,6 +62,73 @@ class Group:
             drawn = (v for track in self.tracks if track is not None for v in track.versions if v >= 0)
             self.drawn_by = min(drawn, default=None)
         return self.drawn_by
+
+    def row(self, points: Points) -> tuple[Any, Points]:
+        """What Generator.play takes, to play it up to some points."""
+        self.played = True
+        return self.making, points
+
+    def record(self) -> dict[str, Any]:
+        """Returns what the journal says of it, once it has ended: podrl.rollout.wall_journal.WallJournal."""
+        states = self.making.player.state()
+        runs = [[] if track is None else runs_of(track.versions) for _, track in states]
+        late = [b for b, (value, _) in enumerate(states) if value.get("episode", {}).get("stop") == STOP_DEADLINE]
+        tokens = [0 if track is None else len(track.tokens) for _, track in states]
+        return {"index": self.index, "asked": self.asked, "runs": runs, "tokens": tokens, "late": late}
+
+    def part(self, step: int) -> Partial:
+        """Takes a copy of what it is so far, for a checkpoint: as a part of the batch of a step."""
+        own = {"asked": self.asked, "repeated": self.repeated}
+        if self.origin is not None and not self.played:
+            samples = [{**sample, **own} for sample in self.origin.samples]
+            return dataclasses.replace(self.origin, step=step, samples=samples)
+        states = [({**value, **own}, track) for value, track in self.making.player.state()]
+        return of_tracks(self.prompts, states, asked=1, step=step, quantum=0)
+
+
+class Candidate(Protocol):
+    """A group as far as `choose` looks at it: see Group. `oldest` is None where no token is drawn."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def repeated(self) -> bool: ...
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def oldest(self) -> int | None: ...
+
+
+_C = TypeVar("_C", bound="Candidate")
+
+
+def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_C]:
+    """Chooses the groups of a step's batch of `size` groups; none as long as too few have ended, or one is waited for.
+
+    A group that was asked again is waited for by the last step that may have it. Of the others that have ended, those
+    with the oldest tokens go first, then those submitted first.
+    """
+    ages = {group: group.oldest for group in groups if group.ended or group.repeated}
+    due = [g for g, v in ages.items() if g.repeated and v is not None and v <= step - staleness][:size]
+    if not all(group.ended for group in due):
+        return []
+    others = [group for group in ages if group.ended and group not in due]
+    others.sort(key=lambda group: (step if (v := ages[group]) is None else v, group.number))
+    chosen = [*due, *others][:size]
+    return chosen if len(chosen) == size else []
+
+
+def queue_counts(left: Sequence[Candidate], again: int) -> dict[str, float]:
+    """Metrics of the queue: of the groups that a batch leaves, and those asked again before it."""
+    ready = sum(group.ended for group in left)
+    return {
+        "queue/running": float(len(left) - ready),
+        "queue/ready": float(ready),
+        "queue/cancelled": float(again),
+    }
 
 
 class Wall:
@@ -87,6 +158,8 @@ class Wall:
         self._policy: Policy | None = None
         self._halt, self._closing = threading.Event(), threading.Event()
         self._taken_at = time.monotonic()
+        self._began: float | None = None  # when the newest window was
+        self._window_s: float | None = None  # of the window before this one
         self._again = 0  # groups asked again in this window
 
     def resume(self, step: int, pending: Sequence[Partial]) -> list[Windowed]:
@@ -111,6 +184,8 @@ class Wall:
     def end_window(self) -> None:
         """Has all samples rest, so that the thread is free to move weights."""
         self._halt.set()
+        if self._began is not None:
+            self._window_s = time.monotonic() - self._began
 
     def publish(self, policy: Policy) -> None:
         """Gives the policy of the next window, which begins when a batch is first asked for."""
@@ -120,6 +195,7 @@ class Wall:
         """Waits for the groups of a step, and for their rewards."""
         if self._policy is not None:
             self._halt.clear()
+            self._began = time.monotonic()
             self._thread.submit(self._play, self._policy)
             self._policy = None
         with self._run.watchdog.stage("rollout"):
@@ -134,17 +210,14 @@ class Wall:
         position = b"" if self._open else self._position  # of the data, for a checkpoint without open groups
         prompts = dataclasses.replace(experience.rollouts.prompts, data_state=position)
         rollouts = dataclasses.replace(experience.rollouts, prompts=prompts)
-        return dataclasses.replace(experience, rollouts=rollouts, counts=experience.counts | batch["queue"])
+        counts = experience.counts | batch["queue"]
+        experience = dataclasses.replace(experience, rollouts=rollouts, counts=counts)
+        return experience if self._window_s is None else noted(experience, self._window_s)
 
     def state(self, step: int) -> Partial:
         """Returns a part of the open groups, between windows: as many as the batch of a step will have."""
         first = sum(size for s, size in self._sizes.items() if s < step)
-        parts = []
-        for group in self._open[first : first + self._sizes[step]]:
-            own = {"asked": group.asked, "repeated": group.repeated}
-            states = [({**value, **own}, track) for value, track in group.making.player.state()]
-            parts.append(of_tracks(group.prompts, states, asked=1, step=step, quantum=0))
-        whole = join(parts)
+        whole = join([group.part(step) for group in self._open[first : first + self._sizes[step]]])
         return dataclasses.replace(whole, prompts=dataclasses.replace(whole.prompts, data_state=self._position))
 
     def closing(self) -> None:
@@ -160,7 +233,7 @@ class Wall:
         making = self._generator.begin(prompts, asked, 0, partial)
         drawn = [] if partial is None else partial.rows["version_X"]
         oldest = min((int(v) for v in drawn if v >= 0), default=None)
-        self._open.append(Group(prompts, self._submitted, asked, making, repeated, oldest))
+        self._open.append(Group(prompts, self._submitted, asked, making, repeated, oldest, partial))
         self._submitted += 1
 
     def _batch(self, step: int, prompts: Prompts) -> Windowed:
@@ -198,7 +271,7 @@ class Wall:
                 self._open[i] = Group(group.prompts, group.number, step, making, repeated=True)
 
     def _play_on(self, policy: Policy) -> None:
-        rows = [(g.making, Points(urgent=g.oldest is not None)) for g in self._open if not g.ended]
+        rows = [group.row(Points(urgent=group.oldest is not None)) for group in self._open if not group.ended]
 
         def take() -> None:
             self._take(policy.version)
@@ -215,32 +288,14 @@ class Wall:
         future, size = self._waited.get(step), self._sizes.get(step, 0)
         if future is None or future.done():
             return
-        ages = {group: group.oldest for group in self._open if group.ended or group.repeated}
-        due = [g for g, v in ages.items() if g.repeated and v is not None and v <= step - self._staleness][:size]
-        if not all(group.ended for group in due):
-            return
-        others = [group for group in ages if group.ended and group not in due]
-        others.sort(key=lambda group: (step if (v := ages[group]) is None else v, group.number))
-        chosen = [*due, *others][:size]
-        if len(chosen) < size:
+        chosen = choose(self._open, step, size, self._staleness)
+        if not chosen:
             return
         left = [group for group in self._open if group not in chosen]
-        ready = sum(group.ended for group in left)
-        queue = {
-            "queue/running": float(len(left) - ready),
-            "queue/ready": float(ready),
-            "queue/cancelled": float(self._again),
-        }
-        self._journal.write({"step": step, "groups": [self._record(group) for group in chosen], "queue": queue})
+        queue = queue_counts(left, self._again)
+        self._journal.write({"step": step, "groups": [group.record() for group in chosen], "queue": queue})
         self._open = left
         future.set_result(chosen)
-
-    def _record(self, group: Group) -> dict[str, Any]:
-        states = group.making.player.state()
-        runs = [[] if track is None else runs_of(track.versions) for _, track in states]
-        late = [b for b, (value, _) in enumerate(states) if value.get("episode", {}).get("stop") == STOP_DEADLINE]
-        tokens = [0 if track is None else len(track.tokens) for _, track in states]
-        return {"index": group.index, "asked": group.asked, "runs": runs, "tokens": tokens, "late": late}
 
     def _repeat(self, policy: Policy) -> None:
         """Plays a window as it is recorded: its batch, and what later ones drew in it."""
@@ -248,7 +303,7 @@ class Wall:
         batch = self._journal.batch(step)
         assert batch is not None
         known = [(g, self._journal.group(g.index, g.asked, step)) for g in self._open]
-        rows = [(g.making, recorded_points(r, step)) for g, r in known if r is not None]
+        rows = [group.row(recorded_points(record, step)) for group, record in known if record is not None]
         if rows:
             self._generator.play(rows, policy, halt=self._closing.is_set)
         if self._closing.is_set():
@@ -261,7 +316,7 @@ class Wall:
     def _recorded_group(self, places: Mapping[tuple[int, int], Group], record: Mapping[str, Any], step: int) -> Group:
         """The open group of a record, which must have ended, with the tokens that are recorded."""
         group = places.get((record["index"], record["asked"]))
-        if group is None or not group.ended or self._record(group) != record:
+        if group is None or not group.ended or group.record() != record:
             raise ValueError(
                 f"Prompt {record['index']} of step {step} does not become what {self._run.place}/batches.jsonl says of "
                 "it: code, data, model and answers of tools must be those of the run that wrote it. Restore them, or "

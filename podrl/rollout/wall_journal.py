@@ -40,6 +40,12 @@ class WallJournal:
         """The batch that a step trains on; None where that is not decided."""
         return self._batches.get(step)
 
+    def known(self, step: int) -> int:
+        """The first step, from one on, whose batch is not decided."""
+        while step in self._batches:
+            step += 1
+        return step
+
     def again(self, step: int) -> Sequence[int]:
         """The prompts that are asked again at a step."""
         return self._again.get(step, ())
@@ -88,6 +94,15 @@ def runs_of(versions: Sequence[int]) -> list[list[int]]:
                 runs.append([version, 0])
             runs[-1][1] = sampled
     return runs
+
+
+def agrees(group: Mapping[str, Any], versions: Sequence[Sequence[int]], step: int) -> bool:
+    """True where the samples of a group, whose tokens versions before `step` drew, can become what is recorded.
+
+    They cannot where a host was lost, and with it what was drawn before: the group was begun anew then.
+    """
+    recorded = [[run for run in runs if run[0] < step] for runs in group["runs"]]
+    return recorded == [runs_of(each) for each in versions]
 
 
 def recorded_points(group: Mapping[str, Any], version: int) -> Points:

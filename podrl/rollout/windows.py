@@ -1,5 +1,6 @@
 """Batches in flight: made by another thread, or in windows, where several versions of the weights draw a sample."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -278,6 +279,11 @@ class Windowed:
 
     def complete(self) -> Any:
         return self._windows.state(self._key)
+
+
+def noted(experience: Experience, window_s: float) -> Experience:
+    """Adds the seconds that a window took to what is said of a batch."""
+    return dataclasses.replace(experience, counts={**experience.counts, "time/window": window_s})
 
 
 def longest_of(experience: Experience) -> int:

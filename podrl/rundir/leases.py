@@ -26,6 +26,11 @@ def batch(step: int) -> str:
     return f"batch/{step}"
 
 
+def is_batch(task: str) -> bool:
+    """True for the task to make a batch."""
+    return task.startswith("batch/")
+
+
 def evaluation(step: int) -> str:
     """The name of the task to evaluate the weights of a step."""
     return f"evaluation/{step}"
@@ -65,6 +70,8 @@ class Task:
       since: the first version of the weights that draws it.
       quantum: tokens of a sample in a window, where the batch is made in windows.
       partial: it is begun from what a checkpoint holds of it.
+      groups: by the wall clock, of each place of the batch the prompt and the step at which it was asked.
+      position: by the wall clock, that of the data where no other prompt is open.
       change: number of the change of the table that it is as of.
     """
 
@@ -72,6 +79,8 @@ class Task:
     since: int
     quantum: int = 0
     partial: bool = False
+    groups: Sequence[tuple[int, int]] = ()
+    position: str = ""
     change: int = 0
 
     def value(self) -> dict[str, Any]:
@@ -182,6 +191,11 @@ class Told(Leases):
         self._change, self._on_change = 0, changed
         self._thread: threading.Thread | None = None
 
+    @property
+    def change(self) -> int:
+        """The number of the change that was heard of last."""
+        return self._change
+
     def enter(self) -> Mapping[str, Any]:
         """Asks the leader to be let in; returns where this process begins.
 
@@ -245,7 +259,8 @@ class Given(Leases):
     """The table on the leader, which gives the leases.
 
     Attributes:
-      taken_over: leases that went from a lost host to others, so far.
+      taken_over: leases, and by the wall clock groups, that went from a lost host to others, so far.
+      regroup: called, under `lock`, when a host has come or was lost, after its leases were given to others.
     """
 
     def __init__(
@@ -273,12 +288,25 @@ class Given(Leases):
         self._members: dict[int, int] = {}  # hosts, and the steps they have come to
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}  # by step: where one begins that enters then
         self._change = 0
+        self._dropped = 0  # changes that are not offered any more
+        self._told: dict[int, int] = {}  # by step: the change that told its batch, by the wall clock
         self.taken_over = 0
+        self.regroup: Callable[[], None] = lambda: None
 
     @property
     def hosts(self) -> int:
         """Rollout hosts in the job."""
         return len(self._members)
+
+    @property
+    def members(self) -> Mapping[int, int]:
+        """The rollout hosts in the job, and the steps they have come to."""
+        return self._members
+
+    @property
+    def lock(self) -> threading.Condition:
+        """Of the table; told of every change."""
+        return self._changed
 
     def serve(self, step: int, start: Callable[[], dict[str, Any]], begun: Mapping[str, int] = {}) -> None:
         """Lets processes in: those of the configuration at `step`.
@@ -299,6 +327,8 @@ class Given(Leases):
                 self._lost(host)
         for name, quantum in begun.items():
             self.open(name, step, quantum, partial=True)
+        with self._changed:
+            self.regroup()
         self._pod.channel.serve("enter", self._enter)
         self._pod.channel.serve("host reached", self._on_reached)
         self._pod.channel.serve("host leaves", self._on_leaves)
@@ -313,9 +343,35 @@ class Given(Leases):
         """Gives a batch to the hosts that are there; returns the task packed, for the leader's word."""
         with self._changed:
             leases = cut(name, self._points, sorted(self._members), whole=self._whole)
-            self._tasks[name] = Task(tuple(leases), since, quantum, partial, self._change)
+            self._tasks[name] = Task(tuple(leases), since, quantum, partial, change=self._change)
             self._changed.notify_all()
             return {name: self._tasks[name].value()}
+
+    def open_chosen(
+        self, name: str, hosts: Sequence[int], *, since: int, groups: Sequence[tuple[int, int]], position: str
+    ) -> None:
+        """Gives a batch to hosts that have made it already, and tells all.
+
+        Args:
+          name: of the task.
+          hosts: of each place of the batch, or of the one that failed.
+          since, groups, position: see Task.
+        """
+        starts = [i for i, host in enumerate(hosts) if not i or hosts[i - 1] != host]
+        ends = [*starts[1:], len(hosts)]
+        with self._changed:
+            leases = tuple(Lease(name, i, j, hosts[i]) for i, j in zip(starts, ends, strict=True))
+            self._tasks[name] = Task(leases, since, groups=tuple(groups), position=position)
+            self._tell([name])
+            self._told[step_of(name)] = self._change
+
+    def passed(self, step: int, heard: int) -> None:
+        """Drops changes up to the batches before a step, and up to those of `heard`: nobody asks for them again."""
+        for old in [s for s, change in self._told.items() if s < step and change <= heard]:
+            change = self._told.pop(old)
+            while self._dropped < change:
+                self._dropped += 1
+                self._pod.channel.drop(f"leases/{self._dropped}")
 
     def open_shares(self, name: str, shares: int, since: int) -> None:
         """Gives an evaluation, in so many shares, to the hosts that are there, and tells them."""
@@ -408,6 +464,7 @@ class Given(Leases):
                 changed.append(name)
         if changed:
             self._tell(changed)
+        self.regroup()
 
     def _cut_again(self, lease: Lease, others: Sequence[Lease]) -> list[Lease]:
         """Cuts a lost host's lease for those that are there, for the one with the least of the task first."""
@@ -416,7 +473,7 @@ class Given(Leases):
             if other.host in of:
                 of[other.host] += other.last - other.first
         hosts = sorted(of, key=lambda host: (of[host], host))
-        if self._whole or lease.task.startswith("evaluation/"):
+        if self._whole or self._tasks[lease.task].groups or lease.task.startswith("evaluation/"):
             return [dataclasses.replace(lease, host=hosts[0] if hosts else NOBODY)]
         return cut(lease.task, range(lease.first, lease.last + 1), hosts, whole=False)
 

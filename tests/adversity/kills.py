@@ -46,6 +46,9 @@ _JOB = (f"--config.trainer.max_steps={STEPS}", "--config.checkpoint.every=1", "-
 # A start costs less with fewer devices, and where the longest prompt need not be looked for.
 _SAMPLED = (*SMALL, *_JOB, "--config.fake_devices=4", "--config.rollout.max_prompt_length=64")
 _STALE = ("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8")
+_WALL = ("--config.rollout.clock=wall", f"--config.grpo.max_staleness={WALL_STALENESS}")
+_FEW_LANES = ("--config.rollout.lanes=4", "--config.rollout.max_tokens_to_generate=40")  # weights change in a sample
+_THREE = ("--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0")
 _ADAPTERS = ("--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3")
 # A teacher, the model that the run starts from, holds what rewards draw away; all logits of both are compared.
 _TAUGHT = ("--config.algorithm=opd", f"--config.model.reference={TINY}", "--config.grpo.teacher_kl=full")
@@ -62,6 +65,7 @@ _TOOLS = (
     *("--config.rollout.prompts_per_step=8", "--config.log.samples_every=1", "--config.log.to=()"),
     *(*_JOB, "--config.checkpoint.every=0"),
 )
+_PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # a replay's, too
 VARIANTS = {
     "single": _SAMPLED,
     "lora, stale": (*_SAMPLED, *_ADAPTERS, *_STALE, *_TAUGHT, "--config.grpo.reward_coef=1.0"),
@@ -71,7 +75,9 @@ VARIANTS = {
     "split": (*_SAMPLED, "--local_processes=2", "--topology=split"),
     "split, stale": (*_SAMPLED, "--local_processes=2", "--topology=split", *_STALE),
     "shared, stale": (*_SAMPLED, "--local_processes=2", *_STALE, "--config.grpo.max_staleness=3"),
-    "wall": (*_SAMPLED, "--config.rollout.clock=wall", f"--config.grpo.max_staleness={WALL_STALENESS}"),
+    "wall": (*_SAMPLED, *_WALL),
+    "wall, shared": (*_SAMPLED, *_WALL, *_FEW_LANES, "--local_processes=2"),
+    "wall, split": (*_SAMPLED, *_WALL, *_FEW_LANES, *_THREE),
     "tools": _TOOLS,
     "tools, stale": (*_TOOLS, *_STALE, "--config.checkpoint.every=1"),
     "tools, split": (*_TOOLS, "--local_processes=2", "--topology=split"),
@@ -212,8 +218,9 @@ def disturbed(
     last = Life(variant, folder / "run")
     assert last.end() == 0, f"{variant}, killed {kills}:\n{last.output()}"
     try:
-        if variant == "wall":  # no two runs are alike, and each can be repeated
-            wall_clock_kept(folder / "run", prompts=4, staleness=WALL_STALENESS)
+        if "wall" in variant:  # no two runs are alike, and each can be repeated
+            flags = [flag for flag in VARIANTS[variant] if flag.startswith(_PROCESSES)]
+            wall_clock_kept(folder / "run", *flags, prompts=4, staleness=WALL_STALENESS)
         else:
             same_end(folder / "run", whole.workdir)
         assert trained_steps(folder / "run") == list(range(1, STEPS + 1))

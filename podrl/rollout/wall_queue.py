@@ -1,0 +1,435 @@
+"""The leader of a pod by the wall clock: it gives groups to rollout hosts, and decides what each batch holds."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from podrl.rollout.partial import Partial, cut, join, of_message, of_tracks, take_prompts
+from podrl.rollout.wall import choose, queue_counts
+from podrl.rollout.wall_journal import WallJournal, agrees
+from podrl.rundir import leases
+from podrl.rundir.leases import NOBODY, Given
+from podrl.rundir.run import Run
+from podrl.runtime.channel import LateError
+from podrl.runtime.message import Message
+from podrl.runtime.pod import MovedError, Pod
+from podrl.types import Prompts
+
+_log = logging.getLogger("podrl.wall")
+
+
+@dataclasses.dataclass(eq=False)
+class Asked:
+    """A prompt whose samples a rollout host makes, as far as the leader was told.
+
+    Attributes:
+      prompts: the prompt alone.
+      number, asked, repeated: as in podrl.rollout.wall.Group.
+      host: who makes it, or NOBODY.
+      drawn: the oldest version that drew a token of it.
+      record: what the journal will say of it; None until it has ended.
+      origin: what a checkpoint holds of it; None where it is begun from nothing.
+    """
+
+    prompts: Prompts
+    number: int
+    asked: int
+    repeated: bool = False
+    host: int = NOBODY
+    drawn: int | None = None
+    record: Mapping[str, Any] | None = None
+    origin: Partial | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The prompt's position in the data, and the step at which it was asked."""
+        return int(self.prompts.index_P[0]), self.asked
+
+    @property
+    def ended(self) -> bool:
+        """True once all its samples have ended."""
+        return self.record is not None
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version that may have drawn a token of it, where it has ended or was asked again."""
+        return self.asked if self.drawn is None and self.repeated and self.record is None else self.drawn
+
+
+@dataclasses.dataclass
+class _Desk:
+    """What a host was sent.
+
+    Attributes:
+      address: of its endpoint.
+      since: the step at which it came.
+      sent, dropped: orders so far, and those of them that it has read.
+      heard: changes of the leases that it has heard of.
+    """
+
+    address: str
+    since: int
+    sent: int = 0
+    dropped: int = 0
+    heard: int = 0
+
+
+class WallQueue:
+    """Gives every prompt to one rollout host at a time, and makes batches of the groups that are ready first.
+
+    What a host makes of a prompt it keeps until a batch holds it, and tells when it has ended. What each batch holds,
+    and which prompts are asked again, is in the journal before anybody is told. When a host is lost, its groups are
+    begun anew by others, under the same keys. Where the journal knows already what becomes of a group (a batch that
+    some trainer has not fetched yet, or steps that are repeated), they draw it by the versions that are recorded.
+    """
+
+    def __init__(
+        self,
+        pod: Pod,
+        given: Given,
+        run: Run,
+        *,
+        staleness: int,
+        size: int,
+        group_size: int,
+        deadline_s: float,
+        read: Callable[[], Prompts],
+    ):
+        """Asks nothing yet.
+
+        Args:
+          pod: the job's processes.
+          given: the leases of batches, and who is there.
+          run: the directory of the journal, and the watchdog.
+          staleness: S.
+          size: prompts of a batch.
+          group_size: samples of a prompt.
+          deadline_s: the longest wait for a batch.
+          read: the next prompts of the data.
+        """
+        assert run.workdir is not None, "refused before"
+        self._pod, self._given, self._run = pod, given, run
+        self._staleness, self._size, self._group_size = staleness, size, group_size
+        self._deadline_s, self._read = deadline_s, read
+        self._journal = WallJournal(run.workdir, run.hurry)
+        self._open: list[Asked] = []  # in order of submission
+        self._decided: dict[int, list[Asked]] = {}  # by step: what hosts still serve to trainers
+        self._desks: dict[int, _Desk] = {}
+        self._submitted = self._again = 0
+        self._start = self._at = 0  # the step that this process began at, and the one it has come to
+        self._clock_from = 0  # steps before that are repeated from the journal
+        self._batches = 0  # of prompts, read before
+        self._begun = 0  # of these, read before the step
+        self._position = b""  # of the data, after the prompts read last
+        self._counts: dict[int, Mapping[str, float]] = {}
+        self._failed: int | None = None  # a host that could not go on
+        self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (-1, {})
+        given.regroup = self._regroup
+        pod.channel.serve("wall", self._on_told)
+
+    def resume(self, step: int, pending: Sequence[Partial]) -> None:
+        """Takes over the open groups of a checkpoint, before any host is let in."""
+        self._start = self._at = step
+        self._batches = step + sum(len(part.prompts.length_P) for part in pending) // self._size
+        self._journal.forget(step)
+        self._clock_from = self._journal.known(step)
+        for part in pending:
+            group = len(part.samples) // len(part.prompts.length_P)
+            self._position = part.prompts.data_state
+            for p in range(len(part.prompts.length_P)):
+                said, prompts = part.samples[p * group], _single(part.prompts, p)
+                one = Asked(prompts, self._submitted, int(said["asked"]), bool(said["repeated"]))
+                origin = cut(part, prompts, p)
+                record = self._journal.group(*one.key, step)
+                if _begun(origin) and (record is None or agrees(record, _versions(origin), step)):
+                    one.origin = origin
+                    one.drawn = min((int(v) for v in origin.rows["version_X"] if v >= 0), default=None)
+                self._open.append(one)
+                self._submitted += 1
+
+    def advance(self, step: int, batches: int) -> dict[str, Any]:
+        """Goes on to a step: asks again what is too old for it, and reads and gives the prompts of new batches.
+
+        Args:
+          step: steps done.
+          batches: of prompts, that are asked for in all then.
+
+        Returns:
+          For the leader's word: how many orders each host must have read before it begins this window.
+        """
+        self._begun = self._batches
+        new = [self._read() for _ in range(self._batches, batches)]
+        with self._given.lock:
+            self._at = step
+            self._forget()
+            self._ask_again(step)
+            for prompts in new:
+                self._position = prompts.data_state
+                for p in range(len(prompts.length_P)):
+                    self._open.append(Asked(_single(prompts, p), self._submitted, self._batches))
+                    self._submitted += 1
+                self._batches += 1
+            self._assign()
+            return {"orders": {desk.address: desk.sent for desk in self._desks.values()}}
+
+    def decide(self, step: int) -> None:
+        """Waits until there are the groups of a step's batch, writes them to the journal, and tells all.
+
+        Raises:
+          LateError: there were too few within the deadline.
+          ValueError: a group does not become what the journal says of it.
+        """
+        end = time.monotonic() + self._deadline_s
+        with self._given.lock:
+            if self._given.task(leases.batch(step)) is not None:
+                return
+            while not (chosen := self._chosen(step)) and self._failed is None:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise LateError(self._late(step))
+                self._given.lock.wait(left)
+            if not chosen:
+                self._tell(step, [], [self._failed or 0])
+                return
+            open_ = [group for group in self._open if group not in chosen]
+            if (known := self._journal.batch(step)) is None:
+                chosen.sort(key=lambda group: group.host)  # stable: one lease for each host
+                queue = queue_counts(open_, self._again)
+                self._journal.write({"step": step, "groups": [group.record for group in chosen], "queue": queue})
+                known = {"queue": queue}
+            self._open, self._decided[step], self._counts[step] = open_, chosen, known["queue"]
+            self._tell(step, [group.key for group in chosen], [group.host for group in chosen])
+
+    def counts(self, step: int) -> Mapping[str, float]:
+        """Returns the metrics of the queue when the batch of a step was decided."""
+        return self._counts.pop(step, {})
+
+    def state(self, step: int, first: int) -> Partial:
+        """Collects a part of the open groups when `first` steps are done: as many as the batch of `step` will have.
+
+        The last batch that was begun in an earlier step has also those of prompts that were read for this one. Hosts
+        serve what they have at the begin of each window that a checkpoint is made in.
+        """
+        if self._saved[0] != first:
+            self._saved = (first, self._collected(first))
+        parts, last = [], step == self._begun - 1
+        for group in self._open[(step - first) * self._size : None if last else (step - first + 1) * self._size]:
+            own = {"asked": group.asked, "repeated": group.repeated}
+            part = self._saved[1].get(group.key) or self._part(group)
+            samples = [{**sample, **own} for sample in part.samples]
+            parts.append(dataclasses.replace(part, step=step, samples=samples))
+        whole = join(parts)
+        return dataclasses.replace(whole, prompts=dataclasses.replace(whole.prompts, data_state=self._position))
+
+    # Under the lock of the leases.
+
+    def _chosen(self, step: int) -> list[Asked]:
+        """The groups of a step's batch; none as long as it has to wait."""
+        if (batch := self._journal.batch(step)) is None:
+            return choose(self._open, step, self._size, self._staleness)
+        places, chosen = {group.key: group for group in self._open}, []
+        for record in batch["groups"]:
+            group = places.get((record["index"], record["asked"]))
+            if group is None or (group.ended and group.record != record):
+                raise ValueError(
+                    f"Prompt {record['index']} of step {step} does not become what {self._run.place}/batches.jsonl "
+                    "says of it: code, data, model and answers of tools must be those of the run that wrote it. "
+                    "Restore them, or delete the file to go on without repeating."
+                )
+            chosen.append(group)
+        return chosen if all(group.ended for group in chosen) else []
+
+    def _tell(self, step: int, groups: Sequence[tuple[int, int]], hosts: Sequence[int]) -> None:
+        position = "" if self._open else self._position.decode()
+        self._given.open_chosen(leases.batch(step), hosts, since=step, groups=groups, position=position)
+
+    def _ask_again(self, step: int) -> None:
+        """Gives up the groups that are too old for a step, and asks their prompts again."""
+        if self._journal.batch(step) is not None:
+            old = list(self._journal.again(step))
+        elif not self._open:  # at the beginning and at the end
+            old = []
+        else:
+            least = step - self._staleness
+            old = [group.key[0] for group in self._open if group.drawn is not None and group.drawn < least]
+            self._journal.write({"step": step, "again": old})
+        self._again = len(old)
+        for i, group in enumerate(self._open):
+            if group.key[0] in old:
+                if group.host in self._desks:
+                    self._order(group.host, {"drop": [list(group.key)]})
+                self._open[i] = Asked(group.prompts, group.number, step, repeated=True)
+
+    def _regroup(self) -> None:
+        """Notes who has come and who is lost, and gives what these had to others."""
+        there = {host: self._pod.address(host) for host in self._given.members}
+        for host in [host for host, desk in self._desks.items() if there.get(host) != desk.address]:
+            self._drop(self._desks.pop(host), None)
+        for host, address in there.items():
+            self._desks.setdefault(host, _Desk(address, self._given.members[host]))
+        for group in self._open:
+            if group.host not in self._desks and group.host != NOBODY:
+                group.host, group.record, group.drawn = NOBODY, None, None
+                self._given.taken_over += 1
+                if self._journal.group(*group.key, self._at) is None:
+                    group.origin = None
+        for step, groups in self._decided.items():
+            if (task := self._given.task(leases.batch(step))) is None:
+                continue
+            for lease in task.leases:
+                moved = [group for group in groups[lease.first : lease.last] if group.host != lease.host]
+                for group in moved:
+                    group.host = lease.host
+                if lease.host in self._desks:
+                    self._give(lease.host, moved, taken=True)
+        self._assign()
+        self._given.lock.notify_all()
+
+    def _assign(self) -> None:
+        """Gives the groups that nobody makes to the hosts with the least to do."""
+        if not self._desks:
+            return
+        load, new = dict.fromkeys(sorted(self._desks), 0), {}
+        for group in self._open:
+            if group.host != NOBODY and not group.ended:
+                load[group.host] += 1
+        for group in (group for group in self._open if group.host == NOBODY):
+            group.host = min(load, key=lambda host: (load[host], host))
+            load[group.host] += 1
+            new.setdefault(group.host, []).append(group)
+        for host, groups in new.items():
+            self._give(host, groups)
+
+    def _give(self, host: int, groups: Sequence[Asked], *, taken: bool = False) -> None:
+        """Has a host make groups; `taken`: a batch holds them already, and they have to become the same again."""
+        if not groups:
+            return
+        said = []
+        for group in groups:
+            record = group.record if taken else self._journal.group(*group.key, self._at)
+            since = min((runs[0][0] for runs in record["runs"] if runs), default=self._at) if record else self._at
+            since = self._start if group.origin is not None else since
+            said.append({"number": group.number, "record": record, "since": since, "taken": taken})
+        whole = join([self._part(group) for group in groups]).message()
+        self._order(host, {"partial": whole.value, "groups": said}, whole.arrays)
+
+    def _part(self, group: Asked) -> Partial:
+        """What there is of a group where no host tells."""
+        own = {"asked": group.asked, "repeated": group.repeated}
+        if group.origin is None:
+            states = [(own, None)] * self._group_size
+            return of_tracks(group.prompts, states, asked=1, step=group.asked, quantum=0)
+        return dataclasses.replace(group.origin, samples=[{**sample, **own} for sample in group.origin.samples])
+
+    def _order(self, host: int, value: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        desk = self._desks[host]
+        message = Message({**value, "window": self._at, "clock_from": self._clock_from}, arrays or {})
+        self._pod.channel.put(order(desk.address, desk.sent), message)
+        desk.sent += 1
+
+    def _drop(self, desk: _Desk, read: int | None) -> None:
+        """Stops offering orders that a host has read; all of them where it is lost."""
+        for number in range(desk.dropped, desk.sent if read is None else read):
+            self._pod.channel.drop(order(desk.address, number))
+            desk.dropped = number + 1
+
+    def _forget(self) -> None:
+        """Frees what belongs to batches that all trainers have."""
+        for step in [step for step in self._decided if self._given.task(leases.batch(step)) is None]:
+            del self._decided[step]
+        self._journal.forget(self._at)
+        heard = min((desk.heard for desk in self._desks.values()), default=0)
+        self._given.passed(min([self._at, *self._decided]), heard)
+
+    def _on_told(self, message: Message) -> Message:
+        """Notes, on the channel's thread, what a host says of its groups."""
+        said = message.value
+        with self._given.lock:
+            host = next((host for host, desk in self._desks.items() if desk.address == said["address"]), None)
+            if host is None:
+                return Message()
+            desk = self._desks[host]
+            desk.heard = max(desk.heard, int(said["change"]))
+            self._drop(desk, int(said["orders"]))
+            mine = {group.key: group for group in self._open if group.host == host}
+            for index, asked, version in said["drawn"]:
+                if (group := mine.get((index, asked))) is not None:
+                    group.drawn = version
+            for record in said["ended"]:
+                if (group := mine.get((record["index"], record["asked"]))) is not None:
+                    group.record = record
+                    group.drawn = min((runs[0][0] for runs in record["runs"] if runs), default=None)
+            if said["failed"]:
+                self._failed = host
+            self._given.lock.notify_all()
+        return Message()
+
+    def _late(self, step: int) -> str:
+        who = {host: sum(not g.ended for g in self._open if g.host == host) for host in sorted(self._desks)}
+        hosts = ", ".join(f"{self._pod.seat.hosts.name(h)} (host {h}) makes {n} groups" for h, n in who.items() if n)
+        return (
+            f"{self._pod.name} waited {self._deadline_s:.0f} s for the groups of step {step}: "
+            f"{hosts or 'there is no rollout host in the job'}. See what they are doing (kill -USR1 prints their "
+            "stacks), add a host (docs/async.md), or raise log.stall_s."
+        )
+
+    # Not under it.
+
+    def _collected(self, at: int) -> dict[tuple[int, int], Partial]:
+        """Collects what hosts have of their groups at the begin of a window."""
+        with self._given.lock:
+            asked = {host: desk.address for host, desk in self._desks.items() if desk.since < at}
+        found: dict[tuple[int, int], Partial] = {}
+        for host, address in asked.items():
+
+            def moved(host: int = host, address: str = address) -> bool:
+                desk = self._desks.get(host)
+                return desk is None or desk.address != address
+
+            try:
+                message = self._pod.get(host, part_of(at), self._deadline_s, moved=moved)
+            except MovedError:
+                continue
+            found |= {key: part for key, part in (single(message) if message.value else ())}
+        return found
+
+
+def order(address: str, number: int) -> str:
+    """The channel's key of an order to the host at an address."""
+    return f"orders/{address}/{number}"
+
+
+def part_of(step: int) -> str:
+    """The channel's key of what a host has of its groups when a step is done."""
+    return f"groups@{step}"
+
+
+def single(message: Message) -> list[tuple[tuple[int, int], Partial]]:
+    """Unpacks groups that were joined in one message, by their keys."""
+    whole = of_message(message)
+    group = len(whole.samples) // len(whole.prompts.length_P)
+    found = []
+    for p in range(len(whole.prompts.length_P)):
+        part = cut(whole, _single(whole.prompts, p), p)
+        key = (int(part.prompts.index_P[0]), int(whole.samples[p * group]["asked"]))
+        found.append((key, part))
+    return found
+
+
+def _single(prompts: Prompts, p: int) -> Prompts:
+    return take_prompts(prompts, np.arange(p, p + 1))
+
+
+def _begun(part: Partial) -> bool:
+    """True where samples of a part were begun."""
+    return any(sample["track"] is not None for sample in part.samples)
+
+
+def _versions(part: Partial) -> list[list[int]]:
+    """The versions that drew each sample's tokens."""
+    ends = np.cumsum(part.rows["count_B"])[:-1]
+    return [versions_X.tolist() for versions_X in np.split(part.rows["version_X"], ends)]

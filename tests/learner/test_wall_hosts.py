@@ -1,0 +1,320 @@
+"""Groups by the wall clock over hosts that come and go: every prompt once, ages within the bound, all repeated."""
+
+import contextlib
+import random
+import shutil
+import threading
+import time
+import types
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+from endpoints import joined
+from test_elastic_hosts import DEADLINE_S, HOSTS, G, P, Stream, T, Weights, run
+
+from podrl.learner.hosting import HostRollouts
+from podrl.learner.loop import Schedule, Start, train
+from podrl.learner.recorder import HostRecorder
+from podrl.learner.rollouts import RemoteRollouts
+from podrl.rollout.partial import join_prompts, of_message
+from podrl.rollout.wall_journal import NAME, WallJournal
+from podrl.rundir.accord import Accord
+from podrl.runtime import channel, joining
+from podrl.runtime import pod as pod_of
+from podrl.runtime.channel import ChannelError
+from podrl.runtime.message import decode, encode
+from podrl.runtime.pod import Pod, Seat
+from podrl.runtime.roles import Hosts
+from podrl.types import NO_EPISODE, STOP_EOS, BatchError, Experience, Rollouts
+
+LISTS = ("tokens", "logprobs", "kept", "raw_logprobs", "versions")
+
+
+def token(index: int, asked: int, sample: int, place: int, version: int) -> int:
+    """What a version draws at a place of a sample: a function of nothing else."""
+    return random.Random(f"{index} {asked} {sample} {place} {version}").randrange(2, 1000)
+
+
+class Player:
+    """The samples of a prompt."""
+
+    def __init__(self, prompts, asked, partial):
+        self.request, self.done = types.SimpleNamespace(samples=G, prompts=prompts), {}
+        self.index, self.asked = int(prompts.index_P[0]), asked
+        self.tracks = []
+        for g in range(G):
+            length = random.Random(f"{self.index} {asked} {g}").randint(1, T - 1)
+            fields = {"sampled": 0, "limit": length, "stop": None, "paused": None, "first": 1, "text": ""}
+            self.tracks.append(types.SimpleNamespace(**fields, **{name: [] for name in LISTS}))
+        if partial is not None:
+            ends = np.cumsum([0, *partial.rows["count_B"]])
+            for g, track in enumerate(self.tracks):
+                own = slice(int(ends[g]), int(ends[g + 1]))
+                track.versions, track.tokens = (partial.rows[n][own].tolist() for n in ("version_X", "tokens_X"))
+                track.logprobs, track.kept, track.raw_logprobs = ([0.0] * len(track.tokens) for _ in range(3))
+                track.sampled = len(track.tokens)
+
+    def draw(self, g: int, version: int) -> None:
+        track = self.tracks[g]
+        track.tokens.append(token(self.index, self.asked, g, track.sampled, version))
+        track.versions.append(version)
+        track.sampled += 1
+        for name in ("logprobs", "kept", "raw_logprobs"):
+            getattr(track, name).append(0.0)
+
+    def state(self):
+        return [({}, track) for track in self.tracks]
+
+
+class Sampler:
+    """Draws a token of every open sample at a time, at its own pace."""
+
+    def __init__(self, seed: int):
+        self._pace = random.Random(seed)
+
+    def begin(self, prompts, step, quantum, partial=None):
+        return types.SimpleNamespace(player=Player(prompts, step, partial), step=step)
+
+    def play(self, makings, policy, *, halt, took):
+        rows = [(m.player, g, points.hold(g, m.player.tracks[g].sampled)) for m, points in makings for g in range(G)]
+        while rows and not halt():
+            time.sleep(self._pace.choice([0.0, 0.001, 0.003]))
+            for row in list(rows):
+                player, g, until = row
+                track = player.tracks[g]
+                if track.stop is None and track.sampled == track.limit:
+                    track.stop, player.done[g] = STOP_EOS, track
+                    took()
+                if track.stop is not None or track.sampled == until:
+                    rows.remove(row)
+                else:
+                    player.draw(g, policy.version)
+
+    def gather(self, makings, step, seconds):
+        tracks = [track for making in makings for track in making.player.tracks]
+        B, zeros_BT = len(tracks), np.zeros((len(tracks), T), np.float32)
+        tokens_BT, version_BT = np.ones((B, T), np.int32), np.full((B, T), -1, np.int32)
+        for b, track in enumerate(tracks):
+            tokens_BT[b, 1 : 1 + track.sampled], version_BT[b, 1 : 1 + track.sampled] = track.tokens, track.versions
+        rollouts = Rollouts(
+            prompts=join_prompts([making.player.request.prompts for making in makings]),
+            tokens_BT=tokens_BT,
+            length_B=1 + (version_BT >= 0).sum(axis=1).astype(np.int32),
+            mask_BT=(version_BT >= 0).astype(np.float32),
+            logprob_BT=zeros_BT,
+            kept_BT=zeros_BT,
+            raw_logprob_BT=zeros_BT,
+            version_BT=version_BT,
+            turn_reward_BT=zeros_BT,
+            stop_B=np.full(B, STOP_EOS, np.int32),
+            completions=[""] * B,
+            episodes=[NO_EPISODE] * B,
+            seconds=seconds,
+        )
+        return Experience(rollouts, np.zeros((1, B)), np.zeros(B), np.zeros(B), 0.0, {})
+
+    def give_up(self, making):
+        return
+
+
+class Member:
+    """A rollout host on threads of this process, which die with its network."""
+
+    def __init__(self, pod, weights, schedule, sampler):
+        self.pod = pod
+        here, accord = run(), Accord(pod, run(), DEADLINE_S)
+        makes = {"generate": sampler, "evaluator": None, "deadline_s": DEADLINE_S, "wall": True}
+        self.host = HostRollouts(weights, None, here, pod, accord, **makes)
+        seen = HostRecorder(None, here, schedule, enter=self.host.enter, evaluate=None, stopping=accord.stopping)
+
+        def work() -> None:
+            with contextlib.suppress(ChannelError, RuntimeError, CancelledError):  # once it died
+                train(self.host, _Nothing(), seen, schedule)
+
+        threading.Thread(target=work, daemon=True).start()
+
+    def die(self) -> None:
+        self.pod.channel.close()
+        self.host.close()
+
+
+class _Nothing:
+    """Trains on nothing."""
+
+    score = pack = update = lambda *_: {}
+    rewards = advantages = lambda *_: (None, {})
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(channel._Link, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(channel, "_SWEEP_S", 0.05)
+    monkeypatch.setattr(pod_of, "_LOOK_S", 0.02)
+
+
+def train_through(
+    directory, *, staleness, seed, steps, kills=0, start=None, hosts=HOSTS, until=None, sampler=Sampler, every=3
+):
+    """Trains up to a step on hosts that are killed after random ones, and as many added.
+
+    Returns:
+      The batches by step, what checkpoints hold by step, and the leader's source of batches.
+    """
+    directory.mkdir(exist_ok=True)
+    rng, seen, saved = random.Random(seed), {}, {}
+    begin = Start(0, b"", (), set()) if start is None else start
+    until = steps if until is None else until
+    deaths = rng.sample(range(begin.step + 1, until - 1), kills) if kills else []
+    schedule, weights = Schedule(steps, staleness, save_every=every), Weights(staleness)
+    with joined(hosts, disposable=True) as pods:
+        there = [Member(pod, weights, schedule, sampler(seed + i)) for i, pod in enumerate(pods) if i in hosts.rollout]
+        here = run()
+        here.workdir, here.place, here.hurry = directory, str(directory), bool
+        stream = Stream()
+        if begin.data_state:
+            stream.restore(begin.data_state)
+        needed = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
+        more = {"deadline_s": DEADLINE_S, "begun": schedule.begun, "prompts": P, "group_size": G, "wall": staleness}
+        more |= {"needed": needed, "rows": ("tokens_BT", "version_BT")}
+        here.stopping = lambda: begin.step + len(seen) + 1 >= until < steps
+        accord = Accord(pods[0], here, DEADLINE_S)
+        leader = RemoteRollouts(weights.offers(), stream, here, pods[0], accord, **more)
+        others, behind = [], {}
+        for number in hosts.trainer[1:]:
+            theirs = Accord(pods[number], run(), DEADLINE_S)
+            others.append(RemoteRollouts(Weights(staleness).offers(), Stream(), run(), pods[number], theirs, **more))
+
+        def follow(other) -> None:
+            def record(step, experience, metrics):
+                behind[step - 1] = experience
+
+            nothing = types.SimpleNamespace(
+                restore=lambda: Start(begin.step, begin.data_state, begin.pending, set()), save=lambda *_: None,
+                stage=lambda name: contextlib.nullcontext(), record=record, evaluate=lambda *_: None,
+                stopping=lambda: False,
+            )  # fmt: skip
+            train(other, _Nothing(), nothing, schedule)
+
+        threads = [threading.Thread(target=follow, args=(other,), daemon=True) for other in others]
+        for thread in threads:
+            thread.start()
+
+        def record(step, experience, metrics):
+            seen[step - 1] = experience
+            if step in deaths and there:
+                one = there.pop(rng.randrange(len(there)))
+                number = one.pod.seat.process
+                one.die()
+                address = pods[0].channel.address
+                back = number in hosts.rollout and rng.random() < 0.5
+                seat = Seat(number, hosts, address, "s", True) if back else None
+                seat = seat or joining.late_seat(address, {"PODRL_SECRET": "s"}, 30.0)
+                pod = Pod(seat, host="127.0.0.1").join(30.0, lambda reached, waited_s: "")
+                there.append(Member(pod, weights, schedule, sampler(seed + step)))
+
+        def save(step, in_flight):
+            parts = [batch.complete() for batch in in_flight]
+            saved[step] = [of_message(decode([bytes(frame) for frame in encode(part.message())])) for part in parts]
+
+        recorder = types.SimpleNamespace(
+            restore=lambda: begin, stage=lambda name: contextlib.nullcontext(), record=record, save=save,
+            evaluate=lambda *_: None, stopping=accord.stopping,
+        )  # fmt: skip
+        try:
+            train(leader, _Nothing(), recorder, schedule)
+            for thread in threads:
+                thread.join(DEADLINE_S)
+            if others:
+                assert_equal(seen, behind)
+        finally:
+            pods[0]._ended.set()  # else the first that goes ends the job
+            for member in there:
+                member.die()
+        return seen, saved, leader
+
+
+def assert_whole(seen, steps, staleness):
+    """Every prompt is in one batch, and no token is older than the bound."""
+    assert sorted(int(i) for batch in seen.values() for i in batch.rollouts.prompts.index_P) == [*range(P * steps)]
+    for step, batch in seen.items():
+        versions = batch.rollouts.version_BT[batch.rollouts.version_BT >= 0]
+        assert step - staleness <= versions.min() and versions.max() <= step
+
+
+def assert_equal(one, two):
+    assert one.keys() == two.keys()
+    for step, mine in one.items():
+        theirs = two[step].rollouts
+        np.testing.assert_array_equal(mine.rollouts.prompts.index_P, theirs.prompts.index_P, err_msg=f"{step}")
+        for name in ("length_B", "tokens_BT", "version_BT"):
+            np.testing.assert_array_equal(getattr(mine.rollouts, name), getattr(theirs, name), err_msg=f"{step} {name}")
+
+
+def repeated(directory, **kwargs):
+    """Trains again by the journal of a run."""
+    again = directory.with_name(f"{directory.name}-again")
+    again.mkdir()
+    shutil.copy(directory / NAME, again)
+    journal = (again / NAME).read_bytes()
+    found = train_through(again, **kwargs)[0]
+    assert (again / NAME).read_bytes() == journal
+    return found
+
+
+@pytest.mark.parametrize(("staleness", "kills"), [(1, 0), (2, 6), (3, 6)])
+def test_hosts_lost_and_added_lose_no_prompt_and_all_of_it_is_repeated(tmp_path, staleness, kills):
+    steps = 20
+    seen, _, leader = train_through(tmp_path / "run", staleness=staleness, seed=staleness, steps=steps, kills=kills)
+    assert_whole(seen, steps, staleness)
+    drawn = [set(row[row >= 0].tolist()) for batch in seen.values() for row in batch.rollouts.version_BT]
+    assert any(len(versions) > 1 for versions in drawn)
+    assert_equal(seen, repeated(tmp_path / "run", staleness=staleness, seed=99, steps=steps))
+    assert len(leader._given._told) < 5 and not leader._queue._decided, "what all have heard is dropped"
+
+
+def test_hosts_lost_while_steps_are_repeated_change_nothing(tmp_path):
+    seen, _, _ = train_through(tmp_path / "run", staleness=2, seed=5, steps=16, kills=3)
+    assert_equal(seen, repeated(tmp_path / "run", staleness=2, seed=77, steps=16, kills=5))
+
+
+def test_trainers_that_are_not_equally_far_get_the_same_batches(tmp_path):
+    hosts = Hosts((0, 1), (2, 3))
+    seen, _, _ = train_through(tmp_path / "run", staleness=2, seed=3, steps=14, kills=4, hosts=hosts)
+    assert_whole(seen, 14, 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_run_goes_on_without_losing_a_prompt(tmp_path, seed):
+    """Steps that were decided are repeated from the checkpoint on; the clock decides on from there."""
+    more = {"staleness": 2, "steps": 14}
+    lived, saved, _ = train_through(tmp_path / "run", seed=seed, until=10, kills=2, **more)
+    for saved_after in (9, 6, 3):
+        directory = tmp_path / f"run-{saved_after}"
+        shutil.copytree(tmp_path / "run", directory)
+        pending = saved[saved_after]
+        start = Start(saved_after, pending[-1].data_state, pending, set())
+        found, _, _ = train_through(directory, seed=50, start=start, kills=2, **more)
+        both = {step: lived[step] for step in range(saved_after)} | found
+        assert_whole(both, 14, 2)
+        assert_equal({step: found[step] for step in range(saved_after, 10)}, {s: lived[s] for s in found if s in lived})
+        assert_equal(both, repeated(directory, seed=98, **more))
+
+
+def test_groups_past_the_bound_are_asked_again(tmp_path):
+    seen, _, _ = train_through(tmp_path / "run", staleness=1, seed=1, steps=20)
+    assert_whole(seen, 20, 1)
+    journal = WallJournal(tmp_path / "run")
+    again = [(step, index) for step in range(20) for index in journal.again(step)]
+    assert again and sum(batch.counts["queue/cancelled"] for batch in seen.values()) == len(again)
+
+
+def test_what_fails_on_a_host_is_told_to_the_trainers(tmp_path):
+    class Fails(Sampler):
+        def play(self, makings, policy, *, halt, took):
+            if policy.version == 2:
+                raise BatchError("no reward")
+            super().play(makings, policy, halt=halt, took=took)
+
+    with pytest.raises(BatchError, match="no reward"):
+        train_through(tmp_path / "run", staleness=1, seed=1, steps=6, sampler=Fails)
