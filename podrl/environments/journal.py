@@ -47,13 +47,15 @@ class Journal:
         """Of the records in `store`; not `exact`: it is no news that a run started again draws other samples."""
         self._store = store
         self._known: dict[str, Records] = {}
+        self._old: set[str] = set()  # names that others have added records to
         self._warned = not exact
 
     async def find(self, task: Task, number: int, what: str) -> dict[str, Any] | None:
         """The answer to request `number` of a sample; None where there is no record of this request."""
         name = _name(task)
-        if (known := self._known.get(name)) is None:
-            known = self._known[name] = await self._store.read(name)
+        if (known := self._known.get(name)) is None or name in self._old:
+            self._old.discard(name)
+            known = self._known[name] = {**await self._store.read(name), **self._known.get(name, {})}
         found = known.get((task.index, task.sample, number))
         if found is None or found["request"] == _hash(what):
             return None if found is None else found["answer"]
@@ -71,6 +73,10 @@ class Journal:
         record = {"index": task.index, "sample": task.sample, "n": number, "request": _hash(what), "answer": answer}
         await self._store.add(_name(task), record)
         self._known.setdefault(_name(task), {})[_key(record)] = record
+
+    def read_again(self) -> None:
+        """Looks into the store again when a record is asked for: others may have added some."""
+        self._old.update(list(self._known))
 
     def forget(self, before: int) -> None:
         """Frees the memory of steps before one."""

@@ -80,6 +80,7 @@ class HostRollouts:
         self._wall = None
         if wall:
             serves: Any = {"held": self._held, "offer": self._offer, "deadline_s": deadline_s}
+            serves["taking"] = run.tell_taking
             self._wall = WallHost(generate, self._thread, pod, self._leases, **serves)
         self._windows: Any = self._wall or Windows(generate, self._thread, run, done=self._done, held=self._held)
         self._lock, self._closed = threading.Lock(), False
@@ -237,6 +238,8 @@ class HostRollouts:
                 return
             prompts, news = self._tasks[name], [x for x in self._leases.mine(name) if x not in self._accepted]
             self._accepted.update(news)
+            if news:
+                self._run.tell_taking()
             for lease in news:
                 _log.warning("%s takes over prompts %d-%d of %s.", self._pod.name, lease.first, lease.last - 1, name)
                 if self._wall is not None:
@@ -455,6 +458,11 @@ def _clock(cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *,
     own = isinstance(cluster.config.rollout_engine, str)  # another engine makes whole batches
     if given or cluster.config.rollout().clock == "tokens":
         return 0, Quantum(cluster.config.rollout(), windows=schedule.max_staleness if own else 1)
+    if pod is not None and pod.seat.hosts.replica > 1:
+        raise ValueError(
+            f"rollout.clock='wall' needs a whole copy of the weights on each rollout host, and here {pod.seat.hosts.replica} "
+            "hold one together: give roles.rollout.mesh as many copies as hosts, or set rollout.clock='tokens'."
+        )
     if run.workdir is None and (pod is None or pod.leads):
         raise ValueError("rollout.clock='wall' keeps a journal: give --workdir, or set rollout.clock='tokens'.")
     if not own:

@@ -95,6 +95,7 @@ def playing(
             return
         if journal is not None:
             run.passed.append(journal.forget)
+            run.taking.append(journal.read_again)
 
         def called(task: Task, name: str, started: float, ended: float, failed: str) -> None:
             step = task.step + 1 if task.mode == "train" else None  # an evaluation's belong to the step before it

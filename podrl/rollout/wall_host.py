@@ -61,6 +61,7 @@ class WallHost:
         *,
         held: Callable[[Policy], Policy],
         offer: Callable[[Lease, Any], None],
+        taking: Callable[[], None],
         deadline_s: float,
     ):
         """Begins nothing yet.
@@ -72,10 +73,11 @@ class WallHost:
           told: the leases as this host knows them.
           held: gives the weights of a policy's version, where others may have taken their place.
           offer: serves a part of a batch, or why there is none.
+          taking: called before groups are begun that another host had.
           deadline_s: the longest wait for the leader's orders.
         """
         self._generator, self._thread, self._pod, self._leases = generator, thread, pod, told
-        self._held, self._offer, self._deadline_s = held, offer, deadline_s
+        self._held, self._offer, self._taking, self._deadline_s = held, offer, taking, deadline_s
         self._serving = ThreadPoolExecutor(1, thread_name_prefix="podrl-serving")
         self._more = threading.Condition()  # of the next ten
         self._orders: list[Message] = []  # not carried out yet
@@ -259,6 +261,8 @@ class WallHost:
             self._orders = [one for one in self._orders if one.value["window"] > version]
             passed, self._passed = self._passed, []
         self._give_up(passed)
+        if any(one.value["moved"] for one in due):
+            self._taking()
         for one in due:
             self._give_up([(int(index), int(asked)) for index, asked in one.value.get("drop", ())])
             if "partial" in one.value:

@@ -127,6 +127,7 @@ class WallQueue:
         self._position = b""  # of the data, after the prompts read last
         self._counts: dict[int, Mapping[str, float]] = {}
         self._failed: int | None = None  # a host that could not go on
+        self._moves = False  # what is given was another host's
         self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (-1, {})
         given.regroup = self._regroup
         pod.channel.serve("wall", self._on_told)
@@ -266,6 +267,12 @@ class WallQueue:
 
     def _regroup(self) -> None:
         """Notes who has come and who is lost, and gives what these had to others."""
+        self._moves = True
+        self._give_again()
+        self._moves = False
+        self._given.lock.notify_all()
+
+    def _give_again(self) -> None:
         there = {host: self._pod.address(host) for host in self._given.members}
         for host in [host for host, desk in self._desks.items() if there.get(host) != desk.address]:
             self._drop(self._desks.pop(host), None)
@@ -287,7 +294,6 @@ class WallQueue:
                 if lease.host in self._desks:
                     self._give(lease.host, moved, taken=True)
         self._assign()
-        self._given.lock.notify_all()
 
     def _assign(self) -> None:
         """Gives the groups that nobody makes to the hosts with the least to do."""
@@ -327,7 +333,9 @@ class WallQueue:
 
     def _order(self, host: int, value: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         desk = self._desks[host]
-        message = Message({**value, "window": self._at, "clock_from": self._clock_from}, arrays or {})
+        message = Message(
+            {**value, "window": self._at, "clock_from": self._clock_from, "moved": self._moves}, arrays or {}
+        )
         self._pod.channel.put(order(desk.address, desk.sent), message)
         desk.sent += 1
 

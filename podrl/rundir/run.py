@@ -48,6 +48,7 @@ class Run:
       spans: what this process did when, its stages among it.
       tracing: records spans and samples; None where this process writes no metrics, and with log.trace='off'.
       passed: called after a save with the newest step that has a complete checkpoint.
+      taking: called before samples are drawn here that another process had begun.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Run:
         self.checkpoints: Checkpoints | None = None
         self.metrics: MetricsLog | None = None
         self.passed: list[Callable[[int], None]] = []
+        self.taking: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._handlers: dict[int, Any] = {}
         self._entered = 0
@@ -207,6 +209,11 @@ class Run:
         self._told = max(self._told, step)
         for passed in self.passed:
             passed(step)
+
+    def tell_taking(self) -> None:
+        """Tells those who keep what other processes know that it has grown."""
+        for taking in self.taking:
+            taking()
 
     def open_metrics(self, start: int, marks: Mapping[str, Any] | None = None) -> None:
         """Opens the metric files; drops records at or after step `start` of an earlier start of this run.

@@ -58,6 +58,17 @@ def test_the_leader_has_an_answer_before_it_is_used(pods, files, tmp_path):
         assert find(at(pods[2]), 0, "sky", other) is None
 
 
+def test_a_host_that_takes_samples_over_looks_for_their_answers_again(pods, files):
+    """What it read of the step before is not all: the lost host went on."""
+    journal, other = at(pods[1]), Task("p", step=7, index=3, sample=0)
+    assert find(journal, 0, "sea", other) is None
+    add(journal, 0, "sea", {"text": "green"}, other)
+    add(at(pods[2]), 0, "sky", {"text": "blue"})
+    assert find(journal, 0, "sky") is None
+    journal.read_again()
+    assert find(journal, 0, "sky") == {"text": "blue"} and find(journal, 0, "sea", other) == {"text": "green"}
+
+
 def test_another_request_is_not_answered_and_warned_of_once(pods, files, caplog):
     for number in range(2):
         add(at(pods[1]), number, "sky", {"text": "blue"})

@@ -163,6 +163,7 @@ def run() -> types.SimpleNamespace:
         stopping=lambda: False,
         begin=lambda: None,
         tell_saved=lambda step: None,
+        tell_taking=lambda: None,
     )
 
 

@@ -13,10 +13,11 @@ import pytest
 from endpoints import joined
 from test_elastic_hosts import DEADLINE_S, HOSTS, G, P, Stream, T, Weights, run
 
-from podrl.learner.hosting import HostRollouts
+from podrl.learner.hosting import HostRollouts, _clock
 from podrl.learner.loop import Schedule, Start, train
 from podrl.learner.recorder import HostRecorder
 from podrl.learner.rollouts import RemoteRollouts
+from podrl.rollout.config import RolloutConfig
 from podrl.rollout.partial import join_prompts, of_message
 from podrl.rollout.wall_journal import NAME, WallJournal
 from podrl.rundir.accord import Accord
@@ -307,6 +308,18 @@ def test_groups_past_the_bound_are_asked_again(tmp_path):
     journal = WallJournal(tmp_path / "run")
     again = [(step, index) for step in range(20) for index in journal.again(step)]
     assert again and sum(batch.counts["queue/cancelled"] for batch in seen.values()) == len(again)
+
+
+def test_what_the_wall_clock_does_not_go_with_is_refused():
+    config = types.SimpleNamespace(rollout_engine="podrl", rollout=lambda: RolloutConfig(clock="wall"))
+    cluster = types.SimpleNamespace(config=config)
+    pod = types.SimpleNamespace(seat=types.SimpleNamespace(hosts=Hosts((0,), (1, 2), replica=2)), leads=True)
+    with pytest.raises(ValueError, match=r"whole copy of the weights on each rollout host, and here 2 hold one"):
+        _clock(cluster, Schedule(3, 1), run(), pod, given=False)
+    here = run()
+    here.workdir = None
+    with pytest.raises(ValueError, match="keeps a journal: give --workdir"):
+        _clock(cluster, Schedule(3, 1), here, None, given=False)
 
 
 def test_what_fails_on_a_host_is_told_to_the_trainers(tmp_path):
