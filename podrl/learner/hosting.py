@@ -460,8 +460,9 @@ def _clock(cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *,
         return 0, Quantum(cluster.config.rollout(), windows=schedule.max_staleness if own else 1)
     if pod is not None and pod.seat.hosts.replica > 1:
         raise ValueError(
-            f"rollout.clock='wall' needs a whole copy of the weights on each rollout host, and here {pod.seat.hosts.replica} "
-            "hold one together: give roles.rollout.mesh as many copies as hosts, or set rollout.clock='tokens'."
+            "rollout.clock='wall' needs a whole copy of the weights on each rollout host, and here "
+            f"{pod.seat.hosts.replica} hold one together: give roles.rollout.mesh as many copies as hosts, or set "
+            "rollout.clock='tokens'."
         )
     if run.workdir is None and (pod is None or pod.leads):
         raise ValueError("rollout.clock='wall' keeps a journal: give --workdir, or set rollout.clock='tokens'.")
