@@ -25,6 +25,7 @@ from podrl.data.pipeline import EMBEDDED as EMBEDDED_TASKS
 from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.tokenizer import Tokenizer
 from podrl.environments.config import EnvironmentConfig
+from podrl.job.eval_checks import check_evaluation
 from podrl.job.placement import RolesConfig
 from podrl.learner.answers.preferences import DPO, KTO, DPOConfig, KTOConfig
 from podrl.learner.answers.reward_modelling import RewardModelConfig, RewardModelling
@@ -379,7 +380,7 @@ def parse(values: Mapping[str, Any]) -> Job:
     if job.trainer.max_steps is None:
         raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
     _check_models(job)
-    _check_evaluation(job)
+    check_evaluation(job)
     if own := tuple(dict.fromkeys(fn for source in (*job.data.sources, *job.eval.sets) for fn in source.reward)):
         job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, named=own))
     job.rollout.require(environment=job.env.used)
@@ -416,32 +417,6 @@ def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     mode = preset(algorithm).mode(given, key=f"{section}.loss_agg_mode")
     return merge(values, {section: {"loss_agg_mode": mode}})
-
-
-def _check_evaluation(job: Job) -> None:
-    """Refuses sets of eval.sets whose sizes do not fit the job, and evaluations beside what has no gaps for them."""
-    if job.eval.beside and job.kind.given:
-        raise ValueError(
-            "eval.beside=True evaluates while the rollout mesh waits for the trainer, and with "
-            f"algorithm={job.section} it does nothing else: set eval.beside=False."
-        )
-    if job.eval.beside and (job.max_staleness > 1 or job.rollout.clock != "tokens"):
-        raise ValueError(
-            "eval.beside=True evaluates while the rollout mesh waits for the trainer, and it goes on with samples "
-            f"instead: {job.section}.max_staleness={job.max_staleness}, rollout.clock={job.rollout.clock!r}. Set "
-            "eval.beside=False, or a staleness of at most 1 and the clock 'tokens'."
-        )
-    most = job.rollout.max_tokens_to_generate
-    for one in job.eval.sets:
-        if (one.max_tokens_to_generate or 0) > most:
-            raise ValueError(
-                f"eval.sets: {one.name} has max_tokens_to_generate={one.max_tokens_to_generate}, and caches are made "
-                f"for rollout.max_tokens_to_generate={most}: give at most that."
-            )
-        if not (one.problems or job.eval.problems):
-            raise ValueError(
-                f"eval.sets: {one.name} lacks problems, and eval.problems=0 does not say: give one of them."
-            )
 
 
 def _check_models(job: Job) -> None:

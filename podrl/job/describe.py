@@ -38,7 +38,8 @@ def role_rows(on: Meshes, auxiliary: Mapping[str, str], pod: Pod | None = None) 
     """
     does = {
         "trainer": "actor, reference: updates and log-probabilities",
-        "rollout": "rollout: batched decoding, evaluation",
+        "rollout": f"rollout: batched decoding{'' if on.eval else ', evaluation'}",
+        **({"eval": "evaluation beside training"} if on.eval else {}),
         **auxiliary,
     }
     table = []

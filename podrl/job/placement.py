@@ -42,8 +42,8 @@ class AuxiliaryConfig:
     """Settings of an auxiliary model: its devices and mesh.
 
     Attributes:
-      mesh: the role whose mesh it shares ('trainer' for a critic, 'rollout' for a reward model); or a mesh such as
-        'fsdp=2' of devices of its own, equally many of each host of that role, which goes without them.
+      mesh: the role whose mesh it shares ('trainer' for a critic, 'rollout' for a reward model and for evaluations); or
+        a mesh such as 'fsdp=2' of devices of its own, equally many of each host of that role, which goes without them.
     """
 
     mesh: str
@@ -59,6 +59,7 @@ class RolesConfig:
       rollout: the engine that decodes.
       critic: of PPO. It learns in turn with the actor: a mesh of its own gives both more memory, and no time.
       reward: the model of `reward.model`.
+      eval: a copy of the policy for evaluations, which training then does not wait for; in a job of one process.
       colocated: all roles get all devices.
     """
 
@@ -66,23 +67,28 @@ class RolesConfig:
     rollout: RoleConfig = RoleConfig()
     critic: AuxiliaryConfig = AuxiliaryConfig(TRAINER)
     reward: AuxiliaryConfig = AuxiliaryConfig(ROLLOUT)
+    eval: AuxiliaryConfig = AuxiliaryConfig(ROLLOUT)
     colocated: bool = False
 
     def __post_init__(self):
-        check_decodes(self.rollout.mesh, key="roles.rollout.mesh")
+        for key, mesh in (("rollout", self.rollout.mesh), ("eval", self.eval.mesh)):
+            if mesh not in (TRAINER, ROLLOUT):
+                check_decodes(mesh, key=f"roles.{key}.mesh")
         for name, mesh, host, other in (
             ("critic", self.critic.mesh, TRAINER, ROLLOUT),
             ("reward", self.reward.mesh, ROLLOUT, TRAINER),
+            ("eval", self.eval.mesh, ROLLOUT, TRAINER),
         ):
             if mesh == other:
                 raise ValueError(
                     f"roles.{name}.mesh={mesh!r} must be {host!r}, whose hosts it lies on, or a mesh such as 'fsdp=2'."
                 )
-        if self.colocated and self.reward.mesh != ROLLOUT:
-            raise ValueError(
-                f"roles.reward.mesh={self.reward.mesh!r} must be 'rollout' with roles.colocated=True: there are no "
-                "devices left that would be the reward model's own."
-            )
+        for name, mesh, whose in (("reward", self.reward.mesh, "the reward model's"), ("eval", self.eval.mesh, "its")):
+            if self.colocated and mesh != ROLLOUT:
+                raise ValueError(
+                    f"roles.{name}.mesh={mesh!r} must be 'rollout' with roles.colocated=True: no devices are left "
+                    f"that would be {whose} own."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +100,14 @@ class Meshes:
     Attributes:
       critic: the trainer's mesh or one of its own.
       reward: the rollout's mesh or one of its own.
+      eval: of evaluations; None where they are on the rollout's.
     """
 
     trainer: Mesh
     rollout: Mesh
     critic: Mesh
     reward: Mesh
+    eval: Mesh | None = None
 
 
 def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = False, trains: bool = True) -> Meshes:
@@ -114,7 +122,13 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     Raises:
       ValueError: meshes that do not fit the devices.
     """
-    devices = jax.devices()
+    devices, tests = jax.devices(), ()
+    if roles.eval.mesh != ROLLOUT and (hosts is not None or len(devices) == 1):
+        there = f"{hosts.count} processes" if hosts is not None else "one device"
+        raise ValueError(
+            f"roles.eval.mesh={roles.eval.mesh!r} is there for a job of one process with several devices, and this one "
+            f"has {there}: say {ROLLOUT!r}."
+        )
     if hosts is not None and split and not trains:
         return _of_a_rollout_cluster(roles, hosts)
     if hosts is not None and split:
@@ -128,12 +142,14 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     elif roles.colocated or len(devices) == 1:
         mine = theirs = scores = values = devices
     else:
-        left, scores = _cut(devices, roles.reward, "reward", ROLLOUT)
+        left, tests = _cut(devices, roles.eval, "eval", ROLLOUT)
+        left, scores = _cut(left, roles.reward, "reward", ROLLOUT)
         left, values = _cut(left, roles.critic, "critic", TRAINER)
         mine, theirs = split_devices(left, roles.trainer.mesh, roles.rollout.mesh)
     trainer, rollout = _whole(roles.trainer, mine, TRAINER), _whole(roles.rollout, theirs, ROLLOUT)
     reward = _own(roles.reward, scores, "reward", rollout)
-    return Meshes(trainer, rollout, _own(roles.critic, values, "critic", trainer), reward)
+    apart = make_mesh(roles.eval.mesh, tests, key="roles.eval.mesh") if tests else None
+    return Meshes(trainer, rollout, _own(roles.critic, values, "critic", trainer), reward, apart)
 
 
 def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:

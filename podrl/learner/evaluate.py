@@ -3,13 +3,13 @@
 import dataclasses
 import math
 import re
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from podrl.cluster.config import Mode
+from podrl.cluster.evaluation import EvaluationDevices
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import Count, Natural, NonNegative, section
 from podrl.data.config import AUTO, DataConfig, SourceConfig
@@ -17,8 +17,7 @@ from podrl.learner.experience import places, share_of, take_prompts
 from podrl.rewards.reference import majority
 from podrl.rewards.text import TextConfig
 from podrl.rollout.config import Sampling
-from podrl.rundir.spans import Spans
-from podrl.types import BatchError, Policy, Prompts, Rollouts
+from podrl.types import Policy, Prompts, Rollouts
 
 # Evaluation draws from keys no training step uses.
 _EVAL_STEP = 1 << 30
@@ -135,6 +134,7 @@ class Evaluator:
     Attributes:
       rewards: scores samples by the run's reward functions; None leaves them out.
       beside: samples of a piece where it is evaluated beside training; None where training stops for it.
+      apart: the devices that evaluate, where they have no other work; None for the rollout's.
     """
 
     def __init__(
@@ -148,6 +148,7 @@ class Evaluator:
         sets: Sequence[HeldOut] = (),
         nth: Callable[[int], int] = lambda step: 0,
         groups: Sequence[str] = (),
+        apart: EvaluationDevices | None = None,
     ):
         """Generates nothing yet.
 
@@ -160,10 +161,12 @@ class Evaluator:
           sets: further prompts, opened from `config.sets`.
           nth: number of the evaluation after a step, from 0 on; 0 for the last too, which has all sets.
           groups: of the held-out records, by their field `group`: each has metrics eval/group_NAME/*, too.
+          apart: generates instead of the cluster's rollout.
         """
         sampled = Sampling(temperature=1.0, max_new=cluster.config.rollout().max_tokens_to_generate)
         own = [HeldOut(batches, sampled, config.samples, scorer)] if batches else []
-        self._cluster, self._sets, self._show, self._nth = cluster, [*own, *sets], config.show, nth
+        self._cluster, self._sets, self._show, self._nth = apart or cluster, [*own, *sets], config.show, nth
+        self.apart = apart
         self.rewards, self._groups = rewards, groups
         self.beside = cluster.config.rollout().lanes if config.beside else None
 
@@ -293,101 +296,6 @@ def _cut(batches: Sequence[Prompts], samples: int, most: int | None) -> tuple[Pr
     count = len(first.length_P) if most is None else max(most // samples, 1)
     piece, rest = (take_prompts(first, rows_P) for rows_P in np.split(np.arange(len(first.length_P)), [count]))
     return piece, [rest, *others] if len(rest.length_P) else others
-
-
-Scored = tuple[dict[str, np.ndarray], list[dict[str, Any]]]  # as `Evaluator.scores` returns
-
-
-class Beside:
-    """One evaluation at a time, made in pieces on the thread that generates, while that has nothing else to do.
-
-    Between a batch that is made and the next weights the rollout mesh waits for the trainer. As many pieces are made
-    there as the last of these gaps had room for.
-    """
-
-    def __init__(self, evaluator: Evaluator, spans: Spans):
-        """Begins nothing yet."""
-        self._evaluator, self._spans, self._step = evaluator, spans, 0
-        self._works: list[tuple[Generator[None, None, Scored], Callable[[Scored | BatchError], None]]] = []
-        self._found: tuple[int, dict[str, float], list[dict[str, Any]]] | None = None
-        self._error: BatchError | None = None
-        self._closed, self._began, self._whole = True, None, False
-        self._gap_s = self._piece_s = 0.0
-
-    def begin(
-        self,
-        policy: Policy,
-        step: int,
-        part: tuple[int, int] = (0, 1),
-        done: Callable[[Scored | BatchError], None] | None = None,
-    ) -> None:
-        """Begins the evaluation after a step, or a share of it; the policy must stay as it is. Called on the thread.
-
-        `done` is called, on the thread, with what was made or with why it was not; without, `take` returns it.
-        """
-        self._step, self._whole = step, False
-        work = self._evaluator.in_pieces(policy, step, part, lambda: None if self._whole else self._evaluator.beside)
-        self._works.append((work, done or self._keep))
-
-    @property
-    def open(self) -> bool:
-        """True while an evaluation is begun and not made."""
-        return bool(self._works)
-
-    def open_gap(self) -> None:
-        """Allows pieces until `close_gap`; called by the loop, which has `fill` called when the thread is free."""
-        self._closed, self._began = False, None
-
-    def fill(self) -> None:
-        """Makes pieces until the gap ends, or is expected to; called on the thread."""
-        self._began = began = time.monotonic()
-        while self.open and not self._closed and time.monotonic() + self._piece_s < began + self._gap_s:
-            self._advance()
-
-    def close_gap(self) -> None:
-        """Ends the gap after the piece that is being made; called by the loop when it has the next weights."""
-        self._closed = True
-        self._gap_s = 0.0 if self._began is None else time.monotonic() - self._began
-
-    def finish(self) -> None:
-        """Makes all that is left, at once; called on the thread."""
-        self._whole = True
-        while self.open:
-            self._advance()
-
-    def take(self) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
-        """Returns (step, eval/* metrics, a few samples) of the evaluation that was made since the last call.
-
-        Raises:
-          BatchError: a reward function failed on it, or a service it asks was away.
-        """
-        if (error := self._error) is not None:
-            self._error = None
-            raise error
-        found, self._found = self._found, None
-        return found
-
-    def _keep(self, made: Scored | BatchError) -> None:
-        if isinstance(made, BatchError):  # raised where the evaluation is waited for
-            self._error = made
-        else:
-            self._found = (self._step, summarised(made[0]), made[1])
-
-    def _advance(self) -> None:
-        started = time.monotonic()
-        work, done = self._works[0]
-        try:
-            with self._spans.span("evaluation", lane="rollout"):
-                next(work)
-            if not self._whole:
-                self._piece_s = time.monotonic() - started
-            return
-        except StopIteration as end:
-            made = end.value
-        except BatchError as error:
-            made = error
-        done(made)
-        del self._works[0]
 
 
 def is_beside(evaluator: Any) -> bool:

@@ -13,7 +13,9 @@ from podrl.cluster.replica import Head
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
-from podrl.learner.evaluate import Beside, Evaluator, is_beside
+from podrl.learner.evaluate import Evaluator, is_beside
+from podrl.learner.evaluations.beside import Beside
+from podrl.learner.evaluations.hosts import HostBeside, offer
 from podrl.learner.loop import InFlight, Schedule, Start
 from podrl.learner.recorder import Stream
 from podrl.learner.rollouts import Generate, LocalRollouts, RemoteRollouts
@@ -89,6 +91,7 @@ class HostRollouts:
         self._batches: dict[Lease, Experience] = {}
         self._offered: list[tuple[int, str]] = []  # partial batches, with the step they were saved after
         self._evaluations: list[tuple[int, str]] = []  # offered and not dropped yet, with their step
+        self._beside = HostBeside(Beside(evaluator, run.spans)) if evaluator and is_beside(evaluator) else None
         self._policy: Policy | None = None  # on the rollout mesh; of the thread
         self._replica = Head(pod, stops=run.stop) if pod.seat.hosts.replica > 1 else None
         if self._replica is not None and cluster.generates:
@@ -139,13 +142,15 @@ class HostRollouts:
         if self._wall is not None:
             self._wall.agreed(self._accord.results, taken)
         _drop_before(taken, self._offered, self._pod)
-        _drop_before(step, self._evaluations, self._pod)  # the leader has read it: its word came after
+        if self._beside is None:
+            _drop_before(step, self._evaluations, self._pod)  # the leader has read it: its word came after
+        evaluation = None if self._beside is None else self._beside.step
         with self._lock:
-            done = [name for name in self._tasks if leases.step_of(name) < taken]
+            done = [name for name in self._tasks if leases.is_over(name, taken, evaluation)]
             for name in done:
                 del self._tasks[name]
             self._accepted = {lease for lease in self._accepted if lease.task not in done}
-        self._leases.forget(name for name in self._leases.names() if leases.step_of(name) < taken)
+        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, taken, evaluation))
         for lease in [each for each in self._batches if leases.step_of(each.task) < taken]:
             del self._batches[lease]
             self._pod.channel.drop(lease.key("header"))
@@ -160,6 +165,8 @@ class HostRollouts:
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
+        if self._beside is not None:
+            self._beside.beside.close_gap()
         policy = self.move(step, in_place=True)
         self._windows.publish(policy)
         return policy
@@ -174,7 +181,11 @@ class HostRollouts:
     def submit(self, policy: Policy, step: int) -> InFlight:
         if self._wall is not None:
             return _Offered(self, step, ())  # the leader reads the prompts, and gives them
-        return self._begin(step, self.next_batch(), policy.version)
+        begun = self._begin(step, self.next_batch(), policy.version)
+        if self._beside is not None:
+            self._beside.beside.open_gap()
+            self._thread.submit(self._beside.beside.fill)
+        return begun
 
     def next_batch(self) -> Any:
         return None if self._stream is None else next(self._stream)
@@ -186,6 +197,28 @@ class HostRollouts:
         try:
             for lease in self._accept(name, None):
                 self._thread.submit(self._score, lease, policy).result()
+        except BatchError:
+            self._pod.await_end(LAST_WORDS_S)  # the trainers save first, then end the job
+            raise
+
+    def begin_evaluation(self, policy: Policy, step: int) -> None:
+        """Begins the evaluation of this host's leases beside training, of a copy of the weights."""
+        self._leases.await_task(leases.evaluation(step))
+        _drop_before(step, self._evaluations, self._pod)  # the leader has read those before
+
+        def begin(beside: HostBeside) -> None:
+            beside.keep(self._cluster.weights.kept(self._held(policy)))
+            for lease in self._accept(leases.evaluation(step), None):
+                self._score_beside(beside, lease)
+
+        assert self._beside is not None
+        self._thread.submit(begin, self._beside).result()
+
+    def evaluated(self, *, wait: bool) -> None:
+        """Makes the rest of the evaluation that was begun; the leader has its numbers."""
+        assert self._beside is not None
+        try:
+            self._thread.submit(self._beside.finish).result() if wait else None
         except BatchError:
             self._pod.await_end(LAST_WORDS_S)  # the trainers save first, then end the job
             raise
@@ -251,7 +284,10 @@ class HostRollouts:
         """Makes, on the thread, what another host was to make, under the versions that it was to be drawn by."""
         task, step = self._task(lease), leases.step_of(lease.task)
         try:
-            if prompts is None:
+            if prompts is None and self._beside is not None and self._beside.has(step):
+                self._score_beside(self._beside, lease)
+                self._beside.beside.finish()
+            elif prompts is None:
                 self._score(lease, Policy({}, step))
             elif not self._made_in_windows:
                 self._produce(lease, prompts, task.since)
@@ -314,12 +350,18 @@ class HostRollouts:
         assert self._evaluator is not None
         part = (lease.first, self._task(lease).leases[-1].last)
         try:
-            scores, samples = self._evaluator.scores(self._held(policy), leases.step_of(lease.task), part)
+            made = self._evaluator.scores(self._held(policy), leases.step_of(lease.task), part)
         except BatchError as error:
-            self._pod.channel.put(lease.key("scores"), codec.failure(error))
+            offer(self._pod, lease, error)
             raise
-        self._pod.channel.put(lease.key("scores"), Message({"samples": codec.plain(samples)}, scores))
+        offer(self._pod, lease, made)
         self._evaluations.append((leases.step_of(lease.task), lease.key("scores")))
+
+    def _score_beside(self, beside: HostBeside, lease: Lease) -> None:
+        """Begins a share of an evaluation beside training."""
+        step, part = leases.step_of(lease.task), (lease.first, self._task(lease).leases[-1].last)
+        beside.begin(step, part, lambda made: offer(self._pod, lease, made))
+        self._evaluations.append((step, lease.key("scores")))
 
     # What others ask for.
 
@@ -429,10 +471,10 @@ def place_of(
         beside = Beside(evaluator, run.spans) if is_beside(evaluator) else None
         place: Any = LocalRollouts(cluster, stream, run, quantum=quantum, wall=wall, beside=beside, **makes)
         return place, run.stopping
-    if is_beside(evaluator):
+    if is_beside(evaluator) and pod.seat.hosts.replica > 1:
         raise ValueError(
-            f"eval.beside=True is there for a job of one process, and this one has {pod.seat.hosts.count}: set "
-            "eval.beside=False, or start one process."
+            f"eval.beside=True keeps a copy of the weights on each rollout host, and {pod.seat.hosts.replica} hosts "
+            "hold each copy together: set eval.beside=False, or a roles.rollout.mesh with a copy on every host."
         )
     share_spans(pod, run)
     accord = Accord(pod, run, deadline_s)

@@ -41,6 +41,10 @@ class BesideTraining(Protocol):
         """Returns (step, eval/* metrics, a few samples) of the one that was begun, once; None as long as it lasts."""
         ...
 
+    def unsaved(self) -> bool:
+        """True where one was begun that will not be ended after a failure: the last checkpoint begins it again."""
+        ...
+
 
 class Stream(Protocol):
     """An endless, resumable stream of batches."""
@@ -230,9 +234,11 @@ class Recorder:
         if self._trained is None or self._run.checkpoints is None:
             return
         step, position = self._trained
+        owed = self._beside is not None and self._beside.unsaved()
         with self._run.watchdog.stage("checkpoint"):
             self._run.checkpoints.wait()
-            if self._run.saved_step() < step and position:  # none where batches are no part of the data: a journal is
+            # No position where batches are no part of the data: a journal is.
+            if self._run.saved_step() < step and position and not owed:
                 self.save(step, [])
                 self._run.checkpoints.wait()
         self._run.console.print(f"Saved after step {self._run.saved_step()} in {self._run.place}.")
@@ -247,7 +253,6 @@ class Recorder:
         if self._beside is not None and step < self._schedule.max_steps:
             with self._run.watchdog.stage("evaluation"):
                 self._beside.begin_evaluation(policy, step)
-            self._evaluated.add(step)
             return
         with self._run.watchdog.stage("evaluation"):
             found = self._evaluate(policy, step)
@@ -268,6 +273,7 @@ class Recorder:
         with self._run.watchdog.stage("evaluation"):
             made = self._beside.evaluated(wait=wait)
         if made is not None:
+            self._evaluated.add(made[0])  # not before: as below
             self._write_evaluation(*made, times={})
 
     def _write_evaluation(
@@ -366,6 +372,7 @@ class HostRecorder:
         *,
         enter: Callable[[], Mapping[str, Any]],
         evaluate: Evaluate | None,
+        beside: BesideTraining | None = None,
         stopping: Callable[[], bool],
         curriculum: Curriculum | None = None,
     ):
@@ -377,11 +384,11 @@ class HostRecorder:
           schedule: the job's.
           enter: asks the leader where this host begins.
           evaluate: on this host's share of the held-out prompts; None for no evaluation.
-          stopping, curriculum: as in Recorder.
+          beside, stopping, curriculum: as in Recorder.
         """
         self._curriculum = curriculum
         self._stream, self._run, self._schedule = stream, run, schedule
-        self._enter, self._evaluate, self.stopping = enter, evaluate, stopping
+        self._enter, self._evaluate, self._beside, self.stopping = enter, evaluate, beside, stopping
         self._evaluated: set[int] = set()
 
     def restore(self) -> Start:
@@ -405,6 +412,7 @@ class HostRecorder:
         self._run.profiler.after(step)
 
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
+        self._end_evaluation()
         for batch in in_flight:
             batch.complete()
         self._run.tell_saved(step)
@@ -413,10 +421,21 @@ class HostRecorder:
         postponed = self.stopping() and step < self._schedule.max_steps
         if self._evaluate is None or step in self._evaluated or postponed:
             return
+        self._end_evaluation()
+        last = step == self._schedule.max_steps
         with self._run.watchdog.stage("evaluation"):
-            self._evaluate(policy, step)
-        if step == self._schedule.max_steps:
+            if self._beside is None or last:
+                self._evaluate(policy, step)
+            else:
+                self._beside.begin_evaluation(policy, step)
+        if last:
             self._run.spans.pass_on(step, last=True)
+
+    def _end_evaluation(self) -> None:
+        """Makes the rest of the evaluation that the leader now waits for."""
+        if self._beside is not None:
+            with self._run.watchdog.stage("evaluation"):
+                self._beside.evaluated(wait=True)
 
     def rescue(self) -> None:
         return None

@@ -12,7 +12,8 @@ import numpy as np
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
-from podrl.learner.evaluate import Beside, summarised
+from podrl.learner.evaluations.beside import Beside
+from podrl.learner.evaluations.hosts import GivenEvaluations
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Evaluate, Stream
 from podrl.rollout.partial import Partial, join, of_message
@@ -24,7 +25,7 @@ from podrl.rundir.accord import Accord
 from podrl.rundir.leases import Given, Lease, Told
 from podrl.rundir.run import Run
 from podrl.runtime.message import Message
-from podrl.runtime.pod import LEADER, MovedError, Pod
+from podrl.runtime.pod import MovedError, Pod
 from podrl.types import Experience, Policy, Prompts
 
 _ASKING = 256  # hosts asked at a time
@@ -152,6 +153,10 @@ class LocalRollouts:
             self._thread.submit(self._beside.finish).result()
         return self._beside.take()
 
+    def unsaved(self) -> bool:
+        """False: an evaluation that is begun can always be ended."""
+        return False
+
     def close(self) -> None:
         self._windows.closing()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -222,6 +227,8 @@ class RemoteRollouts:
         if wall and self._given is not None:
             of_groups: Any = {"staleness": wall, "size": prompts, "group_size": group_size, "deadline_s": deadline_s}
             self._queue = WallQueue(pod, self._given, run, read=self.next_batch, **of_groups)
+        done = lambda step: self._start.evaluated.add(step)  # noqa: E731 - for hosts that come from then on
+        self._evaluations = GivenEvaluations(pod, self._given, deadline_s, self._scores, done)
         self._opened = 0  # batches before that of this step have hosts
         self._taken_over = 0  # leases, as far as metrics tell
         self._at = 0  # the step agreed on last
@@ -268,7 +275,8 @@ class RemoteRollouts:
                 word = self._queue.advance(step, max(self._begun(step), default=step - 1) + 1)
             self._accord.agree(step, tasks, word)
         taken = self._accord.taken
-        self._leases.forget(name for name in self._leases.names() if leases.step_of(name) < taken)
+        begun = self._evaluations.begun
+        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, taken, begun))
 
     def _give(self, step: int) -> dict[str, Any]:
         """Gives, on the leader, the batches that are begun at a step to rollout hosts, all of which are there."""
@@ -284,6 +292,9 @@ class RemoteRollouts:
         return tasks
 
     def publish(self, step: int) -> Policy:
+        if self._evaluations.begun is not None:  # rollout hosts have nothing else to do until they are told
+            with self._run.watchdog.stage("update"):
+                jax.block_until_ready(self._cluster.state.params)
         self.agree(step)
         return self.move(step, in_place=True)
 
@@ -299,27 +310,26 @@ class RemoteRollouts:
             return next(self._stream)
 
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
-        """Joins, on the leader, the scores that the rollout hosts gave their shares of the held-out prompts.
+        """Has the rollout hosts evaluate, and joins their scores on the leader; errors as of `evaluated`."""
+        self.begin_evaluation(policy, step)
+        made = self.evaluated(wait=True)
+        return made and made[1:]
 
-        Raises:
-          BatchError: a reward function failed on one of them, or a service it asks was away; on every trainer host.
-        """
+    def begin_evaluation(self, policy: Policy, step: int) -> None:
+        """Gives an evaluation to the rollout hosts, which have the weights."""
         del policy
-        if not self._pod.leads:  # the others have nothing to do, but must stop where the leader does
-            codec.raise_failure([self._pod.get(LEADER, f"evaluated/{step}", self._deadline_s)])
-            return None
-        assert self._given is not None
-        name = leases.evaluation(step)
-        self._given.open_shares(name, self._shares, step)
-        messages = self._collect(name, lambda held: self._from_each(held, self._offered("scores")))
-        self._start.evaluated.add(step)  # for hosts that come from now on
-        self._given.forget([name])
-        self._pod.channel.put(f"evaluated/{step}", next((m for m in messages if "error" in m.value), Message({})))
-        codec.raise_failure(messages)
-        samples = [sample for message in messages for sample in message.value["samples"]]
-        names = dict.fromkeys(name for m in messages for name in m.arrays)  # a small set is on some hosts alone
-        scores = {name: np.concatenate([m.arrays[name] for m in messages if name in m.arrays]) for name in names}
-        return summarised(scores), samples[: len(messages[0].value["samples"])]
+        self._evaluations.begin(step)
+
+    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
+        """As podrl.learner.evaluations.hosts.GivenEvaluations.evaluated."""
+        return self._evaluations.evaluated(wait=wait)
+
+    def unsaved(self) -> bool:
+        """True where a checkpoint would have to wait for an evaluation that the rollout hosts make no more."""
+        return self._evaluations.begun is not None
+
+    def _scores(self, name: str, deadline_s: float) -> list[Message]:
+        return self._collect(name, lambda held: self._from_each(held, self._offered("scores", deadline_s)))
 
     def gather(self, step: int, *, everything: bool = False) -> Experience:
         """Collects the batch of a step from all rollout hosts.
@@ -382,6 +392,7 @@ class RemoteRollouts:
         return dataclasses.replace(join([of_message(m) for m in messages]), longest=self._quantum.state(self._at))
 
     def close(self) -> None:
+        self._evaluations.close()
         self._asking.shutdown(wait=False, cancel_futures=True)
 
     def _fetch_rows(
@@ -419,8 +430,9 @@ class RemoteRollouts:
             except MovedError:
                 time.sleep(_AGAIN_S)
 
-    def _offered(self, kind: str) -> Callable[[Lease], Message]:
-        return lambda lease: self._pod.get(lease.host, lease.key(kind), self._deadline_s, moved=self._moved(lease))
+    def _offered(self, kind: str, deadline_s: float | None = None) -> Callable[[Lease], Message]:
+        wait_s = deadline_s or self._deadline_s
+        return lambda lease: self._pod.get(lease.host, lease.key(kind), wait_s, moved=self._moved(lease))
 
     def _moved(self, lease: Lease) -> Callable[[], bool]:
         return lambda: not self._leases.holds(lease)

@@ -36,6 +36,13 @@ def evaluation(step: int) -> str:
     return f"evaluation/{step}"
 
 
+def is_over(name: str, taken: int, evaluation: int | None = None) -> bool:
+    """True for a batch before step `taken`, and for an evaluation before that of step `evaluation`, which may last."""
+    if evaluation is not None and name.startswith("evaluation/"):
+        return step_of(name) < evaluation
+    return step_of(name) < taken
+
+
 def step_of(task: str) -> int:
     """The step of a task's name."""
     return int(task.rpartition("/")[2])

@@ -80,8 +80,15 @@ def test_killed_before_the_first_checkpoint_then_during_one_then_before_the_last
         assert [name for name in os.listdir(workdir / "checkpoints") if not name.isdigit()] == []
 
 
-def test_evaluations_beside_training_are_those_that_stop_it(uninterrupted, tmp_path):
-    beside, workdir = (*EVALUATING, "--config.eval.beside=True"), tmp_path / "run"
+APART = (
+    *("--config.fake_devices=3", "--config.roles.trainer.mesh=fsdp=1"),
+    *("--config.roles.rollout.mesh=data=1", "--config.roles.eval.mesh=data=1"),
+)
+
+
+@pytest.mark.parametrize("where", [("--config.eval.beside=True",), APART], ids=["between batches", "own devices"])
+def test_evaluations_beside_training_are_those_that_stop_it(uninterrupted, tmp_path, where):
+    beside, workdir = (*EVALUATING, *where), tmp_path / "run"
     killed(workdir, lambda started: started.wait_for_step(3), *beside)
     run(workdir, *beside)
     in_order = lambda records: sorted(records, key=lambda r: (r["step"], "evaluation" in r or "eval/records" in r))  # noqa: E731

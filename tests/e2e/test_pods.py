@@ -182,6 +182,35 @@ def test_the_divergence_from_a_teacher_in_pods_of_two_is_that_of_one_process(tmp
     same_end(again.workdir, whole.workdir)
 
 
+SETS = (
+    "--config.trainer.eval_every_n_steps=2",
+    "--config.eval.sets=({'name':'few','path':'problems','problems':5,'samples':2,'every':2},)",
+)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory) -> pathlib.Path:
+    """Runs a job with sets of eval.sets in one process that stops for evaluations."""
+    return run(tmp_path_factory.mktemp("evaluated") / "run", *SETS, "--config.fake_devices=2").workdir
+
+
+@pytest.mark.parametrize("topology", ["shared", "split"])
+def test_evaluations_beside_the_training_of_a_pod_are_those_of_one_process(tmp_path, evaluated, topology):
+    """Also after a kill while one is under way; sets of eval.sets too, one smaller than the other."""
+    pod = (*SETS, "--local_processes=2", f"--topology={topology}", "--fake_devices=1", "--config.eval.beside=True")
+    with job(tmp_path / "run", *pod) as running:
+        running.wait_for_step(3)
+        os.kill(process(running.process.pid, 0), signal.SIGKILL)
+        assert running.end() == 42, running.stderr
+    again = run(tmp_path / "run", *pod)
+    in_order = lambda records: sorted(records, key=lambda r: (r["step"], "eval/records" in r))  # noqa: E731
+    ours, theirs = comparable(again.workdir), comparable(evaluated)
+    assert [r["step"] for r in ours] != [r["step"] for r in theirs]  # some were written after later steps
+    for mine, other in zip(in_order(ours), in_order(theirs), strict=True):
+        assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
+    assert [r["step"] for r in theirs if "eval/few/records" in r] == [0, 4, 6]
+
+
 def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill.
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from podrl.cluster.config import Mode
-from podrl.learner.evaluate import Beside, EvalConfig, Evaluator, summarised
+from podrl.learner.evaluate import EvalConfig, Evaluator, summarised
+from podrl.learner.evaluations.beside import Beside
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.compose import RewardConfig, Rewards

@@ -182,6 +182,22 @@ def test_records_have_an_environment_that_the_job_has():
         planned((a_set,), **more, data={"sources": ({"path": "sums", "env": "non"},)})
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"eval": {"beside": True}}, r"and eval\.beside=True on the rollout's"),
+        ({"eval": {"sets": (), "problems": 0}}, r"eval\.problems=0 leaves evaluations out"),
+        (
+            {"env": {"tools": ("calculator",)}, "rollout": {"max_response_tokens": 96}},
+            r"the job's environments are used",
+        ),
+    ],
+)
+def test_devices_for_evaluations_that_would_have_no_use_are_refused(more, words):
+    with pytest.raises(ValueError, match=r"roles\.eval\.mesh='data=1' evaluates on devices of its own.*" + words):
+        planned((), roles={"eval": {"mesh": "data=1"}}, **more)
+
+
 def test_the_data_of_a_set_are_its_own():
     job = planned(())
     data = SetConfig(name="a", path="sums", reward=("length",), env="none").data(job.data)

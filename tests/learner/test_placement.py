@@ -50,6 +50,22 @@ def test_auxiliary_models_share_unless_they_are_given_devices():
     assert describe_mesh(found.critic) == "fsdp=2" and describe_mesh(found.rollout) == "data=2"
 
 
+def test_evaluations_have_devices_of_their_own_where_they_can(monkeypatch):
+    assert meshes(RolesConfig()).eval is None
+    found = meshes(roles(eval="data=2", reward="data=1", trainer="fsdp=3"))
+    assert found.eval is not None and placed(found.eval) == ("data=2", [6, 7])
+    assert [placed(m)[1] for m in (found.trainer, found.rollout, found.reward)] == [[0, 1, 2], [3, 4], [5]]
+    with pytest.raises(ValueError, match=r"roles\.eval\.mesh='trainer' must be 'rollout'"):
+        roles(eval="trainer")
+    with pytest.raises(ValueError, match=r"roles\.eval\.mesh='data=1' must be 'rollout' with roles\.colocated=True"):
+        RolesConfig(eval=placement.AuxiliaryConfig("data=1"), colocated=True)
+    with pytest.raises(ValueError, match=r"roles\.eval\.mesh='seq=2' cuts rows along time"):
+        roles(eval="seq=2")
+    hosts = pod(monkeypatch, 2, 4)
+    with pytest.raises(ValueError, match=r"roles\.eval\.mesh='data=1' is there for a job of one process.*2 processes"):
+        meshes(roles(eval="data=1"), hosts)
+
+
 def test_colocated_roles_may_lay_the_critic_out_otherwise():
     found = meshes(RolesConfig(critic=placement.AuxiliaryConfig("fsdp=2,tensor=4"), colocated=True))
     assert describe_mesh(found.critic) == "fsdp=2,tensor=4" and describe_mesh(found.trainer) == "fsdp=8"

@@ -1,0 +1,1 @@
+"""Algorithms that train on given answers; nothing is generated but for evaluations."""

@@ -1,0 +1,147 @@
+"""Evaluations in a pod: trainer hosts give them to the rollout hosts, which score their shares, and join the scores."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from podrl.learner import experience as codec
+from podrl.learner.evaluate import summarised
+from podrl.learner.evaluations.beside import Beside, Scored
+from podrl.rundir import leases
+from podrl.rundir.leases import Given, Lease
+from podrl.runtime.message import Message
+from podrl.runtime.pod import LEADER, Pod
+from podrl.types import BatchError, Policy
+
+_LONGEST_S = 30 * 86400.0  # that an evaluation beside training may take: a host that is lost is noticed otherwise
+
+
+class GivenEvaluations:
+    """The side of a trainer host: one evaluation at a time, given to the rollout hosts by the leader.
+
+    Attributes:
+      begun: the step of the one that is made; None for none.
+    """
+
+    def __init__(
+        self,
+        pod: Pod,
+        given: Given | None,
+        deadline_s: float,
+        collect: Callable[[str, float], Sequence[Message]],
+        done: Callable[[int], None],
+    ):
+        """Nothing runs yet.
+
+        Args:
+          pod: the job's processes.
+          given: the table of leases, on the leader.
+          deadline_s: the longest wait for the leader.
+          collect: (name, longest wait) -> what each host has offered of an evaluation, in the order of the records.
+          done: told of the step of each that was made.
+        """
+        self._pod, self._given, self._deadline_s, self._collect, self._done = pod, given, deadline_s, collect, done
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-scores")
+        self._work: Future[Sequence[Message]] | None = None
+        self.begun: int | None = None
+
+    def begin(self, step: int) -> None:
+        """Gives the evaluation after a step to the hosts that are there."""
+        assert self.begun is None, "one at a time"
+        self.begun = step
+        if self._given is not None:
+            name = leases.evaluation(step)
+            self._given.open_shares(name, len(self._pod.seat.hosts.heads), step)
+            self._work = self._thread.submit(self._collect, name, _LONGEST_S)
+
+    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
+        """Returns, on the leader, (step, eval/* metrics, a few samples) of what was begun, once; None before.
+
+        Raises:
+          BatchError: a reward function failed, or a service it asks was away; on every trainer host, where it waits.
+        """
+        if (step := self.begun) is None:
+            return None
+        if self._work is None:  # the others have nothing to do, but must stop where the leader does
+            if wait:
+                self.begun = None
+                codec.raise_failure([self._pod.get(LEADER, f"evaluated/{step}", self._deadline_s)])
+            return None
+        if not wait and not (self._work.done() and self._work.exception() is None):
+            return None
+        work, self._work = self._work, None
+        messages = work.result()
+        failed = [message for message in messages if "error" in message.value]
+        if failed and not wait:
+            self._work = work
+            return None
+        self.begun = None
+        self._done(step)
+        assert self._given is not None
+        self._given.forget([leases.evaluation(step)])
+        self._pod.channel.put(f"evaluated/{step}", next(iter(failed), Message({})))
+        codec.raise_failure(messages)
+        samples = [sample for message in messages for sample in message.value["samples"]]
+        names = dict.fromkeys(name for m in messages for name in m.arrays)  # a small set is on some hosts alone
+        scores = {name: np.concatenate([m.arrays[name] for m in messages if name in m.arrays]) for name in names}
+        return step, summarised(scores), samples[: len(messages[0].value["samples"])]
+
+    def close(self) -> None:
+        """Waits for nothing."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def offer(pod: Pod, lease: Lease, made: Scored | BatchError) -> None:
+    """Offers the leader the scores of a rollout host's share, or says why there are none."""
+    if isinstance(made, BatchError):
+        pod.channel.put(lease.key("scores"), codec.failure(made))
+    else:
+        scores, samples = made
+        pod.channel.put(lease.key("scores"), Message({"samples": codec.plain(samples)}, scores))
+
+
+class HostBeside:
+    """The side of a rollout host, for evaluations that training does not stop for; its calls are on the thread.
+
+    Attributes:
+      beside: makes them, piece by piece.
+      failed: why a share could not be scored, until it is raised.
+      step: of the evaluation that was begun last.
+    """
+
+    def __init__(self, beside: Beside):
+        """Begins nothing yet."""
+        self.beside, self.step = beside, 0
+        self.failed: BatchError | None = None
+        self._kept: Policy | None = None
+
+    def keep(self, policy: Policy) -> None:
+        """Takes the policy that is evaluated next."""
+        self._kept, self.step = policy, policy.version
+
+    def has(self, step: int) -> bool:
+        """True where the policy after a step is kept here."""
+        return self._kept is not None and self._kept.version == step
+
+    def begin(self, step: int, part: tuple[int, int], done: Callable[[Scored | BatchError], None]) -> None:
+        """Begins a share of the evaluation after a step."""
+        assert self._kept is not None
+
+        def ended(made: Scored | BatchError) -> None:
+            self.failed = made if isinstance(made, BatchError) else self.failed
+            done(made)
+
+        self.beside.begin(self._kept, step, part, ended)
+
+    def finish(self) -> None:
+        """Makes all that is left.
+
+        Raises:
+          BatchError: a share could not be scored.
+        """
+        self.beside.finish()
+        failed, self.failed = self.failed, None
+        if failed is not None:
+            raise failed
