@@ -68,7 +68,8 @@ _TOOLS = (
 _PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # a replay's, too
 VARIANTS = {
     "single": _SAMPLED,
-    "lora, stale": (*_SAMPLED, *_ADAPTERS, *_STALE, *_TAUGHT, "--config.grpo.reward_coef=1.0"),
+    "lora, stale": (*_SAMPLED, *_ADAPTERS, *_STALE),
+    "opd": (*_SAMPLED, *_TAUGHT, "--config.grpo.reward_coef=1.0"),
     "ppo": (*(flag.replace("config.grpo.", "config.ppo.") for flag in _SAMPLED), "--config.algorithm=ppo"),
     **{name: _answers(name) for name in ANSWERS},
     "shared": (*_SAMPLED, "--local_processes=2"),

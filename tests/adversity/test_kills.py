@@ -25,7 +25,7 @@ from processes import comparable, job, run, same_end
 pytestmark = pytest.mark.e2e
 # With those of the tests below 28 in all; a life of a pod costs twice that of one process. DPO and SFT are killed in
 # tests/e2e/test_supervised_runs.py.
-KILLS = {"single": 2, "lora, stale": 1, "ppo": 2, "kto": 1, "reward_model": 1, "wall": 2, "wall, split": 2}
+KILLS = {"single": 2, "opd": 1, "ppo": 2, "kto": 1, "reward_model": 1, "wall": 2, "wall, split": 2}
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as users' are
 # Steps that a process is killed after; a rollout host of a split pod takes nobody along, mostly.
 STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
