@@ -55,7 +55,7 @@ PODS = {
 }
 SPLIT = PODS["split, 4 hosts"]
 REPLICA = (
-    *(*SPLIT, "--fake_devices=1", "--config.trainer.max_steps=4", "--config.eval.problems=0"),
+    *(*SPLIT, "--fake_devices=1", "--config.trainer.max_steps=5", "--config.eval.problems=0"),
     *("--config.roles.trainer.mesh=seq=2", "--config.roles.rollout.mesh=tensor=2"),
 )
 
@@ -270,8 +270,11 @@ def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypa
                 logs = {"logs": tmp_path / f"joined-{index}"}
                 stack.enter_context(job(tmp_path / f"joined-{index}" / "run", *flags, f"--join={leader}", **logs))
         running.wait_for_step(1)
+        head = process(running.process.pid, 2)
+        os.kill(head, signal.SIGSTOP)  # the run waits for its samples meanwhile
         running.wait_for("the replica", lambda: "makes samples from now on, one of 2 hosts" in running.stderr)
         os.kill(process(running.process.pid, 3), signal.SIGKILL)
+        os.kill(head, signal.SIGCONT)
         running.wait_for_step(3)
         os.kill(process(running.process.pid, 0), signal.SIGKILL)
         assert running.end() == 42, running.stderr
