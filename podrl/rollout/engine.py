@@ -15,11 +15,10 @@ from jaxtyping import Array, Int
 
 from podrl.mesh import rules
 from podrl.mesh.build import check_decodes
-from podrl.mesh.chips import chip_of
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.rollout import attention
-from podrl.rollout.page_attention import takes
+from podrl.rollout.page_attention import pays
 from podrl.rollout.reads import ReadList
 from podrl.rollout.sampling import LaneSampling, draw
 from podrl.rollout.state import FREE, SEAT, DecodeState, Emitted, EngineShape, LaneUpdates
@@ -35,17 +34,6 @@ class Program(NamedTuple):
     name: str
     jitted: Any
     args: tuple[PyTree, ...]
-
-
-def pays(model: ModelConfig, mesh: Mesh, shape: EngineShape, dtype: jnp.dtype) -> bool:
-    """Whether the kernel of podrl.rollout.page_attention reads less of HBM than XLA's form: counted, docs/planning.md.
-
-    It does where a device is two cores, which share no near memory: XLA then writes gathered pages to HBM.
-    """
-    chip = chip_of(mesh.devices.flat[0].device_kind)
-    whole = model.num_kv_heads % mesh.shape["tensor"] == 0
-    taken = takes(shape.page_tokens, model.head_dim, dtype, numbers=shape.reads().size)
-    return chip is not None and chip.cores > 1 and whole and taken
 
 
 class Engine:
@@ -75,14 +63,16 @@ class Engine:
           dtype: of weights and pools.
           several_hosts: the mesh's devices belong to several processes, which all call the same programs in the same
             order: what is read on the host is then the same on every device.
-          kernel: decode with the TPU kernel; None: where it reads less (`pays`).
+          kernel: decode with the TPU kernel; None: where it reads less (podrl.rollout.page_attention).
         """
         check_decodes(mesh, key="mesh of the engine")
         self.several_hosts = several_hosts
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
-        self.kernel = pays(model, mesh, shape, dtype) if kernel is None else kernel
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.read_shape = shape.reads()
+        if kernel is None:
+            kernel = pays(model, mesh, shape.page_tokens, self.read_shape.size, dtype)
+        self.kernel = kernel
         self.unrolled = model.num_layers <= UNROLLED_LAYERS
         self._rows = NamedSharding(mesh, self._batch_spec())
         self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())

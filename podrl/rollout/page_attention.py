@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from podrl.mesh.chips import chip_of
 from podrl.models.attention import NEG_INF
+from podrl.models.config import ModelConfig
 
 _LANES, _ROWS = 128, 8  # of a register in float32
 _PAGES = 8  # of a block, if its keys and values take at most _BUFFER bytes
@@ -49,6 +52,17 @@ def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) ->
     """
     tiles = head_dim % _LANES == 0 and page_tokens % (_ROWS * 4 // jnp.dtype(dtype).itemsize) == 0
     return tiles and 4 * numbers <= _SCALAR_BYTES
+
+
+def pays(model: ModelConfig, mesh: Mesh, page_tokens: int, numbers: int, dtype: jnp.dtype) -> bool:
+    """Whether `page_attention` takes such pages and lists and reads less of HBM than XLA's form.
+
+    It does (counted, docs/planning.md) where a device is two cores, which share no near memory: XLA then writes the
+    pages that it gathers to HBM.
+    """
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    whole = model.num_kv_heads % mesh.shape["tensor"] == 0
+    return chip is not None and chip.cores > 1 and whole and takes(page_tokens, model.head_dim, dtype, numbers=numbers)
 
 
 def page_attention(

@@ -15,8 +15,8 @@ from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.hlo import cost_of
 from podrl.rollout import attention
 from podrl.rollout.config import RolloutConfig
-from podrl.rollout.engine import Engine, pays
-from podrl.rollout.page_attention import takes
+from podrl.rollout.engine import Engine
+from podrl.rollout.page_attention import pays, takes
 from podrl.rollout.reads import LaneReads, Page, ReadShape
 from podrl.rollout.sizes import engine_shape
 
@@ -105,7 +105,8 @@ def test_compiles_for_every_tpu_and_reads_each_page_once(topology: str, monkeypa
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     engine, programs = _engine(topology, "data=-1,tensor=2", kernel=True)
-    assert pays(engine.model, engine.mesh, engine.shape, engine.dtype) == topology.startswith("v5p")
+    where = (engine.model, engine.mesh, engine.shape.page_tokens, engine.read_shape.size, engine.dtype)
+    assert pays(*where) == topology.startswith("v5p") and not pays(*where[:3], 1 << 20, engine.dtype)
     chip = parse_topology(topology, key="--topology").chip
     generate = programs["generate"]
     text = generate.jitted.lower(*generate.args).compile(compiler_options=dict(chip.compiler) or None).as_text()
