@@ -6,7 +6,10 @@ from podrl.runtime.roles import ROLLOUT
 
 
 def check_evaluation(job: Any) -> None:
-    """Refuses sets of eval.sets whose sizes do not fit a job, and evaluations beside training where that cannot be.
+    """Refuses sets of eval.sets whose sizes do not fit the job, and evaluations beside training where that cannot be.
+
+    Args:
+      job: a podrl.job.config.Job, complete.
 
     Raises:
       ValueError: says which, and what to set.
