@@ -125,6 +125,7 @@ def test_a_pod_trains_like_one_process(tmp_path, alone, undisturbed, pod):
     assert [str(found) for found in examine(str(finished.workdir)) if found.sample.startswith("trace/")] == []
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
     pod = ("--local_processes=2", f"--topology={topology}", "--config.rollout.merge_adapters=True")
@@ -136,6 +137,7 @@ def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
     assert all(record["sampler/abs_diff"] < 1e-5 for record in records), records
 
 
+@pytest.mark.optimised
 def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process(tmp_path):
     """Also after a kill, when each host gets its share of the samples back that were open.
 

@@ -10,7 +10,7 @@ import pytest
 from processes import comparable, environment, job, run, same_end
 from test_pods import process
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
 SMALL = (
     *("--config.trainer.max_steps=6", "--config.checkpoint.every=2", "--config.eval.problems=16"),
     *("--config.eval.samples=1", "--config.log.to=()"),
