@@ -1,7 +1,7 @@
 """How tests compile with least effort, in their own process and in those that they start.
 
-A test stays with optimised programs (mark `optimised`) where two of them that are written differently must agree to the last
-bits, or nearly, and where a user's run is what it tests.
+A test stays with optimised programs (mark `optimised`) where two of them that are written differently must agree to the
+last bits, or nearly, and where a user's run is what it tests.
 """
 
 from collections.abc import Mapping

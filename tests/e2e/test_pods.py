@@ -157,6 +157,7 @@ def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process
     assert away[0] == pytest.approx(0.0, abs=1e-6) and max(away) > 1e-4
 
 
+@pytest.mark.optimised
 def test_the_divergence_from_a_teacher_in_pods_of_two_is_that_of_one_process(tmp_path):
     """Over the policy's likeliest ids, beside rewards; also after a kill. The teacher has two narrow layers."""
     mesh, ids = make_mesh("fsdp=1", jax.devices()[:1]), read_config(TINY).vocab_size
@@ -213,6 +214,7 @@ def test_evaluations_beside_the_training_of_a_pod_are_those_of_one_process(tmp_p
     assert [r["step"] for r in theirs if "eval/few/records" in r] == [0, 4, 6]
 
 
+@pytest.mark.optimised
 def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill.
 
