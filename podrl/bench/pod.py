@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from podrl.learner.hosting import HostRollouts
 from podrl.learner.loop import Schedule, Start, train
-from podrl.learner.rollouts import RemoteRollouts
+from podrl.learner.pods.host import HostRollouts
+from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.rundir.accord import Accord
 from podrl.rundir.profiler import Profiler
 from podrl.runtime.message import Message

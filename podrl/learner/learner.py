@@ -18,8 +18,8 @@ from podrl.learner.evaluate import EvalConfig, Evaluator, is_beside
 from podrl.learner.evaluations.beside import Apart
 from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
-from podrl.learner.hosting import place_of
 from podrl.learner.loop import Schedule
+from podrl.learner.place import place_of
 from podrl.learner.playing import REWARD_NAME, environment_config, playing
 from podrl.learner.ppo import PPO
 from podrl.learner.recorder import HostRecorder, Recorder, Report

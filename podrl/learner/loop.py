@@ -1,8 +1,8 @@
 """The training loop of every algorithm in every process: read this first, then podrl/learner/grpo.py.
 
-Three collaborators do the work. `rollouts` makes batches of experience from the newest weights: in this process, on
-other hosts, or as this host's share of a pod (podrl/learner/rollouts.py). `algorithm` turns a batch into optimizer
-updates: GRPO, PPO, SFT, DPO. `recorder` holds what outlives the process: metrics, checkpoints, evaluations, and the
+Three collaborators do the work. `rollouts` makes batches of experience from the newest weights: in this process
+(podrl/learner/rollouts.py), on other hosts, or as this host's share of a pod (podrl/learner/pods/). `algorithm` turns a
+batch into optimizer updates: GRPO, PPO, SFT, DPO. `recorder` holds what outlives the process: metrics, checkpoints, evaluations, and the
 wish to stop (podrl/learner/recorder.py). Every process runs these lines unchanged.
 """
 

@@ -35,7 +35,7 @@ class Profiler:
     """Writes profile/HOST/ in the run directory, which XProf and TensorBoard open.
 
     Each process profiles itself. The processes of a pod have the same `wanted`, which the leader decides and the others
-    are told before the step (podrl/learner/rollouts.py, Accord). A profile that cannot be written never ends a run.
+    are told before the step (podrl/rundir/accord.py). A profile that cannot be written never ends a run.
 
     Attributes:
       wanted: first and last step of the profile that is due or under way; None for none.

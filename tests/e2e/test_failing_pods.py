@@ -93,10 +93,10 @@ def changed(rollouts):
 
 def join_and_change(*args, **settings):
     pod = join(*args, **settings)
-    from podrl.learner import hosting, rollouts  # not before: it imports jax
+    from podrl.learner.pods import host, trainer  # not before: it imports jax
 
-    changed(hosting.HostRollouts)
-    changed(rollouts.RemoteRollouts)
+    changed(host.HostRollouts)
+    changed(trainer.RemoteRollouts)
     return pod
 
 

@@ -13,10 +13,10 @@ from endpoints import joined
 from podrl.data.curriculum import ChosenStream
 from podrl.data.pools import Curriculum, CurriculumConfig
 from podrl.data.stream import Limit
-from podrl.learner.hosting import HostRollouts
 from podrl.learner.loop import Schedule, Start, train
+from podrl.learner.pods.host import HostRollouts
+from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import HostRecorder
-from podrl.learner.rollouts import RemoteRollouts
 from podrl.rollout.config import RolloutConfig
 from podrl.rollout.partial import Partial
 from podrl.rollout.windows import Quantum

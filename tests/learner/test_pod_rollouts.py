@@ -8,9 +8,9 @@ import pytest
 from endpoints import joined
 
 from podrl.bench import pod as bench
-from podrl.learner.hosting import HostRollouts
 from podrl.learner.loop import Schedule, Start
-from podrl.learner.rollouts import RemoteRollouts
+from podrl.learner.pods.host import HostRollouts
+from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.rundir.accord import Accord
 from podrl.runtime.roles import Hosts
 

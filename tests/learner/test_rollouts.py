@@ -5,7 +5,8 @@ import types
 import pytest
 
 from podrl.learner.loop import Start
-from podrl.learner.rollouts import GivenAnswers, RemoteBatch
+from podrl.learner.pods.trainer import RemoteBatch
+from podrl.learner.rollouts import GivenAnswers
 
 
 class Place:

@@ -13,10 +13,11 @@ import pytest
 from endpoints import joined
 from test_elastic_hosts import DEADLINE_S, HOSTS, G, P, Stream, T, Weights, run
 
-from podrl.learner.hosting import HostRollouts, _clock
 from podrl.learner.loop import Schedule, Start, train
+from podrl.learner.place import _clock
+from podrl.learner.pods.host import HostRollouts
+from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import HostRecorder
-from podrl.learner.rollouts import RemoteRollouts
 from podrl.rollout.config import RolloutConfig
 from podrl.rollout.partial import join_prompts, of_message
 from podrl.rollout.wall_journal import NAME, WallJournal

@@ -1,0 +1,105 @@
+"""Chooses the source of this process's batches: itself, or by its role in a pod."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.data.pools import Curriculum
+from podrl.learner import experience as codec
+from podrl.learner.evaluate import is_beside
+from podrl.learner.evaluations.beside import Beside
+from podrl.learner.loop import Schedule
+from podrl.learner.pods.host import HostRollouts
+from podrl.learner.pods.trainer import RemoteRollouts
+from podrl.learner.recorder import Stream
+from podrl.learner.rollouts import Generate, LocalRollouts
+from podrl.rollout.windows import WHOLE, Quantum
+from podrl.rundir.accord import Accord
+from podrl.rundir.run import Run
+from podrl.runtime.message import Message
+from podrl.runtime.pod import LEADER, Pod
+
+
+def place_of(
+    cluster: RLCluster,
+    stream: Stream | None,
+    run: Run,
+    schedule: Schedule,
+    trained: Any,
+    generate: Generate | None,
+    evaluator: Any,
+    pod: Pod | None,
+    given: bool,
+    shared: Mapping[str, Any],
+    curriculum: Curriculum | None = None,
+) -> tuple[Any, Callable[[], bool]]:
+    """Makes the source of this process's batches; returns it, and what says that the run was asked to stop.
+
+    Arguments as of `fit`; `shared` says how hosts share a batch.
+    """
+    deadline_s = 4 * run.log_config.stall_s
+    wall, quantum = _clock(cluster, schedule, run, pod, given=given)
+    makes: Any = {"generate": generate, "evaluator": evaluator}
+    if pod is None:
+        assert stream is not None
+        beside = Beside(evaluator, run.spans) if is_beside(evaluator) else None
+        place: Any = LocalRollouts(cluster, stream, run, quantum=quantum, wall=wall, beside=beside, **makes)
+        return place, run.stopping
+    if is_beside(evaluator) and pod.seat.hosts.replica > 1:
+        raise ValueError(
+            f"eval.beside=True keeps a copy of the weights on each rollout host, and {pod.seat.hosts.replica} hosts "
+            "hold each copy together: set eval.beside=False, or a roles.rollout.mesh with a copy on every host."
+        )
+    share_spans(pod, run)
+    accord = Accord(pod, run, deadline_s)
+    if trained is not None:
+        assert stream is not None
+        rows = codec.AGED_ROWS if schedule.max_staleness > 1 else codec.NEEDED_ROWS
+        needed: Any = {"needed": trained.needed, "quantum": quantum, "deadline_s": deadline_s, "rows": rows}
+        needed |= {"curriculum": curriculum, "wall": wall}
+        place = RemoteRollouts(cluster, stream, run, pod, accord, begun=schedule.begun, **needed, **shared)
+    else:
+        host: Any = makes | {"windows": quantum.used, "deadline_s": deadline_s, "curriculum": curriculum}
+        host["wall"] = bool(wall)
+        place = HostRollouts(cluster, stream, run, pod, accord, **host)
+    return place, accord.stopping
+
+
+def _clock(cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, given: bool) -> tuple[int, Quantum]:
+    """The staleness by the wall clock, 0 where that decides nothing, and the quantum of windows.
+
+    Raises:
+      ValueError: a run by the wall clock cannot be here.
+    """
+    own = isinstance(cluster.config.rollout_engine, str)  # another engine makes whole batches
+    if given or cluster.config.rollout().clock == "tokens":
+        return 0, Quantum(cluster.config.rollout(), windows=schedule.max_staleness if own else 1)
+    if pod is not None and pod.seat.hosts.replica > 1:
+        raise ValueError(
+            "rollout.clock='wall' needs a whole copy of the weights on each rollout host, and here "
+            f"{pod.seat.hosts.replica} hold one together: give roles.rollout.mesh as many copies as hosts, or set "
+            "rollout.clock='tokens'."
+        )
+    if run.workdir is None and (pod is None or pod.leads):
+        raise ValueError("rollout.clock='wall' keeps a journal: give --workdir, or set rollout.clock='tokens'.")
+    if not own:
+        raise ValueError("rollout.clock='wall' needs podrl's own engine: set rollout.clock='tokens' for another.")
+    return schedule.max_staleness, WHOLE
+
+
+def share_spans(pod: Pod, run: Run) -> None:
+    """Has the spans of a pod's processes sent to the leader, which writes them; nobody waits for that."""
+    run.spans.host = pod.name
+
+    def received(message: Message) -> Message:
+        if run.tracing is not None:
+            run.tracing.add_spans(message.value)
+        return Message()
+
+    def send(spans: list[dict[str, Any]]) -> None:
+        pod.channel.request(pod.address(LEADER), "call", "spans", Message(spans))
+
+    if pod.leads:
+        pod.channel.serve("spans", received)
+    elif run.log_config.trace != "off":
+        run.spans.send = send

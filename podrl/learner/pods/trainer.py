@@ -1,0 +1,350 @@
+"""A trainer host of a pod: follows the batches that rollout hosts make, and fetches the rows that it trains on."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.data.pools import Curriculum
+from podrl.learner import experience as codec
+from podrl.learner.evaluations.hosts import GivenEvaluations
+from podrl.learner.loop import InFlight, Start
+from podrl.learner.recorder import Stream
+from podrl.rollout.partial import Partial, join, of_message
+from podrl.rollout.wall_queue import WallQueue
+from podrl.rollout.windows import WHOLE, Quantum, Ready, longest_of
+from podrl.rundir import leases
+from podrl.rundir.accord import Accord
+from podrl.rundir.leases import Given, Lease, Told
+from podrl.rundir.run import Run
+from podrl.runtime.message import Message
+from podrl.runtime.pod import MovedError, Pod
+from podrl.types import Experience, Policy
+
+_ASKING = 256  # hosts asked at a time
+_AGAIN_S = 0.05  # until the news is here of who has a lease now
+
+
+class RemoteRollouts:
+    """Runs on a trainer host: receives batches from the rollout hosts and sends weights to them.
+
+    Every trainer host runs the same steps in the same order; the leader also tells the rollout hosts where to begin,
+    and collects what they measured.
+    """
+
+    def __init__(
+        self,
+        cluster: RLCluster,
+        stream: Stream,
+        run: Run,
+        pod: Pod,
+        accord: Accord,
+        *,
+        needed: Callable[[int, Experience], np.ndarray] | None,
+        deadline_s: float,
+        quantum: Quantum = WHOLE,
+        rows: Sequence[str] = codec.NEEDED_ROWS,
+        begun: Callable[[int], Iterable[int]] = lambda step: (),
+        prompts: int = 0,
+        whole: bool = False,
+        group_size: int = 0,
+        wall: int = 0,
+        curriculum: Curriculum | None = None,
+    ):
+        """Nothing runs yet.
+
+        Args:
+          cluster: with this host's part of the trainer's mesh.
+          stream: the data; read where batches are given answers, and by the wall clock on the leader.
+          run: the watchdog.
+          pod: the job's processes, all there.
+          accord: of this process.
+          needed: (step, batch) -> samples whose rows this host's devices train on; None where `submit` is never called.
+          deadline_s: the longest wait for any of the rollout hosts.
+          quantum: of the samples' windows, which the leader sets.
+          rows: the arrays of samples that training reads.
+          begun: (steps done) -> steps whose batches may be under way then.
+          prompts: of a batch; 0 where batches are given answers.
+          whole: a batch is made in as many shares as the configuration has rollout hosts, whoever makes them: what is
+            made of a prompt may depend on the others of its share.
+          group_size: samples of a prompt.
+          wall: staleness by the wall clock, 0 without.
+          curriculum: of the data; the hosts that draw prompts are told what it learns.
+        """
+        self._curriculum = curriculum
+        self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
+        self._needed, self._quantum, self._deadline_s, self._begun = (
+            needed,
+            quantum,
+            deadline_s,
+            begun if prompts else lambda step: (),
+        )
+        self._rows = rows
+        self._shares = max(len(pod.seat.hosts.heads), 1)  # all may come later
+        cut: Any = {"pieces": prompts, "whole": self._shares if whole else 0, "ending": accord.ending}
+        self._given = Given(pod, deadline_s, **cut) if pod.leads else None
+        self._told = None if pod.leads else Told(pod, deadline_s)
+        self._leases: Any = self._given or self._told
+        self._wall, self._queue = wall, None
+        if wall and self._given is not None:
+            of_groups: Any = {"staleness": wall, "size": prompts, "group_size": group_size, "deadline_s": deadline_s}
+            self._queue = WallQueue(pod, self._given, run, read=self.next_batch, **of_groups)
+        done = lambda step: self._start.evaluated.add(step)  # noqa: E731 - for hosts that come from then on
+        self._evaluations = GivenEvaluations(pod, self._given, deadline_s, self._scores, done)
+        self._opened = 0  # batches before that of this step have hosts
+        self._taken_over = 0  # leases, as far as metrics tell
+        self._at = 0  # the step agreed on last
+        self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="podrl-gather")
+        self._positions: dict[int, bytes] = {}  # of the data stream after each step's batch
+        self._start = Start(0, b"", (), set())
+
+    def resume(self, start: Start) -> Sequence[InFlight]:
+        self._start, self._opened = start, start.step + len(start.pending)
+        if self._given is not None:
+            partial = [batch for batch in start.pending if isinstance(batch, Partial) and self._queue is None]
+            if self._queue is not None:
+                self._queue.resume(start.step, start.pending)
+            for batch in partial:
+                self._pod.channel.put(f"partial/{batch.step}", batch.message())
+            begun = {leases.batch(batch.step): batch.quantum for batch in partial}
+            known = () if self._wall else start.pending  # by the wall clock hosts get single groups
+            self._given.serve(start.step, self._begins(start.step, start.data_state, known), begun)
+        else:  # all evaluate after the same steps; metrics.jsonl is the leader's
+            with self._run.watchdog.stage("waiting for trainer 0 to restore"):
+                told = self._leases.enter()
+            start.evaluated.clear()
+            start.evaluated.update(told["evaluated"])
+            self._leases.follow()
+        batches: list[InFlight] = []
+        for step, batch in enumerate(start.pending, start.step):
+            self._positions[step] = batch.data_state
+            if isinstance(batch, Partial):
+                self._quantum.restore(start.step, batch.longest)
+                batches.append(RemoteBatch(self, step, whole=self._pod.leads))
+            else:
+                self._quantum.saw(step, longest_of(batch))
+                batches.append(Ready(batch))
+        return batches
+
+    def agree(self, step: int) -> None:
+        self._at = step
+        if self._given is None:
+            self._accord.agree(step)
+            self._leases.take(self._accord.tasks)
+        else:
+            tasks, word = self._give(step), self._curriculum and self._curriculum.word(step)
+            if self._queue is not None:
+                word = self._queue.advance(step, max(self._begun(step), default=step - 1) + 1)
+            self._accord.agree(step, tasks, word)
+        taken = self._accord.taken
+        begun = self._evaluations.begun
+        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, taken, begun))
+
+    def _give(self, step: int) -> dict[str, Any]:
+        """Gives, on the leader, the batches that are begun at a step to rollout hosts, all of which are there."""
+        assert self._given is not None
+        if step > self._start.step:
+            start = self._begins(step, self._positions.pop(step - 1, b""))
+            with self._run.watchdog.stage("rollout"):
+                self._given.advance(step, start, waits=self._pod.seat.disposable)
+        quantum, tasks = self._quantum.of(step) if self._quantum.used else 0, {}
+        for batch in (b for b in self._begun(step) if b >= self._opened and not self._wall):
+            tasks |= self._given.open(leases.batch(batch), step, quantum)
+            self._opened = batch + 1
+        return tasks
+
+    def publish(self, step: int) -> Policy:
+        if self._evaluations.begun is not None:  # rollout hosts have nothing else to do until they are told
+            with self._run.watchdog.stage("update"):
+                jax.block_until_ready(self._cluster.state.params)
+        self.agree(step)
+        return self.move(step, in_place=True)
+
+    def move(self, step: int, *, in_place: bool) -> Policy:
+        with self._run.watchdog.stage("publish"):
+            return self._cluster.sync_weights(step, in_place=in_place)
+
+    def submit(self, policy: Policy, step: int) -> InFlight:
+        return RemoteBatch(self, step, whole=self._pod.leads)
+
+    def next_batch(self) -> Any:
+        with self._run.watchdog.stage("data"):
+            return next(self._stream)
+
+    def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
+        """Has the rollout hosts evaluate, and joins their scores on the leader; errors as of `evaluated`."""
+        self.begin_evaluation(policy, step)
+        made = self.evaluated(wait=True)
+        return made and made[1:]
+
+    def begin_evaluation(self, policy: Policy, step: int) -> None:
+        """Gives an evaluation to the rollout hosts, which have the weights."""
+        del policy
+        self._evaluations.begin(step)
+
+    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
+        """As podrl.learner.evaluations.hosts.GivenEvaluations.evaluated."""
+        return self._evaluations.evaluated(wait=wait)
+
+    def unsaved(self) -> bool:
+        """True where a checkpoint would have to wait for an evaluation that the rollout hosts make no more."""
+        return self._evaluations.begun is not None
+
+    def _scores(self, name: str, deadline_s: float) -> list[Message]:
+        return self._collect(name, lambda held: self._from_each(held, self._offered("scores", deadline_s)))
+
+    def gather(self, step: int, *, everything: bool = False) -> Experience:
+        """Collects the batch of a step from all rollout hosts.
+
+        Args:
+          step: whose batch.
+          everything: all rows and texts, not only what this host needs.
+
+        Raises:
+          BatchError: a reward function, or too many samples, failed on one of them, or a service it asks was away.
+          ChannelError: one of them was late.
+        """
+        assert self._needed is not None
+        name = leases.batch(step)
+        with self._run.watchdog.stage("rollout"):
+            if self._queue is not None:
+                self._queue.decide(step)
+            experience = self._collect(name, lambda held: self._gather(step, held, everything))
+        if self._given is not None:
+            taken_over, self._taken_over = self._given.taken_over - self._taken_over, self._given.taken_over
+            counts = {"pod/hosts": float(self._given.hosts), "pod/taken_over": float(taken_over)}
+            counts |= {} if self._queue is None else self._queue.counts(step)
+            experience = dataclasses.replace(experience, counts={**experience.counts, **counts})
+            if len(self._pod.seat.hosts.trainer) == 1:
+                self._given.forget([name])  # nobody asks for it again
+        self._positions[step] = experience.data_state
+        self._quantum.saw(step, longest_of(experience))
+        return experience
+
+    def _gather(self, step: int, held: Sequence[Lease], everything: bool) -> Experience:
+        assert self._needed is not None
+        headers = self._from_each(held, self._offered("header"))
+        codec.raise_failure(headers)
+        names = codec.ALL_ROWS if everything else self._rows
+        experience = codec.assemble(headers, self._cluster.tokenizer.pad_id, names)
+        counts = [len(message.arrays["length_B"]) for message in headers]
+        wanted = np.arange(sum(counts)) if everything else self._needed(step, experience)
+        self._fetch_rows(experience, held, counts, wanted, names)
+        codec.fill_prompts(experience, wanted)
+        if everything or self._pod.leads:
+            experience = codec.with_texts(experience, self._from_each(held, self._offered("texts")))
+        return experience
+
+    def traces(self, step: int) -> bool:
+        """True where this host writes a trace of the batch that step `step` trains on."""
+        traced = self._run.traced
+        return self._pod.leads and traced is not None and traced.wants(step + 1)
+
+    def drawn(self, step: int) -> Partial | None:
+        """Collects, on the leader, what the rollout hosts have of a batch at the begin of a window.
+
+        None where they have all of it.
+        """
+        if self._queue is not None:
+            return self._queue.state(step, self._at)
+        if not self._quantum.used or step <= self._at:
+            return None
+        ask = self._offered(f"partial@{self._at}")
+        messages = self._collect(leases.batch(step), lambda held: self._from_each(held, ask))
+        return dataclasses.replace(join([of_message(m) for m in messages]), longest=self._quantum.state(self._at))
+
+    def close(self) -> None:
+        self._evaluations.close()
+        self._asking.shutdown(wait=False, cancel_futures=True)
+
+    def _fetch_rows(
+        self,
+        experience: Experience,
+        held: Sequence[Lease],
+        counts: list[int],
+        wanted: np.ndarray,
+        names: Sequence[str],
+    ) -> None:
+        starts = dict(zip(held, np.cumsum([0, *counts[:-1]]), strict=True))
+        ends = dict(zip(held, np.cumsum(counts), strict=True))
+
+        def fetch(lease: Lease) -> tuple[np.ndarray, Message] | None:
+            mine = wanted[(wanted >= starts[lease]) & (wanted < ends[lease])]
+            if not len(mine):
+                return None
+            value = {"task": lease.task, "part": [lease.first, lease.last], "names": list(names)}
+            request, moved = Message(value, {"chosen": mine - starts[lease]}), self._moved(lease)
+            found = self._pod.call(lease.host, "rows", request, self._deadline_s, moved=moved)
+            if found.value is not None:  # another process is in that one's place
+                raise MovedError(lease.task)
+            return mine, found
+
+        for fetched in self._from_each(held, fetch):
+            if fetched is not None:
+                codec.fill_rows(experience, *fetched)
+
+    def _collect(self, task: str, ask: Callable[[list[Lease]], Any]) -> Any:
+        """Asks the hosts that have a task's leases, again from the start where one of these changes hands."""
+        while True:
+            held = self._leases.held(task)
+            try:
+                return ask(held)
+            except MovedError:
+                time.sleep(_AGAIN_S)
+
+    def _offered(self, kind: str, deadline_s: float | None = None) -> Callable[[Lease], Message]:
+        wait_s = deadline_s or self._deadline_s
+        return lambda lease: self._pod.get(lease.host, lease.key(kind), wait_s, moved=self._moved(lease))
+
+    def _moved(self, lease: Lease) -> Callable[[], bool]:
+        return lambda: not self._leases.holds(lease)
+
+    def _from_each(self, held: Sequence[Lease], ask: Callable[[Lease], Any]) -> list[Any]:
+        return list(self._asking.map(ask, held))
+
+    def _begins(self, step: int, data_state: bytes, pending: Sequence[Any] = ()) -> Callable[[], dict[str, Any]]:
+        """Returns what rollout hosts are told that begin at a step; `pending`: which batches in flight are whole."""
+        whole = [not isinstance(batch, Partial) for batch in pending]
+        fixed = {"step": step, "pending": whole, "data_state": data_state.decode()}
+
+        def told() -> dict[str, Any]:
+            known = {} if self._curriculum is None else self._curriculum.memory()
+            return {**fixed, "evaluated": sorted(self._start.evaluated), "arrays": known}
+
+        return told
+
+
+class RemoteBatch:
+    """A batch that the rollout hosts are making."""
+
+    def __init__(self, rollouts: RemoteRollouts, step: int, *, whole: bool):
+        """Starts nothing; `whole`: this host's copy is the one that checkpoints hold."""
+        self._rollouts, self._step, self._whole = rollouts, step, whole
+        self._experience: Experience | None = None
+        self._complete = False
+
+    def result(self) -> Experience:
+        """Waits for the batch, with the rows of this host's devices; with all where this host writes its trace."""
+        if self._experience is None:
+            self._complete = self._rollouts.traces(self._step)
+            self._experience = self._rollouts.gather(self._step, everything=self._complete)
+        return self._experience
+
+    def complete(self) -> Experience | Partial:
+        """Waits for the batch with all its rows and texts, on the leader: other hosts' copies are not written.
+
+        A batch that is made in windows is not waited for: what there is of it is enough.
+        """
+        if not self._whole:
+            return self.result()
+        if self._experience is None and (partial := self._rollouts.drawn(self._step)) is not None:
+            return partial
+        if self._experience is None or not self._complete:
+            self._experience = self._rollouts.gather(self._step, everything=True)
+            self._complete = True
+        return self._experience
