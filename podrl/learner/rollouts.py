@@ -19,7 +19,7 @@ Generate = Callable[[Prompts, Policy, int], Experience]
 
 
 class Place(Protocol):
-    """Base of the sources that generate, here and in a pod; GivenAnswers wraps one. `publish` is `agree`, then `move`."""
+    """Base of sources that generate, here and in pods; GivenAnswers wraps one. `publish` is `agree`, then `move`."""
 
     def resume(self, start: Start) -> Sequence[InFlight]: ...
 
