@@ -456,4 +456,5 @@ class _Ends:
 
 def _engine(setting: Setting, mesh: Mesh) -> Engine:
     shape = engine_shape(setting.job.rollout, mesh.shape["data"] * mesh.shape["fsdp"])
-    return Engine(setting.rollout_model, mesh, shape, setting.rollout_dtype(), several_hosts=spreads_copies(mesh))
+    how: Any = {"several_hosts": spreads_copies(mesh), "kernel": setting.job.rollout.page_kernel}
+    return Engine(setting.rollout_model, mesh, shape, setting.rollout_dtype(), **how)

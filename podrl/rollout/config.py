@@ -127,6 +127,8 @@ class RolloutConfig(SamplingSettings):
       merge_adapters: under LoRA, fold the adapters into the weights on the trainer and move the whole model at every
         version: decoding is that of a model without adapters, a move costs that of full training. Otherwise the base
         crosses once, and the engine applies the adapters.
+      page_kernel: on TPU, whether decoding attends in podrl's own kernel (docs/planning.md); None: on chips where it
+        reads less of their memory than XLA's form, v4 and v5p. Samples differ in their last bits between the two.
       Others: defaults of Sampling, see SamplingSettings.
 
     Raises:
@@ -152,6 +154,7 @@ class RolloutConfig(SamplingSettings):
     window_tokens: Count | None = None
     clock: Literal["tokens", "wall"] = "tokens"
     merge_adapters: bool = False
+    page_kernel: bool | None = None
 
     def __post_init__(self):
         super().__post_init__()

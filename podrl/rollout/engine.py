@@ -18,7 +18,7 @@ from podrl.mesh.build import check_decodes
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.rollout import attention
-from podrl.rollout.page_attention import pays
+from podrl.rollout.page_attention import chosen
 from podrl.rollout.reads import ReadList
 from podrl.rollout.sampling import LaneSampling, draw
 from podrl.rollout.state import FREE, SEAT, DecodeState, Emitted, EngineShape, LaneUpdates
@@ -63,16 +63,14 @@ class Engine:
           dtype: of weights and pools.
           several_hosts: the mesh's devices belong to several processes, which all call the same programs in the same
             order: what is read on the host is then the same on every device.
-          kernel: decode with the TPU kernel; None: where it reads less (podrl.rollout.page_attention).
+          kernel: decode with the TPU kernel; None: where it reads less (`podrl.rollout.page_attention.chosen`).
         """
         check_decodes(mesh, key="mesh of the engine")
         self.several_hosts = several_hosts
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.read_shape = shape.reads()
-        if kernel is None:
-            kernel = pays(model, mesh, shape.page_tokens, self.read_shape.size, dtype)
-        self.kernel = kernel
+        self.kernel = chosen(kernel, model, mesh, shape.page_tokens, self.read_shape.size, dtype)
         self.unrolled = model.num_layers <= UNROLLED_LAYERS
         self._rows = NamedSharding(mesh, self._batch_spec())
         self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())

@@ -54,15 +54,33 @@ def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) ->
     return tiles and 4 * numbers <= _SCALAR_BYTES
 
 
-def pays(model: ModelConfig, mesh: Mesh, page_tokens: int, numbers: int, dtype: jnp.dtype) -> bool:
-    """Whether `page_attention` takes such pages and lists and reads less of HBM than XLA's form.
+def chosen(
+    wanted: bool | None, model: ModelConfig, mesh: Mesh, page_tokens: int, numbers: int, dtype: jnp.dtype
+) -> bool:
+    """Whether an engine attends by `page_attention`: as the configuration says, else where it can and pays.
 
-    It does (counted, docs/planning.md) where a device is two cores, which share no near memory: XLA then writes the
+    It pays (counted, docs/planning.md) where a device is two cores, which share no near memory: XLA then writes the
     pages that it gathers to HBM.
+
+    Args:
+      wanted: `rollout.page_kernel`.
+      model, mesh, page_tokens, dtype: of the engine.
+      numbers: see `takes`.
+
+    Raises:
+      ValueError: it is wanted where it cannot be.
     """
-    chip = chip_of(mesh.devices.flat[0].device_kind)
-    whole = model.num_kv_heads % mesh.shape["tensor"] == 0
-    return chip is not None and chip.cores > 1 and whole and takes(page_tokens, model.head_dim, dtype, numbers=numbers)
+    kind = mesh.devices.flat[0].device_kind
+    chip, tensor = chip_of(kind), mesh.shape["tensor"]
+    fits = model.num_kv_heads % tensor == 0 and takes(page_tokens, model.head_dim, dtype, numbers=numbers)
+    if wanted and not (chip and fits):
+        raise ValueError(
+            f"rollout.page_kernel=True needs a TPU, key heads that tensor={tensor} divides, heads of a multiple of "
+            f"{_LANES}, pages of whole tiles and a read list of at most {_SCALAR_BYTES >> 10} KB; here {kind}, "
+            f"{model.num_kv_heads} key heads of {model.head_dim}, rollout.page_tokens={page_tokens}, a list of "
+            f"{4 * numbers >> 10} KB: leave it None."
+        )
+    return chip is not None and fits and (chip.cores > 1 if wanted is None else wanted)
 
 
 def page_attention(

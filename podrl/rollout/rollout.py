@@ -447,7 +447,8 @@ class RolloutWorker:
     def _get_engine(self, params: PyTree) -> Engine:
         if self._engine is None:
             dtype = jnp.dtype(self.config.data_type or params["embed"].dtype)
-            engine = Engine(self.model, self.mesh, self._shape, dtype, several_hosts=self.several_hosts)
+            how: Any = {"several_hosts": self.several_hosts, "kernel": self.config.page_kernel}
+            engine = Engine(self.model, self.mesh, self._shape, dtype, **how)
             check_memory(engine.pool_bytes, self.mesh, self.config, self._shape)
             self._engine = engine
         return self._engine

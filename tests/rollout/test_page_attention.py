@@ -16,8 +16,9 @@ from podrl.plan.hlo import cost_of
 from podrl.rollout import attention
 from podrl.rollout.config import RolloutConfig
 from podrl.rollout.engine import Engine
-from podrl.rollout.page_attention import pays, takes
+from podrl.rollout.page_attention import chosen, takes
 from podrl.rollout.reads import LaneReads, Page, ReadShape
+from podrl.rollout.rollout import RolloutWorker
 from podrl.rollout.sizes import engine_shape
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
@@ -106,7 +107,8 @@ def test_compiles_for_every_tpu_and_reads_each_page_once(topology: str, monkeypa
         monkeypatch.setenv(name, value)
     engine, programs = _engine(topology, "data=-1,tensor=2", kernel=True)
     where = (engine.model, engine.mesh, engine.shape.page_tokens, engine.read_shape.size, engine.dtype)
-    assert pays(*where) == topology.startswith("v5p") and not pays(*where[:3], 1 << 20, engine.dtype)
+    assert chosen(None, *where) == topology.startswith("v5p") and chosen(True, *where) and not chosen(False, *where)
+    assert not chosen(None, *where[:3], 1 << 20, engine.dtype)
     chip = parse_topology(topology, key="--topology").chip
     generate = programs["generate"]
     text = generate.jitted.lower(*generate.args).compile(compiler_options=dict(chip.compiler) or None).as_text()
@@ -115,3 +117,17 @@ def test_compiles_for_every_tpu_and_reads_each_page_once(topology: str, monkeypa
     read = [cost_of(text, named=loops | {name: 3}).read - none for name in ("shared_pages", "own_pages")]
     L, _, K, C, H = engine.pool_shape()
     assert read == [pytest.approx(3 * L * 2 * K // 2 * C * H * 2)] * 2
+
+
+def test_refused_where_it_cannot_be():
+    mesh = make_mesh("tensor=2", jax.devices()[:2], key="mesh")
+    model = gemma2_config(
+        vocab_size=512, num_layers=2, model_dim=256, ffn_dim=512, num_heads=8, num_kv_heads=4, head_dim=128
+    )
+    assert not chosen(None, model, mesh, 64, 100, jnp.dtype("float32"))
+    with pytest.raises(ValueError, match=r"rollout\.page_kernel=True needs a TPU, .* here cpu, 4 key heads of 128"):
+        chosen(True, model, mesh, 64, 100, jnp.dtype("float32"))
+    config = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8, kv_cache_size=16, lanes=2, page_kernel=True)
+    worker = RolloutWorker(model, mesh, config, pad_id=0, eos_ids=(1,), decode=lambda ids: "", seed=0)
+    with pytest.raises(ValueError, match=r"rollout\.page_kernel=True needs a TPU"):
+        worker.warm_up(decoder.init_params(model, jax.random.key(0), jnp.dtype("float32")), lambda line: None)
