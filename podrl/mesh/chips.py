@@ -8,7 +8,7 @@ HBM is what the compiler allots of it, measured by asking for more.
 import dataclasses
 from typing import Any
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Chip:
       options: what the topology needs besides its name.
       compiler: options of the compiler.
       cores: TensorCores of a device, which share HBM and no near memory.
+      near: bytes of near memory of a core, as Pallas has them; only told where there are several.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Chip:
     options: tuple[tuple[str, Any], ...] = ()
     compiler: tuple[tuple[str, Any], ...] = ()
     cores: int = 1
+    near: int = 0
 
 
 # With the collectives of small programs on the SparseCores, libtpu 0.0.42 ends the process on a failed check.
@@ -52,10 +54,12 @@ CHIPS = {
     chip.name: chip
     for chip in (
         Chip(
-            "v4", 275e12, int(30.75 * GIB), 1228e9, 300e9, 6.25e9, 3, 4096, (("chip_config_name", "megacore"),), cores=2
+            *("v4", 275e12, int(30.75 * GIB), 1228e9, 300e9, 6.25e9, 3, 4096, (("chip_config_name", "megacore"),)),
+            cores=2,
+            near=16 * MIB,
         ),
         Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 200e9, 3.125e9, 2, 256),
-        Chip("v5p", 459e12, int(95.74 * GIB), 2765e9, 600e9, 6.25e9, 3, 8960, cores=2),
+        Chip("v5p", 459e12, int(95.74 * GIB), 2765e9, 600e9, 6.25e9, 3, 8960, cores=2, near=64 * MIB),
         Chip("v6e", 918e12, int(31.25 * GIB), 1638e9, 400e9, 12.5e9, 2, 256),
         Chip("tpu7x", 1153e12, int(94.75 * GIB), 3690e9, 300e9, 6.25e9, 3, 9216, compiler=_TENSORCORE_COLLECTIVES),
     )

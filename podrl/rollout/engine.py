@@ -70,7 +70,7 @@ class Engine:
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.read_shape = shape.reads()
-        self.kernel = chosen(kernel, model, mesh, shape.page_tokens, self.read_shape.size, dtype)
+        self.kernel = chosen(kernel, model, mesh, shape.page_tokens, self.read_shape, dtype)
         self.unrolled = model.num_layers <= UNROLLED_LAYERS
         self._rows = NamedSharding(mesh, self._batch_spec())
         self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())

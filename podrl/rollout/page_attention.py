@@ -19,11 +19,13 @@ from jaxtyping import Array, Float, Int
 from podrl.mesh.chips import chip_of
 from podrl.models.attention import NEG_INF
 from podrl.models.config import ModelConfig
+from podrl.rollout.reads import ReadShape
 
 _LANES, _ROWS = 128, 8  # of a register in float32
 _PAGES = 8  # of a block, if its keys and values take at most _BUFFER bytes
 _BUFFER, _VMEM_BYTES = 2 << 20, 32 << 20
 _SCALAR_BYTES = 512 << 10  # half of what a core has
+_SCORES = 6  # arrays of a head's scores that the compiler keeps at once, at most
 
 
 class Runs(NamedTuple):
@@ -44,6 +46,34 @@ class Runs(NamedTuple):
     count_U: Int[Array, " U"]
 
 
+class Sizes(NamedTuple):
+    """What of near memory a run takes: by members W, key heads K and queries G of each, page tokens C, head size H."""
+
+    W: int
+    K: int
+    G: int
+    C: int
+    H: int
+
+    @property
+    def rows(self) -> int:
+        """Queries of a key head, in whole registers."""
+        return -(-self.G // _ROWS) * _ROWS
+
+    def pages(self, dtype: jnp.dtype) -> int:
+        """Most pages of a block."""
+        room = _BUFFER // (2 * self.K * self.C * self.H * jnp.dtype(dtype).itemsize)
+        return max(1, min(room, _PAGES))
+
+    def near(self, dtype: jnp.dtype) -> int:
+        """Bytes of near memory: queries, sums, their statistics, two blocks, and scores with what they are made of."""
+        W, K, _, C, H = self
+        pages = self.pages(dtype)
+        kept = W * K * self.rows * 2 * (H + _LANES) * 4
+        blocks = 2 * 2 * pages * K * C * H * jnp.dtype(dtype).itemsize
+        return kept + blocks + _SCORES * W * self.rows * pages * C * 4
+
+
 def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) -> bool:
     """Whether pages lie in whole tiles, their tokens in rows and their heads in lanes, and the read list fits.
 
@@ -55,7 +85,7 @@ def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) ->
 
 
 def chosen(
-    wanted: bool | None, model: ModelConfig, mesh: Mesh, page_tokens: int, numbers: int, dtype: jnp.dtype
+    wanted: bool | None, model: ModelConfig, mesh: Mesh, page_tokens: int, reads: ReadShape, dtype: jnp.dtype
 ) -> bool:
     """Whether an engine attends by `page_attention`: as the configuration says, else where it can and pays.
 
@@ -64,23 +94,25 @@ def chosen(
 
     Args:
       wanted: `rollout.page_kernel`.
-      model, mesh, page_tokens, dtype: of the engine.
-      numbers: see `takes`.
+      model, mesh, page_tokens, reads, dtype: of the engine.
 
     Raises:
       ValueError: it is wanted where it cannot be.
     """
-    kind = mesh.devices.flat[0].device_kind
-    chip, tensor = chip_of(kind), mesh.shape["tensor"]
-    fits = model.num_kv_heads % tensor == 0 and takes(page_tokens, model.head_dim, dtype, numbers=numbers)
-    if wanted and not (chip and fits):
+    kind, tensor = mesh.devices.flat[0].device_kind, mesh.shape["tensor"]
+    chip, whole = chip_of(kind), model.num_kv_heads % tensor == 0
+    heads = max(model.num_kv_heads // tensor, 1), model.num_heads // model.num_kv_heads
+    near, room = Sizes(reads.members, *heads, page_tokens, model.head_dim).near(dtype), _VMEM_BYTES
+    room = min(room, chip.near) if chip is not None else 0
+    fits = whole and near <= room and takes(page_tokens, model.head_dim, dtype, numbers=reads.size)
+    if wanted and not fits:
         raise ValueError(
             f"rollout.page_kernel=True needs a TPU, key heads that tensor={tensor} divides, heads of a multiple of "
-            f"{_LANES}, pages of whole tiles and a read list of at most {_SCALAR_BYTES >> 10} KB; here {kind}, "
-            f"{model.num_kv_heads} key heads of {model.head_dim}, rollout.page_tokens={page_tokens}, a list of "
-            f"{4 * numbers >> 10} KB: leave it None."
+            f"{_LANES}, pages of whole tiles, a list of at most {_SCALAR_BYTES >> 10} KB, near memory for a run "
+            f"({near >> 20} MiB of {room >> 20}); here {kind}, {model.num_kv_heads} key heads of {model.head_dim}, "
+            f"rollout.page_tokens={page_tokens}, a list of {4 * reads.size >> 10} KB: leave it None."
         )
-    return chip is not None and fits and (chip.cores > 1 if wanted is None else wanted)
+    return fits and ((chip is not None and chip.cores > 1) if wanted is None else wanted)
 
 
 def page_attention(
@@ -110,10 +142,9 @@ def page_attention(
     R, N, H = q_RNH.shape
     _, _, K, C, _ = key_LMKCH.shape
     W, G = runs.lane_UW.shape[1], N // K
-    rows = -(-G // _ROWS) * _ROWS
+    sizes = Sizes(W, K, G, C, H)
+    rows, pages = sizes.rows, min(sizes.pages(key_LMKCH.dtype), runs.page_U.shape[0])
     q_RKgH = jnp.pad(q_RNH.reshape(R, K, G, H).astype(jnp.float32), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
-    room = _BUFFER // (2 * K * C * H * key_LMKCH.dtype.itemsize)
-    pages = max(1, min(room, _PAGES, runs.page_U.shape[0]))
     limits_2 = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
     told = (runs.first_R, runs.number_R, runs.lane_UW.reshape(-1), runs.page_U, runs.start_U, runs.count_U)
     anywhere, wide = pl.BlockSpec(memory_space=pl.ANY), (W, K, rows, _LANES)

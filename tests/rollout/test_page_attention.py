@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +86,25 @@ def test_pages_must_fill_tiles_and_the_list_must_fit():
     assert not takes(16, 128, bf16, numbers=200_000)
 
 
+def test_the_kernel_decodes_where_it_pays_and_fits():
+    """Of v4 the compiler refused 64 members of 8 heads of 256 (17.8 of 16 MiB), and took 16; of v5p it took both."""
+
+    def decodes(kind: str, heads: int = 8, members: int = 16, page_tokens: int = 64, tensor: int = 1, lanes: int = 64):
+        devices = np.array([types.SimpleNamespace(device_kind=kind)] * tensor, object)
+        mesh: Any = types.SimpleNamespace(devices=devices, shape={"data": 1, "fsdp": 1, "tensor": tensor})
+        model = gemma2_config(
+            vocab_size=512, num_layers=2, model_dim=256, ffn_dim=512, num_heads=16, num_kv_heads=heads, head_dim=256
+        )
+        reads = ReadShape(lanes=lanes, shared=lanes * 8, own=lanes * 8, members=members)
+        return chosen(None, model, mesh, page_tokens, reads, jnp.dtype("bfloat16"))
+
+    assert decodes("TPU v4") and decodes("TPU v5") and decodes("TPU v5p") and decodes("TPU v5", members=64)
+    assert not any(decodes(kind) for kind in ("cpu", "NVIDIA H100", "TPU v5 lite", "TPU v6 lite", "TPU7x"))
+    assert not decodes("TPU v4", members=64) and decodes("TPU v4", members=64, tensor=2)
+    assert not decodes("TPU v5", heads=16, members=128) and not decodes("TPU v5", heads=16, page_tokens=1024)
+    assert not decodes("TPU v5", heads=4, tensor=8) and not decodes("TPU v5", lanes=1 << 16)
+
+
 def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
     mesh = make_mesh(spec, parse_topology(topology, key="--topology").devices(), key="mesh")
     model = gemma2_config(
@@ -99,16 +120,14 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_compiles_for_every_tpu_and_reads_each_page_once(topology: str, monkeypatch: pytest.MonkeyPatch):
     env = dict(os.environ)
     prepare(env)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     engine, programs = _engine(topology, "data=-1,tensor=2", kernel=True)
-    where = (engine.model, engine.mesh, engine.shape.page_tokens, engine.read_shape.size, engine.dtype)
-    assert chosen(None, *where) == topology.startswith("v5p") and chosen(True, *where) and not chosen(False, *where)
-    assert not chosen(None, *where[:3], 1 << 20, engine.dtype)
+    assert _engine(topology, "data=-1,tensor=2")[0].kernel == topology.startswith(("v4", "v5p"))
     chip = parse_topology(topology, key="--topology").chip
     generate = programs["generate"]
     text = generate.jitted.lower(*generate.args).compile(compiler_options=dict(chip.compiler) or None).as_text()
@@ -124,9 +143,9 @@ def test_refused_where_it_cannot_be():
     model = gemma2_config(
         vocab_size=512, num_layers=2, model_dim=256, ffn_dim=512, num_heads=8, num_kv_heads=4, head_dim=128
     )
-    assert not chosen(None, model, mesh, 64, 100, jnp.dtype("float32"))
+    assert not chosen(None, model, mesh, 64, ReadShape(2, 4, 16, 16), jnp.dtype("float32"))
     with pytest.raises(ValueError, match=r"rollout\.page_kernel=True needs a TPU, .* here cpu, 4 key heads of 128"):
-        chosen(True, model, mesh, 64, 100, jnp.dtype("float32"))
+        chosen(True, model, mesh, 64, ReadShape(2, 4, 16, 16), jnp.dtype("float32"))
     config = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8, kv_cache_size=16, lanes=2, page_kernel=True)
     worker = RolloutWorker(model, mesh, config, pad_id=0, eos_ids=(1,), decode=lambda ids: "", seed=0)
     with pytest.raises(ValueError, match=r"rollout\.page_kernel=True needs a TPU"):
