@@ -223,8 +223,9 @@ class Evaluator:
             if held.name:
                 scored = _renamed(scored, held.name)
             found |= scored
+            named_P = [one for p in whole for one in p.fields.get("group", [None] * len(p.length_P))]
             for group in () if held.name else self._groups:
-                own_P = np.array([given == group for drawn in whole for given in drawn.fields.get("group", ())], bool)
+                own_P = np.array([one == group for one in named_P])
                 if own_P.any():
                     found |= _renamed({key: value_PG[own_P] for key, value_PG in scored.items()}, f"{_GROUP}{group}")
             shown += [{"set": held.name, **one} if held.name else one for one in greedy.shown]

@@ -88,6 +88,11 @@ def test_groups_of_the_held_out_records_have_metrics_of_their_own():
         "eval/group_hard/records": 1.0,
     }
     assert metrics["eval/records"] == 3.0 and metrics["eval/greedy_answer"] == pytest.approx(2 / 3)
+    cluster.texts = [*"4", *"4x", *"1x3", *"112xx3"]
+    batches = [prompts_with("4"), batch]  # none of the first is in a group
+    evaluate = Evaluator(cluster, batches, config, scorer=right, groups=("easy", "hard", "none"))  # pyright: ignore[reportArgumentType]
+    metrics, _ = evaluate("policy", 0)  # pyright: ignore[reportArgumentType]
+    assert {name: value for name, value in metrics.items() if "/group_" in name} == told
 
 
 def test_groups_of_a_step_have_rewards_of_their_own():
