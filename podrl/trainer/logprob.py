@@ -69,8 +69,6 @@ def token_logprobs(
     Raises:
       ValueError: rows that do not split over the mesh, or a temperature that is not positive.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be positive: set rollout.temperature above 0 for training.")
     B, T, _ = hidden_BTD.shape
     matrix_VD = output_matrix(params)
     head = head_of(matrix_VD.shape, B, T, config, temperature, mesh, chunk_elements)
@@ -100,7 +98,13 @@ def head_of(
     mesh: Mesh | None,
     chunk_elements: int,
 ) -> Head:
-    """Decides how a call with an output matrix of this shape is split over the mesh and into chunks."""
+    """Decides how a call with an output matrix of this shape is split over the mesh and into chunks.
+
+    Raises:
+      ValueError: rows that do not split over the mesh, or a temperature that is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be positive: set rollout.temperature above 0 for training.")
     row_axes: tuple[str, ...] = ()
     time_axes: tuple[str, ...] = ()
     vocab_axes: tuple[str, ...] = ()

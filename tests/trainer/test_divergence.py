@@ -108,6 +108,18 @@ def test_the_exact_divergence_is_the_dense_one(tied, softcap, temperature):
     same(case.exact(), case.expected())
 
 
+def test_a_temperature_of_nothing_is_refused():
+    case = Case(temperature=0.0)
+    policy = Output(case.params, case.hidden_BTD, case.config)
+    where = (case.tokens_BT, case.segment_BT)
+    for run in (
+        lambda: token_divergence(policy, case.teacher(), *where, temperature=0.0),
+        lambda: chosen_logprobs(policy, where[0][..., None], where[1], temperature=0.0),
+    ):
+        with pytest.raises(ValueError, match=r"temperature=0\.0 must be positive: set rollout\.temperature above 0"):
+            run()
+
+
 @pytest.mark.parametrize("vocab", [300, 257])
 def test_vocabulary_chunks_that_overlap_count_once(vocab):
     case = Case(vocab=vocab)
