@@ -24,10 +24,14 @@ from typing import Any
 
 from . import command, gke
 
-# Keys of gke.py; admission to the queue adds others, which are of the quota that it chose for the job.
+# Keys of gke.py; admission to the queue adds others, which are of the quota that it chose for the job. It refuses pods
+# with labels or annotations of another job's quota, and a gate that it set for the job nobody would lift here.
 _SELECTED = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
+_LABELS = ("app.kubernetes.io/name", "app.kubernetes.io/instance")
+_COMPONENT = "app.kubernetes.io/component"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _SPOT = "cloud.google.com/gke-spot"
+_TOLERATED = ("google.com/tpu", _SPOT)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -74,6 +78,8 @@ def manifest(args: argparse.Namespace, runs: Mapping[str, Any]) -> dict[str, Any
     batch = added["spec"]
     pod = batch["template"]["spec"]
     pod["nodeSelector"] = {key: pod["nodeSelector"][key] for key in (*_SELECTED, _SPOT) if key in pod["nodeSelector"]}
+    pod["tolerations"] = [taint for taint in pod["tolerations"] if taint.get("key") in _TOLERATED]
+    pod.pop("schedulingGates", None)
     if args.spot and _SPOT not in pod["nodeSelector"]:
         pod["nodeSelector"][_SPOT] = "true"
         pod["tolerations"].append({"key": _SPOT, "operator": "Exists", "effect": "NoSchedule"})
@@ -83,8 +89,9 @@ def manifest(args: argparse.Namespace, runs: Mapping[str, Any]) -> dict[str, Any
     own = {"PODRL_SLICES": str(args.slices), "PODRL_CHANNEL": channel}
     for variable in container["env"]:
         variable |= {"value": own[variable["name"]]} if variable["name"] in own else {}
-    labels = batch["template"]["metadata"]["labels"]
-    labels = {key: labels[key] for key in ("app.kubernetes.io/name", "app.kubernetes.io/instance")}
+    given = batch["template"]["metadata"]["labels"]
+    batch["template"]["metadata"] = {"labels": {key: given[key] for key in (*_LABELS, _COMPONENT)}}
+    labels = {key: given[key] for key in _LABELS}
     queue = runs["metadata"].get("labels", {}).get(_QUEUE, "") if args.queue is None else args.queue
     owner = {"apiVersion": gke.API, "kind": "JobSet", "name": args.join, "uid": runs["metadata"]["uid"]}
     return {

@@ -16,12 +16,16 @@ CHANNEL = "run1-trainer-0-0.run1:8490"
 
 
 def running(*flags: str) -> dict:
-    """A set of launch.gke as the cluster gives it: with an identity, and what the queue chose for its pods."""
+    """A set of launch.gke as the cluster gives it: with an identity, and what the queue wrote to its pods."""
     document = jobset("--name=run1", *flags, channel="run1-channel-abc123")
     document["metadata"]["uid"] = UID
     for replicated in document["spec"]["replicatedJobs"]:
-        pod = replicated["template"]["spec"]["template"]["spec"]
-        pod["nodeSelector"]["cloud.google.com/reservation-name"] = "ours"
+        template = replicated["template"]["spec"]["template"]
+        template["metadata"]["labels"]["kueue.x-k8s.io/tas"] = "true"
+        template["metadata"]["annotations"] = {"autoscaling.x-k8s.io/consume-provisioning-request": "of-run1"}
+        template["spec"]["nodeSelector"]["cloud.google.com/reservation-name"] = "ours"
+        template["spec"]["tolerations"].append({"key": "of-the-flavor", "operator": "Exists"})
+        template["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/topology"}]
     return document
 
 
@@ -30,10 +34,9 @@ def added(runs: dict, *flags: str) -> dict:
 
 
 def test_added_pods_are_those_of_the_job_and_join_its_trainer():
-    runs = running(
-        "--env=WANDB_API_KEY=w4ndb", "--env=A=b", "--service_account=s", "--", "--config.trainer.max_steps=3"
-    )
-    document = added(runs, "--slices=3")
+    flags = ("--env=WANDB_API_KEY=w4ndb", "--env=A=b", "--service_account=s", "--", "--config.trainer.max_steps=3")
+    document = added(running(*flags), "--slices=3")
+    runs = jobset("--name=run1", *flags, channel="run1-channel-abc123")  # before the queue wrote to it
     theirs, mine = (job(each, "rollout")["template"]["spec"]["template"] for each in (runs, document))
     (other,), (container,) = theirs["spec"].pop("containers"), mine["spec"].pop("containers")
     assert container.pop("command") == [*other.pop("command"), f"--join={CHANNEL}"]
@@ -41,7 +44,6 @@ def test_added_pods_are_those_of_the_job_and_join_its_trainer():
     assert env == [{"name": v["name"], "value": own[v["name"]]} if v["name"] in own else v for v in expected]
     secret = {"secretKeyRef": {"name": "run1-channel-abc123", "key": "secret"}}
     assert {"name": "PODRL_SECRET", "valueFrom": secret} in env
-    theirs["spec"]["nodeSelector"].pop("cloud.google.com/reservation-name")
     assert container == other and mine == theirs
     # The NetworkPolicy of the job, and its deletion, are for these pods, too.
     args, _ = gke.parse(["--config=c", "--workdir=gs://b/r", "--image=i", "--trainer=t", "--rollout=r", "--name=run1"])
