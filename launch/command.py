@@ -110,19 +110,20 @@ def _devices(mesh: str) -> int:
     return math.prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0
 
 
-def job_name(name: str, limit: int) -> str:
+def job_name(name: str, limit: int, flag: str = "--name") -> str:
     """Returns `name` if Kubernetes accepts it as the start of pod and host names.
 
     Args:
       name: the name asked for.
       limit: characters left once Kubernetes has appended role, slice and host.
+      flag: that gave it.
 
     Raises:
       ValueError: not a DNS label of at most `limit` characters.
     """
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > limit:
         raise ValueError(
-            f"--name={name} must be lower-case letters, digits and '-', start with a letter, end with a letter or "
+            f"{flag}={name} must be lower-case letters, digits and '-', start with a letter, end with a letter or "
             f"digit and have at most {limit} characters; this one has {len(name)}."
         )
     return name

@@ -91,7 +91,8 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     else:
         chips = {} if args.join else {"trainer" if "--topology=split" in extra else "all": slices.devices}
         command.check_job(args.config, extra, chips)
-        joins = [f"--join={_TRAINER_0.format(command.job_name(args.join, NAME_LIMIT))}"] if args.join else []
+        leader = _TRAINER_0.format(command.job_name(args.join, NAME_LIMIT, "--join")) if args.join else ""
+        joins = [f"--join={leader}"] if leader else []
         podrl = command.podrl_command(args.config, args.workdir, [*extra, *joins])
         # exec: xpk runs `(COMMAND) &` and sends SIGTERM to that subshell, which without exec would not pass it on.
         words += [f"--docker-image={args.image}", f"--command=exec {shlex.join(podrl)}"]

@@ -112,6 +112,7 @@ def test_headless_pathways_runs_no_program():
         ([*IMAGE, "--join=run1"], "--machine=v6e:4x4*2 would make one cluster of 2 slices"),
         ([*IMAGE, *JOIN[:1], *JOIN[2:]], "--join=run1 needs --env=PODRL_SECRET_FILE=gs://"),
         ([*IMAGE, *JOIN, "--name=run1"], "--name=run1 is the workload that runs"),
+        ([*IMAGE, *JOIN, "--join=Run1"], "--join=Run1 must be lower-case"),
         ([*IMAGE, *JOIN, *PATHWAYS], "leave --pathways out"),
         ([*IMAGE, "--", "--topology=split", "--config.roles.trainer.mesh=fsdp=4"], "roles.trainer.mesh=fsdp=4 take 4"),
     ],
