@@ -231,6 +231,7 @@ class WallQueue:
     def _chosen(self, step: int) -> list[Asked]:
         """The groups of a step's batch; none as long as it has to wait."""
         if (batch := self._journal.batch(step)) is None:
+            self._ask_late_again(step)
             return choose(self._open, step, self._size, self._staleness)
         places, chosen = {group.key: group for group in self._open}, []
         for record in batch["groups"]:
@@ -255,10 +256,28 @@ class WallQueue:
         elif not self._open:  # at the beginning and at the end
             old = []
         else:
-            least = step - self._staleness
-            old = [group.key[0] for group in self._open if group.drawn is not None and group.drawn < least]
+            old = self._too_old(step)
             self._journal.write({"step": step, "again": old})
         self._again = len(old)
+        self._begin_anew(old, step)
+
+    def _ask_late_again(self, step: int) -> None:
+        """Asks again what is known since the begin of a step to be too old: a dispatch may outlast a step of training.
+
+        The journal then has it as if it had been known then, and it is repeated so.
+        """
+        if late := self._too_old(step):
+            old = [*self._journal.again(step), *late]
+            self._journal.write({"step": step, "again": old})
+            self._again = len(old)
+            self._begin_anew(late, step)
+            self._assign()
+
+    def _too_old(self, step: int) -> list[int]:
+        least = step - self._staleness
+        return [group.key[0] for group in self._open if group.drawn is not None and group.drawn < least]
+
+    def _begin_anew(self, old: Sequence[int], step: int) -> None:
         for i, group in enumerate(self._open):
             if group.key[0] in old:
                 if group.host in self._desks:
@@ -276,6 +295,7 @@ class WallQueue:
         there = {host: self._pod.address(host) for host in self._given.members}
         for host in [host for host, desk in self._desks.items() if there.get(host) != desk.address]:
             self._drop(self._desks.pop(host), None)
+            self._failed = None if self._failed == host else self._failed  # others make what it could not
         for host, address in there.items():
             self._desks.setdefault(host, _Desk(address, self._given.members[host]))
         for group in self._open:

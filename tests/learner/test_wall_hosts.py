@@ -1,6 +1,7 @@
 """Groups by the wall clock over hosts that come and go: every prompt once, ages within the bound, all repeated."""
 
 import contextlib
+import json
 import random
 import shutil
 import threading
@@ -309,6 +310,38 @@ def test_groups_past_the_bound_are_asked_again(tmp_path):
     journal = WallJournal(tmp_path / "run")
     again = [(step, index) for step in range(20) for index in journal.again(step)]
     assert again and sum(batch.counts["queue/cancelled"] for batch in seen.values()) == len(again)
+
+
+def test_a_dispatch_that_outlasts_a_step_of_training_makes_no_batch_too_old(tmp_path):
+    """What one host draws in window 3 the leader hears of in step 5 alone, whose bound it is past."""
+    slow, told = threading.Event(), threading.Event()
+
+    def decides(step: int) -> bool:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return any(line["step"] == step and "again" in line for line in lines)
+
+    class Slow(Sampler):
+        def play(self, makings, policy, *, halt, took):
+            new = [one for one in makings if not any(track.sampled for track in one[0].player.tracks)]
+            if policy.version == 3 and new and not slow.is_set():
+                slow.set()
+                super().play([one for one in makings if one is not new[-1]], policy, halt=bool, took=took)
+                for _ in range(1000):
+                    if decides(5):
+                        break
+                    time.sleep(0.01)
+                super().play(new[-1:], policy, halt=bool, took=took)
+                told.set()
+            elif policy.version == 5:
+                told.wait(10.0)
+            super().play(makings, policy, halt=halt, took=took)
+
+    path = tmp_path / "run" / NAME
+    more = {"staleness": 1, "steps": 12}
+    seen, _, _ = train_through(tmp_path / "run", seed=2, sampler=Slow, **more)
+    assert told.is_set()
+    assert_whole(seen, 12, 1)
+    assert_equal(seen, repeated(tmp_path / "run", seed=99, **more))
 
 
 def test_what_the_wall_clock_does_not_go_with_is_refused():
