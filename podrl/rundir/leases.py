@@ -293,6 +293,7 @@ class Given(Leases):
         self._points = [i * pieces // count for i in range(count + 1)] if count else []
         self._whole, self._ending = whole > 0, ending
         self._members: dict[int, int] = {}  # hosts, and the steps they have come to
+        self._entered: dict[int, int] = {}  # by host: the step that it began at
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}  # by step: where one begins that enters then
         self._change = 0
         self._dropped = 0  # changes that are not offered any more
@@ -327,7 +328,7 @@ class Given(Leases):
         with self._changed:
             self._begins(step, start)
             there = [host for host in self._pod.seat.hosts.heads if not self._pod.is_lost(host)]
-            self._members = dict.fromkeys(there, step)
+            self._members, self._entered = dict.fromkeys(there, step), dict.fromkeys(there, step)
         self._pod.on_lost = self._lost
         for host in self._pod.seat.hosts.heads:
             if self._pod.is_lost(host):
@@ -439,7 +440,7 @@ class Given(Leases):
             if process in self._members:
                 step = self._members[process]
             elif process not in self._pod.seat.hosts.trainer and self._pod.is_at(process, message.value["address"]):
-                self._members[process] = step
+                self._members[process] = self._entered[process] = step
                 name = f"{self._pod.seat.hosts.name(process)} (host {process})"
                 _log.warning("%s makes samples from now on, one of %d hosts.", name, len(self._members))
                 self._give_again()
@@ -479,8 +480,10 @@ class Given(Leases):
         for other in others:
             if other.host in of:
                 of[other.host] += other.last - other.first
-        hosts = sorted(of, key=lambda host: (of[host], host))
-        if self._whole or self._tasks[lease.task].groups or lease.task.startswith("evaluation/"):
+        evaluates, since = lease.task.startswith("evaluation/"), self._tasks[lease.task].since
+        # Who came after an evaluation had begun has no copy of its weights.
+        hosts = sorted(of, key=lambda host: (evaluates and self._entered[host] > since, of[host], host))
+        if self._whole or self._tasks[lease.task].groups or evaluates:
             return [dataclasses.replace(lease, host=hosts[0] if hosts else NOBODY)]
         return cut(lease.task, range(lease.first, lease.last + 1), hosts, whole=False)
 

@@ -21,7 +21,7 @@ from podrl.rollout.config import RolloutConfig
 from podrl.rollout.partial import Partial
 from podrl.rollout.windows import Quantum
 from podrl.rundir.accord import Accord
-from podrl.rundir.leases import Given, Lease, Told, batch, cut
+from podrl.rundir.leases import Given, Lease, Told, batch, cut, evaluation
 from podrl.rundir.profiler import Profiler
 from podrl.runtime import channel, joining
 from podrl.runtime import pod as pod_of
@@ -318,6 +318,23 @@ def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
         assert Told(pod, 30.0).enter()["step"] == 0
         waiting.join(30.0)
         assert held == [Lease("batch/0", 0, 2, 3), Lease("batch/0", 2, 4, 3)] and pods[0].waits() == ""
+        pod.channel.close()
+
+
+def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
+    """Another has no copy of the weights, which trainers hold no more; it gets a share where nobody else is left."""
+    with joined(HOSTS, disposable=True) as pods:
+        leader = Given(pods[0], DEADLINE_S, pieces=4)
+        leader.serve(3, lambda: {"step": 3})
+        leader.open_shares(evaluation(3), 2, 3)
+        for step in (4, 5):
+            leader.advance(step, lambda: {"step": 4}, waits=False)
+        late = joining.late_seat(pods[0].channel.address, {"PODRL_SECRET": "s"}, 30.0)
+        pod = Pod(late, host="127.0.0.1").join(30.0, lambda reached, waited_s: "")
+        Told(pod, DEADLINE_S).enter()
+        for lost, others in ((2, [1, 1]), (1, [3, 3])):
+            pods[0].on_lost(lost)
+            assert [lease.host for lease in leader.held(evaluation(3))] == others
         pod.channel.close()
 
 
