@@ -3,13 +3,17 @@
 import dataclasses
 import math
 import types
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
+from endpoints import joined
 
 from podrl.cluster.config import Mode
 from podrl.learner.evaluate import EvalConfig, Evaluator, summarised
 from podrl.learner.evaluations.beside import Beside
+from podrl.learner.evaluations.hosts import GivenEvaluations
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.compose import RewardConfig, Rewards
@@ -17,6 +21,9 @@ from podrl.rollout.config import RolloutConfig
 from podrl.rundir.console import make_console
 from podrl.rundir.spans import Spans
 from podrl.rundir.summary import print_before_after
+from podrl.runtime.message import Message
+from podrl.runtime.pod import Pod
+from podrl.runtime.roles import Hosts
 from podrl.types import NO_EPISODE, STOP_FAILED, BatchError, Policy, Prompts, Rollouts
 
 LIMIT = 9
@@ -231,3 +238,24 @@ def test_a_failure_beside_training_is_raised_once_where_it_is_waited_for():
     with pytest.raises(BatchError, match="the judge is away"):
         beside.take()
     assert beside.take() is None
+
+
+def test_trainer_hosts_agree_on_whether_an_evaluation_forbids_a_checkpoint():
+    """All save together; one that is behind the leader has not heard that the evaluation is made."""
+    with joined(Hosts((0, 1), (2,))) as pods:
+        given: Any = types.SimpleNamespace(open_shares=lambda *_: None, forget=lambda _: None)
+        made = Future[list[Message]]()
+
+        def of(pod: Pod) -> GivenEvaluations:
+            return GivenEvaluations(pod, given if pod.leads else None, 30.0, lambda *_: made.result(), lambda _: None)
+
+        each = [of(pod) for pod in pods[:2]]
+        for one in each:
+            one.begin(3)
+        assert [one.unsaved() for one in each] == [True, True]
+        made.set_result([Message({"samples": []}, {"eval/greedy_answer": np.ones((2, 1))})])
+        assert each[0]._work is not None and each[0]._work.result()
+        assert each[0].evaluated(wait=False) is not None and each[1].evaluated(wait=False) is None
+        assert [one.unsaved() for one in each] == [False, False]
+        for one in each:
+            one.close()

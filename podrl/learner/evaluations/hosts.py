@@ -88,6 +88,13 @@ class GivenEvaluations:
         scores = {name: np.concatenate([m.arrays[name] for m in messages if name in m.arrays]) for name in names}
         return step, summarised(scores), samples[: len(messages[0].value["samples"])]
 
+    def unsaved(self) -> bool:
+        """True on all trainer hosts alike where the leader has not got what was begun; all ask, as one batch failed."""
+        if self._given is not None:
+            self._pod.channel.put("unsaved", Message(self.begun is not None))
+            return self.begun is not None
+        return bool(self._pod.get(LEADER, "unsaved", self._deadline_s).value)
+
     def close(self) -> None:
         """Waits for nothing."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -193,7 +193,7 @@ class RemoteRollouts:
 
     def unsaved(self) -> bool:
         """True where a checkpoint would have to wait for an evaluation that the rollout hosts make no more."""
-        return self._evaluations.begun is not None
+        return self._evaluations.unsaved()
 
     def _scores(self, name: str, deadline_s: float) -> list[Message]:
         return self._collect(name, lambda held: self._from_each(held, self._offered("scores", deadline_s)))
