@@ -60,7 +60,7 @@ def place_of(
         place = RemoteRollouts(cluster, stream, run, pod, accord, begun=schedule.begun, **needed, **shared)
     else:
         host: Any = makes | {"windows": quantum.used, "deadline_s": deadline_s, "curriculum": curriculum}
-        host["wall"] = bool(wall)
+        host |= {"wall": bool(wall), "last": schedule.max_steps}
         place = HostRollouts(cluster, stream, run, pod, accord, **host)
     return place, accord.stopping
 

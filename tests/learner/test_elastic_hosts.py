@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -336,6 +337,39 @@ def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
             pods[0].on_lost(lost)
             assert [lease.host for lease in leader.held(evaluation(3))] == others
         pod.channel.close()
+
+
+def test_a_host_with_nothing_left_to_do_takes_over_a_share_of_the_last_evaluation():
+    """All go when the leader has it, not when their own shares are made."""
+    weights, start, last = Weights(0), Start(5, b"", (), set()), Policy({}, 5)
+    scores: Any = types.SimpleNamespace(scores=lambda policy, step, part: ({"eval/x": np.full((1, 1), part[0])}, []))
+    with joined(HOSTS, disposable=True) as pods:
+        made: Any = {"needed": None, "deadline_s": DEADLINE_S, "prompts": P}
+        leader = RemoteRollouts(weights.offers(), Stream(), run(), pods[0], Accord(pods[0], run(), 30.0), **made)
+        leader.resume(start)
+        made = {"generate": Sampler(), "evaluator": scores, "deadline_s": DEADLINE_S, "last": 5}
+        host = HostRollouts(weights, None, run(), pods[1], Accord(pods[1], run(), 30.0), **made)  # pyright: ignore[reportArgumentType]
+        host.enter()
+        host.resume(start)
+        weights.offers().sync_weights(5, in_place=True)
+        leader.begin_evaluation(last, 5)
+
+        def ends() -> None:
+            host.evaluate(last, 5)
+            host.close()
+
+        found = []
+        going = threading.Thread(target=ends, daemon=True)
+        waiting = threading.Thread(target=lambda: found.append(leader.evaluated(wait=True)), daemon=True)
+        going.start()
+        going.join(0.5)
+        pods[0].on_lost(2)
+        waiting.start()
+        waiting.join(20.0)
+        assert [(step, metrics["eval/x"]) for step, metrics, _ in found] == [(5, 0.5)]
+        going.join(20.0)
+        assert not going.is_alive()
+        leader.close()
 
 
 def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_stops():

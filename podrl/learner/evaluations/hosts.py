@@ -67,7 +67,7 @@ class GivenEvaluations:
         if self._work is None:  # the others have nothing to do, but must stop where the leader does
             if wait:
                 self.begun = None
-                codec.raise_failure([self._pod.get(LEADER, f"evaluated/{step}", self._deadline_s)])
+                codec.raise_failure([self._pod.get(LEADER, evaluated(step), self._deadline_s)])
             return None
         if not wait and not (self._work.done() and self._work.exception() is None):
             return None
@@ -81,7 +81,7 @@ class GivenEvaluations:
         self._done(step)
         assert self._given is not None
         self._given.forget([leases.evaluation(step)])
-        self._pod.channel.put(f"evaluated/{step}", next(iter(failed), Message({})))
+        self._pod.channel.put(evaluated(step), next(iter(failed), Message({})))
         codec.raise_failure(messages)
         samples = [sample for message in messages for sample in message.value["samples"]]
         names = dict.fromkeys(name for m in messages for name in m.arrays)  # a small set is on some hosts alone
@@ -98,6 +98,11 @@ class GivenEvaluations:
     def close(self) -> None:
         """Waits for nothing."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def evaluated(step: int) -> str:
+    """The channel's key of what the leader says when it has all of an evaluation, or why it does not get it."""
+    return f"evaluated/{step}"
 
 
 def offer(pod: Pod, lease: Lease, made: Scored | BatchError) -> None:

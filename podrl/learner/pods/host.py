@@ -15,7 +15,7 @@ from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.evaluate import Evaluator, is_beside
 from podrl.learner.evaluations.beside import Beside
-from podrl.learner.evaluations.hosts import HostBeside, offer
+from podrl.learner.evaluations.hosts import HostBeside, evaluated, offer
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Stream
 from podrl.rollout.partial import Partial, cut, of_message
@@ -56,6 +56,7 @@ class HostRollouts:
         windows: bool = False,
         wall: bool = False,
         curriculum: Curriculum | None = None,
+        last: int | None = None,
     ):
         """Nothing runs yet.
 
@@ -71,8 +72,9 @@ class HostRollouts:
           windows: batches are made in windows.
           wall: the leader gives single groups, and decides by the clock what batches hold.
           curriculum: of the data.
+          last: the step after which hosts go; None for none.
         """
-        self._curriculum = curriculum
+        self._curriculum, self._last = curriculum, last
         self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
         self._generate, self._evaluator, self._deadline_s = generate, evaluator, deadline_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
@@ -190,7 +192,10 @@ class HostRollouts:
         return None if self._stream is None else next(self._stream)
 
     def evaluate(self, policy: Policy, step: int) -> None:
-        """Sends the evaluation of the held-out prompts that this host has leases of to the leader."""
+        """Sends the evaluation of the held-out prompts that this host has leases of to the leader.
+
+        The last one it stays for until the leader has all of it: a host may be lost that has not made its share.
+        """
         name = leases.evaluation(step)
         self._leases.await_task(name)
         try:
@@ -199,6 +204,8 @@ class HostRollouts:
         except BatchError:
             self._pod.await_end(LAST_WORDS_S)  # the trainers save first, then end the job
             raise
+        if step == self._last:
+            self._pod.get(LEADER, evaluated(step), self._deadline_s)
 
     def begin_evaluation(self, policy: Policy, step: int) -> None:
         """Begins the evaluation of this host's leases beside training, of a copy of the weights."""
