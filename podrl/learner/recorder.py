@@ -178,7 +178,6 @@ class Recorder:
 
     def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
         self._flush()
-        self._end_evaluation(wait=False)
         host = self._report.describe(experience) if self._run.leads else {}
         now = time.monotonic()
         host["time/step"], self._last = now - self._last, now
@@ -204,6 +203,7 @@ class Recorder:
         if step == self._schedule.max_steps:
             self._flush()
         self._trained = (step, experience.data_state)
+        self._end_evaluation(wait=False)  # after that: where it fails, this step is saved, whose weights are here
 
     def _take_times(self) -> dict[str, float]:
         """Returns time/STAGE of each stage: seconds since the last call."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -10,7 +11,7 @@ from podrl.learner.grpo import gathered
 from podrl.learner.loop import Schedule
 from podrl.learner.recorder import Recorder, fetched_means
 from podrl.rundir.spans import Spans
-from podrl.types import Policy
+from podrl.types import BatchError, Policy
 
 
 def test_metrics_of_updates_stay_on_the_device_until_they_are_fetched():
@@ -45,6 +46,29 @@ def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
         "no step follows that would send it"
     )
     assert noted == [set(), {0}] and recorder._evaluated == {0, 4}
+
+
+def test_a_step_is_trained_when_an_evaluation_beside_it_fails():
+    """Its weights were saved as those of the step before, and its batch was trained again."""
+
+    def fails(*, wait: bool) -> None:
+        raise BatchError("the judge is away")
+
+    watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext(), take_spent=dict)
+    run: Any = types.SimpleNamespace(config={}, watchdog=watchdog, spans=Spans(), tracing=None, metrics=None)
+    run.leads, run.profiler, run.log_config = False, types.SimpleNamespace(after=lambda step: None), None
+    nothing: Any = types.SimpleNamespace()
+    recorder = Recorder(
+        *(nothing, nothing, run, Schedule(max_steps=8)),
+        report=nothing,
+        controllers=nothing,
+        evaluate=None,
+        beside=types.SimpleNamespace(evaluated=fails),  # pyright: ignore[reportArgumentType]
+        stopping=lambda: False,
+    )
+    with pytest.raises(BatchError, match="the judge is away"):
+        recorder.record(5, types.SimpleNamespace(data_state=b"5"), {})
+    assert recorder._trained == (5, b"5") and recorder._late is not None and recorder._late[0] == 5
 
 
 def test_a_run_that_more_passes_a_step_make_too_long_is_told_in_updates():
