@@ -240,6 +240,20 @@ def test_a_failure_beside_training_is_raised_once_where_it_is_waited_for():
     assert beside.take() is None
 
 
+def test_a_fault_in_a_gap_is_raised_where_the_rest_is_waited_for():
+    """Nobody waits for pieces in gaps: what was said then was that None has no index."""
+    evaluator = echoing(True)
+    evaluator._cluster.made = None  # pyright: ignore[reportAttributeAccessIssue]
+    beside = Beside(evaluator, Spans())
+    beside.begin(Policy({}, 3), 3)
+    beside.open_gap()
+    beside._gap_s = 10.0
+    beside.fill()
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"object of type 'NoneType' has no len"):
+            beside.finish()
+
+
 def test_trainer_hosts_agree_on_whether_an_evaluation_forbids_a_checkpoint():
     """All save together; one that is behind the leader has not heard that the evaluation is made."""
     with joined(Hosts((0, 1), (2,))) as pods:

@@ -29,6 +29,7 @@ class Beside:
         self._works: list[tuple[Generator[None, None, Scored], Callable[[Scored | BatchError], None]]] = []
         self._found: tuple[int, dict[str, float], list[dict[str, Any]]] | None = None
         self._error: BatchError | None = None
+        self._broken: Exception | None = None  # a fault of another kind, of a piece that nobody waited for
         self._closed, self._began, self._whole = True, None, False
         self._gap_s = self._piece_s = 0.0
 
@@ -59,7 +60,9 @@ class Beside:
     def fill(self) -> None:
         """Makes pieces until the gap ends, or is expected to; called on the thread."""
         self._began = began = time.monotonic()
-        while self.open and not self._closed and time.monotonic() + self._piece_s < began + self._gap_s:
+        while (
+            self.open and not (self._closed or self._broken) and time.monotonic() + self._piece_s < began + self._gap_s
+        ):
             self._advance()
 
     def close_gap(self) -> None:
@@ -72,6 +75,8 @@ class Beside:
         self._whole = True
         while self.open:
             self._advance()
+            if self._broken is not None:
+                raise self._broken
 
     def take(self) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
         """Returns (step, eval/* metrics, a few samples) of the evaluation that was made since the last call.
@@ -92,6 +97,8 @@ class Beside:
             self._found = (self._step, summarised(made[0]), made[1])
 
     def _advance(self) -> None:
+        if self._broken is not None:
+            return
         started = time.monotonic()
         work, done = self._works[0]
         try:
@@ -104,6 +111,9 @@ class Beside:
             made = end.value
         except BatchError as error:
             made = error
+        except Exception as error:  # noqa: BLE001 - raised where the rest is waited for
+            self._broken = error
+            return
         done(made)
         del self._works[0]
 
