@@ -304,6 +304,31 @@ def test_a_killed_run_goes_on_without_losing_a_prompt(tmp_path, seed):
         assert_equal(both, repeated(directory, seed=98, **more))
 
 
+def test_a_host_that_is_asked_to_stop_leaves_its_groups_to_others_and_the_last_one_stops_the_job(tmp_path, monkeypatch):
+    agree, left = HostRollouts.agree, []
+
+    def asked(host, step):
+        if (host._pod.seat.process, step) in ((1, 4), (2, 8)):
+            host._run.stopping = host._accord._run.stopping = lambda: True
+        agree(host, step)
+
+    def leave(host):
+        left.append(host._pod.seat.process)
+        host._pod.channel.close()
+        raise ChannelError("it left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostRollouts, "agree", asked)
+        patched.setattr(HostRollouts, "_leave", leave)
+        lived, saved, _ = train_through(tmp_path / "run", staleness=2, seed=4, steps=14)
+    step = max(saved)
+    assert left == [1] and 8 <= step < 14
+    assert sum(batch.counts["pod/taken_over"] for batch in lived.values()) > 0
+    start = Start(step, saved[step][-1].data_state, saved[step], set())
+    found, _, _ = train_through(tmp_path / "run", staleness=2, seed=5, steps=14, start=start)
+    assert_whole(lived | found, 14, 2)
+
+
 def test_groups_past_the_bound_are_asked_again(tmp_path):
     seen, _, _ = train_through(tmp_path / "run", staleness=1, seed=1, steps=20)
     assert_whole(seen, 20, 1)
