@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ class Cache:
         try:
             with np.load(io.BytesIO(place.read_bytes()), allow_pickle=False) as stored:
                 return {field: stored[field] for field in stored.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
             return None
 
     def store(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -153,7 +154,16 @@ def read_step(workdir: Place | str, step: int) -> TracedStep:
         there = traced_steps(workdir)
         known = f"the trace holds steps {there[0]} to {there[-1]}" if there else "the run has no trace (log.trace)"
         raise ValueError(f"{path} is not there: {known}.") from None
-    except (OSError, KeyError, ValueError, TypeError, RecursionError, EOFError, zipfile.BadZipFile) as error:
+    except (
+        OSError,
+        KeyError,
+        ValueError,
+        TypeError,
+        RecursionError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
 
 

@@ -138,7 +138,7 @@ FLAGS = {
     "single dash": launch("-workdri=x", ["workdri"]),
     "topology": launch("--topology=ring", ["--topology=ring", "auto", "shared"]),
     "topology of several processes": launch("--topology=shared", ["--topology=shared", "2 processes", "1 process"]),
-    "topology split alone": launch("--topology=split", ["--topology=split", "launch/gke.py"]),
+    "topology split alone": launch("--topology=split", ["--topology=split", "PODRL_CHANNEL"]),
     "topology pathways alone": launch("--topology=pathways", ["--topology=pathways", "JAX_PLATFORMS=proxy"]),
     "local_processes word": launch("--local_processes=two", ["local_processes", "two"]),
     "local_processes fraction": launch("--local_processes=2.5", ["local_processes", "2.5"]),

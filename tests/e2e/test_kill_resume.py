@@ -94,8 +94,9 @@ def test_evaluations_beside_training_are_those_that_stop_it(uninterrupted, tmp_p
     in_order = lambda records: sorted(records, key=lambda r: (r["step"], "evaluation" in r or "eval/records" in r))  # noqa: E731
     assert in_order(comparable(workdir)) == in_order(comparable(uninterrupted))
     assert in_order(samples(workdir)) == in_order(samples(uninterrupted))
-    steps = [r["step"] for r in comparable(workdir)]
-    assert steps != sorted(steps)  # some were written after later steps
+    if where is not APART:  # there one may be made before a later step is
+        steps = [r["step"] for r in comparable(workdir)]
+        assert steps != sorted(steps)  # some were written after later steps
     same_weights(workdir, uninterrupted)
 
 

@@ -17,7 +17,8 @@ from processes import DEADLINE_S, SMALL, environment, run, same_end, trained_ste
 from launch import gke, gke_add
 from podrl.runtime.local_pod import free_ports
 
-pytestmark = pytest.mark.e2e
+# Hosts get the environment of a machine, not that of a test: their programs are compiled as users' are.
+pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "launch"))
 import kubelet  # noqa: E402

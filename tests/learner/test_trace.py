@@ -4,6 +4,7 @@ import io
 import json
 import threading
 import time
+import zipfile
 
 import numpy as np
 import pytest
@@ -148,7 +149,17 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch, caplog
 
 
 def _damaged(packed):
-    return {"cut": packed[: len(packed) // 2], "empty": b"", "no archive": b"x" * 99, "pickle": _pickled()}
+    cut = packed[: len(packed) // 2]
+    return {"cut": cut, "empty": b"", "no archive": b"x" * 99, "pickle": _pickled(), "block": _no_block(packed)}
+
+
+def _no_block(packed):
+    """Makes the first compressed block of the first array one of a kind that does not exist."""
+    with zipfile.ZipFile(io.BytesIO(packed)) as file:
+        at = file.infolist()[0].header_offset
+    lengths = int.from_bytes(packed[at + 26 : at + 28], "little"), int.from_bytes(packed[at + 28 : at + 30], "little")
+    at += 30 + sum(lengths)
+    return packed[:at] + b"\x07" + packed[at + 1 :]
 
 
 def _pickled():
@@ -157,7 +168,7 @@ def _pickled():
     return out.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["cut", "empty", "no archive", "pickle"])
+@pytest.mark.parametrize("kind", ["cut", "empty", "no archive", "pickle", "block"])
 def test_a_damaged_file_is_refused_with_its_name(tmp_path, kind):
     recorded(tmp_path, [1])
     path = tmp_path / trace.FOLDER / trace.file_name(1)

@@ -53,7 +53,7 @@ class GivenEvaluations:
         self.begun = step
         if self._given is not None:
             name = leases.evaluation(step)
-            self._given.open_shares(name, len(self._pod.seat.hosts.heads), step)
+            self._given.open_shares(name, max(len(self._pod.seat.hosts.heads), 1), step)  # hosts may come later
             self._work = self._thread.submit(self._collect, name, _LONGEST_S)
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
