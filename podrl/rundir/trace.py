@@ -140,6 +140,9 @@ def content(step: int, experience: Experience, noted: Noted, piece: Callable[[in
     return packed.getvalue()
 
 
+_DAMAGED = (OSError, KeyError, ValueError, TypeError, RecursionError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
 def read_step(workdir: Place | str, step: int) -> TracedStep:
     """Reads the trace of a step; nothing in the file is executed.
 
@@ -154,16 +157,7 @@ def read_step(workdir: Place | str, step: int) -> TracedStep:
         there = traced_steps(workdir)
         known = f"the trace holds steps {there[0]} to {there[-1]}" if there else "the run has no trace (log.trace)"
         raise ValueError(f"{path} is not there: {known}.") from None
-    except (
-        OSError,
-        KeyError,
-        ValueError,
-        TypeError,
-        RecursionError,
-        EOFError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+    except _DAMAGED as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
 
 
