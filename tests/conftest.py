@@ -22,6 +22,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Runs all tests in a process per core, four at most, as each takes gigabytes; chosen files in this one."""
+    return min(os.cpu_count() or 1, 4) if config.args == config.getini("testpaths") else 0
+
+
 @pytest.fixture(scope="module")
 def quick_compilation():
     """Leaves XLA's optimisations out where compiling takes most of the time of a module's tests: it takes half.
