@@ -177,7 +177,7 @@ def test_the_divergence_from_a_teacher_in_pods_of_two_is_that_of_one_process(tmp
         for mine, other in zip(comparable(whole.workdir), lone, strict=True):
             assert mine == pytest.approx(other, rel=1e-5, abs=1e-5), (topology, mine["step"])
     with job(tmp_path / "killed" / "run", *pod) as running:
-        running.wait_for_step(2)
+        running.wait_for("a checkpoint", (running.workdir / "checkpoints" / "1").exists, every_s=0.0)
         os.kill(process(running.process.pid, 0), signal.SIGKILL)
         assert running.end() == 42, running.stderr
     again = run(tmp_path / "killed" / "run", *pod)
