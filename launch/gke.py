@@ -313,7 +313,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def submit(text: str, args: argparse.Namespace, more: str = "") -> int:
-    """Applies manifests, or says with --dry_run that it would, with `more` before what was printed; the exit code."""
+    """Applies manifests, or with --dry_run says that it would, after printing `more`; returns the exit code."""
     apply = ["kubectl", "apply", "-f", "-"]
     if args.dry_run:
         sys.stderr.write(f"would run, with {more}the manifest above as its input: {command.show(apply)}\n")

@@ -123,7 +123,7 @@ def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
 
 
 def divisor(mask_BT: Float[np.ndarray, "B T"], mode: str) -> float:
-    """What a mode divides by: the number of loss tokens, of sequences with any, or 1; rows are sequences."""
+    """Returns the divisor of a mode: its number of loss tokens, of sequences with any, or 1; rows are sequences."""
     mode = canonical_mode(mode)
     if mode == "token-sum-scale":
         return 1.0
@@ -134,7 +134,7 @@ def divisor(mask_BT: Float[np.ndarray, "B T"], mode: str) -> float:
 def as_token_mean(
     mask_BT: Float[np.ndarray, "B T"], mode: str, *, scale: float = 1.0, eps: float = 0.0
 ) -> Float[np.ndarray, "B 1"]:
-    """Factor on the values of each sequence by which a mode gives the mean over loss tokens; rows are sequences.
+    """Returns the factor on each sequence's values by which a mode gives the mean over loss tokens.
 
     So two parts of a loss are aggregated together and have denominators of their own. Arguments as of `aggregate`.
     """

@@ -101,7 +101,7 @@ class TaughtRows:
 
 @flax.struct.dataclass
 class TopKRows(TaughtRows):
-    """The same where the divergence is over K ids that were the policy's likeliest before the first update.
+    """Packed rows of an update with a teacher's divergence over K ids, the policy's likeliest before it.
 
     Attributes:
       id_BTK: in place of each token.

@@ -295,14 +295,14 @@ class PolicyLoss:
         return self.settings.loss_kl.coef > 0
 
     def token_share(self, mask_BT: Float[np.ndarray, "B T"]) -> float:
-        """The loss's divisor over the number of loss tokens, of one update's samples: a factor on a sum over tokens.
+        """Returns the loss's divisor over the number of loss tokens, of one update's samples: a factor on a token sum.
 
         What is so weighed and added to the loss's numerator is divided by tokens, whatever the loss is divided by.
         """
         return aggregation.divisor(mask_BT, self.settings.mode) / max(float((mask_BT > 0).sum()), 1.0)
 
     def as_token_mean(self, mask_BT: Float[np.ndarray, "B T"]) -> Float[np.ndarray, "B 1"]:
-        """Factor on advantages of each of an update's samples by which their part of the loss is a mean over tokens."""
+        """Returns the factor on each sample's advantages by which their part of the loss is a mean over tokens."""
         settings = self.settings
         scale = 1.0 if settings.loss_agg_scale is None else settings.loss_agg_scale
         return aggregation.as_token_mean(mask_BT, settings.mode, scale=scale, eps=settings.length_eps)

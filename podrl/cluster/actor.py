@@ -136,7 +136,7 @@ class Actor:
             self.reference = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
 
     def prepare(self, loss: TokenLoss, weigh: TokenWeights | None = None, teacher: Distillation | None = None) -> None:
-        """Builds the train step that minimises `loss`, and what `token_weights` tells of it.
+        """Builds the train step that minimises `loss`, and the program that reports `token_weights`.
 
         With a teacher, the reference, whose exact divergence is part of the loss, rows are TaughtRows or TopKRows.
 

@@ -31,7 +31,7 @@ class Head:
     """The head's side. Any thread may tell; what is told first is run first."""
 
     def __init__(self, pod: Pod, *, stops: Callable[[], None] = lambda: None):
-        """Tells nothing yet; the loss of one of the others ends this process, and `stops` is called if one has to."""
+        """Tells nothing yet. The loss of another host ends this process; `stops` is called if one is asked to stop."""
         self._pod, self._lock = pod, threading.Lock()
         self._numbers = itertools.count()
         self._others = pod.seat.hosts.replica_of(pod.seat.process)[1:]

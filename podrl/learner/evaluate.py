@@ -247,10 +247,10 @@ class Evaluator:
 
 
 class _Scores:
-    """The scores of the greedy samples of a set, or of its others, as they come."""
+    """Collects the scores of a set's greedy samples, or of its sampled ones."""
 
     def __init__(self, held: HeldOut, name: str, samples: int):
-        """Of `samples` of every prompt."""
+        """Has no scores yet; there are `samples` of every prompt."""
         self.samples, self.shown = samples, list[dict[str, Any]]()
         self._held, self._name = held, name
         self._values: dict[str, list[float]] = {}
@@ -292,7 +292,7 @@ def _renamed(scores: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarra
 
 
 def _cut(batches: Sequence[Prompts], samples: int, most: int | None) -> tuple[Prompts, list[Prompts]]:
-    """Cuts the first prompts off, as many as have at most `most` samples in all, and one at least; None is a batch."""
+    """Splits off a piece of at most `most` samples, but at least one prompt; None: a batch. Returns it and the rest."""
     first, *others = batches
     count = len(first.length_P) if most is None else max(most // samples, 1)
     piece, rest = (take_prompts(first, rows_P) for rows_P in np.split(np.arange(len(first.length_P)), [count]))

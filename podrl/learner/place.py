@@ -66,7 +66,7 @@ def place_of(
 
 
 def _clock(cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, given: bool) -> tuple[int, Quantum]:
-    """The staleness by the wall clock, 0 where that decides nothing, and the quantum of windows.
+    """Returns the staleness by the wall clock, 0 with the clock 'tokens', and the quantum of windows.
 
     Raises:
       ValueError: a run by the wall clock cannot be here.

@@ -1,4 +1,4 @@
-"""Counts what a side of a setting needs for certain, bytes of a chip and seconds of a step, without compiling."""
+"""Lower bounds of what a side of a job needs, bytes of a chip and seconds of a step, counted without compiling."""
 
 import jax.numpy as jnp
 
@@ -10,7 +10,7 @@ from podrl.trainer import state as state_lib
 
 
 def least_bytes(side: str, setting: Setting) -> float:
-    """Counts bytes of a chip that a side needs for certain.
+    """Counts the bytes of a chip that a side needs at least.
 
     The trainer's are parameters, moments, and what the backward pass keeps of every layer: its input, and unless
     `trainer.remat` is 'full' or 'offload' what attention and feed-forward project it to. The rollout's are the weights.
@@ -31,7 +31,7 @@ def least_bytes(side: str, setting: Setting) -> float:
 
 
 def least_trainer_seconds(setting: Setting) -> float:
-    """Counts seconds of a step that the trainer's layers multiply matrices for certain, at the chip's peak.
+    """Counts the seconds that matrix products of the trainer's layers take at least, at the chip's peak.
 
     Every token of the rows of the filled micro-batches takes 2 operations per weight of the layers' projections, 4 more
     in the backward pass (2 under LoRA, for activations, not in the first layer), and under 'full' 2 again, except in

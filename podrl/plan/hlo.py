@@ -202,7 +202,7 @@ class _Reader:
         return read, out
 
     def _pages(self, i: Instruction) -> float | None:
-        """How many pages of a pool a kernel of podrl.rollout.page_attention reads, where the caller says so."""
+        """Returns the pages of a pool that a kernel of podrl.rollout.page_attention reads, if the caller gave them."""
         if 'custom_call_target="tpu_custom_call"' not in i.attributes:
             return None
         return next((self._named[name] for name in _PAGE_KERNELS if name in i.name and name in self._named), None)

@@ -47,7 +47,7 @@ class Runs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What of near memory a run takes: by members W, key heads K and queries G of each, page tokens C, head size H."""
+    """Sizes that decide a run's near memory: members W, key heads K, queries G of each, page tokens C, head size H."""
 
     W: int
     K: int

@@ -217,7 +217,7 @@ class Pace:
         return not self._rest
 
     def refills(self) -> bool:
-        """True where as many lanes as became free last are worth more than the time the device is idle for them."""
+        """True if waiting for this dispatch's lanes pays: those freed last are worth more than the idle time."""
         if not self._session.flying or not self._session.crowded or not self._session.took:
             return False
         return self._left / self._samples * min(self._session.took) > 2 * max(self._session.planned)

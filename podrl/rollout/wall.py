@@ -64,12 +64,12 @@ class Group:
         return self.drawn_by
 
     def row(self, points: Points) -> tuple[Any, Points]:
-        """What Generator.play takes, to play it up to some points."""
+        """Returns the pair that Generator.play takes: the samples of the group, and the points to play them to."""
         self.played = True
         return self.making, points
 
     def record(self) -> dict[str, Any]:
-        """Returns what the journal says of it, once it has ended: podrl.rollout.wall_journal.WallJournal."""
+        """Returns the journal's entry of the group, once it has ended (podrl.rollout.wall_journal.WallJournal)."""
         states = self.making.player.state()
         runs = [[] if track is None else runs_of(track.versions) for _, track in states]
         late = [b for b, (value, _) in enumerate(states) if value.get("episode", {}).get("stop") == STOP_DEADLINE]
@@ -77,7 +77,7 @@ class Group:
         return {"index": self.index, "asked": self.asked, "runs": runs, "tokens": tokens, "late": late}
 
     def part(self, step: int) -> Partial:
-        """Takes a copy of what it is so far, for a checkpoint: as a part of the batch of a step."""
+        """Copies the group's samples as they are, for a checkpoint, as a part of the batch of a step."""
         own = {"asked": self.asked, "repeated": self.repeated}
         if self.origin is not None and not self.played:
             samples = [{**sample, **own} for sample in self.origin.samples]
@@ -87,7 +87,7 @@ class Group:
 
 
 class Candidate(Protocol):
-    """A group as far as `choose` looks at it: see Group. `oldest` is None where no token is drawn."""
+    """The attributes of a group that `choose` reads, as in Group; `oldest` is None where no token is drawn."""
 
     @property
     def number(self) -> int: ...
@@ -122,7 +122,7 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
 
 
 def queue_counts(left: Sequence[Candidate], again: int) -> dict[str, float]:
-    """Metrics of the queue: of the groups that a batch leaves, and those asked again before it."""
+    """Counts the groups that a batch leaves, running and ready, and those asked again before it, as metrics."""
     ready = sum(group.ended for group in left)
     return {
         "queue/running": float(len(left) - ready),

@@ -281,7 +281,7 @@ class WallHost:
         return Given(part.prompts, int(said["number"]), asked, making, repeated, oldest, origin, **numbers)
 
     def _catch_up(self, version: int) -> None:
-        """Plays the windows before one of groups that are recorded, and that another host had."""
+        """Plays recorded groups, taken over from another host, through the windows before a version's."""
         late = [g for g in self._groups.values() if g.recorded is not None and g.since < version and not g.ended]
         for before in range(min((group.since for group in late), default=version), version):
             rows = [g.row(recorded_points(g.recorded or {}, before)) for g in late if g.since <= before and not g.ended]
@@ -291,7 +291,7 @@ class WallHost:
             group.since = version
 
     def _pass(self, version: int) -> None:
-        """Notes that groups that are recorded were played to where they were at the end of a window."""
+        """Notes that recorded groups have been played to the end of a window."""
         for group in self._groups.values():
             group.since = max(group.since, version + 1)
 
@@ -302,7 +302,7 @@ class WallHost:
             self._serving.submit(self._serve)
 
     def _report(self, *, last: bool = False) -> None:
-        """Tells the leader, which gives no answer, what it does not know of groups; `last`: all rest."""
+        """Tells the leader which groups have ended, and, if all rest (`last`), the oldest version that drew each."""
         ended = [group for group in self._groups.values() if not group.told and group.ended]
         for group in ended:
             if group.taken and group.record() != group.recorded:

@@ -41,7 +41,7 @@ class WallJournal:
         return self._batches.get(step)
 
     def known(self, step: int) -> int:
-        """The first step, from one on, whose batch is not decided."""
+        """Returns the first step, from `step` on, whose batch is not decided."""
         while step in self._batches:
             step += 1
         return step
@@ -97,7 +97,7 @@ def runs_of(versions: Sequence[int]) -> list[list[int]]:
 
 
 def agrees(group: Mapping[str, Any], versions: Sequence[Sequence[int]], step: int) -> bool:
-    """True where the samples of a group, whose tokens versions before `step` drew, can become what is recorded.
+    """Returns True if samples whose tokens these versions drew before `step` can still become those recorded.
 
     They cannot where a host was lost, and with it what was drawn before: the group was begun anew then.
     """

@@ -62,7 +62,7 @@ class Asked:
 
 @dataclasses.dataclass
 class _Desk:
-    """What a host was sent.
+    """The orders that the leader has sent to one rollout host, and its answers so far.
 
     Attributes:
       address: of its endpoint.
@@ -344,7 +344,7 @@ class WallQueue:
         self._order(host, {"partial": whole.value, "groups": said}, whole.arrays)
 
     def _part(self, group: Asked) -> Partial:
-        """What there is of a group where no host tells."""
+        """Returns the samples of a group as its checkpoint has them; none are begun where it has none."""
         own = {"asked": group.asked, "repeated": group.repeated}
         if group.origin is None:
             states = [(own, None)] * self._group_size

@@ -282,7 +282,7 @@ class Windowed:
 
 
 def noted(experience: Experience, window_s: float) -> Experience:
-    """Adds the seconds that a window took to what is said of a batch."""
+    """Adds the seconds that a window took, `time/window`, to the metrics of a batch."""
     return dataclasses.replace(experience, counts={**experience.counts, "time/window": window_s})
 
 

@@ -200,7 +200,7 @@ class Told(Leases):
 
     @property
     def change(self) -> int:
-        """The number of the change that was heard of last."""
+        """Returns the number of the last change heard of."""
         return self._change
 
     def enter(self) -> Mapping[str, Any]:
@@ -313,7 +313,7 @@ class Given(Leases):
 
     @property
     def lock(self) -> threading.Condition:
-        """Of the table; told of every change."""
+        """The lock of the table, notified of every change."""
         return self._changed
 
     def serve(self, step: int, start: Callable[[], dict[str, Any]], begun: Mapping[str, int] = {}) -> None:

@@ -211,7 +211,7 @@ class Run:
             passed(step)
 
     def tell_taking(self) -> None:
-        """Tells those who keep what other processes know that it has grown."""
+        """Calls `taking`: what other processes have recorded has grown, and is to be read again."""
         for taking in self.taking:
             taking()
 

@@ -107,7 +107,7 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float, cl
 
 
 def _interface(leader: str, deadline_s: float) -> str:
-    """Finds this host's interface towards the leader, whose name is known once its machine is there.
+    """Finds this host's interface towards the leader; waits until the leader's name has an address.
 
     Raises:
       ChannelError: the name had no address within the deadline.

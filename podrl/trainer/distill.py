@@ -1,4 +1,4 @@
-"""Objectives of a policy that the exact divergence from a teacher draws to it, and what they read of the teacher."""
+"""Objectives with the exact divergence from a teacher, and the program that scores the teacher for them."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk, coef: f
 
 
 def top_k_objective(forward: Forward, loss: TokenLoss, *, coef: float) -> Objective:
-    """Builds the same objective with the divergence over the ids of the rows, all others being one more."""
+    """Builds the objective loss + coef x KL(policy || teacher) over the ids of the rows, all others being one more."""
 
     def objective(params: PyTree, rows: TopKRows, key: PRNGKeyArray):
         layout = rows.layout

@@ -32,7 +32,7 @@ _LOWEST = -1e30  # below any logit; finite, so that its products with 0 are 0
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What makes a model's logits of packed rows.
+    """The inputs of a model's logits: its output matrix and the hidden states of packed rows.
 
     Attributes:
       params: whole parameter tree; 'unembed' (D, V) is used, or 'embed' (V, D) where there is none.

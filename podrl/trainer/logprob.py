@@ -195,7 +195,7 @@ class Chunk(NamedTuple):
     index: Array
 
     def offset(self, id_X: Array) -> Array:
-        """Where ids lie in the chunk; outside [0, C) where they do not."""
+        """Returns the place of each id in the chunk; outside [0, C) for ids of other chunks."""
         return id_X - self.first
 
 

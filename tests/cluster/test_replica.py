@@ -149,7 +149,7 @@ def test_a_host_of_a_split_job_that_is_asked_to_stop_tells_its_head_and_all_of_t
 
 
 def test_the_hosts_of_a_replica_that_joins_have_seats_beside_each_other():
-    """One that is started again is of another replica than the one whose loss it was, with the others as they come."""
+    """A host started again joins another replica than the one lost, with other hosts in the order they come."""
     with joined(Hosts((0,), (1, 2), replica=2), disposable=True) as pods:
         leader, secret = pods[0].channel.address, {"PODRL_SECRET": "s"}
 

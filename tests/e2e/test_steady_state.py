@@ -20,7 +20,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 
 def make_cluster(
-    lora: LoraConfig | None = None, rollout: Mapping[str, Any] | None = None, **training
+    lora: LoraConfig | None = None, rollout: Mapping[str, Any] | None = None, reference: Any = None, **training
 ) -> podrl.RLCluster:
     trainer = podrl.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     sampler = podrl.make_mesh("data=2,tensor=2", jax.devices()[4:])
@@ -28,6 +28,7 @@ def make_cluster(
     return podrl.RLCluster(
         actor=TINY,
         lora=lora,
+        reference=reference,
         cluster_config=podrl.ClusterConfig(
             role_to_mesh=roles,
             training_config=podrl.RLTrainingConfig(
@@ -59,8 +60,14 @@ PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
         (LoraConfig(rank=4), {"rollout": {"top_k": 20}}, {"beta": 0.04, "max_staleness": 1}),
         (LoraConfig(rank=4), {"rollout": {"merge_adapters": True}}, {"beta": 0.04}),
         (None, {}, {"beta": 0.04, "kl_target": 0.01, "kl_horizon": 50.0}),
+        (None, {"reference": TINY}, {"beta": 0.0, "teacher_coef": 1.0, "teacher_kl": "full"}),
+        (
+            LoraConfig(rank=4),
+            {"reference": TINY},
+            {"beta": 0.0, "teacher_coef": 1.0, "teacher_kl": "top_k", "teacher_top_k": 8},
+        ),
     ],
-    ids=["plain", "mu2-mini-batches", "stale-lora", "merged-lora", "steered"],
+    ids=["plain", "mu2-mini-batches", "stale-lora", "merged-lora", "steered", "teacher", "teacher-lora"],
 )
 def test_nothing_compiles_after_the_first_step(lora, settings, algorithm):
     cluster = make_cluster(lora, **settings)

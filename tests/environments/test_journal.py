@@ -59,7 +59,7 @@ def test_the_leader_has_an_answer_before_it_is_used(pods, files, tmp_path):
 
 
 def test_a_host_that_takes_samples_over_looks_for_their_answers_again(pods, files):
-    """What it read of the step before is not all: the lost host went on."""
+    """A host that takes over reads the step's journal again: the lost host wrote more after the first reading."""
     journal, other = at(pods[1]), Task("p", step=7, index=3, sample=0)
     assert find(journal, 0, "sea", other) is None
     add(journal, 0, "sea", {"text": "green"}, other)

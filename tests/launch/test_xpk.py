@@ -57,7 +57,7 @@ JOIN = ("--join=run1", "--env=PODRL_SECRET_FILE=gs://bucket/run.secret-5e5e5e5e"
 
 
 def test_a_further_workload_joins_one_that_trains(capsys):
-    """It is the job's command with the name that JobSet gives trainer 0, and the job's secret."""
+    """The workload runs the job's command with the name that JobSet gives trainer 0, and the job's secret."""
     job = ("--", "--topology=split", "--config.roles.trainer.mesh=fsdp=32")
     words = build(*IMAGE, *JOIN, *job)
     (command,) = (word.removeprefix("--command=exec ") for word in words if word.startswith("--command="))

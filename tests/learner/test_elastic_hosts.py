@@ -323,7 +323,7 @@ def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
 
 
 def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
-    """Another has no copy of the weights, which trainers hold no more; it gets a share where nobody else is left."""
+    """A later host has no copy of the weights, which trainers hold no more; it gets a share if nobody else is left."""
     with joined(HOSTS, disposable=True) as pods:
         leader = Given(pods[0], DEADLINE_S, pieces=4)
         leader.serve(3, lambda: {"step": 3})
@@ -340,7 +340,7 @@ def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
 
 
 def test_a_host_with_nothing_left_to_do_takes_over_a_share_of_the_last_evaluation():
-    """All go when the leader has it, not when their own shares are made."""
+    """Hosts go when the leader has the evaluation, not when their own shares are made."""
     weights, start, last = Weights(0), Start(5, b"", (), set()), Policy({}, 5)
     scores: Any = types.SimpleNamespace(scores=lambda policy, step, part: ({"eval/x": np.full((1, 1), part[0])}, []))
     with joined(HOSTS, disposable=True) as pods:

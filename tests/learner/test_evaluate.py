@@ -241,7 +241,7 @@ def test_a_failure_beside_training_is_raised_once_where_it_is_waited_for():
 
 
 def test_a_fault_in_a_gap_is_raised_where_the_rest_is_waited_for():
-    """Nobody waits for pieces in gaps: what was said then was that None has no index."""
+    """Nobody waits for a piece made in a gap; its fault is raised by `finish`."""
     evaluator = echoing(True)
     evaluator._cluster.made = None  # pyright: ignore[reportAttributeAccessIssue]
     beside = Beside(evaluator, Spans())
@@ -255,7 +255,7 @@ def test_a_fault_in_a_gap_is_raised_where_the_rest_is_waited_for():
 
 
 def test_trainer_hosts_agree_on_whether_an_evaluation_forbids_a_checkpoint():
-    """All save together; one that is behind the leader has not heard that the evaluation is made."""
+    """Trainer hosts save together; one behind the leader has not heard that the evaluation is made."""
     with joined(Hosts((0, 1), (2,))) as pods:
         given: Any = types.SimpleNamespace(open_shares=lambda *_: None, forget=lambda _: None)
         made = Future[list[Message]]()

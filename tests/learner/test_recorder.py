@@ -49,7 +49,7 @@ def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
 
 
 def test_a_step_is_trained_when_an_evaluation_beside_it_fails():
-    """Its weights were saved as those of the step before, and its batch was trained again."""
+    """The checkpoint has the step's weights under its own number, so that its batch is not trained again."""
 
     def fails(*, wait: bool) -> None:
         raise BatchError("the judge is away")

@@ -35,7 +35,7 @@ LISTS = ("tokens", "logprobs", "kept", "raw_logprobs", "versions")
 
 
 def token(index: int, asked: int, sample: int, place: int, version: int) -> int:
-    """What a version draws at a place of a sample: a function of nothing else."""
+    """Returns the token that a version draws at a place of a sample; it depends on nothing else."""
     return random.Random(f"{index} {asked} {sample} {place} {version}").randrange(2, 1000)
 
 
@@ -338,7 +338,7 @@ def test_groups_past_the_bound_are_asked_again(tmp_path):
 
 
 def test_a_dispatch_that_outlasts_a_step_of_training_makes_no_batch_too_old(tmp_path):
-    """What one host draws in window 3 the leader hears of in step 5 alone, whose bound it is past."""
+    """The leader hears in step 5 of tokens drawn in window 3, too old for that step: their prompt is asked again."""
     slow, told = threading.Event(), threading.Event()
 
     def decides(step: int) -> bool:

@@ -17,7 +17,7 @@ Scored = tuple[dict[str, np.ndarray], list[dict[str, Any]]]  # as `Evaluator.sco
 
 
 class Beside:
-    """One evaluation at a time, made in pieces on the thread that generates, while that has nothing else to do.
+    """Makes one evaluation at a time, in pieces, on the thread that generates, while that has nothing else to do.
 
     Between a batch that is made and the next weights the rollout mesh waits for the trainer. As many pieces are made
     there as the last of these gaps had room for.
@@ -119,7 +119,7 @@ class Beside:
 
 
 class Apart:
-    """Evaluations on devices of their own and a thread of their own, while training goes on, one at a time."""
+    """Makes one evaluation at a time, on devices and a thread of its own, while training goes on."""
 
     def __init__(self, evaluator: Evaluator, devices: EvaluationDevices, run: Run):
         """Begins nothing yet."""

@@ -19,7 +19,7 @@ _LONGEST_S = 30 * 86400.0  # that an evaluation beside training may take: a host
 
 
 class GivenEvaluations:
-    """The side of a trainer host: one evaluation at a time, given to the rollout hosts by the leader.
+    """Gives one evaluation at a time to the rollout hosts, on a trainer host, and collects its scores on the leader.
 
     Attributes:
       begun: the step of the one that is made; None for none.
@@ -89,14 +89,14 @@ class GivenEvaluations:
         return step, summarised(scores), samples[: len(messages[0].value["samples"])]
 
     def unsaved(self) -> bool:
-        """True on all trainer hosts alike where the leader has not got what was begun; all ask, as one batch failed."""
+        """Returns True, on all trainer hosts alike, if the leader lacks the evaluation begun; for a failed batch."""
         if self._given is not None:
             self._pod.channel.put("unsaved", Message(self.begun is not None))
             return self.begun is not None
         return bool(self._pod.get(LEADER, "unsaved", self._deadline_s).value)
 
     def close(self) -> None:
-        """Waits for nothing."""
+        """Stops collecting, without waiting."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -115,7 +115,7 @@ def offer(pod: Pod, lease: Lease, made: Scored | BatchError) -> None:
 
 
 class HostBeside:
-    """The side of a rollout host, for evaluations that training does not stop for; its calls are on the thread.
+    """Makes a rollout host's shares of evaluations that training does not stop for, on the thread that generates.
 
     Attributes:
       beside: makes them, piece by piece.
