@@ -131,26 +131,31 @@ class Sampler:
         version_BT = np.full((len(versions), T), -1, np.int32)
         for b, drawn in enumerate(versions):
             version_BT[b, 1 : 1 + len(drawn)] = drawn
-        B, zeros_BT = len(versions), np.zeros(version_BT.shape, np.float32)
-        rollouts = Rollouts(
-            prompts=making.prompts,
-            tokens_BT=version_BT + 2,
-            length_B=length_B,
-            mask_BT=(version_BT >= 0).astype(np.float32),
-            logprob_BT=zeros_BT,
-            kept_BT=zeros_BT,
-            raw_logprob_BT=zeros_BT,
-            version_BT=version_BT,
-            turn_reward_BT=zeros_BT,
-            stop_B=np.full(B, STOP_EOS, np.int32),
-            completions=[""] * B,
-            episodes=[NO_EPISODE] * B,
-            seconds=0.0,
-        )
-        return Experience(rollouts, np.zeros((1, B)), (length_B % 2).astype(float), np.zeros(B), 0.0, {})
+        return experience_of(making.prompts, version_BT + 2, version_BT, (length_B % 2).astype(float))
 
     def give_up(self, making):
         return
+
+
+def experience_of(prompts, tokens_BT, version_BT, reward_B, seconds=0.0) -> Experience:
+    """Makes a batch of samples that these versions drew, from the second token on, without log-probabilities."""
+    B, zeros_BT = len(version_BT), np.zeros(version_BT.shape, np.float32)
+    rollouts = Rollouts(
+        prompts=prompts,
+        tokens_BT=tokens_BT,
+        length_B=1 + (version_BT >= 0).sum(axis=1).astype(np.int32),
+        mask_BT=(version_BT >= 0).astype(np.float32),
+        logprob_BT=zeros_BT,
+        kept_BT=zeros_BT,
+        raw_logprob_BT=zeros_BT,
+        version_BT=version_BT,
+        turn_reward_BT=zeros_BT,
+        stop_B=np.full(B, STOP_EOS, np.int32),
+        completions=[""] * B,
+        episodes=[NO_EPISODE] * B,
+        seconds=seconds,
+    )
+    return Experience(rollouts, np.zeros((1, B)), reward_B, np.zeros(B), 0.0, {})
 
 
 def run() -> types.SimpleNamespace:

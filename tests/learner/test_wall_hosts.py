@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 from endpoints import joined
-from test_elastic_hosts import DEADLINE_S, HOSTS, G, P, Stream, T, Weights, run
+from test_elastic_hosts import DEADLINE_S, HOSTS, G, P, Stream, T, Weights, experience_of, run
 
 from podrl.learner.loop import Schedule, Start, train
 from podrl.learner.place import _clock
@@ -29,7 +29,7 @@ from podrl.runtime.channel import ChannelError
 from podrl.runtime.message import decode, encode
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
-from podrl.types import NO_EPISODE, STOP_EOS, BatchError, Experience, Rollouts
+from podrl.types import STOP_EOS, BatchError
 
 LISTS = ("tokens", "logprobs", "kept", "raw_logprobs", "versions")
 
@@ -96,26 +96,12 @@ class Sampler:
 
     def gather(self, makings, step, seconds):
         tracks = [track for making in makings for track in making.player.tracks]
-        B, zeros_BT = len(tracks), np.zeros((len(tracks), T), np.float32)
+        B = len(tracks)
         tokens_BT, version_BT = np.ones((B, T), np.int32), np.full((B, T), -1, np.int32)
         for b, track in enumerate(tracks):
             tokens_BT[b, 1 : 1 + track.sampled], version_BT[b, 1 : 1 + track.sampled] = track.tokens, track.versions
-        rollouts = Rollouts(
-            prompts=join_prompts([making.player.request.prompts for making in makings]),
-            tokens_BT=tokens_BT,
-            length_B=1 + (version_BT >= 0).sum(axis=1).astype(np.int32),
-            mask_BT=(version_BT >= 0).astype(np.float32),
-            logprob_BT=zeros_BT,
-            kept_BT=zeros_BT,
-            raw_logprob_BT=zeros_BT,
-            version_BT=version_BT,
-            turn_reward_BT=zeros_BT,
-            stop_B=np.full(B, STOP_EOS, np.int32),
-            completions=[""] * B,
-            episodes=[NO_EPISODE] * B,
-            seconds=seconds,
-        )
-        return Experience(rollouts, np.zeros((1, B)), np.zeros(B), np.zeros(B), 0.0, {})
+        prompts = join_prompts([making.player.request.prompts for making in makings])
+        return experience_of(prompts, tokens_BT, version_BT, np.zeros(B), seconds)
 
     def give_up(self, making):
         return
