@@ -103,7 +103,7 @@ def chosen(
     chip, whole = chip_of(kind), model.num_kv_heads % tensor == 0
     heads = max(model.num_kv_heads // tensor, 1), model.num_heads // model.num_kv_heads
     near, room = Sizes(reads.members, *heads, page_tokens, model.head_dim).near(dtype), _VMEM_BYTES
-    room = min(room, chip.near) if chip is not None else 0
+    room = min(room, chip.near or room) if chip is not None else 0
     fits = whole and near <= room and takes(page_tokens, model.head_dim, dtype, numbers=reads.size)
     if wanted and not fits:
         raise ValueError(

@@ -109,10 +109,10 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
     assert steps_completed == (2 if staleness else 0)  # in flight after steps 2 and 4
     assert max(bytes_) < 0.65 * sum(bytes_)
     assert not any(notes for (key, _), notes in received[1].items() if key in ("texts", "scores"))
-    # Rollout hosts are told when to start and go on, and at the end that it is over; samples never come back to them.
+    # Rollout hosts hear when to start and go on, that an evaluation was made and that it is over; never of samples.
     for host in (2, 3):
         notes = _notes(workdir.parent, host)
-        assert {key for key, _ in notes} <= {"enter", "start", "word", "over", "reached"}
+        assert {key for key, _ in notes} <= {"enter", "start", "word", "over", "reached", "evaluated"}
         assert not any(note["tokens"] for kind in notes.values() for note in kind)
 
 
