@@ -219,6 +219,11 @@ class Cluster:
     class tokenizer:  # noqa: N801 - as of RLCluster
         pad_id = 0
 
+    class weights:  # noqa: N801 - as of RLCluster
+        @staticmethod
+        def await_version(version: int) -> None:
+            del version
+
     def sync_weights(self, step: int, *, in_place: bool) -> Policy:
         del in_place
         return Policy({}, step)

@@ -87,3 +87,6 @@ class _Receiver:
     def publish(self, params: Any, version: int, *, replacing: PyTree | None = None) -> Policy:
         assert params is None, "a rollout process has nothing to send"
         return self._receiver.receive(version, replacing=replacing)
+
+    def await_version(self, version: int) -> None:
+        self._receiver.await_version(version)

@@ -91,6 +91,15 @@ class WeightSync:
             self._in_place = moved.params
         return Policy(self._view(decoder.join_trainable(moved.params, self._base)), version)
 
+    def await_version(self, version: int) -> None:
+        """Waits until there is something to move, where trainers and rollouts are separate clusters; on any thread.
+
+        Raises:
+          TransferTimeoutError: not in time.
+        """
+        if self._link is not None and not self._link.trains:
+            self.publisher.await_version(version)
+
     def kept(self, policy: Policy) -> Policy:
         """Copies what the next move in place overwrites, so that the policy outlasts it."""
         moved, base = decoder.split_trainable(policy.params, self.model)

@@ -72,7 +72,7 @@ class LocalRollouts:
         self._beside = beside
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
         self._windows = windows_or_wall(generate, self._thread, run, quantum, wall)
-        self._mixes = wall or quantum.used
+        self._wall, self._mixes = bool(wall), wall or quantum.used
 
     def resume(self, start: Start) -> Sequence[InFlight]:
         return self._windows.resume(start.step, start.pending)
@@ -83,10 +83,10 @@ class LocalRollouts:
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
+        if self._wall or (self._beside is not None and self._beside.open):  # sampling goes on until weights are there
+            with self._run.watchdog.stage("update"):
+                jax.block_until_ready(self._cluster.state.params)
         if self._beside is not None:
-            if self._beside.open:  # the rollout mesh has nothing else to do until the weights are there
-                with self._run.watchdog.stage("update"):
-                    jax.block_until_ready(self._cluster.state.params)
             self._beside.close_gap()
         self._windows.end_window()
         if wait([idle := self._thread.submit(lambda: None)], timeout=0.1).not_done:

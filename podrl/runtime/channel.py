@@ -194,6 +194,11 @@ class Channel:
         """Calls `lost` once, on the channel's thread, when the connection to an endpoint breaks and stays broken."""
         self._do(lambda: self._link((address, 0)).watch(lost))
 
+    def stands(self, address: str) -> bool:
+        """True while there is a connection to an endpoint that was used before, as far as is known."""
+        link = self._peers.get((address, 0))
+        return link is not None and link.stands
+
     def close(self) -> None:
         """Ends the thread and the sockets; messages under way get a second to leave."""
         if self._closed.is_set():
@@ -440,6 +445,10 @@ class _Link:
         self._lost: Callable[[], None] | None = None
         client.connect(f"tcp://{place[0]}")
 
+    @property
+    def stands(self) -> bool:
+        return self._broken_since is None
+
     def watch(self, lost: Callable[[], None]) -> None:
         self._lost = lost
 
@@ -469,7 +478,7 @@ class _Link:
     def close(self) -> None:
         self.client.disable_monitor()
         self.monitor.close(linger=0)
-        self.client.close(linger=1000)
+        self.client.close(linger=1000 if self.stands else 0)  # what is meant for a lost endpoint would not leave
 
 
 class _OneKey:

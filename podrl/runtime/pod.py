@@ -28,7 +28,7 @@ _OVER_S = 3600.0
 _OVER_LATE_S = 5.0  # for who has a part in the job to leave by itself
 _LAST_S = 10.0
 _OTHERS_S = 30.0
-_LAST_STEP_S = 0.2  # from saying that one leaves to having left
+_LAST_STEP_S = 0.2  # from closing its connections to having left
 _LOOK_S = 0.5  # between two looks at where a process is, and whether it is still the one to ask
 
 
@@ -363,7 +363,13 @@ class Pod:
         with self._changed:
             while set(self._addresses) - {LEADER} - self._left - self._gone and time.monotonic() < end:
                 self._changed.wait(0.5)
+        while any(map(self.channel.stands, self._others())) and time.monotonic() < end:
+            time.sleep(0.02)
         time.sleep(_LAST_STEP_S)
+
+    def _others(self) -> list[str]:
+        with self._changed:
+            return [address for process, address in self._addresses.items() if process != LEADER]
 
     def await_end(self, deadline_s: float) -> None:
         """Waits to see whether the job is over for a reason that others know; in that case it does not return.

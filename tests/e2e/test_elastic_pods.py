@@ -3,11 +3,13 @@
 import os
 import pathlib
 import signal
+import time
 
 import pytest
 from processes import job, run, same_end
 from test_pods import process
 
+from podrl.launch import find_config
 from podrl.runtime.local_pod import free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -64,6 +66,60 @@ def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_tra
     same_end(workdir, tmp_path / "undisturbed" / "run")
     records = [record for record in running.records() if "time/step" in record]
     assert records[-1]["pod/hosts"] == 2 and sum(record["pod/taken_over"] for record in records) >= 1
+
+
+# The second trainer host fetches the batch of the third step once a file is there, long after the first one has.
+_LATE = """
+import os
+import pathlib
+import runpy
+import time
+
+from podrl.runtime import joining
+
+join = joining.join
+
+
+def join_and_hold(*args, **settings):
+    pod = join(*args, **settings)
+    from podrl.learner.pods.trainer import RemoteRollouts
+
+    gather = RemoteRollouts.gather
+
+    def held(self, step, **more):
+        while step == 2 and pod.name == "trainer 1" and not pathlib.Path("go").exists():
+            time.sleep(0.02)
+        batch = gather(self, step, **more)
+        if step == 2 and pod.leads:
+            pathlib.Path("fetched").touch()
+        return batch
+
+    RemoteRollouts.gather = held
+    return pod
+
+
+joining.join = join_and_hold
+get_config = runpy.run_path(BASE)["get_config"]
+"""
+
+
+def test_a_host_lost_between_the_fetches_of_two_trainers_leaves_no_trace(tmp_path):
+    """The first trainer waits in the update for the second, which waits for a host that waits for new weights."""
+    flags = ("--local_processes=4", "--topology=split", "--fake_devices=1", "--config=late.py", "--restarts=0")
+    flags += ("--config.trainer.max_steps=4", "--config.eval.problems=0", "--config.log.stall_s=15")
+    for name in ("undisturbed", "lost"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "late.py").write_text(f"BASE = {find_config('grpo_gemma.py')!r}\n{_LATE}")
+    (tmp_path / "undisturbed" / "go").touch()
+    run(tmp_path / "undisturbed" / "run", *flags)
+    with job(tmp_path / "lost" / "run", *flags) as running:
+        running.wait_for("the leader's fetch", (tmp_path / "lost" / "fetched").exists)
+        time.sleep(0.5)  # the others get as far as they do without the second trainer
+        os.kill(process(running.process.pid, 3), signal.SIGKILL)
+        running.wait_for("the loss", lambda: "rollout 0 takes over prompts" in running.stderr)
+        (tmp_path / "lost" / "go").touch()
+        running.finish()
+    same_end(tmp_path / "lost" / "run", tmp_path / "undisturbed" / "run")
 
 
 def test_a_job_of_trainers_waits_for_a_host_that_joins_and_lets_none_with_other_settings_in(tmp_path, monkeypatch):

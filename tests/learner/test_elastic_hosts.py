@@ -84,7 +84,7 @@ class Weights:
     tokenizer = types.SimpleNamespace(pad_id=0)
 
     def __init__(self, staleness: int):
-        self._keep, self._held = 2 + staleness, []
+        self._keep, self._held, self.weights = 2 + staleness, [], self
 
     def offers(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(tokenizer=self.tokenizer, sync_weights=self._offer)
@@ -93,9 +93,12 @@ class Weights:
         self._held = [*self._held, version][-self._keep :]
         return Policy({}, version)
 
-    def sync_weights(self, version: int, *, in_place: bool) -> Policy:
+    def await_version(self, version: int) -> None:
         while not self._held or version > self._held[-1]:
             threading.Event().wait(0.001)
+
+    def sync_weights(self, version: int, *, in_place: bool) -> Policy:
+        self.await_version(version)
         assert version in self._held, (version, self._held)
         return Policy({}, version)
 
@@ -375,6 +378,23 @@ def test_a_host_with_nothing_left_to_do_takes_over_a_share_of_the_last_evaluatio
         going.join(20.0)
         assert not going.is_alive()
         leader.close()
+
+
+def test_a_host_that_waits_for_weights_can_make_what_another_was_to_make():
+    """The trainers may need that to make the weights."""
+    weights = Weights(0)
+    with joined(HOSTS, disposable=True) as pods:
+        made: Any = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S}
+        host = HostRollouts(weights, None, run(), pods[1], Accord(pods[1], run(), 30.0), **made)  # pyright: ignore[reportArgumentType]
+        moved: list[Policy] = []
+        moving = threading.Thread(target=lambda: moved.append(host.move(5, in_place=True)), daemon=True)
+        moving.start()
+        moving.join(0.3)
+        assert host._thread.submit(lambda: "made").result(20.0) == "made" and not moved
+        weights.offers().sync_weights(5, in_place=True)
+        moving.join(20.0)
+        assert moved == [Policy({}, 5)]
+        host.close()
 
 
 def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_stops():

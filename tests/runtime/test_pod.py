@@ -74,6 +74,21 @@ def test_who_is_waited_for_is_known_while_it_lasts(three):
     assert leader.waits() == ""
 
 
+def test_the_leader_stays_until_the_others_have_closed_their_connections(three):
+    """With it goes the service of the trainers' cluster, which ends every process that is still in it."""
+    leader, trainer, rollout = three
+    leaving = threading.Thread(target=leader.leave, daemon=True)
+    leaving.start()
+    for other in (trainer, rollout):
+        other._tell_leader(0, "")
+    rollout.channel.close()
+    leaving.join(1.0)
+    assert leaving.is_alive()
+    trainer.channel.close()
+    leaving.join(20.0)
+    assert not leaving.is_alive()
+
+
 def test_one_process_of_a_job_says_in_full_why_it_fails(three):
     leader, trainer, rollout = three
     assert [pod.first_to_fail() for pod in (trainer, leader, rollout, trainer)] == [True, False, False, True]

@@ -173,6 +173,10 @@ class HostRollouts:
         return policy
 
     def move(self, step: int, *, in_place: bool) -> Policy:
+        with self._run.watchdog.stage("publish"):
+            # Not on the thread, which may have to make what a lost host has not given to every trainer yet: without
+            # that the trainers cannot make these weights.
+            self._cluster.weights.await_version(step)
         if self._wall is not None:
             self._wall.end_window()
         # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.

@@ -99,6 +99,29 @@ class PullReceiver:
         self._ledger.verify(policy)
         return policy
 
+    def await_version(self, version: int) -> None:
+        """Waits until the trainer offers a version or a newer one, and pulls nothing; may be called on any thread.
+
+        Trainer processes compute a version's checksums together, so process 0 has it when all have.
+
+        Raises:
+          TransferTimeoutError: not in time.
+        """
+        if not self._shardings:
+            return
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                request = {"op": "await", "tree": self._name, "version": version}
+                _Asked(self._ask_process, 0, request, deadline, self._timeout).result()
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise TransferTimeoutError(
+                        f"Version {version} of {self._name!r} was not offered within {self._timeout:g} s; last: {error}"
+                    ) from error
+                time.sleep(_POLL_S)
+
     def verify(self, policy: Policy) -> None:
         """Compares a policy's weights with those offered under its version, as `Publisher.verify`."""
         self._ledger.verify(policy)

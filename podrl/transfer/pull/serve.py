@@ -60,6 +60,9 @@ class PullServer:
             # A receiver may ask before the trainer serves anything.
             if (tree := self._trees.get(str(request["tree"]))) is None:
                 return {"wait": []}
+            if request["op"] == "await":
+                known = tree.versions
+                return {} if max(known, default=-1) >= int(request["version"]) else {"wait": known}
             if request["op"] == "join":
                 reply = tree.join(Side.read(request["target"]), int(request["process"]))
                 return {"session": self._session, **reply}
