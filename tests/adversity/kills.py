@@ -2,6 +2,7 @@
 
     python tests/adversity/kills.py --kills=100 --seed=1
     python tests/adversity/kills.py --grid --seed=1
+    python tests/adversity/kills.py --hosts=10 --seed=1
 
 A life of a run ends by SIGKILL either just before a chosen change to its files (every open for writing, rename, mkdir
 and remove in the run directory is such a moment), or at a random time after its first change; of a pod, a random
@@ -10,7 +11,9 @@ started once more and must end, with exit code 0, with bitwise the metrics, samp
 nothing happened to; one by the wall clock with each prompt trained once, and equal to its repetition.
 
 With --grid a random process of every run is killed after each of its steps, for all of: two and three versions stale;
-full and LoRA; with tools and without; one process, shared and split.
+full and LoRA; with tools and without; one process, shared and split. With --hosts only rollout hosts die, at random
+times of one run of 30 steps, two versions stale, in a split pod of a trainer and two of them; the launcher starts them
+again.
 """
 
 import argparse
@@ -83,6 +86,7 @@ VARIANTS = {
     "tools, stale": (*_TOOLS, *_STALE, "--config.checkpoint.every=1"),
     "tools, split": (*_TOOLS, "--local_processes=2", "--topology=split"),
 }
+_HOSTS = (*_SAMPLED, *_STALE, "--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0")
 _TOPOLOGIES = {"single": (), "shared": ("--local_processes=2",), "split": ("--local_processes=2", "--topology=split")}
 
 
@@ -268,6 +272,38 @@ def killed_after_steps(
     return moments
 
 
+def lose_hosts(folder: pathlib.Path, kills: int, steps: int, rng: random.Random) -> list[int]:
+    """Kills a random rollout host of a split pod so often in one run, and asserts that the run ends as undisturbed.
+
+    Returns:
+      The steps after which hosts were lost.
+    """
+    flags = (*_HOSTS, f"--config.trainer.max_steps={steps}", f"--restarts={kills}")
+    VARIANTS["hosts"] = flags
+    whole = Life("hosts", folder / "whole" / "run")
+    assert whole.end() == 0, whole.output()
+    workdir, lost = folder / "killed" / "run", []
+    life = Life("hosts", workdir)
+    for _ in range(kills):
+        before = len(_steps(workdir))
+        while len(_steps(workdir)) <= before or len(victims := life.processes()) < 4:  # the launcher, a trainer, two
+            assert life.process.poll() is None, f"ended after {len(lost)} kills:\n{life.output()}"
+            life.check_time()
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0.0, 0.5))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rng.choice(victims[2:]), signal.SIGKILL)
+            lost.append(len(_steps(workdir)))
+    assert life.end() == 0, life.output()
+    same_end(workdir, folder / "whole" / "run")
+    assert trained_steps(workdir) == list(range(1, steps + 1))
+    return lost
+
+
+def _steps(workdir: pathlib.Path) -> list[int]:
+    return trained_steps(workdir) if (workdir / "metrics.jsonl").exists() else []
+
+
 def _trained(workdir: pathlib.Path, step: int) -> bool:
     return (workdir / "metrics.jsonl").exists() and step in trained_steps(workdir)
 
@@ -330,11 +366,17 @@ def main() -> int:
     parser.add_argument("--lives", type=int, default=5, help="kills of one run at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default=",".join(name.replace(", ", "+") for name in VARIANTS))
+    parser.add_argument("--hosts", type=int, default=0, help="kill so many rollout hosts in one run of 30 steps")
     parser.add_argument("--grid", action="store_true", help="kill after each step of every combination, once")
     parser.add_argument(
         "--only", default="", help="with --grid: combinations whose names hold all of these, as S=3,lora"
     )
     options = parser.parse_args()
+    if options.hosts:
+        with tempfile.TemporaryDirectory(prefix="podrl-kills-") as top:
+            lost = lose_hosts(pathlib.Path(top), options.hosts, 30, random.Random(options.seed))
+        say(f"the same end after {len(lost)} rollout hosts were lost, after steps {', '.join(map(str, lost))}")
+        return 0
     if options.grid:
         return _run_grid(options.only.split(","), random.Random(options.seed), say)
     names = [name.replace("+", ", ") for name in options.variants.split(",")]
