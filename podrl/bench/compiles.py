@@ -35,6 +35,8 @@ _MESHES = {"roles.trainer.mesh": "fsdp=-1", "roles.rollout.mesh": "data=-1"}
 _HALVED = {"roles.trainer.mesh": "fsdp=-1,tensor=2", "roles.rollout.mesh": "data=-1,tensor=2"}
 _SHARED = {"trainer.share_prompts": True, "trainer.max_tokens_per_row": 1024}
 _ENGINE = ("prefill", "insert", "generate", "spill", "restore")
+_TAUGHT = {"algorithm": "opd", "model.reference": str(pathlib.Path(__file__).parents[1] / "assets" / "tiny")}
+_TRAINED = ("train step", "teacher")
 
 CASES = {
     "default": Case("grpo_gemma.py"),
@@ -55,6 +57,9 @@ CASES = {
         changes=_SHARED | {"roles.trainer.mesh": "fsdp=-1,seq=2"},
         programs=("train step", "reference"),
     ),
+    # The teacher is the policy's own checkpoint; with its advantages alone the programs are those of `default`.
+    "teacher_top_k": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "top_k"}, programs=_TRAINED),
+    "teacher_full": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "full"}, programs=_TRAINED),
     "gemma2_2b": Case("grpo_gemma.py:gemma2_2b_v5e16", hosts=2, changes=_HALVED),
     "gemma3_4b": Case("grpo_real.py:gemma3_4b_v5e16", hosts=2, changes=_HALVED | {"roles.trainer.mesh": "fsdp=-1"}),
     "qwen3_06b": Case("grpo_real.py:qwen3_06b_v6e8", changes=_MESHES),
@@ -153,7 +158,7 @@ def setting_of(name: str, chip: str) -> Any:
 
 def _compiled(name: str, chip: str, args: argparse.Namespace, done: set[tuple[str, str, str]]) -> Iterator[Any]:
     """Yields the results of a case for a chip, without those that are done."""
-    from podrl.plan import programs
+    from podrl.plan import programs, training
     from podrl.plan.compile import measure
     from podrl.plan.given import given_programs
     from podrl.plan.hlo import Cost
@@ -163,7 +168,7 @@ def _compiled(name: str, chip: str, args: argparse.Namespace, done: set[tuple[st
         listed = given_programs(setting)
     else:
         move = programs.weight_move(setting).programs
-        listed = [*programs.rollout_programs(setting), *programs.training_programs(setting), *move]
+        listed = [*programs.rollout_programs(setting), *training.training_programs(setting), *move]
     wanted = (tuple(args.programs) or ("",), case.programs or ("",))
     for program in listed:
         left_out = not all(program.name.startswith(begins) for begins in wanted)

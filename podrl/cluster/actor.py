@@ -1,7 +1,6 @@
 """The actor: the trained policy, its optimizer, and the reference it is compared with."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,8 @@ from podrl.models.hf_config import read_config
 from podrl.models.pretrained import check_vocab, from_pretrained
 from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.distill import full_objective, make_top_k_fn, top_k_objective
-from podrl.trainer.objective import Forward, TokenLoss, Trunk
+from podrl.trainer.distill import Taught, taught
+from podrl.trainer.objective import Forward, TokenLoss
 from podrl.trainer.pack_shape import pack_shape
 from podrl.trainer.state import abstract_like, abstract_state, init_state, put_batch
 from podrl.trainer.step import (
@@ -143,7 +142,9 @@ class Actor:
         Raises:
           ValueError: a teacher that lacks token ids of the policy, or fewer ids than `teacher.top_k`.
         """
-        taught = self._taught(teacher) if teacher is not None and not teacher.sampled else {}
+        forward = Forward(config=self.model, temperature=self._temperature, mesh=self.mesh, dtype=self.training.dtype)
+        how = taught(teacher, forward, self._reference_model) if teacher is not None else Taught({})
+        self._taught_whole, self._teaching = how.whole, how.score
         self._step = make_train_step(
             self.model,
             loss,
@@ -154,36 +155,11 @@ class Actor:
             param_dtype=self.training.param_dtype,
             remat=self.training.remat,
             seed=self._seed,
-            **taught,
+            **how.step,
         )
         if weigh is not None:
             of = {"temperature": self._temperature, "dtype": self.training.dtype}
             self._token_weights = make_token_weight_fn(self.model, weigh, self.mesh, **of)
-
-    def _taught(self, teacher: Distillation) -> dict[str, Any]:
-        ids, theirs = self.model.vocab_size, self._reference_model.vocab_size
-        if theirs < ids:
-            raise ValueError(
-                f"grpo.teacher_kl={teacher.kl!r} compares all {ids} token ids of the policy, and the teacher "
-                f"(model.reference) has {theirs}: give one that has them, or set grpo.teacher_kl='sampled'."
-            )
-        of = {"mesh": self.mesh, "dtype": self.training.dtype}
-        trunk = Trunk(config=self._reference_model, **of)
-        if teacher.kl == "full":
-            self._taught_whole = True
-            join = lambda params, fixed: (decoder.join_trainable(params, fixed[0]), fixed[1])  # noqa: E731
-            return {
-                "objective_of": functools.partial(full_objective, teacher=trunk, coef=teacher.coef),
-                "join": join,
-            }
-        if teacher.top_k > ids:
-            raise ValueError(
-                f"grpo.teacher_top_k={teacher.top_k} is more than the {ids} token ids there are: set "
-                "grpo.teacher_kl='full'."
-            )
-        forward = Forward(config=self.model, temperature=self._temperature, **of)
-        self._teaching = make_top_k_fn(forward, trunk, teacher.top_k)
-        return {"objective_of": functools.partial(top_k_objective, coef=teacher.coef)}
 
     def put(self, batch: Batch[Rows]) -> Batch[Rows]:
         """Copies a packed host batch onto the actor's mesh."""

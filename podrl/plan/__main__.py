@@ -51,7 +51,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
       ValueError: a topology, mesh or configuration that makes no sense.
     """
     from podrl.job.config import KINDS, parse, section_of, with_prompt_length
-    from podrl.plan import programs, variants
+    from podrl.plan import programs, training, variants
     from podrl.plan.compile import measure
     from podrl.plan.predict import cost, predict
     from podrl.plan.report import Report
@@ -91,7 +91,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
             say(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
 
     # All of them are made before the first is compiled: what does not fit is said at once.
-    decode, train = programs.rollout_programs(setting), programs.training_programs(setting)
+    decode, train = programs.rollout_programs(setting), training.training_programs(setting)
     move = programs.weight_move(setting)
     measure_all(decode, (trainer if job.roles.colocated else rollout).chip)
     measure_all(train, trainer.chip)

@@ -5,15 +5,18 @@ import jax.numpy as jnp
 from podrl.job.weights import device_bytes
 from podrl.mesh.rules import batch_shards, time_shards
 from podrl.models import decoder
-from podrl.plan.programs import ROLLOUT, Setting, filled_micro_batches, training_programs
+from podrl.models.config import ModelConfig
+from podrl.plan.programs import ROLLOUT, Setting
+from podrl.plan.training import TEACHING, filled_micro_batches, training_programs
 from podrl.trainer import state as state_lib
 
 
 def least_bytes(side: str, setting: Setting) -> float:
     """Counts the bytes of a chip that a side needs at least.
 
-    The trainer's are parameters, moments, and what the backward pass keeps of every layer: its input, and unless
-    `trainer.remat` is 'full' or 'offload' what attention and feed-forward project it to. The rollout's are the weights.
+    The trainer's are parameters, moments, those of a reference or a teacher, and what the backward pass keeps of every
+    layer: its input, and unless `trainer.remat` is 'full' or 'offload' what attention and feed-forward project it to.
+    The rollout's are the weights.
     """
     if side == ROLLOUT:
         mesh = setting.rollout_mesh()
@@ -27,7 +30,13 @@ def least_bytes(side: str, setting: Setting) -> float:
         heads = model.num_heads + 2 * model.num_kv_heads
         kept += (heads * model.head_dim + 2 * model.ffn_dim) / tensor
     activations = tokens * model.num_layers * kept * jnp.dtype(training.dtype).itemsize
-    return device_bytes(state) + device_bytes(frozen) + activations
+    return device_bytes((state, frozen, setting.reference_params(mesh))) + activations
+
+
+def _forward(model: ModelConfig) -> float:
+    """Counts operations per token of a model's projections."""
+    weights = model.model_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    return 2.0 * model.num_layers * (weights + 3 * model.ffn_dim * model.model_dim)
 
 
 def least_trainer_seconds(setting: Setting) -> float:
@@ -39,14 +48,16 @@ def least_trainer_seconds(setting: Setting) -> float:
     """
     model, mesh, training = setting.model, setting.trainer_mesh(), setting.job.trainer
     shape = setting.job.pack_shape(mesh)
-    last = model.ffn_dim * model.model_dim
-    weights = model.model_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads) + 3 * last
-    forward = 2.0 * weights * model.num_layers
+    forward, compared = _forward(model), _forward(setting.reference or model)
     backward = 2 * forward if not model.lora.rank else forward * (model.num_layers - 1) / model.num_layers
-    again = forward - 2.0 * last * model.num_layers if training.remat == "full" and model.num_layers > 1 else 0.0
+    last = 2.0 * model.ffn_dim * model.model_dim * model.num_layers
+    again = forward - last if training.remat == "full" and model.num_layers > 1 else 0.0
+    teacher = setting.job.algo.distillation
+    within = compared if teacher is not None and teacher.kl == "full" else 0.0
     work = {
-        "train step": forward + backward + again,
-        "reference log-probabilities": forward,
+        "train step": forward + backward + again + within,
+        "reference log-probabilities": compared,
+        TEACHING: forward + compared,
         "old log-probabilities": forward,
     }
     runs = sum(program.runs * work.get(program.name, 0.0) for program in training_programs(setting))

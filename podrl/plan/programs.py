@@ -1,43 +1,36 @@
-"""Every program of a job, ready to be compiled: its arguments, and how often a step runs it.
+"""The programs of a job's rollout and of its weight move, ready to be compiled: arguments, and runs per step.
 
 Loops of traced length (micro-batches, decode steps) count as in a step in which every sample has the planned length.
 """
 
 import dataclasses
-import functools
 import math
-import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from podrl.algorithms.policy_loss import with_old
-from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.job.config import Job
 from podrl.job.weights import Copies, copies, device_bytes, model_of, rollout_dtype, rollout_model
-from podrl.learner.settings import PPOConfig
 from podrl.mesh.build import make_mesh, spreads_copies
-from podrl.models import decoder, scalar
-from podrl.models.attention import BLOCK
+from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
+from podrl.models.sizes import SIZES, config_of
 from podrl.plan.chips import Topology
 from podrl.plan.hlo import Trips
 from podrl.rollout.engine import Engine
 from podrl.rollout.rollout import pieces_per_prompt
 from podrl.rollout.sizes import engine_shape
+from podrl.runtime import hub
+from podrl.runtime.storage import locate
 from podrl.trainer import state as state_lib
-from podrl.trainer.critic import make_critic_step, make_value_fn
-from podrl.trainer.pack_shape import PackShape
-from podrl.trainer.packing import Placement, SharedPrefixes, place
-from podrl.trainer.step import make_logprob_fn, make_train_step
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.local import RelayoutTransport
 from podrl.transfer.plan import Plan, make_plan
+from podrl.types import PyTree
 
 TRAINER, ROLLOUT, BOTH = "trainer", "rollout", "both"
 
@@ -94,6 +87,27 @@ class Setting:
         return model_of(self.job)
 
     @property
+    def reference(self) -> ModelConfig | None:
+        """The model that the policy is compared with, be it a reference or a teacher; None where there is none.
+
+        `model.reference` may name a published size here, as `model.size` does: no weights are read.
+        """
+        algo, given = self.job.algo, self.job.model.reference
+        loss = algo.policy_loss(self.job.rollout.max_tokens_to_generate)
+        if not (loss.needs_reference() or algo.reward_kl.coef or algo.distillation):
+            return None
+        if given in SIZES:
+            return config_of(given)
+        return read_config(locate(hub.local(given))) if given else self.model
+
+    def reference_params(self, mesh: Mesh) -> PyTree | None:
+        """Shapes of the reference's parameters on a trainer mesh; None where it is the base under adapters, or none."""
+        model = self.reference
+        if model is None or (model.lora.rank and not self.job.model.reference):
+            return None
+        return decoder.abstract_params(model, mesh, jnp.dtype(self.job.trainer.param_dtype))
+
+    @property
     def longest(self) -> int:
         return self.job.rollout.longest
 
@@ -114,155 +128,6 @@ class Setting:
 
     def copies(self) -> Copies:
         return copies(self.job, self.trainer_mesh(), self.rollout_mesh())
-
-
-def training_programs(setting: Setting) -> list[Program]:
-    """Lists the trainer's programs: train step, reference and old log-probabilities, and the critic's, as needed."""
-    actor, held, shared = _actor_programs(setting)
-    if not isinstance(setting.job.algo, PPOConfig):
-        return actor
-    critic, own = _critic_programs(setting)
-    add = lambda program, more: dataclasses.replace(program, resident=program.resident + more)  # noqa: E731
-    return [*(add(program, own) for program in actor), *(add(program, held - shared) for program in critic)]
-
-
-def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
-    """Lists the actor's programs: (programs, bytes per chip of actor and reference, bytes shared with the critic)."""
-    job, model, mesh = setting.job, setting.model, setting.trainer_mesh()
-    training = job.trainer
-    optimizer = training.optimizer()
-    loss = job.algo.policy_loss(job.rollout.max_tokens_to_generate)
-    old = job.algo.old_source(job.updates_per_step)
-    state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
-    shape = setting.job.pack_shape(mesh)
-    batch = state_lib.abstract_batch(loss.rows, shape, mesh)
-    whole = decoder.join_trainable(state.params, frozen)
-    update = make_train_step(
-        model,
-        with_old(loss, old),
-        optimizer,
-        mesh,
-        temperature=job.rollout.temperature,
-        dtype=training.dtype,
-        param_dtype=training.param_dtype,
-        remat=training.remat,
-    )
-    score = make_logprob_fn(model, mesh, temperature=job.rollout.temperature, dtype=training.dtype)
-    separate = loss.needs_reference() and (not frozen or bool(job.model.reference))
-    reference = device_bytes(whole) if separate else 0.0
-    moments = device_bytes(state.opt_state)
-    # Scoring always loops over the filled micro-batches, the update only where there can be several.
-    scored = _training_trips(setting, shape, looped=True)
-    passes = job.updates_per_step / job.algo.num_iterations
-    programs = [
-        Program(
-            "train step",
-            TRAINER,
-            lambda: update.lower(state, frozen, batch),  # pyright: ignore[reportFunctionMemberAccess]
-            job.updates_per_step,
-            resident=reference,
-            trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
-        )
-    ]
-    if loss.needs_reference():
-        trained = device_bytes(state.params)
-        given = whole if separate or not frozen else frozen
-        programs.append(
-            Program(
-                "reference log-probabilities",
-                TRAINER,
-                lambda: score.lower(given, batch.layout()),  # pyright: ignore[reportFunctionMemberAccess]
-                passes,
-                resident=moments + trained + (device_bytes(frozen) if separate else 0.0),
-                trips=scored,
-            )
-        )
-    if old == "trainer":
-        programs.append(
-            Program(
-                "old log-probabilities",
-                TRAINER,
-                lambda: score.lower(whole, batch.layout()),  # pyright: ignore[reportFunctionMemberAccess]
-                passes,
-                resident=moments + reference,
-                trips=scored,
-            )
-        )
-    base = device_bytes(frozen)
-    return programs, device_bytes(state) + base + reference, 0.0 if job.model.critic else base
-
-
-def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
-    """Lists the critic's update and scoring: (programs, bytes per chip it alone holds); it is on the actor's mesh."""
-    job, mesh = setting.job, setting.trainer_mesh()
-    training, algo = job.trainer, cast(PPOConfig, job.algo)
-    model = setting.model
-    if job.model.critic:
-        model = dataclasses.replace(read_config(pathlib.Path(job.model.critic)), lora=job.model.lora)
-    optimizer = training.critic()
-    params = scalar.abstract_params(model, mesh, jnp.dtype(training.param_dtype))
-    trainable, frozen = scalar.split_trainable(params, model)
-    state = state_lib.abstract_train_state(trainable, optimizer, mesh)
-    policy = algo.policy_loss(job.rollout.max_tokens_to_generate).settings
-    loss = functools.partial(
-        value_loss, clip_range=algo.clip_range_value, mode=policy.mode, scale=policy.loss_agg_scale or 1.0
-    )
-    update = make_critic_step(
-        model,
-        loss,
-        optimizer,
-        mesh,
-        dtype=training.dtype,
-        param_dtype=training.param_dtype,
-        remat=training.remat,
-    )
-    score = make_value_fn(model, mesh, dtype=training.dtype)
-    shape = setting.job.pack_shape(mesh)
-    batch = state_lib.abstract_batch(CriticRows, shape, mesh)
-    programs = [
-        Program(
-            "critic step",
-            TRAINER,
-            lambda: update.lower(state, frozen, batch),  # pyright: ignore[reportFunctionMemberAccess]
-            job.updates_per_step,
-            trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
-        ),
-        Program(
-            "values",
-            TRAINER,
-            lambda: score.lower(params, batch.layout()),  # pyright: ignore[reportFunctionMemberAccess]
-            job.updates_per_step / algo.num_iterations,
-            resident=device_bytes(state.opt_state),
-            trips=_training_trips(setting, shape, looped=True),
-        ),
-    ]
-    return programs, device_bytes(state) + (device_bytes(frozen) if job.model.critic else 0.0)
-
-
-def _planned(setting: Setting, shape: PackShape) -> Placement:
-    """Places an update's planned samples in rows of a shape."""
-    job, prompt = setting.job, setting.job.rollout.max_prompt_length
-    group_B = np.arange(job.mini_batch_size) // job.group_size
-    length_B = np.full_like(group_B, prompt + setting.completion)
-    return place(length_B, shape, SharedPrefixes(group_B, np.full_like(group_B, max(prompt - 1, 0))))
-
-
-def planned_rows(setting: Setting) -> int:
-    """Counts the rows that an update's planned samples need, empty ones left out."""
-    placed = _planned(setting, setting.job.pack_shape(setting.trainer_mesh()))
-    return len(set(zip(placed.micro_B.tolist(), placed.row_B.tolist(), strict=True)))
-
-
-def filled_micro_batches(setting: Setting) -> int:
-    """Counts the micro-batches that an update's planned samples fill."""
-    return _planned(setting, setting.job.pack_shape(setting.trainer_mesh())).micro_batches
-
-
-def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:
-    """Counts loop trips: micro-batches that an update's planned samples fill; half the key blocks of blockwise."""
-    filled = float(_planned(setting, shape).micro_batches)
-    blocks = (max(1, shape.tokens // BLOCK) + 1) / 2
-    return lambda depth: filled if looped and depth == 0 else blocks
 
 
 def rollout_programs(setting: Setting) -> list[Program]:
@@ -449,7 +314,7 @@ class _Ends:
             CollectiveTransport(plan, [leaf.sharding for leaf in leaves], places) if transport else None,
             leaves,
             places,
-            device_bytes(state) + device_bytes(frozen) + (device_bytes(sent) if merged else 0.0),
+            device_bytes((state, frozen, setting.reference_params(source))) + (device_bytes(sent) if merged else 0.0),
             device_bytes(params) + device_bytes(pools),
         )
 

@@ -14,11 +14,10 @@ from podrl.plan.programs import (
     TRAINER,
     Program,
     Setting,
-    planned_rows,
     rollout_programs,
-    training_programs,
     weight_move,
 )
+from podrl.plan.training import planned_rows, training_programs
 
 _STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
 _OF_A_STEP = ("trainer.remat=", "trainer.micro_batch_sequences=")

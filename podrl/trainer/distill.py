@@ -1,5 +1,6 @@
 """Objectives with the exact divergence from a teacher, and the program that scores the teacher for them."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,11 +10,60 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from podrl.algorithms.aggregate import token_mean
-from podrl.algorithms.distill import TaughtRows, TopKRows, top_k_kl
+from podrl.algorithms.distill import Distillation, TaughtRows, TopKRows, top_k_kl
 from podrl.mesh import rules
+from podrl.models import decoder
+from podrl.models.config import ModelConfig
 from podrl.trainer.divergence import Output, chosen_logprobs, token_divergence, top_ids
 from podrl.trainer.objective import Forward, Objective, TokenLoss, Trunk
 from podrl.types import Batch, Layout, PyTree, Ratio
+
+
+@dataclasses.dataclass(frozen=True)
+class Taught:
+    """What an exact divergence from a teacher changes in the programs of an update.
+
+    Attributes:
+      step: arguments of `make_train_step`.
+      whole: the update reads the teacher's parameters: what it keeps fixed is (frozen, teacher's).
+      score: what scores the teacher once a step instead, see `make_top_k_fn`.
+    """
+
+    step: Mapping[str, Any]
+    whole: bool = False
+    score: Callable[[PyTree, PyTree, Batch[Layout]], Any] | None = None
+
+
+def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
+    """Builds what an update with a teacher needs; nothing where its part is the sampled token's advantage.
+
+    Args:
+      how: it is compared with.
+      forward: of the policy.
+      teacher: its architecture.
+
+    Raises:
+      ValueError: a teacher that lacks token ids of the policy, or fewer ids than `how.top_k`.
+    """
+    if how.sampled:
+        return Taught({})
+    ids = forward.config.vocab_size
+    if teacher.vocab_size < ids:
+        raise ValueError(
+            f"grpo.teacher_kl={how.kl!r} compares all {ids} token ids of the policy, and the teacher "
+            f"(model.reference) has {teacher.vocab_size}: give one that has them, or set grpo.teacher_kl='sampled'."
+        )
+    trunk = Trunk(config=teacher, mesh=forward.mesh, dtype=forward.dtype)
+    if how.kl == "full":
+        join = lambda params, fixed: (decoder.join_trainable(params, fixed[0]), fixed[1])  # noqa: E731
+        objective = functools.partial(full_objective, teacher=trunk, coef=how.coef)
+        return Taught({"objective_of": objective, "join": join}, whole=True)
+    if how.top_k > ids:
+        raise ValueError(
+            f"grpo.teacher_top_k={how.top_k} is more than the {ids} token ids there are: set grpo.teacher_kl='full'."
+        )
+    objective = functools.partial(top_k_objective, coef=how.coef)
+    return Taught({"objective_of": objective}, score=make_top_k_fn(forward, trunk, how.top_k))
 
 
 def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk, coef: float) -> Objective:

@@ -10,6 +10,7 @@ import pytest
 from podrl.bench import compiles
 from podrl.plan import chips
 from podrl.plan.given import given_programs
+from podrl.plan.training import TEACHING, training_programs
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("[a-z]*.py"))
@@ -64,6 +65,14 @@ def test_the_table_has_a_row_per_program_and_a_column_per_chip():
         "| `default` | generate | 2.5 / 4,000 / 0 | 2.5 / 4,000 / 0, does not fit | 12 / 12 |",
         "| `lora` | generate |  | 2.5 / 4,000 / 0 | - / 0.6 |",
     ]
+
+
+@needs_libtpu
+@pytest.mark.usefixtures("compiler")
+def test_the_programs_of_a_teacher():
+    listed = {name: training_programs(compiles.setting_of(name, "v5e")) for name in ("teacher_top_k", "teacher_full")}
+    names = {name: [program.name for program in programs] for name, programs in listed.items()}
+    assert names == {"teacher_top_k": ["train step", TEACHING], "teacher_full": ["train step"]}
 
 
 @needs_libtpu

@@ -25,8 +25,9 @@ from podrl.plan.bounds import least_bytes, least_trainer_seconds
 from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.compile import Measured, _asked, measure
 from podrl.plan.predict import cost, predict
-from podrl.plan.programs import Program, Setting, _decode_work, filled_micro_batches
+from podrl.plan.programs import Program, Setting, _decode_work
 from podrl.plan.report import Report, _cost_line, _print_step
+from podrl.plan.training import filled_micro_batches
 from podrl.plan.variants import (
     Trial,
     Variant,

@@ -1,0 +1,209 @@
+"""The trainer's programs of a job, ready to be compiled: updates, what the policy is compared with, the critic.
+
+A teacher of on-policy distillation is the reference: frozen, with an architecture of its own. It scores sampled tokens,
+or the policy's likeliest ids once per update, or its hidden states are computed within the update.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from podrl.algorithms.distill import Distillation, TaughtRows, TopKRows
+from podrl.algorithms.policy_loss import with_old
+from podrl.algorithms.policy_rows import PolicyRows
+from podrl.algorithms.value_loss import CriticRows, value_loss
+from podrl.job.weights import device_bytes
+from podrl.learner.settings import PPOConfig
+from podrl.mesh import rules
+from podrl.models import decoder, scalar
+from podrl.models.attention import BLOCK
+from podrl.models.config import ModelConfig
+from podrl.models.hf_config import read_config
+from podrl.plan.hlo import Trips
+from podrl.plan.programs import TRAINER, Program, Setting
+from podrl.trainer import state as state_lib
+from podrl.trainer.critic import make_critic_step, make_value_fn
+from podrl.trainer.distill import Taught, taught
+from podrl.trainer.objective import Forward
+from podrl.trainer.pack_shape import PackShape
+from podrl.trainer.packing import Placement, SharedPrefixes, place
+from podrl.trainer.step import make_logprob_fn, make_train_step
+from podrl.types import Batch, Layout
+
+TEACHING = "teacher's log-probabilities of likely ids"
+
+
+def training_programs(setting: Setting) -> list[Program]:
+    """Lists the trainer's programs: train step, reference and old log-probabilities, and the critic's, as needed."""
+    actor, held, shared = _actor_programs(setting)
+    if not isinstance(setting.job.algo, PPOConfig):
+        return actor
+    critic, own = _critic_programs(setting)
+    add = lambda program, more: dataclasses.replace(program, resident=program.resident + more)  # noqa: E731
+    return [*(add(program, own) for program in actor), *(add(program, held - shared) for program in critic)]
+
+
+def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
+    """Lists the actor's programs: (programs, bytes per chip of actor and reference, bytes shared with the critic)."""
+    job, model, mesh = setting.job, setting.model, setting.trainer_mesh()
+    training, algo = job.trainer, job.algo
+    optimizer = training.optimizer()
+    loss = algo.policy_loss(job.rollout.max_tokens_to_generate)
+    old = algo.old_source(job.updates_per_step)
+    state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
+    shape = setting.job.pack_shape(mesh)
+    batch = state_lib.abstract_batch(loss.rows, shape, mesh)
+    whole = decoder.join_trainable(state.params, frozen)
+    held, teacher = setting.reference_params(mesh), algo.distillation
+    how = Taught({})
+    if teacher is not None:
+        forward = Forward(config=model, temperature=job.rollout.temperature, mesh=mesh, dtype=training.dtype)
+        how = taught(teacher, forward, cast(ModelConfig, setting.reference))
+        batch = _with_teacher(batch, teacher, mesh)
+    update = make_train_step(
+        model,
+        with_old(loss, old),
+        optimizer,
+        mesh,
+        temperature=job.rollout.temperature,
+        dtype=training.dtype,
+        param_dtype=training.param_dtype,
+        remat=training.remat,
+        **how.step,
+    )
+    logprobs: Any = functools.partial(
+        make_logprob_fn, mesh=mesh, temperature=job.rollout.temperature, dtype=training.dtype
+    )
+    reference, moments = device_bytes(held), device_bytes(state.opt_state)
+    # Scoring always loops over the filled micro-batches, the update only where there can be several.
+    scored = _training_trips(setting, shape, looped=True)
+    passes = job.updates_per_step / algo.num_iterations
+    fixed = (frozen, held) if how.whole else frozen
+    programs = [
+        Program(
+            "train step",
+            TRAINER,
+            lambda: update.lower(state, fixed, batch),  # pyright: ignore[reportFunctionMemberAccess]
+            job.updates_per_step,
+            resident=0.0 if how.whole else reference,
+            trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
+        )
+    ]
+    if setting.reference is not None and (teacher is None or teacher.sampled):
+        compared = logprobs(setting.reference)
+        trained, given = device_bytes(state.params), frozen if held is None else held
+        own = trained + (device_bytes(frozen) if held is not None else 0.0)
+        lower = lambda: compared.lower(given, _layout(batch))  # noqa: E731
+        programs.append(
+            Program("reference log-probabilities", TRAINER, lower, passes, resident=moments + own, trips=scored)
+        )
+    if how.score is not None:
+        teach = cast(Any, how.score)
+        lower = lambda: teach.lower(whole, held, _layout(batch))  # noqa: E731
+        programs.append(Program(TEACHING, TRAINER, lower, job.updates_per_step, resident=moments, trips=scored))
+    if old == "trainer":
+        score = logprobs(model)
+        lower = lambda: score.lower(whole, _layout(batch))  # noqa: E731
+        programs.append(
+            Program("old log-probabilities", TRAINER, lower, passes, resident=moments + reference, trips=scored)
+        )
+    base = device_bytes(frozen)
+    return programs, device_bytes(state) + base + reference, 0.0 if job.model.critic else base
+
+
+def _layout(batch: Batch[Any]) -> Batch[Layout]:
+    """What scoring reads of a batch."""
+    return Batch(batch.rows.layout, batch.micro_batches)
+
+
+def _with_teacher(batch: Batch[PolicyRows], teacher: Distillation, mesh: Mesh) -> Batch[Any]:
+    """A packed batch as shapes, with what the update reads of a teacher beside its weights."""
+    rows = batch.rows
+    if teacher.sampled:
+        return batch
+    if teacher.kl == "full":
+        return Batch(TaughtRows(rows, rows.kl_scale), batch.micro_batches)
+    dims = (*rows.mask_BT.shape, teacher.top_k)
+    place = rules.sharding_for(("layers", "batch", "time", "act"), dims, mesh)
+    ids, values = (jax.ShapeDtypeStruct(dims, dtype, sharding=place) for dtype in (jnp.int32, jnp.float32))
+    given: Any = {"id_BTK": ids, "teacher_logprob_BTK": values}
+    return Batch(TopKRows(rows, rows.kl_scale, **given), batch.micro_batches)
+
+
+def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
+    """Lists the critic's update and scoring: (programs, bytes per chip it alone holds); it is on the actor's mesh."""
+    job, mesh = setting.job, setting.trainer_mesh()
+    training, algo = job.trainer, cast(PPOConfig, job.algo)
+    model = setting.model
+    if job.model.critic:
+        model = dataclasses.replace(read_config(pathlib.Path(job.model.critic)), lora=job.model.lora)
+    optimizer = training.critic()
+    params = scalar.abstract_params(model, mesh, jnp.dtype(training.param_dtype))
+    trainable, frozen = scalar.split_trainable(params, model)
+    state = state_lib.abstract_train_state(trainable, optimizer, mesh)
+    policy = algo.policy_loss(job.rollout.max_tokens_to_generate).settings
+    loss = functools.partial(
+        value_loss, clip_range=algo.clip_range_value, mode=policy.mode, scale=policy.loss_agg_scale or 1.0
+    )
+    update = make_critic_step(
+        model,
+        loss,
+        optimizer,
+        mesh,
+        dtype=training.dtype,
+        param_dtype=training.param_dtype,
+        remat=training.remat,
+    )
+    score = make_value_fn(model, mesh, dtype=training.dtype)
+    shape = setting.job.pack_shape(mesh)
+    batch = state_lib.abstract_batch(CriticRows, shape, mesh)
+    programs = [
+        Program(
+            "critic step",
+            TRAINER,
+            lambda: update.lower(state, frozen, batch),  # pyright: ignore[reportFunctionMemberAccess]
+            job.updates_per_step,
+            trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
+        ),
+        Program(
+            "values",
+            TRAINER,
+            lambda: score.lower(params, batch.layout()),  # pyright: ignore[reportFunctionMemberAccess]
+            job.updates_per_step / algo.num_iterations,
+            resident=device_bytes(state.opt_state),
+            trips=_training_trips(setting, shape, looped=True),
+        ),
+    ]
+    return programs, device_bytes(state) + (device_bytes(frozen) if job.model.critic else 0.0)
+
+
+def _planned(setting: Setting, shape: PackShape) -> Placement:
+    """Places an update's planned samples in rows of a shape."""
+    job, prompt = setting.job, setting.job.rollout.max_prompt_length
+    group_B = np.arange(job.mini_batch_size) // job.group_size
+    length_B = np.full_like(group_B, prompt + setting.completion)
+    return place(length_B, shape, SharedPrefixes(group_B, np.full_like(group_B, max(prompt - 1, 0))))
+
+
+def planned_rows(setting: Setting) -> int:
+    """Counts the rows that an update's planned samples need, empty ones left out."""
+    placed = _planned(setting, setting.job.pack_shape(setting.trainer_mesh()))
+    return len(set(zip(placed.micro_B.tolist(), placed.row_B.tolist(), strict=True)))
+
+
+def filled_micro_batches(setting: Setting) -> int:
+    """Counts the micro-batches that an update's planned samples fill."""
+    return _planned(setting, setting.job.pack_shape(setting.trainer_mesh())).micro_batches
+
+
+def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:
+    """Counts loop trips: micro-batches that an update's planned samples fill; half the key blocks of blockwise."""
+    filled = float(_planned(setting, shape).micro_batches)
+    blocks = (max(1, shape.tokens // BLOCK) + 1) / 2
+    return lambda depth: filled if looped and depth == 0 else blocks

@@ -1,0 +1,122 @@
+"""A teacher in a plan: its memory on the trainer's chips, and its programs, compiled for TPUs."""
+
+import importlib.util
+import json
+import os
+import pathlib
+
+import pytest
+from ml_collections import ConfigDict
+
+from podrl import launch
+from podrl.job.config import TINY, complete, parse, with_prompt_length
+from podrl.models.hf_config import read_config
+from podrl.models.sizes import config_of, parameter_count
+from podrl.plan.bounds import least_bytes, least_trainer_seconds
+from podrl.plan.chips import parse_topology, prepare
+from podrl.plan.compile import Measured, measure
+from podrl.plan.programs import Setting, weight_move
+from podrl.plan.training import TEACHING, training_programs
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
+COMPARED = "reference log-probabilities"
+
+
+@pytest.fixture
+def teacher(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A model of the tiny one's ids that is twice as wide; there are no weights."""
+    env = dict(os.environ)
+    prepare(env)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    values = json.loads((pathlib.Path(str(TINY)) / "config.json").read_text())
+    values |= {name: 2 * values[name] for name in ("hidden_size", "intermediate_size")}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+def _setting(teacher: pathlib.Path | None, topology: str = "v5e:2x2", **grpo: object) -> Setting:
+    """The default job, which trains all parameters, with a teacher where one is given, else on rewards alone."""
+    chips = parse_topology(topology, key="--trainer")
+    config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
+    config["grpo"] |= grpo | {"beta": 0.0}
+    if teacher is not None:
+        config["algorithm"] = "opd"
+        config["model"]["reference"] = str(teacher)
+    job = parse(with_prompt_length(ConfigDict(complete(config)).to_dict()))
+    return Setting(job, chips, chips, 16)
+
+
+def _programs(setting: Setting) -> dict:
+    return {program.name: program for program in training_programs(setting)}
+
+
+def test_every_form_has_its_programs_and_the_teacher_is_held_once(teacher):
+    held = 4 * parameter_count(read_config(teacher)) / 4  # float32, on four chips
+    without = _programs(_setting(None))
+    assert list(without) == ["train step"] and without["train step"].resident == 0
+    sampled, few, full = (_programs(_setting(teacher, teacher_kl=kl)) for kl in ("sampled", "top_k", "full"))
+    assert list(sampled) == ["train step", COMPARED, "old log-probabilities"]
+    assert list(few) == ["train step", TEACHING] and list(full) == ["train step"]
+    assert sampled["train step"].resident == few["train step"].resident == pytest.approx(held, rel=0.02)
+    assert full["train step"].resident == 0, "it is an argument of the update"
+    # What scores the teacher holds it as an argument: beside it lie moments, and parameters where those are not read.
+    own = parameter_count(_setting(None).model)
+    assert few[TEACHING].resident == pytest.approx(4 * 2 * own / 4, rel=0.02)
+    assert sampled[COMPARED].resident == pytest.approx(4 * 3 * own / 4, rel=0.02)
+    assert sampled["old log-probabilities"].resident == pytest.approx(4 * 2 * own / 4 + held, rel=0.02)
+
+
+def test_a_published_size_may_be_the_teacher(teacher):
+    sized = _setting(pathlib.Path("qwen3-0.6b"), teacher_kl="sampled")
+    assert teacher.is_dir() and sized.reference == config_of("qwen3-0.6b")
+    held = 4 * parameter_count(config_of("qwen3-0.6b")) / 4
+    assert _programs(sized)["train step"].resident == pytest.approx(held, rel=0.02)
+
+
+def test_bounds_and_moves_have_the_teacher(teacher):
+    held = 4 * parameter_count(read_config(teacher)) / 4
+    with_, without = _setting(teacher, teacher_kl="full"), _setting(None)
+    assert least_bytes("trainer", with_) - least_bytes("trainer", without) == pytest.approx(held, rel=0.02)
+    pack = [next(p for p in weight_move(s).programs if p.name == "move: pack").resident for s in (with_, without)]
+    assert pack[0] - pack[1] == pytest.approx(held, rel=0.02)
+    # Twice the width has twice the weights in attention, whose heads are the same, and four times in feed-forward.
+    own = without.model
+    attention = own.model_dim * own.head_dim * 2 * (own.num_heads + own.num_kv_heads)
+    forward = attention + 3 * own.ffn_dim * own.model_dim
+    theirs = 2 * attention + 4 * 3 * own.ffn_dim * own.model_dim
+    times = {kl: least_trainer_seconds(_setting(teacher, teacher_kl=kl)) for kl in ("sampled", "top_k", "full")}
+    unit = least_trainer_seconds(without) / (3 * forward)
+    assert times["full"] == pytest.approx(unit * (3 * forward + theirs))
+    assert times["top_k"] == times["sampled"] == pytest.approx(unit * (4 * forward + theirs))
+
+
+def test_a_teacher_that_cannot_be_compared_is_refused_before_anything_is_compiled(teacher):
+    with pytest.raises(ValueError, match=r"grpo\.teacher_top_k=100000 is more than the 384 token ids"):
+        training_programs(_setting(teacher, teacher_kl="top_k", teacher_top_k=100000))
+    values = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(values | {"vocab_size": 100}))
+    with pytest.raises(ValueError, match=r"compares all 384 token ids of the policy, and the teacher .* has 100"):
+        training_programs(_setting(teacher, teacher_kl="full"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_every_form_compiles_for_tpus_and_its_operations_are_counted(teacher, topology):
+    chip = parse_topology(topology, key="--trainer").chip
+    read: dict[str, dict[str, Measured]] = {}
+    for kl in ("", "sampled", "top_k", "full"):
+        setting = _setting(teacher if kl else None, topology, **({"teacher_kl": kl} if kl else {}))
+        read[kl] = {p.name: measure(p, chip, quick=True) for p in training_programs(setting)}
+        assert all(m.fits and m.seconds > 0 for m in read[kl].values())
+    work = {kl: sum(m.runs * m.flops for m in programs.values()) for kl, programs in read.items()}
+    update = {kl: programs["train step"] for kl, programs in read.items()}
+    compared, teaching = read["sampled"][COMPARED], read["top_k"][TEACHING]
+    assert update["sampled"].flops == pytest.approx(update[""].flops, rel=0.02), "advantages alone are others"
+    assert update["full"].flops > update[""].flops + compared.flops, "the teacher, and both vocabularies"
+    assert teaching.flops > compared.flops + read["sampled"]["old log-probabilities"].flops * 0.5
+    assert all(work[kl] > work[""] + compared.flops * 0.9 for kl in ("sampled", "top_k", "full"))
+    held = 4 * parameter_count(read_config(teacher)) / 4
+    # Arguments of a program are in its peak: of this update the teacher's parameters.
+    assert update["full"].peak - update[""].peak > held
+    assert update["sampled"].resident == pytest.approx(held, rel=0.02)
