@@ -105,8 +105,8 @@ class Experience:
       reward_B: the weighted sum the algorithm optimises, shaping included.
       greedy_reward_B: the same for the greedy completion of each sample's prompt; zeros unless the advantage needs it.
       seconds: wall time spent scoring.
-      counts: what generation has to say about the batch, by metric name; of several hosts' parts sums, of time/* the
-        longest.
+      counts: what generation has to say about the batch, by metric name; of several hosts' parts sums, of time/* and
+        perf/* the largest.
     """
 
     rollouts: Rollouts

@@ -1,16 +1,16 @@
 """Compares who waited for whom in a run with the model of `podrl.plan --lengths`: `python -m podrl.bench waits RUN`."""
 
 import argparse
-import itertools
+import dataclasses
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from podrl.plan.simulate import Speeds, read_lengths, simulate, window_steps
+from podrl.mesh.build import parse_mesh
+from podrl.plan.simulate import Load, Speeds, read_lengths, simulate
 from podrl.rollout.config import RolloutConfig
+from podrl.rollout.sizes import engine_shape
 from podrl.rundir import identity
 from podrl.rundir.trace import read_step, traced_steps
 from podrl.runtime.metrics import read_metrics
@@ -27,14 +27,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Plays a run's lengths with the model, at the seconds that decode steps, updates and moves took in it.
+    """Plays a run's lengths with the model, at the seconds that device calls, updates and moves took in it.
 
-    Of the run are taken: lengths of samples, seconds of a decode step (those of all windows over the decode steps that
-    the model counts for their tokens), of an update, of a move, of rewards. Idle shares follow from the model alone.
+    Of the run are taken the lengths of samples and prompts; of it, or of that of --speeds, seconds: of a decode step,
+    a prefill call, an update, a move, of rewards, and of a window's other work. What a window decodes and prefills, and
+    idle shares, follow from the model alone.
 
     Returns:
-      max_staleness, samples, lanes, steps (that counted), decode_step_ms, and, measured and of the model: step_s,
-      trainer_idle (share of a step in which the trainer waits for samples), rollout_idle (and the rollout for weights).
+      max_staleness, samples, lanes, steps (that counted), decode_step_ms, prefill_call_ms, window_ms (other work), and,
+      measured and of the model: decode_steps and prefill_calls of a window, step_s, trainer_idle (share of a step in
+      which the trainer waits for samples), rollout_idle (and the rollout for weights).
 
     Raises:
       ValueError: no such run, or one of too few steps.
@@ -42,20 +44,20 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     args = _parser().parse_args(argv)
     seen = _Seen(args.run)
     speeds = (_Seen(args.speeds) if args.speeds else seen).speeds()
-    model = simulate(
-        read_lengths(args.run),
-        speeds,
-        rollout=seen.rollout,
-        samples=seen.samples,
-        lanes=seen.rollout.lanes,
-        staleness=seen.staleness,
-    )
+    model = simulate(read_lengths(args.run), speeds, load=seen.load, staleness=seen.staleness)
     return {
         "max_staleness": seen.staleness,
-        "samples": seen.samples,
-        "lanes": seen.rollout.lanes,
+        "samples": seen.load.samples,
+        "lanes": seen.load.lanes,
         "steps": len(seen.steps),
         "decode_step_ms": 1e3 * speeds.decode_s,
+        "prefill_call_ms": 1e3 * speeds.call_s,
+        "window_ms": 1e3 * speeds.begin_s,
+        "plan_ms": 1e3 * speeds.plan_s,
+        "decode_steps": seen.mean("perf/decode_steps"),
+        "model_decode_steps": model.decode_steps,
+        "prefill_calls": seen.mean("perf/prefill_calls"),
+        "model_prefill_calls": model.prefill_calls,
         "step_s": seen.mean("time/step"),
         "model_step_s": model.step_s,
         "trainer_idle": seen.mean("perf/waits_samples"),
@@ -66,65 +68,74 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 class _Seen:
-    """What a run's directory says of its steps after the first ones."""
+    """What a run's directory says of its steps after the first ones.
+
+    Attributes:
+      staleness, load: of the run.
+      steps: that count.
+    """
 
     def __init__(self, path: str):
         """Reads it.
 
         Raises:
-          ValueError: too few steps, or no trace of each.
+          ValueError: too few steps, no trace of each, no times of prefill, or a mesh that is not written out.
         """
-        self._path = pathlib.Path(path)
-        config = identity.read(self._path, self._path / "checkpoints")
+        place = pathlib.Path(path)
+        config = identity.read(place, place / "checkpoints")
         if config is None:
             raise ValueError(f"{path} is not a run directory: it holds no config.json. Give what --workdir was.")
         section = "ppo" if config["algorithm"] == "ppo" else "grpo"
         self.staleness: int = config[section]["max_staleness"]
-        names = ("lanes", "steps_per_dispatch", "max_tokens_to_generate", "kv_cache_size", "window_tokens")
-        given = {name: value for name in names if (value := config["rollout"].get(name)) is not None}
-        self.rollout = RolloutConfig(**given)
-        self._metrics: Mapping[int, Any] = {r["step"]: r for r in read_metrics(self._path) if "time/rollout" in r}
+        self._metrics: Mapping[int, Any] = {r["step"]: r for r in read_metrics(place) if "time/rollout" in r}
         self.steps = sorted(self._metrics)[_WARM:]
-        traced = set(traced_steps(self._path))
+        traced = set(traced_steps(place))
         if len(self.steps) < _WARM or not traced.issuperset(self._metrics):
             raise ValueError(
                 f"{path} has {len(self._metrics)} steps, {len(traced)} of them traced: {2 * _WARM} are needed, all "
                 "traced (log.trace=all, log.trace_mb large enough)."
             )
-        self.samples = len(read_step(self._path, self.steps[0]).samples["length"])
+        if not self.mean("time/prefill"):
+            raise ValueError(
+                f"{path} has no time/prefill: give a run with rollout.clock='tokens', whose samples take two "
+                "dispatches or more (rollout.steps_per_dispatch)."
+            )
+        first = read_step(place, self.steps[0])
+        prompt_B = first.samples["prompt_length"]
+        named = (field.name for field in dataclasses.fields(RolloutConfig))
+        given = {name: value for name in named if (value := config["rollout"].get(name)) is not None}
+        given["max_prompt_length"] = given.get("max_prompt_length") or int(prompt_B.max())  # 0: that of the data
+        rollout = RolloutConfig(**given)
+        data, fsdp, *others = parse_mesh(config["roles"]["rollout"]["mesh"], key="roles.rollout.mesh", auto="data=-1")
+        shards = data * fsdp
+        if min(data, fsdp, *others) < 1:
+            raise ValueError(
+                f"{path} has roles.rollout.mesh={config['roles']['rollout']['mesh']!r}, which leaves its size to the "
+                "devices: write it out in the run's command, such as data=4."
+            )
+        samples = len(prompt_B)
+        lanes = engine_shape(rollout, shards).lanes * shards
+        self.load = Load(rollout, lanes, shards, samples, first.group_size, round(float(prompt_B.mean())))
 
     def mean(self, name: str) -> float:
         """The mean of a number of metrics.jsonl."""
         return statistics.fmean(self._metrics[step].get(name, 0.0) for step in self.steps)
 
-    def speeds(self) -> Speeds:
-        """Seconds of a decode step and of what is done once in a step; prefill is in that of a decode step."""
-        shares = {step: self._versions(step) for step in sorted(self._metrics)}
-        counted, seconds = 0, 0.0
-        for step in self.steps[: len(self.steps) - self.staleness]:
-            version = step - 1 - min(self.staleness, 1)
-            parts, left = {}, {}
-            for batch in range(step, step + max(self.staleness, 1)):
-                at = shares[batch]
-                parts[batch] = [drawn.get(version, 0) for drawn in at]
-                left[batch] = [sum(n for v, n in drawn.items() if v >= version) for drawn in at]
-            counted += window_steps(parts, left, self.rollout, self.rollout.lanes)
-            seconds += self._metrics[step]["time/rollout"]
-        return Speeds(
-            decode_s=seconds / counted,
-            begin_s=0.0,
-            update_s=self.mean("time/update"),
-            move_s=self.mean("time/publish"),
-            score_s=self.mean("time/reward"),
+    def per(self, name: str, count: str = "") -> float:
+        """The median over steps of a number, per another: where other programs had the machine, a step tells little."""
+        return statistics.median(
+            self._metrics[step].get(name, 0.0) / self._metrics[step].get(count, 1.0) for step in self.steps
         )
 
-    def _versions(self, step: int) -> list[dict[int, int]]:
-        """For each sample of a step: how many tokens it drew under each version of the weights."""
-        traced = read_step(self._path, step)
-        ends = np.cumsum(traced.samples["length"])
-        found = []
-        for first, last in itertools.pairwise([0, *ends.tolist()]):
-            sampled = traced.tokens["mask"][first:last] > 0
-            versions, counts = np.unique(traced.tokens["version"][first:last][sampled], return_counts=True)
-            found.append(dict(zip(versions.tolist(), counts.tolist(), strict=True)))
-        return found
+    def speeds(self) -> Speeds:
+        """Seconds of a decode step, of a prefill call, and of what is done once in a step."""
+        steps = [self._metrics[step] for step in self.steps]
+        return Speeds(
+            decode_s=self.per("time/decode", "perf/decode_steps"),
+            call_s=self.per("time/prefill", "perf/prefill_calls"),
+            update_s=self.per("time/update"),
+            move_s=self.per("time/publish"),
+            begin_s=statistics.median(s["time/rollout"] - s["time/decode"] - s["time/prefill"] for s in steps),
+            plan_s=self.per("time/planning", "perf/dispatches"),
+            score_s=self.per("time/reward"),
+        )

@@ -170,7 +170,8 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
     reward_s = max(h.value["reward_s"] for h in headers)
     named = dict.fromkeys(name for h in headers for name in h.value["counts"])
     every = {name: [h.value["counts"].get(name, 0.0) for h in headers] for name in named}
-    counts = {name: (max if name.startswith("time/") else math.fsum)(values) for name, values in every.items()}
+    slowest = ("time/", "perf/")
+    counts = {name: (max if name.startswith(slowest) else math.fsum)(values) for name, values in every.items()}
     rewards = (joined("reward_FB", 1), joined("reward_B"), joined("greedy_reward_B"))
     return Experience(rollouts, *rewards, reward_s, counts)
 

@@ -37,6 +37,7 @@ class Making:
       rewards: scores those that have ended.
       given: how many these are.
       seconds: of the last window.
+      worked: metrics of the engine's work in it.
     """
 
     prompts: Prompts
@@ -46,6 +47,7 @@ class Making:
     rewards: OpenBatch
     given: int = 0
     seconds: float = 0.0
+    worked: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def partial(self, longest: Sequence[int]) -> Partial:
         """Takes a copy of what it is so far; `longest` as in Partial."""
@@ -77,6 +79,7 @@ class Generator:
         self._greedy = config.estimator().needs_greedy
         self._environment_weight, self._calls = environment.reward_weight, environment.calls_per_window
         self._spans = spans
+        self._worked: dict[str, float] = {}  # metrics of the engine's work for the batch that is made now
         self._limit = cluster.config.rollout().max_tokens_to_generate
 
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
@@ -93,7 +96,7 @@ class Generator:
         Raises:
           BatchError: a reward function failed, or too many samples did.
         """
-        started = time.monotonic()
+        started, self._worked = time.monotonic(), {}
         draw = self._refilling if self._sees_signals() else self._scored_first
         experience = self._completed(prompts, policy, step, draw(prompts, policy, step))
         scoring = time.monotonic() - experience.seconds
@@ -147,7 +150,7 @@ class Generator:
             if making.given == len(player.done):  # else others ended with it, and come next
                 took()
         for making, _ in makings:
-            making.seconds = time.monotonic() - started
+            making.seconds, making.worked = time.monotonic() - started, self._cluster.rollout.stats.metrics()
         self._note("rollout", started, makings[0][0].step)
 
     def finish(self, making: Making, policy: Policy) -> Experience:
@@ -160,7 +163,9 @@ class Generator:
             making.rewards.cancel()
         scored = (rollouts, reward_FB, time.monotonic() - started)
         self._note("reward", started, making.step)
-        return noted(self._completed(making.prompts, policy, making.step, scored), making.seconds)
+        self._worked = dict(making.worked)
+        experience = self._completed(making.prompts, policy, making.step, scored)
+        return noted(experience, {"time/window": making.seconds})
 
     def single(self, prompts: Prompts) -> list[Prompts]:
         """Each of the prompts alone."""
@@ -168,7 +173,7 @@ class Generator:
 
     def gather(self, makings: Sequence[Making], step: int, seconds: float) -> Experience:
         """Completes a batch of several requests, all of whose samples have ended; `seconds` are those it took."""
-        started = time.monotonic()
+        started, self._worked = time.monotonic(), {}
         prompts = join_prompts([making.player.request.prompts for making in makings])
         scored = self._gathered(makings, prompts, seconds)
         self._note("reward", started, step)
@@ -206,6 +211,7 @@ class Generator:
         counts: dict[str, float] = {}
         if self._config.dynamic_sampling:
             rollouts, reward_FB, seconds, counts = self._refilled(prompts, policy, step, first)
+        counts |= self._worked
         counts |= faults(rollouts, step=step, max_staleness=self._config.max_staleness)
         if self._config.max_staleness:
             counts |= ages(rollouts, step=step)
@@ -250,10 +256,17 @@ class Generator:
         more: Any = {"group_size": group_size, "step": step, "sampling": sampling, "ended": ended}
         try:
             rollouts = self._cluster.generate(prompts, policy, **more)
+            self._work()
             started = time.monotonic()
             return rollouts, self._rewards_of(rollouts, group_size, batch), time.monotonic() - started
         finally:
             batch.cancel()
+
+    def _work(self) -> None:
+        """Adds what the engine counted in its last call to the batch's metrics, where the engine is podrl's."""
+        if isinstance(self._cluster.config.rollout_engine, str):
+            added = self._cluster.rollout.stats.metrics()
+            self._worked = {name: self._worked.get(name, 0.0) + value for name, value in added.items()}
 
     def judged(self, rollouts: Rollouts, group_size: int, *, at_once: int) -> dict[str, np.ndarray]:
         """Scores samples that are not trained on: 'reward' as in training, 'reward/NAME' of each function.
@@ -336,6 +349,7 @@ class Generator:
             for making in makings:
                 making.rewards.cancel()
             raise
+        self._work()
         return self._gathered(makings, prompts, time.perf_counter() - started)
 
     def _signals_known(self, making: Making) -> np.ndarray:

@@ -1,8 +1,10 @@
 """Simulates trainer and rollout step by step, with given lengths of samples: who waits for whom, and for how long."""
 
+import collections
 import dataclasses
-import heapq
+import functools
 import json
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +15,9 @@ from jaxtyping import Int
 from podrl.plan.compile import Measured
 from podrl.plan.programs import ROLLOUT, TRAINER, Setting
 from podrl.rollout.config import RolloutConfig
+from podrl.rollout.rollout import pieces_per_prompt
 from podrl.rollout.sizes import engine_shape
+from podrl.rollout.state import EngineShape
 from podrl.rollout.windows import Quantum
 from podrl.rundir.trace import read_step, traced_steps
 
@@ -27,19 +31,69 @@ class Speeds:
 
     Attributes:
       decode_s: of a decode step of all lanes.
-      begin_s: of the prefill of a batch's prompts, which every window does again for what is open.
+      call_s: of a prefill call of all shards, whose rows times their length are about `rollout.prefill_tokens`.
       update_s: of log-probabilities and updates of a batch.
       move_s: of a weight move, in which neither side works.
-      token_s: of the prefill of a token that was drawn under weights before.
+      begin_s: of a window's other work.
+      plan_s: in which the host plans a dispatch.
       score_s: of a batch's rewards, after its last sample.
     """
 
     decode_s: float
-    begin_s: float
+    call_s: float
     update_s: float
     move_s: float
-    token_s: float = 0.0
+    begin_s: float = 0.0
+    plan_s: float = 0.0
     score_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """An engine, and what a batch is made of.
+
+    Attributes:
+      rollout: the engine's settings.
+      lanes: over all shards.
+      shards: of its mesh.
+      samples, group_size: of a batch, and those that share a prompt.
+      prompt: tokens of a prompt.
+    """
+
+    rollout: RolloutConfig
+    lanes: int
+    shards: int
+    samples: int
+    group_size: int
+    prompt: int
+
+    @functools.cached_property
+    def shape(self) -> EngineShape:
+        """Sizes of the engine's programs."""
+        return engine_shape(self.rollout, self.shards)
+
+    @functools.cached_property
+    def pieces(self) -> int:
+        """Shards that compute a prompt."""
+        return pieces_per_prompt(self.samples // self.group_size, self.group_size, self.shards)
+
+    def calls(self, tokens: Sequence[int]) -> int:
+        """Counts the prefill calls of sequences of so many tokens, prefilled together, spread evenly over shards."""
+        waves = collections.Counter[tuple[int, int]]()
+        *_, largest = self.shape.buckets
+        for length in tokens:
+            for wave, at in enumerate(range(0, length, largest)):
+                waves[wave, next(b for b in self.shape.buckets if b >= min(length - at, largest))] += 1
+        rows = self.shape.prefill_rows
+        return sum(math.ceil(n / self.shards / rows(bucket)) for (_, bucket), n in waves.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Device calls of a window: decode steps, and prefill calls."""
+
+    steps: int
+    calls: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +104,15 @@ class Simulated:
       step_s: seconds of the step.
       trainer_idle, rollout_idle: share of it in which a side has no work of its own; moves are work.
       lanes_busy: share of the lanes' decode steps that draw a token.
+      decode_steps, prefill_calls: of its window.
     """
 
     step_s: float
     trainer_idle: float
     rollout_idle: float
     lanes_busy: float
+    decode_steps: float
+    prefill_calls: float
 
 
 def read_lengths(path: str) -> Int[np.ndarray, " N"]:
@@ -85,41 +142,33 @@ def read_lengths(path: str) -> Int[np.ndarray, " N"]:
     return np.asarray([n for n in found if n], np.int64)
 
 
-def simulate(
-    lengths_N: Int[np.ndarray, " N"],
-    speeds: Speeds,
-    *,
-    rollout: RolloutConfig,
-    samples: int,
-    lanes: int,
-    staleness: int,
-) -> Simulated:
+def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, staleness: int) -> Simulated:
     """Plays training steps whose samples have lengths drawn from `lengths_N`.
 
     Lanes decode in dispatches of `rollout.steps_per_dispatch`, of which one is launched before the last is read
     (podrl.rollout.session): a lane gets its next sample at the next dispatch but one after its last ended, those of the
-    batch that trains next first, and an end that only reading shows costs a dispatch more. With a
+    batch that trains next first; at the next one where so many samples end that the engine waits for them. With a
     staleness of 0 the sides take turns; with 1 a batch is drawn while the one before trains; from 2 on in windows
     (podrl.rollout.windows): a sample draws its quantum in each, and in its last one the rest. Each window computes keys
-    and values of what is open anew.
+    and values of what is open anew, in prefill calls of the engine's size.
     """
-    rng = np.random.default_rng(0)
+    rng, samples = np.random.default_rng(0), load.samples
     batches = [rng.choice(lengths_N, samples).tolist() for _ in range(STEPS + staleness + 1)]
-    quantum, quanta = Quantum(rollout, windows=staleness), {}
+    quantum, quanta = Quantum(load.rollout, windows=staleness), {}
     left = [list(batch) for batch in batches]
+    waits = 2 * speeds.plan_s / max(load.rollout.steps_per_dispatch * speeds.decode_s, 1e-12)
     clock = trainer = 0.0  # begin of the window, end of the newest update
-    worked, drawn, slots = {"trainer": 0.0, "rollout": 0.0}, 0, 0
+    worked, drawn, steps, calls = {"trainer": 0.0, "rollout": 0.0}, 0, 0, 0
     since = 0.0
     for window in range(STEPS):
         due = window if staleness == 0 else window + 1
         begun = range(0 if window == 0 else due + staleness - 1, due + staleness) if staleness else [due]
         quanta |= {b: quantum.of(window) for b in begun}
         played = [b for b in range(0 if window == 0 else due, due + max(staleness, 1)) if any(left[b])]
-        again = sum(whole - rest for b in played for whole, rest in zip(batches[b], left[b], strict=True) if rest)
         parts = {b: left[b] if b <= due else [min(n, quanta[b]) for n in left[b]] for b in played}
-        ends, tokens = window_steps(parts, dict(enumerate(left)), rollout, lanes), sum(map(sum, parts.values()))
+        made = window_work(parts, dict(enumerate(left)), dict(enumerate(batches)), load, waits=waits)
         left = [[n - p for n, p in zip(rest, parts.get(b, [0] * samples), strict=True)] for b, rest in enumerate(left)]
-        generating = ends * speeds.decode_s + len(played) * speeds.begin_s + again * speeds.token_s
+        generating = made.steps * speeds.decode_s + made.calls * speeds.call_s + speeds.begin_s
         generating += len([b for b in played if b <= due]) * speeds.score_s
         quantum.saw(due, max(batches[due]))
         if staleness == 0:
@@ -130,14 +179,15 @@ def simulate(
             done = max(trainer, clock + generating)
         clock = done + speeds.move_s
         if window + 1 == WARM:
-            worked, drawn, slots, since = {"trainer": 0.0, "rollout": 0.0}, 0, 0, clock
+            since = clock
         elif window >= WARM:
             worked["trainer"] += speeds.update_s + speeds.move_s
             worked["rollout"] += generating + speeds.move_s
-            drawn, slots = drawn + tokens, slots + ends * lanes
-    took = clock - since
+            drawn, steps, calls = drawn + sum(map(sum, parts.values())), steps + made.steps, calls + made.calls
+    took, counted = clock - since, STEPS - WARM
     idle = {side: max(0.0, 1.0 - seconds / took) for side, seconds in worked.items()}
-    return Simulated(took / (STEPS - WARM), idle["trainer"], idle["rollout"], drawn / max(slots, 1))
+    busy = drawn / max(steps * load.lanes, 1)
+    return Simulated(took / counted, idle["trainer"], idle["rollout"], busy, steps / counted, calls / counted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,53 +220,73 @@ def outlook(
       move_s: seconds of the weight move.
     """
     job, mesh = setting.job, setting.rollout_mesh()
-    shape = engine_shape(job.rollout, shards := mesh.shape["data"] * mesh.shape["fsdp"])
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shape = engine_shape(job.rollout, shards)
     seconds = {side: sum(m.runs * m.seconds for m in measured if m.side == side) for side in (TRAINER, ROLLOUT)}
     (generate,) = (m for m in measured if m.name == "generate")
-    rest = seconds[ROLLOUT] - generate.runs * generate.seconds
-    token_s = rest / (job.rollout.prompts_per_step * job.rollout.max_prompt_length)
-    speeds = Speeds(generate.seconds / shape.steps, rest, seconds[TRAINER], move_s, token_s)
+    (prefill,) = (m for m in measured if m.name == f"prefill {shape.buckets[-1]}")
+    rest = seconds[ROLLOUT] - generate.runs * generate.seconds - prefill.runs * prefill.seconds
+    speeds = Speeds(generate.seconds / shape.steps, prefill.seconds, seconds[TRAINER], move_s, rest)
     lengths_N = np.minimum(lengths_N, job.rollout.max_tokens_to_generate)
     chips = setting.trainer_mesh().size, mesh.size
-    how: Any = {"rollout": job.rollout, "samples": job.samples_per_step, "staleness": job.algo.max_staleness}
-    lanes = min(shape.lanes * shards, job.samples_per_step)
-    planned = simulate(lengths_N, speeds, lanes=lanes, **how)
-    best = balance(lengths_N, speeds, lanes=lanes, chips=chips, **how)[0]
+    samples, lanes = job.samples_per_step, min(shape.lanes * shards, job.samples_per_step)
+    load = Load(job.rollout, lanes, shards, samples, job.algo.num_generations, job.rollout.max_prompt_length)
+    how: Any = {"load": load, "staleness": job.algo.max_staleness}
+    planned = simulate(lengths_N, speeds, **how)
+    best = balance(lengths_N, speeds, chips=chips, **how)[0]
     return Outlook(len(lengths_N), float(lengths_N.mean()), int(lengths_N.max()), chips, planned, best)
 
 
-def window_steps(
-    parts: Mapping[int, Sequence[int]], left: Mapping[int, Sequence[int]], rollout: RolloutConfig, lanes: int
-) -> int:
-    """Counts the decode steps of a window.
+def window_work(
+    parts: Mapping[int, Sequence[int]],
+    left: Mapping[int, Sequence[int]],
+    whole: Mapping[int, Sequence[int]],
+    load: Load,
+    *,
+    waits: float = 0.0,
+) -> Window:
+    """Counts the decode steps and the prefill calls of a window.
 
     Args:
       parts: by batch, the oldest first: tokens that each sample draws in the window; 0 has ended before.
-      left: by batch: tokens that each sample has to draw; a part that is all of them ends by itself, unseen until its
-        dispatch is read.
-      rollout, lanes: of the engine.
+      left: by batch: tokens that each sample has to draw before the window.
+      whole: by batch: those of all its windows; what it has drawn before is prefilled with its prompt.
+      load: the engine, and the batches.
+      waits: share of a dispatch's samples that must have ended for the engine to read the next one before it launches
+        another, so that lanes are filled at once (podrl.rollout.players.Pace).
     """
-    free, last = [0] * lanes, 0  # dispatches after which each lane has its next sample, and all rest
-    for b, drawn in parts.items():
-        for part, whole in zip(drawn, left[b], strict=True):
-            if part:
-                done = heapq.heappop(free) + -(-part // rollout.steps_per_dispatch)
-                heapq.heappush(free, done + 1)
-                last = max(last, done + (part == whole < rollout.max_tokens_to_generate))
-    return last * rollout.steps_per_dispatch
+    steps, free, late = load.rollout.steps_per_dispatch, load.lanes, 0  # late: lanes whose end is not read yet
+    queue = collections.deque((b, i) for b, drawn in parts.items() for i, part in enumerate(drawn) if part)
+    ends, longest = collections.Counter[int](), collections.Counter[int]()  # by dispatch: samples, steps of the longest
+    prompts, dispatch, running, decoded, calls, share = set(), 0, 0, 0, 0, 0.0
+    while queue or running:
+        new, again = 0, []
+        while queue and free:
+            b, i = queue.popleft()
+            full, rest = divmod(parts[b][i] - 1, steps)
+            ends[dispatch + full] += 1
+            longest[dispatch + full] = max(longest[dispatch + full], rest + 1)
+            running, free = running + 1, free - 1
+            new += (b, i // load.group_size) not in prompts
+            prompts.add((b, i // load.group_size))
+            again += [whole[b][i] - left[b][i]] if whole[b][i] > left[b][i] else []
+        calls += load.calls([load.prompt - 1] * new * load.pieces) + load.calls(again)
+        ended, ran = ends[dispatch], running
+        running -= ended
+        decoded += steps if running else longest[dispatch]
+        seen = not running or share > waits
+        free, late = free + late + (ended if seen else 0), 0 if seen else ended
+        dispatch, share = dispatch + 1, ended / max(ran, 1)
+    return Window(decoded, calls)
 
 
 def balance(
-    lengths_N: Int[np.ndarray, " N"],
-    speeds: Speeds,
-    *,
-    lanes: int,
-    chips: tuple[int, int],
-    **how: Any,
+    lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, chips: tuple[int, int], staleness: int
 ) -> list[tuple[int, Simulated]]:
-    """Simulates other splits of the same chips: (trainer's chips, the step), fastest first; `how` as of `simulate`.
+    """Simulates other splits of the same chips: (trainer's chips, the step), fastest first.
 
-    Updates take time in inverse proportion to the trainer's chips; lanes are as many per chip of the rollout as given.
+    Updates take time in inverse proportion to the trainer's chips; lanes and shards are as many per chip of the rollout
+    as given.
     """
     trainer, rest = chips
     found = []
@@ -224,14 +294,9 @@ def balance(
         own = max(1, round(share * (trainer + rest)))
         if own >= trainer + rest:
             continue
-        other = trainer + rest - own
-        changed = dataclasses.replace(
-            speeds,
-            update_s=speeds.update_s * trainer / own,
-            begin_s=speeds.begin_s * rest / other,
-            token_s=speeds.token_s * rest / other,
-        )
-        held = max(1, round(lanes * other / rest))
-        step = simulate(lengths_N, changed, lanes=held, **how)
+        scale = (trainer + rest - own) / rest
+        changed = dataclasses.replace(speeds, update_s=speeds.update_s * trainer / own, begin_s=speeds.begin_s / scale)
+        held = {name: max(1, round(getattr(load, name) * scale)) for name in ("lanes", "shards")}
+        step = simulate(lengths_N, changed, load=dataclasses.replace(load, **held), staleness=staleness)
         found.append((own, step))
     return sorted(found, key=lambda pair: pair[1].step_s)

@@ -54,8 +54,10 @@ def packed_calls(
                 yield bucket, shape.pack_chunks(shards, bucket, batch)
 
 
-def run_chunks(device: Device, sequences: Sequence[Sequence[Chunk]]) -> None:
-    """Prefills chunks of several sequences, each sequence's in order, in as few calls as possible."""
+def run_chunks(device: Device, sequences: Sequence[Sequence[Chunk]]) -> int:
+    """Prefills chunks of several sequences, each sequence's in order, in as few calls as possible; counts the calls."""
+    number = 0
     calls = packed_calls(device.engine.shape, device.engine.shards, sequences)
     for number, (bucket, flat_BI) in enumerate(calls, 1):
         device.prefill(bucket, flat_BI, number % UNDER_WAY == 0)
+    return number

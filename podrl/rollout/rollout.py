@@ -24,6 +24,7 @@ from podrl.rollout.rows import collect
 from podrl.rollout.session import Session, Track
 from podrl.rollout.sizes import check_memory, engine_shape
 from podrl.rollout.state import STOP_IDS, DecodeState
+from podrl.rollout.stats import RolloutStats
 from podrl.types import BatchError, Mode, Policy, Prompts, PyTree, Rollouts
 
 FAILED_SHARE = 0.1  # of a call's samples that may fail before the call does
@@ -32,36 +33,6 @@ _log = logging.getLogger(__name__)
 
 class FailedSamplesError(BatchError):
     """Too many samples failed because the model's logits were NaN or infinite."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutStats:
-    """Counters of the last call of `generate`.
-
-    Attributes:
-      tokens: sampled tokens, end tokens included.
-      seconds: wall time.
-      decode_steps: steps of the busiest shard, summed over dispatches.
-      lane_utilisation: tokens over lane places of all decode steps.
-      prefill_tokens: prompt (and given) tokens computed.
-      dispatches: device calls of `generate`.
-      spills: caches moved to the host because the pool ran dry.
-      failed: samples that ended because logits were NaN or infinite.
-      compiles: programs compiled during the call; 0 after `warm_up`.
-      host_seconds: time in which the device had nothing queued: from reading the results of the last dispatch in
-        flight to the next launch. Where the host keeps up it is next to nothing.
-    """
-
-    tokens: int = 0
-    seconds: float = 0.0
-    decode_steps: int = 0
-    lane_utilisation: float = 0.0
-    prefill_tokens: int = 0
-    dispatches: int = 0
-    spills: int = 0
-    failed: int = 0
-    compiles: int = 0
-    host_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,7 +352,8 @@ class RolloutWorker:
             self.close(session)
             if session.open or session.stats.failed:
                 self.sleep()  # lanes of an abandoned generation may be live, caches of failed samples not finite
-            self.stats = self._count(session, time.perf_counter() - started, _Compiles.total - compiled)
+            took, compiles = time.perf_counter() - started, _Compiles.total - compiled
+            self.stats = RolloutStats.of(session.stats, seconds=took, compiles=compiles)
 
     def _bound_failures(self, session: Session, samples: int) -> None:
         """Raises when too many of a call's samples failed."""
@@ -392,21 +364,6 @@ class RolloutWorker:
                 "NaN in the model or adapters that were loaded, and if it happens only after some steps "
                 "lower trainer.learning_rate."
             )
-
-    def _count(self, session: Session, seconds: float, compiles: int) -> RolloutStats:
-        s = session.stats
-        return RolloutStats(
-            tokens=s.tokens,
-            seconds=seconds,
-            decode_steps=s.decode_steps,
-            lane_utilisation=s.tokens / max(s.lane_steps, 1),
-            prefill_tokens=s.prefill_tokens,
-            dispatches=s.dispatches,
-            spills=s.spills,
-            failed=s.failed.total(),
-            compiles=compiles,
-            host_seconds=s.host_seconds,
-        )
 
     # Limits.
 

@@ -1,6 +1,5 @@
 """Runs samples to their end: executes the scheduler's plans on the engine and turns its output into host records."""
 
-import collections
 import dataclasses
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from podrl.rollout.prefill import cut_chunks, run_chunks
 from podrl.rollout.records import Feed, Plan, PoolShape
 from podrl.rollout.scheduler import Scheduler
 from podrl.rollout.state import FREE, SEAT, Chunk, Emitted, LaneUpdates
+from podrl.rollout.stats import Stats
 from podrl.rollout.stops import StopFinder
 from podrl.types import STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, PyTree
 
@@ -90,31 +90,6 @@ class Track:
     def until(self) -> int:
         """Tokens sampled at which it ends, pauses or is held."""
         return self.limit if self.hold is None else min(self.limit, self.hold)
-
-
-@dataclasses.dataclass
-class Stats:
-    """Counters of a session.
-
-    Attributes:
-      tokens: sampled tokens kept.
-      dispatches: calls of `generate`.
-      decode_steps: steps of the busiest shard, summed over dispatches.
-      lane_steps: lane places of all steps of all shards, live or not.
-      prefill_tokens: prompt and given tokens computed, padding excluded.
-      spills: stores moved to the host.
-      failed: samples that ended without a distribution to draw from, by version of the weights.
-      host_seconds: time without a dispatch in flight, from the last read to the next launch.
-    """
-
-    tokens: int = 0
-    dispatches: int = 0
-    decode_steps: int = 0
-    lane_steps: int = 0
-    prefill_tokens: int = 0
-    spills: int = 0
-    failed: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    host_seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -260,6 +235,7 @@ class Session:
         started = time.perf_counter()
         plan = self._scheduler.plan()
         self.planned.append(time.perf_counter() - started)
+        self.stats.plan_seconds += self.planned[-1]
         self._carry_out(plan)
         if plan.running:
             self._launch(plan)
@@ -367,6 +343,9 @@ class Session:
         flat_XI = self._scheduler.reads(engine.read_shape, engine.shape.pages - 1)
         if not self._flights:
             self.stats.host_seconds += time.perf_counter() - self._idle_since
+        if self.stats.meter.alone:
+            jax.block_until_ready(self.device.state.token_R)
+        self.stats.meter.launch()
         emitted = self.device.generate(flat_XI)
         lanes = [
             (self._tracks[sample.id], shard * engine.shape.lanes + lane, self._tracks[sample.id].epoch)
@@ -408,13 +387,15 @@ class Session:
         return cut_chunks(shape, shard, row[:-1], feed.start, feed.prior, feed.targets, feed.offset)
 
     def _prefill(self, sequences: list[list[Chunk]]) -> None:
-        run_chunks(self.device, sequences)
+        self.stats.meter.begin()
+        self.stats.meter.prefilled(run_chunks(self.device, sequences))
         self.stats.prefill_tokens += sum(len(chunk.tokens) for chunks in sequences for chunk in chunks)
 
     # Results.
 
     def _read(self, flight: _Flight) -> list[Track]:
         out = jax.device_get(flight.emitted)
+        self.stats.meter.read()
         now = time.perf_counter()
         self.took.append(now - max(flight.launched, self._idle_since))
         self._idle_since = now

@@ -212,7 +212,7 @@ class Wall:
         rollouts = dataclasses.replace(experience.rollouts, prompts=prompts)
         counts = experience.counts | batch["queue"]
         experience = dataclasses.replace(experience, rollouts=rollouts, counts=counts)
-        return experience if self._window_s is None else noted(experience, self._window_s)
+        return experience if self._window_s is None else noted(experience, {"time/window": self._window_s})
 
     def state(self, step: int) -> Partial:
         """Returns a part of the open groups, between windows: as many as the batch of a step will have."""

@@ -363,4 +363,4 @@ class WallHost:
             return error
         prompts = dataclasses.replace(made.rollouts.prompts, data_state=position.encode())
         made = dataclasses.replace(made, rollouts=dataclasses.replace(made.rollouts, prompts=prompts))
-        return made if self._window_s is None else noted(made, self._window_s)
+        return made if self._window_s is None else noted(made, {"time/window": self._window_s})

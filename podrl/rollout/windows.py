@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -281,9 +281,9 @@ class Windowed:
         return self._windows.state(self._key)
 
 
-def noted(experience: Experience, window_s: float) -> Experience:
-    """Adds the seconds that a window took, `time/window`, to the metrics of a batch."""
-    return dataclasses.replace(experience, counts={**experience.counts, "time/window": window_s})
+def noted(experience: Experience, worked: Mapping[str, float]) -> Experience:
+    """Adds what is known of a window to the metrics of a batch, such as the seconds that it took, `time/window`."""
+    return dataclasses.replace(experience, counts={**experience.counts, **worked})
 
 
 def longest_of(experience: Experience) -> int:

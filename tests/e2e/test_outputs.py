@@ -121,7 +121,12 @@ def test_the_seconds_of_a_step_add_up(done):
         if "time/step" in record:
             stages = {k: v for k, v in record.items() if k.startswith("time/")}
             # Rewards are part of the wait for the batch; generation begins before it.
-            known = [v for k, v in stages.items() if k not in ("time/step", "time/rollout", "time/reward")]
+            within = {f"time/{part}" for part in ("step", "rollout", "prefill", "decode", "planning", "reward")}
+            known = [v for k, v in stages.items() if k not in within]
+            assert stages["time/prefill"] + stages["time/decode"] < stages["time/rollout"]
+            assert all(
+                record[f"perf/{name}"] > 0 for name in ("decode_steps", "dispatches", "prefill_calls", "prefill_tokens")
+            )
             assert sum(known) == pytest.approx(record["time/step"], rel=1e-6), stages
             assert "time/other" in stages and "time/start-up" not in stages
         else:

@@ -1,37 +1,40 @@
 """Simulated training steps: worked by hand, and their balance."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
-from podrl.plan.simulate import Speeds, balance, read_lengths, simulate, window_steps
+from podrl.plan.simulate import Load, Speeds, balance, read_lengths, simulate, window_work
 from podrl.rollout.config import RolloutConfig
 
 ROLLOUT = RolloutConfig(max_tokens_to_generate=1024, steps_per_dispatch=8, kv_cache_size=2048)
 SAME = np.array([100])
+# Prompts of 64 tokens; a prefill call takes 4 rows of 64 tokens, or 2 of 128, on each of 2 shards.
+LOAD = Load(ROLLOUT, lanes=8, shards=2, samples=16, group_size=4, prompt=64)
 
 
 def _step(lengths_N, *, staleness, lanes=8, **seconds):
-    speeds = Speeds(**{"decode_s": 0.01, "begin_s": 0.0, "update_s": 1.0, "move_s": 0.0} | seconds)
-    return simulate(lengths_N, speeds, rollout=ROLLOUT, samples=16, lanes=lanes, staleness=staleness)
+    speeds = Speeds(**{"decode_s": 0.01, "call_s": 0.0, "update_s": 1.0, "move_s": 0.0} | seconds)
+    return simulate(lengths_N, speeds, load=dataclasses.replace(LOAD, lanes=lanes), staleness=staleness)
 
 
 def test_sides_that_take_turns_wait_for_each_other():
-    # 16 samples of 100 tokens on 8 lanes: 13 dispatches of 8 steps, one until the ends are read, 13 and one more: 224
-    # decode steps, 2.24 s; 1 s of update, 1 s of move.
+    # 16 samples of 100 tokens on 8 lanes: twice 12 dispatches of 8 steps and one of 4, 2 s; 1 s of update, 1 s of move.
     found = _step(SAME, staleness=0, move_s=1.0)
-    assert found.step_s == pytest.approx(4.24) and found.lanes_busy == pytest.approx(1600 / (224 * 8))
-    assert (found.trainer_idle, found.rollout_idle) == pytest.approx((2.24 / 4.24, 1 / 4.24))
+    assert found.step_s == pytest.approx(4.0) and found.lanes_busy == 1.0
+    assert (found.trainer_idle, found.rollout_idle) == pytest.approx((2 / 4, 1 / 4))
+    assert found.decode_steps == 200 and found.prefill_calls == 2, "two prompts at first, two when lanes are free"
 
 
 def test_with_staleness_the_slower_side_never_waits():
-    found = _step(SAME, staleness=1, begin_s=0.5, score_s=0.26)
-    assert found.step_s == pytest.approx(3.0)  # 2.24 s of decoding
+    found = _step(SAME, staleness=1, begin_s=0.5, call_s=0.1, score_s=0.3)
+    assert found.step_s == pytest.approx(3.0)  # 2 s of decoding, 2 prefill calls
     assert (found.trainer_idle, found.rollout_idle) == pytest.approx((2 / 3, 0.0))
     slow = _step(SAME, staleness=1, update_s=10.0)
     assert (slow.step_s, slow.trainer_idle) == pytest.approx((10.0, 0.0))
-    assert slow.rollout_idle == pytest.approx(0.776)
+    assert slow.rollout_idle == pytest.approx(0.8)
 
 
 def test_a_tail_leaves_lanes_idle_and_windows_cut_it():
@@ -46,31 +49,70 @@ def test_a_tail_leaves_lanes_idle_and_windows_cut_it():
 def test_windows_take_the_decode_steps_that_the_engine_takes():
     # Log-normal lengths, 128 samples on 64 lanes: docs/async.md has 1,133, 670 and 586 steps of the engine itself.
     lengths_N = np.clip(np.random.default_rng(0).lognormal(5.0, 0.9, 4096).astype(int), 1, 1024)
-    how: dict = {"rollout": ROLLOUT, "samples": 128, "lanes": 64}
+    load = dataclasses.replace(LOAD, samples=128, lanes=64, group_size=8)
     for staleness, measured in ((1, 1133), (2, 670), (3, 586)):
-        found = simulate(lengths_N, Speeds(1.0, 0.0, 0.0, 0.0), staleness=staleness, **how)
-        assert found.step_s == pytest.approx(measured, rel=0.03)
+        found = simulate(lengths_N, Speeds(1.0, 0.0, 0.0, 0.0, plan_s=1.0), load=load, staleness=staleness)
+        assert found.decode_steps == found.step_s == pytest.approx(measured, rel=0.01)
 
 
-def test_a_window_ends_when_the_last_end_is_read():
-    of = lambda parts, left, lanes: window_steps(parts, dict(enumerate(left)), ROLLOUT, lanes)  # noqa: E731
-    assert of({0: [8]}, [[9]], 1) == 8, "a quantum's end is known"
-    assert of({0: [8]}, [[8]], 1) == 16, "that a sample ended is read a dispatch later"
-    assert of({0: [1024]}, [[1024]], 1) == 1024, "the longest end where they must"
-    assert of({0: [1, 0], 1: [8]}, [[9, 0], [8]], 1) == 8 * 4, "a lane is filled at the next dispatch but one"
+def test_a_window_takes_the_steps_of_its_longest_lanes():
+    def steps(drawn, *, lanes, waits=0.0):
+        parts = dict(enumerate(drawn))
+        return window_work(parts, parts, parts, dataclasses.replace(LOAD, lanes=lanes), waits=waits).steps
+
+    assert steps([[8]], lanes=1) == 8 and steps([[11, 3]], lanes=2) == 11, "a dispatch ends with its last sample"
+    assert steps([[1, 0], [8]], lanes=1) == 9, "where nothing else runs the next one waits for nothing"
+    # Three lanes: the first is free after one dispatch, which is read after the second one is launched; a third of
+    # the samples had ended in it, and the second lane is waited for, or not.
+    assert steps([[8, 16, 32], [16, 16]], lanes=3, waits=0.3) == 32
+    assert steps([[8, 16, 32], [16, 16]], lanes=3, waits=0.4) == 40
+
+
+def test_prefill_calls_are_counted_as_the_engine_makes_them():
+    load = dataclasses.replace(LOAD, rollout=dataclasses.replace(ROLLOUT, max_prompt_length=256))
+    assert load.shape.buckets == (64, 128, 256) and [load.shape.prefill_rows(b) for b in load.shape.buckets] == [
+        4,
+        2,
+        1,
+    ]
+    assert load.calls([63] * 8) == 1 and load.calls([63] * 9) == 2, "8 rows of 64 on two shards"
+    assert load.calls([65] * 4) == 1 and load.calls([65] * 5) == 2 and load.calls([65, 64]) == 2, "one call per bucket"
+    assert load.calls([256 + 65] * 2) == 2, "a long one in two waves: 256 tokens, then 65"
+
+    def calls(drawn, lanes=16):
+        """Of a window in which the 16 samples of a batch go on, each of which has drawn so many of 100 tokens."""
+        left = [100 - n for n in drawn]
+        return window_work({0: left}, {0: left}, {0: [100] * 16}, dataclasses.replace(LOAD, lanes=lanes)).calls
+
+    assert calls([0] * 16) == 1, "4 prompts of 63 tokens"
+    assert calls([40] * 16) == 1 + 2, "and 16 samples of 40 tokens"
+    assert calls([100] * 8 + [40] * 8) == 1 + 1, "what has ended is not computed again"
+    assert calls([40] * 16, lanes=8) == 2 * (1 + 1), "when its lane is free"
 
 
 def test_every_window_computes_open_samples_anew():
-    # 16 samples of 100 tokens, a quantum of 0.7 x 100 / 2, so 40: of two batches in a window one has drawn 16 x 40.
-    plain, anew = (_step(SAME, staleness=2, lanes=32, update_s=0.0, token_s=t) for t in (0.0, 0.001))
-    assert anew.step_s - plain.step_s == pytest.approx(0.001 * 16 * 40)
+    # 16 samples of 100 tokens, a quantum of 0.7 x 100 / 2, so 40. Of the two batches in a window one has drawn 16 x 40:
+    # two calls beside the one for its prompts; the prompts of the other are a call of their own where they come later.
+    plain, anew = (_step(SAME, staleness=2, lanes=32, update_s=0.0, call_s=t) for t in (0.0, 0.1))
+    assert anew.prefill_calls == 1 + 2 and anew.step_s - plain.step_s == pytest.approx(0.1 * 3)
     begun = _step(SAME, staleness=2, lanes=32, update_s=0.0, begin_s=0.5)
-    assert begun.step_s - plain.step_s == pytest.approx(2 * 0.5), "prompts of both"
+    assert begun.step_s - plain.step_s == pytest.approx(0.5), "once in a window"
+
+
+def test_speeds_of_one_staleness_predict_another():
+    # In closed form: a batch of 16 samples of 100 tokens on 32 lanes. At S=1 a window has 1 call and 100 steps; at S=2
+    # 3 calls, and 60 tokens of the batch that is due.
+    speeds = {"decode_s": 0.01, "call_s": 0.2, "begin_s": 0.1, "update_s": 2.0}
+    one, two = (_step(SAME, staleness=S, lanes=32, **speeds) for S in (1, 2))
+    assert (one.decode_steps, one.prefill_calls, two.decode_steps, two.prefill_calls) == (100, 1, 60, 3)
+    assert one.rollout_idle == pytest.approx(1 - (0.1 + 0.2 + 1.0) / 2.0)
+    assert two.rollout_idle == pytest.approx(1 - (0.1 + 0.6 + 0.6) / 2.0)
 
 
 def test_the_best_split_gives_the_slower_side_more_chips():
-    speeds = Speeds(decode_s=0.01, begin_s=0.0, update_s=8.0, move_s=0.0)
-    splits = balance(SAME, speeds, rollout=ROLLOUT, samples=64, lanes=64, staleness=1, chips=(8, 8))
+    speeds = Speeds(decode_s=0.01, call_s=0.0, update_s=8.0, move_s=0.0)
+    load = dataclasses.replace(LOAD, samples=64, lanes=64, shards=8)
+    splits = balance(SAME, speeds, load=load, staleness=1, chips=(8, 8))
     own, best = splits[0]
     assert own > 8 and best.step_s < 8.0, "64 lanes draw 100 tokens in 1 s, the update takes 8"
     assert best.step_s == min(step.step_s for _, step in splits)
