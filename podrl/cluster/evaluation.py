@@ -48,8 +48,8 @@ class EvaluationDevices:
         self, prompts: Prompts, policy: Policy, *, mode: Mode, group_size: int, step: int, sampling: Sampling
     ) -> Rollouts:
         """Samples as RLCluster.generate does."""
-        del mode  # of environments, of which there are none here
-        return self.rollout.generate(policy, prompts, group_size=group_size, step=step, sampling=sampling)
+        more: Any = {"group_size": group_size, "step": step, "sampling": sampling, "mode": mode.value}
+        return self.rollout.generate(policy, prompts, **more)
 
     def close(self) -> None:
         """Frees the engine's memory."""

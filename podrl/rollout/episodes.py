@@ -84,6 +84,7 @@ class Request:
       response: sampled and given tokens of a sample, at most.
       mode: 'train' or 'eval'.
       of_step: the training step that environments are told: `step` is another while evaluating.
+      expected: tokens that samples are expected to have, by their rows, where that is known.
     """
 
     prompts: Prompts
@@ -95,6 +96,7 @@ class Request:
     response: int
     mode: Mode
     of_step: int
+    expected: Mapping[int, float]
 
     @property
     def samples(self) -> int:

@@ -4,8 +4,9 @@ A player holds the samples of one request from their first token to their last, 
 enters, its samples draw at most a quantum of tokens, or all of theirs, and then rest.
 """
 
+import collections
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from podrl.rollout.episodes import Episode, Partner, Request
@@ -98,10 +99,12 @@ class Unanswered:
             session.seat(tracks, pieces=self.request.pieces, urgent=points.urgent)
 
     def _make(self, session: Session) -> None:
-        self._entered = True
-        for b in range(self.request.samples) if self.request.sampling.max_new else ():
-            p, g = divmod(b, self.request.group_size)
-            track = session.track(self.request.tokens(p), self.request.keys_PG2[p, g], self.request.sampling.of(g))
+        self._entered, asked = True, self.request
+        samplings = [asked.sampling.of(g) for g in range(asked.group_size)]
+        for b in range(asked.samples) if asked.sampling.max_new else ():
+            p, g = divmod(b, asked.group_size)
+            track = session.track(asked.tokens(p), asked.keys_PG2[p, g], samplings[g])
+            track.expected = asked.expected.get(b)
             if self._partial is not None and self._partial.samples[b]["track"] is not None:
                 fill(track, self._partial, b)
             self._open[b], self.rows[track] = track, b
@@ -206,7 +209,7 @@ class Pace:
     def __init__(self, session: Session, clock: Callable[[], float] = time.perf_counter):
         self._session, self._clock = session, clock
         self._samples, self._paused, self._since = 1, 0, 0.0  # of the dispatch that was read last, and when
-        self._left = 0  # samples that ended or paused in it
+        self._shares = collections.deque([0.25], maxlen=8)  # of the samples of dispatches, those that left their lanes
         self._failed = self._rest = 0  # trials in a row that did not pay; dispatches until the next one
 
     def read_first(self) -> bool:
@@ -217,14 +220,15 @@ class Pace:
         return not self._rest
 
     def refills(self) -> bool:
-        """True if waiting for this dispatch's lanes pays: those freed last are worth more than the idle time."""
+        """True if waiting for this dispatch's lanes pays: those freed on average are worth more than the idle time."""
         if not self._session.flying or not self._session.crowded or not self._session.took:
             return False
-        return self._left / self._samples * min(self._session.took) > 2 * max(self._session.planned)
+        return _mean(self._shares) * min(self._session.took) > 2 * _mean(self._session.planned)
 
     def read(self, samples: int, paused: int, left: int) -> None:
         """Records that a dispatch was read, how many samples it had, how many of them paused, and left their lanes."""
-        self._samples, self._paused, self._left, self._since = samples, paused, left, self._clock()
+        self._samples, self._paused, self._since = samples, paused, self._clock()
+        self._shares.append(left / samples)
 
     def wait(self, partner: Partner, players: Sequence[Player]) -> None:
         """Waits for answers while the device is idle, not longer than they are worth."""
@@ -239,6 +243,10 @@ class Pace:
             paid = lane_s * (asked - left) > self._clock() - since
             self._failed = 0 if paid else min(self._failed + 1, _RARELY)
             self._rest = 2**self._failed // 2  # one failure alone changes nothing
+
+
+def _mean(values: Collection[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _owed(players: Sequence[Player]) -> int:

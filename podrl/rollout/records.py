@@ -115,7 +115,7 @@ class Feed:
 @dataclasses.dataclass(frozen=True)
 class PoolShape:
     """Sizes the scheduler works with: shards; per shard lanes and usable pages; tokens per page and dispatch; samples
-    that share a read; pages a sample and its prompt may hold."""
+    that share a read; pages a sample and its prompt may hold; (longest chunk, rows of a shard) of each prefill call."""
 
     shards: int
     lanes: int
@@ -124,3 +124,4 @@ class PoolShape:
     steps: int
     members: int
     sample_pages: int
+    calls: tuple[tuple[int, int], ...] = ()

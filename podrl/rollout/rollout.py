@@ -20,7 +20,7 @@ from podrl.rollout.episodes import Episode, Partner, Pump, Request
 from podrl.rollout.keys import sample_keys
 from podrl.rollout.partial import Partial
 from podrl.rollout.players import Chosen, Player, Unanswered, play
-from podrl.rollout.rows import collect
+from podrl.rollout.rows import Lengths, collect
 from podrl.rollout.session import Session, Track
 from podrl.rollout.sizes import check_memory, engine_shape
 from podrl.rollout.state import STOP_IDS, DecodeState
@@ -119,6 +119,7 @@ class RolloutWorker:
         self._state: DecodeState | None = None
         self._session: Session | None = None
         self._refreshed: Policy | None = None
+        self._lengths = Lengths()
 
     # Life of the engine.
 
@@ -265,9 +266,8 @@ class RolloutWorker:
         """The samples of a request, all of which have ended; `seconds` are those that it took."""
         asked = player.request
         longest = asked.response if self.partner else asked.sampling.max_new or 0
-        return collect(
-            asked, player.done, answered=bool(self.partner), longest=longest, pad_id=self._pad_id, seconds=seconds
-        )
+        how: Any = {"longest": longest, "pad_id": self._pad_id, "seconds": seconds}
+        return self._lengths.noted(asked, collect(asked, player.done, answered=bool(self.partner), **how))
 
     def session(self, policy: Policy) -> Session:
         """Opens a session for callers that submit, pause and extend samples themselves; call `close` when done."""
@@ -315,17 +315,18 @@ class RolloutWorker:
         assert sampling.max_new is not None
         index_PG = np.repeat(np.asarray(prompts.index_P)[:, None], group_size, axis=1)
         sample_PG = np.broadcast_to(np.maximum(np.arange(group_size) - sampling.greedy, 0), index_PG.shape)
-        keys_B2 = sample_keys(self._seed, step, index_PG.ravel(), sample_PG.ravel())
+        keys_PG2 = sample_keys(self._seed, step, index_PG.ravel(), sample_PG.ravel()).reshape(*index_PG.shape, 2)
         return Request(
             prompts,
             group_size,
             step,
             sampling,
-            keys_B2.reshape(*index_PG.shape, 2),
+            keys_PG2,
             pieces_per_prompt(len(prompts.length_P), group_size, self.mesh.shape["data"] * self.mesh.shape["fsdp"]),
             max(self.config.response_tokens, sampling.max_new),
             mode,
             step if mode == "train" else version,
+            self._lengths.expected(keys_PG2),
         )
 
     def _run(

@@ -10,6 +10,27 @@ from podrl.rollout.session import Track
 from podrl.types import NO_EPISODE, STOP_LENGTH, Rollouts
 
 
+class Lengths:
+    """Remembers how long the samples of evaluations were, which later weights draw again: then the longest first."""
+
+    def __init__(self):
+        """Knows nothing yet."""
+        self._of_prompt: dict[bytes, list[int]] = {}  # by the random keys of a prompt's samples
+
+    def noted(self, asked: Request, rollouts: Rollouts) -> Rollouts:
+        """Hands on the samples of a request, and remembers their lengths if they are of an evaluation."""
+        if asked.mode == "eval":
+            length_PG = rollouts.length_B.reshape(-1, asked.group_size) - np.asarray(asked.prompts.length_P)[:, None]
+            for keys_G2, lengths in zip(asked.keys_PG2, length_PG.tolist(), strict=True):
+                self._of_prompt[keys_G2.tobytes()] = lengths
+        return rollouts
+
+    def expected(self, keys_PG2: np.ndarray) -> dict[int, float]:
+        """The last length of each sample that was drawn before, by its row."""
+        known = [(p, self._of_prompt.get(keys_G2.tobytes(), ())) for p, keys_G2 in enumerate(keys_PG2)]
+        return {p * keys_PG2.shape[1] + g: length for p, lengths in known for g, length in enumerate(lengths)}
+
+
 def collect(
     asked: Request,
     samples: Mapping[int, Track | Episode],

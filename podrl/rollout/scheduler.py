@@ -5,6 +5,8 @@ pages change only between dispatches. The scheduler plans a dispatch before the 
 takes every lane to be live until told otherwise, which costs idle steps, never correctness.
 """
 
+import bisect
+import collections
 import heapq
 import math
 from collections.abc import Sequence
@@ -203,13 +205,14 @@ class Scheduler:
         plan = Plan()
         self._plans += 1
         if not self._sorted:
-            self._pieces.sort(key=lambda piece: (piece[0].urgent, self._expected(piece[0]), -piece[0].id))
+            self._pieces.sort(key=lambda piece: (piece[0].urgent, max(map(self._expected, piece)), -piece[0].id))
             self._sorted = True
         for shard in self._shards:
             self._grow(shard, plan)
             shard.reserved = None
         while self._admit_one(plan):
             pass
+        self._fill_calls(plan)
         for shard in self._shards:
             taken = {sample.lane for sample in plan.seats if sample.shard == shard.index}
             plan.frees.extend((shard.index, lane) for lane in shard.vacated if lane not in taken)
@@ -301,6 +304,28 @@ class Scheduler:
                 return True
         return False
 
+    def _fill_calls(self, plan: Plan) -> None:
+        """Prefills prompts that come next in rows that calls made for others would leave empty."""
+        longest = [tokens for tokens, _ in self.shape.calls]
+        used = [collections.Counter[int]() for _ in longest]  # rows by call and shard
+        for prompt, shard, _ in plan.prefills if longest else ():
+            tokens = sum(page.count for page in self._shards[shard].prompts[prompt].store.pages)
+            used[min(bisect.bisect_left(longest, tokens), len(longest) - 1)][shard] += 1
+        while self._pieces:
+            sample = self._pieces[-1][0]
+            if (call := bisect.bisect_left(longest, sample.length - 1)) == len(longest):
+                return  # of several chunks
+            rows, taken = self.shape.calls[call][1], used[call]
+            room = -(-max(taken.values(), default=0) // rows) * rows
+            fit = [s for s in self._shards if taken[s.index] < room and sample.prompt not in s.prompts]
+            fit = [s for s in fit if self._short(s, sample) <= 0]
+            if not fit:
+                return
+            shard = min(fit, key=lambda s: (len(s.assigned), s.index))
+            self._assign(shard, self._pieces.pop())
+            self._fill(shard, sample, plan)
+            taken[shard.index] += 1
+
     def _make_room(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
         """True where the sample fits, if need be after spilling: paused samples, and all idle pages if nothing runs."""
         if self._short(shard, sample) <= 0:
@@ -368,13 +393,7 @@ class Scheduler:
 
     def _seat(self, shard: _Shard, sample: Sample, plan: Plan) -> None:
         row = shard.prompts[sample.prompt]
-        if not row.filled:
-            C = self.shape.page_tokens
-            new = shard.take(self._prompt_pages(sample))
-            row.store.pages = [Page(index, j * C, min(C, sample.length - 1 - j * C)) for j, index in enumerate(new)]
-            row.filled = True
-            if new:
-                plan.prefills.append((sample.prompt, shard.index, new))
+        self._fill(shard, sample, plan)
         for store in (row.store, sample.store):
             if store.spilled:
                 plan.restores.append((store, shard.index, self._restore(shard, store)))
@@ -389,6 +408,18 @@ class Scheduler:
         if shard.reserved is not None:
             shard.reserved += self._yet_to_open(sample)
         plan.seats.append(sample)
+
+    def _fill(self, shard: _Shard, sample: Sample, plan: Plan) -> None:
+        """Gives a sample's prompt its pages, and has it prefilled, unless it was."""
+        row = shard.prompts[sample.prompt]
+        if row.filled:
+            return
+        C = self.shape.page_tokens
+        new = shard.take(self._prompt_pages(sample))
+        row.store.pages = [Page(index, j * C, min(C, sample.length - 1 - j * C)) for j, index in enumerate(new)]
+        row.filled = True
+        if new:
+            plan.prefills.append((sample.prompt, shard.index, new))
 
     def _feed(self, shard: _Shard, sample: Sample) -> Feed:
         """Finds places for a sample's given tokens: what its last page has left, and new pages."""

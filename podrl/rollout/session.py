@@ -46,6 +46,7 @@ class Track:
       stop_ids: every id that ends, or pauses, it.
       key: its random key, uint32 (2,).
       pauses: it pauses where others end; its caller extends or ends it.
+      expected: guess of the tokens it samples; None where there is none.
       tokens, logprobs, kept, raw_logprobs, versions: of sampled and given tokens, see `podrl.types.Rollouts`; a given
         token has version -1, kept 1 and zeros.
       sampled, limit: tokens sampled so far, and at most before it ends or pauses.
@@ -66,6 +67,7 @@ class Track:
     key: np.ndarray
     pauses: bool
     finder: StopFinder | None
+    expected: float | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     kept: list[float] = dataclasses.field(default_factory=list)
@@ -127,7 +129,9 @@ class Session:
         self._decode, self._eos_ids, self._cache_tokens = decode, tuple(eos_ids), cache_tokens
         sample_pages = min(s.max_pages, s.pages - 1)
         self._scheduler = Scheduler(
-            PoolShape(engine.shards, s.lanes, s.pages - 1, s.page_tokens, s.steps, s.members, sample_pages)
+            PoolShape(
+                engine.shards, s.lanes, s.pages - 1, s.page_tokens, s.steps, s.members, sample_pages, s.prefill_calls
+            )
         )
         self._tracks: dict[int, Track] = {}
         self._prompts: dict[int, np.ndarray] = {}
@@ -143,7 +147,6 @@ class Session:
         keys_G2: np.ndarray,
         sampling: Sampling,
         *,
-        expected: float | None = None,
         pieces: int = 1,
         openings: Sequence[Opening] = (),
     ) -> list[Track]:
@@ -153,13 +156,12 @@ class Session:
           prompt: tokens, at least 1.
           keys_G2: a random key per sample.
           sampling: `max_new` must be set; its stop strings are not those of samples with an opening.
-          expected: guess of the new tokens, where there is one.
           pieces: see `Scheduler.add`.
           openings: one per sample, with room for its tokens: the samples then pause where others end.
         """
         given = openings or [None] * len(keys_G2)
         tracks = [self.track(prompt, key, sampling, opening) for key, opening in zip(keys_G2, given, strict=True)]
-        self.seat(tracks, expected=expected, pieces=pieces)
+        self.seat(tracks, pieces=pieces)
         return tracks
 
     def track(self, prompt: np.ndarray, key: np.ndarray, sampling: Sampling, opening: Opening | None = None) -> Track:
@@ -173,14 +175,12 @@ class Session:
             self._open(track, opening)
         return track
 
-    def seat(
-        self, tracks: Sequence[Track], *, expected: float | None = None, pieces: int = 1, urgent: bool = False
-    ) -> None:
+    def seat(self, tracks: Sequence[Track], *, pieces: int = 1, urgent: bool = False) -> None:
         """Submits samples of one prompt: new ones, or such as another session held.
 
         Args:
           tracks: their records.
-          expected, pieces: see `add`.
+          pieces: see `add`.
           urgent: before samples that are not.
         """
         for track in tracks:
@@ -189,7 +189,7 @@ class Session:
         self._tracks.update((t.handle, t) for t in tracks)
         handle, prompt = tracks[0].handle, tracks[0].prompt
         self._prompts[handle] = prompt
-        rows = [(t.handle, t.until - t.sampled, expected) for t in tracks]
+        rows = [(t.handle, t.until - t.sampled, t.expected) for t in tracks]
         self._scheduler.add(handle, len(prompt), rows, pieces, urgent=urgent)
         for track in tracks:
             self._scheduler.give(track.handle, len(track.tokens))
@@ -403,21 +403,23 @@ class Session:
         self.stats.decode_steps += int(steps_X.max())
         self.stats.lane_steps += int(steps_X.sum()) * self.engine.shape.lanes
         events = []
+        count_R, live_R, failed_R = out.count_R.tolist(), out.live_R.tolist(), out.failed_R.tolist()
+        rows = [x.tolist() for x in (out.tokens_RT, out.logprob_RT, out.kept_RT, out.raw_logprob_RT)]
         for track, r, epoch in flight.lanes:
             if track.epoch != epoch or track.stop is not None or track.paused is not None or track.held:
                 continue
-            count = int(out.count_R[r])
-            track.tokens.extend(out.tokens_RT[r, :count].tolist())
-            track.logprobs.extend(out.logprob_RT[r, :count].tolist())
-            track.kept.extend(out.kept_RT[r, :count].tolist())
-            track.raw_logprobs.extend(out.raw_logprob_RT[r, :count].tolist())
+            count = count_R[r]
+            for values, of_lanes in zip(
+                (track.tokens, track.logprobs, track.kept, track.raw_logprobs), rows, strict=True
+            ):
+                values.extend(of_lanes[r][:count])
             track.versions.extend([flight.version] * count)
             track.sampled += count
             self.stats.tokens += count
-            if out.failed_R[r]:
+            if failed_R[r]:
                 self._fail(track, flight.version)
                 events.append(track)
-            elif self._settle(track, bool(out.live_R[r])):
+            elif self._settle(track, live_R[r]):
                 events.append(track)
         return events
 

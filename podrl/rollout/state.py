@@ -50,6 +50,11 @@ class EngineShape:
         """Returns the number of rows of a bucket's prefill program."""
         return max(1, self.prefill_tokens // bucket)
 
+    @property
+    def prefill_calls(self) -> tuple[tuple[int, int], ...]:
+        """The longest chunk of each prefill program, ascending, and its rows."""
+        return tuple((bucket, self.prefill_rows(bucket)) for bucket in self.buckets)
+
     def chunk_pages(self, bucket: int) -> int:
         """Returns the most pages a chunk lies in: one more than it fills where it begins inside a page."""
         return -(-bucket // self.page_tokens) + 1

@@ -56,10 +56,15 @@ def test_lanes_that_others_wait_for_are_given_again_before_the_next_dispatch():
     world.crowded = True
     assert world.pace.refills()
     world.pace.read(8, 0, 0)
-    assert not world.pace.refills()  # no lane became free
-    world.pace.read(8, 0, 2)
+    assert world.pace.refills()  # samples that began together end together: none for some dispatches, then many
     world.planned = [LANE_S * 2]
-    assert not world.pace.refills()  # planning takes longer than two lanes are worth
+    assert not world.pace.refills()  # planning takes longer than the lanes are worth
+    world.planned = [LANE_S / 16]
+    for _ in range(8):
+        world.pace.read(8, 0, 0)
+    assert not world.pace.refills()  # no lane became free for long
+    world.pace.read(8, 0, 8)
+    assert world.pace.refills()
     world.planned, world.flying = [0.0], 0
     assert not world.pace.refills()  # there is nothing to read
 

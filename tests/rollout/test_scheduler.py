@@ -9,7 +9,9 @@ from podrl.rollout.reads import ReadShape
 from podrl.rollout.records import PoolShape, Status
 from podrl.rollout.scheduler import Scheduler
 
-SHAPE = PoolShape(shards=2, lanes=3, pages=9, page_tokens=8, steps=4, members=2, sample_pages=9)
+SHAPE = PoolShape(
+    shards=2, lanes=3, pages=9, page_tokens=8, steps=4, members=2, sample_pages=9, calls=((8, 3), (16, 2))
+)
 
 
 class Device:
@@ -27,9 +29,13 @@ class Device:
         self.given: dict[int, int] = {}
         self.order: list[int] = []
         self.spills = 0
+        self.prefills: list[list[int]] = []  # of each plan that has any: how many on each shard
 
     def step(self) -> None:
         plan = self.scheduler.plan()
+        if plan.prefills:
+            shards = [shard for _, shard, _ in plan.prefills]
+            self.prefills.append([shards.count(shard) for shard in range(self.shape.shards)])
         for store, _, held in plan.spills:
             assert store.key not in self.spilled and held
             self.spilled.add(store.key)
@@ -186,6 +192,30 @@ def test_the_youngest_is_spilled_and_its_results_are_awaited():
     assert plan.frees == [(0, 1)]
     assert scheduler.samples[1].status is Status.WAITING
     assert not plan.restores
+
+
+@pytest.mark.parametrize(("calls", "made"), [((), 24), (((8, 4),), 6)])
+def test_rows_of_prefill_calls_are_filled_with_the_prompts_that_come_next(calls, made):
+    """24 prompts of a sample each on two shards of one lane: a call takes four of each shard."""
+    shape = PoolShape(2, 1, 20, 8, 4, 2, 20, calls)
+    scheduler = Scheduler(shape)
+    wanted = dict.fromkeys(range(48), 4)
+    for p in range(48):
+        scheduler.add(p, 9 if p < 47 else 30, [(p, 4, None)])  # and one of several chunks, which is alone
+    device = run(scheduler, shape, wanted, {})
+    assert sum(map(sum, device.prefills)) == 48
+    rows = calls[0][1] if calls else 1
+    assert sum(-(-max(counts) // rows) for counts in device.prefills) in range(made, made + 2)
+    assert device.order == list(range(48))  # as they came: one that is prefilled is not seated before
+
+
+def test_a_prompt_is_not_prefilled_ahead_where_pages_are_short():
+    shape = PoolShape(1, 1, 3, 4, 4, 2, 3, ((8, 4),))
+    scheduler = Scheduler(shape)
+    for p in range(4):
+        scheduler.add(p, 5, [(p, 4, None)])
+    device = run(scheduler, shape, dict.fromkeys(range(4), 4), {})
+    assert not device.spills and device.prefills[0] == [1]
 
 
 def test_groups_stay_together_and_share_reads():
