@@ -13,11 +13,14 @@ from typing import Any
 from podrl.bench import rollout
 from podrl.bench.model import fake_devices
 
+_COUNTED = 8  # steps of a turn
+
 
 class Calls:
     """Environment that answers the model's turns, `calls` times, after a random wait of up to `delay_s`.
 
-    Turns are half to one and a half times as long as the mean, and `sampled` tokens together.
+    Where it is `slow` at all, that share of its answers takes `delay_s`, and others nothing. Turns are half to one and
+    a half times as long as the mean, and `sampled` tokens together.
     """
 
     async def run(self, task: Any, model: Any) -> None:
@@ -26,7 +29,8 @@ class Calls:
         for turns in range(asked["calls"] + 1, 1, -1):
             turn = max(round(left / turns * (0.5 + draw.random())), 1)
             await model.say(observation, max_new=turn)
-            await model.outside("wait", functools.partial(_waited, draw.random() * asked["delay_s"]))
+            share = float(draw.random() < asked["slow"]) if asked["slow"] else draw.random()
+            await model.outside("wait", functools.partial(_waited, share * asked["delay_s"]))
             left, observation = left - turn, asked["observation"]
         await model.say(observation)
 
@@ -49,17 +53,24 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       (medians of runs that take turns), tokens, calls, given_tokens, prefill_per_given (tokens computed for each given
       one), decode_steps, decode_steps_plain, lane_utilisation (sampled tokens over lane places of all decode steps),
       lane_utilisation_plain,
-      host_seconds_per_call (CPU time of this process's Python threads, above the plain samples'), spills, compiles.
+      host_seconds_per_call (CPU time of this process's Python threads, above the plain samples'), spills, compiles;
+      with --slow instead those of `_stale`.
     """
     parser = rollout.make_parser(prog="podrl.bench tools", description=__doc__)
     parser.set_defaults(mesh="data=1", max_new=128)
     parser.add_argument("--calls", type=int, default=3, help="of each sample; --max_new is shared by its turns")
     parser.add_argument("--given", type=int, default=24, help="tokens of a tool's output")
     parser.add_argument("--delay_ms", type=float, default=200.0, help="the longest wait for a tool")
+    parser.add_argument(
+        "--slow", type=float, default=0.0, help="share of calls that wait, all as long; compares --staleness with 1"
+    )
+    parser.add_argument("--update_ms", type=float, default=0.0, help="with --slow: of an update, on other devices")
     args = parser.parse_args(argv)
     fake_devices(args.devices)
     given = args.calls * args.given
     bench = rollout.Bench(args, response=args.max_new + given, end_ids=())
+    if args.slow:
+        return _stale(bench, args)
     prefills, half = rollout.Bench(_prefill_only(args, given)), rollout.Bench(_prefill_only(args, given - given // 2))
     with _playing(args) as host:
         jobs = {
@@ -95,6 +106,69 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _stale(bench: rollout.Bench, args: Any) -> dict[str, Any]:
+    """Plays training steps whose samples wait for slow calls, in windows and whole, by turns.
+
+    A step lasts as long as its window, or as the update beside it where that takes longer. In windows a sample ends a
+    turn in each but its last (`env.calls_per_window=1`).
+
+    Returns:
+      staleness, step_seconds (of a step, median), step_seconds_whole (with a staleness of 1), faster (their quotient),
+      lane_utilisation, lane_utilisation_whole.
+    """
+    fields = {name: [value] * args.prompts for name, value in _asked(args, args.calls, args.given).items()}
+    times: dict[int, list[float]] = {args.staleness: [], 1: []}
+    busy: dict[int, list[float]] = {args.staleness: [], 1: []}
+    with _playing(args) as host:
+        for _ in range(args.repeats + 1):
+            bench.worker.partner = _partner(host)
+            for staleness in times:
+                seconds, lanes = _steps(bench, args, fields, staleness)
+                times[staleness] += seconds
+                busy[staleness] += lanes
+    kept = {S: [max(t, args.update_ms / 1e3) for t in seconds[_COUNTED:]] for S, seconds in times.items()}  # warm
+    step, whole = median(kept[args.staleness]), median(kept[1])
+    return {
+        "staleness": args.staleness,
+        "step_seconds": step,
+        "step_seconds_whole": whole,
+        "faster": whole / step,
+        "lane_utilisation": median(busy[args.staleness][_COUNTED:]),
+        "lane_utilisation_whole": median(busy[1][_COUNTED:]),
+    }
+
+
+def _steps(
+    bench: rollout.Bench, args: Any, fields: Mapping[str, Any], staleness: int
+) -> tuple[list[float], list[float]]:
+    """Seconds and busy lanes of the windows in which as many batches are in flight as there may be."""
+    from podrl.rollout.config import Sampling
+    from podrl.rollout.windows import Quantum
+    from podrl.types import Policy
+
+    quantum, flying, seconds, busy, begun = Quantum(bench.worker.config, windows=staleness), [], [], [], 0
+    for window in range(staleness + _COUNTED):
+        while begun < window + 1 + staleness:
+            prompts = dataclasses.replace(bench.prompts, index_P=bench.prompts.index_P + begun * args.prompts)
+            prompts = dataclasses.replace(prompts, fields=dict(fields))
+            sampling = Sampling(max_new=args.max_new)
+            player = bench.worker.player(prompts, group_size=args.group, step=begun, sampling=sampling)
+            flying.append((begun, player, quantum.of(window)))
+            begun += 1
+        rows = [(player, None if step <= window + 1 else tokens) for step, player, tokens in flying]
+        started = time.perf_counter()
+        for _ in bench.worker.advance(Policy(bench.policy.params, window), rows, calls=1 if staleness > 1 else None):
+            pass
+        seconds.append(time.perf_counter() - started)
+        busy.append(bench.worker.stats.lane_utilisation)
+        for step, _, _ in [each for each in flying if each[0] <= window + 1]:
+            quantum.saw(step, args.max_new)
+            flying.pop(0)
+    for _, player, _ in flying:
+        player.abandon()
+    return seconds[staleness:], busy[staleness:]
+
+
 class _Job:
     """A batch that can be generated again and again; `stats` are those of the last time."""
 
@@ -128,7 +202,8 @@ def _prefill_only(args: Any, given: int) -> Any:
 
 def _asked(args: Any, calls: int, given: int) -> dict[str, Any]:
     """Makes the tasks of `Calls`; without calls all tokens are given at once, before the first sampled one."""
-    return {"calls": calls, "sampled": args.max_new, "delay_s": args.delay_ms / 1e3, "observation": "1" * given}
+    waits = {"delay_s": args.delay_ms / 1e3, "slow": args.slow}
+    return {"calls": calls, "sampled": args.max_new, "observation": "1" * given, **waits}
 
 
 def _playing(args: Any) -> Any:

@@ -64,6 +64,7 @@ class LocalPod:
           restarts: how often rollout processes are started again in that case.
         """
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
+        self._joinable = "PODRL_SECRET" in environment  # to others than those started here
         own = {"PODRL_CHANNEL": f"127.0.0.1:{free_ports(1)[0]}", "PODRL_SECRET": secrets.token_hex(16)}
         place = {"PODRL_PLATFORM": "local", "PODRL_PROCESS_COUNT": str(len(hosts.trainer) + len(hosts.rollout))}
         self._environment = own | dict(environment) | place
@@ -121,7 +122,7 @@ class LocalPod:
                     self._restarts -= 1
                     self._say(f"{self._hosts.name(process)} ended with {_words(code)}; it is started again.")
                     self._start(process)
-                elif replaced and any(self._hosts.role(other) == ROLLOUT for other in self._children):
+                elif replaced and (self._joinable or self._has_rollouts()):
                     self._say(f"{self._hosts.name(process)} ended with {_words(code)}; the others go on.")
                 elif self._leaves(process, code) and failed is None:
                     self._say(f"{self._hosts.name(process)} ended with {_words(code)}, as it was asked to.")
@@ -143,6 +144,9 @@ class LocalPod:
         if code == -self._stopping:
             return signals.exit_code(self._stopping)
         return EXIT_INFRASTRUCTURE if code < 0 else code
+
+    def _has_rollouts(self) -> bool:
+        return any(self._hosts.role(process) == ROLLOUT for process in self._children)
 
     def _may_replace(self, process: int, code: int) -> bool:
         infrastructure = code < 0 or code == EXIT_INFRASTRUCTURE

@@ -54,6 +54,14 @@ def test_tools(capsys):
     assert figures["of_plain"] > 0 and figures["cpu_of_context"] > 0 and figures["compiles"] == 0
 
 
+def test_slow_calls_are_hidden_by_an_update_that_is_longer_than_any_window(capsys):
+    options = "--calls=2 --given=5 --max_new=9 --slow=0.3 --delay_ms=1 --update_ms=100000 --staleness=2"
+    assert bench.main(["podrl.bench", "tools", *TINY.split(), *options.split(), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["step_seconds"] == figures["step_seconds_whole"] == 100 and figures["faster"] == 1
+    assert 0 < figures["lane_utilisation"] <= 1 and 0 < figures["lane_utilisation_whole"] <= 1
+
+
 def test_a_leader_exchanges_a_few_messages_with_every_host(capsys):
     small = "--trainers=4 --rollouts=8 --steps=2 --processes=2 --tokens=8 --generate_s=0 --update_s=0"
     assert bench.main(["podrl.bench", "pod", *small.split(), "--json"]) == 0
