@@ -206,26 +206,28 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster
     return cluster
 
 
-def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str, str]:
-    """Reads the host lists of trainers and rollouts, and the rollout mesh, as configured and overridden."""
+def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str, str, str]:
+    """Reads the host lists of trainers and rollouts, the rollout mesh, and the evaluation hosts, as overridden."""
     given = config.to_dict().get("roles", {})
 
     def value(role: str, name: str, default: str) -> str:
         return _early(argv, f"roles.{role}.{name}", given.get(role, {}).get(name, default))
 
-    return value(roles.TRAINER, "hosts", ""), value(roles.ROLLOUT, "hosts", ""), value(roles.ROLLOUT, "mesh", "auto")
+    trainer, rollout, evaluates = (value(role, "hosts", "") for role in (roles.TRAINER, roles.ROLLOUT, roles.EVAL))
+    return trainer, rollout, value(roles.ROLLOUT, "mesh", "auto"), evaluates
 
 
 def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: int) -> int:
     """Runs this same command in several processes of this machine."""
     share = _share_of_devices(argv, config, processes)
     local_pod.check_memory(processes)
-    trainer, rollout, mesh = _hosts(argv, config)
-    hosts = roles.assign(trainer, rollout, processes, mesh)
+    trainer, rollout, mesh, evaluates = _hosts(argv, config)
+    split = _early(argv, "topology", "auto", prefix="--") == "split"
+    roles.check_evaluation_hosts(evaluates, split=split)
+    hosts = roles.assign(trainer, rollout, processes, mesh, evaluates)
     own = ("--local_processes", "--fake_devices")
     passed = [arg for arg in argv[1:] if arg.partition("=")[0] not in own]
     command = [sys.executable, "-m", "podrl.launch", f"--config={path}", f"--fake_devices={share}", *passed]
-    split = _early(argv, "topology", "auto", prefix="--") == "split"
     env = os.environ | {_COMMAND: _command_line(sys.argv)}
     restarts = _early(argv, "restarts", local_pod.RESTARTS, prefix="--")
     return local_pod.LocalPod(command, hosts, replace_rollouts=split, environment=env, restarts=restarts).run()

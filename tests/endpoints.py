@@ -16,8 +16,7 @@ def joined(hosts: Hosts, *, disposable: bool = False) -> Iterator[list[Pod]]:
     Rollout hosts that are `disposable` may come and go.
     """
     (port,) = free_ports(1)
-    count = len(hosts.trainer) + len(hosts.rollout)
-    seats = [Seat(process, hosts, f"127.0.0.1:{port}", "s", disposable) for process in range(count)]
+    seats = [Seat(process, hosts, f"127.0.0.1:{port}", "s", disposable) for process in range(hosts.count)]
     pods = [Pod(seat, host="127.0.0.1") for seat in seats]
     joining = [threading.Thread(target=pod.join, args=(60, lambda reached, waited_s: "")) for pod in pods]
     for thread in joining:

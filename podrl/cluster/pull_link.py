@@ -77,6 +77,9 @@ class _Sender:
         self._tree.offer(params, version, lasting=self._lasting)
         return Policy(params={}, version=version)
 
+    def hold(self, version: int) -> None:
+        self._tree.hold(version)
+
 
 class _Receiver:
     """The rollout's end of one tree."""

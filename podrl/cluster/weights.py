@@ -100,6 +100,10 @@ class WeightSync:
         if self._link is not None and not self._link.trains:
             self.publisher.await_version(version)
 
+    def hold(self, version: int) -> None:
+        """Keeps a version that this trainer process has offered, until another is held; under `topology=split`."""
+        self.publisher.hold(version)
+
     def kept(self, policy: Policy) -> Policy:
         """Copies what the next move in place overwrites, so that the policy outlasts it."""
         moved, base = decoder.split_trainable(policy.params, self.model)

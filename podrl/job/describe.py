@@ -14,12 +14,15 @@ from jax.sharding import Mesh
 from podrl.data.mixture import split
 from podrl.data.pipeline import system_prompt, task_fields
 from podrl.job.config import Job
-from podrl.job.placement import Meshes
+from podrl.job.placement import EvaluationConfig, Meshes
 from podrl.job.weights import copies
 from podrl.mesh.build import describe_mesh
 from podrl.rundir.console import print_table
 from podrl.runtime.pod import Pod
+from podrl.runtime.roles import EVAL, ROLLOUT, TRAINER
 from podrl.trainer.pack_shape import PackShape
+
+_ON_ROLLOUT = EvaluationConfig()
 
 
 def device_line() -> str:
@@ -28,17 +31,20 @@ def device_line() -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
 
-def role_rows(on: Meshes, auxiliary: Mapping[str, str], pod: Pod | None = None) -> list[list[str]]:
+def role_rows(
+    on: Meshes, auxiliary: Mapping[str, str], pod: Pod | None = None, evaluation: EvaluationConfig = _ON_ROLLOUT
+) -> list[list[str]]:
     """Makes one row per role: its mesh, its devices, and its processes.
 
     Args:
       on: the meshes.
       auxiliary: what 'critic' and 'reward' do, as far as the job has them.
       pod: the job's processes, where there are several.
+      evaluation: its devices or hosts, as configured.
     """
     does = {
         "trainer": "actor, reference: updates and log-probabilities",
-        "rollout": f"rollout: batched decoding{'' if on.eval else ', evaluation'}",
+        "rollout": f"rollout: batched decoding{'' if on.eval or evaluation.hosts else ', evaluation'}",
         **({"eval": "evaluation beside training"} if on.eval else {}),
         **auxiliary,
     }
@@ -47,6 +53,10 @@ def role_rows(on: Meshes, auxiliary: Mapping[str, str], pod: Pod | None = None) 
         mesh: Mesh = getattr(on, role)
         ids = _ranges([d.id for d in mesh.devices.flat])
         table.append([role, describe_mesh(mesh), f"{mesh.size}", ids, _processes(role, pod), what])
+    if evaluation.hosts:  # whose devices no other process sees
+        mesh_of = "as a rollout host" if evaluation.mesh == ROLLOUT else evaluation.mesh
+        process = f"hosts {evaluation.hosts}" if pod is None else _processes(EVAL, pod)
+        table.append([EVAL, mesh_of, "", "", process, "evaluation and nothing else"])
     return table
 
 
@@ -54,7 +64,8 @@ def _processes(role: str, pod: Pod | None, shown: int = 8) -> str:
     """Lists the processes of a role: '4711', or host numbers with process id (and machine, where not this one)."""
     if pod is None:
         return f"{os.getpid()}"
-    hosts = pod.seat.hosts.trainer if role in ("trainer", "critic") else pod.seat.hosts.rollout
+    all_hosts = pod.seat.hosts
+    hosts = {TRAINER: all_hosts.trainer, "critic": all_hosts.trainer, EVAL: all_hosts.eval}.get(role, all_hosts.rollout)
     here, said = socket.gethostname(), []
     for host in [host for host in hosts if host in pod.ids][:shown]:
         number, machine = pod.ids[host]
@@ -90,7 +101,8 @@ def print_plan(
 def print_job(console: rich.console.Console, job: Job, on: Meshes, pod: Pod | None = None) -> None:
     """Prints roles, batch arithmetic and formula: what is known without the data."""
     header = ["role", "mesh", "devices", "ids", "process", "does"]
-    print_table(console, f"Roles ({device_line()})", header, role_rows(on, _auxiliary_models(job), pod))
+    rows = role_rows(on, _auxiliary_models(job), pod, job.roles.eval)
+    print_table(console, f"Roles ({device_line()})", header, rows)
     rows = given_rows(job, on) if job.kind.given else batch_rows(job, on)
     print_table(console, "Batch arithmetic", ["what", "number", "from"], rows)
     if job.data.sources and not console.quiet:
@@ -105,7 +117,7 @@ def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[st
         return []
     held, split = copies(job, on.trainer, on.rollout), pod is not None and pod.seat.disposable
     generating = f"Weights of a rollout device while it generates: {held.of_rollout()} in all."
-    kept = f"a trainer device keeps for rollout hosts {held.of_trainer()} in all."
+    kept = f"a trainer device keeps for other hosts {held.of_trainer()} in all."
     if dry:
         return [generating, *([] if job.roles.colocated else [f"With topology=split {kept}"])]
     return [f"Of the weights {kept}"] if split else [generating]

@@ -40,7 +40,10 @@ def check_evaluation(job: Any) -> None:
 
 
 def _check_devices(job: Any) -> None:
-    """Refuses devices for evaluations that cannot have any of their own."""
+    """Refuses devices and hosts for evaluations that cannot have any of their own."""
+    if job.roles.eval.hosts:
+        _check_hosts(job)
+        return
     if (mesh := job.roles.eval.mesh) == ROLLOUT:
         return
     asks = f"roles.eval.mesh={mesh!r} evaluates on devices of its own"
@@ -58,3 +61,19 @@ def _check_devices(job: Any) -> None:
         )
     if not (job.eval.problems or job.eval.sets):
         raise ValueError(f"{asks}, and eval.problems=0 leaves evaluations out: say {ROLLOUT!r}.")
+
+
+def _check_hosts(job: Any) -> None:
+    """Refuses hosts for evaluations alone where there are none to make, or others do nothing else."""
+    asks = f"roles.eval.hosts={job.roles.eval.hosts!r} names hosts that evaluate and do nothing else"
+    if job.kind.given:
+        raise ValueError(
+            f"{asks}, and with algorithm={job.section} rollout hosts do just that: leave it empty, and give "
+            "roles.rollout.hosts these hosts."
+        )
+    if job.eval.beside:
+        raise ValueError(f"{asks}, and eval.beside=True has the rollout hosts evaluate: leave one of them out.")
+    if job.roles.colocated:
+        raise ValueError(f"{asks}, and roles.colocated=True is of a job of one process: leave one of them out.")
+    if not (job.eval.problems or job.eval.sets):
+        raise ValueError(f"{asks}, and eval.problems=0 leaves evaluations out: leave roles.eval.hosts empty.")

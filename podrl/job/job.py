@@ -46,7 +46,7 @@ from podrl.runtime import hub, storage
 from podrl.runtime.message import Message
 from podrl.runtime.metrics import LogConfig
 from podrl.runtime.pod import LEADER, Pod
-from podrl.runtime.roles import Hosts
+from podrl.runtime.roles import TRAINER, Hosts
 from podrl.runtime.service import ServiceError
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
@@ -178,7 +178,8 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
     _check_alike(job, pod)
     started = time.monotonic()
     link = _pull_link(job, pod)
-    on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, trains=link is None or link.trains)
+    role = TRAINER if pod is None else pod.seat.hosts.role(pod.seat.process)
+    on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
     if not job.kind.given:
         others = {REWARD_NAME: job.env.reward_weight} if job.env.used else {}
         with Rewards(job.reward, others) as rewards:  # fail on one that is misspelt before loading models
@@ -293,7 +294,7 @@ def _check_auxiliary(job: Job, pod: Pod | None) -> None:
     for key, directory, loaders in (
         ("model.reference", job.model.reference, hosts.trainer),
         ("model.critic", job.model.critic, hosts.trainer),
-        ("reward.model", job.reward.model, hosts.rollout),
+        ("reward.model", job.reward.model, (*hosts.rollout, *hosts.eval)),
     ):
         if directory and process in loaders and not storage.locate(hub.local(directory)).is_dir():
             raise ValueError(f"{key}={directory!r} is not a directory: give a Hugging Face directory.")

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from podrl.config import section
 from podrl.mesh.build import check_decodes, make_mesh, set_aside, share_of_mesh, split_devices
-from podrl.runtime.roles import ROLLOUT, TRAINER, Hosts
+from podrl.runtime.roles import EVAL, ROLLOUT, TRAINER, Hosts
 
 _AUTO = {TRAINER: "fsdp=-1", ROLLOUT: "data=-1"}
 
@@ -42,11 +42,26 @@ class AuxiliaryConfig:
     """Settings of an auxiliary model: its devices and mesh.
 
     Attributes:
-      mesh: the role whose mesh it shares ('trainer' for a critic, 'rollout' for a reward model and for evaluations); or
-        a mesh such as 'fsdp=2' of devices of its own, equally many of each host of that role, which goes without them.
+      mesh: the role whose mesh it shares ('trainer' for a critic, 'rollout' for a reward model); or a mesh such as
+        'fsdp=2' of devices of its own, equally many of each host of that role, which goes without them.
     """
 
     mesh: str
+
+
+@section("roles")
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Settings of evaluations: devices or hosts that training does not wait for.
+
+    Attributes:
+      mesh: 'rollout' for the rollout's mesh (on hosts of their own, for one laid out as that of a rollout host); or a
+        mesh such as 'data=1': in a job of one process of devices set aside, otherwise of all of `hosts`.
+      hosts: numbers of hosts that evaluate and do nothing else, '3' or '6-7', in topology=split; '' for none.
+    """
+
+    mesh: str = ROLLOUT
+    hosts: str = ""
 
 
 @section("roles")
@@ -59,7 +74,7 @@ class RolesConfig:
       rollout: the engine that decodes.
       critic: of PPO. It learns in turn with the actor: a mesh of its own gives both more memory, and no time.
       reward: the model of `reward.model`.
-      eval: a copy of the policy for evaluations, which training then does not wait for; in a job of one process.
+      eval: a copy of the policy for evaluations, which training then does not wait for.
       colocated: all roles get all devices.
     """
 
@@ -67,7 +82,7 @@ class RolesConfig:
     rollout: RoleConfig = RoleConfig()
     critic: AuxiliaryConfig = AuxiliaryConfig(TRAINER)
     reward: AuxiliaryConfig = AuxiliaryConfig(ROLLOUT)
-    eval: AuxiliaryConfig = AuxiliaryConfig(ROLLOUT)
+    eval: EvaluationConfig = EvaluationConfig()
     colocated: bool = False
 
     def __post_init__(self):
@@ -110,27 +125,27 @@ class Meshes:
     eval: Mesh | None = None
 
 
-def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = False, trains: bool = True) -> Meshes:
+def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = False, role: str = TRAINER) -> Meshes:
     """Builds the meshes of all roles.
 
     Args:
       roles: the configuration.
       hosts: who does what, where there are several processes; None splits the devices of one process.
       split: trainers and rollouts are clusters of their own.
-      trains: which of the two this process belongs to, under split.
+      role: of this process, under split.
 
     Raises:
       ValueError: meshes that do not fit the devices.
     """
     devices, tests = jax.devices(), ()
-    if roles.eval.mesh != ROLLOUT and (hosts is not None or len(devices) == 1):
+    if roles.eval.mesh != ROLLOUT and not roles.eval.hosts and (hosts is not None or len(devices) == 1):
         there = f"{hosts.count} processes" if hosts is not None else "one device"
         raise ValueError(
             f"roles.eval.mesh={roles.eval.mesh!r} is there for a job of one process with several devices, and this one "
-            f"has {there}: say {ROLLOUT!r}."
+            f"has {there}: say {ROLLOUT!r}, or, with --topology=split, name hosts that evaluate by roles.eval.hosts."
         )
-    if hosts is not None and split and not trains:
-        return _of_a_rollout_cluster(roles, hosts)
+    if hosts is not None and split and role != TRAINER:
+        return _of_a_rollout_cluster(roles, hosts, evaluates=role == EVAL)
     if hosts is not None and split:
         mine, values = _cut(devices, roles.critic, "critic", TRAINER)
         trainer = _whole(roles.trainer, mine, TRAINER)
@@ -142,7 +157,7 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     elif roles.colocated or len(devices) == 1:
         mine = theirs = scores = values = devices
     else:
-        left, tests = _cut(devices, roles.eval, "eval", ROLLOUT)
+        left, tests = (devices, ()) if roles.eval.hosts else _cut(devices, roles.eval, "eval", ROLLOUT)
         left, scores = _cut(left, roles.reward, "reward", ROLLOUT)
         left, values = _cut(left, roles.critic, "critic", TRAINER)
         mine, theirs = split_devices(left, roles.trainer.mesh, roles.rollout.mesh)
@@ -152,19 +167,22 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     return Meshes(trainer, rollout, _own(roles.critic, values, "critic", trainer), reward, apart)
 
 
-def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:
-    """Builds the meshes of one replica of the rollouts, mostly one host, that does not see the others."""
+def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts, *, evaluates: bool) -> Meshes:
+    """Builds the meshes of a replica of the rollouts, mostly one host, or of an evaluation host: it sees no others."""
     count, own = max(len(hosts.heads), 1), jax.process_index() // hosts.replica
+    spec, key, whole = roles.rollout.mesh, "roles.rollout.mesh", count
+    if evaluates and roles.eval.mesh != ROLLOUT:
+        spec, key, whole = roles.eval.mesh, "roles.eval.mesh", len(hosts.eval)
     devices = [d for d in jax.devices() if d.process_index // hosts.replica == own]
     mine, scores = _cut(devices, roles.reward, "reward", ROLLOUT, hosts=max(len(hosts.rollout), 1))
-    rollout = reward = share_of_mesh(roles.rollout.mesh, mine, count, key="roles.rollout.mesh")
+    rollout = reward = share_of_mesh(spec, mine, whole, key=key)
     if roles.reward.mesh != ROLLOUT:
         reward = share_of_mesh(roles.reward.mesh, scores, count, key="roles.reward.mesh")
     return Meshes(rollout, rollout, rollout, reward)
 
 
 def _cut(
-    devices: Sequence[Any], model: AuxiliaryConfig, name: str, host: str, *, hosts: int = 0
+    devices: Sequence[Any], model: AuxiliaryConfig | EvaluationConfig, name: str, host: str, *, hosts: int = 0
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     """Sets devices aside for an auxiliary model with its own mesh: (devices left, its devices)."""
     if model.mesh == host:

@@ -22,7 +22,7 @@ class Copies:
     """The copies of the policy's weights, and the bytes of one on a device.
 
     Attributes:
-      versions: the most that a trainer keeps for rollout hosts under `topology=split`, of what moves every step.
+      versions: the most that a trainer keeps for other hosts under `topology=split`, of what moves every step.
       version_bytes: one of them, on a trainer's device.
       generating: those on a rollout's device while it generates: 2 where layers are unrolled, as they are then held
         one by one, too.
@@ -94,7 +94,8 @@ def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
     moved, _ = decoder.split_trainable(decoder.abstract_params(decoded, trainer, dtype), decoded)
     policy = decoder.abstract_params(decoded, rollout, dtype)
     generating = 2 if decoded.num_layers <= UNROLLED_LAYERS else 1
-    return Copies(job.kept_versions, device_bytes(moved), generating, device_bytes(policy), int(job.eval.beside))
+    versions = job.kept_versions + bool(job.roles.eval.hosts)  # one that evaluation hosts pull at their own time
+    return Copies(versions, device_bytes(moved), generating, device_bytes(policy), int(job.eval.beside))
 
 
 def device_bytes(tree: Any) -> float:

@@ -16,10 +16,11 @@ from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
 from podrl.learner.evaluate import EvalConfig, Evaluator, is_beside
 from podrl.learner.evaluations.beside import Apart
+from podrl.learner.evaluations.eval_hosts import EvaluationHost
 from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
 from podrl.learner.loop import Schedule
-from podrl.learner.place import place_of
+from podrl.learner.place import place_of, share_spans
 from podrl.learner.playing import REWARD_NAME, environment_config, playing
 from podrl.learner.ppo import PPO
 from podrl.learner.recorder import HostRecorder, Recorder, Report
@@ -30,6 +31,7 @@ from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
 from podrl.rundir import trace
 from podrl.rundir.run import Run
 from podrl.runtime.pod import Pod
+from podrl.runtime.roles import EVAL
 from podrl.trainer.pack_shape import PackShape
 from podrl.types import BatchError, Experience, Rollouts
 
@@ -168,6 +170,12 @@ def fit(
     Raises:
       BatchError: a reward function, or too many samples, failed; the steps before are saved.
     """
+    on_hosts = pod is not None and bool(pod.seat.hosts.eval)  # evaluations, which do nothing else
+    if pod is not None and pod.seat.hosts.role(pod.seat.process) == EVAL:
+        share_spans(pod, run)
+        with run.spans.compiles():
+            return EvaluationHost(cluster, evaluator, run, pod, 4 * run.log_config.stall_s).work()
+    evaluator = None if on_hosts and trained is None else evaluator
     shared: Any = {"prompts": prompts, "whole": whole, "group_size": group_size}
     chosen: Any = {"curriculum": curriculum}
     made = (generate, evaluator, pod, given, shared, curriculum)
@@ -186,7 +194,7 @@ def fit(
     else:
         assert stream is not None
         said: Any = {"report": trained.report, "controllers": trained.algorithm, "stopping": stopping, **chosen}
-        said["beside"] = apart or (place if is_beside(evaluator) else None)
+        said["beside"] = apart or (place if is_beside(evaluator) or on_hosts else None)
         records = Recorder(cluster, stream, run, schedule, evaluate=evaluate, **said)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.spans.compiles())

@@ -14,6 +14,7 @@ from podrl.runtime.storage import Place, complete_steps, first_line, write_whole
 NAME = "config.json"
 # Settings that cannot change steps already made: where and when something is written or measured, and deadlines.
 _FREE = ("log.", "checkpoint.", "eval.", "compile_cache", "reward.workers", "trainer.eval_every_n_steps")
+_FREE += ("roles.eval.hosts",)
 _DEADLINE = "_s"  # keys whose value is in seconds
 _ABSENT = "(absent)"
 _log = logging.getLogger("podrl.rundir")

@@ -15,7 +15,15 @@ from podrl.runtime.detect import UNIX, Cluster, too_few_workers
 from podrl.runtime.environment import keep_what_this_process_compiles
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
-from podrl.runtime.roles import ROLLOUT, Hosts, assign, hosts_per_replica
+from podrl.runtime.roles import (
+    ROLLOUT,
+    Hosts,
+    assign,
+    check_evaluation_hosts,
+    check_own_copies,
+    hosts_per_replica,
+    parse_hosts,
+)
 from podrl.runtime.sockets import interface_towards
 from podrl.runtime.storage import first_line, locate
 from podrl.runtime.user_code import forget
@@ -30,34 +38,43 @@ _AGAIN_S = 0.5
 _COMPLETE = "is complete, and ends"  # said to a process that is in the place of one of its own
 
 
-def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto") -> Hosts:
-    """Assigns the processes of a job to trainer and rollout.
+def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto", evaluates: str = "") -> Hosts:
+    """Assigns the processes of a job to trainer, rollout and evaluation.
 
     Args:
       cluster: this process's place.
       trainer: roles.trainer.hosts of the configuration.
       rollout: roles.rollout.hosts.
       mesh: roles.rollout.mesh.
+      evaluates: roles.eval.hosts; where the platform has given roles, some of those that would generate.
 
     Raises:
       ValueError: hosts that do not fit the job, or that contradict roles the platform has given.
     """
+    check_evaluation_hosts(evaluates, split=cluster.topology == "split")
     if cluster.trainers:
         if trainer or rollout:
             raise ValueError(
                 f"roles.trainer.hosts={trainer!r} and roles.rollout.hosts={rollout!r}: this platform has given every "
                 "host its role; leave both empty."
             )
-        replica = hosts_per_replica(mesh, cluster.rollouts)
+        everyone = range(cluster.trainers, cluster.trainers + cluster.rollouts)
+        tests = parse_hosts(evaluates, "roles.eval.hosts")
+        if tests and not set(tests) < set(everyone):
+            raise ValueError(
+                f"roles.eval.hosts={evaluates!r}: the hosts that this platform lets generate are {everyone.start} to "
+                f"{everyone.stop - 1}; name some of them, not all."
+            )
+        generate = tuple(host for host in everyone if host not in tests)
+        replica = hosts_per_replica(mesh, len(generate))
         slice_hosts = cluster.process_count if cluster.role == ROLLOUT else replica
         if slice_hosts % replica:
             raise ValueError(
                 f"roles.rollout.mesh={mesh!r} spreads a copy of the weights over {replica} hosts, and a slice of the "
                 f"rollouts has {slice_hosts}: a copy must lie within a slice, so raise data."
             )
-        generate = range(cluster.trainers, cluster.trainers + cluster.rollouts)
-        return Hosts(tuple(range(cluster.trainers)), tuple(generate), replica)
-    return assign(trainer, rollout, cluster.process_count, mesh)
+        return check_own_copies(evaluates, Hosts(tuple(range(cluster.trainers)), generate, replica, tests), mesh)
+    return assign(trainer, rollout, cluster.process_count, mesh, evaluates)
 
 
 def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) -> Seat:
@@ -102,7 +119,7 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float, cl
         ) from None
     finally:
         channel.close()
-    hosts = Hosts(tuple(told["trainer"]), tuple(told["rollout"]), int(told["replica"]))
+    hosts = Hosts(tuple(told["trainer"]), tuple(told["rollout"]), int(told["replica"]), tuple(told["eval"]))
     return Seat(int(told["process"]), hosts, leader, secret, disposable=True)
 
 

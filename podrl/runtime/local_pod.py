@@ -23,7 +23,7 @@ from typing import IO, TextIO
 from podrl.runtime import signals
 from podrl.runtime.detect import UNIX
 from podrl.runtime.memory import free_memory
-from podrl.runtime.roles import ROLLOUT, Hosts
+from podrl.runtime.roles import ROLLOUT, TRAINER, Hosts
 from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE, EXIT_PREEMPTED
 
 _GRACE_S = 20.0  # after one process failed, for the others to say why and go
@@ -58,15 +58,15 @@ class LocalPod:
         Args:
           command: of every process.
           hosts: who does what.
-          replace_rollouts: the job goes on where a rollout process was killed or asked to be restarted.
+          replace_rollouts: the job goes on where a process that does not train was killed or asked to be restarted.
           environment: of every process; what tells it its place is added, PODRL_SECRET and PODRL_CHANNEL where they
             are not there.
-          restarts: how often rollout processes are started again in that case.
+          restarts: how often such processes are started again in that case.
         """
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
         self._joinable = "PODRL_SECRET" in environment  # to others than those started here
         own = {"PODRL_CHANNEL": f"127.0.0.1:{free_ports(1)[0]}", "PODRL_SECRET": secrets.token_hex(16)}
-        place = {"PODRL_PLATFORM": "local", "PODRL_PROCESS_COUNT": str(len(hosts.trainer) + len(hosts.rollout))}
+        place = {"PODRL_PLATFORM": "local", "PODRL_PROCESS_COUNT": str(hosts.count)}
         self._environment = own | dict(environment) | place
         self._children: dict[int, subprocess.Popen] = {}
         self._threads: list[threading.Thread] = []
@@ -80,7 +80,7 @@ class LocalPod:
             # jax's coordinator lets in whoever reaches it: a socket in this directory is reached by this user alone.
             self._environment["PODRL_COORDINATOR"] = f"{UNIX}{place}/coordinator"
             try:
-                for process in (*self._hosts.trainer, *self._hosts.rollout):
+                for process in (*self._hosts.trainer, *self._hosts.rollout, *self._hosts.eval):
                     if self._stopping:  # the others need not be asked: none of them has anything to save
                         self._say(f"{signals.said(self._stopping)} All processes are ended.")
                         return signals.exit_code(self._stopping)
@@ -150,13 +150,12 @@ class LocalPod:
 
     def _may_replace(self, process: int, code: int) -> bool:
         infrastructure = code < 0 or code == EXIT_INFRASTRUCTURE
-        rollout = self._hosts.role(process) == ROLLOUT
-        return self._replace and rollout and infrastructure and not self._stopping
+        return self._replace and self._hosts.role(process) != TRAINER and infrastructure and not self._stopping
 
     def _leaves(self, process: int, code: int) -> bool:
-        """True for a rollout process that was asked to stop; where the job cannot go on, its leader ends so, too."""
-        rollout = self._replace and self._hosts.role(process) == ROLLOUT
-        return rollout and code == EXIT_PREEMPTED and not self._stopping
+        """True for a process that may go and was asked to; where the job cannot go on, its leader ends so, too."""
+        may_go = self._replace and self._hosts.role(process) != TRAINER
+        return may_go and code == EXIT_PREEMPTED and not self._stopping
 
     def _kill(self) -> None:
         for child in self._children.values():

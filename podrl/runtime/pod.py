@@ -18,7 +18,7 @@ from typing import Any
 
 from podrl.runtime.channel import Channel, ChannelError, LateError
 from podrl.runtime.message import Message
-from podrl.runtime.roles import ROLLOUT, Hosts
+from podrl.runtime.roles import EVAL, TRAINER, Hosts
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED
 
 LEADER = 0
@@ -41,7 +41,7 @@ class Seat:
       hosts: who does what.
       leader: 'host:port' of the leader's endpoint.
       secret: of the job's channel.
-      disposable: rollout processes may come and go (topology split).
+      disposable: rollout and evaluation processes may come and go (topology split).
     """
 
     process: int
@@ -70,6 +70,7 @@ class Pod:
       ids: process id and machine of each process, known on the leader once all have joined.
       last_words: what is said before another's end ends this process: what is saved, and how to resume.
       on_lost: called on the leader, on the channel's thread, with the number of a rollout process that is lost.
+      on_evaluator_lost: the same with that of an evaluation process.
       waiting: each says what else this process waits for, '' for nothing.
     """
 
@@ -99,6 +100,7 @@ class Pod:
         self.ids = {seat.process: (os.getpid(), socket.gethostname())}
         self.last_words: Callable[[], str] = lambda: ""
         self.on_lost: Callable[[int], None] = lambda process: None
+        self.on_evaluator_lost: Callable[[int], None] = lambda process: None
         self.waiting: list[Callable[[], str]] = []
         self._first_failure: int | None = None
 
@@ -131,7 +133,7 @@ class Pod:
         self.channel.watch(self._leader, self._lost_leader)
         threading.Thread(target=self._await_verdict, name="podrl-verdict", daemon=True).start()
         threading.Thread(target=self._follow_roster, name="podrl-roster", daemon=True).start()
-        if self.seat.disposable and self.seat.hosts.role(self.seat.process) == ROLLOUT:
+        if self._comes_and_goes(self.seat.process):
             threading.Thread(target=self._await_over, name="podrl-over", daemon=True).start()
         return self
 
@@ -231,7 +233,7 @@ class Pod:
         return request.wait(0.0, f"{address}: {key}")
 
     def _host_roster(self, deadline_s: float, too_few: Callable[[int, float], str]) -> None:
-        everyone = set(self.seat.hosts.trainer) | set(self.seat.hosts.rollout)
+        everyone = self.seat.hosts.everyone
         self.channel.serve("number", self._number)
         self.channel.serve("join", self._joined)
         self.channel.serve("leave", self._on_leave)
@@ -266,6 +268,7 @@ class Pod:
             self._asked[once] = number
             self._given.add(number)
         said = {"trainer": list(hosts.trainer), "rollout": list(hosts.rollout), "replica": size}
+        said["eval"] = list(hosts.eval)
         return Message({"process": number, **said})
 
     def _joined(self, message: Message) -> Message:
@@ -275,7 +278,7 @@ class Pod:
             returned = process in self._addresses
             if returned and self._addresses[process] == address:
                 return Message()  # asked twice
-            if returned and not (self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT):
+            if returned and not self._comes_and_goes(process):
                 raise ValueError(f"{self.seat.hosts.name(process)} is in the job already, from another process.")
             if self.seat.hosts.count <= process and process not in self._given:
                 raise ValueError(f"host {process} is not of this job: a new host asks for its number.")
@@ -291,7 +294,7 @@ class Pod:
                 what = "came back" if returned else "joined the job"
                 _log.warning("%s (host %d) %s at %s.", self.seat.hosts.name(process), process, what, address)
         if returned:
-            self.on_lost(process)
+            self._tell_lost(process)
         self.channel.watch(address, lambda: self._lost(process, address))
         return Message()
 
@@ -401,24 +404,32 @@ class Pod:
             self._left.add(process)
             self._changed.notify_all()
         late = process >= self.seat.hosts.count  # comes and goes as it likes
-        rollout = self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT
-        stopped = code == EXIT_PREEMPTED and message.value["text"] and self._others_generate(process)
-        replaced = rollout and (code == EXIT_INFRASTRUCTURE or stopped or (late and code != EXIT_DONE))
+        stopped = code == EXIT_PREEMPTED and message.value["text"] and self._has_others(process)
+        lost = code == EXIT_INFRASTRUCTURE or stopped or (late and code != EXIT_DONE)
+        replaced = self._comes_and_goes(process) and lost
         orderly = code == EXIT_DONE or (code == EXIT_PREEMPTED and not message.value["text"])
         if not orderly and not replaced:
             # A user's error often strikes several processes at once: this one says and saves its own first.
             text = f"{self.seat.hosts.name(process)} ended with exit code {code}: {_first_line(message.value['text'])}"
             self._end(code, text, grace_s=_FAREWELL_S)
         elif replaced:
-            self.on_lost(process)
+            self._tell_lost(process)
         return Message()
 
-    def _others_generate(self, process: int) -> bool:
-        """True if there is, on the leader, a rollout process that is not of this one's replica."""
+    def _comes_and_goes(self, process: int) -> bool:
+        """True for a process without which the job goes on."""
+        return self.seat.disposable and self.seat.hosts.role(process) != TRAINER
+
+    def _tell_lost(self, process: int) -> None:
+        """Tells, on the leader, who gives a lost process's work to others."""
+        (self.on_evaluator_lost if self.seat.hosts.role(process) == EVAL else self.on_lost)(process)
+
+    def _has_others(self, process: int) -> bool:
+        """True if there is, on the leader, a process of this one's role that is not of its replica."""
         hosts = self.seat.hosts
         with self._changed:
             there = set(self._addresses) - self._left - self._gone - set(hosts.replica_of(process))
-        return any(hosts.role(other) == ROLLOUT for other in there)
+        return any(hosts.role(other) == hosts.role(process) for other in there)
 
     def _lost(self, process: int, address: str) -> None:
         """Handles, on the leader, a broken connection to a process."""
@@ -427,9 +438,9 @@ class Pod:
                 return
             self._gone.add(process)
         name = f"{self.seat.hosts.name(process)} (host {process}, {address})"
-        if self.seat.disposable and self.seat.hosts.role(process) == ROLLOUT:
+        if self._comes_and_goes(process):
             _log.warning("%s is gone; what it had under way goes to the others, or to the next that comes.", name)
-            self.on_lost(process)
+            self._tell_lost(process)
             return
         self._end(EXIT_INFRASTRUCTURE, f"{name} is gone: its connection broke and did not come back")
 

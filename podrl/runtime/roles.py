@@ -1,8 +1,8 @@
-"""Splits hosts into trainer and rollout: pure arithmetic on process numbers, before jax is imported."""
+"""Splits hosts into trainer, rollout and evaluation: pure arithmetic on process numbers, before jax is imported."""
 
 import dataclasses
 
-TRAINER, ROLLOUT = "trainer", "rollout"
+TRAINER, ROLLOUT, EVAL = "trainer", "rollout", "eval"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +15,13 @@ class Hosts:
       trainer, rollout: the processes; of rollouts there may be none but those that join.
       replica: rollout processes, one behind the other, that hold one copy of the weights together. The first heads it:
         it decides what all of them run, and is the one that others know.
+      eval: processes that evaluate and do nothing else.
     """
 
     trainer: tuple[int, ...]
     rollout: tuple[int, ...]
     replica: int = 1
+    eval: tuple[int, ...] = ()
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -41,24 +43,29 @@ class Hosts:
         return self.role(process) == ROLLOUT and self.replica_of(process)[0] != process
 
     @property
+    def everyone(self) -> frozenset[int]:
+        """The processes of the job as it begins."""
+        return frozenset((*self.trainer, *self.rollout, *self.eval))
+
+    @property
     def count(self) -> int:
         """Number of processes in the job as it begins."""
-        return len(set(self.trainer) | set(self.rollout))
+        return len(self.everyone)
 
     def role(self, process: int) -> str:
-        """Returns 'trainer' or 'rollout'; the only process of a job counts as trainer."""
-        return TRAINER if process in self.trainer else ROLLOUT
+        """Returns 'trainer', 'rollout' or 'eval'; the only process of a job counts as trainer."""
+        return TRAINER if process in self.trainer else EVAL if process in self.eval else ROLLOUT
 
     def rank(self, process: int) -> int:
         """Returns the position of a process within its role."""
         if process >= self.count:
             return len(self.rollout) + process - self.count
-        return (self.trainer if process in self.trainer else self.rollout).index(process)
+        return {TRAINER: self.trainer, ROLLOUT: self.rollout, EVAL: self.eval}[self.role(process)].index(process)
 
     def name(self, process: int) -> str:
         """Names a process for logs: 'rollout 1', and 'rollout 1.1' for the next of its replica."""
         role, rank = self.role(process), self.rank(process)
-        if role == TRAINER or self.replica == 1:
+        if role != ROLLOUT or self.replica == 1:
             return f"{role} {rank}"
         return f"{role} {rank // self.replica}" + (f".{rank % self.replica}" if rank % self.replica else "")
 
@@ -100,35 +107,68 @@ def hosts_per_replica(mesh: str, hosts: int) -> int:
     return hosts // int(copies)
 
 
-def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto") -> Hosts:
+def check_evaluation_hosts(given: str, *, split: bool) -> None:
+    """Refuses hosts for evaluations alone where hosts cannot take the weights each at its own time.
+
+    Raises:
+      ValueError: there are some, and the job is not `split` into a cluster per role.
+    """
+    if given and not split:
+        raise ValueError(
+            f"roles.eval.hosts={given!r} names hosts that evaluate at their own pace: that needs a job of several "
+            "processes with --topology=split. Leave it empty, or set eval.beside=True."
+        )
+
+
+def check_own_copies(evaluates: str, hosts: Hosts, mesh: str) -> Hosts:
+    """Returns the hosts, or refuses evaluation hosts beside rollout hosts that hold copies of the weights together.
+
+    Raises:
+      ValueError: an evaluation host works on its own, and cannot decode as these do.
+    """
+    if hosts.eval and hosts.replica > 1:
+        raise ValueError(
+            f"roles.eval.hosts={evaluates!r}: with roles.rollout.mesh={mesh!r} {hosts.replica} hosts hold each copy of "
+            "the weights together, and an evaluation host works on its own: leave it empty, or raise data."
+        )
+    return hosts
+
+
+def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evaluates: str = "") -> Hosts:
     """Assigns roles to `processes` hosts.
 
     Args:
-      trainer: host list of the trainers; '' takes what the rollouts leave.
-      rollout: host list of the rollouts; '' takes what the trainers leave. Both empty: the first half trains.
+      trainer: host list of the trainers; '' takes what the others leave.
+      rollout: host list of the rollouts; '' takes what the others leave. Both empty: the first half of these trains.
       processes: hosts in the job.
       mesh: of the rollouts.
+      evaluates: host list of those that evaluate and do nothing else; '' for none.
 
     Raises:
       ValueError: hosts in both roles, in none, or not in the job; a role without hosts; process 0 not a trainer.
     """
-    keys = ("roles.trainer.hosts", "roles.rollout.hosts")
-    if processes == 1 and not trainer and not rollout:
+    keys = ("roles.trainer.hosts", "roles.rollout.hosts", "roles.eval.hosts")
+    if processes == 1 and not trainer and not rollout and not evaluates:
         return Hosts((0,), (0,))
     everyone = set(range(processes))
-    trains, generates = (set(parse_hosts(text, key)) for text, key in zip((trainer, rollout), keys, strict=True))
-    given = f"{keys[0]}={trainer!r}, {keys[1]}={rollout!r}, {processes} hosts (0-{processes - 1})"
+    lists = zip((trainer, rollout, evaluates), keys, strict=True)
+    trains, generates, tests = (set(parse_hosts(text, key)) for text, key in lists)
+    given = f"{keys[0]}={trainer!r}, {keys[1]}={rollout!r}, "
+    given += (f"{keys[2]}={evaluates!r}, " if evaluates else "") + f"{processes} hosts (0-{processes - 1})"
     if not trainer and not rollout:
-        trains = set(range((processes + 1) // 2))
-    if unknown := sorted((trains | generates) - everyone):
+        others = sorted(everyone - tests)
+        trains = set(others[: (len(others) + 1) // 2])
+    if unknown := sorted((trains | generates | tests) - everyone):
         raise ValueError(f"{given}: hosts {unknown} are not in this job; name hosts from 0 to {processes - 1}.")
-    trains, generates = trains or everyone - generates, generates or everyone - trains
-    if both := sorted(trains & generates):
+    trains, generates = trains or everyone - tests - generates, generates or everyone - tests - trains
+    if both := sorted((trains & generates) | (tests & (trains | generates))):
         raise ValueError(f"{given}: hosts {both} are in both roles; several hosts cannot be colocated, separate them.")
-    if left := sorted(everyone - trains - generates):
+    if left := sorted(everyone - trains - generates - tests):
         raise ValueError(f"{given}: hosts {left} have no role; every host must be named once.")
     if not trains or not generates:
         raise ValueError(f"{given}: {'no host trains' if not trains else 'no host generates'}; each role needs one.")
     if 0 not in trains:
         raise ValueError(f"{given}: host 0 must be a trainer, it writes the run directory and leads the job.")
-    return Hosts(tuple(sorted(trains)), tuple(sorted(generates)), hosts_per_replica(mesh, len(generates)))
+    together = hosts_per_replica(mesh, len(generates))
+    hosts = Hosts(tuple(sorted(trains)), tuple(sorted(generates)), together, tuple(sorted(tests)))
+    return check_own_copies(evaluates, hosts, mesh)

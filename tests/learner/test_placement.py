@@ -58,12 +58,26 @@ def test_evaluations_have_devices_of_their_own_where_they_can(monkeypatch):
     with pytest.raises(ValueError, match=r"roles\.eval\.mesh='trainer' must be 'rollout'"):
         roles(eval="trainer")
     with pytest.raises(ValueError, match=r"roles\.eval\.mesh='data=1' must be 'rollout' with roles\.colocated=True"):
-        RolesConfig(eval=placement.AuxiliaryConfig("data=1"), colocated=True)
+        RolesConfig(eval=placement.EvaluationConfig("data=1"), colocated=True)
     with pytest.raises(ValueError, match=r"roles\.eval\.mesh='seq=2' cuts rows along time"):
         roles(eval="seq=2")
     hosts = pod(monkeypatch, 2, 4)
     with pytest.raises(ValueError, match=r"roles\.eval\.mesh='data=1' is there for a job of one process.*2 processes"):
         meshes(roles(eval="data=1"), hosts)
+
+
+def test_an_evaluation_host_has_the_mesh_of_a_rollout_host_or_one_of_its_own(monkeypatch):
+    pod(monkeypatch, 1, 4)
+    hosts = Hosts((0,), (1, 2), eval=(3, 4))
+    at = lambda role, **given: placed(meshes(build(RolesConfig, given, "r"), hosts, split=True, role=role).rollout)  # noqa: E731
+    given = {"rollout": {"mesh": "data=4,tensor=2"}, "eval": {"hosts": "3-4"}}
+    assert at("eval", **given) == at("rollout", **given) == ("data=2,tensor=2", [0, 1, 2, 3])
+    own = given | {"eval": {"hosts": "3-4", "mesh": "data=8"}}
+    assert at("eval", **own) == ("data=4", [0, 1, 2, 3]) and at("rollout", **own) == at("rollout", **given)
+    with pytest.raises(ValueError, match=r"roles\.eval\.mesh data=4 needs 4 devices, 2 hosts have 4 each"):
+        at("eval", **(given | {"eval": {"hosts": "3-4", "mesh": "data=4"}}))
+    found = meshes(build(RolesConfig, {"eval": {"hosts": "3"}}, "r"))  # a dry run in one process
+    assert found.eval is None and len(found.rollout.devices.flat) == 2
 
 
 def test_colocated_roles_may_lay_the_critic_out_otherwise():
@@ -84,11 +98,11 @@ def test_every_host_of_a_pod_gives_equally_many(monkeypatch):
 def test_split_clusters_see_their_own_part(monkeypatch):
     hosts = pod(monkeypatch, 2, 4)
     given = roles(critic="fsdp=2,tensor=2", reward="data=2,tensor=1")
-    trainers = meshes(given, Hosts((0, 1), (2, 3)), split=True, trains=True)
+    trainers = meshes(given, Hosts((0, 1), (2, 3)), split=True, role="trainer")
     assert placed(trainers.trainer) == ("fsdp=4", [0, 1, 2048, 2049])
     assert placed(trainers.critic) == ("fsdp=2,tensor=2", [2, 3, 2050, 2051])
     pod(monkeypatch, 1, 4)
-    rollout = meshes(given, Hosts((0, 1), (2, 3)), split=True, trains=False)
+    rollout = meshes(given, Hosts((0, 1), (2, 3)), split=True, role="rollout")
     assert placed(rollout.rollout) == ("data=3", [0, 1, 2]) and placed(rollout.reward) == ("one device", [3])
     assert hosts.count == 2
 
@@ -112,7 +126,7 @@ def test_what_a_pod_cannot_give_is_refused(given, message, monkeypatch):
 def test_a_reward_model_over_hosts_that_see_only_themselves(monkeypatch):
     pod(monkeypatch, 1, 4)
     with pytest.raises(ValueError, match=r"roles.reward.mesh='tensor=2' spreads one copy of the weights"):
-        meshes(roles(reward="tensor=2"), Hosts((0,), (1, 2)), split=True, trains=False)
+        meshes(roles(reward="tensor=2"), Hosts((0,), (1, 2)), split=True, role="rollout")
 
 
 def test_a_critic_among_the_rollouts_devices_is_refused_from_python_too():

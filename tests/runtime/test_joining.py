@@ -46,6 +46,19 @@ def test_every_platform_starts_jax_with_heartbeats_longer_than_a_compilation(pla
         assert 0 <= arguments["process_id"] < arguments["num_processes"]
 
 
+def test_where_the_platform_gives_roles_some_of_those_that_generate_may_evaluate():
+    cluster = detect.detect(SPLIT)
+    everyone = joining.hosts_of(cluster, "", "").rollout
+    hosts = joining.hosts_of(cluster, "", "", evaluates=str(everyone[-1]))
+    assert hosts.eval == everyone[-1:] and hosts.rollout == everyone[:-1]
+    with pytest.raises(
+        ValueError, match=r"roles\.eval\.hosts='0': the hosts that this platform lets generate are 4 to"
+    ):
+        joining.hosts_of(cluster, "", "", evaluates="0")
+    with pytest.raises(ValueError, match=r"roles\.eval\.hosts='3' .* --topology=split"):
+        joining.hosts_of(detect.detect(LOCAL), "", "", evaluates="3")
+
+
 def test_jaxs_coordinator_listens_at_its_own_address_alone(tmp_path):
     assert joining.bind_address("127.0.0.1:8482") == joining.bind_address("localhost:8482") == "127.0.0.1:8482"
     assert joining.bind_address("unix:/tmp/x/coordinator") == "unix:/tmp/x/coordinator"

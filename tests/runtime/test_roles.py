@@ -2,7 +2,7 @@
 
 import pytest
 
-from podrl.runtime.roles import Hosts, assign, hosts_per_replica, parse_hosts
+from podrl.runtime.roles import Hosts, assign, check_evaluation_hosts, hosts_per_replica, parse_hosts
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,26 @@ def test_names_and_ranks_are_within_the_role():
     hosts = assign("0,3", "", 4)
     assert [hosts.name(process) for process in range(4)] == ["trainer 0", "rollout 0", "rollout 1", "trainer 1"]
     assert Hosts((0,), (0,)).name(0) == "trainer 0"
+
+
+def test_hosts_that_evaluate_are_taken_from_the_others():
+    hosts = assign("", "", 5, evaluates="4")
+    assert (hosts.trainer, hosts.rollout, hosts.eval, hosts.count) == ((0, 1), (2, 3), (4,), 5)
+    assert hosts.role(4) == "eval" and hosts.name(4) == "eval 0" and hosts.heads == (2, 3) and not hosts.follows(4)
+    assert hosts.role(5) == "rollout" and hosts.name(5) == "rollout 2"  # one that joins generates
+    assert assign("0", "", 6, evaluates="1,5") == Hosts((0,), (2, 3, 4), eval=(1, 5))
+    for given, says in (
+        (("0-1", "2-3", 4, "auto", "3"), r"roles\.eval\.hosts='3', 4 hosts .*hosts \[3\] are in both roles"),
+        (("", "", 2, "auto", "1"), "no host generates"),
+        (("", "", 3, "auto", "0"), "host 0 must be a trainer"),
+        (("", "", 1, "auto", "1"), r"hosts \[1\] are not in this job"),
+        (("0", "", 4, "data=1,tensor=2", "3"), r"roles\.eval\.hosts='3': with .* 2 hosts hold each copy"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            assign(*given)
+    with pytest.raises(ValueError, match=r"roles\.eval\.hosts='3' .* --topology=split"):
+        check_evaluation_hosts("3", split=False)
+    check_evaluation_hosts("", split=False)
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,24 @@ def test_versions_are_waited_for_kept_and_gone(asks):
             late(4)
 
 
+def test_a_version_that_is_held_stays_beside_the_newest_until_another_is(asks):
+    server = PullServer()
+    values, params = trainer(1)
+    tree = server.serve("all", params, target_dtype=jnp.bfloat16, keep=2)
+    tree.offer(params, 1)
+    tree.hold(1)
+    for version in (2, 3, 4):
+        tree.offer(trainer(version)[1], version)
+    assert tree.versions == [1, 3, 4]
+    arrived(PullReceiver("all", wanted(), asks(server)).receive(1), values)
+    tree.hold(4)
+    for version in (5, 6, 7):
+        tree.offer(params, version)
+    assert tree.versions == [4, 6, 7]
+    with pytest.raises(ValueError, match=r"Version 5 cannot be held: there are \[4, 6, 7\]"):
+        tree.hold(5)
+
+
 def test_no_more_versions_are_held_while_one_is_copied_than_afterwards(monkeypatch):
     tree = PullServer().serve("all", trainer(1)[1], target_dtype=jnp.bfloat16, keep=2)
     copy, beside = tree._copy, []

@@ -1,8 +1,8 @@
-"""Evaluations in a pod: trainer hosts give them to the rollout hosts, which score their shares, and join the scores."""
+"""Evaluations in a pod: trainer hosts give them to the hosts that generate or evaluate, and join their scores."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from podrl.learner import experience as codec
 from podrl.learner.evaluate import summarised
 from podrl.learner.evaluations.beside import Beside, Scored
 from podrl.rundir import leases
-from podrl.rundir.leases import Given, Lease
+from podrl.rundir.leases import Lease
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 from podrl.types import BatchError, Policy
@@ -18,8 +18,18 @@ from podrl.types import BatchError, Policy
 _LONGEST_S = 30 * 86400.0  # that an evaluation beside training may take: a host that is lost is noticed otherwise
 
 
+class Shares(Protocol):
+    """Gives shares of evaluations to hosts: podrl.rundir.leases.Given, or EvaluationShares."""
+
+    def open_shares(self, name: str, shares: int, since: int) -> None: ...
+
+    def forget(self, names: Iterable[str]) -> None: ...
+
+
 class GivenEvaluations:
-    """Gives one evaluation at a time to the rollout hosts, on a trainer host, and collects its scores on the leader.
+    """Gives one evaluation at a time to other hosts, on a trainer host, and collects its scores on the leader.
+
+    These are the rollout hosts, or evaluation hosts where the job has any.
 
     Attributes:
       begun: the step of the one that is made; None for none.
@@ -28,21 +38,24 @@ class GivenEvaluations:
     def __init__(
         self,
         pod: Pod,
-        given: Given | None,
+        given: Shares | None,
         deadline_s: float,
         collect: Callable[[str, float], Sequence[Message]],
         done: Callable[[int], None],
+        wait: Callable[[Future[Any]], None] = lambda work: None,
     ):
         """Nothing runs yet.
 
         Args:
           pod: the job's processes.
-          given: the table of leases, on the leader.
+          given: the table of leases or shares, on the leader.
           deadline_s: the longest wait for the leader.
-          collect: (name, longest wait) -> what each host has offered of an evaluation, in the order of the records.
+          collect: (name, longest wait) -> what each host has made of an evaluation, in the order of the records.
           done: told of the step of each that was made.
+          wait: called with what collects, before it is waited for; raises where that is in vain.
         """
         self._pod, self._given, self._deadline_s, self._collect, self._done = pod, given, deadline_s, collect, done
+        self._wait = wait
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-scores")
         self._work: Future[Sequence[Message]] | None = None
         self.begun: int | None = None
@@ -53,7 +66,8 @@ class GivenEvaluations:
         self.begun = step
         if self._given is not None:
             name = leases.evaluation(step)
-            self._given.open_shares(name, max(len(self._pod.seat.hosts.heads), 1), step)  # hosts may come later
+            hosts = self._pod.seat.hosts.eval or self._pod.seat.hosts.heads
+            self._given.open_shares(name, max(len(hosts), 1), step)  # hosts may come later
             self._work = self._thread.submit(self._collect, name, _LONGEST_S)
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
@@ -72,6 +86,7 @@ class GivenEvaluations:
         if not wait and not (self._work.done() and self._work.exception() is None):
             return None
         work, self._work = self._work, None
+        self._wait(work)
         messages = work.result()
         failed = [message for message in messages if "error" in message.value]
         if failed and not wait:
@@ -89,7 +104,12 @@ class GivenEvaluations:
         return step, summarised(scores), samples[: len(messages[0].value["samples"])]
 
     def unsaved(self) -> bool:
-        """Returns True, on all trainer hosts alike, if the leader lacks the evaluation begun; for a failed batch."""
+        """Returns True, on all trainer hosts alike, if the leader lacks the evaluation begun; for a failed batch.
+
+        Evaluation hosts go on after that.
+        """
+        if self._pod.seat.hosts.eval:
+            return False
         if self._given is not None:
             self._pod.channel.put("unsaved", Message(self.begun is not None))
             return self.begun is not None

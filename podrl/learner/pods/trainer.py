@@ -12,6 +12,7 @@ import numpy as np
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
+from podrl.learner.evaluations.eval_hosts import EvaluationShares
 from podrl.learner.evaluations.hosts import GivenEvaluations
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Stream
@@ -84,7 +85,7 @@ class RemoteRollouts:
             deadline_s,
             begun if prompts else lambda step: (),
         )
-        self._rows = rows
+        self._rows, self._apart = rows, bool(pod.seat.hosts.eval)
         self._shares = max(len(pod.seat.hosts.heads), 1)  # all may come later
         cut: Any = {"pieces": prompts, "whole": self._shares if whole else 0, "ending": accord.ending}
         self._given = Given(pod, deadline_s, **cut) if pod.leads else None
@@ -95,7 +96,11 @@ class RemoteRollouts:
             of_groups: Any = {"staleness": wall, "size": prompts, "group_size": group_size, "deadline_s": deadline_s}
             self._queue = WallQueue(pod, self._given, run, read=self.next_batch, **of_groups)
         done = lambda step: self._start.evaluated.add(step)  # noqa: E731 - for hosts that come from then on
-        self._evaluations = GivenEvaluations(pod, self._given, deadline_s, self._scores, done)
+        self._shares_apart = EvaluationShares(pod, deadline_s, accord.ending) if pod.leads and self._apart else None
+        scores: Any = (self._given, deadline_s, self._scores, done)
+        if (shares := self._shares_apart) is not None:
+            scores = (shares, deadline_s, shares.collect, done, shares.wait)
+        self._evaluations = GivenEvaluations(pod, *scores)
         self._opened = 0  # batches before that of this step have hosts
         self._taken_over = 0  # leases, as far as metrics tell
         self._at = 0  # the step agreed on last
@@ -159,7 +164,8 @@ class RemoteRollouts:
         return tasks
 
     def publish(self, step: int) -> Policy:
-        if self._evaluations.begun is not None:  # rollout hosts have nothing else to do until they are told
+        # Rollout hosts that evaluate have nothing else to do until they are told.
+        if self._evaluations.begun is not None and not self._apart:
             with self._run.watchdog.stage("update"):
                 jax.block_until_ready(self._cluster.state.params)
         self.agree(step)
@@ -177,14 +183,16 @@ class RemoteRollouts:
             return next(self._stream)
 
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
-        """Has the rollout hosts evaluate, and joins their scores on the leader; errors as of `evaluated`."""
+        """Has other hosts evaluate, and joins their scores on the leader; errors as of `evaluated`."""
         self.begin_evaluation(policy, step)
         made = self.evaluated(wait=True)
         return made and made[1:]
 
     def begin_evaluation(self, policy: Policy, step: int) -> None:
-        """Gives an evaluation to the rollout hosts, which have the weights."""
+        """Gives an evaluation to the rollout hosts, which have the weights, or to evaluation hosts, which pull them."""
         del policy
+        if self._apart:
+            self._cluster.weights.hold(step)
         self._evaluations.begin(step)
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
@@ -260,6 +268,8 @@ class RemoteRollouts:
 
     def close(self) -> None:
         self._evaluations.close()
+        if self._shares_apart is not None:
+            self._shares_apart.close(self._at)
         self._asking.shutdown(wait=False, cancel_futures=True)
 
     def _fetch_rows(

@@ -136,6 +136,7 @@ class ServedTree:
         self._source = Expected(treedef, paths, shapes, before, shardings, summed_as=after, side="source")
         self._lock = threading.Lock()
         self._versions: OrderedDict[int, _Held] = OrderedDict()
+        self._held: int | None = None
         self._receivers: OrderedDict[int, _Receiver] = OrderedDict()
         self._numbers = itertools.count()
         if not leaves:
@@ -173,6 +174,17 @@ class ServedTree:
                 self._versions.move_to_end(version)
             if donate and not lasting:
                 jax.tree.map(lambda x: x.delete(), leaves)
+
+    def hold(self, version: int) -> None:
+        """Keeps a version beside those that are kept anyway, until another is held: some pull it at their own time.
+
+        Raises:
+          ValueError: it is not there.
+        """
+        with self._lock:
+            if self._versions and version not in self._versions:
+                raise ValueError(f"Version {version} cannot be held: there are {list(self._versions)}.")
+            self._held = version
 
     def join(self, target: Side, process: int) -> dict[str, Any]:
         """Answers a receiver with the other side of the plan; 'receiver' is its number from now on."""
@@ -224,9 +236,9 @@ class ServedTree:
         return list(self._versions)
 
     def _trim(self, coming: int | None = None) -> None:
-        """Drops the oldest versions that nobody is pulling, and makes room for one that is coming."""
+        """Drops the oldest versions that nobody is pulling or holds, and makes room for one that is coming."""
         now = time.monotonic()
-        kept = [version for version in self._versions if version != coming]
+        kept = [version for version in self._versions if version not in (coming, self._held)]
         room = self._keep - (coming is not None)
         for version in kept[: max(len(kept) - room, 0)]:
             if all(until < now for until in self._versions[version].leases.values()):

@@ -1,0 +1,240 @@
+"""Evaluation hosts of a pod: they score shares of evaluations and do nothing else; trainer 0 gives them."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from concurrent import futures
+from typing import Any
+
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.learner import experience as codec
+from podrl.learner.evaluate import Evaluator
+from podrl.learner.evaluations.beside import Scored
+from podrl.rundir import leases
+from podrl.rundir.run import Run
+from podrl.runtime.channel import LateError
+from podrl.runtime.message import Message
+from podrl.runtime.pod import LEADER, Pod
+from podrl.runtime.watchdog import EXIT_PREEMPTED
+from podrl.types import BatchError, Policy
+
+_log = logging.getLogger("podrl.evaluation")
+_LOOK_S = 0.5
+_LAST_WORDS_S = 300.0
+_PIECE_LANES = 8  # samples of a piece, in lanes: between pieces a host notices that it is asked to stop
+
+
+class EvaluationShares:
+    """Gives the shares of one evaluation at a time to evaluation hosts, on the leader, and takes their scores.
+
+    A host asks for a share, and is answered when there is one. The share of a host that is lost goes to another, or to
+    the next that asks: trainers hold the weights until the next evaluation begins.
+    """
+
+    def __init__(self, pod: Pod, deadline_s: float, ending: Any):
+        """Has no evaluation yet.
+
+        Args:
+          pod: the job's processes.
+          deadline_s: the longest wait, where scores are waited for, without an evaluation host in the job.
+          ending: whether the job was asked to stop, for which hosts stay.
+        """
+        self._pod, self._deadline_s, self._ending = pod, deadline_s, ending
+        self._changed = threading.Condition()
+        self._step, self._over = 0, -1  # of the evaluation; that the job reached, once it is over
+        self._hosts: list[int | None] = []  # by share: who makes it, or has made it
+        self._made: dict[int, Message] = {}  # by share
+        self._asking: dict[int, futures.Future[Message]] = {}  # by host
+        pod.on_evaluator_lost = self._lost
+        pod.waiting.append(self._lacks)
+        for name, answer in (("share", self._on_ask), ("share made", self._on_made), ("share leaves", self._on_leaves)):
+            pod.channel.serve(name, answer)
+
+    def open_shares(self, name: str, shares: int, since: int) -> None:
+        """Gives the evaluation of a version, in so many shares; those of the one before are all made."""
+        del name
+        with self._changed:
+            self._step, self._made = since, {}
+            self._hosts = [None for _ in range(shares)]
+            self._give()
+
+    def collect(self, name: str, deadline_s: float) -> list[Message]:
+        """Waits for all shares of an evaluation; returns what was made of each, in their order.
+
+        Raises:
+          LateError: they were not all made within the deadline, or before the job was over.
+        """
+        with self._changed:
+            whole = lambda: len(self._made) == len(self._hosts)  # noqa: E731
+            self._changed.wait_for(lambda: whole() or self._over >= 0, deadline_s)
+            if not whole():
+                raise LateError(f"{self._pod.name} waited for {name}, which was not made.")
+            return [self._made[share] for share in range(len(self._hosts))]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drops the scores, which are joined."""
+        del names
+        with self._changed:
+            self._hosts, self._made = [], {}
+
+    def wait(self, work: futures.Future[Any]) -> None:
+        """Waits for scores that are being collected.
+
+        Raises:
+          LateError: there was no evaluation host in the job for the deadline.
+        """
+        gone = None
+        while not futures.wait([work], _LOOK_S).done:
+            gone = None if self._there() else gone or time.monotonic()
+            if gone is not None and time.monotonic() - gone > self._deadline_s:
+                raise LateError(
+                    f"{self._pod.name} waited {self._deadline_s:.0f} s for an evaluation host: none of "
+                    "roles.eval.hosts is in the job, and an evaluation is to be made. Start the same command again."
+                )
+
+    def close(self, step: int) -> None:
+        """Tells the hosts that the job is over, and the step that it reached."""
+        with self._changed:
+            self._over = step
+            self._give()
+            self._changed.notify_all()
+
+    def _there(self) -> list[int]:
+        return [host for host in self._pod.seat.hosts.eval if not self._pod.is_lost(host)]
+
+    def _lacks(self) -> str:
+        lacks = len(self._made) < len(self._hosts) and not self._there()
+        return f"an evaluation host that makes {leases.evaluation(self._step)}: none is in the job" if lacks else ""
+
+    def _give(self) -> None:
+        """Answers those that ask, as far as there are shares."""
+        for host, asks in list(self._asking.items()):
+            left = [share for share in range(len(self._hosts)) if share not in self._made]
+            # One that asks again has not heard the answer.
+            mine = [share for share in left if self._hosts[share] == host]
+            free = [share for share in left if self._hosts[share] is None]
+            if self._over >= 0:
+                told = {"over": self._over}
+            elif mine or free:
+                share = (mine or free)[0]
+                self._hosts[share] = host
+                told = {"step": self._step, "share": share, "shares": len(self._hosts)}
+            else:
+                continue
+            del self._asking[host]
+            asks.set_result(Message(told))
+
+    def _on_ask(self, message: Message) -> "futures.Future[Message]":
+        host, asks = int(message.value["process"]), futures.Future[Message]()
+        if not self._pod.is_at(host, message.value["address"]):
+            raise ValueError(f"host {host} is not in the job any more")
+        with self._changed:
+            self._asking[host] = asks
+            self._give()
+        return asks
+
+    def _on_made(self, message: Message) -> Message:
+        of = message.value["of"]
+        with self._changed:
+            if of["step"] == self._step and of["shares"] == len(self._hosts):
+                self._made.setdefault(int(of["share"]), Message(message.value["made"], message.arrays))
+                self._changed.notify_all()
+        return Message()
+
+    def _on_leaves(self, message: Message) -> Message:
+        """Lets a host go that was asked to stop; the last one stays, and the job stops."""
+        host = int(message.value["process"])
+        others = [other for other in self._there() if other != host]
+        goes = bool(others) and not self._ending()
+        if goes:
+            self._pod.let_go(host)
+            name = f"{self._pod.seat.hosts.name(host)} (host {host})"
+            _log.warning("%s was asked to stop, and leaves; %d evaluation hosts stay.", name, len(others))
+            self._lost(host)
+        return Message({"goes": goes})
+
+    def _lost(self, host: int) -> None:
+        """Takes the shares of a lost host that it has not made."""
+        with self._changed:
+            self._asking.pop(host, None)
+            lost = [i for i, own in enumerate(self._hosts) if own == host and i not in self._made]
+            for share in lost:
+                self._hosts[share] = None
+            if lost:
+                task, name = leases.evaluation(self._step), self._pod.seat.hosts.name(host)
+                _log.warning("The share that %s had of %s goes to the next evaluation host that asks.", name, task)
+            self._give()
+
+
+class EvaluationHost:
+    """Runs on an evaluation host: pulls the weights of each evaluation, and scores the shares that it is given."""
+
+    def __init__(self, cluster: RLCluster, evaluator: Evaluator | None, run: Run, pod: Pod, deadline_s: float):
+        """Asks for nothing yet.
+
+        Args:
+          cluster: with this host's copy of the weights, and its decoding engine.
+          evaluator: on the held-out prompts; None where there are none.
+          run: signals, the watchdog and spans; writes nothing.
+          pod: the job's processes, all there.
+          deadline_s: the longest wait for an answer of the leader.
+        """
+        self._cluster, self._evaluator, self._run, self._pod = cluster, evaluator, run, pod
+        self._deadline_s, self._refused = deadline_s, False
+        self._policy: Policy | None = None
+
+    def work(self) -> int:
+        """Makes shares until the job is over; returns the step that it reached."""
+        self._run.begin()
+        while True:
+            told = self._ask()
+            if "over" in told:
+                return int(told["over"])
+            self._run.tell_taking()  # a lost host may have recorded what its environments were answered
+            made = self._make(int(told["step"]), (int(told["share"]), int(told["shares"])))
+            if isinstance(made, BatchError):
+                failed = codec.failure(made)
+                self._pod.call(LEADER, "share made", Message({"of": told, "made": failed.value}), self._deadline_s)
+            else:
+                scores, samples = made
+                words = {"of": told, "made": {"samples": codec.plain(samples)}}
+                self._pod.call(LEADER, "share made", Message(words, scores), self._deadline_s)
+            self._run.spans.pass_on(int(told["step"]), last=True)
+
+    def _ask(self) -> dict[str, Any]:
+        """Waits for a share, or the end of the job."""
+        me = Message({"process": self._pod.seat.process, "address": self._pod.channel.address})
+        request = self._pod.channel.request(self._pod.address(LEADER), "call", "share", me)
+        while not request.arrived(_LOOK_S):
+            self._leave_if_asked()
+        return request.wait(0.0, "trainer 0: share").value
+
+    def _make(self, step: int, part: tuple[int, int]) -> Scored | BatchError:
+        """Scores a share by the weights after a step, which the trainers hold for that long."""
+        assert self._evaluator is not None, "an evaluation begins where there is an evaluator"
+        if self._policy is None or self._policy.version != step:
+            with self._run.watchdog.stage("publish"):
+                self._policy = self._cluster.sync_weights(step, in_place=True)
+        most = _PIECE_LANES * self._cluster.config.rollout().lanes
+        work = self._evaluator.in_pieces(self._policy, step, part, lambda: most)
+        while True:
+            try:
+                with self._run.watchdog.stage("evaluation"):
+                    next(work)
+            except StopIteration as end:
+                return end.value
+            except BatchError as error:
+                return error
+            self._leave_if_asked()
+
+    def _leave_if_asked(self) -> None:
+        """Ends this process where it was asked to stop and others stay; otherwise has the job stop."""
+        if self._refused or not self._run.stopping():
+            return
+        me = {"process": self._pod.seat.process}
+        if self._pod.call(LEADER, "share leaves", Message(me), self._deadline_s).value["goes"]:
+            self._pod.quit("it was asked to stop, and the job goes on without it", EXIT_PREEMPTED)
+            self._pod.await_end(_LAST_WORDS_S)
+        self._refused = True
+        self._pod.call(LEADER, "reached", Message(me | {"step": 0, "stop": True}), self._deadline_s)
