@@ -1,6 +1,7 @@
 """Fake pods of several processes train as one process does, also when one of them dies."""
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -25,6 +27,8 @@ from processes import (
     job,
     run,
     same_end,
+    same_weights,
+    samples,
     trained_steps,
 )
 
@@ -185,6 +189,7 @@ def test_the_divergence_from_a_teacher_in_pods_of_two_is_that_of_one_process(tmp
     same_end(again.workdir, whole.workdir)
 
 
+EVALUATES = ("--local_processes=3", "--topology=split", "--fake_devices=1", "--config.roles.eval.hosts=2")
 SETS = (
     "--config.trainer.eval_every_n_steps=2",
     "--config.eval.sets=({'name':'few','path':'problems','problems':5,'samples':2,'every':2},)",
@@ -197,21 +202,52 @@ def evaluated(tmp_path_factory) -> pathlib.Path:
     return run(tmp_path_factory.mktemp("evaluated") / "run", *SETS, "--config.fake_devices=2").workdir
 
 
+def in_order(records: list[dict]) -> list[dict]:
+    """Sorts records of steps and evaluations, some of which were written after later steps."""
+    return sorted(records, key=lambda r: (r["step"], "evaluation" in r or "eval/records" in r))
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory) -> Callable[[str], pathlib.Path]:
+    """Runs, by topology, a pod of two that evaluates beside training; it is killed while an evaluation is under way."""
+
+    @functools.cache
+    def once(topology: str) -> pathlib.Path:
+        workdir = tmp_path_factory.mktemp(topology) / "run"
+        pod = (*SETS, "--local_processes=2", f"--topology={topology}", "--fake_devices=1", "--config.eval.beside=True")
+        with job(workdir, *pod) as running:
+            running.wait_for_step(3)
+            os.kill(process(running.process.pid, 0), signal.SIGKILL)
+            assert running.end() == 42, running.stderr
+        return run(workdir, *pod).workdir
+
+    return once
+
+
 @pytest.mark.parametrize("topology", ["shared", "split"])
-def test_evaluations_beside_the_training_of_a_pod_are_those_of_one_process(tmp_path, evaluated, topology):
+def test_evaluations_beside_the_training_of_a_pod_are_those_of_one_process(beside, evaluated, topology):
     """Also after a kill while one is under way; sets of eval.sets too, one smaller than the other."""
-    pod = (*SETS, "--local_processes=2", f"--topology={topology}", "--fake_devices=1", "--config.eval.beside=True")
-    with job(tmp_path / "run", *pod) as running:
-        running.wait_for_step(3)
-        os.kill(process(running.process.pid, 0), signal.SIGKILL)
-        assert running.end() == 42, running.stderr
-    again = run(tmp_path / "run", *pod)
-    in_order = lambda records: sorted(records, key=lambda r: (r["step"], "eval/records" in r))  # noqa: E731
-    ours, theirs = comparable(again.workdir), comparable(evaluated)
+    ours, theirs = comparable(beside(topology)), comparable(evaluated)
     assert [r["step"] for r in ours] != [r["step"] for r in theirs]  # some were written after later steps
     for mine, other in zip(in_order(ours), in_order(theirs), strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
     assert [r["step"] for r in theirs if "eval/few/records" in r] == [0, 4, 6]
+
+
+def test_a_host_that_evaluates_alone_is_killed_and_all_is_as_where_rollout_hosts_evaluate(tmp_path, beside):
+    """Training goes on while it is stopped, and the next in its place makes what it has not made."""
+    with job(tmp_path / "run", *SETS, *EVALUATES) as running:
+        running.wait_for("all hosts", lambda: "Further rollout hosts join" in running.stdout)
+        alone = process(running.process.pid, 2)
+        os.kill(alone, signal.SIGSTOP)
+        running.wait_for_step(1)
+        assert not any("eval/records" in record for record in running.records())
+        os.kill(alone, signal.SIGKILL)
+        running.finish()
+    assert "eval 0 ended with signal SIGKILL; it is started again" in running.stderr
+    same_weights(running.workdir, other := beside("split"))
+    assert in_order(comparable(running.workdir)) == in_order(comparable(other))
+    assert in_order(samples(running.workdir)) == in_order(samples(other))
 
 
 @pytest.mark.optimised
