@@ -64,6 +64,8 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
                 f"say --config.{key}=gs://BUCKET/..., or give the absolute path that it has in the image."
             )
     sizes = {role: _devices(values.get(f"roles.{role}.mesh", "auto")) for role in ("trainer", "rollout")}
+    if values.get("roles.eval.hosts"):
+        sizes["rollout"] = 0  # some of its machines evaluate
     together = {"all": sum(sizes.values())} if all(sizes.values()) else {}
     if values.get("roles.colocated") in ("True", "true"):
         together = {"all": max(sizes.values())} if any(sizes.values()) else {}
@@ -99,7 +101,8 @@ def _values(config: str) -> dict[str, str]:
     flat: dict[str, str] = {}
     for group in ("model", "reward", "data", "roles"):
         for key, value in dict(found.get(group, {})).items():
-            flat |= {f"{group}.{key}.mesh": value["mesh"]} if hasattr(value, "keys") and "mesh" in value else {}
+            named = [name for name in ("mesh", "hosts") if hasattr(value, "keys") and name in value]
+            flat |= {f"{group}.{key}.{name}": value[name] for name in named}
             flat |= {f"{group}.{key}": str(value)} if isinstance(value, str | bool) else {}
     return flat
 

@@ -73,7 +73,5 @@ def _check_hosts(job: Any) -> None:
         )
     if job.eval.beside:
         raise ValueError(f"{asks}, and eval.beside=True has the rollout hosts evaluate: leave one of them out.")
-    if job.roles.colocated:
-        raise ValueError(f"{asks}, and roles.colocated=True is of a job of one process: leave one of them out.")
     if not (job.eval.problems or job.eval.sets):
         raise ValueError(f"{asks}, and eval.problems=0 leaves evaluations out: leave roles.eval.hosts empty.")

@@ -36,6 +36,7 @@ def test_jobs_that_can_run_are_taken():
     command.check_job("grpo_gemma.py", ["--config.model.path=/models/m"], {"all": 16})
     command.check_job("grpo_real.py:qwen3_06b_gpu", PLACES, {"all": 1})
     command.check_job("elsewhere.py", ["--config.roles.trainer.mesh=fsdp=-1"], {"all": 16})
+    command.check_job(GEMMA, [*PLACES, "--config.roles.eval.hosts=3"], {"trainer": 8, "rollout": 12})  # some evaluate
 
 
 def test_the_launchers_ask(capsys):
