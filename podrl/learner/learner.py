@@ -16,11 +16,10 @@ from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
 from podrl.learner.evaluate import EvalConfig, Evaluator, is_beside
 from podrl.learner.evaluations.beside import Apart
-from podrl.learner.evaluations.eval_hosts import EvaluationHost
 from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
 from podrl.learner.loop import Schedule
-from podrl.learner.place import place_of, share_spans
+from podrl.learner.place import evaluate_alone, place_of
 from podrl.learner.playing import REWARD_NAME, environment_config, playing
 from podrl.learner.ppo import PPO
 from podrl.learner.recorder import HostRecorder, Recorder, Report
@@ -172,9 +171,7 @@ def fit(
     """
     on_hosts = pod is not None and bool(pod.seat.hosts.eval)  # evaluations, which do nothing else
     if pod is not None and pod.seat.hosts.role(pod.seat.process) == EVAL:
-        share_spans(pod, run)
-        with run.spans.compiles():
-            return EvaluationHost(cluster, evaluator, run, pod, 4 * run.log_config.stall_s).work()
+        return evaluate_alone(cluster, evaluator, run, pod)
     evaluator = None if on_hosts and trained is None else evaluator
     shared: Any = {"prompts": prompts, "whole": whole, "group_size": group_size}
     chosen: Any = {"curriculum": curriculum}

@@ -8,6 +8,7 @@ from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.evaluate import is_beside
 from podrl.learner.evaluations.beside import Beside
+from podrl.learner.evaluations.eval_hosts import EvaluationHost
 from podrl.learner.loop import Schedule
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
@@ -85,6 +86,13 @@ def _clock(cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *,
     if not own:
         raise ValueError("rollout.clock='wall' needs podrl's own engine: set rollout.clock='tokens' for another.")
     return schedule.max_staleness, WHOLE
+
+
+def evaluate_alone(cluster: RLCluster, evaluator: Any, run: Run, pod: Pod) -> int:
+    """Runs an evaluation host, which makes no batches; returns the step that the job reached."""
+    share_spans(pod, run)
+    with run.spans.compiles():
+        return EvaluationHost(cluster, evaluator, run, pod, 4 * run.log_config.stall_s).work()
 
 
 def share_spans(pod: Pod, run: Run) -> None:

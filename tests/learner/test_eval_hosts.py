@@ -52,7 +52,7 @@ class Member:
         self.held.set()
         self.made: list[tuple[int, int]] = []  # versions and shares
         self.ended: list[int] = []
-        here = run()
+        here: Any = run()
         here.stopping = lambda: stops
         weights: Any = types.SimpleNamespace(
             sync_weights=lambda version, *, in_place: Policy({}, version),
@@ -84,7 +84,8 @@ def leader_of(pods, deadline_s: float = DEADLINE_S):
     held: list[int] = []
     cluster: Any = types.SimpleNamespace(weights=types.SimpleNamespace(hold=held.append))
     made: Any = {"needed": None, "deadline_s": deadline_s, "prompts": 6}
-    return RemoteRollouts(cluster, Stream(), run(), pods[0], Accord(pods[0], run(), DEADLINE_S), **made), held
+    here: Any = run()
+    return RemoteRollouts(cluster, Stream(), here, pods[0], Accord(pods[0], here, DEADLINE_S), **made), held
 
 
 def test_evaluations_are_made_by_their_own_hosts_and_joined_in_order():
@@ -126,7 +127,8 @@ def test_a_share_that_fails_is_raised_where_it_is_waited_for():
         leader, _ = leader_of(pods)
         Member(pods[2], fails="no verdict")
         leader.begin_evaluation(Policy({}, 0), 0)
-        becomes(leader._evaluations._work.done)
+        collects: Any = leader._evaluations._work
+        becomes(collects.done)
         assert leader.evaluated(wait=False) is None
         with pytest.raises(BatchError, match="no verdict"):
             leader.evaluated(wait=True)
@@ -141,7 +143,7 @@ def test_without_a_host_the_wait_ends_with_a_word():
             pod.channel.close()
         becomes(lambda: all(pods[0].is_lost(host) for host in HOSTS.eval))
         assert "an evaluation host that makes evaluation/2: none is in the job" in pods[0].waits()
-        collects = leader._evaluations._work
+        collects: Any = leader._evaluations._work
         with pytest.raises(LateError, match=r"trainer 0 waited 0 s for an evaluation host: none of roles\.eval\.hosts"):
             leader.evaluated(wait=True)
         leader.close()
