@@ -180,8 +180,7 @@ def fit(
     rollouts = GivenAnswers(place) if given else place
     devices = getattr(evaluator, "apart", None)
     apart = None if devices is None else Apart(evaluator, devices, run)
-    evaluate = None if evaluator is None else apart or rollouts.evaluate
-    evaluate = (trained and trained.evaluate) or evaluate
+    evaluate = (trained and trained.evaluate) or (None if evaluator is None else apart or rollouts.evaluate)
     records: Any
     if trained is None:
         assert pod is not None
