@@ -70,7 +70,7 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
         def _make(self, session: Any) -> None:
             super()._make(session)
             for track, b in self.rows.items():
-                track.limit = int(self._lengths_B[b])
+                track.limit, track.expected = int(self._lengths_B[b]), 1.0  # nobody knows before how long it becomes
 
     quantum = Quantum(bench.worker.config, windows=staleness)
     flying: list[tuple[int, Cut, int]] = []
