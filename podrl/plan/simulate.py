@@ -77,6 +77,12 @@ class Load:
         """Shards that compute a prompt."""
         return pieces_per_prompt(self.samples // self.group_size, self.group_size, self.shards)
 
+    @functools.cached_property
+    def rows(self) -> int:
+        """Prompts that a prefill call takes on all shards; 0 for prompts of several chunks."""
+        bucket = next((b for b in self.shape.buckets if b >= self.prompt - 1), None)
+        return 0 if bucket is None else self.shape.prefill_rows(bucket) * self.shards
+
     def calls(self, tokens: Sequence[int]) -> int:
         """Counts the prefill calls of sequences of so many tokens, prefilled together, spread evenly over shards."""
         waves = collections.Counter[tuple[int, int]]()
@@ -252,31 +258,37 @@ def window_work(
       left: by batch: tokens that each sample has to draw before the window.
       whole: by batch: those of all its windows; what it has drawn before is prefilled with its prompt.
       load: the engine, and the batches.
-      waits: share of a dispatch's samples that must have ended for the engine to read the next one before it launches
+      waits: mean share of the samples that end in a dispatch, above which the engine reads each one before it launches
         another, so that lanes are filled at once (podrl.rollout.players.Pace).
     """
     steps, free, late = load.rollout.steps_per_dispatch, load.lanes, 0  # late: lanes whose end is not read yet
     queue = collections.deque((b, i) for b, drawn in parts.items() for i, part in enumerate(drawn) if part)
     ends, longest = collections.Counter[int](), collections.Counter[int]()  # by dispatch: samples, steps of the longest
-    prompts, dispatch, running, decoded, calls, share = set(), 0, 0, 0, 0, 0.0
+    prompts, shares = set[tuple[int, int]](), collections.deque([0.25], maxlen=8)
+    dispatch = running = decoded = calls = 0
     while queue or running:
-        new, again = 0, []
+        begun, again = list[tuple[int, int]](), []
         while queue and free:
             b, i = queue.popleft()
             full, rest = divmod(parts[b][i] - 1, steps)
             ends[dispatch + full] += 1
             longest[dispatch + full] = max(longest[dispatch + full], rest + 1)
             running, free = running + 1, free - 1
-            new += (b, i // load.group_size) not in prompts
-            prompts.add((b, i // load.group_size))
+            begun += {(b, i // load.group_size)} - prompts
+            prompts.update(begun)
             again += [whole[b][i] - left[b][i]] if whole[b][i] > left[b][i] else []
-        calls += load.calls([load.prompt - 1] * new * load.pieces) + load.calls(again)
+        made = load.calls([load.prompt - 1] * len(begun) * load.pieces)
+        calls += made + load.calls(again)
+        if room := made * load.rows // load.pieces - len(begun):  # rows that take the prompts that come next
+            later = dict.fromkeys((b, i // load.group_size) for b, i in queue)
+            prompts.update([prompt for prompt in later if prompt not in prompts][: max(room, 0)])
         ended, ran = ends[dispatch], running
         running -= ended
         decoded += steps if running else longest[dispatch]
-        seen = not running or share > waits
+        seen = not running or (dispatch > 0 and sum(shares) / len(shares) > waits)
         free, late = free + late + (ended if seen else 0), 0 if seen else ended
-        dispatch, share = dispatch + 1, ended / max(ran, 1)
+        dispatch += 1
+        shares.append(ended / max(ran, 1))
     return Window(decoded, calls)
 
 
