@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import heapq
+import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,11 +26,14 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
     Returns:
       decode_steps (per training step) and decode_steps_whole (with a staleness of 1), their quotient fewer_steps, the
       same three by a simulation without dispatches (bound_*), mixed_samples (share of several versions),
-      prefill_tokens (per training step, prompts included), prefill_tokens_whole, lane_utilisation.
+      prefill_tokens (per training step, prompts included), prefill_tokens_whole, lane_utilisation; window_cpu_s,
+      processor seconds of a window, predicted_cpu_s, what the model of podrl.plan --lengths says of it by the speeds of
+      batches that are whole, and both _whole, by the speeds of windows.
     """
     lengths = [_lengths(args, step) for step in range(STEPS)]
     staleness = max(args.staleness, 1)
     windows, whole = (_engine(bench, args, lengths, S) for S in (staleness, 1))
+    played, played_whole = windows.pop("played"), whole.pop("played")
     lanes = bench.worker.config.lanes
     bound, bound_whole = (_simulated(bench, lengths, S) for S in (staleness, 1))
     return {
@@ -43,9 +48,55 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
         "prefill_tokens": windows["prefill_tokens"],
         "prefill_tokens_whole": whole["prefill_tokens"],
         "lane_utilisation": windows["lane_utilisation"],
+        "window_cpu_s": statistics.fmean(window.cpu_s for window in played),
+        "predicted_cpu_s": _predicted(played, played_whole),
+        "window_cpu_s_whole": statistics.fmean(window.cpu_s for window in played_whole),
+        "predicted_cpu_s_whole": _predicted(played_whole, played),
         "samples": args.prompts * args.group,
         "lanes": lanes,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Played:
+    """A window that was played: what the engine counted, its processor seconds, and its device calls by the model."""
+
+    stats: Any
+    cpu_s: float
+    steps: int
+    calls: int
+
+
+def _predicted(windows: Sequence[_Played], others: Sequence[_Played]) -> float:
+    """Predicts the mean processor seconds of windows by the speeds of others, of the median one.
+
+    Their processor seconds are divided among prefill, decode steps and the rest as the seconds of the engine are.
+    """
+
+    def speed(seconds: Any, count: Any) -> float:
+        return statistics.median(w.cpu_s * seconds(w.stats) / w.stats.seconds / count(w.stats) for w in others)
+
+    call_s = speed(lambda s: s.prefill_seconds, lambda s: s.prefill_calls)
+    step_s = speed(lambda s: s.decode_seconds, lambda s: s.decode_steps)
+    rest_s = speed(lambda s: s.seconds - s.prefill_seconds - s.decode_seconds, lambda s: 1)
+    return statistics.fmean(w.calls * call_s + w.steps * step_s + rest_s for w in windows)
+
+
+def _work(bench: Any, args: argparse.Namespace, rows: Sequence[tuple[Any, Any]], lengths: Sequence[np.ndarray]) -> Any:
+    """What the model counts of a window in which some batches draw a quantum, or all: a function of `waits`."""
+    from podrl.plan.simulate import Load, window_work
+
+    config, mesh = bench.worker.config, bench.worker.mesh
+    prompt = round(float(bench.prompts.length_P.mean()))
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    load = Load(config, config.lanes, shards, args.prompts * args.group, args.group, prompt)
+    whole = {b: drawn.tolist() for b, drawn in enumerate(lengths)}
+    left = {b: list(drawn) for b, drawn in whole.items()}
+    for b, (player, _) in enumerate(rows):
+        for track, i in player.rows.items():
+            left[b][i] -= track.sampled
+    parts = {b: left[b] if K is None else [min(n, K) for n in left[b]] for b, (_, K) in enumerate(rows)}
+    return lambda waits: window_work(parts, left, whole, load, waits=waits)
 
 
 def _lengths(args: argparse.Namespace, step: int) -> np.ndarray:
@@ -53,7 +104,7 @@ def _lengths(args: argparse.Namespace, step: int) -> np.ndarray:
     return np.clip(rng.lognormal(MEAN, SIGMA, args.prompts * args.group).astype(int), 1, args.max_new)
 
 
-def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray], staleness: int) -> dict[str, float]:
+def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray], staleness: int) -> dict[str, Any]:
     """Means over the last windows of what the engine counted."""
     from podrl.rollout.config import Sampling
     from podrl.rollout.players import Unanswered
@@ -84,18 +135,20 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
             flying.append((begun, Cut(asked.request, lengths[begun]), quantum.of(window)))
             begun += 1
         rows = [(player, None if step <= window + 1 else K) for step, player, K in flying]
+        work, started = _work(bench, args, rows, [lengths[step] for step, _, _ in flying]), time.process_time()
         for _ in bench.worker.advance(Policy(bench.policy.params, window), rows):
             pass
-        counted.append(bench.worker.stats)
+        stats, took = bench.worker.stats, time.process_time() - started
+        made = work(2 * stats.plan_seconds / max(stats.decode_seconds, 1e-9))
+        counted.append(_Played(stats, took, made.steps, made.calls))
         while flying and flying[0][0] <= window + 1:
             step, player, _ = flying.pop(0)
             quantum.saw(step, int(lengths[step].max()))
             mixed.append(np.mean([len(set(track.versions)) > 1 for track in player.rows]))
     last = _counted(counted, staleness)
     names = ("decode_steps", "prefill_tokens", "lane_utilisation")
-    return {name: float(np.mean([getattr(stats, name) for stats in last])) for name in names} | {
-        "mixed_samples": float(np.mean(mixed[-SHOWN:]))
-    }
+    means = {name: float(np.mean([getattr(window.stats, name) for window in last])) for name in names}
+    return means | {"mixed_samples": float(np.mean(mixed[-SHOWN:])), "played": last}
 
 
 def _simulated(bench: Any, lengths: Sequence[np.ndarray], staleness: int) -> float:
