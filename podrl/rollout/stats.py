@@ -23,11 +23,8 @@ class Meter:
         self._flying = 0
         self._since = 0.0  # when the device could begin with what is waited for next
         self._new = 0  # calls of which none is waited for yet
-        self._alone, self._alone_s, self._later_s = (
-            0,
-            0.0,
-            0.0,
-        )  # calls that were timed; seconds of these, and of the rest
+        self._alone, self._alone_s = 0, 0.0  # calls that were timed
+        self._later_s = 0.0  # the time of all else
 
     def begin(self) -> None:
         """Called before prefill calls are given to the device."""

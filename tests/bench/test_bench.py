@@ -42,6 +42,7 @@ def test_tail(capsys):
     assert figures["decode_steps"] >= 0.9 * figures["bound_decode_steps"]
     assert figures["fewer_steps"] > 1 and figures["bound_fewer_steps"] > 1
     assert figures["prefill_tokens"] > figures["prefill_tokens_whole"]
+    assert all(figures[f"{kind}_cpu_s{which}"] > 0 for kind in ("window", "predicted") for which in ("", "_whole"))
 
 
 def test_tools(capsys):
