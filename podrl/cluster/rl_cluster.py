@@ -228,8 +228,8 @@ class RLCluster:
         if sampling is None and mode is Mode.EVAL:
             sampling = self.config.rollout(mode).sampling()
         policy = self.sync_weights() if policy is None else policy
-        ours = isinstance(self.config.rollout_engine, str)  # another engine knows nothing of what podrl's has besides
-        more: dict[str, Any] = {"mode": mode.value, "ended": ended} if ours else {}
+        ours = isinstance(self.config.rollout_engine, str)
+        more: Any = {"mode": mode.value, "ended": ended} if ours else {"mode": mode.value} if self.partner else {}
         return self.rollout.generate(policy, prompts, group_size=group_size, step=step, sampling=sampling, **more)
 
     def buffer_metrics(self, metrics: Mapping[str, float], mode: Mode = Mode.TRAIN) -> None:

@@ -116,7 +116,8 @@ def _pick(weight_RI: Float[Array, "R I"], uniform_R: Float[Array, " R"]) -> tupl
     past_RI = upto_RI <= (uniform_R * total_R)[:, None]
     index_R = jnp.sum(past_RI, axis=-1, dtype=jnp.int32)
     # Rounding may push the target onto the total: the last index with weight is meant then.
-    last_R = weight_RI.shape[-1] - 1 - jnp.argmax(weight_RI[:, ::-1] > 0, axis=-1).astype(jnp.int32)
+    place_RI = jnp.where(weight_RI > 0, jnp.arange(weight_RI.shape[-1], dtype=jnp.int32), 0)
+    last_R = jnp.max(place_RI, axis=-1)
     return jnp.minimum(index_R, last_R), total_R
 
 

@@ -12,7 +12,7 @@ from podrl.cluster.config import ClusterConfig, Mode, Role
 from podrl.job.config import TINY
 from podrl.mesh.build import make_mesh
 from podrl.models import LoraConfig, decoder
-from podrl.rollout.config import RolloutConfig
+from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import pack_shape
@@ -105,6 +105,16 @@ def test_log_probabilities_of_samples_follow_the_actor_and_not_the_reference(clu
     after_BT = cluster.get_actor_per_token_logps(tokens_BT, length_B)
     assert np.abs(after_BT - before_BT).max() > 1e-6
     np.testing.assert_array_equal(cluster.get_ref_per_token_logps(tokens_BT, length_B), reference_BT)
+
+
+def test_the_engine_knows_which_samples_are_of_an_evaluation(cluster):
+    """It keeps the lengths of those alone: a later evaluation draws them again, longest first."""
+    sampling = Sampling(temperature=1.0, max_new=T - 8)
+    for mode, known in ((Mode.TRAIN, False), (Mode.EVAL, True), (Mode.EVAL, True)):
+        rollouts = cluster.generate(["a", "bc", "d"], mode=mode, group_size=2, step=5, sampling=sampling)
+        expected = cluster.rollout.player(rollouts.prompts, group_size=2, step=5, sampling=sampling).request.expected
+        lengths = rollouts.length_B - np.repeat(rollouts.prompts.length_P, 2)
+        assert expected == dict(enumerate(lengths.tolist()) if known else ())
 
 
 def test_metrics_of_users_are_averaged_once_and_handed_to_their_loggers(cluster):
