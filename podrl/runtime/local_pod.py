@@ -155,7 +155,7 @@ class LocalPod:
     def _leaves(self, process: int, code: int) -> bool:
         """True for a process that may go and was asked to; where the job cannot go on, its leader ends so, too."""
         may_go = self._replace and self._hosts.role(process) != TRAINER
-        return may_go and code == EXIT_PREEMPTED and not self._stopping
+        return may_go and code == EXIT_PREEMPTED and _LEADER in self._children
 
     def _kill(self) -> None:
         for child in self._children.values():

@@ -24,7 +24,7 @@ from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTE
 LEADER = 0
 _log = logging.getLogger("podrl.pod")
 _FAREWELL_S = 5.0
-_OVER_S = 3600.0
+_OVER_S = 30 * 86400.0  # for the leader, which may wait for a last evaluation; its loss is noticed otherwise
 _OVER_LATE_S = 5.0  # for who has a part in the job to leave by itself
 _LAST_S = 10.0
 _OTHERS_S = 30.0
@@ -383,7 +383,8 @@ class Pod:
             time.sleep(_LAST_S)  # the thread that knows the reason says it and ends the process
 
     def _tell_leader(self, code: int, text: str) -> None:
-        content = Message({"process": self.seat.process, "code": code, "text": text})
+        who = {"process": self.seat.process, "address": self.channel.address}
+        content = Message({**who, "code": code, "text": text})
         try:
             self.channel.call(self._leader, "leave", content, deadline_s=_FAREWELL_S)
         except ChannelError:
@@ -399,12 +400,14 @@ class Pod:
     def _on_leave(self, message: Message) -> Message:
         process, code = int(message.value["process"]), int(message.value["code"])
         with self._changed:
-            if process in self._left:  # was let go
+            known = self._addresses.get(process) == message.value["address"]
+            if process in self._left | self._gone or not known:  # was let go, or lost: its work is given to others
                 return Message()
             self._left.add(process)
             self._changed.notify_all()
         late = process >= self.seat.hosts.count  # comes and goes as it likes
-        stopped = code == EXIT_PREEMPTED and message.value["text"] and self._has_others(process)
+        spared = self.seat.hosts.role(process) == EVAL or self._has_others(process)  # training evaluates later
+        stopped = code == EXIT_PREEMPTED and message.value["text"] and spared
         lost = code == EXIT_INFRASTRUCTURE or stopped or (late and code != EXIT_DONE)
         replaced = self._comes_and_goes(process) and lost
         orderly = code == EXIT_DONE or (code == EXIT_PREEMPTED and not message.value["text"])

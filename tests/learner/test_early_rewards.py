@@ -55,7 +55,7 @@ class Engine:
     """Ends its samples in a given order; `wait(b)` is called before each ends."""
 
     reward_model = partner = None
-    config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=2))
+    config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=2), rollout_engine=object)
 
     def __init__(self, order, wait=lambda b: None, failed=()):
         self._order, self._wait, self._failed = order, wait, failed

@@ -132,6 +132,7 @@ def test_a_share_that_fails_is_raised_where_it_is_waited_for():
         assert leader.evaluated(wait=False) is None
         with pytest.raises(BatchError, match="no verdict"):
             leader.evaluated(wait=True)
+        assert leader.unsaved(), "a run that goes on from before it owes it"
         leader.close()
 
 
@@ -142,10 +143,11 @@ def test_without_a_host_the_wait_ends_with_a_word():
         for pod in pods[2:]:
             pod.channel.close()
         becomes(lambda: all(pods[0].is_lost(host) for host in HOSTS.eval))
-        assert "an evaluation host that makes evaluation/2: none is in the job" in pods[0].waits()
+        assert pods[0].waits() == "", "nobody waits for it yet"
         collects: Any = leader._evaluations._work
         with pytest.raises(LateError, match=r"trainer 0 waited 0 s for an evaluation host: none of roles\.eval\.hosts"):
             leader.evaluated(wait=True)
+        assert "an evaluation host that makes evaluation/2: none is in the job" in pods[0].waits()
         leader.close()
         with pytest.raises(LateError, match="waited for evaluation/2, which was not made"):
             collects.result(DEADLINE_S)

@@ -64,7 +64,7 @@ class Telling(Engine):
     def __init__(self, seed):
         super().__init__()
         self.config.rollout_engine, self.rollout, self._random = "podrl", self, np.random.default_rng(seed)
-        self.meanwhile = 0
+        self.meanwhile, self.stats = 0, types.SimpleNamespace(metrics=dict)
 
     def player(self, asked, *, group_size, step, partial):
         return types.SimpleNamespace(request=types.SimpleNamespace(prompts=asked))

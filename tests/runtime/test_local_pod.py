@@ -146,6 +146,16 @@ while index == 0 and not (started.exists() and len(started.read_text()) == 3):
     assert code == 1 and "started again" not in err
     code, _, err = _run("sys.exit(75) if index == 2 else time.sleep(2)", replace_rollouts=True)
     assert code == 0 and "rollout 1 ended with exit code 75, as it was asked to." in err
+    pod = _start(
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2 * (index == 0)), sys.exit(75 if index else 0)))\n"
+        "print('ready', flush=True)\nwhile True: time.sleep(0.1)",
+        replace_rollouts=True,
+        grace_s=0.3,
+    )
+    assert pod.stdout is not None and all("ready" in pod.stdout.readline() for _ in range(3))
+    pod.send_signal(signal.SIGTERM)
+    code, _, err = _end(pod)
+    assert code == 0 and err.count("as it was asked to") == 2 and "killed" not in err, "the leader saves first"
     code, _, err = _run("sys.exit(75) if index else time.sleep(1) or sys.exit(75)", replace_rollouts=True)
     assert code == 75 and err.count("as it was asked to") == 2 and "started again" not in err
 

@@ -89,6 +89,19 @@ def test_the_leader_stays_until_the_others_have_closed_their_connections(three):
     assert not leaving.is_alive()
 
 
+def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch):
+    """It was frozen, say, and wakes to find its work given to others."""
+    leader, _, rollout = three
+    ended: list[int] = []
+    monkeypatch.setattr(leader, "_end", lambda code, text, **_: ended.append(code))
+    leader._gone.add(2)
+    rollout._tell_leader(1, "a version is gone")
+    assert not ended
+    leader._gone.clear()
+    rollout._tell_leader(1, "an error")
+    assert ended == [1]
+
+
 def test_one_process_of_a_job_says_in_full_why_it_fails(three):
     leader, trainer, rollout = three
     assert [pod.first_to_fail() for pod in (trainer, leader, rollout, trainer)] == [True, False, False, True]

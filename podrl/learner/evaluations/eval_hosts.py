@@ -17,6 +17,7 @@ from podrl.runtime.channel import LateError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.watchdog import EXIT_PREEMPTED
+from podrl.transfer.pull.fetch import VersionGoneError
 from podrl.types import BatchError, Policy
 
 _log = logging.getLogger("podrl.evaluation")
@@ -46,6 +47,7 @@ class EvaluationShares:
         self._hosts: list[int | None] = []  # by share: who makes it, or has made it
         self._made: dict[int, Message] = {}  # by share
         self._asking: dict[int, futures.Future[Message]] = {}  # by host
+        self._waited = False  # for the scores
         pod.on_evaluator_lost = self._lost
         pod.waiting.append(self._lacks)
         for name, answer in (("share", self._on_ask), ("share made", self._on_made), ("share leaves", self._on_leaves)):
@@ -76,7 +78,7 @@ class EvaluationShares:
         """Drops the scores, which are joined."""
         del names
         with self._changed:
-            self._hosts, self._made = [], {}
+            self._hosts, self._made, self._waited = [], {}, False
 
     def wait(self, work: futures.Future[Any]) -> None:
         """Waits for scores that are being collected.
@@ -84,7 +86,7 @@ class EvaluationShares:
         Raises:
           LateError: there was no evaluation host in the job for the deadline.
         """
-        gone = None
+        gone, self._waited = None, True
         while not futures.wait([work], _LOOK_S).done:
             gone = None if self._there() else gone or time.monotonic()
             if gone is not None and time.monotonic() - gone > self._deadline_s:
@@ -104,8 +106,13 @@ class EvaluationShares:
         return [host for host in self._pod.seat.hosts.eval if not self._pod.is_lost(host)]
 
     def _lacks(self) -> str:
-        lacks = len(self._made) < len(self._hosts) and not self._there()
-        return f"an evaluation host that makes {leases.evaluation(self._step)}: none is in the job" if lacks else ""
+        if not self._waited or not (left := len(self._hosts) - len(self._made)):
+            return ""
+        if not self._there():
+            return f"an evaluation host that makes {leases.evaluation(self._step)}: none is in the job"
+        makers = [host for share, host in enumerate(self._hosts) if host is not None and share not in self._made]
+        names = ", ".join(f"{self._pod.seat.hosts.name(host)} (host {host})" for host in dict.fromkeys(makers))
+        return f"{left} of {len(self._hosts)} shares of {leases.evaluation(self._step)}, of {names or 'nobody yet'}"
 
     def _give(self) -> None:
         """Answers those that ask, as far as there are shares."""
@@ -192,7 +199,12 @@ class EvaluationHost:
             if "over" in told:
                 return int(told["over"])
             self._run.tell_taking()  # a lost host may have recorded what its environments were answered
-            made = self._make(int(told["step"]), (int(told["share"]), int(told["shares"])))
+            try:
+                made = self._make(int(told["step"]), (int(told["share"]), int(told["shares"])))
+            except VersionGoneError as error:  # it was lost to the leader for a while, and others made the share
+                _log.warning("The share is not made any more: %s", error)
+                time.sleep(_LOOK_S)
+                continue
             if isinstance(made, BatchError):
                 failed = codec.failure(made)
                 self._pod.call(LEADER, "share made", Message({"of": told, "made": failed.value}), self._deadline_s)

@@ -59,6 +59,7 @@ class GivenEvaluations:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-scores")
         self._work: Future[Sequence[Message]] | None = None
         self.begun: int | None = None
+        self._failed = False
 
     def begin(self, step: int) -> None:
         """Gives the evaluation after a step to the hosts that are there."""
@@ -81,7 +82,9 @@ class GivenEvaluations:
         if self._work is None:  # the others have nothing to do, but must stop where the leader does
             if wait:
                 self.begun = None
-                codec.raise_failure([self._pod.get(LEADER, evaluated(step), self._deadline_s)])
+                said = self._pod.get(LEADER, evaluated(step), self._deadline_s)
+                self._failed = "error" in said.value
+                codec.raise_failure([said])
             return None
         if not wait and not (self._work.done() and self._work.exception() is None):
             return None
@@ -92,7 +95,7 @@ class GivenEvaluations:
         if failed and not wait:
             self._work = work
             return None
-        self.begun = None
+        self.begun, self._failed = None, bool(failed)
         self._done(step)
         assert self._given is not None
         self._given.forget([leases.evaluation(step)])
@@ -104,10 +107,13 @@ class GivenEvaluations:
         return step, summarised(scores), samples[: len(messages[0].value["samples"])]
 
     def unsaved(self) -> bool:
-        """Returns True, on all trainer hosts alike, if the leader lacks the evaluation begun; for a failed batch.
+        """Returns True, on all trainer hosts alike, if the leader lacks an evaluation that is not made any more.
 
-        Evaluation hosts go on after that.
+        After a batch has failed that is the one begun, which evaluation hosts still make; and one that has failed
+        itself, which is owed by a run that goes on from before it.
         """
+        if self._failed:
+            return True
         if self._pod.seat.hosts.eval:
             return False
         if self._given is not None:

@@ -31,7 +31,8 @@ from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import BatchError, Experience, Policy, Prompts
 
-LAST_WORDS_S = 300.0
+_LAST_WORDS_S = 300.0
+_VERDICT_S = 30 * 86400.0  # trainers may wait for an evaluation before they save; their loss is noticed otherwise
 _log = logging.getLogger("podrl.hosting")
 
 
@@ -162,7 +163,7 @@ class HostRollouts:
         if self._replica is not None:
             self._replica.tell("leave", ())
         self._pod.quit("it was asked to stop, and the job goes on without it", EXIT_PREEMPTED)
-        self._pod.await_end(LAST_WORDS_S)
+        self._pod.await_end(_LAST_WORDS_S)
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
@@ -206,7 +207,7 @@ class HostRollouts:
             for lease in self._accept(name, None):
                 self._thread.submit(self._score, lease, policy).result()
         except BatchError:
-            self._pod.await_end(LAST_WORDS_S)  # the trainers save first, then end the job
+            self._pod.await_end(_VERDICT_S)  # the trainers save first, then end the job
             raise
         if step == self._last:
             self._pod.get(LEADER, evaluated(step), self._deadline_s)
@@ -230,7 +231,7 @@ class HostRollouts:
         try:
             self._thread.submit(self._beside.finish).result() if wait else None
         except BatchError:
-            self._pod.await_end(LAST_WORDS_S)  # the trainers save first, then end the job
+            self._pod.await_end(_VERDICT_S)  # the trainers save first, then end the job
             raise
 
     def close(self) -> None:
@@ -421,7 +422,7 @@ class HostRollouts:
             for part in made:
                 part.result()
         except BatchError:
-            self._pod.await_end(LAST_WORDS_S)  # the trainers save first, then end the job
+            self._pod.await_end(_VERDICT_S)  # the trainers save first, then end the job
             raise
 
     def _rows(self, message: Message) -> Message:
