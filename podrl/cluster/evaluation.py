@@ -48,7 +48,8 @@ class EvaluationDevices:
         self, prompts: Prompts, policy: Policy, *, mode: Mode, group_size: int, step: int, sampling: Sampling
     ) -> Rollouts:
         """Samples as RLCluster.generate does."""
-        more: Any = {"group_size": group_size, "step": step, "sampling": sampling, "mode": mode.value}
+        more: Any = {"group_size": group_size, "step": step, "sampling": sampling}
+        more |= {"mode": mode.value} if isinstance(self.config.rollout_engine, str) else {}
         return self.rollout.generate(policy, prompts, **more)
 
     def close(self) -> None:

@@ -7,7 +7,9 @@ import numpy as np
 
 from podrl.rollout.episodes import Episode, Request
 from podrl.rollout.session import Track
-from podrl.types import NO_EPISODE, STOP_LENGTH, Rollouts
+from podrl.types import NO_EPISODE, STOP_LENGTH, Prompts, Rollouts
+
+_PROMPTS_KEPT = 1 << 16
 
 
 class Lengths:
@@ -15,20 +17,26 @@ class Lengths:
 
     def __init__(self):
         """Knows nothing yet."""
-        self._of_prompt: dict[bytes, list[int]] = {}  # by the random keys of a prompt's samples
+        self._of_prompt: dict[bytes, list[int]] = {}  # by the random keys of a prompt's samples, and its tokens
 
     def noted(self, asked: Request, rollouts: Rollouts) -> Rollouts:
         """Hands on the samples of a request, and remembers their lengths if they are of an evaluation."""
         if asked.mode == "eval":
             length_PG = rollouts.length_B.reshape(-1, asked.group_size) - np.asarray(asked.prompts.length_P)[:, None]
-            for keys_G2, lengths in zip(asked.keys_PG2, length_PG.tolist(), strict=True):
-                self._of_prompt[keys_G2.tobytes()] = lengths
+            for p, lengths in enumerate(length_PG.tolist()):
+                self._of_prompt[_name(asked.prompts, p, asked.keys_PG2)] = lengths
+            while len(self._of_prompt) > _PROMPTS_KEPT:
+                del self._of_prompt[next(iter(self._of_prompt))]
         return rollouts
 
-    def expected(self, keys_PG2: np.ndarray) -> dict[int, float]:
+    def expected(self, prompts: Prompts, keys_PG2: np.ndarray) -> dict[int, float]:
         """The last length of each sample that was drawn before, by its row."""
-        known = [(p, self._of_prompt.get(keys_G2.tobytes(), ())) for p, keys_G2 in enumerate(keys_PG2)]
+        known = [(p, self._of_prompt.get(_name(prompts, p, keys_PG2), ())) for p in range(len(keys_PG2))]
         return {p * keys_PG2.shape[1] + g: length for p, lengths in known for g, length in enumerate(lengths)}
+
+
+def _name(prompts: Prompts, p: int, keys_PG2: np.ndarray) -> bytes:
+    return keys_PG2[p].tobytes() + prompts.tokens_PT[p, : prompts.length_P[p]].tobytes()
 
 
 def collect(

@@ -73,8 +73,10 @@ def draw(
     raw_total_R = jnp.sum(jnp.exp(logits_RV - top_R[:, None]), axis=-1)
     failed_R = ~(jnp.isfinite(raw_total_R) & (total_R > 0))
     # The first of the largest: on CPU argmax, which compares one number after the other, takes ten times as long.
-    place_RV = jnp.where(logits_RV == top_R[:, None], jnp.arange(logits_RV.shape[-1], dtype=jnp.int32), 2**31 - 1)
-    token_R = jnp.where(greedy_R, jnp.min(place_RV, axis=-1), sampled_R)
+    V = logits_RV.shape[-1]
+    first_R = jnp.min(jnp.where(logits_RV == top_R[:, None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
+    failed_R |= greedy_R & (first_R == V)  # a compiler that computes the logits twice, otherwise, would be noticed
+    token_R = jnp.where(greedy_R, first_R, sampled_R)
     token_R = jnp.where(failed_R, 0, token_R)
     chosen_R = jnp.take_along_axis(logits_RV, token_R[:, None], axis=-1)[:, 0] - top_R
     all_R = jnp.where(filtered_R, whole_R, total_R)

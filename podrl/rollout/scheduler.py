@@ -17,6 +17,8 @@ import numpy as np
 from podrl.rollout.reads import LaneReads, Page, ReadShape
 from podrl.rollout.records import Feed, Plan, PoolShape, PromptRow, Sample, Status, Store
 
+_AHEAD = 2  # times a shard's lanes, or a call's rows: samples whose prompts may be prefilled before their turn
+
 
 class _Fit(NamedTuple):
     """Places a sample's given tokens in its pages.
@@ -296,13 +298,18 @@ class Scheduler:
         for shard in sorted(self._shards, key=lambda s: (-len(s.free_lanes), s.index)):
             if not shard.free_lanes:
                 continue
-            if not shard.assigned and self._pieces and self._make_room(shard, self._pieces[-1][0], plan):
+            if self._pieces and self._goes_before(shard) and self._make_room(shard, self._pieces[-1][0], plan):
                 self._assign(shard, self._pieces.pop())
             ready = bool(shard.assigned) and shard.assigned[0].spilled_at < self._plans
             if ready and self._make_room(shard, shard.assigned[0], plan):
                 self._seat(shard, shard.assigned.pop(0), plan)
                 return True
         return False
+
+    def _goes_before(self, shard: _Shard) -> bool:
+        """True where the next piece need not wait for what is assigned: urgent, and the first of those is not, nor begun."""
+        first = shard.assigned[0] if shard.assigned else None
+        return first is None or (self._pieces[-1][0].urgent and not first.urgent and not first.grown)
 
     def _fill_calls(self, plan: Plan) -> None:
         """Prefills prompts that come next in rows that calls made for others would leave empty."""
@@ -318,7 +325,8 @@ class Scheduler:
             rows, taken = self.shape.calls[call][1], used[call]
             room = -(-max(taken.values(), default=0) // rows) * rows
             fit = [s for s in self._shards if taken[s.index] < room and sample.prompt not in s.prompts]
-            fit = [s for s in fit if self._short(s, sample) <= 0]
+            most = _AHEAD * max(self.shape.lanes, rows)
+            fit = [s for s in fit if len(s.assigned) < most and self._short(s, sample) <= 0]
             if not fit:
                 return
             shard = min(fit, key=lambda s: (len(s.assigned), s.index))
@@ -347,7 +355,8 @@ class Scheduler:
             key = ("prompt", sample.prompt, shard.index)
             row = shard.prompts.setdefault(sample.prompt, PromptRow(Store(key)))
             row.users += 1
-        shard.assigned.extend(sorted(piece, key=lambda s: (-self._expected(s), s.id)))
+        at = sum(s.grown > 0 or s.urgent for s in shard.assigned) if piece[0].urgent else len(shard.assigned)
+        shard.assigned[at:at] = sorted(piece, key=lambda s: (-self._expected(s), s.id))
 
     def _expected(self, sample: Sample) -> float:
         """Estimates a sample's new tokens: by the caller, else its finished siblings, else all finished samples."""

@@ -81,6 +81,18 @@ def test_an_evaluation_after_another_draws_the_longest_samples_first(roomy, poli
         np.testing.assert_array_equal(getattr(made[0][1], name), getattr(made[3][1], name), err_msg=name)
 
 
+def test_lengths_of_sets_whose_records_have_the_same_numbers_are_told_apart(roomy, policy, prompts_of):
+    sets, how = [prompts_of([5] * 3), prompts_of([9] * 3)], {"group_size": 2, "step": 4, "mode": "eval"}
+    made = [
+        roomy.generate(policy, prompts, sampling=Sampling(max_new=n), **how)
+        for prompts, n in zip(sets, (44, 3), strict=True)
+    ]
+    for prompts, rollouts in zip(sets, made, strict=True):
+        asked = roomy.player(prompts, group_size=2, step=4, sampling=Sampling(max_new=44)).request
+        lengths = rollouts.length_B - np.repeat(prompts.length_P, 2)
+        assert asked.expected == dict(enumerate(lengths.tolist()))
+
+
 def test_prompt_is_prefilled_once_per_group(tight, policy, prompts_of):
     tight.generate(policy, prompts_of([20, 13, 5, 2]), group_size=4, step=0)
     assert tight.stats.prefill_tokens == 19 + 12 + 4 + 1

@@ -209,6 +209,23 @@ def test_rows_of_prefill_calls_are_filled_with_the_prompts_that_come_next(calls,
     assert device.order == list(range(48))  # as they came: one that is prefilled is not seated before
 
 
+@pytest.mark.parametrize("calls", [(), ((16, 8),)])
+def test_urgent_samples_do_not_wait_for_those_whose_prompts_were_prefilled_ahead(calls):
+    shape = PoolShape(1, 4, 200, 8, 8, 4, 40, calls)
+    scheduler, wanted = Scheduler(shape), dict.fromkeys(range(52), 64)
+    device = Device(scheduler, shape, wanted, {})
+    for p in range(12):
+        scheduler.add(4 * p, 9, [(4 * p + i, 64, None) for i in range(4)])
+    for _ in range(3):
+        device.step()
+    ahead = sum(len(shard.assigned) for shard in scheduler._shards)
+    assert 4 <= ahead < 20 if calls else not ahead, "of 44: twice a call, and a piece"
+    scheduler.add(48, 9, [(48 + i, 64, None) for i in range(4)], urgent=True)
+    while 48 not in device.order:
+        device.step()
+    assert device.order.index(48) == 4, "after those that have lanes"
+
+
 def test_a_prompt_is_not_prefilled_ahead_where_pages_are_short():
     shape = PoolShape(1, 1, 3, 4, 4, 2, 3, ((8, 4),))
     scheduler = Scheduler(shape)
