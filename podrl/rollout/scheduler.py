@@ -307,7 +307,7 @@ class Scheduler:
         return False
 
     def _goes_before(self, shard: _Shard) -> bool:
-        """True where the next piece need not wait for what is assigned: urgent, and the first of those is not, nor begun."""
+        """True where the next piece need not wait for the assigned: it is urgent, and their first is not, nor begun."""
         first = shard.assigned[0] if shard.assigned else None
         return first is None or (self._pieces[-1][0].urgent and not first.urgent and not first.grown)
 
