@@ -36,7 +36,7 @@ _HALVED = {"roles.trainer.mesh": "fsdp=-1,tensor=2", "roles.rollout.mesh": "data
 _SHARED = {"trainer.share_prompts": True, "trainer.max_tokens_per_row": 1024}
 _ENGINE = ("prefill", "insert", "generate", "spill", "restore")
 _TAUGHT = {"algorithm": "opd", "model.reference": str(pathlib.Path(__file__).parents[1] / "assets" / "tiny")}
-_TRAINED = ("train step", "teacher")
+_UPDATE = ("train step",)
 
 CASES = {
     "default": Case("grpo_gemma.py"),
@@ -58,8 +58,9 @@ CASES = {
         programs=("train step", "reference"),
     ),
     # The teacher is the policy's own checkpoint; with its advantages alone the programs are those of `default`.
-    "teacher_top_k": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "top_k"}, programs=_TRAINED),
-    "teacher_full": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "full"}, programs=_TRAINED),
+    # What scores likely ids is left out: on tpu7x libtpu 0.0.42 ends the process on a failed check.
+    "teacher_top_k": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "top_k"}, programs=_UPDATE),
+    "teacher_full": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "full"}, programs=_UPDATE),
     "gemma2_2b": Case("grpo_gemma.py:gemma2_2b_v5e16", hosts=2, changes=_HALVED),
     "gemma3_4b": Case("grpo_real.py:gemma3_4b_v5e16", hosts=2, changes=_HALVED | {"roles.trainer.mesh": "fsdp=-1"}),
     "qwen3_06b": Case("grpo_real.py:qwen3_06b_v6e8", changes=_MESHES),
