@@ -10,6 +10,8 @@ import pytest
 from processes import comparable, environment, job, run, same_end
 from test_pods import process
 
+from podrl.runtime.storage import complete_steps
+
 pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
 SMALL = (
     *("--config.trainer.max_steps=6", "--config.checkpoint.every=2", "--config.eval.problems=16"),
@@ -32,6 +34,7 @@ def test_a_killed_run_ends_as_one_that_never_was(whole, tmp_path):
     name, undisturbed = whole
     with job(tmp_path / "run", base=base(name)) as started:
         started.wait_for_step(3)
+        started.wait_for("a checkpoint", lambda: complete_steps(started.workdir / "checkpoints"))  # a thread writes it
         started.kill()
     resumed = run(tmp_path / "run", base=base(name))
     assert "Resumed after step" in resumed.stdout
