@@ -107,7 +107,7 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
     (tmp_path / "podrl").symlink_to(ROOT / "podrl")
     monkeypatch.chdir(tmp_path)
     lines = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)).splitlines()
-    commands = [shlex.split(line)[3:] for line in lines]
+    commands = [shlex.split(line)[3:] for line in lines if line.startswith("python -m podrl.evaluate ")]
     assert len(commands) == 3
     tests = [{"question": "Write add.", "tests": ["assert add(1, 2) == 3"]}] * 2
     (tmp_path / "code.jsonl").write_text("".join(json.dumps(record) + "\n" for record in tests))
