@@ -5,7 +5,7 @@ import dataclasses
 import heapq
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ def _predicted(windows: Sequence[_Played], others: Sequence[_Played]) -> float:
 
 
 def _work(bench: Any, args: argparse.Namespace, rows: Sequence[tuple[Any, Any]], lengths: Sequence[np.ndarray]) -> Any:
-    """What the model counts of a window in which some batches draw a quantum, or all: a function of `waits`."""
+    """Returns a function of `waits` that counts a window's device calls by the model of podrl.plan --lengths."""
     from podrl.plan.simulate import Load, window_work
 
     config, mesh = bench.worker.config, bench.worker.mesh
@@ -104,11 +104,43 @@ def _lengths(args: argparse.Namespace, step: int) -> np.ndarray:
     return np.clip(rng.lognormal(MEAN, SIGMA, args.prompts * args.group).astype(int), 1, args.max_new)
 
 
+def in_windows(
+    config: Any,
+    begin: Callable[[int], Any],
+    longest: Callable[[int], int],
+    *,
+    windows: int,
+    steps: int,
+    staleness: int,
+) -> Iterator[list[tuple[int, Any, int | None]]]:
+    """Yields what each window is to play, the oldest batch first: (step, player, tokens that each sample may draw).
+
+    None is for all tokens: of batches that train next, which end in this window.
+
+    Args:
+      config: the engine's.
+      begin: makes the player of the batch that a step trains on.
+      longest: the most tokens of a sample of that batch.
+      windows, steps: to play, and training steps that there are.
+      staleness: versions that a sample may have.
+    """
+    from podrl.rollout.windows import Quantum
+
+    quantum, flying, begun = Quantum(config, windows=staleness), [], 0
+    for window in range(windows):
+        while begun < min(window + 1 + staleness, steps):
+            flying.append((begun, begin(begun), quantum.of(window)))
+            begun += 1
+        yield [(step, player, None if step <= window + 1 else tokens) for step, player, tokens in flying]
+        while flying and flying[0][0] <= window + 1:
+            step, *_ = flying.pop(0)
+            quantum.saw(step, longest(step))
+
+
 def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray], staleness: int) -> dict[str, Any]:
     """Means over the last windows of what the engine counted."""
     from podrl.rollout.config import Sampling
     from podrl.rollout.players import Unanswered
-    from podrl.rollout.windows import Quantum
     from podrl.types import Policy
 
     class Cut(Unanswered):
@@ -123,27 +155,24 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
             for track, b in self.rows.items():
                 track.limit, track.expected = int(self._lengths_B[b]), 1.0  # nobody knows before how long it becomes
 
-    quantum = Quantum(bench.worker.config, windows=staleness)
-    flying: list[tuple[int, Cut, int]] = []
-    counted, mixed, begun = [], [], 0
-    for window in range(STEPS - 1):
-        while begun < min(window + 1 + staleness, STEPS):
-            prompts = dataclasses.replace(bench.prompts, index_P=bench.prompts.index_P + begun * args.prompts)
-            asked = bench.worker.player(
-                prompts, group_size=args.group, step=begun, sampling=Sampling(max_new=args.max_new)
-            )
-            flying.append((begun, Cut(asked.request, lengths[begun]), quantum.of(window)))
-            begun += 1
-        rows = [(player, None if step <= window + 1 else K) for step, player, K in flying]
+    def begin(step: int) -> Cut:
+        prompts = dataclasses.replace(bench.prompts, index_P=bench.prompts.index_P + step * args.prompts)
+        sampling = Sampling(max_new=args.max_new)
+        asked = bench.worker.player(prompts, group_size=args.group, step=step, sampling=sampling)
+        return Cut(asked.request, lengths[step])
+
+    counted, mixed = [], []
+    longest: Any = lambda step: int(lengths[step].max())  # noqa: E731
+    played = in_windows(bench.worker.config, begin, longest, windows=STEPS - 1, steps=STEPS, staleness=staleness)
+    for window, flying in enumerate(played):
+        rows = [(player, K) for _, player, K in flying]
         work, started = _work(bench, args, rows, [lengths[step] for step, _, _ in flying]), time.process_time()
         for _ in bench.worker.advance(Policy(bench.policy.params, window), rows):
             pass
         stats, took = bench.worker.stats, time.process_time() - started
         made = work(2 * stats.plan_seconds / max(stats.decode_seconds, 1e-9))
         counted.append(_Played(stats, took, made.steps, made.calls))
-        while flying and flying[0][0] <= window + 1:
-            step, player, _ = flying.pop(0)
-            quantum.saw(step, int(lengths[step].max()))
+        for player in (player for player, K in rows if K is None):
             mixed.append(np.mean([len(set(track.versions)) > 1 for track in player.rows]))
     last = _counted(counted, staleness)
     names = ("decode_steps", "prefill_tokens", "lane_utilisation")

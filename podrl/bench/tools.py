@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from podrl.bench import rollout
+from podrl.bench import rollout, tail
 from podrl.bench.model import fake_devices
 
 _COUNTED = 8  # steps of a turn
@@ -143,28 +143,23 @@ def _steps(
 ) -> tuple[list[float], list[float]]:
     """Seconds and busy lanes of the windows in which as many batches are in flight as there may be."""
     from podrl.rollout.config import Sampling
-    from podrl.rollout.windows import Quantum
     from podrl.types import Policy
 
-    quantum, flying, seconds, busy, begun = Quantum(bench.worker.config, windows=staleness), [], [], [], 0
-    for window in range(staleness + _COUNTED):
-        while begun < window + 1 + staleness:
-            prompts = dataclasses.replace(bench.prompts, index_P=bench.prompts.index_P + begun * args.prompts)
-            prompts = dataclasses.replace(prompts, fields=dict(fields))
-            sampling = Sampling(max_new=args.max_new)
-            player = bench.worker.player(prompts, group_size=args.group, step=begun, sampling=sampling)
-            flying.append((begun, player, quantum.of(window)))
-            begun += 1
-        rows = [(player, None if step <= window + 1 else tokens) for step, player, tokens in flying]
+    def begin(step: int) -> Any:
+        index_P = bench.prompts.index_P + step * args.prompts
+        prompts = dataclasses.replace(bench.prompts, index_P=index_P, fields=dict(fields))
+        return bench.worker.player(prompts, group_size=args.group, step=step, sampling=Sampling(max_new=args.max_new))
+
+    windows, seconds, busy, flying = staleness + _COUNTED, [], [], []
+    how: Any = {"windows": windows, "steps": windows + staleness, "staleness": staleness}
+    for window, flying in enumerate(tail.in_windows(bench.worker.config, begin, lambda step: args.max_new, **how)):
+        rows = [(player, tokens) for _, player, tokens in flying]
         started = time.perf_counter()
         for _ in bench.worker.advance(Policy(bench.policy.params, window), rows, calls=1 if staleness > 1 else None):
             pass
         seconds.append(time.perf_counter() - started)
         busy.append(bench.worker.stats.lane_utilisation)
-        for step, _, _ in [each for each in flying if each[0] <= window + 1]:
-            quantum.saw(step, args.max_new)
-            flying.pop(0)
-    for _, player, _ in flying:
+    for player in (player for _, player, tokens in flying if tokens is not None):
         player.abandon()
     return seconds[staleness:], busy[staleness:]
 

@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 class _Seen:
-    """What a run's directory says of its steps after the first ones.
+    """Reads what a run measured in its steps after the first ones.
 
     Attributes:
       staleness, load: of the run.

@@ -229,7 +229,7 @@ class RLCluster:
             sampling = self.config.rollout(mode).sampling()
         policy = self.sync_weights() if policy is None else policy
         ours = isinstance(self.config.rollout_engine, str)
-        more: Any = {"mode": mode.value, "ended": ended} if ours else {"mode": mode.value} if self.partner else {}
+        more: Any = ({"mode": mode.value} if ours or self.partner else {}) | ({"ended": ended} if ours else {})
         return self.rollout.generate(policy, prompts, group_size=group_size, step=step, sampling=sampling, **more)
 
     def buffer_metrics(self, metrics: Mapping[str, float], mode: Mode = Mode.TRAIN) -> None:

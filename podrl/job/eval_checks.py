@@ -40,38 +40,23 @@ def check_evaluation(job: Any) -> None:
 
 
 def _check_devices(job: Any) -> None:
-    """Refuses devices and hosts for evaluations that cannot have any of their own."""
-    if job.roles.eval.hosts:
-        _check_hosts(job)
+    """Refuses devices, or hosts, for evaluations that cannot have any of their own."""
+    mesh, hosts = job.roles.eval.mesh, job.roles.eval.hosts
+    if hosts:
+        asks, leave = f"roles.eval.hosts={hosts!r} names hosts that evaluate and do nothing else", "leave it empty"
+    elif mesh != ROLLOUT:
+        asks, leave = f"roles.eval.mesh={mesh!r} evaluates on devices of its own", f"say {ROLLOUT!r}"
+    else:
         return
-    if (mesh := job.roles.eval.mesh) == ROLLOUT:
-        return
-    asks = f"roles.eval.mesh={mesh!r} evaluates on devices of its own"
     if job.kind.given:
+        rather = "roles.rollout.hosts these hosts" if hosts else "roles.rollout.mesh the devices"
         raise ValueError(
-            f"{asks}, and with algorithm={job.section} the rollout mesh does nothing else: say {ROLLOUT!r}, and give "
-            "roles.rollout.mesh the devices."
+            f"{asks}, and with algorithm={job.section} the rollout mesh does nothing else: {leave}, and give {rather}."
         )
     if job.eval.beside:
-        raise ValueError(f"{asks}, and eval.beside=True on the rollout's: say {ROLLOUT!r}, or set eval.beside=False.")
-    if job.env.used or job.reward.model:
+        raise ValueError(f"{asks}, and eval.beside=True on the rollout's: {leave}, or set eval.beside=False.")
+    if not hosts and (job.env.used or job.reward.model):
         what = "environments are" if job.env.used else f"reward.model={job.reward.model!r} is"
-        raise ValueError(
-            f"{asks}, while samples are trained on, and the job's {what} used by one at a time: say {ROLLOUT!r}."
-        )
+        raise ValueError(f"{asks}, while samples are trained on, and the job's {what} used by one at a time: {leave}.")
     if not (job.eval.problems or job.eval.sets):
-        raise ValueError(f"{asks}, and eval.problems=0 leaves evaluations out: say {ROLLOUT!r}.")
-
-
-def _check_hosts(job: Any) -> None:
-    """Refuses hosts for evaluations alone where there are none to make, or others do nothing else."""
-    asks = f"roles.eval.hosts={job.roles.eval.hosts!r} names hosts that evaluate and do nothing else"
-    if job.kind.given:
-        raise ValueError(
-            f"{asks}, and with algorithm={job.section} rollout hosts do just that: leave it empty, and give "
-            "roles.rollout.hosts these hosts."
-        )
-    if job.eval.beside:
-        raise ValueError(f"{asks}, and eval.beside=True has the rollout hosts evaluate: leave one of them out.")
-    if not (job.eval.problems or job.eval.sets):
-        raise ValueError(f"{asks}, and eval.problems=0 leaves evaluations out: leave roles.eval.hosts empty.")
+        raise ValueError(f"{asks}, and eval.problems=0 leaves evaluations out: {leave}.")

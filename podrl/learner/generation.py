@@ -256,13 +256,13 @@ class Generator:
         more: Any = {"group_size": group_size, "step": step, "sampling": sampling, "ended": ended}
         try:
             rollouts = self._cluster.generate(prompts, policy, **more)
-            self._work()
+            self._count_work()
             started = time.monotonic()
             return rollouts, self._rewards_of(rollouts, group_size, batch), time.monotonic() - started
         finally:
             batch.cancel()
 
-    def _work(self) -> None:
+    def _count_work(self) -> None:
         """Adds what the engine counted in its last call to the batch's metrics, where the engine is podrl's."""
         if isinstance(self._cluster.config.rollout_engine, str):
             added = self._cluster.rollout.stats.metrics()
@@ -349,7 +349,7 @@ class Generator:
             for making in makings:
                 making.rewards.cancel()
             raise
-        self._work()
+        self._count_work()
         return self._gathered(makings, prompts, time.perf_counter() - started)
 
     def _signals_known(self, making: Making) -> np.ndarray:

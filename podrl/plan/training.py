@@ -86,14 +86,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     passes = job.updates_per_step / algo.num_iterations
     fixed = (frozen, held) if how.whole else frozen
     programs = [
-        Program(
-            "train step",
-            TRAINER,
-            lambda: update.lower(state, fixed, batch),  # pyright: ignore[reportFunctionMemberAccess]
-            job.updates_per_step,
-            resident=0.0 if how.whole else reference,
-            trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
-        )
+        _update_program("train step", update, (state, fixed, batch), setting, resident=0.0 if how.whole else reference)
     ]
     if setting.reference is not None and (teacher is None or teacher.sampled):
         compared = logprobs(setting.reference)
@@ -118,12 +111,12 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
 
 
 def _layout(batch: Batch[Any]) -> Batch[Layout]:
-    """What scoring reads of a batch."""
+    """Selects the part of a batch that scoring reads."""
     return Batch(batch.rows.layout, batch.micro_batches)
 
 
 def _with_teacher(batch: Batch[PolicyRows], teacher: Distillation, mesh: Mesh) -> Batch[Any]:
-    """A packed batch as shapes, with what the update reads of a teacher beside its weights."""
+    """Adds to a packed batch, as shapes, what the update reads of a teacher beside its weights."""
     rows = batch.rows
     if teacher.sampled:
         return batch
@@ -164,13 +157,7 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
     shape = setting.job.pack_shape(mesh)
     batch = state_lib.abstract_batch(CriticRows, shape, mesh)
     programs = [
-        Program(
-            "critic step",
-            TRAINER,
-            lambda: update.lower(state, frozen, batch),  # pyright: ignore[reportFunctionMemberAccess]
-            job.updates_per_step,
-            trips=_training_trips(setting, shape, looped=shape.micro_batches > 1),
-        ),
+        _update_program("critic step", update, (state, frozen, batch), setting),
         Program(
             "values",
             TRAINER,
@@ -181,6 +168,17 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
         ),
     ]
     return programs, device_bytes(state) + (device_bytes(frozen) if job.model.critic else 0.0)
+
+
+def _update_program(
+    name: str, update: Any, args: tuple[Any, ...], setting: Setting, *, resident: float = 0.0
+) -> Program:
+    """Makes the program of an update, which loops over micro-batches where there can be several."""
+    shape = setting.job.pack_shape(setting.trainer_mesh())
+    trips = _training_trips(setting, shape, looped=shape.micro_batches > 1)
+    return Program(
+        name, TRAINER, lambda: update.lower(*args), setting.job.updates_per_step, resident=resident, trips=trips
+    )
 
 
 def _planned(setting: Setting, shape: PackShape) -> Placement:

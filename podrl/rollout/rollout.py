@@ -326,7 +326,7 @@ class RolloutWorker:
             max(self.config.response_tokens, sampling.max_new),
             mode,
             step if mode == "train" else version,
-            self._lengths.expected(prompts, keys_PG2),
+            self._lengths.expected(prompts, keys_PG2) if mode == "eval" else {},
         )
 
     def _run(

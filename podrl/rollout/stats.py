@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 class Meter:
     """Tells seconds of prefill from seconds of decoding.
 
-    Where the device has nothing else to do, as when a window begins, prefill calls are waited for before the first
-    dispatch is launched, with nothing left to do for it: that costs the device one launch. Calls between dispatches are
+    Where no dispatch is in flight, as when a window begins, prefill calls are waited for before the next one is
+    launched, with nothing left to do for it: that costs the device one launch. Calls behind a dispatch in flight are
     taken to be as long as those, and decoding is the rest of the time until the last dispatch is read.
 
     Attributes:
@@ -148,7 +148,7 @@ class RolloutStats:
         )
 
     def metrics(self) -> Mapping[str, float]:
-        """What a step's record says of the engine's work."""
+        """Returns the metrics of a step that tell the engine's work: seconds and counts."""
         return {
             "time/prefill": self.prefill_seconds,
             "time/decode": self.decode_seconds,

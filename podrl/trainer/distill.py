@@ -21,7 +21,7 @@ from podrl.types import Batch, Layout, PyTree, Ratio
 
 @dataclasses.dataclass(frozen=True)
 class Taught:
-    """What an exact divergence from a teacher changes in the programs of an update.
+    """Tells `make_train_step` how an exact divergence from a teacher changes the programs of an update.
 
     Attributes:
       step: arguments of `make_train_step`.

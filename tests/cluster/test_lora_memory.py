@@ -112,9 +112,10 @@ def test_the_engine_knows_which_samples_are_of_an_evaluation(cluster):
     sampling = Sampling(temperature=1.0, max_new=T - 8)
     for mode, known in ((Mode.TRAIN, False), (Mode.EVAL, True), (Mode.EVAL, True)):
         rollouts = cluster.generate(["a", "bc", "d"], mode=mode, group_size=2, step=5, sampling=sampling)
-        expected = cluster.rollout.player(rollouts.prompts, group_size=2, step=5, sampling=sampling).request.expected
         lengths = rollouts.length_B - np.repeat(rollouts.prompts.length_P, 2)
-        assert expected == dict(enumerate(lengths.tolist()) if known else ())
+        for asked, looks in (("train", False), ("eval", True)):
+            again = cluster.rollout.player(rollouts.prompts, group_size=2, step=5, sampling=sampling, mode=asked)
+            assert again.request.expected == dict(enumerate(lengths.tolist()) if known and looks else ())
 
 
 def test_metrics_of_users_are_averaged_once_and_handed_to_their_loggers(cluster):

@@ -88,7 +88,7 @@ def test_lengths_of_sets_whose_records_have_the_same_numbers_are_told_apart(room
         for prompts, n in zip(sets, (44, 3), strict=True)
     ]
     for prompts, rollouts in zip(sets, made, strict=True):
-        asked = roomy.player(prompts, group_size=2, step=4, sampling=Sampling(max_new=44)).request
+        asked = roomy.player(prompts, sampling=Sampling(max_new=44), **how).request
         lengths = rollouts.length_B - np.repeat(prompts.length_P, 2)
         assert asked.expected == dict(enumerate(lengths.tolist()))
 

@@ -49,7 +49,7 @@ class EvaluationShares:
         self._asking: dict[int, futures.Future[Message]] = {}  # by host
         self._waited = False  # for the scores
         pod.on_evaluator_lost = self._lost
-        pod.waiting.append(self._lacks)
+        pod.waiting.append(self._waits_for)
         for name, answer in (("share", self._on_ask), ("share made", self._on_made), ("share leaves", self._on_leaves)):
             pod.channel.serve(name, answer)
 
@@ -105,7 +105,8 @@ class EvaluationShares:
     def _there(self) -> list[int]:
         return [host for host in self._pod.seat.hosts.eval if not self._pod.is_lost(host)]
 
-    def _lacks(self) -> str:
+    def _waits_for(self) -> str:
+        """Names the shares that scores are waited for, and who makes them; '' where nobody waits."""
         if not self._waited or not (left := len(self._hosts) - len(self._made)):
             return ""
         if not self._there():

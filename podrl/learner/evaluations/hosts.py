@@ -107,10 +107,10 @@ class GivenEvaluations:
         return step, summarised(scores), samples[: len(messages[0].value["samples"])]
 
     def unsaved(self) -> bool:
-        """Returns True, on all trainer hosts alike, if the leader lacks an evaluation that is not made any more.
+        """Returns True, on all trainer hosts alike, if a checkpoint now would lose an evaluation.
 
-        After a batch has failed that is the one begun, which evaluation hosts still make; and one that has failed
-        itself, which is owed by a run that goes on from before it.
+        One that has failed is made again by a run that goes on from before it. After a batch has failed, rollout hosts
+        do not end the one begun either; evaluation hosts do.
         """
         if self._failed:
             return True
