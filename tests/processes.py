@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 from metric_names import unlisted
 from quick_runs import process_environment
+from waits import PATIENCE_S, is_running, until
 
 from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import read_metrics
@@ -85,11 +85,18 @@ class Job:
 
     def wait_for(self, what: str, happened: Callable[[], bool], every_s: float = 0.002) -> None:
         """Returns as soon as `happened()`; fails when the process ends first or the deadline passes."""
-        end = time.monotonic() + DEADLINE_S
-        while not happened():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.stderr}"
-            assert time.monotonic() < end, f"{what} did not happen within {DEADLINE_S} s:\n{self.stdout}{self.stderr}"
-            time.sleep(every_s)
+
+        def looked() -> bool:
+            found = happened()
+            assert found or self.process.poll() is None, (
+                f"ended with {self.process.returncode} before {what}:\n{self.stderr}"
+            )
+            return found
+
+        try:
+            until(looked, what, every_s=every_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}:\n{self.stdout}{self.stderr}") from None
 
     def wait_for_step(self, step: int) -> None:
         """Returns as soon as the training record of `step` is in metrics.jsonl."""
@@ -104,7 +111,7 @@ class Job:
     def kill(self) -> None:
         """Sends SIGKILL: no handler runs, nothing is flushed."""
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(PATIENCE_S)
 
     def end(self) -> int:
         """Waits for the process to end by itself; returns its exit code."""
@@ -144,14 +151,9 @@ def run(workdir: pathlib.Path, *args: str, code: int = 0, **kwargs) -> Job:
     return done
 
 
-def gone(pids: Sequence[int]) -> list[int]:
-    """Waits for orphaned processes to end; returns those that did not."""
-    end = time.monotonic() + 20
-    left = list(pids)
-    while left and time.monotonic() < end:
-        left = [pid for pid in left if _parent(pid) is not None]
-        time.sleep(0.02)
-    return left
+def await_end(pids: Sequence[int]) -> None:
+    """Returns as soon as none of these processes runs."""
+    until(lambda: not any(map(is_running, pids)), f"the end of {list(pids)}")
 
 
 def _processes() -> list[int]:

@@ -3,8 +3,9 @@
 import contextlib
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
+
+from waits import until
 
 
 @contextlib.contextmanager
@@ -12,12 +13,14 @@ def serving(command: Sequence[str], port: int, env: Mapping[str, str] | None = N
     """Runs a command whose process listens on `port` once it is yielded; it is killed at the end."""
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
+
+        def listens() -> bool:
             assert process.poll() is None, "the server did not start"
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.05)
+                return True
+            return False
+
+        until(listens, f"a server on port {port}")
         yield process
     finally:
         process.kill()

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from processes import SMALL, TWO_DEVICES, job, run, trained_steps
+from waits import until
 
 from podrl.rundir.run import Run
 from podrl.runtime import lock
@@ -138,9 +139,7 @@ def test_a_lease_is_renewed_and_given_back(shared):
     place, record = shared
     taken = Lock(place, "run")
     first = Owner.parse(record.read())
-    end = time.monotonic() + 60
-    while Owner.parse(record.read()) == first and time.monotonic() < end:
-        time.sleep(0.02)
+    until(lambda: Owner.parse(record.read()) != first, "the renewal of the lease")
     now = Owner.parse(record.read())
     assert first is not None and now is not None and now.beat > first.beat and now.token == first.token
     with pytest.raises(ValueError, match="in use by"):
@@ -181,12 +180,13 @@ def test_a_lease_of_elsewhere_that_is_renewed_is_respected(shared, monkeypatch):
 def test_an_owner_whose_lease_was_taken_over_ends(shared):
     place, record = shared
     taken = Lock(place, "run")
-    end = time.monotonic() + 60
+
+    def check() -> None:
+        record.write_text(_elsewhere().text())
+        taken.check()
+
     with pytest.raises(ValueError, match=r"--workdir=run was taken over by process .* on far"):
-        while time.monotonic() < end:
-            record.write_text(_elsewhere().text())
-            time.sleep(0.02)
-            taken.check()
+        until(check)
     taken.release()
     assert Owner.parse(record.read()) is not None, "the lease of the other stays"
 

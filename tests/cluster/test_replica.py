@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from endpoints import joined
+from waits import PATIENCE_S, until
 
 from podrl.cluster.replica import Head, follow
 from podrl.rollout.device import CALLS
@@ -84,17 +85,14 @@ def test_all_hosts_make_the_heads_calls_in_its_order(pods, monkeypatch):
     tell("close")
     tell("sleep")
     tell("end", 7)
-    assert [each.result(60) for each in ended] == [7, 7] and run.profiler.wanted == [3, 5]
+    assert [each.result(PATIENCE_S) for each in ended] == [7, 7] and run.profiler.wanted == [3, 5]
     expected = [call for call in told if call[0] not in ("step", "end")]
     for part in parts:
         assert len(part.made) == len(expected)
         for mine, call in zip(part.made, expected, strict=True):
             assert mine[0] == call[0] and all(np.array_equal(x, y) for x, y in zip(mine[1:], call[1:], strict=True))
-    end = time.monotonic() + 20
     board = pods[1].channel._board
-    while sum(key.startswith("replica/") for key in board) > 8 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert sum(key.startswith("replica/") for key in board) <= 8  # what all have read is not kept
+    until(lambda: sum(key.startswith("replica/") for key in list(board)) <= 8, "the removal of what all have read")
 
 
 @pytest.mark.parametrize(
@@ -112,16 +110,16 @@ def test_a_call_that_does_not_fit_is_refused(pods, calls, message):
         head.tell(name, args)
     (ended,) = followed(pods[2:3], [Part()], run_of())
     with pytest.raises(ValueError, match=message):
-        ended.result(60)
+        ended.result(PATIENCE_S)
 
 
 def test_a_host_that_is_asked_to_stop_tells_the_leader(pods):
     asked, stops = threading.Event(), []
     pods[0].channel.serve("reached", lambda message: stops.append(message.value) or asked.set() or Message())
     (ended,) = followed(pods[2:3], [Part()], run_of(stopping=lambda: True))
-    assert asked.wait(20)
+    assert asked.wait(PATIENCE_S)
     Head(pods[1]).tell("end", (4,))
-    assert ended.result(20) == 4 and stops == [{"process": 2, "step": 0, "stop": True}]
+    assert ended.result(PATIENCE_S) == 4 and stops == [{"process": 2, "step": 0, "stop": True}]
 
 
 def test_a_host_of_a_split_job_that_is_asked_to_stop_tells_its_head_and_all_of_them_leave(pods, monkeypatch):
@@ -140,11 +138,11 @@ def test_a_host_of_a_split_job_that_is_asked_to_stop_tells_its_head_and_all_of_t
         pod.seat = dataclasses.replace(pod.seat, disposable=True)
     head = Head(pods[1], stops=asked.set)
     ended = followed(pods[2:], [Part(), Part()], run_of(stopping=lambda: True))
-    assert asked.wait(20)
+    assert asked.wait(PATIENCE_S)
     head.tell("leave", ())
     for each in ended:
         with pytest.raises(LeftError):
-            each.result(20)
+            each.result(PATIENCE_S)
     assert sorted(left) == [("rollout 0.1", 75), ("rollout 0.2", 75)]
 
 
@@ -172,13 +170,13 @@ def test_a_replica_comes_together_once(pods):
     """A host that is started again is not let into the cluster that its loss ends, but into the next."""
     threads = ThreadPoolExecutor(4)
     first = [threads.submit(joining.gather_replica, pod, "unix:/tmp/x/coordinator", 20.0) for pod in pods[1:]]
-    (place,) = {each.result(20) for each in first}
+    (place,) = {each.result(PATIENCE_S) for each in first}
     assert place.startswith("unix:/tmp/x/coordinator-")
     again = threads.submit(joining.gather_replica, pods[3], "unix:/tmp/x/coordinator", 20.0)
     time.sleep(1.5)
     assert not again.done()
     second = [threads.submit(joining.gather_replica, pod, "127.0.0.1:1", 20.0) for pod in pods[1:3]]
-    (other,) = {each.result(20) for each in [*second, again]}
+    (other,) = {each.result(PATIENCE_S) for each in [*second, again]}
     host, _, port = other.rpartition(":")
     assert host == "127.0.0.1" and int(port) > 1
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from processes import gone, job, run, trained_steps
+from processes import await_end, job, run, trained_steps
 
 from podrl.runtime.checkpoint import read_state
 
@@ -55,7 +55,7 @@ def test_a_reward_function_that_fails(way, tmp_path):
         failed.wait_for_step(1)
         workers = failed.children()
         failed.finish(42 if way == "away" else 1)
-    assert gone(workers) == []
+    await_end(workers)
     assert "Traceback (most recent call last)" not in failed.stderr or way == "raises"
     message = failed.stderr[failed.stderr.index("podrl: error: ") :]
     assert len(message.splitlines()) <= 24

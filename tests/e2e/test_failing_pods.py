@@ -9,6 +9,7 @@ import time
 import pytest
 from processes import job
 from test_pods import process
+from waits import until
 
 from podrl.launch import find_config
 
@@ -50,12 +51,9 @@ def _lines_by_host(stderr: str) -> dict[str, list[str]]:
     return said
 
 
-def _is_over(descendants) -> bool:
-    """True if all descendants end soon."""
-    end = time.monotonic() + 10
-    while descendants() and time.monotonic() < end:
-        time.sleep(0.1)
-    return not descendants()
+def _end_of(descendants) -> None:
+    """Waits until no descendant is left."""
+    until(lambda: not descendants(), "the end of all processes", every_s=0.1)
 
 
 def test_a_reward_function_that_raises_is_shown_once(tmp_path, descendants):
@@ -67,7 +65,7 @@ def test_a_reward_function_that_raises_is_shown_once(tmp_path, descendants):
     said = _lines_by_host(running.stderr)
     assert {host: len(lines) for host, lines in said.items()} == dict.fromkeys(said, 1) and len(said) == 4, said
     assert all("Reward function broken failed" in lines[0] for lines in said.values())
-    assert _is_over(descendants)
+    _end_of(descendants)
 
 
 # Makes publishing fail after the first step on the named hosts, as an error of podrl would.
@@ -117,7 +115,7 @@ def test_an_error_on_one_host_or_on_all_is_shown_once(hosts, tmp_path, descendan
     said = _lines_by_host(running.stderr)
     assert all(len(lines) == 1 and "LookupError: not there" in lines[0] for lines in said.values()), said
     assert len(said) == 3  # and the fourth is the one that shows it in full
-    assert _is_over(descendants)
+    _end_of(descendants)
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -141,4 +139,4 @@ def test_a_trainer_that_dies_in_a_collective_is_told_in_a_line(host, tmp_path, d
     else:  # with it goes the service of jax's cluster, whose members jax ends
         assert running.stderr.count("Terminating process because the JAX distributed service") + len(said) == 3
     assert f"trainer {host} ended with signal SIGKILL; the others have to end too" in running.stderr
-    assert _is_over(descendants)
+    _end_of(descendants)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from processes import TWO_DEVICES, Job, comparable, gone, job, run, same_end, same_weights, samples, trained_steps
+from processes import TWO_DEVICES, Job, await_end, comparable, job, run, same_end, same_weights, samples, trained_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
 EVALUATING = (TWO_DEVICES, "--config.trainer.eval_every_n_steps=2")
@@ -27,7 +27,7 @@ def killed(workdir: pathlib.Path, wait: Callable[[Job], None], *args: str) -> No
         wait(started)
         workers = started.children()
         started.kill()
-    assert gone(workers) == []
+    await_end(workers)
 
 
 def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:

@@ -8,11 +8,11 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
 from processes import DEADLINE_S, SMALL, environment, run, same_end, trained_steps
+from waits import until
 
 from launch import gke, gke_add
 from podrl.runtime.local_pod import free_ports
@@ -98,10 +98,11 @@ class Set:
 
 
 def wait_for_step(workdir: pathlib.Path, step: int, alive) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not ((workdir / "metrics.jsonl").exists() and step in trained_steps(workdir)):
-        assert alive() and time.monotonic() < end
-        time.sleep(0.02)
+    def trained() -> bool:
+        assert alive()
+        return (workdir / "metrics.jsonl").exists() and step in trained_steps(workdir)
+
+    until(trained, f"step {step}")
 
 
 def test_a_jobset_is_preempted_restarted_and_finishes(tmp_path, undisturbed):

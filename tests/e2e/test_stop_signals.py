@@ -4,7 +4,7 @@ import pathlib
 import signal
 
 import pytest
-from processes import TWO_DEVICES, gone, job, run, same_end, trained_steps
+from processes import TWO_DEVICES, await_end, job, run, same_end, trained_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -24,7 +24,8 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(number, uninterrup
         workers = stopped.children()
         stopped.signal(number)
         stopped.finish(75)
-    assert workers and gone(workers) == []
+    assert workers
+    await_end(workers)
     assert f"{signal.Signals(number).name}: stopping" in stopped.stderr
     assert "Traceback" not in stopped.stderr
     done = trained_steps(workdir)

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from processes import gone
+from processes import await_end
 from servers import serving
 from test_played_episodes import call, most_at_once, outputs, play, processes
 
@@ -119,7 +119,7 @@ def test_a_call_is_made_again_after_the_process_of_the_sessions_died():
         (say,) = episodes.poll(60)
         assert outputs([None, say]) == ["waited 0.5"]
         others.add(first)
-        assert gone([server]) == []
+        await_end([server])
         episodes.cancel(1)
         waiting(episodes, call("slow", "100"))
         for _ in range(3):

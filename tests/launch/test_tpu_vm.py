@@ -12,10 +12,10 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 
 import pytest
+from waits import PATIENCE_S, until
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "launch" / "tpu_vm.sh"
@@ -91,7 +91,9 @@ class Pod:
 
     def __call__(self, *words: str, ok: bool | None = True) -> subprocess.CompletedProcess:
         command = [str(self.checkout / "launch" / "tpu_vm.sh"), *words]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         assert ok is None or (done.returncode == 0) == ok, done.stdout + done.stderr
         return done
 
@@ -110,14 +112,13 @@ class Pod:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 30
         homes = [home for home in self.root.glob("w[0-9]")]
-        while time.monotonic() < deadline:
+
+        def said() -> bool:
             logs = [[*home.glob("podrl-run/logs/*.log")] for home in homes]
-            if all(paths and text in paths[0].read_text() for paths in logs):
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"{text!r} not in every log")
+            return all(paths and text in paths[0].read_text() for paths in logs)
+
+        until(said, f"{text!r} in every log")
 
 
 @pytest.fixture
@@ -201,9 +202,7 @@ def test_another_tpu_joins_the_job_with_its_flags_its_variables_and_its_secret(p
         done = run("more", "y", python, "--join=t", "--join_zone=z", "--env=MORE=2", "--detach")
         home = run.root / "more" / "w1" / "podrl-run"
         log = home / "logs"
-        end = time.monotonic() + 30
-        while not any("ready" in path.read_text() for path in log.iterdir()) and time.monotonic() < end:
-            time.sleep(0.05)
+        until(lambda: any("ready" in path.read_text() for path in log.iterdir()))
         said = "".join(path.read_text() for path in log.iterdir())
         assert f"arguments {json.dumps([*flags, '--join=10.0.0.2:8483'])} NOTE=two words attempt 0" in said
         theirs, mine = ((each / "code" / ".podrl-secret").read_text() for each in (run.root / "w0" / "podrl-run", home))
@@ -258,12 +257,12 @@ def test_status_stacks_and_kill(pod):
     run.wait_for("most recent call first")
 
     with (run.root / "w1" / "dev" / "accel0").open() as device:
-        holder = subprocess.Popen(["sleep", "60"], stdin=device)
+        holder = subprocess.Popen(["sleep", "6000"], stdin=device)
     lock = run.root / "w0" / "libtpu_lockfile"
     lock.touch()
     killed = run("t", "z", "--kill", "--grace=20").stdout
     assert killed.count("exit status 75") == 2
-    assert holder.wait(timeout=5) == -9 and f"killing process {holder.pid}: sleep 60" in killed
+    assert holder.wait(timeout=PATIENCE_S) == -9 and f"killing process {holder.pid}: sleep 6000" in killed
     assert not lock.exists()
     run.wait_for("saved")
     assert run("t", "z", "--status").stdout.count("ended with exit status 75") == 2
@@ -308,7 +307,7 @@ def test_ctrl_c_stops_following_and_not_the_run(pod):
         if ready == 2:
             break
     os.killpg(following.pid, signal.SIGINT)  # as a terminal does
-    following.communicate(timeout=30)
+    following.communicate(timeout=PATIENCE_S)
     assert following.returncode != 0
     status = run("t", "z", "--status").stdout
     assert "[w0] running, pid" in status and "[w1] running, pid" in status
@@ -320,7 +319,7 @@ def test_after_a_reboot_another_process_of_the_same_number_is_left_alone(pod):
     run("t", "z", f"--python={sys.executable}", "--", "--config=c.py")
     state = run.root / "w0" / "podrl-run" / "state"
     (state / "exit_code").unlink()
-    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    stranger = subprocess.Popen(["sleep", "6000"], start_new_session=True)
     (state / "pid").write_text(f"{stranger.pid}\n")
     for boot in (None, "another-boot"):
         if boot is not None:

@@ -7,10 +7,10 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import real_xpk
+from waits import PATIENCE_S, until
 
 from launch import xpk
 
@@ -194,17 +194,15 @@ def run_container(tmp_path: pathlib.Path, shell: list[str]) -> None:
         "import os, pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: os._exit(75))\n"
         f"pathlib.Path({str(tmp_path)!r}, 'started').write_text(' '.join(sys.argv[1:]))\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     program.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     container = subprocess.Popen(shell, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until((tmp_path / "started").exists)
     assert (tmp_path / "started").read_text().startswith("-m podrl.launch --config=grpo_gemma.py")
     container.send_signal(signal.SIGTERM)
-    output, _ = container.communicate(timeout=40)
+    output, _ = container.communicate(timeout=PATIENCE_S)
     assert container.returncode == 75, output
     assert "EXIT_CODE=75" in output
 

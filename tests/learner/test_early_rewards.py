@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-import time
 import types
 from typing import Any
 
 import numpy as np
 import pytest
+from waits import until
 
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
@@ -91,10 +91,8 @@ def test_a_reward_is_there_before_the_last_sample_ends(calls, done, tmp_path):
     def wait(b):
         if b != order[-1]:
             return
-        wanted, end = [tmp_path / f"said {sample}" for sample in done], time.monotonic() + 60
-        while not all(path.exists() for path in wanted):
-            assert time.monotonic() < end, "the rewards of what has ended wait for the last sample"
-            time.sleep(0.01)
+        wanted = [tmp_path / f"said {sample}" for sample in done]
+        until(lambda: all(path.exists() for path in wanted), "the scoring of ended samples before the last sample ends")
         assert not (tmp_path / "said 1").exists()
 
     experience = made(tmp_path, Engine(order, wait), "notes", calls=calls)
@@ -133,10 +131,7 @@ def test_calls_that_are_dear_are_few_and_said_while_they_are_waited_for(tmp_path
 
     def wait(b):
         if b == 4:
-            end = time.monotonic() + 60
-            while not (tmp_path / "begun").exists():
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            until((tmp_path / "begun").exists)
         if b == 1:
             said.append(said[0]())
             (tmp_path / "go").touch()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from endpoints import joined
+from waits import PATIENCE_S
 
 from podrl.data.curriculum import ChosenStream
 from podrl.data.pools import Curriculum, CurriculumConfig
@@ -218,7 +219,7 @@ class Pods:
         """Adds a host, under a new number or one that was there."""
         address, secret = self.leader.channel.address, {"PODRL_SECRET": "s"}
         seat = Seat(number, HOSTS, address, "s", True) if number else joining.late_seat(address, secret, 30.0)
-        pod = Pod(seat, host="127.0.0.1").join(30.0, lambda reached, waited_s: "")
+        pod = Pod(seat, host="127.0.0.1").join(PATIENCE_S, lambda reached, waited_s: "")
         self.there.append(Member(pod, self._weights, self._schedule, self._chosen))
 
 
@@ -323,9 +324,9 @@ def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
             assert waiting.is_alive()
         late = joining.late_seat(pods[0].channel.address, {"PODRL_SECRET": "s"}, 30.0)
         assert late.late and late.process == 3 and late.hosts.name(3) == "rollout 2"
-        pod = Pod(late, host="127.0.0.1").join(30.0, lambda reached, waited_s: "")
+        pod = Pod(late, host="127.0.0.1").join(PATIENCE_S, lambda reached, waited_s: "")
         assert Told(pod, 30.0).enter()["step"] == 0
-        waiting.join(30.0)
+        waiting.join(PATIENCE_S)
         assert held == [Lease("batch/0", 0, 2, 3), Lease("batch/0", 2, 4, 3)] and pods[0].waits() == ""
         pod.channel.close()
 
@@ -339,7 +340,7 @@ def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
         for step in (4, 5):
             leader.advance(step, lambda: {"step": 4}, waits=False)
         late = joining.late_seat(pods[0].channel.address, {"PODRL_SECRET": "s"}, 30.0)
-        pod = Pod(late, host="127.0.0.1").join(30.0, lambda reached, waited_s: "")
+        pod = Pod(late, host="127.0.0.1").join(PATIENCE_S, lambda reached, waited_s: "")
         Told(pod, DEADLINE_S).enter()
         for lost, others in ((2, [1, 1]), (1, [3, 3])):
             pods[0].on_lost(lost)
@@ -373,9 +374,9 @@ def test_a_host_with_nothing_left_to_do_takes_over_a_share_of_the_last_evaluatio
         going.join(0.5)
         pods[0].on_lost(2)
         waiting.start()
-        waiting.join(20.0)
+        waiting.join(PATIENCE_S)
         assert [(step, metrics["eval/x"]) for step, metrics, _ in found] == [(5, 0.5)]
-        going.join(20.0)
+        going.join(PATIENCE_S)
         assert not going.is_alive()
         leader.close()
 
@@ -390,9 +391,9 @@ def test_a_host_that_waits_for_weights_can_make_what_another_was_to_make():
         moving = threading.Thread(target=lambda: moved.append(host.move(5, in_place=True)), daemon=True)
         moving.start()
         moving.join(0.3)
-        assert host._thread.submit(lambda: "made").result(20.0) == "made" and not moved
+        assert host._thread.submit(lambda: "made").result(PATIENCE_S) == "made" and not moved
         weights.offers().sync_weights(5, in_place=True)
-        moving.join(20.0)
+        moving.join(PATIENCE_S)
         assert moved == [Policy({}, 5)]
         host.close()
 
@@ -422,7 +423,7 @@ def test_the_last_host_that_is_stopped_before_training_ends_the_job(monkeypatch)
         pods[1]._tell_leader(75, "SIGTERM before there was anything new to save")
         assert lost == [1] and not ended.is_set()
         pods[2]._tell_leader(75, "SIGTERM before there was anything new to save")
-        assert ended.wait(30.0) and lost == [1]
+        assert ended.wait(PATIENCE_S) and lost == [1]
 
 
 def test_hosts_that_wait_to_be_let_in_learn_of_the_batches_that_a_checkpoint_holds_in_part(monkeypatch):
@@ -456,7 +457,7 @@ def test_a_job_takes_in_whoever_asked_for_a_number_alone():
         address = pods[0].channel.address
         stranger = Pod(Seat(9, HOSTS, address, "s", True), host="127.0.0.1")
         with pytest.raises(ChannelError, match="host 9 is not of this job: a new host asks for its number"):
-            stranger.join(30.0, lambda reached, waited_s: "")
+            stranger.join(PATIENCE_S, lambda reached, waited_s: "")
         stranger.channel.close()
         with pytest.raises(ValueError, match=r"--join=nowhere must be HOST:PORT"):
             joining.late_seat("nowhere", {"PODRL_SECRET": "s"}, 30.0)

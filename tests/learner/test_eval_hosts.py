@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 import types
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from endpoints import joined
 from test_elastic_hosts import DEADLINE_S, Stream, run
+from waits import until
 
 from podrl.learner.evaluations import eval_hosts
 from podrl.learner.evaluations.eval_hosts import EvaluationHost, EvaluationShares
@@ -34,14 +34,6 @@ def impatient(monkeypatch):
 
 class GoneError(Exception):
     """Ends a thread as it would the process."""
-
-
-def becomes(true) -> None:
-    """Waits until something is true."""
-    end = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 class Member:
@@ -128,7 +120,7 @@ def test_a_share_that_fails_is_raised_where_it_is_waited_for():
         Member(pods[2], fails="no verdict")
         leader.begin_evaluation(Policy({}, 0), 0)
         collects: Any = leader._evaluations._work
-        becomes(collects.done)
+        until(collects.done)
         assert leader.evaluated(wait=False) is None
         with pytest.raises(BatchError, match="no verdict"):
             leader.evaluated(wait=True)
@@ -142,7 +134,7 @@ def test_without_a_host_the_wait_ends_with_a_word():
         leader.begin_evaluation(Policy({}, 2), 2)
         for pod in pods[2:]:
             pod.channel.close()
-        becomes(lambda: all(pods[0].is_lost(host) for host in HOSTS.eval))
+        until(lambda: all(pods[0].is_lost(host) for host in HOSTS.eval))
         assert pods[0].waits() == "", "nobody waits for it yet"
         collects: Any = leader._evaluations._work
         with pytest.raises(LateError, match=r"trainer 0 waited 0 s for an evaluation host: none of roles\.eval\.hosts"):
@@ -168,7 +160,7 @@ def test_a_host_that_is_asked_to_stop_leaves_and_the_last_one_stops_the_job(monk
         asked.thread.join(DEADLINE_S)
         assert left == [(2, 75)] and pods[0].is_lost(2) and not leader._accord.ending()
         last = Member(pods[3], stops=True)
-        becomes(leader._accord.ending)
+        until(leader._accord.ending)
         leader.begin_evaluation(Policy({}, 4), 4)
         made = leader.evaluated(wait=True)
         assert made is not None and sorted(last.made) == [(4, 0), (4, 1)], "it stays until the job has ended"

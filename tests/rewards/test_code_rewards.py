@@ -7,9 +7,9 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
+from waits import is_running, until
 
 from podrl.rewards import code
 from podrl.rewards.code import CodeConfig, code_of
@@ -176,17 +176,7 @@ def test_nothing_is_left_of_sandboxes(sandboxes):
     children = pathlib.Path(f"/proc/{server}/task/{server}/children").read_text().split()
     parent.kill()
     parent.communicate()
-    end = time.monotonic() + 60
-    while alive := [pid for pid in (server, *children) if is_running(pid)]:
-        assert time.monotonic() < end, alive
-        time.sleep(0.01)
-
-
-def is_running(pid) -> bool:
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    until(lambda: not any(map(is_running, (server, *children))), "the end of the sandboxes")
 
 
 @isolates

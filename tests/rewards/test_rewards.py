@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from waits import is_running, until
 
 import podrl
 from podrl.rewards import reference
@@ -31,19 +32,6 @@ def failure(config, *completions, **fields):
     with pytest.raises(RewardError) as caught:
         score(config, *completions, **fields)
     return str(caught.value)
-
-
-def gone(pid):
-    """True if a process has ended, waiting up to 5 s; a zombie of another parent counts as ended."""
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        try:
-            if pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def children():
@@ -170,7 +158,7 @@ def test_a_hang_is_ended_and_named_and_the_pool_goes_on(name):
         text = str(caught.value)
         assert f"{name} did not return within 0.6 s for 3 samples" in text
         assert "sample 1 of 3 (prompt 'q'" in text and "reward.deadline_s=0.6" in text
-        assert all(gone(pid) for pid in before)
+        until(lambda: not any(map(is_running, before)))
         assert rewards.score(["p"], ["x"], {}).tolist() == [[0.0]]
     assert not children()
 
@@ -245,7 +233,8 @@ def test_close_leaves_no_process_of_any_kind():
         child = int(rewards.score([""], [""], {})[0, 0])
         assert len(children()) == 1  # one function with one call at a time needs no second worker
         assert pathlib.Path(f"/proc/{child}").exists()
-    assert not children() and gone(child)
+    assert not children()
+    until(lambda: not is_running(child))
     rewards.close()  # a second time does nothing
 
 
@@ -278,7 +267,7 @@ def test_a_worker_ends_with_a_parent_that_is_killed_while_its_function_hangs(tmp
         time.sleep(0.2)
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert gone(worker)
+    until(lambda: not is_running(worker))
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
@@ -290,16 +279,15 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     assert done.returncode == 1 and "under `if __name__ == '__main__':`" in done.stderr
 
 
-def test_speed_of_a_step():
-    """Scoring 128 completions by four functions takes milliseconds, no process start (loose: machines are shared)."""
+def test_a_step_starts_no_process():
     with Rewards(RewardConfig(workers=2)) as rewards:
         fields = {"answer": ["4"] * 128, "question": ["How many eggs has Tom? " * 8] * 128}
         completions = [json.dumps({"text": "<reasoning>2+2=4.</reasoning><answer>4</answer>" * 3})] * 128
         rewards.score(fields["question"], completions, fields)
-        started = time.monotonic()
+        before = children()
         for _ in range(5):
             rewards.score(fields["question"], completions, fields)
-        assert (time.monotonic() - started) / 5 < 0.25
+        assert len(before) == 2 and children() == before
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster
 from processes import listening
 from test_detect import GKE, LOCAL, MULTISLICE, SPLIT, TPU_VM
+from waits import PATIENCE_S, until
 
 from podrl.runtime import detect, joining
 from podrl.runtime.channel import ChannelError
@@ -136,11 +137,12 @@ def _members(tmp_path: pathlib.Path, *args: str):
 
 
 def _wait_until_said(word: str, tmp_path: pathlib.Path, members: list[subprocess.Popen]) -> None:
-    end = time.monotonic() + 100
-    while not all(word in (tmp_path / f"said{index}").read_text() for index in range(2)):
-        said = [(tmp_path / f"said{index}").read_text() for index in range(2)]
-        assert all(member.poll() is None for member in members) and time.monotonic() < end, said
-        time.sleep(0.05)
+    def said() -> bool:
+        texts = [(tmp_path / f"said{index}").read_text() for index in range(2)]
+        assert all(member.poll() is None for member in members), texts
+        return all(word in text for text in texts)
+
+    until(said, f"{word!r} in both outputs", every_s=0.05)
 
 
 @pytest.mark.e2e
@@ -148,7 +150,7 @@ def test_a_compilation_is_not_taken_for_a_death_and_a_stopped_process_is(tmp_pat
     with _members(tmp_path, "9", "3") as members:
         _wait_until_said("free", tmp_path, members)  # three heartbeats of nothing but one C call
         os.kill(members[1].pid, signal.SIGSTOP)
-        assert members[0].wait(60) != 0
+        assert members[0].wait(PATIENCE_S) != 0
     assert "stopped sending heartbeats" in (tmp_path / "said0").read_text()
 
 
@@ -167,7 +169,7 @@ def test_with_the_default_heartbeat_a_pause_is_survived(tmp_path):
         _wait_until_said("2", tmp_path, members)
         for member in reversed(members):  # the first has jax's coordinator, without which the other aborts
             member.stdin.close()
-            assert member.wait(60) == 0, (tmp_path / "said0").read_text()
+            assert member.wait(PATIENCE_S) == 0, (tmp_path / "said0").read_text()
     assert all((tmp_path / f"said{index}").read_text().split()[-1] == "2" for index in range(2))
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from waits import PATIENCE_S, is_running, until
 
 from podrl.runtime import local_pod
 
@@ -40,7 +41,7 @@ def _start(
 def _end(pod: subprocess.Popen) -> tuple[int, str, str]:
     """Waits for the end: (exit code, stdout, stderr)."""
     try:
-        out, err = pod.communicate(timeout=50)
+        out, err = pod.communicate(timeout=PATIENCE_S)
     finally:
         pod.kill()
     return pod.returncode, out, err
@@ -112,9 +113,7 @@ signal.signal({int(number)}, heard)
 pathlib.Path({str(tmp_path)!r}, str(index)).touch()
 time.sleep(600)
 """)
-    end = time.monotonic() + 30
-    while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: len(list(tmp_path.iterdir())) == 3, "the start of three processes")
     pod.send_signal(number)
     code, out, err = _end(pod)
     names = ("trainer 0", "rollout 0", "rollout 1")
@@ -204,10 +203,7 @@ def test_all_end_with_it_also_while_it_is_still_starting_them(number, code):
     assert _end(pod)[0] == code
     assert len(started) < 1500, "it was to be met while it started them"
     left = set(started) | set(_sessions_of(pod.pid))
-    end = time.monotonic() + 30
-    while (left := {pid for pid in left if _alive(pid)}) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not left
+    until(lambda: not any(map(is_running, left)), "the end of all processes")
 
 
 def test_a_process_that_a_signal_meets_before_it_is_ready_counts_as_stopped_by_it(tmp_path):

@@ -5,6 +5,7 @@ import os
 import time
 
 import pytest
+from waits import until
 
 from podrl.runtime import mirror
 from podrl.runtime.mirror import Mirror
@@ -73,14 +74,11 @@ def test_what_is_hurried_arrives_soon_and_not_at_every_change(tmp_path, monkeypa
     copied.start()
     copies, copy = [], copied._copy
     monkeypatch.setattr(copied, "_copy", lambda: (copies.append(time.monotonic()), copy()))
-    end = time.monotonic() + 20
     for number in range(30):
         (copied.local / "a").write_text(str(number))
         copied.hurry()
         time.sleep(0.02)
-    while (not (tmp_path / "a").exists() or (tmp_path / "a").read_text() != "29") and time.monotonic() < end:
-        time.sleep(0.01)
-    assert (tmp_path / "a").read_text() == "29"
+    until(lambda: (tmp_path / "a").exists() and (tmp_path / "a").read_text() == "29", "the last copy")
     assert 1 <= len(copies) <= 4
     assert copied.close(20)
 

@@ -8,11 +8,11 @@ import json
 import struct
 import sys
 import threading
-import time
 import types
 from typing import Any
 
 import pytest
+from waits import until
 
 from podrl.rundir.run import Run
 from podrl.runtime import sinks
@@ -217,9 +217,8 @@ def test_the_client_of_wandb_writes_names_and_tables_offline(tmp_path, monkeypat
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1, "the resumed run is the same run"
     for file in files:
-        end = time.monotonic() + 60
-        while b"samples/eval" not in file.read_bytes() and time.monotonic() < end:
-            time.sleep(0.1)  # a process of W&B's own writes it
+        # A process of W&B's own writes the file.
+        until(lambda file=file: b"samples/eval" in file.read_bytes(), every_s=0.1)
         held = file.read_bytes()
         assert b"a/b" in held and b"samples/train" in held and b"samples/eval" in held and b"hunter2" not in held
         (table,) = file.parent.rglob("train_*.table.json")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+from waits import PATIENCE_S, until
+
 from podrl.runtime.local_pod import free_ports
 from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE, Watchdog
 
@@ -21,8 +23,15 @@ with Watchdog(0.2).stage("rollout"):
 """
 
 
+def _said(code: str, *, check: bool) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=check)
+
+
 def test_a_hang_ends_with_its_name_its_stack_and_code_42():
-    done = subprocess.run([sys.executable, "-c", _HANG], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _HANG], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == EXIT_INFRASTRUCTURE
     assert "stage 'rollout'" in done.stderr and "waiting_for_godot" in done.stderr
     assert "log.stall_s=0.2" in done.stderr
@@ -40,7 +49,9 @@ with watchdog.stage("rollout"):
 
 
 def test_a_wait_is_said_early_with_whom_it_is_for_and_at_the_end_what_resumes():
-    done = subprocess.run([sys.executable, "-c", _WAIT], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _WAIT], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == EXIT_INFRASTRUCTURE
     early, late, *_, last = done.stderr.splitlines()
     assert re.fullmatch(r"podrl: .*so far \(it waits for header/7 of rollout 1 \(host 2\), for 9 s\)\.", early), early
@@ -60,7 +71,9 @@ print("alive")
 
 
 def test_a_script_of_the_library_survives_the_signal_and_prints_its_stacks():
-    done = subprocess.run([sys.executable, "-c", _SIGNAL], capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _SIGNAL], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert done.stdout == "alive\n" and "in asked" in done.stderr
 
 
@@ -94,14 +107,16 @@ def test_the_signal_prints_stacks_and_ends_nothing_while_hosts_are_missing(tmp_p
     with (tmp_path / "stderr").open("w") as stderr:
         waiting = subprocess.Popen(command, env=os.environ | place, stderr=stderr)
     try:
-        end = time.monotonic() + 60
-        while "_host_roster" not in (tmp_path / "stderr").read_text() and time.monotonic() < end:
+
+        def stacks_are_there():
+            assert waiting.poll() is None
             status = pathlib.Path(f"/proc/{waiting.pid}/status").read_text()
             caught = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
             if caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1:
                 waiting.send_signal(signal.SIGUSR1)
-            time.sleep(0.1)
-        assert "_host_roster" in (tmp_path / "stderr").read_text() and waiting.poll() is None
+            return "_host_roster" in (tmp_path / "stderr").read_text()
+
+        until(stacks_are_there, every_s=0.1)
     finally:
         waiting.kill()
         waiting.wait()

@@ -1,10 +1,10 @@
 """The split topology: a trainer cluster of two processes, and rollout clusters that are killed and replaced."""
 
 import textwrap
-import time
 
 import pytest
 import workers
+from waits import until
 
 COMMON = """
     import pathlib, sys, time
@@ -69,11 +69,12 @@ ROLLOUT = """
 """
 
 
-def until(said, worker):
-    began = time.monotonic()
-    while said not in worker.output:
-        assert worker.process.poll() is None and time.monotonic() - began < workers.DEADLINE_S, worker.output
-        time.sleep(0.05)
+def wait_for(said, worker):
+    def is_said() -> bool:
+        assert worker.process.poll() is None, worker.output
+        return said in worker.output
+
+    until(is_said, said)
 
 
 @pytest.mark.e2e
@@ -89,7 +90,7 @@ def test_rollouts_die_and_are_replaced(tmp_path):
         (tmp_path / "go1").touch()
         with workers.started(scripts["rollout"], rollouts, devices=2) as rolling:
             for worker in rolling:
-                until("arrived 1", worker)
+                wait_for("arrived 1", worker)
         # Both are killed now, while they wait for version 2.
         (tmp_path / "go2").touch()
         (said,) = workers.run(scripts["replacement"], [[address[2], "1", "0", "tensor=2", *ports[:2]]], devices=2)

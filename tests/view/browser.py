@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 
+from waits import until
+
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
@@ -99,12 +101,9 @@ class Browser:
         self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         return time.monotonic() - began
 
-    def until(self, condition, seconds=30):
+    def until(self, condition):
         """Waits until an expression is true in the page."""
-        end = time.monotonic() + seconds
-        while not self.ask(f"!!({condition})"):
-            assert time.monotonic() < end, f"never true: {condition}"
-            time.sleep(0.03)
+        until(lambda: self.ask(f"!!({condition})"), condition, every_s=0.03)
 
     def scheme(self, name):
         """Has the page see that its reader prefers 'dark' or 'light'."""

@@ -2,12 +2,12 @@
 
 import json
 import sys
-import time
 
 import numpy as np
 import pytest
 from browser import CHROMIUM, browser, served
 from made_runs import HOSTILE, damaged, made, with_tools
+from waits import until
 
 from podrl.rundir.trace import read_step
 from podrl.view.__main__ import main
@@ -258,9 +258,7 @@ def test_charts_are_saved_as_pictures_and_tables(address, page, tmp_path):
         ("CSV", "metrics.csv", b"run,metric,step,value\r\nwhole,"),
     ):
         page.ask(f"{button.format(text)}.click()")
-        end = time.monotonic() + 20
-        while not (tmp_path / name).exists() and time.monotonic() < end:
-            time.sleep(0.05)
+        until((tmp_path / name).exists)
         assert (tmp_path / name).read_bytes().startswith(begins), list(tmp_path.iterdir())
     rows = (tmp_path / "metrics.csv").read_text().splitlines()[1:]
     assert {row.partition(",")[0] for row in rows} == {"whole", "grows", "damaged", "tools"}, "one file of all runs"
