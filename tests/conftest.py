@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 
+import nightly
 import pytest
 from quick_runs import NO_EMITTERS, QUICK_RUNS
 
@@ -38,6 +39,25 @@ def quick_compilation():
     _optimised(False)
     yield
     _optimised(True)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--since",
+        metavar="COMMIT",
+        default="",
+        help="Leave out tests marked nightly, except those whose own file or named paths have changed since COMMIT.",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what only a nightly run has to show, where nothing it depends on has changed since the last one."""
+    commit = config.getoption("since")
+    changed = nightly.changed_since(commit, config.rootpath) if commit else None
+    left_out = {item for item in items if not nightly.touched(item, changed, config.rootpath)}
+    if left_out:
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_configure(config):

@@ -26,6 +26,17 @@ pytestmark = pytest.mark.e2e
 # With those of the tests below 28 in all; a life of a pod costs twice that of one process. DPO and SFT are killed in
 # tests/e2e/test_supervised_runs.py.
 KILLS = {"single": 2, "opd": 1, "ppo": 2, "kto": 1, "reward_model": 1, "wall": 2, "wall, split": 2}
+# What each of these variants is about; without a change there it is killed by night.
+ABOUT = {
+    "single": (),
+    "opd": ("podrl/trainer/divergence.py", "podrl/cluster/scorer.py"),
+    "ppo": ("podrl/learner/ppo.py", "podrl/cluster/critic.py"),
+    "kto": ("podrl/learner/answers",),
+    "reward_model": ("podrl/learner/answers",),
+    "wall": ("podrl/rollout/wall.py", "podrl/rollout/wall_journal.py"),
+    "wall, split": ("podrl/rollout/wall_host.py", "podrl/rollout/wall_queue.py"),
+}
+TOOLS = pytest.mark.nightly("podrl/environments", "podrl/rollout/episodes.py")
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as users' are
 # Steps that a process is killed after; a rollout host of a split pod takes nobody along, mostly.
 STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
@@ -33,6 +44,10 @@ STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
 
 def _cases(names):
     return [pytest.param(name, marks=[pytest.mark.optimised] * (name in OPTIMISED)) for name in names]
+
+
+def _nightly(variant: str) -> pytest.MarkDecorator:
+    return pytest.mark.nightly(*ABOUT[variant])
 
 
 def _commit() -> int:
@@ -65,7 +80,9 @@ def _knows_all_versions(workdir):
         assert sum(v for k, v in record.items() if k.startswith("rollout/share_stale_")) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("variant", _cases(KILLS))
+@pytest.mark.parametrize(
+    "variant", [pytest.param(*case.values, marks=[*case.marks, _nightly(case.values[0])]) for case in _cases(KILLS)]
+)
 def test_killed_runs_end_as_undisturbed_ones(variant, tmp_path):
     whole = undisturbed(variant, tmp_path / "whole")
     guarantee = "podrl.replay repeats all of it bitwise" if "wall" in variant else "started again ends bitwise the same"
@@ -83,6 +100,7 @@ def with_tools(tmp_path_factory):
     return undisturbed("tools", tmp_path_factory.mktemp("tools")).workdir
 
 
+@TOOLS
 @pytest.mark.parametrize("variant", ["tools", "tools, split"])
 def test_answers_that_were_used_are_given_again(variant, with_tools, tmp_path):
     """All is drawn, nothing is saved, then the tool answers otherwise: the end is that of a run without a kill."""
@@ -99,6 +117,7 @@ def test_answers_that_were_used_are_given_again(variant, with_tools, tmp_path):
     assert not list((workdir / "outside").iterdir())  # a checkpoint has passed them
 
 
+@TOOLS
 @pytest.mark.parametrize("variant", ["tools", "tools, split"])
 def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_path):
     """Whoever asks dies: the process, and the next start goes on; of a split pod the rollout host, and another does."""
@@ -121,6 +140,8 @@ def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_p
     assert calls_made(tmp_path) <= sum(drawn) + 16 * len(kills)  # env.concurrency are under way at most
 
 
+@TOOLS
+@pytest.mark.nightly("podrl/runtime/mirror.py", "podrl/runtime/storage.py")
 def test_a_bucket_has_the_answers_for_another_machine(with_tools, bucket, monkeypatch, tmp_path):
     """The bucket takes all but the checkpoint until the run is killed; the next start has nothing but the bucket."""
     (tmp_path / "world").write_text("first")

@@ -158,6 +158,7 @@ def tiny_engine():
     return Engine(model, make_mesh("data=1", jax.devices()[:1]), engine_shape(config, 1), np.dtype("float32"))
 
 
+@pytest.mark.nightly("podrl/bench", "podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
@@ -184,6 +185,7 @@ def test_the_cost_of_a_trace_is_that_over_its_neighbours():
     assert found["cost"] == pytest.approx(0.055)
 
 
+@pytest.mark.nightly("podrl/bench", "podrl/rundir/trace.py")
 @pytest.mark.slow
 def test_trace(capsys):
     small = ("rollout.prompts_per_step=2", "grpo.num_generations=2", "log.to=()")

@@ -51,6 +51,7 @@ def sample(cluster: podrl.RLCluster, policy: Policy) -> Rollouts:
     return cluster.rollout.generate(policy, prompts, group_size=4, step=0, sampling=Sampling(max_new=12))
 
 
+@pytest.mark.nightly("podrl/models", "podrl/cluster")
 @pytest.mark.slow
 @pytest.mark.parametrize("base_dtype", ["", "int8"])
 def test_merged_weights_sample_what_adapters_on_the_base_do(base_dtype):

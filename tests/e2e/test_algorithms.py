@@ -46,7 +46,16 @@ PROMISED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("ppo", marks=pytest.mark.optimised), *list(VARIANTS)[1:]])
+ABOUT = {
+    "dapo": pytest.mark.nightly("podrl/learner/generation.py", "podrl/learner/grpo.py"),
+    "steered": pytest.mark.nightly("podrl/learner/control.py", "podrl/learner/grpo.py"),
+    "remax": pytest.mark.nightly("podrl/learner/generation.py", "podrl/rollout/windows.py"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=ABOUT.get(name, pytest.mark.optimised)) for name in VARIANTS]
+)
 def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
     args = (*VARIANTS[name], TWO_DEVICES, "--config.eval.problems=0", "--config.checkpoint.every=1")
     args += (f"--config.trainer.max_steps={4 * UPDATES.get(name, 1)}",)

@@ -96,12 +96,14 @@ def test_a_pod_trains_them_as_one_process_does(topology, alone, scorer, tmp_path
             assert math.isclose(value, theirs[name], rel_tol=1e-3, abs_tol=1e-5), (ours["step"], name)
 
 
+@pytest.mark.nightly("podrl/cluster")
 def test_they_share_meshes_where_nothing_else_is_said(scorer, tmp_path):
     done = run(tmp_path / "run", *auxiliary(scorer), "--config.trainer.max_steps=2", base=PPO[:-2])
     record = next(r for r in done.records() if r["step"] == 2)
     assert {"critic/vf_loss", "reward/reward_model", "actor/pg_loss"} <= record.keys()
 
 
+@pytest.mark.nightly("configs/ppo_gemma.py", "podrl/learner/ppo.py")
 @pytest.mark.optimised
 def test_the_ppo_configuration_as_it_is(tmp_path):
     """Runs configs/ppo_gemma.py with its own meshes, losses and batches: the critic's warm-up steps, and one more."""

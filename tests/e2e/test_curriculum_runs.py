@@ -58,6 +58,7 @@ def test_what_is_solved_stays_away_what_is_not_comes_again_and_a_killed_run_ends
     assert trained_steps(workdir) == list(range(1, 7))
 
 
+@pytest.mark.nightly("docs/data.md", "podrl/data/curriculum.py")
 def test_the_curriculum_of_the_data_page_runs_as_it_is_printed(tmp_path):
     page = (ROOT / "docs" / "data.md").read_text().partition("## A curriculum")[2]
     script = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[0].replace(".py ", ".py --config.eval.problems=0 ")

@@ -103,6 +103,7 @@ get_config = runpy.run_path(BASE)["get_config"]
 """
 
 
+@pytest.mark.nightly("podrl/learner/pods", "podrl/runtime/pod.py")
 def test_a_host_lost_between_the_fetches_of_two_trainers_leaves_no_trace(tmp_path):
     """The first trainer waits in the update for the second, which waits for a host that waits for new weights."""
     flags = ("--local_processes=4", "--topology=split", "--fake_devices=1", "--config=late.py", "--restarts=0")

@@ -58,6 +58,7 @@ def test_there_are_six_short_scripts_and_a_notebook_that_the_page_lists():
     assert all(not cell.get("outputs") for cell in book["cells"])
 
 
+@pytest.mark.nightly("examples", "podrl/learner/learner.py")
 @pytest.mark.e2e
 def test_all_of_them_run(tmp_path):
     paths = os.pathsep.join([str(EXAMPLES), str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -9,7 +9,11 @@ import zipfile
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.optimised,
+    pytest.mark.nightly("pyproject.toml", "setup.py", "requirements.lock"),
+]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SEEN = "import pathlib, podrl, podrl.launchers.gke as gke; print(pathlib.Path(podrl.__file__).parent, gke.__name__)"
 

@@ -86,6 +86,7 @@ APART = (
 )
 
 
+@pytest.mark.nightly("podrl/learner/evaluations", "podrl/learner/evaluate.py")
 @pytest.mark.parametrize("where", [("--config.eval.beside=True",), APART], ids=["between batches", "own devices"])
 def test_evaluations_beside_training_are_those_that_stop_it(uninterrupted, tmp_path, where):
     beside, workdir = (*EVALUATING, *where), tmp_path / "run"
@@ -115,7 +116,19 @@ ALONG_TIME = ("--config.roles.trainer.mesh=fsdp=2,seq=2", "--config.eval.problem
 VARIANTS = {"stale-lora": STALE_LORA, "mu2-mini-batches": SEVERAL_UPDATES, "seq": ALONG_TIME}
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+ABOUT = {
+    "mu2-mini-batches": ("podrl/trainer", "podrl/learner/grpo.py"),
+    "seq": ("podrl/trainer", "podrl/models/time_cut.py"),
+}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(flags, id=name, marks=[pytest.mark.nightly(*ABOUT[name])] if name in ABOUT else [])
+        for name, flags in VARIANTS.items()
+    ],
+)
 def test_variants_of_the_loop_resume_too(variant, tmp_path):
     whole, workdir = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
     run(whole, *variant)

@@ -18,7 +18,11 @@ from launch import gke, gke_add
 from podrl.runtime.local_pod import free_ports
 
 # Hosts get the environment of a machine, not that of a test: their programs are compiled as users' are.
-pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.optimised,
+    pytest.mark.nightly("launch", "podrl/runtime/detect.py", "podrl/runtime/joining.py"),
+]
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "launch"))
 import kubelet  # noqa: E402

@@ -52,6 +52,7 @@ def test_a_mixture_killed_at_several_steps_ends_as_an_undisturbed_run(tmp_path):
     assert shown, sorted(whole.records()[-2])
 
 
+@pytest.mark.nightly("docs/data.md", "podrl/data/mixture.py")
 def test_the_mixture_of_the_data_page_runs_as_it_is_printed(tmp_path):
     page = (ROOT / "docs" / "data.md").read_text().partition("## A mixture")[2]
     (tmp_path / "mine.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])

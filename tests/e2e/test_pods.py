@@ -56,6 +56,9 @@ PODS = {
     ),
     "split, 4 hosts": ("--local_processes=4", "--topology=split"),
 }
+# Pods that train in every run of CI; the others do so where what places their arrays has changed.
+EVERY_TIME = ("shared, 2 hosts", "split, 4 hosts")
+MESHES = pytest.mark.nightly("podrl/mesh", "podrl/transfer", "podrl/cluster", "podrl/runtime/roles.py")
 SPLIT = PODS["split, 4 hosts"]
 REPLICA = (
     *(*SPLIT, "--fake_devices=1", "--config.trainer.max_steps=5", "--config.eval.problems=0"),
@@ -106,7 +109,9 @@ def same_trace(run_a: pathlib.Path, run_b: pathlib.Path, step: int) -> None:
         np.testing.assert_allclose(first[name], second[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("pod", PODS)
+@pytest.mark.parametrize(
+    "pod", [*EVERY_TIME, *(pytest.param(pod, marks=MESHES) for pod in PODS if pod not in EVERY_TIME)]
+)
 def test_a_pod_trains_like_one_process(tmp_path, alone, undisturbed, pod):
     finished = undisturbed if PODS[pod] == SPLIT else run(tmp_path / "run", *PODS[pod], "--profile=2:2")
     ours, theirs = comparable(finished.workdir), comparable(alone)
@@ -128,6 +133,7 @@ def test_a_pod_trains_like_one_process(tmp_path, alone, undisturbed, pod):
     assert [str(found) for found in examine(str(finished.workdir)) if found.sample.startswith("trace/")] == []
 
 
+@pytest.mark.nightly("podrl/models/lora.py", "podrl/cluster")
 @pytest.mark.optimised
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
@@ -140,6 +146,7 @@ def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
     assert all(record["sampler/abs_diff"] < 1e-5 for record in records), records
 
 
+@pytest.mark.nightly("podrl/rollout/windows.py", "podrl/learner/pods")
 @pytest.mark.optimised
 def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process(tmp_path):
     """Also after a kill, when each host gets its share of the samples back that were open.
@@ -160,6 +167,7 @@ def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process
     assert away[0] == pytest.approx(0.0, abs=1e-6) and max(away) > 1e-4
 
 
+@pytest.mark.nightly("podrl/trainer/divergence.py", "podrl/learner/scoring.py", "podrl/cluster/scorer.py")
 @pytest.mark.optimised
 def test_the_divergence_from_a_teacher_in_pods_of_two_is_that_of_one_process(tmp_path):
     """Over the policy's likeliest ids, beside rewards; also after a kill. The teacher has two narrow layers."""
@@ -223,6 +231,7 @@ def beside(tmp_path_factory) -> Callable[[str], pathlib.Path]:
     return once
 
 
+@pytest.mark.nightly("podrl/learner/evaluations", "podrl/learner/evaluate.py")
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_evaluations_beside_the_training_of_a_pod_are_those_of_one_process(beside, evaluated, topology):
     """Also after a kill while one is under way; sets of eval.sets too, one smaller than the other."""
@@ -233,6 +242,7 @@ def test_evaluations_beside_the_training_of_a_pod_are_those_of_one_process(besid
     assert [r["step"] for r in theirs if "eval/few/records" in r] == [0, 4, 6]
 
 
+@pytest.mark.nightly("podrl/learner/evaluations", "podrl/learner/evaluate.py")
 def test_a_host_that_evaluates_alone_is_killed_and_all_is_as_where_rollout_hosts_evaluate(tmp_path, beside):
     """Training goes on while it is stopped, and the next in its place makes what it has not made."""
     with job(tmp_path / "run", *SETS, *EVALUATES) as running:
@@ -249,6 +259,7 @@ def test_a_host_that_evaluates_alone_is_killed_and_all_is_as_where_rollout_hosts
     assert in_order(samples(running.workdir)) == in_order(samples(other))
 
 
+@pytest.mark.nightly("podrl/learner/control.py", "podrl/learner/pods", "podrl/data/curriculum.py")
 @pytest.mark.optimised
 def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill.
@@ -283,6 +294,7 @@ def test_a_killed_rollout_is_replaced_and_nothing_else_changes(tmp_path, undistu
     same_end(running.workdir, undisturbed.workdir)
 
 
+@pytest.mark.nightly("podrl/cluster/replica.py", "podrl/runtime/joining.py", "podrl/learner/pods")
 def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypatch):
     """Its second host is killed, then the trainer: nothing is different from a run of one process, nor from one whole.
 

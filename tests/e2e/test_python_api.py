@@ -132,6 +132,7 @@ def test_a_script_trains_writes_and_goes_on_where_it_stopped(tmp_path):
     assert np.array_equal(exported["embed"], state["params"]["embed"])
 
 
+@pytest.mark.nightly("podrl/learner/learner.py", "podrl/learner/ppo.py")
 def test_a_script_trains_a_critic_on_devices_of_its_own_and_goes_on_where_it_stopped(tmp_path):
     done = run_script(tmp_path, PPO, "out", "2")
     assert done.returncode == 0 and "reached 2" in done.stdout, done.stderr
@@ -153,6 +154,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     assert "if __name__ == '__main__'" in done.stderr
 
 
+@pytest.mark.nightly("podrl/__init__.py", "podrl/launch.py")
 def test_podrl_run_is_the_command(tmp_path):
     """The chat template, held-out evaluations, files and resumption are the command's, so that all files are equal."""
     for steps in ("2", "3"):  # the second one resumes
@@ -198,6 +200,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly("podrl/trainer/custom.py", "podrl/algorithms")
 @pytest.mark.optimised  # which leaves one program of both spellings
 def test_a_loss_and_an_advantage_of_ones_own_train_as_those_built_in(tmp_path):
     """With the formulas of `clip` and of GRPO without a scale, the weights are the same, bit for bit."""

@@ -17,6 +17,7 @@ from test_tpu_vm import REPOSITORY
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly("launch"),
     pytest.mark.skipif(not (shutil.which("gcloud") and shutil.which("ssh-keygen")), reason="gcloud is not installed"),
 ]
 

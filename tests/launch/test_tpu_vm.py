@@ -346,6 +346,7 @@ def wheel(folder: pathlib.Path, name: str) -> pathlib.Path:
     return path
 
 
+@pytest.mark.nightly("launch", ".ci/xpk.txt")
 @pytest.mark.slow
 def test_installs_what_the_lock_file_names_once_and_nothing_else(pod, tmp_path, monkeypatch):
     run = pod(1)

@@ -166,6 +166,7 @@ def real_manifest(tmp_path: pathlib.Path, *flags: str) -> dict:
     return real_xpk.manifest(build(*flags), tmp_path)
 
 
+@pytest.mark.nightly("launch", ".ci/xpk.txt")
 @pytest.mark.slow
 def test_real_xpk_runs_our_command_with_our_codes(tmp_path):
     document = real_manifest(tmp_path, *IMAGE, "--env=NOTE=two words", "--max_restarts=9", "--grace_seconds=77")
@@ -207,6 +208,7 @@ def run_container(tmp_path: pathlib.Path, shell: list[str]) -> None:
     assert "EXIT_CODE=75" in output
 
 
+@pytest.mark.nightly("launch", ".ci/xpk.txt")
 @pytest.mark.slow
 def test_real_xpk_gives_trainer_0_the_name_that_others_join(tmp_path):
     """JobSet's name of a pod: JOBSET-JOB-SLICE-HOST.JOBSET, where its network has no other subdomain."""
@@ -219,6 +221,7 @@ def test_real_xpk_gives_trainer_0_the_name_that_others_join(tmp_path):
     assert replicated["replicas"] == 1 and "--join=run1-slice-job-0-0.run1:8483" in container["command"][-1]
 
 
+@pytest.mark.nightly("launch", ".ci/xpk.txt")
 @pytest.mark.slow
 def test_real_xpk_accepts_pathways(tmp_path):
     document = real_manifest(tmp_path, *IMAGE, *PATHWAYS)
@@ -231,6 +234,7 @@ def test_real_xpk_accepts_pathways(tmp_path):
     assert (worker["replicas"], worker["template"]["spec"]["completions"]) == (2, 4)
 
 
+@pytest.mark.nightly("launch", ".ci/xpk.txt")
 @pytest.mark.slow
 def test_real_xpk_accepts_headless_pathways(tmp_path):
     document = real_manifest(tmp_path, *PATHWAYS, "--headless")

@@ -193,6 +193,7 @@ WORKER = """
 """
 
 
+@pytest.mark.nightly("podrl/models/orbax_files.py")
 @pytest.mark.slow
 def test_some_processes_of_a_job_save_and_load_together(tmp_path):
     script = tmp_path / "worker.py"

@@ -13,7 +13,10 @@ from podrl.mesh import build  # noqa: E402
 from podrl.models import decoder, from_pretrained, hf_save  # noqa: E402
 from podrl.models.tensor_files import scan_directory  # noqa: E402
 
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]  # torch and transformers warn about themselves
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.filterwarnings("ignore"),
+]  # torch and transformers warn about themselve, pytest.mark.nightly("podrl/models")]
 
 TIME, NEW = 20, 32
 

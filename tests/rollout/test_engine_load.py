@@ -145,6 +145,7 @@ def test_pauses_extends_and_spills_together(tiny, tight, policy):
         assert sampled.sum() == track.sampled <= 36
 
 
+@pytest.mark.nightly("podrl/rollout", "podrl/models")
 @pytest.mark.slow
 def test_a_thousand_samples_that_wait_at_once_come_back_as_they_were(tiny, tight, policy):
     """All pause before any goes on: a pool of 24 pages spills them to the host, and they continue in random order.

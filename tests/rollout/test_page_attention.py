@@ -118,6 +118,7 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
     return engine, {program.name: program for program in engine.programs(params)}
 
 
+@pytest.mark.nightly("podrl/rollout/page_attention.py")
 @pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])

@@ -18,6 +18,7 @@ TESTS = (
 )
 
 
+@pytest.mark.nightly("podrl/trainer", "podrl/algorithms", "podrl/models")
 @pytest.mark.slow
 def test_gradients_agree_to_1e_12_in_float64():
     """The tests named above run in a float64 process, where they compare every entry of a gradient to 1e-12."""

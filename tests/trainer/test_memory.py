@@ -56,6 +56,7 @@ def test_what_is_computed_again_is_not_kept():
     assert used["dots"] > used["full"] + 8 * row, used
 
 
+@pytest.mark.nightly("podrl/trainer", "podrl/models")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 def test_on_a_tpu_too_and_what_is_offloaded_lies_in_the_hosts_memory(monkeypatch):
