@@ -12,9 +12,10 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 MOST = 1 << 20  # characters a template may write of a conversation beyond its own, turns of its loops, a number's value
+_MARKS = ("generation_opens_", "generation_closes_")  # names in a template of what is written around generations
 _WIDTH = re.compile(r"[%:{]\S*\d{7}")  # in a text: a format that pads to millions of characters
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]  # role, content, and what else the template reads, such as tool_calls
 Tools = Sequence[Mapping[str, Any]]  # each {"type": "function", "function": {name, description, parameters}}
 
 
@@ -50,6 +51,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tokens: Mapping[str, str],
         tools: Tools = (),
+        marks: tuple[str, str] = ("", ""),
     ) -> str:
         """Renders the conversation as text.
 
@@ -60,6 +62,7 @@ class ChatTemplate:
           add_generation_prompt: end with the opening of the model's turn.
           tokens: the special tokens by their names, such as 'bos_token'.
           tools: what the model may call.
+          marks: written before and behind what the template marks as the model's words by `{% generation %}`.
 
         Raises:
           ValueError: the template refuses these messages, fails on them, or does not come to an end within bounds.
@@ -68,7 +71,8 @@ class ChatTemplate:
         most = MOST + 8 * (said + (len(json.dumps(list(tools))) if tools else 0))
         self._environment.turns_left = most
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **tokens}
-        given["tools"] = list(tools) or None
+        given |= {"tools": list(tools) or None, "documents": None}
+        given |= dict(zip(_MARKS, marks, strict=True))
         try:
             return "".join(_bounded(self._template.generate(given), most))
         except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -113,13 +117,15 @@ def _size(operator: str, left: Any, right: Any) -> float:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Reads `{% generation %}`, which marks a model's words in some templates, as what stands inside."""
+    """Reads `{% generation %}`, which marks a model's words in some templates, as what stands inside between marks."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        opens, closes = (nodes.Output([nodes.Name(name, "load")]) for name in _MARKS)
+        return [opens, *inside, closes]
 
 
 def _json(

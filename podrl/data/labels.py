@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from podrl.data import pipeline, sources
+from podrl.data import answers, pipeline, sources
+from podrl.data.answers import Example, encode
 from podrl.data.config import EMBEDDED, DataConfig
 from podrl.data.generated import Draw
-from podrl.data.sft import Example, SFTBatch, by_part, encode, forms, given_answers
+from podrl.data.sft import SFTBatch, by_part, forms, given_answers
 from podrl.data.stream import Batches, Limit, Stream, TooLong
-from podrl.data.template import Part, turn
+from podrl.data.template import Part
 from podrl.data.tokenizer import Tokenizer
 
 
@@ -36,10 +37,10 @@ class LabelledBatch(SFTBatch):
         length_B = np.zeros_like(self.length_B)
         for b, prompt in enumerate(prompt_B):
             other = (b + 1) % B
-            answer = self.tokens_BT[other, prompt_B[other] : self.length_B[other]][: T - prompt]
-            length_B[b] = prompt + len(answer)
-            tokens_BT[b, prompt : length_B[b]] = answer
-            mask_BT[b, prompt : length_B[b]] = 1.0
+            length_B[b] = min(T, prompt + self.length_B[other] - prompt_B[other])
+            theirs = slice(prompt_B[other], prompt_B[other] + length_B[b] - prompt)
+            tokens_BT[b, prompt : length_B[b]] = self.tokens_BT[other, theirs]
+            mask_BT[b, prompt : length_B[b]] = self.mask_BT[other, theirs]
         return tokens_BT, length_B, mask_BT
 
 
@@ -60,8 +61,9 @@ class LabelStream(Batches[_Labelled]):
 
         Args:
           data: where records come from. A file holds, in each record, the text 'completion', 'label' (true or false),
-            and before them either the text 'prompt', used as it is, or data.question_field, put into data.template;
-            where all records also have data.answer_field, the questions that an evaluation uses are left out.
+            and before them either the text 'prompt', used as it is, or data.question_field, put into data.template.
+            'prompt' and 'completion' may be turns of a conversation, of which those of the completion are learned.
+            Where all records also have data.answer_field, the questions that an evaluation uses are left out.
             'problems' is the embedded task: half of the answers have the reference form and are desirable, the others
             are what a base model might write.
           tokenizer: of the model that learns.
@@ -102,20 +104,19 @@ class _Writer:
             draw = Draw(self._data.seed, 4, index)
             desirable = draw.share() < 0.5
             answer = forms(record, fields, draw)[0 if desirable else 1]
+            example = encode([Part(prompt), *answer], self._tokenizer, self._limit)
         else:
-            prompt = record["prompt"] if "prompt" in record else self._render.prompt(record)
-            desirable, answer = bool(record["label"]), [turn(record["completion"])]
-        example = encode([Part(prompt), *answer], self._tokenizer, self._limit)
+            desirable = bool(record["label"])
+            (example,) = answers.of_record(record, ("completion",), self._render, self._tokenizer, self._limit)
         return example if isinstance(example, TooLong) else _Labelled(example, desirable)
 
 
 def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     """Refuses a record that holds no labelled answer, with its file and line."""
-    before = "prompt" if "prompt" in record else data.question_field
-    if not all(isinstance(record.get(name), str) for name in (before, "completion")):
+    if fault := answers.check(record, ("completion",), data):
         raise ValueError(
-            f"{place} has {', '.join(record) or 'no fields'}: a labelled answer needs the text 'completion', and "
-            f"before it 'prompt' or {data.question_field!r}."
+            f"{place} has {', '.join(record) or 'no fields'}: a labelled answer needs the text 'completion' (or "
+            f"its turns), and before it 'prompt' or {data.question_field!r}; {fault}."
         )
     if not isinstance(label := record.get("label"), bool | np.bool_):
         raise ValueError(f"{place}: 'label' is {label!r} but must be true (a good answer) or false (a bad one).")

@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from podrl.data import pipeline, sources
+from podrl.data import answers, pipeline, sources
+from podrl.data.answers import Example, encode
 from podrl.data.config import EMBEDDED, DataConfig
 from podrl.data.generated import Draw
 from podrl.data.mixture import interleaved, split
-from podrl.data.sft import Example, SFTBatch, by_part, encode, forms, given_answers
+from podrl.data.sft import SFTBatch, by_part, forms, given_answers
 from podrl.data.stream import Batches, Limit, Stream, TooLong
-from podrl.data.template import Part, turn
+from podrl.data.template import Part
 from podrl.data.tokenizer import Tokenizer
 
 
@@ -34,8 +35,10 @@ class PairStream(Batches[_Pair]):
 
         Args:
           data: where records come from. A file holds, in each record, the texts 'chosen' and 'rejected', and before
-            them either the text 'prompt', used as it is, or data.question_field, put into data.template; where all
-            records also have data.answer_field, the questions that an evaluation uses are left out. 'problems' is the
+            them either the text 'prompt', used as it is, or data.question_field, put into data.template. All of these
+            may be turns of a conversation; 'chosen' and 'rejected' may be whole conversations. Only turns of the
+            assistant that the answers do not share are learned. Where all records also have data.answer_field, the
+            questions that an evaluation uses are left out. 'problems' is the
             embedded task: the reference form is chosen, what a base model might write of the same solution rejected.
           tokenizer: of the model that learns.
           pairs: of a batch.
@@ -93,11 +96,13 @@ class _Writer:
     def __call__(self, index: int, record: Any) -> _Pair | TooLong:
         if self._data.path in EMBEDDED:
             prompt, fields = self._render(record)
-            answers = forms(record, fields, Draw(self._data.seed, 3, index))
+            made = [
+                encode([Part(prompt), *answer], self._tokenizer, self._limit)
+                for answer in forms(record, fields, Draw(self._data.seed, 3, index))
+            ]
         else:
-            prompt = record["prompt"] if "prompt" in record else self._render.prompt(record)
-            answers = [turn(record["chosen"])], [turn(record["rejected"])]
-        chosen, rejected = (encode([Part(prompt), *answer], self._tokenizer, self._limit) for answer in answers)
+            made = answers.of_record(record, ("chosen", "rejected"), self._render, self._tokenizer, self._limit)
+        chosen, rejected = made
         if isinstance(chosen, TooLong) or isinstance(rejected, TooLong):
             return TooLong()
         return _Pair(chosen, rejected)
@@ -105,11 +110,10 @@ class _Writer:
 
 def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     """Refuses a record that holds no pair, with its file and line."""
-    before = "prompt" if "prompt" in record else data.question_field
-    if not all(isinstance(record.get(name), str) for name in (before, "chosen", "rejected")):
+    if fault := answers.check(record, ("chosen", "rejected"), data):
         raise ValueError(
-            f"{place} has {', '.join(record) or 'no fields'}: a pair needs the texts 'chosen' and 'rejected', and "
-            f"before them 'prompt' or {data.question_field!r}."
+            f"{place} has {', '.join(record) or 'no fields'}: a pair needs the texts (or turns) 'chosen' and "
+            f"'rejected', and before them 'prompt' or {data.question_field!r}; {fault}."
         )
     if record["chosen"] == record["rejected"]:
         raise ValueError(f"{place} prefers an answer to itself: 'chosen' and 'rejected' must differ.")

@@ -296,6 +296,11 @@ class Renderer:
             record, self._tokenizer, system=self._system, form=self._config.template, question_field=field
         )
 
+    def turns(self, record: Record) -> list[dict[str, str]]:
+        """Puts a record's question as the turns of a conversation."""
+        field = self._config.question_field if self._config.question_field in record else shape.QUESTION
+        return [{"role": "user", "content": template.user_turn(str(record[field]).strip(), self._system)}]
+
 
 def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
     """The fields of a record for reward functions; see podrl.data.shape.fields."""

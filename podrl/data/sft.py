@@ -3,13 +3,15 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from podrl.config import Count, Natural, Range, Share, section
-from podrl.data import mixture, pipeline, sources, template
+from podrl.data import answers, conversation, mixture, pipeline, shape, sources, template
+from podrl.data.answers import Example, encode
+from podrl.data.chat import Message
 from podrl.data.config import DataConfig
 from podrl.data.generated import Draw
 from podrl.data.mixture import Form, split
@@ -68,21 +70,13 @@ class SFTBatch:
     data_state: bytes
 
     @staticmethod
-    def of(examples: Sequence["Example"], max_length: int, pad_id: int, data_state: bytes) -> "SFTBatch":
+    def of(examples: Sequence[Example], max_length: int, pad_id: int, data_state: bytes) -> "SFTBatch":
         """Makes the batch of examples of at most `max_length` tokens."""
         tokens_BT, length_B = right_padded([example.tokens for example in examples], pad_id, width=max_length)
         mask_BT = np.zeros(tokens_BT.shape, np.float32)
         for b, example in enumerate(examples):
             mask_BT[b, : length_B[b]] = example.learned
         return SFTBatch(tokens_BT, length_B, mask_BT, [example.text for example in examples], data_state)
-
-
-class Example(NamedTuple):
-    """A text, its tokens, and a mask with 1 on each token that is learned."""
-
-    text: str
-    tokens: Sequence[int]
-    learned: Sequence[int]
 
 
 class SFTStream(Batches[Example]):
@@ -105,9 +99,10 @@ class SFTStream(Batches[Example]):
 
         Args:
           data: where records come from: an embedded task, or a file that holds, in each record, 'messages' (a
-            chat; every assistant turn is learned), or 'prompt' and 'completion' (used as they are), or the fields
-            data.question_field and data.answer_field, written in the reference form; of such a file, the questions
-            that an evaluation uses are left out.
+            chat, put by the model's template with the schemas in 'tools', if any; every assistant turn is learned), or
+            'prompt' and 'completion' (texts, used as they are, or turns, of which only those of the completion are
+            learned), or the fields data.question_field and data.answer_field, written in the reference form; of such a
+            file, the questions that an evaluation uses are left out.
           config: lengths, batch size and style.
           tokenizer: of the model that learns.
           shard_index: which part of each batch this process keeps.
@@ -150,18 +145,16 @@ class _Writer:
 
     def __call__(self, index: int, record: Any) -> Example | TooLong:
         if isinstance(record, Mapping) and "messages" in record:
-            parts = _turns(record["messages"], self._tokenizer)
-        elif isinstance(record, Mapping) and "completion" in record:
-            parts = [Part(record["prompt"]), turn(record["completion"])]
-        else:
-            prompt, fields = self._render(record)
-            # Draws of the form are apart from those of the problem.
-            draw = Draw(self._data.seed, 2, index)
-            tagged = index < self._config.full_steps * self._config.batch_size
-            tagged = tagged or draw.share() < self._config.tagged_share
-            reference, plain = forms(record, fields, draw)
-            parts = [Part(prompt), *(reference if tagged else plain)]
-        return encode(parts, self._tokenizer, self._limit)
+            return answers.turns(record["messages"], self._tokenizer, self._limit, tools=record.get("tools"))
+        if isinstance(record, Mapping) and "completion" in record:
+            return answers.of_record(record, ("completion",), self._render, self._tokenizer, self._limit)[0]
+        prompt, fields = self._render(record)
+        # Draws of the form are apart from those of the problem.
+        draw = Draw(self._data.seed, 2, index)
+        tagged = index < self._config.full_steps * self._config.batch_size
+        tagged = tagged or draw.share() < self._config.tagged_share
+        reference, plain = forms(record, fields, draw)
+        return encode([Part(prompt), *(reference if tagged else plain)], self._tokenizer, self._limit)
 
 
 def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part], list[Part]]:
@@ -172,21 +165,6 @@ def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part
     return [turn(template.completion(**words))], [turn(draw.one(STYLES).format(**words))]
 
 
-def encode(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
-    """Parts as one example; the end of the model's turn is its end mark."""
-    tokens, learned = [], []
-    for i, part in enumerate(parts):
-        opens = not i and not (tokenizer.bos_token and part.text.startswith(tokenizer.bos_token))
-        ids = tokenizer.encode(part.text, bos=opens)
-        ids = [*ids, tokenizer.turn_end_id] if part.ends else ids
-        tokens += ids
-        learned += [int(part.learned)] * len(ids)
-    text = "".join(part.text for part in parts)
-    if len(tokens) > limit.tokens:
-        return limit.exceeded(text, len(tokens))
-    return Example(text, tokens, learned)
-
-
 def plain_solution(solution: str) -> str:
     """Extracts the reasoning of a GSM8K solution, without the answer's line and the calculator's marks."""
     return _CALCULATION.sub("", solution.rpartition("\n####")[0] or solution)
@@ -194,15 +172,19 @@ def plain_solution(solution: str) -> str:
 
 def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     """Refuses a record in none of the three forms, with its file and line."""
-    chat = record.get("messages")
-    pair = all(isinstance(record.get(name), str) for name in ("prompt", "completion"))
-    if isinstance(chat, list) and any(_is_assistant(turn) for turn in chat) and all(map(_is_turn, chat)):
-        return
-    if chat is not None or not (pair or _solved(record, data)):
+    if "messages" in record:
+        fault = shape.turns_fault(record["messages"], tools=record.get("tools"))
+        roles = () if fault else [message["role"] for message in record["messages"]]
+        fault = fault or ("" if "assistant" in roles else "no turn is the assistant's")
+    elif "completion" in record:
+        fault = answers.check(record, ("completion",), data)
+    else:
+        fault = "" if _solved(record, data) else "there is none of these"
+    if fault:
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: an example needs 'messages' (a list of "
-            "{'role', 'content'} with an assistant's turn), or the texts 'prompt' and 'completion', or "
-            f"{data.question_field!r} and {data.answer_field!r}."
+            "{'role', 'content'} with an assistant's turn), or 'prompt' and 'completion' (texts or turns), or "
+            f"{data.question_field!r} and {data.answer_field!r}; {fault}."
         )
 
 
@@ -235,32 +217,6 @@ def _solved(record: sources.Record, data: DataConfig) -> bool:
     return all(str(record.get(name) or "").strip() for name in (data.question_field, data.answer_field))
 
 
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-
-
-def _is_assistant(turn: Any) -> bool:
-    return _is_turn(turn) and turn["role"] == "assistant"
-
-
-def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -> list[Part]:
-    """A chat as parts: what stands between the assistant's turns, and the turns themselves without end mark."""
-    parts: list[Part] = []
-    shown = ""
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True)
-        if not before.startswith(shown):
-            raise ValueError(
-                f"The chat template writes turns before {i} differently once {i} follows: such a chat cannot be "
-                "learned turn by turn; give 'prompt' and 'completion' instead."
-            )
-        target = message["content"].strip()
-        parts += [Part(before[len(shown) :]), turn(target)]
-        after = tokenizer.apply_chat_template(messages[: i + 1], add_generation_prompt=False)
-        # The turn with its end mark, which `encode` writes; what follows the mark belongs to the next part.
-        end = after.find(target, len(before)) + len(target)
-        mark = tokenizer.token_text(tokenizer.turn_end_id)
-        shown = after[: end + len(mark)] if after[end:].startswith(mark) else after[:end]
-    return parts
+def _turns(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Part]:
+    """A conversation as parts, of which the assistant's turns are learned."""
+    return conversation.parts(tokenizer, messages)

@@ -3,6 +3,7 @@
 Training, the Python API and podrl.generate read records by these functions alone.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,14 +38,75 @@ def check(record: Record, place: str, question_field: str = QUESTION) -> None:
         )
     value = record[name]
     if name == "messages" or (name == "prompt" and isinstance(value, list)):
-        turns = value if isinstance(value, list) else []
-        texts = [turn.get(key) for turn in turns if isinstance(turn, Mapping) for key in ("role", "content")]
-        if not turns or len(texts) != 2 * len(turns) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{place}: {name!r} must be a list of objects with the texts 'role' and 'content'.")
+        if fault := turns_fault(value):
+            raise ValueError(
+                f"{place}: {name!r} must be a list of objects with the texts 'role' and 'content': {fault}."
+            )
         if not conversation(record, name):
             raise ValueError(f"{place}: {name!r} holds the assistant's turn alone: a user's must come before it.")
     elif not _is_text(value) or (name == "prompt" and not isinstance(value, str)):
         raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty, or a number.")
+
+
+def turns_fault(turns: Any, *, tools: Any = None) -> str:
+    """Says what is wrong with the turns of a conversation; '' where nothing is.
+
+    Args:
+      turns: a list of objects with the texts 'role' and 'content'. A turn of the assistant may have 'tool_calls', as
+        OpenAI's interface writes them, and then no content; and its thoughts in the text 'reasoning_content'.
+      tools: schemas of functions that the conversation's model may call; see `tools`.
+    """
+    if not isinstance(turns, list) or not turns:
+        return f"{str(turns)[:80]!r} is no list of turns"
+    for i, turn in enumerate(turns):
+        where = f"turn {i}"
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            return f"{where} is {str(turn)[:80]!r}, without the text 'role'"
+        where = f"{where} ({turn['role']})"
+        calls = turn.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
+            return f"'tool_calls' of {where} is {str(calls)[:80]!r} but calls have 'name' and 'arguments'"
+        if calls and turn["role"] != "assistant":
+            return f"{where} has 'tool_calls', which only the assistant's turns have"
+        content = turn.get("content")
+        if not isinstance(content, str) and not (content is None and calls):
+            return f"'content' of {where} is {str(content)[:80]!r} and must be text"
+        for name in ("reasoning_content", "thinking", "reasoning"):
+            if not isinstance(turn.get(name, ""), str | None):
+                return f"{name!r} of {where} is {str(turn[name])[:80]!r} and must be text"
+    try:
+        tools_of(tools)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def tools_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
+    """Reads the schemas in a record's field 'tools': a list, or the JSON text of one; None where there are none.
+
+    Raises:
+      ValueError: what the field holds is no list of schemas.
+    """
+    if value is None or value == "":
+        return None
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(
+            f"'tools' is {str(value)[:80]!r} and must be a list of the functions' schemas, or its JSON text"
+        )
+    return tools
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return (
+        isinstance(function, Mapping)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments", {}), Mapping | str | None)
+    )
 
 
 def from_batches(items: Sequence[Any]) -> tuple[Sequence[Any], int]:
@@ -89,7 +151,7 @@ def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
     return True
 
 
-def conversation(record: Record, name: str) -> Sequence[Mapping[str, str]]:
+def conversation(record: Record, name: str) -> Sequence[Mapping[str, Any]]:
     """The turns of a conversation without a last one of the assistant, which is what the model is to write."""
     turns = record[name]
     return turns[:-1] if turns[-1]["role"] == "assistant" else turns
@@ -97,10 +159,10 @@ def conversation(record: Record, name: str) -> Sequence[Mapping[str, str]]:
 
 def question(record: Record, question_field: str = QUESTION) -> str:
     """The text that is asked, by which records are told apart: of a conversation, its last turn's."""
-    name = asked(record, question_field)
+    name = asked(record, question_field) or "chosen"
     value = record[name]
     if isinstance(value, list):
-        value = (conversation(record, name) or value)[-1]["content"]
+        value = (conversation(record, name) or value)[-1].get("content", "")
     return str(value).strip()
 
 
@@ -125,7 +187,9 @@ def prompt(
     name = asked(record, question_field)
     value = record[name]
     if isinstance(value, list):
-        return tokenizer.apply_chat_template(conversation(record, name), add_generation_prompt=True)
+        from podrl.data.conversation import render
+
+        return render(tokenizer, conversation(record, name))
     if name == "prompt" and question_field != "prompt":
         return value
     from podrl.data import template

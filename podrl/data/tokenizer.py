@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +33,8 @@ class _Backend(Protocol):
     special: Mapping[int, str]  # all special tokens
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -82,9 +84,10 @@ class Tokenizer:
         self.bos_id = self._one_id("bos", generation, model)
         pad = self._one_id("pad", generation, model)
         self.pad_id = self.eos_ids[0] if pad is None else pad
-        self._special, self._starts = self._find_special()
+        self._special, self._written = self._find_special()
+        self._starts = re.compile(f"(?={self._written.pattern})")
         self.tools = tuple(tools)
-        self._template = self._read_template()
+        self._templates = self._read_templates()
 
     @classmethod
     def load(cls, directory: str | epath.PathLike, *, tools: Tools = ()) -> "Tokenizer":
@@ -97,14 +100,41 @@ class Tokenizer:
         Raises:
           ValueError: the text holds a special token that the model beside the tokenizer has no embedding for.
         """
-        ids = self._backend.encode(text)
+        ids = self._within(text, self._backend.encode(text))
+        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encodes a text as `encode` does: (ids, the first character of each token and the end of its last one).
+
+        Every character has a token: one that normalisation drops belongs to the token behind it. Tokens that are bytes
+        of one character, or that normalisation inserts before it, all have its span.
+
+        Raises:
+          ValueError: see `encode`.
+        """
+        ids, offsets = self._backend.encode_spans(text)
+        spans, before = [], 0
+        for start, end in offsets:  # which may leave out the spaces of a token
+            spans.append((min(start, before), end))
+            before = end
+        for i in range(len(spans) - 2, -1, -1):
+            if spans[i][0] == spans[i][1]:
+                spans[i] = spans[i + 1]
+        return self._within(text, ids), spans
+
+    def _within(self, text: str, ids: list[int]) -> list[int]:
+        """Returns the ids of a text.
+
+        Raises:
+          ValueError: the model beside the tokenizer has no embedding for one of them.
+        """
         if self._beyond and (found := self._beyond.keys() & set(ids)):
             names = ", ".join(f"{self._beyond[i]} (id {i})" for i in sorted(found))
             raise ValueError(
                 f"The text {text[:80]!r} holds {names}, for which the model in {self.directory} has no embedding: its "
                 f"ids are below {self.vocab_size}. Take it out of the data."
             )
-        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+        return ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Encodes text of unknown origin, such as a tool's output: special tokens written in it stay text."""
@@ -117,6 +147,10 @@ class Tokenizer:
             return ids
         # Found in the normalised text only, or of one character.
         return [i for part in map(self._backend.encode, text) if self._special.isdisjoint(part) for i in part]
+
+    def special_spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where special tokens are written in a text, from left to right: the place of the first character, the end."""
+        return (found.span() for found in self._written.finditer(text))
 
     def holds_special(self, text: str) -> bool:
         """True where special tokens are written in a text."""
@@ -147,24 +181,35 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return bool(self._templates)
 
-    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        marks: tuple[str, str] = ("", ""),
+    ) -> str:
         """Formats a conversation as the model's text, start token included; pass it to `encode` without `bos`.
 
         Args:
           messages: mappings with 'role' (system, user, assistant or tool) and 'content'.
           add_generation_prompt: end with the opening of the model's turn.
+          tools: schemas of the functions that the model may call; None for the tokenizer's own.
+          marks: written before and behind what the template marks as the model's words.
 
         Raises:
           ValueError: the tokenizer has no chat template, or its template refuses these messages.
         """
-        if self._template is None:
+        tools = self.tools if tools is None else tools
+        template = self._templates.get("tool_use" if tools else "default", self._templates.get("default"))
+        if template is None:
             raise ValueError(
                 f"{self.directory} has no chat template: add chat_template.jinja or set data.template=plain."
             )
-        more: Any = {"tokens": self._tokens, "tools": self.tools}
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **more)
+        more: Any = {"tokens": self._tokens, "tools": tools, "marks": marks}
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **more)
 
     @functools.cached_property
     def tools_digest(self) -> str:
@@ -176,7 +221,7 @@ class Tokenizer:
         """Names of `tools` that prompts made by the chat template do not hold."""
         if not self.tools:
             return ()
-        text = "" if self._template is None else self.apply_chat_template([{"role": "user", "content": "?"}])
+        text = "" if not self.has_chat_template else self.apply_chat_template([{"role": "user", "content": "?"}])
         return tuple(name for tool in self.tools if (name := str(tool["function"]["name"])) not in text)
 
     def _special_tokens_beyond(self, model: Mapping[str, Any]) -> dict[int, str]:
@@ -203,12 +248,12 @@ class Tokenizer:
         return found
 
     def _find_special(self) -> tuple[set[int], re.Pattern[str]]:
-        """Ids that no text of others may become, and a pattern that matches, empty, where one of them is written."""
+        """Ids that no text of others may become, and a pattern of the texts that are written for one of them."""
         named = {self._backend.token_id(text): text for text in (*self._tokens.values(), *TURN_ENDS)}
         found = {i: text for i, text in {**named, **self._backend.special}.items() if i is not None and text}
-        starts = "|".join(map(re.escape, found.values())) or "(?!)"
+        written = "|".join(map(re.escape, sorted(found.values(), key=len, reverse=True))) or "(?!)"
         # The unknown token is also what stands for characters that have no piece.
-        return set(found) - {self._backend.token_id(self._tokens.get("unk_token", ""))}, re.compile(f"(?={starts})")
+        return set(found) - {self._backend.token_id(self._tokens.get("unk_token", ""))}, re.compile(written)
 
     def _one_id(self, name: str, *configs: Mapping[str, Any]) -> int | None:
         token = self._tokens.get(f"{name}_token")
@@ -230,13 +275,14 @@ class Tokenizer:
             )
         return ends
 
-    def _read_template(self) -> ChatTemplate | None:
+    def _read_templates(self) -> dict[str, ChatTemplate]:
+        """Reads the chat templates by their names: 'default', and 'tool_use' where tools have one of their own."""
         file = self.directory / "chat_template.jinja"
         source = _read_text(file) if file.exists() else self._config.get("chat_template")
-        if isinstance(source, list):
-            named = {entry["name"]: entry["template"] for entry in source}
-            source = named.get("tool_use" if self.tools and "tool_use" in named else "default")
-        return None if source is None else ChatTemplate(source, str(self.directory))
+        listed = source if isinstance(source, list) else [{"name": "default", "template": source}]
+        named = {str(entry["name"]): entry["template"] for entry in listed if isinstance(entry["template"], str)}
+        names = [name for name in ("default", "tool_use") if name in named]
+        return {name: ChatTemplate(named[name], str(self.directory)) for name in names}
 
 
 def _read_text(path: epath.Path) -> str:
@@ -285,6 +331,10 @@ class _Json:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -312,9 +362,22 @@ class _SentencePiece:
         self._pattern = re.compile("(" + "|".join(map(re.escape, self._controls)) + ")")
 
     def encode(self, text: str) -> list[int]:
-        parts = self._pattern.split(text) if self._controls else [text]
-        ids = ([self._controls[p]] if p in self._controls else self._model.encode(p) for p in parts if p)
-        return [i for part in ids for i in part]
+        return self.encode_spans(text)[0]
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        at = 0
+        for part in self._pattern.split(text) if self._controls else [text]:
+            if part in self._controls:
+                ids.append(self._controls[part])
+                spans.append((at, at + len(part)))
+            elif part:
+                found = self._model.encode(part, return_type="offset_mapping")
+                ids += found["ids"]
+                spans += [(at + start, at + end) for start, end in found["offsets"]]
+            at += len(part)
+        return ids, spans
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([i for i in ids if i not in self.special])

@@ -116,9 +116,9 @@ def test_every_assistant_turn_of_a_chat_is_learned(tokenizer, tmp_path):
     data = DataConfig(path=write(tmp_path, chat))
     batch = next(SFTStream(data, SFTConfig(batch_size=1, max_length=64), tokenizer))
     assert learned(tokenizer, batch, 0) == "4<end_of_turn>9<end_of_turn>"
-    # The tokens are those of the whole chat, up to the last end mark.
+    # The tokens are those of the whole chat.
     whole = tokenizer.encode(tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=False))
-    assert batch.tokens_BT[0, : batch.length_B[0]].tolist() == whole[:-1]
+    assert batch.tokens_BT[0, : batch.length_B[0]].tolist() == whole
 
 
 def test_questions_and_answers_are_written_in_the_reference_form(tokenizer, tmp_path):

@@ -1,0 +1,367 @@
+"""A conversation as its chat template writes it, and which parts of that text a model is to learn.
+
+The text is the template's rendering of the whole conversation. Where the template marks generations, its marks say what
+is learned. Elsewhere the parts are found by comparing renderings: a turn of the assistant begins where the prompt for
+that turn ends, and ends with the mark that the template writes behind the turn. A template may write a turn otherwise
+once other turns follow, as templates that drop the thoughts of earlier turns do: what the whole rendering shows is
+learned.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from podrl.data.chat import Message, Tools
+from podrl.data.template import Part
+from podrl.data.tokenizer import Tokenizer
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # the names under which templates read thoughts
+_MOST = 256  # characters of a turn's header, of what a template writes before its words, and of the mark behind it
+_ASK = {"role": "user", "content": "ask"}  # stands before a turn where a template demands a question
+
+
+def render(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = True
+) -> str:
+    """Renders a conversation as text, and makes sure that the text holds every message.
+
+    Args:
+      tokenizer: its chat template writes the text.
+      messages: the conversation, in a form that podrl.data.shape.turns_fault has accepted.
+      tools: schemas of the functions that the model may call; None for the tokenizer's own.
+      add_generation_prompt: whether to end with the opening of the model's turn.
+
+    Raises:
+      ValueError: the template refuses the messages, or passes one over; names the message.
+    """
+    writing = _Writing(tokenizer, messages, tools)
+    return writing.write(writing.messages, add_generation_prompt=True) if add_generation_prompt else writing.whole
+
+
+def parts(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Tools | None = None, first: int = 0
+) -> list[Part]:
+    """Renders a conversation as parts that join to the template's text; the assistant's turns are learned.
+
+    The last part `ends` where it is the assistant's and the template writes no end mark behind it.
+
+    Args:
+      tokenizer: its chat template writes the text.
+      messages: the conversation, in a form that podrl.data.shape.turns_fault has accepted.
+      tools: schemas of the functions that the model may call; None for the tokenizer's own.
+      first: index of the first message that may be learned; the assistant's turns before it are given.
+
+    Raises:
+      ValueError: the template refuses the messages, passes one over, or writes one so that it cannot be found; names
+        the message.
+    """
+    writing = _Writing(tokenizer, messages, tools)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    assert turns, "no turn of the assistant to learn"
+    if spans := writing.marked():
+        begin = writing.turn(turns[0]).start if first else 0
+        spans = [span for span in spans if span.start >= begin]
+    else:
+        spans = [writing.turn(i) for i in turns]
+        for i, before, span in zip(turns[1:], spans, spans[1:], strict=False):
+            if span.start < before.end:
+                raise writing.fault(i, "writes the turn so that it is found within the turn before it")
+    made, shown, whole = [], 0, writing.whole
+    for span in spans:
+        made.append(Part(whole[shown : span.start]))
+        made.append(Part(whole[span.start : span.end], learned=True))
+        shown = span.end
+    if spans and spans[-1].open and shown == len(whole) and turns[-1] == len(messages) - 1:
+        made[-1] = made[-1]._replace(ends=True)
+    made.append(Part(whole[shown:]))
+    return [part for part in made if part.text or part.ends]
+
+
+class _Span(NamedTuple):
+    """Characters of the whole text that are learned, from `start` to `end`; `open` where no end mark is among them."""
+
+    start: int
+    end: int
+    open: bool = False
+
+
+class _Writing:
+    """The renderings of one conversation.
+
+    Attributes:
+      messages: the conversation, in a form that the template writes in full.
+      whole: the template's rendering of all messages.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None) -> None:
+        """Finds a form of the messages that the template writes in full.
+
+        Raises:
+          ValueError: there is none; what is wrong with the messages as they were given.
+        """
+        self._tokenizer = tokenizer
+        self.write = functools.partial(tokenizer.apply_chat_template, tools=tools)
+        said = _json((messages, tools or tokenizer.tools))
+        self._word = next(word for n in range(len(said)) if (word := f"zq{n}x") not in said)
+        fault: ValueError | None = None
+        for self.messages in _forms([_given(message) for message in messages]):
+            try:
+                self.whole = self.write(self.messages, add_generation_prompt=False)
+                self._check_written()
+                return
+            except ValueError as error:
+                fault = fault or error
+        assert fault is not None
+        raise fault
+
+    def fault(self, i: int, why: str) -> ValueError:
+        """Makes the error about a message that the template does not write as it must."""
+        return ValueError(
+            f"messages[{i}] ({self.messages[i]['role']}): the chat template of {self._tokenizer.directory} {why}. The "
+            f"message is {_json(self.messages[i])[:200]}. Change the message, or give the model a chat_template.jinja "
+            "that writes it."
+        )
+
+    def marked(self) -> list[_Span]:
+        """Returns the parts that the template itself marks as generations; none where it has no usable marks."""
+        opens, closes = f"{self._word}o", f"{self._word}c"
+        text = self.write(self.messages, add_generation_prompt=False, marks=(opens, closes))
+        pieces = re.split(f"({opens}|{closes})", text)
+        if "".join(piece for piece in pieces if piece not in (opens, closes)) != self.whole:
+            return []  # the template works on the marked text, as `trim` does
+        spans, at, start = [], 0, 0
+        for piece in pieces:
+            if piece == opens:
+                start = at
+            elif piece == closes:
+                spans.append(_Span(start, at))
+            else:
+                at += len(piece)
+        return spans
+
+    def turn(self, i: int) -> _Span:
+        """Finds the assistant's turn at index i in the whole text, its end mark included.
+
+        Raises:
+          ValueError: it cannot be found.
+        """
+        before = self._before(i)
+        prompt = self.write(before, add_generation_prompt=True)
+        alone = self.write([*before, self.messages[i]], add_generation_prompt=False)
+        if alone.startswith(prompt) and self.whole.startswith(prompt):
+            return self._end(i, alone[len(prompt) :], len(prompt))
+        opened = self._start(i, prompt, alone, before, [])
+        return self._end(
+            i, alone[opened:], self._start(i, prompt, self.whole, self.messages[:i], self.messages[i + 1 :])
+        )
+
+    def _before(self, i: int) -> Sequence[Message]:
+        """Takes the messages before index i, and a question where the template demands one before a model's turn."""
+        try:
+            self.write(self.messages[:i], add_generation_prompt=True)
+        except ValueError:
+            return [*self.messages[:i], _ASK]
+        return self.messages[:i]
+
+    def _start(self, i: int, prompt: str, text: str, before: Sequence[Message], behind: Sequence[Message]) -> int:
+        """Finds where the words of the turn at index i begin in a rendering that does not begin with the turn's prompt.
+
+        A rendering in which a word of our own stands for the words of the turn shows the header, with which the prompt
+        ends, too. A prompt may end with more than the header, such as an opened thought, and the template may write
+        something between the header and the words, such as Mistral's space.
+
+        Args:
+          i: index of the turn.
+          prompt: rendering of the messages before the turn, with the opening of the model's turn.
+          text: rendering of `before`, the turn, and `behind`.
+          before: messages before the turn.
+          behind: messages behind it.
+        """
+        message: dict[str, Any] = {"role": "assistant", "content": self._word}
+        if calls := self.messages[i].get("tool_calls"):
+            message["tool_calls"] = [_called(call, self._word) for call in calls]
+        spoken, found, _ = self.write([*before, message, *behind], add_generation_prompt=False).partition(self._word)
+        if not found:
+            raise self.fault(i, "does not write the turn")
+        specials = list(self._tokenizer.special_spans(prompt))
+        first = max([len(prompt) - _MOST, *(a for a, _ in specials)], default=0)
+        shared = text[: _shared(text, spoken)]
+        # The header's end in the text and in the prompt, where both have the same from the last special token on.
+        ends = [
+            (place, end)
+            for end in range(max(first, 1), len(prompt) + 1)
+            if not any(a < end < b for a, b in specials)
+            for least in [end - max((a for a, _ in specials if a < end), default=prompt.rfind("\n", 0, end - 1) + 1)]
+            for place in range(max(len(spoken) - _MOST, least), len(shared) + 1)
+            if shared.endswith(prompt[end - least : end], 0, place)
+        ]
+        if not ends:
+            raise self.fault(i, f"opens the turn by {spoken[-80:]!r} and its prompt ends with {prompt[-80:]!r}")
+        place, end = max(ends)
+        return place + (len(prompt) - end if text.startswith(prompt[end:], place) else 0)
+
+    def _end(self, i: int, alone: str, start: int) -> _Span:
+        """Finds where the turn at index i ends.
+
+        Args:
+          i: index of the turn.
+          alone: the turn's words and what follows them, where the turn is the last one.
+          start: the place in the whole text at which the turn's words begin.
+        """
+        if not alone:
+            raise self.fault(i, "writes nothing of the turn")
+        said = alone.removesuffix(self._closing)
+        mark = next((said[a:b] for a, b in self._tokenizer.special_spans(said) if b == len(said)), "")
+        said = said.removesuffix(mark)
+        whole = self.whole[start:]
+        stop = len(said)
+        if not whole.startswith(said):
+            stop = self._stop(i, said, start)
+        behind = [(a, b) for a, b in self._tokenizer.special_spans(whole[stop : stop + _MOST])]
+        if behind and behind[0][0] == 0:
+            end = stop + behind[0][1]
+            found, rest = whole[stop:end], whole[end : end + _MOST].lstrip()
+            # A header behind a turn without a mark is no mark, unless a model ends its turns by writing that.
+            other = bool(mark) and any(a == 0 for a, _ in self._tokenizer.special_spans(rest))
+            if found == mark or other or self._tokenizer.token_id(found) in self._tokenizer.eos_ids:
+                return _Span(start, start + end)
+        return _Span(start, start + stop, open=not mark)
+
+    def _stop(self, i: int, said: str, start: int) -> int:
+        """Number of characters of the turn at index i in the whole text, which has a part of it only.
+
+        Args:
+          i: index of the turn.
+          said: the turn's words, where the turn is the last one.
+          start: the place in the whole text at which the turn's words begin.
+        """
+        message, whole = self.messages[i], self.whole[start:]
+        content = message.get("content", "")
+        for words in (content, content.rstrip()) if content is not None and not message.get("tool_calls") else ():
+            extended = {**message, "content": words + self._word}
+            text = self.write([*self.messages[:i], extended, *self.messages[i + 1 :]], add_generation_prompt=False)
+            head, _, tail = text.partition(self._word)
+            if head + tail == self.whole and len(head) >= start:
+                return len(head) - start
+        # A turn that calls ends at the special token up to which most of its end is there.
+        marks = self._tokenizer.special_spans(whole[: len(said) + _MOST])
+        stops = [place for place, _ in marks if _is_cut(whole[:place], said)]
+        if not stops:
+            raise self.fault(i, f"writes {said!r} of the turn alone and {whole[: len(said)]!r} as others follow")
+        return max(stops, key=lambda place: _shared_end(whole[:place], said))
+
+    @functools.cached_property
+    def _closing(self) -> str:
+        """What the template writes at the end of a conversation, behind the mark that ends the last turn."""
+        try:
+            text = self.write([_ASK, {"role": "assistant", "content": self._word}], add_generation_prompt=False)
+        except ValueError:
+            return ""
+        tail = text.rpartition(self._word)[2] if self._word in text else ""
+        return next((tail[end:] for _, end in self._tokenizer.special_spans(tail)), "")
+
+    def _check_written(self) -> None:
+        """Raises ValueError where the template passes a message or a call over, or writes arguments as text in text."""
+        probe: list[Message] = []
+        words: list[tuple[int, str, Sequence[str]]] = []
+        for i, message in enumerate(self.messages):
+            if calls := message.get("tool_calls"):
+                names = [f"{self._word}{i}c{k}" for k in range(len(calls))]
+                probe.append({**message, "tool_calls": list(map(_called, calls, names))})
+                for call, name in zip(calls, names, strict=True):
+                    function = _function(call)
+                    own = [f"{name}n", *([f"{name}k", f"{name}v"] if "arguments" in function else [])]
+                    words.append((i, f"does not write its call of {function.get('name')!r}", own))
+            else:
+                probe.append({**message, "content": f"{message.get('content', '')}{self._word}{i}m"})
+                words.append((i, "passes it over", [f"{self._word}{i}m"]))
+        text = self.write(probe, add_generation_prompt=False)
+        for i, why, needed in words:
+            if not all(word in text for word in needed):
+                raise self.fault(i, why)
+            if any(f'\\"{word}' in text for word in needed if word.endswith("k")):
+                raise self.fault(i, "writes the arguments of its call as text within text")
+
+
+def _given(message: Message) -> Message:
+    """A message without what is None or no call, its thoughts under every name that templates read."""
+    kept = {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
+    thoughts = next((kept[name] for name in _REASONING if name in kept), None)
+    return kept if thoughts is None else {"thinking": thoughts, **kept, "reasoning_content": thoughts}
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """The forms in which templates take calls: arguments as an object or as JSON text, no words as '' or as None."""
+    yield messages
+    if not any("tool_calls" in message for message in messages):
+        return
+    for read in (_object, _text):
+        for blank in ({}, {"content": ""}, {"content": None}):
+            yield [_formed(message, read, blank) if "tool_calls" in message else message for message in messages]
+
+
+def _formed(message: Message, read: Any, blank: Message) -> Message:
+    calls = [
+        _with(call, {**_function(call), "arguments": read(_function(call).get("arguments"))})
+        for call in message["tool_calls"]
+    ]
+    kept = {name: value for name, value in message.items() if name != "content" or value}
+    return {**blank, **kept, "tool_calls": calls}
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    return call.get("function", call)
+
+
+def _with(call: Mapping[str, Any], function: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**call, "function": function} if "function" in call else function
+
+
+def _called(call: Mapping[str, Any], word: str) -> Mapping[str, Any]:
+    """A call with words of our own for its name and arguments."""
+    function = {**_function(call), "name": f"{word}n"}
+    if "arguments" in function:
+        arguments = {f"{word}k": f"{word}v"}
+        function["arguments"] = _text(arguments) if isinstance(function["arguments"], str) else arguments
+    return _with(call, function)
+
+
+def _object(arguments: Any) -> Any:
+    try:
+        read = json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+    return read if isinstance(read, dict) else arguments
+
+
+def _text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else _json(arguments)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _shared(a: str, b: str) -> int:
+    """Number of characters that two texts share at their beginning."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return low
+
+
+def _shared_end(a: str, b: str) -> int:
+    """Number of characters that two texts share at their end."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[len(a) - middle :] == b[len(b) - middle :] else (low, middle - 1)
+    return low
+
+
+def _is_cut(text: str, of: str) -> bool:
+    """True where a text is another one without a stretch of it, or all of it."""
+    return len(text) <= len(of) and _shared(text, of) + _shared_end(text, of) >= len(text)
