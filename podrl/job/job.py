@@ -26,7 +26,7 @@ from podrl.data.pairs import held_out_pairs
 from podrl.data.pipeline import has_format
 from podrl.data.tokenizer import Tokenizer, foreign
 from podrl.environments.config import EnvironmentConfig
-from podrl.job import describe
+from podrl.job import alike, describe
 from podrl.job.config import SCRATCH, Job, ScratchModel, pair_settings, parse, unset, with_prompt_length
 from podrl.job.evaluation import make_evaluator
 from podrl.job.placement import Meshes, meshes
@@ -171,11 +171,14 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
     """
     steps = parse_steps(profile)
     check_storage(workdir, values)
+    if pod is not None:  # before anything is asked for that hosts with other settings do not offer
+        alike.check_settings(values, pod, 4 * build(LogConfig, values["log"], "config.log").stall_s)
     values = _pinned(values, workdir, pod)
     tools = tools_of_prompts(values, pod)
     job = parse(with_prompt_length(values, tools))
     _check_auxiliary(job, pod)
-    _check_alike(job, pod)
+    if pod is not None:
+        alike.check_files(job, pod, 4 * job.log.stall_s)
     started = time.monotonic()
     link = _pull_link(job, pod)
     role = TRAINER if pod is None else pod.seat.hosts.role(pod.seat.process)
@@ -298,23 +301,6 @@ def _check_auxiliary(job: Job, pod: Pod | None) -> None:
     ):
         if directory and process in loaders and not storage.locate(hub.local(directory)).is_dir():
             raise ValueError(f"{key}={directory!r} is not a directory: give a Hugging Face directory.")
-
-
-def _check_alike(job: Job, pod: Pod | None) -> None:
-    """Refuses a process that joins a job with other settings than the job's."""
-    if pod is None or not pod.seat.disposable:
-        return
-    mine = json.loads(json.dumps(job.as_mapping(), default=str))
-    if pod.leads:
-        pod.channel.put("settings", Message(mine))
-    elif pod.seat.late:
-        told = pod.get(LEADER, "settings", 4 * job.log.stall_s).value
-        differ = [change for changes in identity.changes(told, mine, {}) for change in changes]
-        if differ := [change for change in differ if not change.startswith(("log.", "checkpoint."))]:
-            raise ValueError(
-                f"This is not the job's configuration: {'; '.join(differ[:3])}. Join by the job's own command, with "
-                f"--join={pod.seat.leader}."
-            )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,12 @@
 
 Every process is an endpoint: a board of messages under keys that others read, and functions that others call. Reads of
 a key that is not there yet wait on the server's side. Requests are sent again until they are answered, so an endpoint
-that went away and came back at its address is found; every request may therefore be served twice.
+that was away for a while is found again; every request may therefore be served twice.
+
+Every request names the endpoint that sends it and the one that it is for, by numbers that each draws when it starts. So
+two endpoints never believe different things of each other: one that is given up (`give_up`) is served nothing any more
+and told so by the answer to whatever it asks, and one that is not the endpoint of before, though it is at its address
+(the next run of the same command), refuses. Either counts as the loss of the connection.
 
 Strangers find little to do. Before they have proved that they hold the job's key a frame may not be longer than PIECE
 (longer messages are cut into such), their connection ends after HANDSHAKE_S, and one that says nothing at all does not
@@ -14,7 +19,9 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import queue
+import secrets
 import selectors
 import socket
 import threading
@@ -39,6 +46,8 @@ _SEALED = 64  # bytes that encryption adds to a frame, and some
 _SWEEP_S = 1.0  # between two looks at connections that say nothing
 _READABLE = int(zmq.POLLIN)
 _TURN = 100  # messages of one socket before the others have theirs
+_NUMBER = 8  # bytes of the number of a request, and of an endpoint
+_GONE = b"gone"  # the status of an answer to an endpoint that was given up, or that means another endpoint
 
 Handler = Callable[[Message], "Message | futures.Future[Message]"]
 
@@ -68,6 +77,7 @@ class Channel:
 
     Attributes:
       address: 'host:port' at which others reach it.
+      number: tells this endpoint from every other, also from an earlier or later one at the same address.
       traffic: so far.
     """
 
@@ -97,7 +107,11 @@ class Channel:
         """
         if not secret:
             raise ValueError("The processes' channel needs a secret: set PODRL_SECRET to the same text on all hosts.")
-        self.name, self.traffic = name, Traffic()
+        self.name, self.number, self.traffic = name, secrets.token_hex(_NUMBER), Traffic()
+        self._mine = bytes.fromhex(self.number)
+        self._known: dict[str, bytes] = {}  # by address: the endpoint that answered first
+        self._refused: set[bytes] = set()  # endpoints that were given up
+        self._senders: dict[tuple[bytes, bytes], bytes] = {}  # of the requests that wait for their answer
         self._silence_ms = int(1000 * silence_s)
         self._public, self._private = _keys(secret)
         raise_descriptor_limit()
@@ -190,9 +204,22 @@ class Channel:
         self._do(lambda: self._send(request))
         return request
 
-    def watch(self, address: str, lost: Callable[[], None]) -> None:
-        """Calls `lost` once, on the channel's thread, when the connection to an endpoint breaks and stays broken."""
-        self._do(lambda: self._link((address, 0)).watch(lost))
+    def watch(self, address: str, lost: Callable[[], None], *, within_s: float = SILENCE_S) -> None:
+        """Calls `lost` once, on the channel's thread, when an endpoint cannot be asked any more.
+
+        That is when the connection to it breaks and stays broken, does not stand within `within_s` seconds, or leads to
+        another endpoint than before; and when the endpoint has given this one up.
+        """
+        self._do(lambda: self._link((address, 0)).watch(lost, within_s))
+
+    def give_up(self, number: str) -> None:
+        """Serves an endpoint nothing any more: whatever it asks, or has asked, is answered by that."""
+        self._do(lambda: self._give_up(bytes.fromhex(number)))
+
+    def is_given_up(self, address: str) -> bool:
+        """True where an endpoint that was asked has given this one up, or is not the one of before."""
+        link = self._peers.get((address, 0))
+        return link is not None and link.refused
 
     def stands(self, address: str) -> bool:
         """True while there is a connection to an endpoint that was used before, as far as is known."""
@@ -274,6 +301,17 @@ class Channel:
             while self._wake_in.recv(4096):
                 pass
 
+    def _give_up(self, sender: bytes) -> None:
+        self._refused.add(sender)
+        asked = [request for request, by in self._senders.items() if by == sender]
+        for key, waiting in self._waiting.items():
+            self._waiting[key] = [request for request in waiting if request not in asked]
+        for unserved in self._unserved.values():
+            for request in asked:
+                unserved.pop(request, None)
+        for identity, number in asked:
+            self._answer(identity, number, _GONE, encode(Message()))
+
     def _offer(self, key: str, frames: Frames) -> None:
         self._board[key] = frames
         for identity, number in self._waiting.pop(key, ()):
@@ -304,7 +342,8 @@ class Channel:
 
     def _answer(self, identity: bytes, number: bytes, status: bytes, frames: Frames) -> None:
         self.traffic.count(frames)
-        self._server.send_multipart([identity, number, status, *in_pieces(frames)], copy=False)
+        self._senders.pop((identity, number), None)
+        self._server.send_multipart([identity, number + self._mine, status, *in_pieces(frames)], copy=False)
         self._touched[self._server] = None
 
     def _receive_request(self) -> None:
@@ -312,13 +351,18 @@ class Channel:
         self.traffic.count(received)
         if len(received) < 4:
             return  # not a request of ours
-        identity, number, head = (part.bytes for part in received[:3])
+        identity, numbers, head = (part.bytes for part in received[:3])
+        number, sender, wanted = (numbers[i * _NUMBER : (i + 1) * _NUMBER] for i in range(3))
+        if sender in self._refused or wanted not in (b"", self._mine):
+            self._answer(identity, number, _GONE, encode(Message()))
+            return
         try:
             kind, key = json.loads(head)
             message = decode(from_pieces(received[3:]))
         except Exception as error:  # noqa: BLE001 - whatever arrives from outside, this endpoint goes on
             self._answer(identity, number, b"error", encode(Message(f"{type(error).__name__}: {error}")))
             return
+        self._senders[identity, number] = sender
         if kind == "get":
             waiting = self._waiting.setdefault(key, [])
             if (identity, number) not in waiting:
@@ -351,13 +395,19 @@ class Channel:
             return
         self._answers[request.number] = request
         self.traffic.count(request.frames)
-        frames = [request.number.to_bytes(8, "little"), request.head, *in_pieces(request.frames)]
+        numbers = request.number.to_bytes(_NUMBER, "little") + self._mine + self._known.get(request.place[0], b"")
+        frames = [numbers, request.head, *in_pieces(request.frames)]
         client = self._link(request.place).client
         client.send_multipart(frames, copy=False)
         self._touched[client] = None
 
-    def _answered(self, number: bytes, status: bytes, pieces: Sequence[Any]) -> None:
-        request = self._answers.pop(int.from_bytes(number, "little"), None)
+    def _answered(self, address: str, numbers: bytes, status: bytes, pieces: Sequence[Any]) -> None:
+        sender = numbers[_NUMBER:]
+        if status == _GONE or self._known.setdefault(address, sender) != sender:
+            for link in [link for place, link in self._peers.items() if place[0] == address]:
+                link.refuse()
+            return
+        request = self._answers.pop(int.from_bytes(numbers[:_NUMBER], "little"), None)
         if request is not None:
             request.answer(status, pieces)
 
@@ -440,24 +490,30 @@ class _Link:
     def __init__(self, channel: Channel, client: zmq.Socket, place: tuple[str, int]):
         self._channel, self.client, self._place = channel, client, place
         self.monitor = client.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._stood = False
+        self._stood = self.refused = False
         self._broken_since: float | None = None
         self._lost: Callable[[], None] | None = None
+        self._until = math.inf  # when a connection that has never stood counts as broken
         client.connect(f"tcp://{place[0]}")
 
     @property
     def stands(self) -> bool:
-        return self._broken_since is None
+        return self._broken_since is None and not self.refused
 
-    def watch(self, lost: Callable[[], None]) -> None:
-        self._lost = lost
+    def watch(self, lost: Callable[[], None], within_s: float) -> None:
+        self._lost, self._until = lost, time.monotonic() + within_s
+
+    def refuse(self) -> None:
+        """Notes that the endpoint has given this one up, or is another one now."""
+        self.refused = True
+        self.check()
 
     def receive(self) -> None:
         received = self.client.recv_multipart(copy=False)
         self._channel.traffic.count(received)
         if len(received) >= 3:  # else not an answer of ours
-            number, status, *pieces = received
-            self._channel._answered(number.bytes, status.bytes, pieces)
+            numbers, status, *pieces = received
+            self._channel._answered(self._place[0], numbers.bytes, status.bytes, pieces)
 
     def receive_event(self) -> None:
         event = zmq.utils.monitor.recv_monitor_message(self.monitor)["event"]
@@ -470,8 +526,10 @@ class _Link:
             self._broken_since = time.monotonic()
 
     def check(self) -> None:
-        broken = self._broken_since is not None and time.monotonic() - self._broken_since > self._PATIENCE_S
-        if broken and self._lost is not None:
+        now = time.monotonic()
+        broken = self._broken_since is not None and now - self._broken_since > self._PATIENCE_S
+        never = not self._stood and now > self._until
+        if (broken or never or self.refused) and self._lost is not None:
             lost, self._lost = self._lost, None
             lost()
 

@@ -154,7 +154,7 @@ class Checkpoints:
             if size > free:
                 self._failed(OSError(f"it needs about {_mb(size)} and {_mb(free)} are free"))
                 return False
-        record = Record(dict(host), self._config, sums, {name: array_digest(x) for name, x in arrays.items()})
+        record = Record(dict(host), self._config, sums, {name: array_digest(x) for name, x in arrays.items()}, step)
         if len(self._processes) == 1:  # Orbax takes device arrays of one process among several for a mistake
             state = jax.tree.map(np.asarray, state)
         items = ocp.args.Composite(

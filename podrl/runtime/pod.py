@@ -3,6 +3,10 @@
 Trainer 0 leads. Everyone joins at its endpoint and gets the roster; it watches all connections and the others watch
 its. A process that fails tells the leader before it goes, the leader tells everybody, and each leaves hard: nobody
 sits in a collective or a barrier waiting for the dead.
+
+Where a job goes on without a process (a rollout or evaluation host of topology split), the leader gives that process
+up in its channel: if it was only away for a while, it is told so as soon as it speaks again, and ends with exit code
+42. So does a process that comes back to a leader of a later run. The next process in its place begins anew.
 """
 
 import dataclasses
@@ -16,10 +20,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from podrl.runtime.channel import Channel, ChannelError, LateError
+from podrl.runtime.channel import SILENCE_S, Channel, ChannelError, LateError
 from podrl.runtime.message import Message
 from podrl.runtime.roles import EVAL, TRAINER, Hosts
-from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER
 
 LEADER = 0
 _log = logging.getLogger("podrl.pod")
@@ -94,6 +98,7 @@ class Pod:
         self._parts: dict[tuple[str, int], dict[int, int]] = {}  # numbers of the replicas that came late, not all given
         self._left: set[int] = set()
         self._gone: set[int] = set()
+        self._endpoints: dict[int, str] = {}  # numbers of the processes' channels, on the leader
         self._ended = threading.Event()
         self._changed = threading.Condition()
         self._waits: dict[int, tuple[str, float]] = {}  # of each thread, and since when
@@ -115,14 +120,19 @@ class Pod:
 
         Raises:
           ChannelError: not all came within the deadline; names those that did not.
+          ValueError: this process was given other hosts or another topology than the leader.
         """
         if self.leads:
             self._host_roster(deadline_s, too_few)
             return self
         me = {"process": self.seat.process, "address": self.channel.address, "host": socket.gethostname()}
+        me |= {"pid": os.getpid(), "endpoint": self.channel.number, "job": self._job()}
         end = time.monotonic() + deadline_s
         try:
-            self._ask_leader("call", "join", Message({**me, "pid": os.getpid()}), deadline_s)
+            told = self._ask_leader("call", "join", Message(me), deadline_s)
+            if told.value:
+                self.fail(EXIT_USER, told.value)
+                raise ValueError(told.value)
             roster = self._ask_leader("get", "roster", Message(), max(end - time.monotonic(), 1.0))
         except ChannelError as error:
             raise ChannelError(
@@ -137,10 +147,26 @@ class Pod:
             threading.Thread(target=self._await_over, name="podrl-over", daemon=True).start()
         return self
 
+    def _job(self) -> dict[str, str]:
+        """Describes who does what in the job, by flag, as this process was told."""
+        hosts = self.seat.hosts
+        lists = {
+            "roles.trainer.hosts": hosts.trainer,
+            "roles.rollout.hosts": hosts.rollout,
+            "roles.eval.hosts": hosts.eval,
+        }
+        told = {name: ",".join(map(str, numbers)) or "none" for name, numbers in lists.items()}
+        return {
+            "--topology": "split" if self.seat.disposable else "shared",
+            **told,
+            "hosts per copy of the weights (roles.rollout.mesh)": str(hosts.replica),
+        }
+
     def _ask_leader(self, kind: str, key: str, message: Message, deadline_s: float) -> Message:
         """Asks the leader; raises ChannelError as soon as an established connection to it breaks."""
         request = self.channel.request(self._leader, kind, key, message)
-        self.channel.watch(self._leader, lambda: request.fail("the connection broke and did not come back"))
+        broken = lambda: request.fail("the connection broke and did not come back")  # noqa: E731
+        self.channel.watch(self._leader, broken, within_s=deadline_s)
         return request.wait(deadline_s, f"{self._leader}: {key}")
 
     def address(self, process: int, deadline_s: float = _OTHERS_S) -> str:
@@ -283,6 +309,7 @@ class Pod:
             if self.seat.hosts.count <= process and process not in self._given:
                 raise ValueError(f"host {process} is not of this job: a new host asks for its number.")
             self._addresses[process] = address
+            former, self._endpoints[process] = self._endpoints.get(process), str(who["endpoint"])
             self.ids[process] = (int(who["pid"]), str(who["host"]))
             self._gone.discard(process)
             self._left.discard(process)
@@ -294,9 +321,22 @@ class Pod:
                 what = "came back" if returned else "joined the job"
                 _log.warning("%s (host %d) %s at %s.", self.seat.hosts.name(process), process, what, address)
         if returned:
+            if former is not None:
+                self.channel.give_up(former)
             self._tell_lost(process)
         self.channel.watch(address, lambda: self._lost(process, address))
-        return Message()
+        if process >= self.seat.hosts.count:
+            return Message()
+        theirs, mine = who["job"], self._job()
+        differ = [
+            f"{key} is {theirs.get(key)} there, and {mine[key]} here" for key in mine if theirs.get(key) != mine[key]
+        ]
+        here = f"{self.name} (host {LEADER}, {socket.gethostname()})"
+        said = (
+            f"{self.seat.hosts.name(process)} (host {process}, {who['host']}) was started for another job than {here}: "
+            f"{'; '.join(differ)}. Start the same command on every host."
+        )
+        return Message(said if differ else None)
 
     def _roster(self) -> Message:
         addresses = {str(process): address for process, address in self._addresses.items()}
@@ -443,13 +483,22 @@ class Pod:
         name = f"{self.seat.hosts.name(process)} (host {process}, {address})"
         if self._comes_and_goes(process):
             _log.warning("%s is gone; what it had under way goes to the others, or to the next that comes.", name)
+            self.channel.give_up(self._endpoints[process])
             self._tell_lost(process)
             return
         self._end(EXIT_INFRASTRUCTURE, f"{name} is gone: its connection broke and did not come back")
 
     def _lost_leader(self) -> None:
-        if not self._ended.is_set():
-            self._end(EXIT_INFRASTRUCTURE, f"trainer 0 ({self._leader}) is gone: its connection broke")
+        """Handles, on every other process, a leader that is gone, or for which this process is."""
+        if self._ended.is_set():
+            return
+        text = f"trainer 0 ({self._leader}) is gone: its connection broke"
+        if self.channel.is_given_up(self._leader):
+            text = (
+                f"trainer 0 ({self._leader}) goes on without this process, of which it heard nothing for more than "
+                f"{SILENCE_S:.0f} s or in whose place is another; or it is that of a later run"
+            )
+        self._end(EXIT_INFRASTRUCTURE, text)
 
     def _await_over(self) -> None:
         """Ends a rollout process that came too late to have a part in the job, when that is over."""

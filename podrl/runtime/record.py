@@ -23,12 +23,14 @@ class Record:
       config: the configuration of the run.
       state: sums of the saved leaves by `bits.leaf_name`; None in a checkpoint of before there were any.
       arrays: digests of the host arrays by name; None as above.
+      step: after which it was taken; None in a checkpoint that does not say so.
     """
 
     content: dict[str, Any]
     config: dict[str, Any] | None
     state: dict[str, int] | None
     arrays: dict[str, str] | None
+    step: int | None = None
 
     def sealed(self) -> dict[str, Any]:
         """Encodes the record as JSON, with its own checksum."""
@@ -39,19 +41,21 @@ class Record:
         """Reads the record of the checkpoint in a directory.
 
         Raises:
-          ValueError: it is not what was written.
+          ValueError: it is not what was written, or was written in another directory, whose name is the step.
         """
         path = epath.Path(checkpoint) / "host" / "metadata"
         try:
             values = json.loads(path.read_bytes())
             if not isinstance(values, dict):
                 raise ValueError(f"it holds {type(values).__name__}")
-            names = [field.name for field in dataclasses.fields(cls)]
+            names = [field.name for field in dataclasses.fields(cls) if field.name != "step"]  # which came later
             if not is_sealed(values) and not set(names) & set(values):
                 return cls(values, None, None, None)
             values = unseal(values)
-            if set(values) != set(names):
+            if set(values) - {"step"} != set(names):
                 raise ValueError(f"it holds {sorted(values)}, not {sorted(names)}")
+            if (at := path.parts[-3]).isdigit() and values.get("step") not in (None, int(at)):
+                raise ValueError(f"it is of step {values['step']}: another checkpoint is in the place of step {at}")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"host data in {path} is not what podrl wrote: {first_line(error)}") from error
         return cls(**values)

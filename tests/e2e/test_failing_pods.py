@@ -1,5 +1,7 @@
 """A failing pod prints the true error once and in full, at most a line per other host, and leaves no process."""
 
+import contextlib
+import json
 import os
 import pathlib
 import re
@@ -12,6 +14,7 @@ from test_pods import process
 from waits import until
 
 from podrl.launch import find_config
+from podrl.runtime.local_pod import free_ports
 
 pytestmark = pytest.mark.e2e
 
@@ -66,6 +69,30 @@ def test_a_reward_function_that_raises_is_shown_once(tmp_path, descendants):
     assert {host: len(lines) for host, lines in said.items()} == dict.fromkeys(said, 1) and len(said) == 4, said
     assert all("Reward function broken failed" in lines[0] for lines in said.values())
     _end_of(descendants)
+
+
+def test_hosts_with_other_data_end_the_job_before_a_step(tmp_path, monkeypatch):
+    """The file has the same name and size on both, and one answer differs."""
+    channel, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
+    place = {"PLATFORM": "local", "PROCESS_COUNT": "2", "CHANNEL": channel, "COORDINATOR": coordinator}
+    for name, value in {**place, "SECRET": "of this test"}.items():
+        monkeypatch.setenv(f"PODRL_{name}", value)
+    flags = ("--topology=shared", "--fake_devices=1", "--config.data.path=train.jsonl", "--config.eval.problems=0")
+    with contextlib.ExitStack() as stack:
+        hosts = []
+        for index in range(2):
+            here = tmp_path / str(index)
+            here.mkdir()
+            records = ({"question": f"What is {i} plus 1?", "answer": str(i + 1 + (index == i == 1))} for i in range(9))
+            (here / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+            monkeypatch.setenv("PODRL_PROCESS_INDEX", str(index))
+            hosts.append(stack.enter_context(job(here / "run", *flags, logs=here)))
+        for host in hosts:
+            assert host.end() == 1, host.stderr
+            assert re.search(
+                r"rollout 0 \(host 1, .*: data\.path=train\.jsonl is \d+ bytes .* on trainer 0", host.stderr
+            )
+    assert not (tmp_path / "0" / "run" / "metrics.jsonl").exists()
 
 
 # Makes publishing fail after the first step on the named hosts, as an error of podrl would.

@@ -8,8 +8,10 @@ import time
 
 import numpy as np
 import pytest
+from waits import PATIENCE_S
 
 from podrl.runtime.channel import Channel, ChannelError, _Request
+from podrl.runtime.local_pod import free_ports
 from podrl.runtime.message import Message, MessageError, _digest, decode, encode
 from podrl.runtime.sockets import interface_towards
 
@@ -133,21 +135,75 @@ def test_what_is_no_request_is_passed_over(pair):
     assert b.get(a.address, "x", deadline_s=10).value == 1
 
 
-def test_an_endpoint_that_comes_back_is_found_and_a_lost_one_is_noticed(pair):
+def test_an_endpoint_that_is_not_there_yet_is_found_and_a_lost_one_is_noticed(pair, monkeypatch):
+    monkeypatch.setattr("podrl.runtime.channel._Link._PATIENCE_S", 0.1)
+    _, b = pair
+    (port,) = free_ports(1)
+    pending = b.request(f"127.0.0.1:{port}", "get", "x", Message())
+    assert not pending.arrived(0.2)
+    first = Channel("first", secret="s3cret", port=port)
+    first.put("x", Message(1))
+    assert pending.wait(PATIENCE_S, "first: x").value == 1
+    lost = threading.Event()
+    b.watch(first.address, lost.set)
+    first.close()
+    assert lost.wait(PATIENCE_S) and not b.is_given_up(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_another_endpoint_at_the_address_of_before_answers_nothing_and_counts_as_a_loss(lane, pair, monkeypatch):
+    """A process of a former run speaks to the next one at its address: what it asks is meant for its own."""
+    monkeypatch.setattr("podrl.runtime.channel._Link._PATIENCE_S", 1e9)  # the connection alone shows nothing
     _, b = pair
     first = Channel("first", secret="s3cret")
     first.put("x", Message(1))
-    assert b.get(first.address, "x", deadline_s=10).value == 1
+    address = first.address
+    assert b.get(address, "x", deadline_s=PATIENCE_S).value == 1
     lost = threading.Event()
-    b.watch(first.address, lost.set)
-    port = int(first.address.rpartition(":")[2])
-    pending = b.request(first.address, "get", "y", Message())
+    b.watch(address, lost.set)
     first.close()
-    assert lost.wait(20)
-    second = Channel("second", secret="s3cret", port=port)
+    second = Channel("second", secret="s3cret", port=int(address.rpartition(":")[2]))
+    called: list[str] = []
     second.put("y", Message(2))
-    assert pending.wait(20, "second: y").value == 2
+    second.serve("act", lambda message: called.append("act") or Message())
+    asked = [b.request(address, kind, key, Message(), lane=lane) for kind, key in (("get", "y"), ("call", "act"))]
+    assert lost.wait(PATIENCE_S) and b.is_given_up(address) and not b.stands(address)
+    assert not called and not any(request.arrived(0.1) for request in asked)
     second.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_endpoint_that_was_given_up_is_told_so_and_served_nothing(when, pair):
+    a, b = pair
+    called: list[str] = []
+    a.serve("act", lambda message: called.append("act") or Message())
+    a.put("x", Message(1))
+    assert b.get(a.address, "x", deadline_s=PATIENCE_S).value == 1
+    told = threading.Event()
+    b.watch(a.address, told.set)
+    waiting = [b.request(a.address, *asked, Message()) for asked in (("get", "y"), ("call", "late"))]
+    if when == "before":
+        assert not any(request.arrived(0.1) for request in waiting)
+        a.give_up(b.number)
+        assert told.wait(PATIENCE_S), "by the answer to what it had asked"
+    else:
+        a.give_up(b.number)
+    assert not b.request(a.address, "call", "act", Message()).arrived(0.1) and not called
+    assert told.wait(PATIENCE_S) and b.is_given_up(a.address)
+    a.put("y", Message(2))
+    a.serve("late", lambda message: called.append("late") or Message())
+    assert not any(request.arrived(0.1) for request in waiting) and not called
+    c = Channel("the next in its place", secret="s3cret")
+    assert c.get(a.address, "y", deadline_s=PATIENCE_S).value == 2
+    c.close()
+
+
+def test_an_endpoint_that_never_answered_is_lost_too(pair):
+    _, b = pair
+    (port,) = free_ports(1)
+    lost = threading.Event()
+    b.watch(f"127.0.0.1:{port}", lost.set, within_s=0.1)
+    assert lost.wait(PATIENCE_S)
 
 
 # Answers "alive", keeps the interpreter's lock in one C call at the first line of input, and answers "still".

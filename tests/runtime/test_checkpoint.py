@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from podrl.mesh.build import make_mesh
 from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints, read_state
+from podrl.runtime.seal import seal, unseal
 
 # When one read of a damaged checkpoint fails, Orbax closes its event loop while tensorstore still completes the others;
 # their callbacks then find the loop closed. The error that matters has been raised by then.
@@ -278,6 +279,30 @@ def test_host_values_and_arrays_are_checked_too(tmp_path):
     with pytest.raises(ValueError, match=r"host data in .* is not what podrl wrote: its checksum is"):
         checkpoints.restore(2, _abstract(_state(0)))
     checkpoints.close()
+
+
+def test_an_older_checkpoint_in_the_place_of_a_newer_one_is_noticed_and_set_aside(tmp_path, caplog):
+    """All of it is as it was written, but for the name of its directory."""
+    _saved(tmp_path / "c", [1, 2]).close()
+    shutil.rmtree(tmp_path / "c" / "2")
+    shutil.copytree(tmp_path / "c" / "1", tmp_path / "c" / "2")
+    said = "it is of step 1: another checkpoint is in the place of step 2"
+    with pytest.raises(ValueError, match=said):
+        read_state(tmp_path / "c")
+    checkpoints = Checkpoints(tmp_path / "c")
+    restored = checkpoints.restore_latest(_abstract(_state(0)))
+    assert restored is not None and restored.step == 1 and _equal(restored.state, _state(1)) and said in caplog.text
+    assert (tmp_path / "damaged_checkpoint_2").is_dir() and checkpoints.steps() == [1]
+    checkpoints.close()
+
+
+def test_a_checkpoint_of_before_steps_were_inside_is_read(tmp_path):
+    _saved(tmp_path, [1]).close()
+    host = tmp_path / "1" / "host" / "metadata"
+    values = unseal(json.loads(host.read_text()))
+    assert values.pop("step") == 1
+    host.write_text(json.dumps(seal(values)))
+    assert read_state(tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "null", '{"a": 1}', "", "\xff", "[" * 100_000, '{"state": {}}'])

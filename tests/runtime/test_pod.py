@@ -6,6 +6,7 @@ import time
 
 import pytest
 from endpoints import joined
+from waits import PATIENCE_S, until
 
 from podrl import launch
 from podrl.runtime.channel import Channel, ChannelError, LateError
@@ -51,6 +52,31 @@ def test_a_leader_that_is_not_there_yet_is_waited_for():
     joining.join(60)
     assert not joining.is_alive() and member.address(1) == leader.address(1) == member.channel.address
     member.channel.close()
+    leader.channel.close()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "split", "said"),
+    [
+        (Hosts((0, 1), (2,)), False, "roles.trainer.hosts is 0,1 there, and 0 here; roles.rollout.hosts is 2 there"),
+        (Hosts((0,), (2,), eval=(1,)), False, "roles.eval.hosts is 1 there, and none here"),
+        (Hosts((0,), (1, 2), replica=2), False, "(roles.rollout.mesh) is 2 there, and 1 here"),
+        (Hosts((0,), (1, 2)), True, "--topology is split there, and shared here"),
+    ],
+)
+def test_a_process_of_another_job_is_refused_by_name_and_ends_the_job(hosts, split, said, monkeypatch):
+    """It would wait for processes that do something else than it believes."""
+    (port,) = free_ports(1)
+    leader = Pod(Seat(0, Hosts((0,), (1, 2)), f"127.0.0.1:{port}", "s"), host="127.0.0.1")
+    ended: list[tuple[int, str]] = []
+    monkeypatch.setattr(leader, "_end", lambda code, text, **_: ended.append((code, text)))
+    joining = threading.Thread(target=leader.join, args=(PATIENCE_S, lambda reached, waited_s: "too few"), daemon=True)
+    joining.start()
+    other = Pod(Seat(2, hosts, f"127.0.0.1:{port}", "s", split), host="127.0.0.1")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        other.join(PATIENCE_S, lambda reached, waited_s: "")
+    until(lambda: ended)
+    assert ended[0][0] == 1 and said in ended[0][1] and "(host 2, " in ended[0][1]
     leader.channel.close()
 
 

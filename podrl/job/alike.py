@@ -1,0 +1,257 @@
+"""Refuses a pod whose hosts differ in settings, data, tokenizer, models, user code or versions, before it trains."""
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import pathlib
+import re
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from podrl.data import sources
+from podrl.data.cache import Cache
+from podrl.data.mixture import WORTH
+from podrl.data.tokenizer import FILES
+from podrl.job.config import EMBEDDED as MODELS
+from podrl.job.config import SCRATCH, Job
+from podrl.rundir import identity
+from podrl.runtime import hub
+from podrl.runtime.message import Message
+from podrl.runtime.pod import LEADER, Pod
+from podrl.runtime.storage import is_remote, locate
+
+# Settings that may differ: files and processes of one host, and what the leader alone writes. Everything else may not:
+# a rollout host needs checkpoint.every to know what a checkpoint asks it for.
+_OWN = ("log.", "checkpoint.keep", "compile_cache", "data.cache", "reward.workers")
+_SHOWN = 3  # differences named in one message
+_BLOCK, _BLOCKS = 1 << 14, 64  # bytes and number of the pieces that are read of a file of weights
+_ABSENT = "absent"
+_MODULE = re.compile(r"^([A-Za-z_]\w*)(?=(?:\.\w+)*:[A-Za-z_])(?!.*\.py:)|(?<=-m )([A-Za-z_]\w*)")
+_SCRIPT = re.compile(r"[^\s:,'\"=]+\.py\b")
+_MOST = 1000  # files read of a package
+_TEXT = 4096  # characters of the longest setting that may name a file
+
+
+def check_settings(values: Mapping[str, Any], pod: Pod, deadline_s: float) -> None:
+    """Refuses settings that are not the leader's; the leader only tells its own.
+
+    Args:
+      values: the configuration, as plain nested mappings, before anything is derived from files.
+      pod: the job's processes.
+      deadline_s: the longest wait for the leader.
+
+    Raises:
+      ValueError: a setting differs; names settings, both values and this host.
+      ChannelError: the leader did not answer.
+    """
+    mine = json.loads(json.dumps(values, default=str))
+    if pod.leads:
+        pod.channel.put("settings", Message(mine))
+        return
+    told = pod.get(LEADER, "settings", deadline_s).value
+    differ = [change for changes in identity.changes(told, mine, {}) for change in changes]
+    if differ := [change for change in differ if not change.startswith(_OWN)]:
+        how = f", with --join={pod.seat.leader}" if pod.seat.late else " on every host"
+        raise ValueError(
+            f"{_here(pod)}: This is not the job's configuration: {'; '.join(differ[:_SHOWN])}{_more(differ)}. Start "
+            f"the job's own command{how}."
+        )
+
+
+def check_files(job: Job, pod: Pod, deadline_s: float) -> None:
+    """Refuses files and versions that are not those of the other hosts; a file that a host lacks is its reader's error.
+
+    Raises:
+      ValueError: something differs; names it, both values and both hosts.
+      ChannelError: the leader did not answer.
+    """
+    mine = facts(job)
+    if pod.leads:
+        pod.channel.serve("alike", Compared(pod.seat.process, mine))
+        return
+    told = pod.call(LEADER, "alike", Message({"process": pod.seat.process, "facts": mine}), deadline_s).value
+    if differ := [
+        f"{key} is {mine[key]} here, and {value} on {pod.seat.hosts.name(other)} (host {other})"
+        for key, (value, other) in told["differ"].items()
+    ]:
+        raise ValueError(
+            f"{_here(pod)} is not as the other hosts are: {'; '.join(differ[:_SHOWN])}{_more(differ)}. All hosts of a "
+            "job need the same files and versions: copy them from one host, or put them where all hosts read them."
+        )
+
+
+class Compared:
+    """What the hosts have told of themselves: the first that names a thing says what it is; served by the leader."""
+
+    def __init__(self, process: int, facts: Mapping[str, str]):
+        """Knows the leader's own facts."""
+        self._known = {key: (value, process) for key, value in facts.items()}
+
+    def __call__(self, message: Message) -> Message:
+        """Answers a host's facts with those that differ, and with who said otherwise."""
+        process, told = int(message.value["process"]), message.value["facts"]
+        first = {key: self._known.setdefault(key, (value, process)) for key, value in told.items()}
+        return Message({"differ": {key: known for key, known in first.items() if known[0] != told[key]}})
+
+
+def facts(job: Job) -> dict[str, str]:
+    """Describes, by name, what a job's numbers depend on beside its settings: files by size and checksum, and versions.
+
+    Data files are read whole, as their readers do; of files of weights, which may take terabytes, some pieces are.
+    What is in a bucket is the same for all hosts, and so is what comes from the hub, whose commit is in the settings.
+    """
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    own = pathlib.Path(__file__).resolve().parent.parent
+    found["podrl"] = _of_code(sorted(own.rglob("*.py")), own)
+    cache = Cache(job.data.cache)
+    for key, path, part in _data(job):
+        if path.startswith(hub.DATA):
+            continue
+        try:
+            files = sources.files(sources.of_split(path, part))
+        except (ValueError, FileNotFoundError):
+            continue
+        found[f"{key}={path}"] = _joined(_of_file(file, cache) for file in files)
+    for key, directory in _models(job):
+        found |= {f"{key}={name}": value for name, value in _of_model(directory)}
+    for key, text in _texts(job.as_mapping()):
+        for script in _SCRIPT.findall(text):
+            if (file := pathlib.Path(script).expanduser()).is_file():
+                found[f"{key}={script}"] = _of_code(_with_imports(file.resolve()), file.resolve().parent)
+        for name in map("".join, _MODULE.findall(text)):
+            if files := _of_package(name):
+                found[f"{key}={name}"] = _of_code(files[:_MOST], files[0].parent)
+        if key.endswith("_file") and (file := pathlib.Path(text).expanduser()).is_file():
+            found[f"{key}={text}"] = _of_file(epath.Path(file), cache)
+    return found
+
+
+def _here(pod: Pod) -> str:
+    return f"{pod.name} (host {pod.seat.process}, {socket.gethostname()})"
+
+
+def _more(differ: list[str]) -> str:
+    return f"; and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+
+
+def _data(job: Job) -> Iterator[tuple[str, str, str]]:
+    """Yields (key, path, split) of the job's data files."""
+    if job.data.sources:
+        yield from (("data.sources", source.path, source.split) for source in job.data.sources)
+    else:
+        yield "data.path", job.data.path, ""
+    yield "data.eval_path", job.data.eval_path, ""
+    yield from (("eval.sets", one.path, one.split) for one in job.eval.sets)
+
+
+def _models(job: Job) -> Iterator[tuple[str, str]]:
+    """Yields (key, directory) of the models and the tokenizer that the job names."""
+    named = {"model.path": job.model.path, "tokenizer": job.tokenizer, "model.reference": job.model.reference}
+    named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
+    for key, path in named.items():
+        if path and path != SCRATCH and not is_remote(path) and not hub.named(path):
+            yield key, str(MODELS.get(path) or path)
+
+
+def _of_model(directory: str) -> Iterator[tuple[str, str]]:
+    """Yields (file, description) of a model directory: its small files whole, pieces of its weights."""
+    folder = epath.Path(locate(directory))
+    if not folder.is_dir():
+        return
+    for name in (*FILES, "config.json"):
+        yield f"{directory}/{name}", _of_file(folder / name) if (folder / name).is_file() else _ABSENT
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.is_file():
+            yield f"{directory}/{file.name}", _of_weights(file)
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yields (dotted key, text) of every text in nested settings."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _texts(one, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one, key)
+    elif isinstance(value, str) and len(value) <= _TEXT and not key.endswith(_OWN):
+        yield key, value
+
+
+def _of_file(file: epath.Path, cache: Cache | None = None) -> str:
+    """Describes a file by its size and the checksum of its bytes, in a bucket by its time instead."""
+    size = sources.size(file)
+    if is_remote(file):
+        return f"{size} bytes of {file.stat().mtime}"
+    if cache is not None and size >= WORTH:  # readers of such files use the same entry of the cache
+        return _described(size, cache.content(file))
+    with open(file, "rb") as content:
+        return _described(size, hashlib.file_digest(content, "sha256").hexdigest())
+
+
+def _of_weights(file: epath.Path) -> str:
+    """Describes a file by its size and pieces all over it, its header among them: any training changes all of them."""
+    size, digest = sources.size(file), hashlib.sha256()
+    with open(file, "rb") as content:
+        for i in range(_BLOCKS):
+            content.seek(i * max(size - _BLOCK, 0) // (_BLOCKS - 1))
+            digest.update(content.read(_BLOCK))
+    return _described(size, digest.hexdigest())
+
+
+def _of_code(files: Iterable[pathlib.Path], root: pathlib.Path) -> str:
+    """Describes Python files by their names below a root, and their content."""
+    digest, size = hashlib.sha256(), 0
+    for file in files:
+        content = file.read_bytes()
+        size += len(content)
+        digest.update(json.dumps([str(file.relative_to(root)), hashlib.sha256(content).hexdigest()]).encode())
+    return _described(size, digest.hexdigest())
+
+
+def _described(size: int, digest: str) -> str:
+    return f"{size} bytes with SHA-256 {digest[:16]}"
+
+
+def _joined(described: Iterable[str]) -> str:
+    """Describes several files as one; a single one as it is."""
+    each = list(described)
+    whole = hashlib.sha256(json.dumps(each).encode()).hexdigest()
+    return each[0] if len(each) == 1 else f"{len(each)} files with SHA-256 {whole[:16]}"
+
+
+def _with_imports(file: pathlib.Path) -> list[pathlib.Path]:
+    """Lists a file and the Python files beside it that it imports, directly or through others."""
+    root, left, found = file.parent, [file], dict[pathlib.Path, None]()
+    while left:
+        one = left.pop()
+        if one in found:
+            continue
+        found[one] = None
+        try:
+            tree = ast.parse(one.read_bytes())
+        except (SyntaxError, ValueError, RecursionError):  # whoever runs it says so
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for top in {name.partition(".")[0] for name in names}:
+                left += [path for path in (root / f"{top}.py", *(root / top).rglob("*.py")) if path.is_file()]
+    return sorted(found)
+
+
+def _of_package(name: str) -> list[pathlib.Path]:
+    """Lists the files of a user's top-level package or module, without importing it; nothing for podrl and builtins."""
+    try:
+        spec = None if name == "podrl" else importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return []
+    if spec is None:
+        return []
+    places = [pathlib.Path(place) for place in spec.submodule_search_locations or ()]
+    files = [file for place in places for file in sorted(place.rglob("*.py"))] or [pathlib.Path(spec.origin or "")]
+    return [file for file in files if file.suffix == ".py" and file.is_file()]
