@@ -110,7 +110,10 @@ class Dialogue:
         if role == "tool" and "more" not in once.rpartition(_WORDS)[2]:  # the role is passed over
             return self._role("user")
         # White space between given turns may differ, as in Hermes' form: what the sample was given stays in it.
-        if again.count(_WORDS) != 2 or not _packed(again).startswith(_packed(once + _WORDS)):
+        # A prompt may open the thought with which the model's words then go on.
+        given, words = _packed(once), _packed(_WORDS)
+        opened = next(n for n in range(len(words), -1, -1) if given.endswith(words[:n]))
+        if again.count(_WORDS) != 2 or not _packed(again).startswith(given + words[opened:]):
             raise ValueError(
                 f"The chat template of {self.tokenizer.directory} writes earlier turns of the model otherwise than "
                 f"they were (it makes {once!r} of two turns): say(role={role!r}) cannot go on behind sampled tokens. "

@@ -16,8 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podrl.data.answers import encode_chat
-from podrl.data.conversation import parts
+from podrl.data.config import DataConfig
+from podrl.data.conversation import parts, render
+from podrl.data.dialogue import Dialogue
+from podrl.data.labels import LabelStream
+from podrl.data.pairs import PairStream
+from podrl.data.pipeline import PromptStream
+from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.stream import Limit
+from podrl.data.template import Part
 from podrl.data.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
@@ -199,3 +206,253 @@ def dialogues(draw, family: Family):
 @given(data=st.data())
 def test_conversations_of_any_words(made, name, data):
     check(made, name, data.draw(dialogues(FAMILIES[name])), TOOLS if "tool" in FAMILIES[name].roles else None)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_and_masks_are_those_of_transformers(made, name):
+    transformers = pytest.importorskip("transformers")
+    ours = made[name, True]
+    theirs = transformers.AutoTokenizer.from_pretrained(ours.directory)
+    for form, messages in FORMS.items():
+        # transformers leaves out all but the first token of a character of several bytes that ends a generation.
+        if not takes(FAMILIES[name], messages) or (name, form) == ("glm", "unicode"):
+            continue
+        tools = TOOLS if any("tool_calls" in message for message in messages) else None
+        example = encode_chat(parts(ours, messages, tools=tools), ours, LIMIT)
+        wanted = theirs.apply_chat_template(
+            as_given(name, messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert example.tokens == wanted["input_ids"] and example.learned == wanted["assistant_masks"]
+        unmarked = encode_chat(parts(made[name, False], messages, tools=tools), made[name, False], LIMIT)
+        assert unmarked.tokens[: len(example.tokens)] == wanted["input_ids"]
+        assert unmarked.learned[: len(example.tokens)] == wanted["assistant_masks"]
+
+
+def test_a_token_across_a_border_is_learned_whole(made):
+    tokenizer = made["qwen25", False]
+    crossing = tokenizer.encode("assistant\n\n\n1")
+    assert len(crossing) < len(tokenizer.encode("assistant\n") + tokenizer.encode("\n\n1"))
+    example = encode_chat([Part("assistant\n"), Part("\n\n1", learned=True)], tokenizer, LIMIT)
+    assert example.tokens == crossing and example.learned == [0, 1, 1, 1]
+    assert tokenizer.token_text(crossing[1]) == "ĊĊ"
+
+
+def shown(tokenizer, messages, **more):
+    return "".join(part.text for part in parts(tokenizer, messages, **more) if part.learned)
+
+
+@pytest.mark.parametrize("blank", [{"content": ""}, {"content": None}, {}])
+@pytest.mark.parametrize("arguments", [{"x": "1"}, '{"x": "1"}'])
+@pytest.mark.parametrize("name", ["qwen25", "qwen3", "hermes", "llama3", "mistral3", "r1", "glm", "harmony"])
+def test_a_call_is_learned_in_the_templates_form_however_it_is_given(made, name, blank, arguments):
+    called = {"role": "assistant", **blank, "tool_calls": [{"function": {"name": "calc", "arguments": arguments}}]}
+    plain = said("", tool_calls=[call(x="1")])
+    text = shown(made[name, False], [user("?"), called, tool("1"), said("1")], tools=TOOLS)
+    assert text == shown(made[name, False], [user("?"), plain, tool("1"), said("1")], tools=TOOLS)
+    assert "calc" in text and "\\" not in text and "None" not in text
+
+
+def test_what_is_none_is_not_there(made):
+    for name in ("llama3", "qwen25", "harmony"):
+        plain = [user("?"), said("1")]
+        padded = [message | {"tool_calls": None, "reasoning_content": None, "name": None} for message in plain]
+        assert parts(made[name, False], padded) == parts(made[name, False], plain)
+        assert parts(made[name, False], [plain[0], plain[1] | {"tool_calls": []}]) == parts(made[name, False], plain)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("family", ["qwen3", "glm", "harmony"])
+def test_thoughts_are_learned_under_every_name(made, family, name):
+    assert "hm, so" in shown(made[family, False], [user("?"), said("1", **{name: "hm, so"})])
+
+
+SILENT = "{% for m in messages %}{% if m.role in ROLES and not m.tool_calls %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"  # fmt: skip # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("roles", "messages", "message"),
+    [
+        ("('user', 'assistant')", FORMS["a call"], r"messages\[1\] \(assistant\).*does not write its call of 'calc'"),
+        ("('user', 'assistant')", [user("?"), tool("4"), said("4")], r"messages\[1\] \(tool\).*passes it over"),
+        ("('user', 'assistant')", [SYSTEM, user("?"), said("4")], r"messages\[0\] \(system\).*passes it over"),
+        ("('user',)", [user("?"), said("4")], r"messages\[1\] \(assistant\).*passes it over"),
+    ],
+)
+def test_a_message_that_is_passed_over_is_refused_by_its_number(tmp_path, roles, messages, message):
+    tokenizer = Tokenizer(written(tmp_path / "model", Family(SILENT.replace("ROLES", roles), ("<|im_end|>",))))
+    with pytest.raises(ValueError, match=message):
+        parts(tokenizer, messages)
+    with pytest.raises(ValueError, match=message):
+        render(tokenizer, messages)
+
+
+@pytest.mark.parametrize("earlier", ["m.content | replace('one', 'ONE')", "m.content[:3]"])
+def test_of_earlier_turns_that_a_template_rewrites_what_it_writes_is_learned_or_refused(tmp_path, earlier):
+    template = FAMILIES["phi4"].template.replace(
+        "m.content + '<|im", f"(m.content if loop.last else {earlier}) + '<|im", 1
+    )
+    tokenizer = Tokenizer(
+        written(tmp_path / "model", Family(template, ("<|im_end|>",), ("<|im_start|>", "<|im_sep|>")))
+    )
+    chat = [user("?"), said("one more"), user("?"), said("two")]
+    if "replace" in earlier:
+        assert shown(tokenizer, chat) == "ONE more<|im_end|>two<|im_end|>"
+        return
+    with pytest.raises(ValueError, match=r"messages\[1\] \(assistant\).*passes it over"):
+        parts(tokenizer, chat)
+
+
+def test_a_template_without_an_end_mark_is_followed_by_the_tokenizers(made):
+    tokenizer = made["glm", False]
+    example = encode_chat(parts(tokenizer, [user("?"), said("1")]), tokenizer, LIMIT)
+    assert example.tokens[-1] == tokenizer.turn_end_id and example.learned[-1] == 1
+    last = encode_chat(parts(tokenizer, [user("?"), said("1"), user("?")]), tokenizer, LIMIT)
+    assert last.tokens == tokenizer.encode(
+        render(tokenizer, [user("?"), said("1"), user("?")], add_generation_prompt=False)
+    )
+
+
+def test_tools_of_a_record_choose_the_template_for_tools(tmp_path):
+    place = written(tmp_path / "model", FAMILIES["qwen25"])
+    config = json.loads((place / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "default", "template": FAMILIES["hermes"].template},
+        {"name": "tool_use", "template": config["chat_template"]},
+    ]
+    (place / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(place)
+    assert "# Tools" in render(tokenizer, [user("?")], tools=TOOLS)
+    assert "Help." not in render(tokenizer, [user("?")]) and "# Tools" not in render(tokenizer, [user("?")])
+
+
+def rows(tmp_path, *records):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return DataConfig(path=str(path), system_prompt="", eval_fraction=0.0, shuffle=False)
+
+
+def read(tokenizer, batch, b, *, learned=True):
+    pairs = zip(batch.tokens_BT[b, : batch.length_B[b]].tolist(), batch.mask_BT[b], strict=False)
+    text = "".join(tokenizer.token_text(token) for token, mask in pairs if mask or not learned)
+    return text.replace("Ġ", " ").replace("Ċ", "\n")
+
+
+def test_supervised_records_of_turns(made, tmp_path):
+    tokenizer = made["qwen25", False]
+    chat = [*FORMS["a call"]]
+    data = rows(
+        tmp_path,
+        {"messages": chat, "tools": TOOLS},
+        {"messages": chat, "tools": json.dumps(TOOLS)},
+        {"prompt": chat[:3], "completion": chat[3:], "tools": TOOLS},
+        {"prompt": chat[:3], "completion": "It is 4.", "tools": TOOLS},
+    )
+    batch = next(SFTStream(data, SFTConfig(batch_size=4, max_length=900), tokenizer))
+    whole = tokenizer.apply_chat_template(chat, tools=TOOLS, add_generation_prompt=False)
+    call_text = '<tool_call>\n{"name": "calc", "arguments": {"x": "2+2"}}\n</tool_call><|im_end|>'
+    assert [batch.text[b] for b in range(4)] == [whole] * 4
+    assert [read(tokenizer, batch, b) for b in range(4)] == [call_text + "It is 4.<|im_end|>"] * 2 + [
+        "It is 4.<|im_end|>"
+    ] * 2
+    assert read(tokenizer, batch, 0, learned=False).startswith("<|im_start|>system\nHelp.\n# Tools\n{")
+
+
+def test_pairs_of_turns(made, tmp_path):
+    tokenizer = made["qwen25", False]
+    asked, good, bad = [user("a?"), said("b"), user("c?")], [said("yes")], [said("no")]
+    data = rows(
+        tmp_path,
+        {"prompt": asked, "chosen": good, "rejected": bad},
+        {"prompt": asked, "chosen": "yes", "rejected": "no"},
+        {"chosen": asked + good, "rejected": asked + bad},
+        {"prompt": "c?", "chosen": asked + good, "rejected": asked + bad},
+        {"question": "c?", "chosen": good, "rejected": bad},
+    )
+    batch = next(PairStream(data, tokenizer, pairs=5, max_length=200))
+    assert [read(tokenizer, batch, b) for b in range(10)] == ["yes<|im_end|>", "no<|im_end|>"] * 5
+    whole = tokenizer.apply_chat_template(asked + good, add_generation_prompt=False)
+    assert [read(tokenizer, batch, b, learned=False) + "\n" for b in (0, 2, 4, 6)] == [whole] * 4
+    assert "c?" in batch.text[8] and "a?" not in batch.text[8]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a?", "chosen": [said("x")], "rejected": [said("y")]}, "need a 'prompt' of turns"),
+        (
+            {"prompt": "z?", "chosen": [user("a?"), said("x")], "rejected": [user("a?"), said("y")]},
+            "'prompt' is none of",
+        ),
+        ({"chosen": [user("a?"), said("x")], "rejected": [user("a?")]}, "must have a turn of the assistant"),
+        (
+            {"chosen": [user("a?"), said("x")], "rejected": [user("a?"), said("x"), user("b?")]},
+            "that the other has not",
+        ),
+        (
+            {"prompt": [user("a?")], "chosen": [said(3)], "rejected": [said("y")]},
+            r"'content' of turn 0 \(assistant\) is '3'",
+        ),
+        ({"prompt": [user("a?")], "chosen": [said("x")], "rejected": 3}, "'rejected' must be a text or turns"),
+    ],
+)
+def test_pairs_that_do_not_fit_are_refused_at_the_start(made, tmp_path, record, message):
+    with pytest.raises(ValueError, match=f"rows.jsonl line 1 has .*{message}"):
+        PairStream(rows(tmp_path, record), made["qwen25", False], pairs=1, max_length=200)
+
+
+def test_labelled_turns_and_their_unrelated_answers(made, tmp_path):
+    tokenizer = made["qwen25", False]
+    answer = [said("", tool_calls=[call(x="2+2")]), tool("4"), said("It is 4.")]
+    data = rows(
+        tmp_path,
+        {"prompt": [user("2+2?")], "completion": answer, "label": True, "tools": TOOLS},
+        {"prompt": [user("5?")], "completion": "5", "label": False},
+    )
+    batch = next(LabelStream(data, tokenizer, answers=2, max_length=900))
+    call_text = '<tool_call>\n{"name": "calc", "arguments": {"x": "2+2"}}\n</tool_call><|im_end|>'
+    assert read(tokenizer, batch, 0) == call_text + "It is 4.<|im_end|>" and read(tokenizer, batch, 1) == "5<|im_end|>"
+    tokens_BT, length_B, mask_BT = batch.unrelated()
+    theirs = tokens_BT[1, : length_B[1]][mask_BT[1, : length_B[1]] > 0].tolist()
+    assert theirs == [t for t, m in zip(batch.tokens_BT[0].tolist(), batch.mask_BT[0], strict=True) if m]
+    assert length_B[1] - mask_BT[1].argmax() == batch.length_B[0] - batch.mask_BT[0].argmax()
+
+
+def test_prompts_hold_the_calls_of_their_conversations(made):
+    tokenizer, chat = made["qwen25", False], FORMS["a call"]
+    stream = PromptStream.from_list(
+        [{"messages": chat[:3]}, {"messages": chat}, {"prompt": chat[:3]}],
+        *[tokenizer],
+        prompts_per_step=3,
+        max_prompt_length=900,
+    )
+    batch = next(stream)
+    assert [text.endswith("4\n</tool_response><|im_end|>\n<|im_start|>assistant\n") for text in batch.text] == [
+        True
+    ] * 3
+    assert all('{"name": "calc", "arguments": {"x": "2+2"}}' in text for text in batch.text)
+
+
+NO_TURNS = (
+    *({"role": "user"}, {"content": "x"}, user(None), user(["x"]), user("") | {"tool_calls": [call(x="1")]}),
+    *(said(None), said("", tool_calls=[{}]), said("", tool_calls="x"), said("x", reasoning_content=3)),
+)
+
+
+@pytest.mark.parametrize("turn", NO_TURNS)
+def test_turns_that_are_none_are_refused_with_their_place(made, tmp_path, turn):
+    data = rows(tmp_path, {"messages": [user("?"), said("1")]}, {"messages": [user("?"), turn, said("1")]})
+    with pytest.raises(ValueError, match=r"line 2 has messages: .*turn 1"):
+        SFTStream(data, SFTConfig(batch_size=1), made["qwen25", False])
+
+
+def test_an_observation_follows_a_thought_that_the_prompt_opened(made):
+    tokenizer = made["qwen3_opens", False]
+    dialogue = Dialogue(tokenizer)
+    dialogue.check_template("tool")
+    prompt, words = tokenizer.encode(render(tokenizer, [user("?")])), tokenizer.encode("hm\n</think>\n\ncall")
+    tokens = [*prompt, *words, tokenizer.turn_end_id, *dialogue.encode("4", "tool", last=tokenizer.turn_end_id)]
+    whole = [user("?"), said("<think>\nhm\n</think>\n\ncall"), tool("4")]
+    assert "".join(map(tokenizer.token_text, tokens)) == "".join(
+        map(tokenizer.token_text, tokenizer.encode(render(tokenizer, whole)))
+    )
