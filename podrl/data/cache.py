@@ -18,7 +18,7 @@ from etils import epath
 from podrl.runtime.storage import Place, is_remote, locate
 
 AUTO = "auto"
-_FORM = 1  # of what is kept; another number is another cache
+_FORM = 2  # of what is kept; another number is another cache
 _SETTLED_S = 2.0  # a file changed within its clock's grain of now may change again and keep its time
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -16,6 +17,7 @@ from podrl.data.sources import Record, Source
 from podrl.data.stream import Mixed
 from podrl.data.transforms import transformed
 
+_log = logging.getLogger(__name__)
 # Bytes of a file from which on reading it takes longer than looking into the cache.
 WORTH = 1 << 20
 
@@ -121,7 +123,9 @@ def _opened(asked: _Key) -> Opened:
     if config.eval_path:
         evaluation = _read(config, config.eval_path, "", notes, cache, None)
         unanswered.append((notes.unanswered(evaluation), ()))
-    parts = [_open(single, source, cache, asked.form) for single, source in _pairs(config)]
+    files = [_file(single, source, cache, asked.form) for single, source in _pairs(config)]
+    held = np.unique(np.concatenate([notes.hashes, *(file.hashes[file.is_held] for file in files if file)]))
+    parts = [_part(*pair, file, held) for pair, file in zip(_pairs(config), files, strict=True)]
     unanswered += [(part.unanswered, part.fields.get("reward_fns", ())) for part in parts]
     return Opened(parts, evaluation, [(place, fns) for place, fns in unanswered if place])
 
@@ -130,17 +134,28 @@ def _pairs(config: DataConfig) -> list[tuple[DataConfig, SourceConfig | None]]:
     return list(zip(config.singles(), config.sources or (None,), strict=True))
 
 
-def _open(config: DataConfig, source: SourceConfig | None, cache: Cache, form: Form | None) -> Part:
-    """Opens one source."""
-    name, fields = (source.label, {"dataset": source.label, **source.fields}) if source else ("", {})
+class _File(NamedTuple):
+    """The records of a source that are in files.
+
+    Attributes:
+      records: those that its transforms left.
+      dropped: how many they dropped, by reason.
+      hashes: of every record's question.
+      is_held: True for records that are held out.
+      unanswered: see `Part`.
+    """
+
+    records: sources.Records
+    dropped: Mapping[str, int]
+    hashes: np.ndarray
+    is_held: np.ndarray
+    unanswered: str
+
+
+def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: Form | None) -> _File | None:
+    """Reads a source; None for an embedded task."""
     if config.path in EMBEDDED:
-        generator = EMBEDDED[config.path]
-        train: Any = generator.source("train", config.size, config.seed)
-        used = _chosen(np.arange(len(train)), source, config.seed)
-        counts = {"records": len(train), "not chosen": len(train) - len(used), "used": len(used)}
-        train = train if len(used) == len(train) else Subset(train, used)
-        held: Any = generator.source("held_out", config.size, config.seed)
-        return Part(name, config, train, held, (source and source.weight) or len(train), "", counts, fields)
+        return None
     notes = Notes(config.question_field, config.answer_field)
     dropped: Mapping[str, int] = {}
     path, part = config.path, source.split if source else ""
@@ -151,22 +166,48 @@ def _open(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
         path, part = str(file), ""
     records = _read(config, path, part, notes, cache, form)
     unanswered = notes.unanswered(records)
-    if config.eval_path or (form is not None and unanswered):
-        kept, held = np.arange(len(records)), np.arange(0)
-    else:
-        is_held = notes.held_out(config.eval_fraction)
-        kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
-        if len(is_held) and is_held.all():
+    holds_out = not config.eval_path and not (form is not None and unanswered)
+    is_held = notes.held_out(config.eval_fraction if holds_out else 0.0)
+    if is_held.all():
+        raise ValueError(
+            f"data.eval_fraction={config.eval_fraction} holds out all {len(is_held)} records of {config.path}, so "
+            "that none of data.path is left to train on: lower it, or give data.eval_path."
+        )
+    return _File(records, dropped, notes.hashes, is_held, unanswered)
+
+
+def _part(config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray) -> Part:
+    """Chooses the records of a source to train on: never one that asks what a held-out record of any source asks."""
+    name, fields = (source.label, {"dataset": source.label, **source.fields}) if source else ("", {})
+    if file is None:
+        generator = EMBEDDED[config.path]
+        train: Any = generator.source("train", config.size, config.seed)
+        used = _chosen(np.arange(len(train)), source, config.seed)
+        counts = {"records": len(train), "not chosen": len(train) - len(used), "used": len(used)}
+        train = train if len(used) == len(train) else Subset(train, used)
+        held: Any = generator.source("held_out", config.size, config.seed)
+        return Part(name, config, train, held, (source and source.weight) or len(train), "", counts, fields)
+    records, is_held = file.records, file.is_held
+    leaks = ~is_held & np.isin(file.hashes, held_hashes)
+    kept = np.flatnonzero(~is_held & ~leaks)
+    if count := int(leaks.sum()):
+        where = f"data.eval_path={config.eval_path}" if config.eval_path else "records held out of other sources"
+        if not len(kept):
             raise ValueError(
-                f"data.eval_fraction={config.eval_fraction} holds out all {len(is_held)} records of {config.path}, so "
-                "that none of data.path is left to train on: lower it, or give data.eval_path."
+                f"All {count} records of {config.path} ask what {where} ask: none is left to train on. Give "
+                "held-out records that are not among those to train on."
             )
+        _log.warning(
+            "%d of %d records of %s ask what %s ask, but for case and white space: they are not trained on.",
+            *(count, len(records), config.path, where),
+        )
     used = _chosen(kept, source, config.seed)
-    counts = {"records": len(records) + sum(dropped.values()), **dropped, "held out": len(held)}
+    counts = {"records": len(records) + sum(file.dropped.values()), **file.dropped, "held out": int(is_held.sum())}
+    counts |= {"asked by held-out records": count} if count else {}
     counts |= {"not chosen": len(kept) - len(used), "used": len(used)}
     train = records if len(used) == len(records) else Subset(records, used)
     weight = (source and source.weight) or len(used)
-    return Part(name, config, train, Subset(records, held), weight, unanswered, counts, fields)
+    return Part(name, config, train, Subset(records, np.flatnonzero(is_held)), weight, file.unanswered, counts, fields)
 
 
 def _contents(path: str, part: str, cache: Cache) -> list[str]:

@@ -33,7 +33,7 @@ class Notes:
     def note(self, record: Record, place: str) -> None:
         """Notes a record of any form."""
         self._answered.append(shape.answers(record, place, self._answer))
-        self._hashes.append(_hash(shape.question(record, self._question)))
+        self._hashes.append(_hash(shape.same_question(record, self._question)))
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -48,6 +48,11 @@ class Notes:
         self._hashes.frombytes(arrays["hashes"].tobytes())
         self._answered.frombytes(arrays["answered"].tobytes())
 
+    @property
+    def hashes(self) -> np.ndarray:
+        """The hash of every record's question, equal where records ask the same (see `shape.same_question`)."""
+        return np.frombuffer(self._hashes, np.uint64)
+
     def unanswered(self, records: Any) -> str:
         """The place of the first record without an answer, and what it has; '' where all have one."""
         missing = np.flatnonzero(np.frombuffer(self._answered, np.int8) == 0)
@@ -58,7 +63,7 @@ class Notes:
 
     def held_out(self, fraction: float) -> np.ndarray:
         """The records that are held out: by the question's hash, so that a repeated question is on one side only."""
-        return np.frombuffer(self._hashes, np.uint64) < np.uint64(math.ceil(fraction * 2.0**64))
+        return self.hashes < np.uint64(math.ceil(fraction * 2.0**64))
 
 
 class Subset(Sequence[Record]):

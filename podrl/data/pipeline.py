@@ -133,6 +133,7 @@ class PromptStream(Batches[_Task]):
           ValueError: an item that asks nothing; names its position.
         """
         records = [_listed(item, i) for i, item in enumerate(prompts)]
+        lacks = [i for i, record in enumerate(records) if not shape.answers(record, f"Prompt {i}")]
         form = "chat" if tokenizer.has_chat_template else "plain"
 
         def render(record: Record) -> tuple[str, Mapping[str, Any]]:
@@ -148,7 +149,7 @@ class PromptStream(Batches[_Task]):
             max_prompt_length=max_prompt_length,
             shuffle_seed=shuffle_seed,
             long_prompts="error",
-            unanswered=[(f"Prompt {i} lacks 'answer'", ()) for i, r in enumerate(records) if "answer" not in r][:1],
+            unanswered=[(f"Prompt {lacks[0]} lacks 'answer'", ())] if lacks else [],
         )
 
     def __iter__(self) -> "PromptStream":
@@ -266,7 +267,7 @@ class _PartRenderer:
 
     def __call__(self, record: Any) -> tuple[str, Mapping[str, Any]]:
         text, fields = self._render(record)
-        return text, {**self._fields, **fields} if self._fields else fields
+        return text, {**fields, **self._fields}
 
 
 class Renderer:

@@ -161,7 +161,9 @@ def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part
     """A record's answer in the reference form, and as a base model might write it."""
     if isinstance(record, Sum):
         return record.called(), record.guessed(draw)
-    words = {"reasoning": plain_solution(fields["solution"]), "answer": fields["answer"]}
+    # Where any of several answers is right, the first is learned.
+    solution, answer = (one if isinstance(one, str) else one[0] for one in (fields["solution"], fields["answer"]))
+    words = {"reasoning": plain_solution(solution), "answer": answer}
     return [turn(template.completion(**words))], [turn(draw.one(STYLES).format(**words))]
 
 
@@ -179,7 +181,7 @@ def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     elif "completion" in record:
         fault = answers.check(record, ("completion",), data)
     else:
-        fault = "" if _solved(record, data) else "there is none of these"
+        fault = "" if _solved(record, place, data) else "there is none of these"
     if fault:
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: an example needs 'messages' (a list of "
@@ -212,9 +214,9 @@ def by_part(writers: Sequence[Callable[[int, Any], Any]]) -> Callable[[int, Any]
     return lambda index, item: writers[item.part](index, item.record)
 
 
-def _solved(record: sources.Record, data: DataConfig) -> bool:
+def _solved(record: sources.Record, place: str, data: DataConfig) -> bool:
     """True if a record holds a question and its answer."""
-    return all(str(record.get(name) or "").strip() for name in (data.question_field, data.answer_field))
+    return shape.is_text(record.get(data.question_field)) and shape.answers(record, place, data.answer_field)
 
 
 def _turns(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Part]:

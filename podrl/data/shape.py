@@ -4,8 +4,11 @@ Training, the Python API and podrl.generate read records by these functions alon
 """
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from podrl.runtime import plain
 
 if TYPE_CHECKING:  # both import jax, which podrl.generate does only once its arguments and records were read
     from podrl.data import template
@@ -44,7 +47,7 @@ def check(record: Record, place: str, question_field: str = QUESTION) -> None:
             )
         if not conversation(record, name):
             raise ValueError(f"{place}: {name!r} holds the assistant's turn alone: a user's must come before it.")
-    elif not _is_text(value) or (name == "prompt" and not isinstance(value, str)):
+    elif not is_text(value) or (name == "prompt" and not isinstance(value, str)):
         raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty, or a number.")
 
 
@@ -138,16 +141,22 @@ def from_batches(items: Sequence[Any]) -> tuple[Sequence[Any], int]:
 
 
 def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
-    """True where a record holds an answer.
+    """True where a record holds an answer: no null, no empty text, no empty list.
 
     Raises:
-      ValueError: an answer that is neither text nor a number.
+      ValueError: an answer that is neither a text nor a finite number, nor a list of these.
     """
     value = record.get(answer_field)
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         return False
-    if not _is_text(value):
-        raise ValueError(f"{place}: {answer_field!r} is {value!r} but must be text or a number.")
+    try:
+        if not all(final_answer(one) for one in plain.references(value)):
+            raise ValueError("nothing follows '####'")
+    except ValueError as error:
+        raise ValueError(
+            f"{place}: {answer_field!r} is {repr(value)[:80]} but must be text or a number, or a list of these of "
+            f"which any is right: {error}."
+        ) from None
     return True
 
 
@@ -158,12 +167,24 @@ def conversation(record: Record, name: str) -> Sequence[Mapping[str, Any]]:
 
 
 def question(record: Record, question_field: str = QUESTION) -> str:
-    """The text that is asked, by which records are told apart: of a conversation, its last turn's."""
+    """The text that is asked: of a conversation, its last turn's."""
     name = asked(record, question_field) or "chosen"
     value = record[name]
     if isinstance(value, list):
         value = (conversation(record, name) or value)[-1].get("content", "")
-    return str(value).strip()
+    return plain.text("" if value is None else value).strip()
+
+
+def same_question(record: Record, question_field: str = QUESTION) -> str:
+    """A text that is equal for records that ask the same: without case and white space.
+
+    A conversation asks what its user says in all turns; instructions of a system turn make no other question of it.
+    """
+    value = record[asked(record, question_field) or "chosen"]
+    if isinstance(value, list):
+        users = [str(turn.get("content")) for turn in value if turn["role"] == "user"]
+        value = " ".join(users) or question(record, question_field)
+    return " ".join(unicodedata.normalize("NFC", plain.text(value)).casefold().split())
 
 
 def prompt(
@@ -194,26 +215,35 @@ def prompt(
         return value
     from podrl.data import template
 
-    return template.wrap(tokenizer, str(value).strip(), system=system, form=form)
+    return template.wrap(tokenizer, plain.text(value).strip(), system=system, form=form)
 
 
 def fields(record: Record, question_field: str = QUESTION, answer_field: str = ANSWER) -> dict[str, Any]:
     """The fields of a record for reward functions and environments.
 
-    `question` is what is asked. Where the record has an answer, `solution` is that, and `answer` what follows '####' in
-    it, else all of it. All others have their own names.
+    `question` is what is asked. Where the record has an answer, `solution` is its text, and `answer` what follows
+    '####' in it, else all of it; where any of several answers is right, both are lists. All others keep their names.
     """
     name = asked(record, question_field)
     others = {key: value for key, value in record.items() if key not in (question_field, answer_field, name)}
     asks = {QUESTION: question(record, question_field)}
-    answer = str(record.get(answer_field) or "").strip()
-    if not answer:
+    if not answers(record, "A record", answer_field):
         return {**others, **asks}
+    solution = plain.reference(record[answer_field])
+    final = final_answer(solution) if isinstance(solution, str) else [final_answer(one) for one in solution]
+    return {"solution": solution, **others, **asks, ANSWER: final}
+
+
+def final_answer(solution: str) -> str:
+    """What follows '####' in a solution, as GSM8K marks it; the whole solution without that mark."""
     from podrl.data import template
 
-    final = template.gsm8k_answer(answer) if "####" in answer else answer
-    return {"solution": answer, **others, **asks, ANSWER: final}
+    return template.gsm8k_answer(solution) if "####" in solution else solution
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool) and bool(str(value).strip())
+def is_text(value: Any) -> bool:
+    """True for text that is not empty, and for a finite number."""
+    try:
+        return bool(plain.text(value).strip())
+    except ValueError:
+        return False

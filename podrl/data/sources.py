@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
-from podrl.runtime import hub
+from podrl.runtime import hub, plain
+from podrl.runtime.regular import regular
 from podrl.runtime.storage import is_remote, locate
 
 Record = Mapping[str, Any]
@@ -214,9 +215,9 @@ def files(path: str) -> list[epath.Path]:
     if path.startswith(hub.DATA):
         return [epath.Path(file) for file in hub.data_files(path)]
     whole = epath.Path(locate(path))
-    if whole.is_file():
+    if regular(whole).is_file():
         return [whole]
-    found = sorted(whole.parent.glob(whole.name)) if "*" in whole.name else []
+    found = [regular(file) for file in sorted(whole.parent.glob(whole.name))] if "*" in whole.name else []
     if not found:
         kind = "is a directory" if whole.is_dir() else "does not exist"
         raise FileNotFoundError(f"Data file {path} {kind}: data.path and data.eval_path must name files of records.")
@@ -277,13 +278,27 @@ def _jsonl(file: epath.Path, accept: Check, known: Known | None) -> Records:
 
 def _object(text: str | bytes, place: str) -> Record:
     try:
-        record = json.loads(text)
+        record = json.loads(text, object_pairs_hook=_once, parse_float=plain.json_float)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"{place} is not JSON ({reason}): {text[:80]!r}.") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place} holds {type(record).__name__} {text[:80]!r}: every line must be a JSON object.")
     return record
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose every key is there once."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        _refuse_twice([name for name, _ in pairs], "keys of an object")
+    return made
+
+
+def _refuse_twice(names: Sequence[str], what: str) -> None:
+    """Raises ValueError where a name stands twice, of which one value would be lost."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"several {what} are called {', '.join(map(repr, twice))}: each must have its own name")
 
 
 def _csv(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
@@ -324,6 +339,10 @@ def _csv_rows(lines: Iterator[str] | Sequence[str]) -> Iterator[list[str]]:
 
 
 def _has_columns(header: Sequence[str], one_of: Sequence[str], place: str) -> None:
+    try:
+        _refuse_twice(header, "columns")
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}.") from None
     if one_of and not set(one_of) & set(header):
         names = " or ".join(map(repr, one_of))
         raise ValueError(f"{place}: no column {names} among {', '.join(header)}: set data.question_field.")
@@ -353,10 +372,17 @@ def _parquet(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
     except ImportError as error:
         raise ImportError(f"{file} needs pyarrow: pip install 'podrl[parquet]'.") from error
     try:
-        table = pyarrow.parquet.read_table(io.BytesIO(file.read_bytes()))
+        content = io.BytesIO(file.read_bytes())
+        names = pyarrow.parquet.read_schema(content).names
+        _has_columns(names, one_of, str(file))
+        table = pyarrow.parquet.read_table(content)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file} is not a Parquet file: {error}") from error
-    _has_columns(table.column_names, one_of, str(file))
+    for i, column in enumerate(table.schema):
+        if pyarrow.types.is_float32(column.type) or pyarrow.types.is_float16(column.type):
+            # By way of the shortest text: 0.1 of 32 bits is written 0.1, and is another number as 64 bits.
+            exact = table[i].cast(pyarrow.float32()).cast(pyarrow.string()).cast(pyarrow.float64())
+            table = table.set_column(i, column.name, exact)
     records, row = _Table(file, table), 0
     for batch in table.to_batches(max_chunksize=4096):
         for record in batch.to_pylist():
@@ -402,4 +428,15 @@ def _tfds(path: str) -> Records:
 
 
 def _decoded(raw: Mapping[str, Any]) -> Record:
-    return {key: value.decode() if isinstance(value, bytes) else value for key, value in raw.items()}
+    return {key: _plain(value) for key, value in raw.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value of numpy as one of Python, and bytes as text."""
+    if isinstance(value, np.ndarray):
+        return [_plain(one) for one in value] if value.ndim else _plain(value[()])
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, np.floating):
+        return float(str(value))
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,5 +1,6 @@
 """The reference prompt: words and tags around a question; and the answer in a GSM8K solution."""
 
+import re
 from typing import Literal, NamedTuple
 
 from podrl.data.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ def completion(reasoning: str, answer: str) -> str:
 
 
 def gsm8k_answer(solution: str) -> str:
-    """Extracts the number after `####` in a GSM8K solution, without thousands separators: '1,200' becomes '1200'.
+    """Extracts what follows `####` in a GSM8K solution, a number without thousands separators: '1,200' becomes '1200'.
 
     Raises:
       ValueError: the solution has no `####`.
@@ -78,4 +79,8 @@ def gsm8k_answer(solution: str) -> str:
     _, mark, answer = solution.rpartition("####")
     if not mark:
         raise ValueError(f"Solution {solution[-60:]!r} has no '####' before its answer.")
-    return answer.strip().replace(",", "")
+    answer = answer.strip()
+    return answer.replace(",", "") if _GROUPED.fullmatch(answer) else answer
+
+
+_GROUPED = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d*)?\D*")  # 3,4 or (1,200) are no such number

@@ -15,6 +15,7 @@ from etils import epath
 from jaxtyping import Int
 
 from podrl.data.chat import ChatTemplate, Message, Tools
+from podrl.runtime.regular import regular
 from podrl.runtime.storage import locate
 from podrl.types import Prompts
 
@@ -287,7 +288,7 @@ class Tokenizer:
 
 def _read_text(path: epath.Path) -> str:
     try:
-        return path.read_text()
+        return regular(path).read_text()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}.") from error
 
@@ -350,7 +351,7 @@ class _SentencePiece:
 
     def __init__(self, path: epath.Path, config: Mapping[str, Any]) -> None:
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=regular(path).read_bytes())
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
         self.size = self._model.get_piece_size()

@@ -17,6 +17,7 @@ from typing import Any
 from podrl.config import Natural, Positive, section
 from podrl.data.cache import Cache, key
 from podrl.data.sources import Record, Records
+from podrl.runtime import plain
 from podrl.runtime.storage import Place
 from podrl.runtime.user_code import Limits
 from podrl.runtime.user_objects import spec_at
@@ -41,7 +42,8 @@ class Length:
 
     def holds(self, record: Record) -> bool:
         """True where the record is kept."""
-        size = len(str(record.get(self.field, "")))
+        value = record.get(self.field)
+        size = 0 if value is None else len(plain.text(value) if isinstance(value, int | float) else str(value))
         return self.least <= size and (not self.most or size <= self.most)
 
 
@@ -118,7 +120,13 @@ def _step(
         return
     for place, record in items:
         if step.length is None:
-            yield place, {step.rename.get(name, name): value for name, value in record.items()}
+            renamed = {step.rename.get(name, name): value for name, value in record.items()}
+            if len(renamed) < len(record):
+                raise ValueError(
+                    f"{place} has {', '.join(record)}, of which data.sources: rename={dict(step.rename)} gives two the "
+                    "same name: rename both, or drop one by 'map'."
+                )
+            yield place, renamed
         elif step.length.holds(record):
             yield place, record
         else:

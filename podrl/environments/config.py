@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from podrl.config import Count, Finite, Natural, Positive, Workers, section
+from podrl.runtime.regular import regular
 
 TOOLS, NONE = "tools", "none"  # environments by name
 Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]
@@ -130,7 +131,7 @@ class EnvironmentConfig:
         """
         path = pathlib.Path(self.system_prompt_file)
         try:
-            text = path.read_text()
+            text = regular(path).read_text()
             if path.suffix in (".yaml", ".yml"):
                 import yaml  # comes with podrl[tools]
 

@@ -368,7 +368,7 @@ def answer_accuracy(
     rewards: list[float],
     *,
     has_format: bool = True,
-    answer: list[str] | None = None,
+    answer: list[Any] | None = None,
     **_: Any,
 ) -> dict[str, float]:
     """Computes accuracy/{answer,partial,format} of the training samples, where the data has answers and a format."""
@@ -376,5 +376,5 @@ def answer_accuracy(
     if not answer:
         return {}
     pairs = zip(completions, answer, strict=True)
-    scored = [accuracies(completion, str(truth), has_format=has_format) for completion, truth in pairs]
+    scored = [accuracies(completion, truth, has_format=has_format) for completion, truth in pairs]
     return {f"accuracy/{name}": sum(s[name] for s in scored) / len(scored) for name in scored[0]}

@@ -102,7 +102,7 @@ class EvalConfig:
 
 
 # (completion, reference answer) -> named 0/1 scores: answer, partial, format.
-Scorer = Callable[[str, str], dict[str, float]]
+Scorer = Callable[[str, Any], dict[str, float]]
 # (samples, samples per prompt) -> rewards of every sample: 'reward' in all, 'reward/NAME' of a function; NaN for none.
 RewardsOf = Callable[[Rollouts, int], Mapping[str, np.ndarray]]
 
@@ -263,7 +263,7 @@ class _Scores:
             record = {"evaluation": self._name, "prompt": prompts.text[p], "completion": completion}
             found: dict[str, float] = {}
             if held.scorer is not None:
-                record["truth"] = str(prompts.fields["answer"][p])
+                record["truth"] = prompts.fields["answer"][p]
                 found = held.scorer(completion, record["truth"])
             given = {key: float(reward_B[b]) for key, reward_B in rewards.items()}
             for key, value in (found | given).items():

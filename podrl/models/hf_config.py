@@ -9,6 +9,7 @@ from typing import Any
 
 from podrl.models.config import GLOBAL_WINDOW, ModelConfig, RopeScaling
 from podrl.models.hf_fields import reads, refuse_unknown, refuse_unread
+from podrl.runtime.regular import regular
 from podrl.runtime.storage import locate
 
 
@@ -85,7 +86,7 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     if not path.exists():
         raise ValueError(f"{directory} has no config.json: point model.path at a Hugging Face model directory.")
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(regular(path).read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from None
     return config_from_hf(raw, where=str(path))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
+from podrl.runtime.regular import regular
 from podrl.runtime.storage import Place, file_size, is_remote
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -81,7 +82,7 @@ def scan_file(path: Place) -> dict[str, StoredTensor]:
     Raises:
       ValueError: the file is no safetensors file, or a tensor reaches beyond its end (named).
     """
-    size = file_size(path)
+    size = file_size(regular(path))
     header, data_start = _read_header(path, size)
     tensors = {}
     for name, entry in header.items():
@@ -159,7 +160,7 @@ def scan_directory(directory: Place) -> dict[str, StoredTensor]:
 def _weight_map(index_path: Place) -> dict[str, str]:
     """Reads an index, tensor to file name, that names only files of its own directory."""
     try:
-        weight_map = json.loads(index_path.read_text())["weight_map"]
+        weight_map = json.loads(regular(index_path).read_text())["weight_map"]
         items = list(weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index_path} is not a safetensors index ({error!r}).") from None

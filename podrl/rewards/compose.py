@@ -21,6 +21,7 @@ from podrl.rewards.code import CodeConfig, CodeTests
 from podrl.rewards.judge import JudgeConfig, judge, judge_by_rubric
 from podrl.rewards.pool import Pool
 from podrl.rewards.text import TextConfig
+from podrl.runtime import plain
 from podrl.runtime.service import ServiceError
 from podrl.runtime.user_code import Limits
 from podrl.runtime.user_objects import spec_at, spec_of
@@ -389,7 +390,8 @@ class _Judge:
         self._rubric = config.judge.rubric if rubric else ""
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
-        answers = fields.get("answer") or [""] * len(prompts)
+        given = fields.get("answer", [None] * len(prompts))
+        answers = ["" if one is None else " or ".join(plain.references(one)) for one in given]
         if not self._rubric:
             return judge(prompts, completions, answers, **self._settings)
         rubrics = fields.get(self._rubric) or [None] * len(prompts)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from podrl.runtime.plain import references
+
 # Seconds for one answer; math-verify ends a comparison that takes longer by SIGALRM, so it needs a main thread.
 _LIMIT_S = 5
 
@@ -27,14 +29,17 @@ def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Seque
         return math_verify.parse(text, parsing_timeout=_LIMIT_S)
 
     rewards = []
-    for completion, truth in zip(completions, answer, strict=True):
-        # A bare '34' or '\frac{1}{2}' is read as mathematics once it stands in dollars.
-        gold = parsed(str(truth)) if "$" in str(truth) or "\\boxed" in str(truth) else parsed(f"${truth}$")
-        if not gold:
-            raise ValueError(f"the reference answer {truth!r} is no mathematics that math-verify can read")
+    for completion, wanted in zip(completions, answer, strict=True):
+        golds = []
+        for truth in references(wanted):
+            # A bare '34' or '\frac{1}{2}' is read as mathematics once it stands in dollars.
+            golds.append(parsed(truth if "$" in truth or "\\boxed" in truth else f"${truth}$"))
+            if not golds[-1]:
+                raise ValueError(f"the reference answer {truth!r} is no mathematics that math-verify can read")
         guess = _answer_of(completion)
         found = parsed(completion) if guess is None else parsed(f"${guess}$") or parsed(guess)
-        rewards.append(float(bool(found) and math_verify.verify(gold, found, timeout_seconds=_LIMIT_S)))
+        right = (math_verify.verify(gold, found, timeout_seconds=_LIMIT_S) for gold in golds)
+        rewards.append(float(bool(found) and any(right)))
     return rewards
 
 

@@ -1,7 +1,8 @@
 """The four reference rewards of the reasoning-and-answer template, and the accuracies an evaluation reports.
 
 Source: the GSM8K recipe that Gemma's GRPO tutorials share. Every function takes `(prompts, completions, **fields)` with
-lists of equal length and returns one float per completion; `answer` is the reference answer as text.
+lists of equal length and returns one float per completion; `answer` is the reference answer, a text or a number, or a
+list of these of which the best counts.
 """
 
 import collections
@@ -9,6 +10,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from podrl.runtime.plain import references
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
@@ -48,13 +51,19 @@ def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[
     0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for what is no number, 0 without the format.
     """
     del prompts, fields
-    return [_answer_score(answer_of(c), str(a)) for c, a in zip(completions, answer, strict=True)]
+    return [
+        max(_answer_score(answer_of(completion), one) for one in references(wanted))
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
 
 
 def number(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any) -> list[float]:
     """Scores 1.5 when the first number after `<answer>` equals the reference answer, else 0."""
     del prompts, fields
-    return [1.5 if _equal(number_of(c), str(a)) else 0.0 for c, a in zip(completions, answer, strict=True)]
+    return [
+        1.5 if any(_equal(number_of(completion), one) for one in references(wanted)) else 0.0
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
 
 
 BUILT_IN: dict[str, Callable[..., list[float]]] = {
@@ -62,12 +71,13 @@ BUILT_IN: dict[str, Callable[..., list[float]]] = {
 }
 
 
-def accuracies(completion: str, truth: str, *, has_format: bool = True) -> dict[str, float]:
+def accuracies(completion: str, truth: Any, *, has_format: bool = True) -> dict[str, float]:
     """1.0 or 0.0 for each of: 'answer' (first number after `<answer>` equals the reference answer), 'partial' (their
     ratio is within 0.9-1.1), 'format' (the exact format), where the task has one."""
-    guess, target = number_of(completion), _number(truth)
-    close = guess is not None and target is not None and _within(guess, target, 0.9, 1.1)
-    scores = {"answer": float(_equal(guess, truth)), "partial": float(close)}
+    guess, truths = number_of(completion), references(truth)
+    targets = [target for one in truths if (target := _number(one)) is not None]
+    close = guess is not None and any(_within(guess, target, 0.9, 1.1) for target in targets)
+    scores = {"answer": float(any(_equal(guess, one) for one in truths)), "partial": float(close)}
     return scores | ({"format": float(answer_of(completion) is not None)} if has_format else {})
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from podrl.config import section
+from podrl.runtime import plain
+from podrl.runtime.regular import regular
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -165,7 +167,7 @@ class TextReward:
         self._field = field or config.answer
         self._same = config.pattern if field == "pattern" else ""
         if field == "schema" and config.schema:
-            self._same = pathlib.Path(config.schema).read_text()
+            self._same = regular(pathlib.Path(config.schema)).read_text()
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
         """Scores every completion from 0 to 1; of several references, the best.
@@ -182,10 +184,16 @@ class TextReward:
         rewards = []
         for completion, reference in zip(completions, wanted, strict=True):
             answer = self._config.answer_of(completion)
-            several = reference if isinstance(reference, list | tuple) else [reference]
-            if not several:
-                raise ValueError(f"the field {self._field!r} (reward.text) is an empty list: it must hold a reference")
-            texts = [one if isinstance(one, dict) else str(one) for one in several]
+            texts = self._references(reference)
             found = [self._score(answer or "", one, self._config) for one in texts]
             rewards.append(0.0 if answer is None else max(found))
         return rewards
+
+    def _references(self, value: Any) -> Sequence[Any]:
+        """What an answer is compared with: texts of which any will do; of 'json_schema' also a schema as an object."""
+        if isinstance(value, dict | bool) and self._field == "schema":
+            return [value]
+        try:
+            return plain.references(value)
+        except ValueError as error:
+            raise ValueError(f"the field {self._field!r} (reward.text) holds no reference: {error}") from None

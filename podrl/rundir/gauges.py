@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from podrl.runtime.regular import regular
+
 _STARTS = "starts.jsonl"
 PLAN = "plan.json"  # in a run directory: the plan that log.plan names
 _BEGINNING = ("time/start-up", "time/restoring", "time/opening the run directory")
@@ -158,7 +160,7 @@ def read_plan(path: str | os.PathLike) -> dict[str, float]:
     if not os.fspath(path):
         return {}
     try:
-        step = json.loads(pathlib.Path(path).read_text())["step"]
+        step = json.loads(regular(pathlib.Path(path)).read_text())["step"]
         planned = {name: float(step[key]) for name, key in _PLANNED.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

@@ -15,6 +15,7 @@ from podrl.runtime.detect import UNIX, Cluster, too_few_workers
 from podrl.runtime.environment import keep_what_this_process_compiles
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
+from podrl.runtime.regular import regular
 from podrl.runtime.roles import (
     ROLLOUT,
     Hosts,
@@ -146,7 +147,7 @@ def _secret(environment: Mapping[str, str]) -> str:
     secret = environment.get("PODRL_SECRET", "")
     if not secret and (file := environment.get("PODRL_SECRET_FILE")):
         try:
-            secret = locate(file).read_text().strip()
+            secret = regular(locate(file)).read_text().strip()
         except FileNotFoundError:
             raise ValueError(
                 f"PODRL_SECRET_FILE={file}: there is no such file; whoever started the job wrote it."

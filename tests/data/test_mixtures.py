@@ -8,6 +8,7 @@ import pytest
 from podrl.data import mixture
 from podrl.data.mixture import split
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts, longest_prompt
+from podrl.data.sft import check_form
 from podrl.rewards.compose import RewardConfig, Rewards
 
 
@@ -209,3 +210,72 @@ def test_bad_mixtures_are_refused(sources, message):
 def test_more_than_there_is_cannot_be_chosen(files):
     with pytest.raises(ValueError, match="a has count=100, and 60 records to choose from"):
         split(config(files, {"path": "a", "count": 100}))
+
+
+def test_a_source_says_what_its_records_are_whatever_they_say_themselves(tokenizer, tmp_path):
+    own = {"dataset": "theirs", "group": "theirs", "env": "theirs", "reward_fns": ["theirs"]}
+    for name in ("a", "b"):
+        rows = [{"question": f"{name}{i}", "answer": "1", **own} for i in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"group": "g", "env": "none", "reward": ("number",)}
+    paths = [{"path": str(tmp_path / f"{name}.jsonl"), **given} for name in ("a", "b")]
+    for sources in (paths, paths[:1]):
+        config = DataConfig(sources=tuple(sources), eval_fraction=0.0, cache="")
+        batch = next(PromptStream.from_config(config, tokenizer, prompts_per_step=8, max_prompt_length=64))
+        assert set(batch.fields["dataset"]) == {"a", "b"} if len(sources) > 1 else {"a"}
+        assert set(batch.fields["group"]) == {"g"}
+        assert set(batch.fields["env"]) == {"none"}
+        assert batch.fields["reward_fns"] == [["number"]] * 8
+
+
+SAME = ["What is 2+2?", "what  IS\t2+2?", "WHAT IS 2+2? ", "What\nis 2+2?"]
+
+
+def test_questions_that_differ_in_case_and_space_are_on_one_side(tokenizer, tmp_path):
+    for name, at in (("a", 0), ("b", 2)):
+        rows = [{"question": f"{SAME[at + i % 2]} {n}", "answer": "4"} for n in range(30) for i in (0, 1)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = tuple({"path": str(tmp_path / f"{name}.jsonl")} for name in ("a", "b"))
+    opened = split(DataConfig(sources=sources, eval_fraction=0.4, cache=""))
+    train = {_same(part.train[i]) for part in opened.parts for i in range(len(part.train))}
+    held = {_same(part.held[i]) for part in opened.parts for i in range(len(part.held))}
+    assert train
+    assert held
+    assert not train & held
+
+
+def test_what_the_evaluation_file_asks_is_not_trained_on_and_counted(tmp_path, caplog):
+    (tmp_path / "e.jsonl").write_text(json.dumps({"question": SAME[0], "answer": "4"}) + "\n")
+    rows = [{"question": one, "answer": "4"} for one in [*SAME, "3+3?"]]
+    rows.append({"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SAME[1]}]})
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {"eval_path": str(tmp_path / "e.jsonl"), "cache": ""}
+    opened = split(DataConfig(path=str(tmp_path / "t.jsonl"), **config))
+    assert [record["question"] for record in map(opened.parts[0].train.__getitem__, range(1))] == ["3+3?"]
+    assert opened.rows()[0]["asked by held-out records"] == 5
+    assert "5 of 6 records" in caplog.text
+    with pytest.raises(ValueError, match=r"All 1 records of .*e\.jsonl ask what data\.eval_path="):
+        split(DataConfig(path=str(tmp_path / "e.jsonl"), **config))
+
+
+def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
+    answered = [{"question": f"q{i}?", "completion": "c", "prompt": f"q{i}?", "answer": "1"} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answered))
+    other = [{"prompt": f" Q{i}? ", "completion": "c"} for i in range(40)]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
+    sources = tuple({"path": str(tmp_path / f"{name}.jsonl")} for name in ("a", "b"))
+    opened = split(DataConfig(sources=sources, eval_fraction=0.3, cache=""), check_form)
+    held = {_same(opened.parts[0].held[i]) for i in range(len(opened.parts[0].held))}
+    train = {_same(opened.parts[1].train[i]) for i in range(len(opened.parts[1].train))}
+    assert held
+    assert not held & train
+    assert opened.rows()[1]["asked by held-out records"] == len(held)
+
+
+def _same(record):
+    return " ".join(record.get("question", record.get("prompt")).lower().split())
+
+
+def test_renaming_onto_another_field_is_refused(files):
+    with pytest.raises(ValueError, match=r"a\.jsonl line 1 has .* gives two the same name"):
+        split(config(files, {"path": "a", "transforms": ({"rename": {"id": "answer"}},)}))

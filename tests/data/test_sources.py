@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 import tracemalloc
 
@@ -94,7 +95,11 @@ def test_several_files_in_the_order_of_their_names(tmp_path):
         ("a.jsonl", '{"question": "q", "answer": "1"}\n{"question": \n', r"a\.jsonl line 2 is not JSON \(.*\): '\{\"q"),
         ("a.jsonl", "[1]\n", r"a\.jsonl line 1 holds list '\[1\]'"),
         ("a.jsonl", '\n{"answer": "1"}\n', r"a\.jsonl line 2 has answer: it must hold 'question', 'prompt' or 'mess"),
-        ("a.jsonl", '{"question": "q", "answer": [1]}', r"line 1: 'answer' is \[1\] but must be text or a number"),
+        (
+            "a.jsonl",
+            '{"question": "q", "answer": [[1]]}',
+            r"line 1: 'answer' is \[\[1\]\] but must be text or a number",
+        ),
         ("a.jsonl", '{"question": " ", "answer": "1"}', r"line 1: 'question' is ' ' but must be text"),
         ("a.jsonl", '{"question": ["q"], "answer": "1"}', r"line 1: 'question' is \['q'\] but must be text"),
         ("a.csv", "", r"a\.csv is empty"),
@@ -211,3 +216,24 @@ def test_every_record_is_shown_to_a_check_once_with_its_place(tmp_path):
     assert [place for _, place in seen] == [f"{tmp_path}/p-1.jsonl line {n}" for n in (1, 2)] + [
         f"{tmp_path}/p-2.jsonl line 1"
     ]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.array_record"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_what_has_no_end_is_refused_by_name(tmp_path, name, kind):
+    """A pipe without a writer and /dev/zero would be read for ever, by name or by pattern."""
+    if kind == "a pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    for path in (tmp_path / name, f"{tmp_path}/*{name[1:]}"):
+        with pytest.raises(ValueError, match=rf"{name} is {kind}.* must be a regular file"):
+            sources.read(str(path))
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table([["q"], ["1"], ["2"]], names=["question", "answer", "answer"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"several columns are called 'answer'"):
+        sources.read(str(tmp_path / "a.parquet"))

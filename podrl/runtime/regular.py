@@ -1,0 +1,30 @@
+"""The guard of all readers of a user's files: they read to the end, so what may have no end is refused."""
+
+import os
+import pathlib
+import stat
+from typing import TypeVar
+
+File = TypeVar("File", bound=os.PathLike)
+
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def regular(file: File) -> File:
+    """Returns a file of the user as it is, for a reader that reads to its end: `regular(file).read_text()`.
+
+    A directory, and what does not exist, are left to the reader; so is a file in a bucket.
+
+    Raises:
+      ValueError: a pipe, a device or a socket, or a link to one.
+    """
+    if "://" in os.fspath(file):
+        return file
+    try:
+        mode = os.stat(file).st_mode
+    except (OSError, ValueError):
+        return file
+    if kind := _KINDS.get(stat.S_IFMT(mode)):
+        target = "" if not os.path.islink(file) else f" (it links to {pathlib.Path(file).resolve()})"
+        raise ValueError(f"{file} is {kind}{target} and must be a regular file, which has an end.")
+    return file

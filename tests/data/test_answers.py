@@ -1,0 +1,210 @@
+"""Answers keep the value that the user wrote, from a file of any format to the reward that compares with them."""
+
+import csv
+import itertools
+import json
+import math
+import sys
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from podrl.data import shape
+from podrl.data.mixture import split
+from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
+from podrl.rewards import reference, text
+from podrl.runtime import plain
+
+WORDS = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).filter(
+    lambda word: word.strip() and "####" not in word
+)
+NUMBERS = st.one_of(
+    st.just(0), st.just(0.0), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.integers(-9, 9)
+)
+SCALARS = st.one_of(NUMBERS, WORDS)
+ANSWERS = st.one_of(SCALARS, st.lists(SCALARS, min_size=1, max_size=3))
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def arrives(got, written):
+    """True where a text has the value of what was written: of a number to the last digit, without an exponent."""
+    if isinstance(written, list) != isinstance(got, list):
+        return False
+    if isinstance(written, list):
+        return len(got) == len(written) and all(map(arrives, got, written))
+    if isinstance(written, str):
+        return got == written.strip()
+    return Decimal(got) == Decimal(str(written)) and "e" not in got.lower() and not got.endswith(".0")
+
+
+FILES = itertools.count()
+
+
+def new(tmp_path, suffix):
+    """A file of its own for every example: what was read of a name, size and time is kept."""
+    return tmp_path / f"{next(FILES)}{suffix}"
+
+
+def stream(tokenizer, config, count):
+    batch = next(PromptStream.from_config(config, tokenizer, prompts_per_step=count, max_prompt_length=512))
+    return batch.fields["answer"]
+
+
+def write_jsonl(path, answers):
+    path.write_text("".join(json.dumps({"question": f"q{i}", "answer": a}) + "\n" for i, a in enumerate(answers)))
+
+
+def write_csv(path, answers):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("question", "answer"), *((f"q{i}", a) for i, a in enumerate(answers))])
+
+
+def write_parquet(path, answers):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(
+        pyarrow.table({"question": [f"q{i}" for i in range(len(answers))], "answer": answers}), path
+    )
+
+
+@QUICK
+@given(st.lists(ANSWERS, min_size=1, max_size=6))
+@example([0, 0.0, -0.0, 18.0, 0.00001, 10**30, -1e22, 1.5e-300, sys.float_info.max, "0", ["0", 0], [18.0]])
+def test_json_answers_arrive_with_their_value(tokenizer, tmp_path, answers):
+    file, other = new(tmp_path, ".jsonl"), new(tmp_path, ".jsonl")
+    write_jsonl(file, answers)
+    write_jsonl(other, ["other"])
+    shared: dict[str, Any] = {"shuffle": False, "eval_fraction": 0.0, "cache": ""}
+    given_data: dict[str, Any]
+    for given_data in (
+        {"path": str(file)},
+        {"sources": ({"path": str(file)},)},
+        {"sources": ({"path": str(file), "transforms": ({"rename": {"question": "prompt"}},)},)},
+    ):
+        got = stream(tokenizer, DataConfig(**given_data, **shared), len(answers))
+        assert all(map(arrives, got, answers)), (got, answers)
+    sources = {"sources": ({"path": str(file), "weight": 50.0}, {"path": str(other), "weight": 1.0})}
+    mixed = PromptStream.from_config(
+        DataConfig(**sources, **shared), tokenizer, prompts_per_step=len(answers), max_prompt_length=512
+    )
+    fields = next(mixed).fields
+    asked = [
+        (question, got) for question, got in zip(fields["question"], fields["answer"], strict=True) if got != "other"
+    ]
+    assert asked
+    assert all(arrives(got, answers[int(question[1:])]) for question, got in asked)
+
+
+@QUICK
+@given(st.lists(WORDS | NUMBERS, min_size=1, max_size=6))
+def test_csv_answers_are_the_texts_that_stand_there(tokenizer, tmp_path, answers):
+    write_csv(file := new(tmp_path, ".csv"), answers)
+    config = DataConfig(path=str(file), shuffle=False, eval_fraction=0.0, cache="")
+    assert stream(tokenizer, config, len(answers)) == [str(one).strip() for one in answers]
+
+
+@QUICK
+@given(
+    st.one_of(
+        st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6),
+        st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=6),
+        st.lists(WORDS, min_size=1, max_size=6),
+        st.lists(st.lists(st.integers(-99, 99), min_size=1, max_size=3), min_size=1, max_size=6),
+    )
+)
+@example([0, 1])
+@example([0.0, 18.0])
+def test_parquet_answers_arrive_with_their_value(tokenizer, tmp_path, answers):
+    write_parquet(file := new(tmp_path, ".parquet"), answers)
+    config = DataConfig(path=str(file), shuffle=False, eval_fraction=0.0, cache="")
+    got = stream(tokenizer, config, len(answers))
+    assert all(map(arrives, got, answers)), (got, answers)
+
+
+def test_parquet_numbers_of_other_types(tokenizer, tmp_path):
+    import pyarrow
+
+    for column, wanted in (
+        (pyarrow.array([0.1, 18.0], pyarrow.float32()), ["0.1", "18"]),
+        (pyarrow.array([Decimal("1.50"), Decimal("0.00")]), ["1.5", "0"]),
+        (pyarrow.array([0, 7], pyarrow.uint8()), ["0", "7"]),
+    ):
+        write_parquet(file := new(tmp_path, ".parquet"), column)
+        config = DataConfig(path=str(file), shuffle=False, eval_fraction=0.0, cache="")
+        assert stream(tokenizer, config, 2) == wanted
+
+
+def test_digits_beyond_a_float_are_kept(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": 0.12345678901234567891}\n')
+    config = DataConfig(path=str(tmp_path / "a.jsonl"), eval_fraction=0.0, cache="")
+    assert stream(tokenizer, config, 1) == ["0.12345678901234567891"]
+
+
+NO_ANSWERS = ("NaN", "Infinity", "-Infinity", "1e400", "1e-400", "[1, NaN]", "[[1]]", "true", "{}", '[""]', '"5 ####"')
+
+
+@pytest.mark.parametrize("answer", NO_ANSWERS)
+def test_what_is_no_answer_is_refused_with_its_line(tmp_path, answer):
+    (tmp_path / "a.jsonl").write_text(f'{{"question": "q", "answer": {answer}}}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl line 1: 'answer' is .* but must be text or a number"):
+        split(DataConfig(path=str(tmp_path / "a.jsonl"), cache=""))
+
+
+@pytest.mark.parametrize("answer", [None, "", "  ", []])
+def test_what_is_left_empty_is_no_answer(answer):
+    assert not shape.answers({"question": "q", "answer": answer}, "x")
+    assert "answer" not in shape.fields({"question": "q", "answer": answer})
+
+
+@pytest.mark.parametrize(
+    ("solution", "final"),
+    [
+        ("so #### 1,200", "1200"),
+        ("#### $1,234,567.50", "$1234567.50"),
+        ("#### 3,4", "3,4"),
+        ("#### (1,200)", "(1,200)"),
+        ("#### 0", "0"),
+        (["#### 4", "four"], ["4", "four"]),
+    ],
+)
+def test_the_final_answer_of_a_solution(solution, final):
+    assert shape.fields({"question": "q", "answer": solution})["answer"] == final
+
+
+def test_a_held_out_answer_of_zero_arrives(tokenizer, tmp_path):
+    write_jsonl(tmp_path / "zero.jsonl", [0] * 40)
+    config = DataConfig(path=str(tmp_path / "zero.jsonl"), eval_fraction=0.3, cache="")
+    (held,) = held_out_prompts(config, tokenizer, count=8, max_prompt_length=64)
+    assert set(held.fields["answer"]) == {"0"}
+
+
+ZERO, NONE = "<reasoning>r</reasoning><answer>0</answer>", "<reasoning>r</reasoning><answer>None</answer>"
+
+
+@pytest.mark.parametrize("truth", [0, 0.0, "0", [5, 0], np.int64(0), np.float32(0), Decimal("0.0")])
+def test_every_reward_reads_a_reference_of_zero(truth):
+    asked = {"prompts": ["q"] * 2, "completions": [ZERO, NONE], "answer": [truth] * 2}
+    assert reference.answer(**asked)[0] == 3.0 > reference.answer(**asked)[1]
+    assert reference.number(**asked) == [1.5, 0.0]
+    assert text.TextReward("exact_match")(**asked) == [1.0, 0.0]
+    assert text.TextReward("token_f1")(**asked) == [1.0, 0.0]
+    assert reference.accuracies(ZERO, truth)["answer"] == 1.0
+
+
+@pytest.mark.parametrize("score", [reference.answer, reference.number, text.TextReward("exact_match")])
+def test_a_missing_reference_is_an_error_and_not_the_word_none(score):
+    with pytest.raises(ValueError, match="None must be text or a number"):
+        score(prompts=["q"], completions=[NONE], answer=[None])
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_as_text_is_that_number_in_plain_digits(value):
+    written = plain.text(value)
+    assert float(written) == value
+    assert set(written) <= set("-.0123456789")
+    assert not math.isclose(value, 0) or written in ("0", written.rstrip("0"))
