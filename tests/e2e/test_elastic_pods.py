@@ -138,3 +138,32 @@ def test_a_job_of_trainers_waits_for_a_host_that_joins_and_lets_none_with_other_
     records = running.records()
     assert [record["pod/hosts"] for record in records if "time/step" in record] == [1, 1, 1]
     assert [record["step"] for record in records if "eval/records" in record or "time/step" not in record] == [0, 3]
+
+
+# Connections count as broken after two seconds of silence, not thirty.
+_IMPATIENT = """
+import runpy
+
+from podrl.runtime.channel import Channel
+
+Channel.__init__.__kwdefaults__["silence_s"] = 2.0
+get_config = runpy.run_path(BASE)["get_config"]
+"""
+
+
+def test_the_only_rollout_host_pauses_until_it_is_given_up_and_the_job_goes_on(tmp_path):
+    """It wakes up in the belief that the leader waits for it, is told better, ends with 42 and is started again."""
+    (tmp_path / "impatient.py").write_text(f"BASE = {find_config('grpo_gemma.py')!r}\n{_IMPATIENT}")
+    flags = ("--local_processes=2", "--topology=split", "--fake_devices=1", "--config=impatient.py", "--restarts=1")
+    flags += ("--config.trainer.max_steps=4", "--config.eval.problems=0", "--config.log.stall_s=300")
+    run(tmp_path / "undisturbed", *flags)
+    with job(tmp_path / "paused", *flags) as running:
+        running.wait_for_step(1)
+        paused = process(running.process.pid, 1)
+        os.kill(paused, signal.SIGSTOP)
+        running.wait_for("the loss", lambda: "rollout 0 (host 1, " in running.stderr and "is gone" in running.stderr)
+        os.kill(paused, signal.SIGCONT)
+        running.finish()
+    assert "goes on without this process" in running.stderr
+    assert "rollout 0 ended with exit code 42; it is started again." in running.stderr
+    same_end(tmp_path / "paused", tmp_path / "undisturbed")

@@ -1,10 +1,13 @@
 """Rollout hosts that come and go: every prompt is trained on once, under the versions it would have had anyway."""
 
 import contextlib
+import functools
+import itertools
 import json
 import random
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -204,11 +207,71 @@ class Member:
 
 
 class Pods:
-    """A job whose hosts are replaced, lost and added by number."""
+    """A job whose hosts are replaced, lost and added by number.
+
+    Attributes:
+      told: number, exit code and reason of each host that was told to end; another was then started in its place.
+    """
 
     def __init__(self, pods: list[Pod], weights: Weights, schedule: Schedule, chosen: bool):
         self.leader, self._weights, self._schedule, self._chosen = pods[0], weights, schedule, chosen
+        self.told: list[tuple[int, int, str]] = []
+        self._pause: tuple[int, threading.Event] | None = None  # of the next host
+        for pod in pods[1:]:
+            self._start_again(pod)
         self.there = [Member(pod, weights, schedule, chosen) for pod in pods[1:]]
+
+    def _start_again(self, pod: Pod) -> None:
+        """Does what a launcher does when a process ends with 42."""
+
+        def ended(code: int, text: str, **_: object) -> None:
+            if pod._ended.is_set():
+                return
+            pod._ended.set()
+            self.told.append((pod.seat.process, code, text))
+            threading.Thread(target=replace, daemon=True).start()  # this is the channel's thread
+
+        def replace() -> None:
+            pod.channel.close()
+            self.there = [member for member in self.there if member.pod is not pod]
+            self.add(pod.seat.process)
+
+        pod._end = ended  # pyright: ignore[reportAttributeAccessIssue]
+
+    def pause_leader(self, message: int) -> threading.Event:
+        """Holds the leader's network at a request, counted from 1, until its hosts have given the leader up."""
+        receive, count, paused = self.leader.channel._receive_request, itertools.count(1), threading.Event()
+
+        def hold() -> None:
+            if next(count) == message:
+                for member in self.there:
+                    member.pod._lost_leader()
+                paused.set()
+            receive()
+
+        self.leader.channel._sockets[self.leader.channel._server] = hold
+        return paused
+
+    def pause_next(self, message: int) -> threading.Event:
+        """As `pause`, of the next host that is added."""
+        self._pause = message, threading.Event()
+        return self._pause[1]
+
+    def pause(self, pod: Pod, message: int, paused: threading.Event | None = None) -> threading.Event:
+        """Holds a host's network at an answer to it, counted from 1, until the leader has given the host up."""
+        answered, count, paused = pod.channel._answered, itertools.count(1), paused or threading.Event()
+
+        def hold(*args: Any) -> None:
+            if next(count) == message:
+                given_up = threading.Event()
+                lost = functools.partial(self.leader._lost, pod.seat.process, pod.channel.address)
+                self.leader.channel._do(lambda: (lost(), given_up.set()))
+                assert given_up.wait(DEADLINE_S)
+                paused.set()
+            answered(*args)
+
+        pod.channel._answered = hold
+        return paused
 
     def kill(self, rng: random.Random) -> int:
         member = self.there.pop(rng.randrange(len(self.there)))
@@ -218,8 +281,20 @@ class Pods:
     def add(self, number: int | None = None) -> None:
         """Adds a host, under a new number or one that was there."""
         address, secret = self.leader.channel.address, {"PODRL_SECRET": "s"}
-        seat = Seat(number, HOSTS, address, "s", True) if number else joining.late_seat(address, secret, 30.0)
-        pod = Pod(seat, host="127.0.0.1").join(PATIENCE_S, lambda reached, waited_s: "")
+        hosts = self.leader.seat.hosts
+        seat = Seat(number, hosts, address, "s", True) if number else joining.late_seat(address, secret, 30.0)
+        pod = Pod(seat, host="127.0.0.1")
+        self._start_again(pod)
+        if self._pause is not None:
+            self.pause(pod, *self._pause)
+            self._pause = None
+        try:
+            pod.join(PATIENCE_S, lambda reached, waited_s: "")
+        except ChannelError as error:  # its exit code is 42
+            assert "the connection broke" in str(error)
+            self.told.append((pod.seat.process, 42, "goes on without this process, which joins"))
+            pod.channel.close()
+            return self.add(number)
         self.there.append(Member(pod, self._weights, self._schedule, self._chosen))
 
 
@@ -231,14 +306,22 @@ def impatient(monkeypatch):
 
 
 def train_through(
-    staleness: int, seed: int, kills: int, *, chosen: bool = False
+    staleness: int,
+    seed: int,
+    kills: int,
+    *,
+    chosen: bool = False,
+    steps: int = STEPS,
+    roles: Hosts = HOSTS,
+    began: Callable[[Pods], None] = lambda hosts: None,
 ) -> tuple[list[Experience], Given, dict[str, int]]:
-    """Trains STEPS steps; kills hosts after random ones, and adds as many, some under the number of a lost one."""
+    """Trains some steps; kills hosts after random ones, and adds as many, some under the number of a lost one."""
     rng, seen = random.Random(seed), []
-    deaths = {1, *rng.sample(range(2, STEPS - 2), kills - 1)} if kills else set()
-    schedule, weights = Schedule(STEPS, staleness), Weights(staleness)
-    with joined(HOSTS, disposable=True) as pods:
+    deaths = {1, *rng.sample(range(2, steps - 2), kills - 1)} if kills else set()
+    schedule, weights = Schedule(steps, staleness), Weights(staleness)
+    with joined(roles, disposable=True) as pods:
         hosts = Pods(pods, weights, schedule, chosen)
+        began(hosts)
         stream, curriculum = stream_of(staleness, chosen)
         quantum = Quantum(RolloutConfig(window_tokens=QUANTUM), windows=staleness)
         needed = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
@@ -264,7 +347,7 @@ def train_through(
             score=score, rewards=lambda *_: (None, {}), advantages=lambda *_: (None, {}),
             pack=lambda *_: (), update=lambda *_: {},
         )  # fmt: skip
-        assert train(leader, algorithm, recorder, schedule) == STEPS
+        assert train(leader, algorithm, recorder, schedule) == steps
         for member in hosts.there:
             member.die()
         return seen, leader._given, curriculum["curriculum"].sizes() if chosen else {}
@@ -274,6 +357,11 @@ def train_through(
 def test_ten_kills_in_thirty_steps_lose_no_prompt_and_change_no_version(staleness):
     seen, given, _ = train_through(staleness, seed=staleness, kills=10)
     assert given.taken_over >= 5, "kills that struck nobody show nothing"
+    _is_whole(seen, staleness)
+
+
+def _is_whole(seen: list[Experience], staleness: int) -> None:
+    """Asserts that every prompt was trained on once, in order, and every token drawn by its version."""
     for step, experience in enumerate(seen):
         rollouts = experience.rollouts
         assert rollouts.prompts.index_P.tolist() == list(range(step * P, step * P + P))
@@ -284,6 +372,44 @@ def test_ten_kills_in_thirty_steps_lose_no_prompt_and_change_no_version(stalenes
             expected = [min(max(step - staleness, 0) + w, last) for w in windows]
             drawn_T = rollouts.tokens_BT[b, 1 : rollouts.length_B[b]] - 2
             assert drawn_T.tolist() == expected, (step, b)
+
+
+def _host_pauses(pods: Pods, message: int) -> threading.Event:
+    return pods.pause(pods.there[0].pod, message)
+
+
+def _next_host_pauses(pods: Pods, message: int) -> threading.Event:
+    """Has one killed, so that another joins, and pauses that one, from the answer to its first request on."""
+    paused = pods.pause_next(message)
+    pods.there[0].pod._end(42, "killed")
+    return paused
+
+
+def _leader_pauses(pods: Pods, message: int) -> threading.Event:
+    return pods.pause_leader(message)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("pause", [_host_pauses, _next_host_pauses, _leader_pauses])
+def test_a_process_that_pauses_at_any_message_until_it_is_given_up_stops_nobody(pause, staleness, hosts):
+    """A host the leader goes on without is told so at once, from its first message to its last step; it would wait
+    for word for ever. Hosts that give the leader up are replaced."""
+    roles, told = Hosts((0,), tuple(range(1, 1 + hosts))), []
+    for message in itertools.count(1, 4 if pause is _leader_pauses else 1):  # the leader has more
+        began: list[tuple[Pods, threading.Event]] = []
+        begin = lambda pods, at=message, to=began: to.append((pods, pause(pods, at)))  # noqa: E731
+        seen, _, _ = train_through(staleness, seed=0, kills=0, steps=4, roles=roles, began=begin)
+        _is_whole(seen, staleness)
+        pods, paused = began[0]
+        if not paused.is_set():
+            break
+        assert all(code == 42 for _, code, _ in pods.told)
+        told.append(any("goes on without this process" in text for _, _, text in pods.told))
+    if pause is _leader_pauses:
+        assert len(told) >= 4
+    else:
+        assert len(told) >= 8 and all(told[:8]), told  # after the last step nobody is told
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
