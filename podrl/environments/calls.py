@@ -1,18 +1,29 @@
 """Tool calls as models write them and outputs as models read them: DR-Tulu's tags, and JSON calls of chat models."""
 
 import dataclasses
+import difflib
 import hashlib
 import html
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
 QUERY = ""  # the argument that the text between tags is, before the tool's own name for it is known
-_ATTRIBUTE = re.compile(r"""\s+([\w.:-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""")
-_CLOSING = re.compile(r"\s*>")
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_ATTRIBUTE = re.compile(r"""\s++([\w.:-]++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|([^\s"'>]++))""")
+_CLOSING = re.compile(r"\s*+>")
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THOUGHT = re.compile(r"<(/?)think>")
+_FENCE = re.compile(r"```\w*+\s*+")
+_SOMETHING_CALLED = re.compile(r"""\[?\s*+\{\s*+["'](?:name|function|type)["']\s*+:""")
+_NAMED = re.compile(r"""["']name["']\s*+:\s*+["']([^"']*+)["']""")
+_TAG = re.compile(r"<[|/]{0,2}+([A-Za-z_:-]{3,24}+)\|?+>?+")
+_ALIKE = 0.8  # of difflib's ratio, from which a tag is a misspelt one
+_LAST_TAGS = 64  # different tags of a turn that are compared with those of calls
+_DEPTH = 64  # of arrays and objects in each other that JSON of a model or a tool may have
+_SHOWN = 80  # characters of a word of the model's that a message repeats
 _STRUCTURE = re.compile(
     r"<(?=\||/?(?:tool_output|snippet|webpage|call_tool|call|tool|tool_call|tool_response|answer)\b)", re.IGNORECASE
 )
@@ -26,9 +37,9 @@ class Call:
     """A tool call as the model wrote it.
 
     Attributes:
-      name: of the tool; '' where none can be read.
-      arguments: by name; the text between tags is under QUERY.
-      problem: why it cannot be run; '' where it can.
+      name: name of the tool; '' where none can be read.
+      arguments: arguments by name; the text between tags is under QUERY.
+      problem: why the call cannot be run, as the model is told; '' where it can.
     """
 
     name: str
@@ -69,31 +80,58 @@ class Tags:
         self.tags = (*(f"<{opening}" for opening in openings), *type(self).tags)
 
     def calls(self, text: str, stop: str) -> list[Call]:
-        """The call that a turn ends with; none where no tag ended it."""
-        if stop not in self.stop or not text.endswith(stop):
+        """The call that a turn ends with, in time linear in its length.
+
+        A turn that the model itself ended in the midst of a call, or with a misspelt tag, holds one with a `problem`.
+        A call in a thought is a draft, and none; so is any text of a turn that a limit ended.
+        """
+        said, thought = spoken(text)
+        if stop == "eos":
+            return self._never_closed(said)
+        if stop not in self.stop or not said.endswith(stop) or thought:
             return []
-        inner = text[: -len(stop)]
-        starts = sorted(
-            ((m.start(), tag) for tag in self._openings for m in re.finditer(re.escape(f"<{tag}"), inner)), reverse=True
-        )
-        for start, tag in starts:
-            if (call := self._call(inner, start + len(tag) + 1, tag)) is not None:
+        inner = said[: -len(stop)]
+        end = len(inner)
+        for start, tag in reversed(list(self._opened(inner, [stop[2:-1]] if self._legacy else self._openings))):
+            # No attribute holds another opening: each part of the text is read once.
+            if (call := self._call(inner, start + len(tag) + 1, end, tag)) is not None:
                 return [call]
+            end = start
         return [Call("", problem=f"No tool call can be read. Write {self._example()}.")]
 
-    def _call(self, text: str, at: int, tag: str) -> Call | None:
+    def _opened(self, text: str, tags: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """Places and names of opening tags, in their order."""
+        names = "|".join(map(re.escape, tags))
+        return ((found.start(), found[1]) for found in re.finditer(rf"<({names})(?=[\s>])", text) if names)
+
+    def _never_closed(self, said: str) -> list[Call]:
+        """The call that a turn began and did not end."""
+        if next(self._opened(said, self._openings), None) is not None:
+            return [Call("", problem=f"The call is not closed. Write {self._example()}.")]
+        for word in _near(said, self._openings):
+            if (
+                f"</{word}>" in said
+                if self._legacy
+                else re.search(rf"<{re.escape(word)}\s++[\w.:-]{{1,40}}+\s*+=", said)
+            ):
+                return [Call("", problem=f"<{word}> calls nothing. Write {self._example()}.")]
+        return []
+
+    def _call(self, text: str, at: int, end: int, tag: str) -> Call | None:
         attributes: dict[str, str] = {}
-        while (found := _ATTRIBUTE.match(text, at)) is not None:
+        while (found := _ATTRIBUTE.match(text, at, end)) is not None:
             attributes[found[1]] = html.unescape(next(g for g in found.groups()[1:] if g is not None))
             at = found.end()
-        if (end := _CLOSING.match(text, at)) is None:
+        if (closed := _CLOSING.match(text, at, end)) is None:
             return None
         name = tag if self._legacy else attributes.pop("name", "")
         if not name:
             return Call("", problem=f"The call names no tool. Write {self._example()}.")
-        return Call(name, {**attributes, QUERY: text[end.end() :].strip()})
+        return Call(name, {**attributes, QUERY: text[closed.end() :].strip()})
 
     def _example(self) -> str:
+        if not self._openings:
+            return "an answer: there are no tools"
         name = "" if self._legacy else ' name="TOOL"'
         return f"<{self._openings[0]}{name}>QUERY{self.stop[0]}"
 
@@ -116,7 +154,7 @@ class Tags:
 
 
 class Json:
-    """Calls as JSON, in a turn that ends by itself: in <tool_call> tags (hermes), or the whole turn (json).
+    """Calls as JSON, in a turn that ends by itself: in <tool_call> tags (hermes), or the turn itself (json).
 
     The chat template tells the model of its tools, and forms the turns of their outputs.
     """
@@ -124,21 +162,67 @@ class Json:
     role = "tool"
     stop: tuple[str, ...] = ()
 
-    def __init__(self, *, tags: bool) -> None:
-        self._tags = tags
-        self.tags = ("<tool_call>", "</tool_call>") if tags else ()
+    def __init__(self, tools: Sequence[str], *, tags: bool) -> None:
+        self._tools, self._tags = frozenset(tools), tags
+        self.tags = (_OPEN, _CLOSE) if tags else ()
 
     def calls(self, text: str, stop: str) -> list[Call]:
-        """All calls of a turn that the model ended; none of one that a limit ended."""
+        """All calls of a turn that the model ended, in time linear in its length; none of one that a limit ended.
+
+        A call that was cut, or that stands in wrong tags, has a `problem`. Calls in a thought are drafts, and none.
+        """
         if stop != "eos":
             return []
-        if self._tags:
-            return [_json_call(found) for found in _HERMES.findall(text)]
-        text = text.strip().removeprefix("<|python_tag|>").strip()
-        if not text.startswith("{"):
+        said, thought = spoken(text)
+        found = self._tagged(said) if self._tags else self._untagged(said)
+        if not found and (self._tagged(thought) if self._tags else self._untagged(thought)):
+            return [Call("", problem="The call stands in a thought that has no end. Write </think> before the call.")]
+        return found
+
+    def _tagged(self, said: str) -> list[Call]:
+        _, *pieces = said.split(_OPEN)
+        found: list[Call] = []
+        for index, piece in enumerate(pieces):
+            if not piece.strip() and index + 1 < len(pieces):
+                continue  # an opening that is written twice
+            if _CLOSE not in piece:
+                found.append(Call("", problem=f"The call is not closed: {_CLOSE} is missing."))
+                continue
+            try:
+                found += _json_calls(piece.partition(_CLOSE)[0])
+            except ValueError as error:
+                try:  # the tag may stand in an argument
+                    found += _json_calls(piece.rpartition(_CLOSE)[0])
+                except ValueError:
+                    found.append(_no_json(error))
+        meant = _SOMETHING_CALLED.search(said) and (self._names_a_tool(said) or any(_near(said, ["tool_call"])))
+        if not pieces and (meant or _CLOSE in said):
+            found.append(Call("", problem=f"No call can be read. Write it between {_OPEN} and {_CLOSE}."))
+        return found
+
+    def _untagged(self, said: str) -> list[Call]:
+        """Calls of a turn that is JSON, or that ends with the call of a known tool."""
+        said = said.strip().removeprefix("<|python_tag|>").strip()
+        whole = said.startswith(("{", "[", "```"))
+        begin = None if whole else _SOMETHING_CALLED.search(said)
+        if not whole and begin is None:
             return []
-        call = _json_call(text)
-        return [] if call.problem else [call]
+        body = said if begin is None else said[begin.start() :]
+        known = self._names_a_tool(body)
+        try:
+            made = _json_calls(body)
+        except _MoreError as error:  # words behind a call that are not JSON: the call is quoted, unless it comes first
+            return [_no_json(error)] if known and whole else []
+        except ValueError as error:
+            begun = whole and _SOMETHING_CALLED.match(_FENCE.sub("", body, count=1))
+            return [_no_json(error)] if known or begun else []
+        if not any(call.name for call in made):
+            return []  # an answer in JSON
+        given = whole and ('"arguments"' in body or '"parameters"' in body)
+        return made if given or any(call.name in self._tools for call in made) else []
+
+    def _names_a_tool(self, text: str) -> bool:
+        return any(found[1] in self._tools for found in _NAMED.finditer(text))
 
     def observation(self, outputs: Sequence[Output], call_id: str) -> Observation:
         """The outputs, each a message of the template."""
@@ -191,9 +275,9 @@ def format_of(parser: str, tools: Sequence[str]) -> Format:
         case "legacy":
             return Tags(list(tools), [f"</{tool}>" for tool in tools], legacy=True)
         case "hermes":
-            return Json(tags=True)
+            return Json(tools, tags=True)
         case "json":
-            return Json(tags=False)
+            return Json(tools, tags=False)
     raise AssertionError(parser)
 
 
@@ -213,14 +297,49 @@ def call_id(key: str, number: int) -> str:
 
 
 def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any], query: str) -> dict[str, Any]:
-    """Arguments with the text between the tags under its name, and words made numbers where the schema has numbers."""
-    properties = schema.get("properties", {})
-    result: dict[str, Any] = {}
-    for name, value in arguments.items():
-        name = name if name != QUERY else query
-        kind = properties.get(name, {}).get("type")
-        result[name] = _as(value, kind) if isinstance(value, str) else value
-    return result
+    """Arguments with the text between the tags under its name, and words made numbers where the schema has numbers.
+
+    Text that is empty is left out where the tool does not ask for it, or is given it as an attribute.
+    """
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    named = {name: value for name, value in arguments.items() if name != QUERY}
+    between = arguments.get(QUERY)
+    if QUERY in arguments and (between or (query in required and query not in named)):
+        named[query] = between
+    return {name: _as(value, _kinds(properties.get(name))) for name, value in named.items()}
+
+
+def spoken(text: str) -> tuple[str, str]:
+    """A turn's words outside of its thoughts, and those of a thought that has no end.
+
+    Words before a first `</think>` are a thought that the prompt opened.
+    """
+    parts, thought, at, seen = [], None, 0, False
+    for tag in _THOUGHT.finditer(text):
+        if not tag[1]:
+            if thought is None:
+                parts.append(text[at : tag.start()])
+                thought = tag.end()
+        elif thought is not None or not seen:
+            parts = parts if thought is not None else []
+            thought, at = None, tag.end()
+        seen = True
+    return ("".join(parts), text[thought:]) if thought is not None else ("".join([*parts, text[at:]]), "")
+
+
+def decoded(text: str) -> Any:
+    """JSON of a model, a tool or a server.
+
+    Raises:
+      ValueError: it is none, holds NaN or an infinity, or nests deeper than 64 arrays and objects.
+    """
+    (value,) = _values(text, most=1)
+    return value
+
+
+def told(word: str) -> str:
+    """A word of the model's as a message or a record repeats it."""
+    return word if len(word) <= _SHOWN else f"{word[:_SHOWN]}..."
 
 
 def shortened(
@@ -266,36 +385,128 @@ def _shares(lengths: Sequence[int], limit: int) -> list[int]:
     return shares
 
 
-def _json_call(text: str) -> Call:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        return Call("", problem=f"The call is no JSON: {error}.")
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+class _MoreError(ValueError):
+    """What follows a JSON value is none."""
+
+
+def _json_calls(text: str) -> list[Call]:
+    """The calls of a text: an object, a list, or several behind each other, in a fence or not.
+
+    Raises:
+      ValueError: the text is no JSON.
+    """
+    text = text.strip()
+    if (fence := _FENCE.match(text)) is not None:
+        text = text[fence.end() :]
+    values = _values(text.strip().removesuffix("```"))
+    listed = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return [_json_call(value) for value in listed] or [_json_call(None)]
+
+
+def _no_json(error: ValueError) -> Call:
+    return Call("", problem=f"The call is no JSON: {error}.")
+
+
+def _json_call(value: Any) -> Call:
+    if isinstance(value, dict) and isinstance(inner := value.get("function"), dict | str):
+        value = {**value, **(inner if isinstance(inner, dict) else {"name": inner})}
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return Call("", problem='The call must be an object {"name": ..., "arguments": {...}}.')
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):  # some models write it as text
         try:
-            arguments = json.loads(arguments)
+            arguments = decoded(arguments)
         except ValueError:
             arguments = {QUERY: arguments}
-    if not isinstance(arguments, dict):
-        return Call(value["name"], problem=f"The arguments must be an object, not {json.dumps(arguments)[:80]}.")
-    return Call(value["name"], arguments)
+    if not isinstance(arguments, dict | None):
+        return Call(value["name"], problem=f"The arguments must be an object, not {told(json.dumps(arguments))}.")
+    return Call(value["name"], arguments or {})
 
 
-def _as(text: str, kind: Any) -> Any:
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{told(text)} is no finite number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_number)
+
+
+def _values(text: str, most: int | None = None) -> list[Any]:
+    """JSON values behind each other, with white space, `,` or `;` between; at most `most`."""
+    values, at = [], 0
+    text = text.strip()
+    while True:
+        try:
+            value, at = _DECODER.raw_decode(text, at)
+        except RecursionError:
+            raise ValueError(f"it nests deeper than {_DEPTH} arrays and objects") from None
+        except ValueError as error:
+            if values:
+                raise _MoreError(f"after its end, {error}") from None
+            raise
+        _check_depth(value)
+        values.append(value)
+        while at < len(text) and (text[at].isspace() or (text[at] in ",;" and most is None)):
+            at += 1
+        if at == len(text):
+            return values
+        if len(values) == most:
+            raise _MoreError(f"more follows its end: char {at}")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_DEPTH + 1):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it nests deeper than {_DEPTH} arrays and objects")
+
+
+def _near(text: str, names: Sequence[str]) -> Iterator[str]:
+    """The words of tags in a text that nearly are one of `names`; letter case, `_` and `-` say nothing."""
+    for word in list(dict.fromkeys(found[1] for found in _TAG.finditer(text)))[-_LAST_TAGS:]:
+        plain = re.sub(r"[_:-]", "", word.lower())
+        for name in names:
+            if difflib.SequenceMatcher(None, plain, re.sub(r"[_:-]", "", name.lower())).ratio() >= _ALIKE:
+                yield word
+                break
+
+
+def _kinds(property_: Any) -> list[Any]:
+    """The types that a property of a schema may have."""
+    if not isinstance(property_, Mapping):
+        return []
+    kind = property_.get("type")
+    kinds = [kind] if isinstance(kind, str) else list(kind) if isinstance(kind, list) else []
+    for name in ("anyOf", "oneOf"):
+        for one in property_[name] if isinstance(property_.get(name), list) else ():
+            kinds += [one["type"]] if isinstance(one, Mapping) and isinstance(one.get("type"), str) else []
+    return kinds
+
+
+def _as(value: Any, kinds: Sequence[Any]) -> Any:
     """A word of an attribute as the schema's type, where it is one; the tool's own message says so otherwise."""
-    try:
-        match kind:
-            case "integer":
-                return int(text)
-            case "number":
-                return float(text)
-            case "boolean" if text.lower() in ("true", "false"):
-                return text.lower() == "true"
-            case "array" | "object":
-                return json.loads(text)
-    except ValueError:
-        pass
-    return text
+    if not isinstance(value, str) or "string" in kinds:
+        return value
+    for kind in kinds:
+        try:
+            match kind:
+                case "integer":
+                    return int(value)
+                case "number":
+                    return _number(value)
+                case "boolean" if value.lower() in ("true", "false"):
+                    return value.lower() == "true"
+                case "array" | "object":
+                    return decoded(value)
+        except ValueError:
+            continue
+    return value

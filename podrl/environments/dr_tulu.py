@@ -1,9 +1,10 @@
 """DR-Tulu's tools by name: what its MCP server calls them, their arguments, and the documents in their answers."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from podrl.environments.calls import decoded
 
 NO_RESULTS = "No results found for the query."
 
@@ -60,7 +61,7 @@ def arguments(tool: str, given: Mapping[str, Any], schema: Mapping[str, Any]) ->
 def documents(answer: str) -> list[str]:
     """The documents of an answer as the model reads them; an answer of another form is one document."""
     try:
-        value = json.loads(answer)
+        value = decoded(answer)
     except ValueError:
         return [answer]
     if not isinstance(value, dict):

@@ -85,17 +85,17 @@ class WithTools:
         reward: float = 0.0,
     ) -> Turn:
         """As podrl.environments.protocol.Model; `calls` of the turn are all that were made on the way to it."""
-        turn = await self._model.observe(observation, role=role, stop=self._stops(stop), max_new=max_new, reward=reward)
+        turn = await self._turn(observation, role=role, stop=stop, max_new=max_new, reward=reward)
         made: list[calls.Call] = []
         while wanted := self._format.calls(turn.text, turn.stop) if self._open else []:
             made += wanted
             number = self.calls
             answers = await asyncio.gather(*[self._answer(call) for call in wanted])
             seen = self._format.observation([output for output, _ in answers], calls.call_id(self._key, number))
-            turn = await self._model.observe(
+            turn = await self._turn(
                 seen.text,
                 role=self._format.role,
-                stop=self._stops(stop),
+                stop=stop,
                 max_new=max_new,
                 reward=0.0,
                 cuts=seen.cuts,
@@ -107,6 +107,17 @@ class WithTools:
     async def outside(self, what: str, make: Callable[[], Any]) -> Any:
         """As podrl.environments.protocol.Model."""
         return await self._model.outside(what, make)
+
+    async def _turn(self, observation: str, *, stop: Sequence[str], **said: Any) -> Turn:
+        """The model's next turn; a call in a thought is a draft, and the turn that its end stopped goes on."""
+        turn = await self._model.observe(observation, stop=self._stops(stop), **said)
+        while self._open and turn.stop in self._format.stop and calls.spoken(turn.text)[1]:
+            left = None if said["max_new"] is None else said["max_new"] - len(turn.tokens)
+            if left is not None and left <= 0:
+                return dataclasses.replace(turn, stop="length")
+            more = await self._model.observe("", role="raw", stop=self._stops(stop), max_new=left, reward=0.0)
+            turn = Turn(turn.text + more.text, more.stop, (*turn.tokens, *more.tokens))
+        return turn
 
     def _stops(self, stop: Sequence[str]) -> list[str]:
         return [*stop, *(self._format.stop if self._open else ())]
@@ -120,7 +131,7 @@ class WithTools:
             return _failure(call.name, call.problem, "no_call")
         if (tool := self._tools.get(call.name)) is None:
             hint = nearest(call.name, self._tools) if len(self._tools) > 8 else ""
-            text = f"There is no tool {call.name!r}.{hint} Tools: {', '.join(self._tools)}."
+            text = f"There is no tool {calls.told(call.name)!r}.{hint} Tools: {', '.join(self._tools)}."
             return _failure(call.name, text, "unknown_tool")
         schema = tool["schema"]
         given = dr_tulu.arguments(call.name, call.arguments, schema)
@@ -135,7 +146,7 @@ class WithTools:
 
 
 def _failure(by: str, text: str, kind: str) -> tuple[calls.Output, dict[str, Any]]:
-    said = {"by": by, "text": text, "seconds": 0.0, "failed": kind, "replayed": False}
+    said = {"by": calls.told(by), "text": text, "seconds": 0.0, "failed": kind, "replayed": False}
     return calls.Output([text]), said
 
 

@@ -164,6 +164,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     metrics = {
         "episode/turns": len(model) / B,
         "episode/calls": len(called) / B,
+        "episode/failed_calls": sum(bool(turn.get("failed")) for turn in called) / B,
         "episode/given_tokens": sum(turn["tokens"] for turn in (*called, *environment)) / B,
         "episode/seconds_p50": float(seconds[0]),
         "episode/seconds_p95": float(seconds[1]),

@@ -55,3 +55,12 @@ def test_exactly_so_many_calls_count(form, most, turns):
     before = len([text for text in model.seen if text != EXCEEDED])
     assert before == min(most, len(wanted)) and model.seen[:before].count(EXCEEDED) == 0
     assert SEPARATOR not in turn.text and answered.calls == len(turn.calls)
+
+
+def test_a_call_in_a_thought_is_a_draft_and_the_turn_goes_on():
+    draft, real = '<think>perhaps <call_tool name="t">a</call_tool>', 'no</think><call_tool name="t">b</call_tool>'
+    model = Scripted([draft, real, "the end"], stop=False)
+    config = EnvironmentConfig(environment="tools", tools=("calculator",))
+    turn = asyncio.run(WithTools(config, [TOOL], Task("p"), model).say())
+    assert (model.run, model.seen, turn.text) == (1, ["answer 1"], "the end")
+    assert [call.arguments for call in turn.calls] == [{"": "b"}]

@@ -36,12 +36,120 @@ def test_attributes_are_read_in_any_order_and_quote(form, attributes, tool, quer
     assert call.arguments == {**attributes, QUERY: query.strip()}
 
 
-@given(form=st.sampled_from(["call_tool", "tool", "legacy", "hermes", "json"]), text=st.text(max_size=60))
-def test_any_text_is_read_or_refused(form, text):
-    parser = format_of(form, ["t"])
-    for stop in [*parser.stop, "eos", "length"]:
-        for call in parser.calls(text + (stop if stop in parser.stop else ""), stop):
-            assert call.problem or call.name
+PARSERS = ["call_tool", "tool", "legacy", "hermes", "json"]
+PIECES = [
+    *("<call_tool", "<call_tool>", "</call_tool>", "</call>", "<tool", "</tool>", "<t>", "</t>", "<tool_call>"),
+    *("</tool_call>", "<think>", "</think>", "<tool_cal>", "<t", "</", "```json\n", "```", "<|python_tag|>"),
+    *(' name="t"', " name='t'", " x=", ">", '{"name": "t", "arguments": {', '{"name": "t"}'),
+    *('{"x":', "[", "{", "}", "]", '"', "'", "\\", ","),
+    *(";", ":", " ", "\n", "NaN", "1e999", "9" * 50, "-", "\\ud800", "\ud800", "é", "null", '"name": ', '"function": '),
+]  # fmt: skip
+SCHEMAS = [{}, {"properties": {"x": True, "n": {"type": ["integer", "null"]}, "l": {"anyOf": [{"type": "array"}]}}}]
+
+
+def read(parser, text):
+    """Every function of this package that reads a model's or a tool's words, on one text; the calls that it holds."""
+    form = format_of(parser, ["t"])
+    found = [call for stop in [*form.stop, "eos", "length"] for call in form.calls(text, stop)]
+    found += [call for stop in form.stop for call in form.calls(text + stop, stop)]
+    for call in found:
+        assert (call.problem or call.name) and len(call.problem) < 400
+        for schema in SCHEMAS:
+            fitted = calls.fitted(dr_tulu.arguments("t", call.arguments, schema), schema, "query")
+            json.loads(json.dumps({"frame": {"in": {"frames": fitted}}}))  # as it goes to the tool
+    for text_ in (text, json.dumps(text)):
+        assert all(isinstance(one, str) for one in dr_tulu.documents(text_))
+    for kind in ("integer", "number", "boolean", "array", "object"):
+        calls.fitted({"x": text}, {"properties": {"x": {"type": kind}}}, "query")
+    assert "<tool_call>" not in calls.escaped(text)
+    return found
+
+
+@given(
+    parser=st.sampled_from(PARSERS),
+    text=st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=25).map("".join),
+)
+def test_any_text_is_read_or_refused(parser, text):
+    read(parser, text)
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_time_is_linear_in_the_length(parser):
+    """Each piece alone and each pair of pieces, repeated: any quadratic reader would take minutes here."""
+    for first in PIECES:
+        read(parser, first * 10_000)
+        read(parser, f'<call_tool name="t" x="{first * 10_000}')
+    for first, second in zip(PIECES, [*PIECES[7:], *PIECES[:7]], strict=True):
+        read(parser, (first + second) * 5_000)
+        read(parser, first * 5_000 + second * 5_000)
+
+
+ONE = '{"name": "t", "arguments": {"x": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "wanted"),
+    [
+        ("hermes", f"<tool_call>{ONE}", "not closed"),
+        ("hermes", f"<tool_call>{ONE[:-8]}</tool_call>", "no JSON"),
+        ("hermes", f"<tool_call><tool_call>{ONE}</tool_call></tool_call>", ["t"]),
+        ("hermes", f"<tool_call>```json\n{ONE}\n```</tool_call>", ["t"]),
+        ("hermes", f"<tool_call>[{ONE}, {ONE}]</tool_call>", ["t", "t"]),
+        ("hermes", f"<tool_call>{ONE}\n{ONE}</tool_call>", ["t", "t"]),
+        ("hermes", f"<tool_call>{ONE}<tool_call>{ONE}</tool_call>", "not closed"),
+        ("hermes", f"<toolcall>{ONE}</toolcall>", "between <tool_call>"),
+        ("hermes", f"<tool_cal>{ONE}</tool_call>", "between <tool_call>"),
+        ("hermes", f"<|tool_call|>{ONE}<|/tool_call|>", "between <tool_call>"),
+        ("hermes", f"{ONE}</tool_call>", "between <tool_call>"),
+        ("hermes", ONE, "between <tool_call>"),
+        ("hermes", f"<think>I may <tool_call>{ONE}</tool_call></think>The answer is 4.", []),
+        ("hermes", f"I may <tool_call>{ONE}</tool_call></think>The answer is 4.", []),
+        ("hermes", f"<think>hm</think><tool_call>{ONE}</tool_call><think>again</think>", ["t"]),
+        ("hermes", f"<think>I do <tool_call>{ONE}</tool_call>", "no end"),
+        ("hermes", '<tool_call>{"name": "t", "arguments": {"x": "</tool_call>"}}</tool_call>', ["t"]),
+        ("hermes", '<tool_call>{"name": "t", "arguments": [1]}</tool_call>', "must be an object"),
+        ("hermes", '<tool_call>{"name": "t", "arguments": {"x": NaN}}</tool_call>', "no finite number"),
+        ("hermes", "<tools> are of no use here; {} is the answer", []),
+        ("json", ONE, ["t"]),
+        ("json", f"```json\n{ONE}\n```", ["t"]),
+        ("json", f"[{ONE}, {ONE}]", ["t", "t"]),
+        ("json", f"{ONE}; {ONE}", ["t", "t"]),
+        ("json", f"<|python_tag|>{ONE}{ONE}", ["t", "t"]),
+        ("json", f"I look it up.\n```\n{ONE}\n```", ["t"]),
+        ("json", ONE[:-8], "no JSON"),
+        ("json", f"I look it up: {ONE[:-8]}", "no JSON"),
+        ("json", f"{ONE} I am sure.", "no JSON"),
+        ("json", f"By {ONE} I got 4.", []),
+        ("json", f"<think>{ONE}</think>4", []),
+        ("json", '{"type": "function", "function": {"name": "t", "parameters": {"x": 1}}}', ["t"]),
+        ("json", '{"name": "other", "parameters": {}}', ["other"]),
+        ("json", '{"name": "t"}', ["t"]),
+        ("json", '{"name": "Alice", "age": 3}', []),
+        ("json", '[{"answer": 3}, [1]]', []),
+        ("call_tool", '<call_tool name="t">q', "not closed"),
+        ("call_tool", '<call_tool name="t">q</call_tol>', "not closed"),
+        ("call_tool", '<cal_tool name="t">q</cal_tool>', "<cal_tool> calls nothing"),
+        ("call_tool", "<caltool> is no call here", []),
+        ("call_tool", '<think>as <call_tool name="t"></think>4', []),
+        ("tool", '<tool name="t">q', "not closed"),
+        ("legacy", "<t>q", "not closed"),
+        ("legacy", "<b>q</b>", []),
+    ],
+)
+def test_no_call_is_lost_or_invented(parser, text, wanted):
+    found = format_of(parser, ["t"]).calls(text, "eos")
+    if isinstance(wanted, str):
+        assert wanted in " ".join(call.problem for call in found)
+    else:
+        assert [call.name for call in found] == wanted and not any(call.problem for call in found)
+    assert format_of(parser, ["t"]).calls(text, "length") == []
+
+
+def test_a_closing_tag_ends_its_own_call_only():
+    legacy = format_of("legacy", ["a", "b"])
+    (call,) = legacy.calls("<b>1 <a>2</b>", "</b>")
+    assert (call.name, call.arguments) == ("b", {QUERY: "1 <a>2"})
+    assert legacy.calls("<a>2</b>", "</b>")[0].problem
 
 
 def test_names_of_chat_models():
@@ -78,7 +186,7 @@ def test_what_cannot_be_read_is_said(text, said):
 
 def test_a_turn_that_no_tag_ended_holds_no_call():
     parser = format_of("call_tool", ["t"])
-    assert parser.calls('<call_tool name="t">q', "eos") == parser.calls('<call_tool name="t">q', "length") == []
+    assert parser.calls("no tag", "eos") == parser.calls('<call_tool name="t">q', "length") == []
 
 
 def test_json_calls():
@@ -157,7 +265,21 @@ def test_words_become_what_the_schema_asks():
     }
     given_ = {"n": "8", "x": "0.5", "b": "True", "l": "[1]", "other": "8", QUERY: "q"}
     assert calls.fitted(given_, schema, "url") == {"n": 8, "x": 0.5, "b": True, "l": [1], "other": "8", "url": "q"}
-    assert calls.fitted({"n": "eight"}, schema, "url") == {"n": "eight"}
+    assert calls.fitted({"n": "eight", "x": "inf"}, schema, "url") == {"n": "eight", "x": "inf"}
+
+
+@pytest.mark.parametrize(
+    ("given_", "schema", "wanted"),
+    [
+        ({QUERY: ""}, {"properties": {}}, {}),
+        ({QUERY: "x"}, {"properties": {}}, {"query": "x"}),
+        ({QUERY: ""}, {"properties": {"query": {}}, "required": ["query"]}, {"query": ""}),
+        ({QUERY: ""}, {"properties": {"query": {}}}, {}),
+        ({QUERY: "", "query": "x"}, {"properties": {"query": {}}, "required": ["query"]}, {"query": "x"}),
+    ],
+)
+def test_text_between_tags_is_left_out_where_nothing_is_asked_for(given_, schema, wanted):
+    assert calls.fitted(given_, schema, "query") == wanted
 
 
 def test_documents_of_its_servers():

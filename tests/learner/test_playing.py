@@ -55,7 +55,7 @@ def test_metrics_of_episodes_count_by_tool():
     found = episode_metrics(types.SimpleNamespace(episodes=episodes, stop_B=np.array([STOP_CALLS, STOP_DEADLINE])))
     assert found["episode/turns"] == 2.0 and found["episode/calls"] == 1.0 and found["episode/given_tokens"] == 2.5
     assert found["tools/calculator/calls"] == 1.0 and found["tools/unknown/failures"] == 1.0
-    assert found["episode/out_of_calls"] == 1.0
+    assert found["episode/out_of_calls"] == 1.0 and found["episode/failed_calls"] == 0.5
     assert found["episode/seconds_p50"] == 2.0 and found["env/won"] == 0.5 and found["episode/out_of_time"] == 1.0
 
 
