@@ -151,11 +151,26 @@ class _Writing:
         prompt = self.write(before, add_generation_prompt=True)
         alone = self.write([*before, self.messages[i]], add_generation_prompt=False)
         if alone.startswith(prompt) and self.whole.startswith(prompt):
-            return self._end(i, alone[len(prompt) :], len(prompt))
-        opened = self._start(i, prompt, alone, before, [])
-        return self._end(
-            i, alone[opened:], self._start(i, prompt, self.whole, self.messages[:i], self.messages[i + 1 :])
+            opened = start = len(prompt)
+        else:
+            headers = self._headers(before, prompt)
+            opened = self._start(i, prompt, headers, alone, before, [])
+            start = self._start(i, prompt, headers, self.whole, self.messages[:i], self.messages[i + 1 :])
+        # Gemma 4's prompt opens no turn behind an output, where the whole text has a header.
+        header = "" if prompt.endswith(self._header) else self._header
+        opened, start = (
+            at + len(header) * text.startswith(header, at) for text, at in ((alone, opened), (self.whole, start))
         )
+        return self._end(i, alone[opened:], start)
+
+    @functools.cached_property
+    def _header(self) -> str:
+        """What the prompt for the answer to a question adds to the question."""
+        try:
+            asked, prompt = (self.write([_ASK], add_generation_prompt=opens) for opens in (False, True))
+        except ValueError:
+            return ""
+        return prompt[_shared(asked, prompt) :]
 
     def _before(self, i: int) -> Sequence[Message]:
         """Takes the messages before index i, and a question where the template demands one before a model's turn."""
@@ -165,16 +180,42 @@ class _Writing:
             return [*self.messages[:i], _ASK]
         return self.messages[:i]
 
-    def _start(self, i: int, prompt: str, text: str, before: Sequence[Message], behind: Sequence[Message]) -> int:
+    def _headers(self, before: Sequence[Message], prompt: str) -> Mapping[int, str]:
+        """Finds where the header of a turn may end in the turn's prompt, and by what text the end is known.
+
+        Behind the header a prompt may have tags or special tokens, such as those that open a thought, or white space.
+
+        Returns:
+          {end of the header: its last special token or its last line that is not empty, whichever is shorter}.
+        """
+        base = _shared(prompt, self.write(before, add_generation_prompt=False))
+        starts = [start for start, _ in self._tokenizer.special_spans(prompt)]
+        tags = (base + tag.start() for tag in re.finditer("<", prompt[base:]))
+        headers = {}
+        for end in {*range(len(prompt.rstrip()), len(prompt) + 1), *starts, *tags}:
+            if end == len(prompt) or prompt[base:end].strip():
+                line = prompt.rfind("\n", 0, len(prompt[:end].rstrip())) + 1
+                headers[end] = prompt[max([line, *(start for start in starts if start < end)]) : end]
+        return headers
+
+    def _start(
+        self,
+        i: int,
+        prompt: str,
+        headers: Mapping[int, str],
+        text: str,
+        before: Sequence[Message],
+        behind: Sequence[Message],
+    ) -> int:
         """Finds where the words of the turn at index i begin in a rendering that does not begin with the turn's prompt.
 
-        A rendering in which a word of our own stands for the words of the turn shows the header, with which the prompt
-        ends, too. A prompt may end with more than the header, such as an opened thought, and the template may write
-        something between the header and the words, such as Mistral's space.
+        A rendering in which a word of our own stands for the words of the turn shows the header. Between the header and
+        the words the template may write something more, such as Mistral's space.
 
         Args:
           i: index of the turn.
           prompt: rendering of the messages before the turn, with the opening of the model's turn.
+          headers: see `_headers`.
           text: rendering of `before`, the turn, and `behind`.
           before: messages before the turn.
           behind: messages behind it.
@@ -182,24 +223,19 @@ class _Writing:
         message: dict[str, Any] = {"role": "assistant", "content": self._word}
         if calls := self.messages[i].get("tool_calls"):
             message["tool_calls"] = [_called(call, self._word) for call in calls]
-        spoken, found, _ = self.write([*before, message, *behind], add_generation_prompt=False).partition(self._word)
-        if not found:
+        spoken, word, _ = self.write([*before, message, *behind], add_generation_prompt=False).partition(self._word)
+        if not word:
             raise self.fault(i, "does not write the turn")
-        specials = list(self._tokenizer.special_spans(prompt))
-        first = max([len(prompt) - _MOST, *(a for a, _ in specials)], default=0)
         shared = text[: _shared(text, spoken)]
-        # The header's end in the text and in the prompt, where both have the same from the last special token on.
-        ends = [
-            (place, end)
-            for end in range(max(first, 1), len(prompt) + 1)
-            if not any(a < end < b for a, b in specials)
-            for least in [end - max((a for a, _ in specials if a < end), default=prompt.rfind("\n", 0, end - 1) + 1)]
-            for place in range(max(len(spoken) - _MOST, least), len(shared) + 1)
-            if shared.endswith(prompt[end - least : end], 0, place)
+        near = max(len(spoken) - _MOST, 0)
+        found = [
+            (shared.rfind(header, near) + len(header), end)
+            for end, header in headers.items()
+            if header in shared[near:]
         ]
-        if not ends:
+        if not found:
             raise self.fault(i, f"opens the turn by {spoken[-80:]!r} and its prompt ends with {prompt[-80:]!r}")
-        place, end = max(ends)
+        place, end = max(found)
         return place + (len(prompt) - end if text.startswith(prompt[end:], place) else 0)
 
     def _end(self, i: int, alone: str, start: int) -> _Span:
@@ -255,12 +291,15 @@ class _Writing:
     @functools.cached_property
     def _closing(self) -> str:
         """What the template writes at the end of a conversation, behind the mark that ends the last turn."""
+        said = [_ASK, {"role": "assistant", "content": self._word}]
         try:
-            text = self.write([_ASK, {"role": "assistant", "content": self._word}], add_generation_prompt=False)
+            last, earlier = (self.write(turns, add_generation_prompt=False) for turns in (said, [*said, _ASK]))
         except ValueError:
             return ""
-        tail = text.rpartition(self._word)[2] if self._word in text else ""
-        return next((tail[end:] for _, end in self._tokenizer.special_spans(tail)), "")
+        last, earlier = (text.partition(self._word)[2] for text in (last, earlier))
+        shared = _shared(last, earlier)
+        ends = [end for _, end in self._tokenizer.special_spans(last) if end <= shared]
+        return last[ends[-1] :] if ends else ""
 
     def _check_written(self) -> None:
         """Raises ValueError where the template passes a message or a call over, or writes arguments as text in text."""

@@ -203,6 +203,22 @@ ZEPHYR = (
     + "{% else %}{{ m.content + eos_token }}{% endif %}{{ '\\n' }}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"
 )  # fmt: skip
+# Gemma 4: outputs follow within the turn that calls, and nothing opens the turn behind them but the whole text.
+GEMMA4 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ 'response:calc{' + m.content + '}<tool_response|>' }}"
+    "{% elif m.role == 'assistant' %}{{ '<|turn>model\\n' }}" + G + "{% for c in m.tool_calls or [] %}"
+    "{{ '<|tool_call>call:' + c.function.name }}{{ c.function.arguments | tojson }}{{ '<tool_call|>' }}{% endfor %}"
+    "{{ (m.content or '') | trim }}{{ '<|tool_response>' if m.tool_calls else '<turn|>' }}" + E
+    + "{{ '' if m.tool_calls else '\\n' }}{% else %}{{ '<|turn>' + m.role + '\\n' }}{{ m.content | trim }}{{ '<turn|>\\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>model\\n' }}{% endif %}"
+)  # fmt: skip
+# Command: two tokens end a turn.
+COMMAND = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}{% if m.role == 'assistant' %}"
+    "{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' }}" + G + "{{ m.content + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}" + E
+    + "{% else %}{{ '<|' + m.role | upper + '_TOKEN|>' + m.content + '<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% endif %}"
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +258,8 @@ _INST = (
 )
 _PIPES = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>")
 _R1 = tuple(f"<｜{name}｜>" for name in ("User", "Assistant", "tool▁call▁begin", "tool▁call▁end", "tool▁output▁begin"))
+_COMMAND = tuple(f"<|{name}|>" for name in ("START_OF_TURN_TOKEN", "CHATBOT_TOKEN", "START_RESPONSE", "END_RESPONSE"))
+_GEMMA4 = ("<|turn>", "<|tool_call>", "<tool_call|>", "<tool_response|>")
 _HEADERS = ("<|start_header_id|>", "<|end_header_id|>")
 FAMILIES = {
     "qwen25": Family(QWEN25, ("<|im_end|>",), _IM),
@@ -251,6 +269,8 @@ FAMILIES = {
     "llama3": Family(LLAMA3, ("<|eot_id|>",), _HEADERS, "<|begin_of_text|>", calls=1),
     "gemma2": Family(GEMMA2, ("<eos>", "<end_of_turn>"), ("<start_of_turn>",), "<bos>", ()),
     "gemma3": Family(GEMMA3, ("<eos>", "<end_of_turn>"), ("<start_of_turn>",), "<bos>", ("system",)),
+    "gemma4": Family(GEMMA4, ("<turn|>", "<|tool_response>"), _GEMMA4, "<bos>"),
+    "command": Family(COMMAND, ("<|END_OF_TURN_TOKEN|>",), _COMMAND, "<|BOS|>", ("system",)),
     "mistral3": Family(MISTRAL3, ("</s>",), _INST, "<s>"),
     "mistral7": Family(MISTRAL7, ("</s>",), (*_INST, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), "<s>"),
     "phi4": Family(PHI4, ("<|im_end|>",), (*_IM, "<|im_sep|>"), roles=("system",)),

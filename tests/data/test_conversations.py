@@ -1,4 +1,4 @@
-"""Conversations in the forms of sixteen families: the text is the template's, and the assistant's turns are learned.
+"""Conversations in the forms of eighteen families: the text is the template's, and the assistant's turns are learned.
 
 What is learned is compared with marks that stand in the templates of chat_families.py; the templates that podrl reads
 here have none, unless a test says so.
