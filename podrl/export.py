@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before the imports below, which take their time, a
 
 import argparse
 import dataclasses
+import json
 import logging
 import pathlib
 import sys
@@ -70,7 +71,12 @@ def export_params(
         "eos_token_id": list(tokenizer.eos_ids),
         "pad_token_id": tokenizer.pad_id,
     }
-    texts = {path.name: path.read_bytes() for path in tokenizer.files if path.name != "config.json"}
+    texts = {path.name: path.read_bytes() for path in tokenizer.files}
+    generation = json.loads(texts.get("generation_config.json", "{}"))
+    generation = {**(generation or {name: i for name, i in ids.items() if i is not None})} | {
+        "eos_token_id": list(tokenizer.eos_ids)
+    }
+    texts["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
     wanted = None
     if head:
         (causal,) = config_to_hf(config)["architectures"]

@@ -279,13 +279,10 @@ def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace
     rows = []
     for i in range(len(records)):
         record = records[i]
-        name = shape.asked(record)
-        if args.chat and name == "prompt" and isinstance(record["prompt"], str):
-            record, name = {"messages": [{"role": "user", "content": record["prompt"]}]}, "messages"
-        text = shape.prompt(record, tokenizer, system=system, form=form)
-        # A chat template writes the start token itself.
-        opened = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-        rows.append(tokenizer.encode(text, bos=not (args.chat or isinstance(record[name], list) or opened)))
+        if args.chat and shape.asked(record) == "prompt" and isinstance(record["prompt"], str):
+            record = {"messages": [{"role": "user", "content": record["prompt"]}]}
+        prompt = shape.prompt(record, tokenizer, system=system, form=form)
+        rows.append(tokenizer.encode(prompt.text, start=not prompt.rendered))
     return rows
 
 

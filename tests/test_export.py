@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -107,3 +108,23 @@ def test_user_errors_are_one_line(tmp_path):
         with pytest.raises(SystemExit, match=message):
             export.main(arguments)
     assert not (tmp_path / "a").exists()
+
+
+def test_the_export_lists_every_end_of_a_turn(tmp_path):
+    """The tokenizer ends texts with one id and the chat template's turns with another: both files list both."""
+    base = tmp_path / "base"
+    shutil.copytree(TINY, base)
+    generation = {"eos_token_id": 1, "temperature": 0.6}
+    for kept in (generation, None):
+        if kept is None:
+            (base / "generation_config.json").unlink()
+        else:
+            (base / "generation_config.json").write_text(json.dumps(kept))
+        ends = list(Tokenizer(base).eos_ids)
+        assert ends == [1, Tokenizer(base).token_id("<end_of_turn>")]
+        model = from_pretrained(base)
+        out = tmp_path / ("out" if kept else "out2")
+        export.export_params(model.config, model.params, base, out)
+        written = json.loads((out / "generation_config.json").read_text())
+        rest = {"bos_token_id": 2, "pad_token_id": 0} if kept is None else {"temperature": 0.6}
+        assert written == {"eos_token_id": ends, **rest}

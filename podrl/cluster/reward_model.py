@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from podrl.data.template import user_turn
+from podrl.data.template import Part, user_turn
 from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.mesh import rules
 from podrl.mesh.build import check_one_host
@@ -29,7 +29,7 @@ class RewardModel:
 
     A model with the policy's tokenizer, or with none in its directory, scores the very tokens that were sampled. One
     with another tokenizer is given the sample's text: as a conversation in its own chat template where it has one and
-    the record has a question, else the prompt and the completion without special tokens, after its start token.
+    the record has a question, else the prompt and the completion without special tokens, as plain text.
 
     Attributes:
       own: its tokenizer where that is another than the policy's, else None.
@@ -87,26 +87,24 @@ class RewardModel:
         """
         if self.own is None:
             return self.score(rollouts.tokens_BT, rollouts.length_B)
-        texts = [self._text(rollouts, fields, b) for b in range(len(rollouts.length_B))]
-        return self.score(*self._encoded(texts))
+        return self.score(*self._encoded([self._text(rollouts, fields, b) for b in range(len(rollouts.length_B))]))
 
-    def _text(self, rollouts: Rollouts, fields: Mapping[str, Sequence[Any]], b: int) -> str:
+    def _text(self, rollouts: Rollouts, fields: Mapping[str, Sequence[Any]], b: int) -> Part:
         """Formats a sample as text for the reward model, whose tokenizer is not the policy's."""
         assert self.own is not None
         if not self.own.has_chat_template or "question" not in fields:
-            return self._policy.decode(rollouts.tokens_BT[b, : rollouts.length_B[b]])
+            return Part(self._policy.decode(rollouts.tokens_BT[b, : rollouts.length_B[b]]))
         question, system = str(fields["question"][b]), fields["system_prompt"][b] if "system_prompt" in fields else ""
         turns = [
             {"role": "user", "content": user_turn(question, system)},
             {"role": "assistant", "content": rollouts.completions[b]},
         ]
-        return self.own.apply_chat_template(turns, add_generation_prompt=False)
+        return Part(self.own.apply_chat_template(turns, add_generation_prompt=False), rendered=True)
 
-    def _encoded(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
-        """Encodes texts in the model's own tokens, right-padded, each with one start token, cut off at the bound."""
+    def _encoded(self, texts: Sequence[Part]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
+        """Encodes texts in the model's own tokens, right-padded, cut off at the bound."""
         assert self.own is not None
-        start = self.own.bos_token
-        rows = [self.own.encode(text, bos=not (start and text.startswith(start)))[: self._longest] for text in texts]
+        rows = [self.own.encode(text.text, start=not text.rendered)[: self._longest] for text in texts]
         tokens_BT, length_B = right_padded(rows, self.own.pad_id)
         return tokens_BT, np.maximum(length_B, 1)
 

@@ -18,6 +18,7 @@ from podrl.cluster.reward_model import RewardModel
 from podrl.cluster.weights import WeightSync
 from podrl.cluster.worker import rollout_worker
 from podrl.config import known_arguments
+from podrl.data.chat import Message
 from podrl.data.tokenizer import Tokenizer, prompts_of
 from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig
@@ -200,7 +201,7 @@ class RLCluster:
 
     def generate(
         self,
-        prompts: Prompts | Sequence[str],
+        prompts: Prompts | Sequence[str | Sequence[Message]],
         policy: Policy | None = None,
         *,
         apply_chat_template: bool = False,
@@ -213,9 +214,9 @@ class RLCluster:
         """Samples completions of prompts.
 
         Args:
-          prompts: tokenised, or plain texts.
+          prompts: tokenised; or texts and conversations, see podrl.data.tokenizer.prompts_of.
           policy: what `sync_weights` returned; synchronised now when left out.
-          apply_chat_template: wrap each text as a user's turn.
+          apply_chat_template: wrap each text as a user's turn; a conversation always goes through the chat template.
           mode: which rollout configuration gives the sampling settings.
           group_size: samples per prompt.
           step: part of every sample's random key.

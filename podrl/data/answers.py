@@ -24,8 +24,7 @@ def encode(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example
     """Parts as one example, each part encoded alone; the end of the model's turn is its end mark."""
     tokens, learned = [], []
     for i, part in enumerate(parts):
-        opens = not i and not (tokenizer.bos_token and part.text.startswith(tokenizer.bos_token))
-        ids = tokenizer.encode(part.text, bos=opens)
+        ids = tokenizer.encode(part.text, start=not i and not part.rendered)
         ids = [*ids, tokenizer.turn_end_id] if part.ends else ids
         tokens += ids
         learned += [int(part.learned)] * len(ids)
@@ -81,8 +80,8 @@ def of_record(
     """
     answers = [record[name] for name in names]
     if not _has_turns(record, names):
-        prompt = record["prompt"] if "prompt" in record else render.prompt(record)
-        return [encode([Part(prompt), turn(answer)], tokenizer, limit) for answer in answers]
+        prompt = Part(record["prompt"]) if "prompt" in record else render.prompt(record)
+        return [encode([prompt, turn(answer)], tokenizer, limit) for answer in answers]
     given = _turns_before(record, answers[0], render)
     whole = [[*given, *_as_turns(answer)] for answer in answers]
     first = len(given) or _shared(whole)

@@ -12,7 +12,6 @@ from podrl.data.config import EMBEDDED, DataConfig
 from podrl.data.generated import Draw
 from podrl.data.sft import SFTBatch, by_part, forms, given_answers
 from podrl.data.stream import Batches, Limit, Stream, TooLong
-from podrl.data.template import Part
 from podrl.data.tokenizer import Tokenizer
 
 
@@ -104,7 +103,7 @@ class _Writer:
             draw = Draw(self._data.seed, 4, index)
             desirable = draw.share() < 0.5
             answer = forms(record, fields, draw)[0 if desirable else 1]
-            example = encode([Part(prompt), *answer], self._tokenizer, self._limit)
+            example = encode([prompt, *answer], self._tokenizer, self._limit)
         else:
             desirable = bool(record["label"])
             (example,) = answers.of_record(record, ("completion",), self._render, self._tokenizer, self._limit)

@@ -12,7 +12,6 @@ from podrl.data.generated import Draw
 from podrl.data.mixture import interleaved, split
 from podrl.data.sft import SFTBatch, by_part, forms, given_answers
 from podrl.data.stream import Batches, Limit, Stream, TooLong
-from podrl.data.template import Part
 from podrl.data.tokenizer import Tokenizer
 
 
@@ -97,7 +96,7 @@ class _Writer:
         if self._data.path in EMBEDDED:
             prompt, fields = self._render(record)
             made = [
-                encode([Part(prompt), *answer], self._tokenizer, self._limit)
+                encode([prompt, *answer], self._tokenizer, self._limit)
                 for answer in forms(record, fields, Draw(self._data.seed, 3, index))
             ]
         else:

@@ -45,7 +45,7 @@ class PromptStream(Batches[_Task]):
     def __init__(
         self,
         source: sources.Source | Mixed,
-        render: Callable[[Any], tuple[str, Mapping[str, Any]]],
+        render: Callable[[Any], tuple[template.Part, Mapping[str, Any]]],
         tokenizer: Tokenizer,
         *,
         prompts_per_step: int,
@@ -59,7 +59,7 @@ class PromptStream(Batches[_Task]):
 
         Args:
           source: records by index.
-          render: prompt text and reward fields of a record.
+          render: prompt and reward fields of a record.
           tokenizer: of the model that answers.
           prompts_per_step: P over all shards.
           max_prompt_length: tokens; the width of every batch.
@@ -136,10 +136,10 @@ class PromptStream(Batches[_Task]):
         lacks = [i for i, record in enumerate(records) if not shape.answers(record, f"Prompt {i}")]
         form = "chat" if tokenizer.has_chat_template else "plain"
 
-        def render(record: Record) -> tuple[str, Mapping[str, Any]]:
-            text = shape.prompt(record, tokenizer, system=template.SYSTEM_PROMPT, form=form)
+        def render(record: Record) -> tuple[template.Part, Mapping[str, Any]]:
+            prompt = shape.prompt(record, tokenizer, system=template.SYSTEM_PROMPT, form=form)
             given = {key: value for key, value in record.items() if key != shape.asked(record)}
-            return text, {shape.QUESTION: shape.question(record), **given}
+            return prompt, {shape.QUESTION: shape.question(record), **given}
 
         return cls(
             sources.Records("the list of prompts", records),
@@ -184,7 +184,7 @@ def held_out_prompts(
     if not count:
         return []
     opened = split(config)
-    rendered: Iterator[tuple[str, Mapping[str, Any]]]
+    rendered: Iterator[tuple[template.Part, Mapping[str, Any]]]
     if opened.evaluation is not None:
         rendered = map(Renderer(config, tokenizer), map(opened.evaluation.__getitem__, range(len(opened.evaluation))))
     else:
@@ -202,7 +202,7 @@ def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_pro
 
 
 def _fixed(
-    rendered: Iterator[tuple[str, Mapping[str, Any]]],
+    rendered: Iterator[tuple[template.Part, Mapping[str, Any]]],
     config: DataConfig,
     tokenizer: Tokenizer,
     count: int,
@@ -225,7 +225,7 @@ def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192
     longest = 1
     for part in (opened := split(config)).parts:
         render, some = Renderer(part.config, tokenizer), min(-(-look // len(opened.parts)), len(part.train))
-        longest = max(longest, *(len(tokenizer.encode(render(part.train[i])[0])) for i in range(some)))
+        longest = max(longest, *(len(_tokens_of(render(part.train[i])[0], tokenizer)) for i in range(some)))
     return -(-longest // 64) * 64
 
 
@@ -251,7 +251,7 @@ def system_prompt(config: DataConfig) -> str:
     return reference if config.system_prompt == AUTO else config.system_prompt
 
 
-def renderer(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], tuple[str, Mapping[str, Any]]]:
+def renderer(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], tuple[template.Part, Mapping[str, Any]]]:
     """Renders what a stream over a configuration's records is given: records, or those of a mixture."""
     if not config.sources:
         return Renderer(config, tokenizer)
@@ -265,9 +265,9 @@ class _PartRenderer:
     def __init__(self, part: Part, tokenizer: Tokenizer) -> None:
         self._render, self._fields = Renderer(part.config, tokenizer), part.fields
 
-    def __call__(self, record: Any) -> tuple[str, Mapping[str, Any]]:
-        text, fields = self._render(record)
-        return text, {**fields, **self._fields}
+    def __call__(self, record: Any) -> tuple[template.Part, Mapping[str, Any]]:
+        prompt, fields = self._render(record)
+        return prompt, {**fields, **self._fields}
 
 
 class Renderer:
@@ -285,13 +285,13 @@ class Renderer:
                 "env.system_prompt_file, or choose an env.parser whose tags the model knows."
             )
 
-    def __call__(self, record: Record | Problem) -> tuple[str, Mapping[str, Any]]:
+    def __call__(self, record: Record | Problem) -> tuple[template.Part, Mapping[str, Any]]:
         fields = task_fields(record, self._config)
         asked = record if isinstance(record, Mapping) else fields
         return self.prompt(asked), ({"system_prompt": self._system} if self._system else {}) | dict(fields)
 
-    def prompt(self, record: Record) -> str:
-        """Renders the text of a prompt."""
+    def prompt(self, record: Record) -> template.Part:
+        """Renders a record's prompt."""
         field = self._config.question_field if self._config.question_field in record else shape.QUESTION
         return shape.prompt(
             record, self._tokenizer, system=self._system, form=self._config.template, question_field=field
@@ -318,9 +318,14 @@ def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
     return record
 
 
-def _tokenise(text: str, fields: Mapping[str, Any], tokenizer: Tokenizer, limit: Limit) -> "_Task | TooLong":
-    opened = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    tokens = tokenizer.encode(text, bos=not opened)
+def _tokens_of(prompt: template.Part, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(prompt.text, start=not prompt.rendered)
+
+
+def _tokenise(
+    prompt: template.Part, fields: Mapping[str, Any], tokenizer: Tokenizer, limit: Limit
+) -> "_Task | TooLong":
+    tokens, text = _tokens_of(prompt, tokenizer), prompt.text
     return _Task(text, tokens, fields) if len(tokens) <= limit.tokens else limit.exceeded(text, len(tokens))
 
 

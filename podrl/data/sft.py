@@ -154,7 +154,7 @@ class _Writer:
         tagged = index < self._config.full_steps * self._config.batch_size
         tagged = tagged or draw.share() < self._config.tagged_share
         reference, plain = forms(record, fields, draw)
-        return encode([Part(prompt), *(reference if tagged else plain)], self._tokenizer, self._limit)
+        return encode([prompt, *(reference if tagged else plain)], self._tokenizer, self._limit)
 
 
 def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part], list[Part]]:

@@ -194,7 +194,7 @@ def prompt(
     system: str,
     form: "template.Form",
     question_field: str = QUESTION,
-) -> str:
+) -> "template.Part":
     """Renders a record as the text that the model goes on from.
 
     Args:
@@ -205,17 +205,18 @@ def prompt(
       form: of a question.
       question_field: see `asked`.
     """
+    from podrl.data import template
+
     name = asked(record, question_field)
     value = record[name]
     if isinstance(value, list):
         from podrl.data.conversation import render
 
-        return render(tokenizer, conversation(record, name))
+        return template.Part(render(tokenizer, conversation(record, name)), rendered=True)
     if name == "prompt" and question_field != "prompt":
-        return value
-    from podrl.data import template
-
-    return template.wrap(tokenizer, plain.text(value).strip(), system=system, form=form)
+        return template.Part(value)
+    text = template.wrap(tokenizer, plain.text(value).strip(), system=system, form=form)
+    return template.Part(text, rendered=form == "chat")
 
 
 def fields(record: Record, question_field: str = QUESTION, answer_field: str = ANSWER) -> dict[str, Any]:

@@ -22,17 +22,19 @@ Form = Literal["chat", "plain"]
 
 
 class Part(NamedTuple):
-    """A stretch of an example that is learned from.
+    """A stretch of an example that is learned from; the first is a prompt, which may stand alone.
 
     Attributes:
       text: as the model reads or writes it.
       learned: the model is to write it; else it is given.
       ends: the model is to end its turn behind it.
+      rendered: the chat template wrote it, so its start token, if it has one, is in the text; else it is plain text.
     """
 
     text: str
     learned: bool = False
     ends: bool = False
+    rendered: bool = False
 
 
 def turn(text: str) -> Part:
@@ -46,7 +48,7 @@ def answered(answer: str) -> Part:
 
 
 def wrap(tokenizer: Tokenizer, question: str, *, system: str = "", form: Form = "chat") -> str:
-    """Wraps a turn into the text of a prompt, start token included where the model has one.
+    """Wraps a turn into the text of a prompt.
 
     Args:
       tokenizer: its chat template forms the turns.
@@ -57,7 +59,7 @@ def wrap(tokenizer: Tokenizer, question: str, *, system: str = "", form: Form = 
     content = user_turn(question, system)
     if form == "chat":
         return tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    return f"{tokenizer.bos_token}{content}\n"
+    return f"{content}\n"
 
 
 def user_turn(question: str, system: str = "") -> str:

@@ -21,17 +21,25 @@ from podrl.types import Prompts
 
 # Read where a file exists; a model's exporter copies those that do, to keep the directory loadable elsewhere.
 FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.jinja", "generation_config.json"),
 )
-# Tokens that end a turn in the chat forms of Gemma, Llama 3, Qwen and Gemma's successors.
-TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<turn|>")
+_WORD = "zq0x"  # stands for the model's words, or for a call's name, where a template is asked how it ends a turn
+_ASK = {"role": "user", "content": "ask"}
+_SAID = {"role": "assistant", "content": _WORD}
+_CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": _WORD, "arguments": {}}}],
+}
 
 
 class _Backend(Protocol):
     size: int  # largest id plus one
     added: Mapping[int, str]  # special tokens put beside the vocabulary
     special: Mapping[int, str]  # all special tokens
+    marks: Mapping[int, str]  # tokens that are found in a text before it is cut into pieces, the special ones included
+    start: Sequence[int] | None  # what is put before a plain text; None where the files of this kind do not say it
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -52,8 +60,10 @@ class Tokenizer:
       files: the tokenizer files found there.
       vocab_size: largest id that `encode` gives, plus one; a model's embedding may have more rows.
       pad_id: fills rows; the first end id where the model names none.
-      bos_id: starts a sequence; None where the model names none.
-      eos_ids: every id that ends a completion, the tokenizer's own first.
+      bos_id: the start token; None where the model names none. `start_ids` says whether a text begins with it.
+      start_ids: what the tokenizer's own post-processor puts before a plain text; often the start token, or nothing.
+      eos_ids: every id that ends a completion, the tokenizer's own first, that of the chat template included.
+      turn_end_id: ends the model's turn: the mark that the chat template writes behind it, else the first end id.
       tools: what the chat template is told that the model may call, in every conversation.
     """
 
@@ -66,7 +76,7 @@ class Tokenizer:
 
         Raises:
           FileNotFoundError: no such directory, or neither tokenizer file in it.
-          ValueError: a file is not what its name says, or no end token is named anywhere.
+          ValueError: a file is not what its name says, no end token is named anywhere, or a named one does not exist.
         """
         self.directory = epath.Path(locate(directory))
         if not self.directory.is_dir():
@@ -80,29 +90,40 @@ class Tokenizer:
         self._beyond = self._special_tokens_beyond(model)
         self.vocab_size = self._backend.size if not self._beyond else min(self._beyond)
         generation = _read_json(self.directory / "generation_config.json")
+        self._rows = self.vocab_size if self._beyond else max(self.vocab_size, _rows_of(model) or 0)
         self._tokens = self._special_tokens()
-        self.eos_ids = self._end_ids(generation, model)
+        self.tools = tuple(tools)
+        self._templates = self._read_templates()
+        turn_ends = [i for turn in (_SAID, _CALLED) if (i := self._end_of(turn)) is not None]
+        self.eos_ids = self._end_ids(generation, model, turn_ends)
+        self.turn_end_id = next(iter(turn_ends), self.eos_ids[0])
         self.bos_id = self._one_id("bos", generation, model)
         pad = self._one_id("pad", generation, model)
         self.pad_id = self.eos_ids[0] if pad is None else pad
+        self.start_ids = self._start_of_text()
         self._special, self._written = self._find_special()
         self._starts = re.compile(f"(?={self._written.pattern})")
-        self.tools = tuple(tools)
-        self._templates = self._read_templates()
 
     @classmethod
     def load(cls, directory: str | epath.PathLike, *, tools: Tools = ()) -> "Tokenizer":
         """Loads a tokenizer, as the constructor does."""
         return cls(directory, tools=tools)
 
-    def encode(self, text: str, *, bos: bool = False) -> list[int]:
-        """Encodes `text`; special tokens written in it become their ids, none is added unless `bos` is set.
+    def encode(self, text: str, *, start: bool = False) -> list[int]:
+        """Encodes `text`; special tokens written in it become their ids.
+
+        Args:
+          text: the text.
+          start: put `start_ids` before a text that does not begin with them. Set for plain texts, whatever they are
+            for; never for a rendering of the chat template, in which the start token is written where the model wants
+            one.
 
         Raises:
           ValueError: the text holds a special token that the model beside the tokenizer has no embedding for.
         """
         ids = self._within(text, self._backend.encode(text))
-        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+        begin = list(self.start_ids) if start else []
+        return ids if ids[: len(begin)] == begin else begin + ids
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encodes a text as `encode` does: (ids, the first character of each token and the end of its last one).
@@ -175,12 +196,6 @@ class Tokenizer:
         return self._tokens.get("bos_token", "")
 
     @property
-    def turn_end_id(self) -> int:
-        """The id that ends the model's turn: the chat template's end mark, else the first end id."""
-        marks = (self._backend.token_id(token) for token in TURN_ENDS)
-        return next((i for i in marks if i is not None), self.eos_ids[0])
-
-    @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
@@ -192,7 +207,7 @@ class Tokenizer:
         tools: Tools | None = None,
         marks: tuple[str, str] = ("", ""),
     ) -> str:
-        """Formats a conversation as the model's text, start token included; pass it to `encode` without `bos`.
+        """Formats a conversation as the model's text, start token included; pass it to `encode` without `start`.
 
         Args:
           messages: mappings with 'role' (system, user, assistant or tool) and 'content'.
@@ -201,8 +216,9 @@ class Tokenizer:
           marks: written before and behind what the template marks as the model's words.
 
         Raises:
-          ValueError: the tokenizer has no chat template, or its template refuses these messages.
+          ValueError: the tokenizer has no chat template, what is given are no messages, or its template refuses them.
         """
+        _check_messages(messages)
         tools = self.tools if tools is None else tools
         template = self._templates.get("tool_use" if tools else "default", self._templates.get("default"))
         if template is None:
@@ -227,9 +243,8 @@ class Tokenizer:
 
     def _special_tokens_beyond(self, model: Mapping[str, Any]) -> dict[int, str]:
         """Lists special tokens at the end of the ids without an embedding in the model, as Gemma 3's for images."""
-        inner = model.get("text_config")
-        rows = {**(inner if isinstance(inner, Mapping) else {}), **model}.get("vocab_size")
-        if not isinstance(rows, int):
+        rows = _rows_of(model)
+        if rows is None:
             return {}
         found, last = {}, self._backend.size - 1
         while last >= rows and last in self._backend.added:
@@ -244,13 +259,19 @@ class Tokenizer:
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = named.get(name)
             token = token.get("content") if isinstance(token, Mapping) else token
-            if isinstance(token, str):
+            if not isinstance(token, str | None):
+                raise ValueError(
+                    f"{self.directory} has {name}={str(token)[:80]!r} in tokenizer_config.json or "
+                    "special_tokens_map.json: it must be a text, or an object with the text 'content'."
+                )
+            if token is not None:
                 found[name] = token
         return found
 
     def _find_special(self) -> tuple[set[int], re.Pattern[str]]:
         """Ids that no text of others may become, and a pattern of the texts that are written for one of them."""
-        named = {self._backend.token_id(text): text for text in (*self._tokens.values(), *TURN_ENDS)}
+        named = {self._backend.token_id(text): text for text in self._tokens.values()}
+        named |= {i: self._backend.token_text(i) for i in self.eos_ids}
         found = {i: text for i, text in {**named, **self._backend.special}.items() if i is not None and text}
         written = "|".join(map(re.escape, sorted(found.values(), key=len, reverse=True))) or "(?!)"
         # The unknown token is also what stands for characters that have no piece.
@@ -260,14 +281,36 @@ class Tokenizer:
         token = self._tokens.get(f"{name}_token")
         if token is not None:
             return self._backend.token_id(token)
-        given = (config.get(f"{name}_token_id") for config in configs)
-        return next((i for i in given if isinstance(i, int)), None)
+        given = (config.get(key) for config in configs for key in [f"{name}_token_id"])
+        found = next((i for i in given if i is not None), None)
+        return None if found is None else self._checked(f"{name}_token_id", found)
 
-    def _end_ids(self, *configs: Mapping[str, Any]) -> tuple[int, ...]:
-        own = self._backend.token_id(self._tokens.get("eos_token", ""))
-        listed = next((c["eos_token_id"] for c in configs if c.get("eos_token_id") is not None), [])
-        listed = listed if isinstance(listed, list) else [listed]
-        turns = (self._backend.token_id(token) for token in TURN_ENDS)
+    def _checked(self, key: str, given: Any) -> int:
+        """Returns a token's id.
+
+        Raises:
+          ValueError: it is none of the vocabulary.
+        """
+        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < self._rows:
+            raise ValueError(
+                f"{self.directory} has {key}={given!r} in config.json or generation_config.json: it must be an id of "
+                f"the vocabulary, from 0 to {self._rows - 1}."
+            )
+        return given
+
+    def _end_ids(
+        self, generation: Mapping[str, Any], model: Mapping[str, Any], turns: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Lists the tokenizer's own end token, those of the first file that lists some, and those of the template."""
+        name = self._tokens.get("eos_token", "")
+        own = self._backend.token_id(name)
+        if name and own is None:
+            raise ValueError(
+                f"{self.directory} names eos_token={name!r} in tokenizer_config.json or special_tokens_map.json: it "
+                "must be a token of the vocabulary."
+            )
+        listed = next((c["eos_token_id"] for c in (generation, model) if c.get("eos_token_id") is not None), [])
+        listed = [self._checked("eos_token_id", i) for i in (listed if isinstance(listed, list) else [listed])]
         ends = tuple(dict.fromkeys(i for i in (own, *listed, *turns) if i is not None))
         if not ends:
             raise ValueError(
@@ -276,14 +319,69 @@ class Tokenizer:
             )
         return ends
 
+    def _end_of(self, turn: Message) -> int | None:
+        """Id of the mark that the chat template writes behind a turn; None where it writes none, or not that turn."""
+        for before in ([_ASK], [{"role": "system", "content": "be brief"}, _ASK], []):
+            try:
+                text = self.apply_chat_template([*before, turn], add_generation_prompt=False) if self._templates else ""
+            except ValueError:
+                continue
+            _, found, tail = text.rpartition(_WORD)
+            # Of a call, the mark stands behind what closes the call.
+            marks = [i for i in self._backend.encode(tail) if self._is_mark(i)] if found else []
+            return next(iter(marks if turn is _SAID else reversed(marks)), None)
+        return None
+
+    def _is_mark(self, token: int) -> bool:
+        text = self._backend.marks.get(token, "")
+        return bool(text.strip(" \t\r\n\u2581"))  # Gemma has runs of spaces and line ends among its added tokens
+
+    def _start_of_text(self) -> tuple[int, ...]:
+        """Ids before a plain text: add_bos_token decides where it is set, else what the tokenizer's file holds."""
+        asked, bos = self._config.get("add_bos_token"), self._backend.token_id(self._tokens.get("bos_token", ""))
+        given = self._backend.start
+        if isinstance(asked, bool) or given is None:
+            given = [] if asked is False or bos is None else [bos]
+        return tuple(given)
+
     def _read_templates(self) -> dict[str, ChatTemplate]:
         """Reads the chat templates by their names: 'default', and 'tool_use' where tools have one of their own."""
         file = self.directory / "chat_template.jinja"
         source = _read_text(file) if file.exists() else self._config.get("chat_template")
         listed = source if isinstance(source, list) else [{"name": "default", "template": source}]
-        named = {str(entry["name"]): entry["template"] for entry in listed if isinstance(entry["template"], str)}
-        names = [name for name in ("default", "tool_use") if name in named]
-        return {name: ChatTemplate(named[name], str(self.directory)) for name in names}
+        try:
+            named = {str(entry["name"]): entry["template"] for entry in listed}
+        except (KeyError, TypeError):
+            named = {"default": source}
+        if wrong := [text for text in named.values() if not isinstance(text, str | None)]:
+            raise ValueError(
+                f"{self.directory} has chat_template={str(wrong[0])[:80]!r} in tokenizer_config.json: it must be a "
+                "text, or a list of objects with the texts 'name' and 'template'."
+            )
+        given = {name: text for name in ("default", "tool_use") if isinstance(text := named.get(name), str)}
+        return {name: ChatTemplate(text, str(self.directory)) for name, text in given.items()}
+
+
+def _rows_of(model: Mapping[str, Any]) -> int | None:
+    """Rows of the embedding by a model's config.json; None where that does not say it."""
+    inner = model.get("text_config")
+    rows = {**(inner if isinstance(inner, Mapping) else {}), **model}.get("vocab_size")
+    return rows if isinstance(rows, int) else None
+
+
+def _check_messages(messages: Any) -> None:
+    """Refuses what is no conversation: a template would write a value's Python form.
+
+    Raises:
+      ValueError: names the place and the value.
+    """
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise ValueError(f"{str(messages)[:80]!r} is no conversation: it must be a list of messages.")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{i}] is {str(message)[:80]!r}: it must have the texts 'role' and 'content'.")
+        if not isinstance(message.get("content"), str | None):
+            raise ValueError(f"messages[{i}] has the content {str(message['content'])[:80]!r}: it must be text.")
 
 
 def _read_text(path: epath.Path) -> str:
@@ -309,25 +407,86 @@ def _read_json(path: epath.Path) -> dict[str, Any]:
 def _open_backend(directory: epath.Path, config: Mapping[str, Any]) -> _Backend:
     fast, slow = directory / "tokenizer.json", directory / "tokenizer.model"
     if fast.exists():
-        return _Json(fast)
+        return _Json(fast, config)
     if slow.exists():
-        return _SentencePiece(slow, config)
+        return _SentencePiece(slow, _added_tokens(config) | _added_elsewhere(directory))
     raise FileNotFoundError(f"{directory} holds neither tokenizer.json nor tokenizer.model: one of them is needed.")
+
+
+def _added_tokens(config: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
+    """Tokens that tokenizer_config.json adds: (text, whether it is special) by id.
+
+    Raises:
+      ValueError: the field `added_tokens_decoder` is not what it must be.
+    """
+    given = config.get("added_tokens_decoder") or {}
+    try:
+        return {int(i): (_token_text(token), bool(token.get("special"))) for i, token in given.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"added_tokens_decoder in tokenizer_config.json is {str(given)[:80]!r}: it must hold objects with "
+            f"'content' and 'special' by their ids ({error})."
+        ) from None
+
+
+def _token_text(token: Mapping[str, Any]) -> str:
+    if not isinstance(content := token.get("content", ""), str):
+        raise TypeError(f"'content' is {content!r}")
+    return content
+
+
+def _added_elsewhere(directory: epath.Path) -> dict[int, tuple[str, bool]]:
+    """Tokens in added_tokens.json, which older files have, by id; all of them count as special."""
+    given = _read_json(directory / "added_tokens.json")
+    if wrong := [name for name, i in given.items() if isinstance(i, bool) or not isinstance(i, int)]:
+        raise ValueError(f"{directory / 'added_tokens.json'} gives {wrong[0]!r} the id {given[wrong[0]]!r}, no number.")
+    return {i: (text, True) for text, i in given.items()}
 
 
 class _Json:
     """Runs a tokenizer.json by the `tokenizers` library."""
 
-    def __init__(self, path: epath.Path) -> None:
+    def __init__(self, path: epath.Path, config: Mapping[str, Any]) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(_read_text(path))
         except Exception as error:
             # The library raises plain Exception for any malformed file.
             raise ValueError(f"{path} is not a tokenizer file: {error}") from error
+        # The file keeps the state of the program that saved it: how it cut and padded texts, and BPE's random merges.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None) is not None:
+            self._tokenizer.model.dropout = None
+        self._add(path, _added_tokens(config))
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         tokens = self._tokenizer.get_added_tokens_decoder()
         self.added: Mapping[int, str] = {i: token.content for i, token in tokens.items() if token.special}
         self.special: Mapping[int, str] = self.added
+        self.marks: Mapping[int, str] = {i: token.content for i, token in tokens.items()}
+        whole = self._tokenizer.encode("a")
+        self.start: Sequence[int] | None = [
+            i
+            for i, _ in itertools.takewhile(
+                lambda pair: pair[1], zip(whole.ids, whole.special_tokens_mask, strict=True)
+            )
+        ]
+
+    def _add(self, path: epath.Path, added: Mapping[int, tuple[str, bool]]) -> None:
+        """Adds the tokens of tokenizer_config.json that tokenizer.json lacks.
+
+        Raises:
+          ValueError: the two give a token different ids.
+        """
+        for i, (text, special) in sorted(added.items()):
+            if not text:
+                continue
+            if self._tokenizer.token_to_id(text) is None:
+                add = self._tokenizer.add_special_tokens if special else self._tokenizer.add_tokens
+                add([tokenizers.AddedToken(text, special=special, normalized=False)])
+            if (found := self._tokenizer.token_to_id(text)) != i:
+                raise ValueError(
+                    f"{text!r} has the id {i} in tokenizer_config.json and {found} in {path}: they must be the same."
+                )
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -349,18 +508,47 @@ class _Json:
 class _SentencePiece:
     """Runs a SentencePiece model; recognises its control pieces in text, as `tokenizers` does."""
 
-    def __init__(self, path: epath.Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: epath.Path, added: Mapping[int, tuple[str, bool]]) -> None:
+        """Reads the model.
+
+        Args:
+          path: of the file.
+          added: (text, whether it is special) by id, as the files beside it have them; some are pieces of the model.
+
+        Raises:
+          ValueError: no SentencePiece model, or an added token that is another piece of the model.
+        """
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=regular(path).read_bytes())
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
-        self.size = self._model.get_piece_size()
-        self.added: Mapping[int, str] = {}
-        self._controls = {self._model.id_to_piece(i): i for i in range(self.size) if self._model.is_control(i)}
-        added = config.get("added_tokens_decoder", {})
-        skipped = {*self._controls.values(), *(int(i) for i, token in added.items() if token.get("special"))}
-        self.special: Mapping[int, str] = {i: self._model.id_to_piece(i) for i in skipped if i < self.size}
-        self._pattern = re.compile("(" + "|".join(map(re.escape, self._controls)) + ")")
+        self._controls: Mapping[str, int] = {}
+        self._beyond: Mapping[int, str] = {}
+        pieces = self._model.get_piece_size()
+        controls = {i: self._model.id_to_piece(i) for i in range(pieces) if self._model.is_control(i)}
+        for i, (text, _) in added.items():
+            known = self.token_id(text) if text else i
+            if (
+                i < 0
+                or (i < pieces and text and text != self._model.id_to_piece(i))
+                or (i >= pieces and known is not None)
+            ):
+                raise ValueError(
+                    f"The token {text!r} is added with id {i} beside {path}, which has {pieces} pieces and there "
+                    f"{self._model.id_to_piece(i) if 0 <= i < pieces else 'none'}: its id must be that of its piece, "
+                    "or beyond all."
+                )
+        self._beyond = {i: text for i, (text, _) in added.items() if i >= pieces and text}
+        self.size = max(self._beyond, default=pieces - 1) + 1
+        self.added: Mapping[int, str] = {i: text for i, text in self._beyond.items() if added[i][1]}
+        skipped = {*controls, *(i for i, (_, special) in added.items() if special)}
+        self.special: Mapping[int, str] = {i: self.token_text(i) for i in sorted(skipped)}
+        self.marks: Mapping[int, str] = {**{i: self.token_text(i) for i in added}, **self.special}
+        self.start: Sequence[int] | None = None
+        cut = {**controls, **self._beyond}
+        self._controls = {text: i for i, text in cut.items()}
+        longest = sorted(self._controls, key=len, reverse=True)
+        self._pattern = re.compile("(" + "|".join(map(re.escape, longest)) + ")")
 
     def encode(self, text: str) -> list[int]:
         return self.encode_spans(text)[0]
@@ -381,14 +569,20 @@ class _SentencePiece:
         return ids, spans
 
     def decode(self, ids: list[int]) -> str:
-        return self._model.decode([i for i in ids if i not in self.special])
+        texts = []
+        for beyond, run in itertools.groupby((i for i in ids if i not in self.special), self._beyond.get):
+            same = list(run)
+            texts += [self._model.decode(same)] if beyond is None else [beyond] * len(same)
+        return "".join(texts)
 
     def token_id(self, token: str) -> int | None:
+        if token in self._controls:
+            return self._controls[token]
         found = self._model.piece_to_id(token)
         return None if found == self._model.unk_id() and token != self._model.id_to_piece(found) else found
 
     def token_text(self, token: int) -> str:
-        return self._model.id_to_piece(token)
+        return self._beyond.get(token) or self._model.id_to_piece(token)
 
 
 def foreign(directory: str | epath.PathLike, model: str | epath.PathLike) -> str:
@@ -420,17 +614,34 @@ def right_padded(
     return tokens_BT, length_B
 
 
-def prompts_of(texts: Sequence[str], tokenizer: Tokenizer, *, max_length: int, chat: bool = False) -> Prompts:
-    """Makes prompts of plain texts, each as a user's turn of a conversation if `chat`.
+def prompts_of(
+    given: Sequence[str | Sequence[Message]], tokenizer: Tokenizer, *, max_length: int, chat: bool = False
+) -> Prompts:
+    """Makes prompts of plain texts and of conversations.
+
+    Args:
+      given: a text, or a list of messages, for each prompt. Messages are put by the chat template.
+      tokenizer: of the model.
+      max_length: tokens that a prompt may have.
+      chat: whether a text is a user's turn of a conversation; else it is what the model goes on from.
 
     Raises:
-      ValueError: a prompt of more than `max_length` tokens.
+      ValueError: what is neither text nor messages, or a prompt of more than `max_length` tokens.
     """
-    if chat:
-        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
-    tokens_PT, length_P = right_padded([tokenizer.encode(text) for text in texts], tokenizer.pad_id)
+    if isinstance(given, str):
+        raise ValueError(f"The prompts are the text {given[:80]!r}: give a list of texts or of conversations.")
+    texts, rows = [], []
+    for i, prompt in enumerate(given):
+        plain = isinstance(prompt, str) and not chat
+        try:
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            texts.append(prompt if plain else tokenizer.apply_chat_template(turns))
+        except ValueError as error:
+            raise ValueError(f"Prompt {i} must be a text or a list of messages that can be rendered: {error}") from None
+        rows.append(tokenizer.encode(texts[-1], start=plain))
+    tokens_PT, length_P = right_padded(rows, tokenizer.pad_id)
     if (longest := tokens_PT.shape[1]) > max_length:
         raise ValueError(
             f"A prompt has {longest} tokens: rollout.max_prompt_length={max_length} must be at least that."
         )
-    return Prompts(tokens_PT, length_P, np.arange(len(texts)), list(texts), {}, b"")
+    return Prompts(tokens_PT, length_P, np.arange(len(texts)), texts, {}, b"")

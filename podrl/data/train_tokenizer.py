@@ -16,7 +16,7 @@ import string
 import tokenizers
 from absl import app, flags
 from etils import epath
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from podrl.data import problems, template
 
@@ -82,6 +82,10 @@ def train(*, calls: bool = False) -> tokenizers.Tokenizer:
     tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in TAGS])
     if calls:
         tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in CALL_TAGS])
+    # A text that is no conversation begins with the start token, in podrl and in transformers.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos> $B:1", special_tokens=[("<bos>", CONTROLS.index("<bos>"))]
+    )
     assert tokenizer.get_vocab_size() == VOCAB_SIZE + calls * len(CALL_TAGS), tokenizer.get_vocab_size()
     return tokenizer
 

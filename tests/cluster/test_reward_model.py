@@ -87,7 +87,9 @@ def bytewise(request, directory, tmp_path):
     made.add_special_tokens(["<s>", "</s>"])
     made.save(str(out / "tokenizer.json"))
     chat = {"chat_template": CHAT} if request.param == "chat" else {}
-    (out / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"} | chat))
+    (out / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True} | chat)
+    )
     frame = "[user] Be brief.\n\n2 + 2 =\n[assistant] {}\n" if chat else "user\nBe brief.\n\n2 + 2 =\nmodel\n{}"
     return out, pieces, [frame.format(completion) for completion in COMPLETIONS]
 

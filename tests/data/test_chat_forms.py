@@ -198,7 +198,7 @@ def test_pieces_are_those_of_the_sentencepiece_library(pieces):
         problems.GENERATOR.problem("train", 7).question,
     ]:
         ids = theirs.encode(text)
-        assert ours.encode(text) == ids and ours.encode(text, bos=True) == [2, *ids]
+        assert ours.encode(text) == ids and ours.encode(text, start=True) == [2, *ids]
         assert ours.decode([2, *ids, 1]) == theirs.decode(ids) == text
     # Control pieces in a text are their ids, which the library itself leaves as text.
     assert ours.encode("<s>1</s>") == [2, *theirs.encode("1"), 1]

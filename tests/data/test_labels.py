@@ -28,7 +28,7 @@ def test_records_of_a_file_and_prompts_with_the_answers_of_others(tmp_path):
     assert batch.desirable_B.tolist() == [True, False]
     assert batch.text == ["How many? four apples", "Who? Tom"]
     ends = [tokenizer.turn_end_id]
-    prompts = [tokenizer.encode("How many? ", bos=True), tokenizer.encode("Who? ", bos=True)]
+    prompts = [tokenizer.encode("How many? ", start=True), tokenizer.encode("Who? ", start=True)]
     answers = [tokenizer.encode("four apples") + ends, tokenizer.encode("Tom") + ends]
     tokens_BT, length_B, mask_BT = batch.unrelated()
     for b, (prompt, answer) in enumerate(zip(prompts, reversed(answers), strict=True)):

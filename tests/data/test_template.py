@@ -18,7 +18,7 @@ def test_system_text_opens_the_users_turn():
     text = template.wrap(tokenizer, "2+2?", system=template.SYSTEM_PROMPT)
     assert text == f"<bos><start_of_turn>user\n{template.SYSTEM_PROMPT}\n\n2+2?<end_of_turn>\n<start_of_turn>model\n"
     assert template.wrap(tokenizer, "2+2?") == "<bos><start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n"
-    assert template.wrap(tokenizer, "2+2?", system="Hm.", form="plain") == "<bos>Hm.\n\n2+2?\n"
+    assert template.wrap(tokenizer, "2+2?", system="Hm.", form="plain") == "Hm.\n\n2+2?\n"
 
 
 def test_the_completion_earns_every_reference_reward():

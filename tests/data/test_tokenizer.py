@@ -57,7 +57,7 @@ def test_special_pieces_are_not_decoded_but_tags_are(tiny):
 
 
 def test_encode_adds_the_start_only_when_asked(tiny):
-    assert tiny.encode("7", bos=True) == [tiny.bos_id, *tiny.encode("7")]
+    assert tiny.encode("7", start=True) == [tiny.bos_id, *tiny.encode("7")]
 
 
 def test_chat_template(tiny):
@@ -144,7 +144,7 @@ def test_ids_come_from_the_model_files_where_the_tokenizer_names_none(tmp_path):
     (tmp_path / "t" / "generation_config.json").write_text(json.dumps({"eos_token_id": 20}))
     (tmp_path / "t" / "config.json").write_text(json.dumps({"bos_token_id": 30, "eos_token_id": 21}))
     tokenizer = Tokenizer(tmp_path / "t")
-    assert tokenizer.eos_ids == (20, 9) and tokenizer.bos_id == 30 and tokenizer.pad_id == 20
+    assert tokenizer.eos_ids == (20,) and tokenizer.bos_id == 30 and tokenizer.pad_id == 20
     assert not tokenizer.has_chat_template
     with pytest.raises(ValueError, match=r"no chat template.*data\.template=plain"):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
@@ -224,7 +224,8 @@ def test_prompts_of_texts_are_bounded(tiny):
     prompts = prompts_of(["1+1", "12"], tiny, max_length=8)
     assert [tiny.decode(row[:n]) for row, n in zip(prompts.tokens_PT, prompts.length_P, strict=True)] == ["1+1", "12"]
     assert prompts.index_P.tolist() == [0, 1] and prompts.text == ["1+1", "12"]
-    with pytest.raises(ValueError, match=r"A prompt has 3 tokens: rollout.max_prompt_length=2"):
+    assert prompts.tokens_PT[:, 0].tolist() == [tiny.bos_id] * 2
+    with pytest.raises(ValueError, match=r"A prompt has 4 tokens: rollout.max_prompt_length=2"):
         prompts_of(["1+1", "12"], tiny, max_length=2)
 
 

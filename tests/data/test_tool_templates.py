@@ -199,14 +199,13 @@ def test_conversations_with_tools_are_those_of_transformers(family, made):
 @pytest.mark.parametrize("family", ["qwen3", "llama31", "hermes"])
 def test_a_prompt_holds_the_schemas_of_the_tools(family, made):
     data = build(DataConfig, {})
-    text = Renderer(data, Tokenizer(made[family], tools=TOOLS)).prompt({"question": "How many?"})
+    text = Renderer(data, Tokenizer(made[family], tools=TOOLS)).prompt({"question": "How many?"}).text
     without = Tokenizer(made[family])
     assert Tokenizer(made[family], tools=TOOLS).unnamed_tools == without.unnamed_tools == ()
     for tool in TOOLS:
         shown = json.dumps(tool, ensure_ascii=False, indent=4 if family == "llama31" else None)
-        assert shown in text and tool["function"]["name"] not in Renderer(data, without).prompt(
-            {"question": "How many?"}
-        )
+        assert shown in text
+        assert tool["function"]["name"] not in Renderer(data, without).prompt({"question": "How many?"}).text
 
 
 def test_a_template_without_tools_needs_a_system_prompt_that_names_them(made):
@@ -214,8 +213,8 @@ def test_a_template_without_tools_needs_a_system_prompt_that_names_them(made):
     assert gemma.unnamed_tools == ("look_up", "calculator")
     with pytest.raises(ValueError, match=r"do not name the tools calculator: data.template=chat .*passes tools over"):
         Renderer(DataConfig(system_prompt="Ask look_up."), gemma)
-    text = Renderer(DataConfig(system_prompt="Ask look_up or the calculator."), gemma).prompt({"question": "How many?"})
-    assert text.count("look_up") == 1
+    prompt = Renderer(DataConfig(system_prompt="Ask look_up or the calculator."), gemma).prompt({"question": "?"})
+    assert prompt.text.count("look_up") == 1
     with pytest.raises(ValueError, match=r"look_up, calculator: data\.template=plain"):
         Renderer(DataConfig(template="plain", system_prompt="Think."), Tokenizer(made["qwen3"], tools=TOOLS))
 

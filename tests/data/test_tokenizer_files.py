@@ -1,0 +1,279 @@
+"""Tokenizer files as they are published: start tokens, end marks, saved state, added tokens; transformers agrees."""
+
+import itertools
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+import tokenizers
+from pieces import train as pieces_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+import podrl
+from podrl.data import train_tokenizer
+from podrl.data.answers import Example, encode
+from podrl.data.config import DataConfig
+from podrl.data.pipeline import PromptStream, Renderer
+from podrl.data.stream import Limit
+from podrl.data.template import Part, turn
+from podrl.data.tokenizer import Tokenizer, prompts_of
+
+TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
+SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|end▁of▁sentence|>")
+BEGIN, END, EOT, _, IM_END, R1_END = range(256, 262)
+_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role + ':' + m.content + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+_R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'User:' + m.content }}{% else %}"
+    "{{ 'Assistant:' + m.content + '<|end▁of▁sentence|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:<think>\n' }}{% endif %}"
+)
+_NO_MARK = "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + '\n\n' }}{% endfor %}"
+_SYSTEM_FIRST = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+)
+_CALLS = (
+    "{% for m in messages %}{{ m.role + ':' + m.content }}{% for c in m.tool_calls %}{{ c.function.name }}<|eot_id|>"
+    "{% else %}<|im_end|>{% endfor %}{% endfor %}"
+)
+
+
+def _directory(where, *, begins=False, config=None, generation=None, template=None, change=None, model=None):
+    """Writes the files of a tokenizer of bytes with the special tokens of several families."""
+    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    if begins:
+        named = [(SPECIAL[0], BEGIN)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{SPECIAL[0]} $A", special_tokens=named)
+    if change:
+        change(tokenizer)
+    where.mkdir(parents=True)
+    tokenizer.save(str(where / "tokenizer.json"))
+    given = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[1], "bos_token": SPECIAL[0]}
+    given |= ({"chat_template": template} if template else {}) | (config or {})
+    (where / "tokenizer_config.json").write_text(json.dumps(given))
+    for name, content in (("generation_config.json", generation), ("config.json", model)):
+        if content is not None:
+            (where / name).write_text(json.dumps(content))
+    return where
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "others"),
+    [
+        (_CHATML, IM_END, ()),
+        (_LLAMA, EOT, ()),
+        (_R1, R1_END, ()),
+        (_NO_MARK, END, ()),
+        (_SYSTEM_FIRST, IM_END, ()),
+        (_CALLS, IM_END, (EOT,)),
+        (None, END, ()),
+    ],
+)
+def test_the_template_decides_what_ends_a_turn(tmp_path, template, end, others):
+    tokenizer = Tokenizer(_directory(tmp_path / "t", template=template, generation={"eos_token_id": END}))
+    assert tokenizer.turn_end_id == end
+    assert tokenizer.eos_ids == tuple(dict.fromkeys((END, end, *others)))
+
+
+_STARTS = {  # post-processor, add_bos_token in tokenizer_config.json, whether plain text begins with the start token
+    "files": (True, None, True),
+    "none": (False, None, False),
+    "asked": (False, True, True),
+    "refused": (True, False, False),
+}
+
+
+@pytest.mark.parametrize("case", _STARTS)
+@pytest.mark.parametrize("template", [_CHATML, _LLAMA])
+def test_one_rule_gives_the_start_token_everywhere(tmp_path, case, template):
+    begins, asked, has = _STARTS[case]
+    config = {} if asked is None else {"add_bos_token": asked}
+    model = {"vocab_size": 300, "bos_token_id": BEGIN, "eos_token_id": END}
+    tokenizer = Tokenizer(_directory(tmp_path / "t", begins=begins, config=config, template=template, model=model))
+    limit, own = Limit(999, "key", "error"), [BEGIN] if has else []
+    plain = [*own, *tokenizer.encode("1+1=")]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}])
+    rendered = tokenizer.encode(chat)
+    assert (rendered[0] == BEGIN) == (template is _LLAMA) and rendered.count(BEGIN) == (template is _LLAMA)
+
+    def first(records):
+        batch = next(PromptStream.from_list(records, tokenizer, prompts_per_step=1, max_prompt_length=999))
+        return batch.tokens_PT[0, : batch.length_P[0]].tolist()
+
+    def made(texts, **more):
+        prompts = prompts_of(texts, tokenizer, max_length=999, **more)
+        return prompts.tokens_PT[0, : prompts.length_P[0]].tolist()
+
+    assert first(["1+1="]) == made(["1+1="]) == plain
+    turns = [{"role": "user", "content": "1+1="}]
+    assert first([{"messages": turns}]) == made([turns]) == made(["1+1="], chat=True) == rendered
+    for prompt, ids in ((Part("1+1="), plain), (Part(chat, rendered=True), rendered)):
+        example = encode([prompt, turn("2")], tokenizer, limit)
+        assert isinstance(example, Example) and example.tokens[:-2] == ids
+    asked_plain = Renderer(DataConfig(template="plain", system_prompt=""), tokenizer).prompt({"question": "1+1="})
+    assert not asked_plain.rendered and asked_plain.text == "1+1=\n"
+    # A text that begins with the start token already has one.
+    assert tokenizer.encode("<|begin_of_text|>1", start=True) == tokenizer.encode("<|begin_of_text|>1")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", _STARTS)
+def test_transformers_begins_plain_texts_alike(tmp_path, case):
+    transformers = pytest.importorskip("transformers")
+    begins, asked, _ = _STARTS[case]
+    where = _directory(tmp_path / "t", begins=begins, config={} if asked is None else {"add_bos_token": asked})
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(where), Tokenizer(where)
+    for text in ("1+1=", "", " x", "<|im_start|>user\n"):
+        assert ours.encode(text, start=True) == theirs(text)["input_ids"]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", ["tiny", "tiny_tools"])
+def test_transformers_begins_plain_texts_of_the_embedded_checkpoints_alike(name):
+    transformers = pytest.importorskip("transformers")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(TINY.parent / name), Tokenizer(TINY.parent / name)
+    for text in ("Tom has 3 apples.", "", "<answer>7</answer>"):
+        assert ours.encode(text, start=True) == theirs(text)["input_ids"]
+
+
+def test_the_embedded_checkpoints_begin_plain_texts(tmp_path):
+    for name, calls in (("tiny", False), ("tiny_tools", True)):
+        train_tokenizer.write(tmp_path / name, calls=calls)
+        written = json.loads((tmp_path / name / "tokenizer.json").read_text())
+        assert (
+            written["post_processor"]
+            == json.loads((TINY.parent / name / "tokenizer.json").read_text())["post_processor"]
+        )
+        assert Tokenizer(TINY.parent / name).start_ids == (2,)
+
+
+def test_saved_truncation_padding_and_dropout_are_not_applied(tmp_path):
+    def saved(tokenizer):
+        tokenizer.model = models.BPE(
+            {**{c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, "ab": 262, "abc": 263},
+            [("a", "b"), ("ab", "c")],
+            dropout=0.5,
+        )
+        tokenizer.enable_truncation(max_length=8)
+        tokenizer.enable_padding(length=12, pad_id=END, pad_token=SPECIAL[1])
+
+    tokenizer = Tokenizer(_directory(tmp_path / "t", change=saved))
+    for text, count in (("x", 1), ("1" * 27, 27), ("abc" * 40, 40)):
+        assert len(tokenizer.encode(text)) == len(tokenizer.encode_spans(text)[0]) == count
+    assert {tuple(tokenizer.encode("abc" * 40)) for _ in range(20)} == {(263,) * 40}
+
+
+def test_a_token_of_the_config_alone_is_added_where_ids_agree(tmp_path):
+    added = {"added_tokens_decoder": {"262": {"content": "<|new|>", "special": True}}}
+    tokenizer = Tokenizer(_directory(tmp_path / "a", config=added))
+    assert tokenizer.encode("x<|new|>") == [*tokenizer.encode("x"), 262] and tokenizer.decode([262]) == ""
+    for i, text in (("300", "<|new|>"), ("7", "<|im_end|>")):
+        config = {"added_tokens_decoder": {i: {"content": text, "special": True}}}
+        with pytest.raises(ValueError, match=f"{re.escape(repr(text))} has the id {i} in tokenizer_config.json"):
+            Tokenizer(_directory(tmp_path / i, config=config))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "message"),
+    [
+        ({"eos_token_id": 10**12}, {}, "eos_token_id=1000000000000 .*from 0 to 261"),
+        ({"eos_token_id": [257, 262]}, {}, "eos_token_id=262"),
+        ({"eos_token_id": -1}, {}, "eos_token_id=-1"),
+        ({"eos_token_id": "7"}, {}, "eos_token_id='7'"),
+        ({"eos_token_id": True}, {}, "eos_token_id=True"),
+        ({"pad_token_id": 10**12}, {}, "pad_token_id="),
+        ({"bos_token_id": 262}, {"bos_token": None}, "bos_token_id=262"),
+        ({}, {"eos_token": "<|nowhere|>"}, "eos_token='<|nowhere|>'"),
+        ({}, {"added_tokens_decoder": [1]}, "added_tokens_decoder"),
+        ({}, {"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder"),
+        ({}, {"added_tokens_decoder": {"7": {"content": 7}}}, "added_tokens_decoder"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(tmp_path, generation, config, message):
+    where = _directory(tmp_path / "t", config=config, generation=generation, model={"vocab_size": 262})
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        Tokenizer(where)
+
+
+def test_tokens_beyond_the_pieces_of_a_sentencepiece_model(tmp_path):
+    pieces = pieces_file(vocab_size=120, eos_piece="<eos>", bos_piece="<bos>")
+
+    def directory(name, config, added=None):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.model").write_bytes(pieces)
+        given = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": _CHATML, **config}
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(given))
+        if added is not None:
+            (tmp_path / name / "added_tokens.json").write_text(json.dumps(added))
+        return tmp_path / name
+
+    ends = {"120": ("<|im_start|>", True), "121": ("<|im_end|>", True), "122": ("<think>", False)}
+    listed = {i: {"content": text, "special": special} for i, (text, special) in ends.items()}
+    tokenizer = Tokenizer(directory("a", {"added_tokens_decoder": listed}))
+    assert tokenizer.vocab_size == 123 and tokenizer.start_ids == (2,) and tokenizer.turn_end_id == 121
+    ids = tokenizer.encode("<|im_start|>1<think><|im_end|>")
+    assert [ids[0], *ids[-2:]] == [120, 122, 121] and tokenizer.decode(ids) == "1<think>"
+    assert tokenizer.encode_spans("1<think>")[1][-1] == (1, 8) and tokenizer.token_text(122) == "<think>"
+    older = Tokenizer(directory("b", {"add_bos_token": False}, {text: int(i) for i, (text, _) in ends.items()}))
+    assert older.encode("<|im_start|>1<think><|im_end|>") == ids and older.start_ids == ()
+    assert "added_tokens.json" in [file.name for file in older.files]
+    for name, wrong in (("c", {"7": "<|im_end|>"}), ("d", {"130": "<eos>"}), ("e", {"-1": "<x>"})):
+        config = {"added_tokens_decoder": {i: {"content": text, "special": True} for i, text in wrong.items()}}
+        with pytest.raises(ValueError, match="its id must be that of its piece, or beyond all"):
+            Tokenizer(directory(name, config))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "hello",
+        [5],
+        [{"role": "user", "content": "x"}],
+        [[{"content": "x"}]],
+        [["x"]],
+        [None],
+        [[{"role": "user", "content": [1]}]],
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_is_neither_text_nor_messages_is_refused(given, chat):
+    with pytest.raises(ValueError, match="text"):
+        prompts_of(given, Tokenizer(TINY), max_length=99, chat=chat)
+
+
+def test_conversations_are_rendered():
+    tokenizer = Tokenizer(TINY)
+    turns = [{"role": "user", "content": "1+1?"}]
+    prompts = prompts_of([turns, "1+1?"], tokenizer, max_length=99, chat=True)
+    assert prompts.text == [tokenizer.apply_chat_template(turns)] * 2
+    np.testing.assert_array_equal(prompts.tokens_PT[0], prompts.tokens_PT[1])
+
+
+def test_damaged_files_are_refused_in_a_sentence(tmp_path):
+    """Every field of the JSON files in turn holds something else: a tokenizer, or a ValueError."""
+    wrong = (None, 7, -1, 1.5, True, "", "x", [], [None], {}, {"content": 3}, float("nan"))
+    fields = ("bos_token", "eos_token", "pad_token", "added_tokens_decoder", "chat_template", "add_bos_token")
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    cases = [("tokenizer_config.json", field) for field in fields]
+    cases += [(file, field) for file in ("generation_config.json", "config.json") for field in (*ids, "vocab_size")]
+    where = _directory(tmp_path / "t", template=_CHATML, generation={}, model={"vocab_size": 262})
+    for (file, field), value in itertools.product(cases, wrong):
+        before = (where / file).read_text()
+        (where / file).write_text(json.dumps({**json.loads(before), field: value}))
+        try:
+            Tokenizer(where).encode("x", start=True)
+        except ValueError as error:
+            assert len(str(error)) < 500
+        (where / file).write_text(before)
