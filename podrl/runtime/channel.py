@@ -35,7 +35,10 @@ import zmq.auth.thread
 import zmq.utils.monitor
 import zmq.utils.z85
 
-from podrl.runtime.message import PIECE, Frames, Message, MessageError, decode, encode, from_pieces, in_pieces
+from podrl.runtime.message import PIECE, Frames, Message, decode, encode, from_pieces, in_pieces
+from podrl.runtime.request import ChannelError as ChannelError
+from podrl.runtime.request import LateError as LateError
+from podrl.runtime.request import Request
 from podrl.runtime.sockets import listen, raise_descriptor_limit
 
 RESEND_S = 60.0  # connections that broke are noticed, and unserved calls wait: this is for what nobody thought of
@@ -50,14 +53,6 @@ _NUMBER = 8  # bytes of the number of a request, and of an endpoint
 _GONE = b"gone"  # the status of an answer to an endpoint that was given up, or that means another endpoint
 
 Handler = Callable[[Message], "Message | futures.Future[Message]"]
-
-
-class ChannelError(RuntimeError):
-    """A peer did not answer in time, refused, or answered wrongly; the message names it and the request."""
-
-
-class LateError(ChannelError):
-    """No answer within the deadline."""
 
 
 @dataclasses.dataclass
@@ -108,12 +103,9 @@ class Channel:
         if not secret:
             raise ValueError("The processes' channel needs a secret: set PODRL_SECRET to the same text on all hosts.")
         self.name, self.number, self.traffic = name, secrets.token_hex(_NUMBER), Traffic()
-        self._mine = bytes.fromhex(self.number)
-        self._known: dict[str, bytes] = {}  # by address: the endpoint that answered first
-        self._refused: set[bytes] = set()  # endpoints that were given up
+        self._known, self._refused = dict[str, bytes](), set[bytes]()  # endpoints by address; those given up
         self._senders: dict[tuple[bytes, bytes], bytes] = {}  # of the requests that wait for their answer
-        self._silence_ms = int(1000 * silence_s)
-        self._public, self._private = _keys(secret)
+        self._silence_ms, (self._public, self._private) = int(1000 * silence_s), _keys(secret)
         raise_descriptor_limit()
         self._context = zmq.Context(io_threads=threads)
         self._guard = zmq.auth.thread.ThreadAuthenticator(self._context)
@@ -140,7 +132,7 @@ class Channel:
         self._unserved: dict[str, dict[tuple[bytes, bytes], Message]] = {}
         self._handlers: dict[str, Handler] = {}
         self._peers: dict[tuple[str, int], _Link] = {}
-        self._answers: dict[int, _Request] = {}
+        self._answers: dict[int, Request] = {}
         self._numbers = itertools.count(1)
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._wake_out, self._wake_in = socket.socketpair()
@@ -154,6 +146,10 @@ class Channel:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="podrl-channel", daemon=True)
         self._thread.start()
+
+    @property
+    def _mine(self) -> bytes:
+        return bytes.fromhex(self.number)
 
     # Messages and functions of this process.
 
@@ -188,7 +184,7 @@ class Channel:
         """
         return self.request(address, "call", name, message).wait(deadline_s, f"{who or address}: {name}")
 
-    def request(self, address: str, kind: str, key: str, message: Message, *, lane: int = 0) -> "_Request":
+    def request(self, address: str, kind: str, key: str, message: Message, *, lane: int = 0) -> Request:
         """Sends a request without waiting; the result's `wait` returns the answer.
 
         Args:
@@ -200,7 +196,7 @@ class Channel:
             the request is sent again only where its connection broke.
         """
         number = next(self._numbers)
-        request = _Request(self, number, (address, lane), json.dumps([kind, key]).encode(), encode(message))
+        request = Request(number, (address, lane), json.dumps([kind, key]).encode(), encode(message))
         self._do(lambda: self._send(request))
         return request
 
@@ -389,7 +385,7 @@ class Channel:
         for request in [r for r in self._answers.values() if r.place == place]:
             self._send(request)
 
-    def _send(self, request: "_Request") -> None:
+    def _send(self, request: Request) -> None:
         if request.done:
             self._answers.pop(request.number, None)
             return
@@ -425,61 +421,6 @@ class Channel:
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         sock.setsockopt(zmq.SNDHWM, 0)
         sock.setsockopt(zmq.RCVHWM, 0)
-
-
-class _Request:
-    """A request in flight.
-
-    Attributes:
-      place: the endpoint asked, and which connection to it.
-    """
-
-    def __init__(self, channel: Channel, number: int, place: tuple[str, int], head: bytes, frames: Frames):
-        self._channel, self.number, self.place, self.head, self.frames = channel, number, place, head, frames
-        self._future: futures.Future[tuple[bytes, Sequence[Any]]] = futures.Future()
-        self.done = False
-
-    def answer(self, status: bytes, pieces: Sequence[Any]) -> None:
-        """Takes the answer, in the pieces that arrived."""
-        if not self.done:
-            self.done = True
-            self._future.set_result((status, pieces))
-
-    def fail(self, text: str) -> None:
-        """Makes `wait` raise ChannelError, unless the answer has arrived."""
-        self.answer(b"error", in_pieces(encode(Message(text))))
-
-    def arrived(self, seconds: float) -> bool:
-        """Waits for so long for the answer; returns whether it is there."""
-        return bool(futures.wait([self._future], seconds).done)
-
-    def forget(self) -> None:
-        """Gives the request up: it is not sent again, and its answer is dropped."""
-        self.done = True
-
-    def wait(self, deadline_s: float, what: str) -> Message:
-        """Waits for the answer.
-
-        Args:
-          deadline_s: the longest wait.
-          what: the endpoint and what it was asked for, for messages.
-
-        Raises:
-          LateError: it did not come in time.
-          ChannelError: the endpoint refused, or the answer arrived damaged.
-        """
-        try:
-            status, pieces = self._future.result(deadline_s)
-        except TimeoutError:
-            self.forget()
-            raise LateError(f"No answer within {deadline_s:g} s from {what}.") from None
-        try:
-            message = decode(from_pieces(pieces))
-        except MessageError as error:
-            raise ChannelError(f"{what}: {error}") from error
-        if status == b"error":
-            raise ChannelError(f"{what} was refused: {message.value}")
-        return message
 
 
 class _Link:

@@ -9,7 +9,6 @@ up in its channel: if it was only away for a while, it is told so as soon as it 
 42. So does a process that comes back to a leader of a later run. The next process in its place begins anew.
 """
 
-import dataclasses
 import itertools
 import logging
 import os
@@ -22,7 +21,8 @@ from typing import Any
 
 from podrl.runtime.channel import SILENCE_S, Channel, ChannelError, LateError
 from podrl.runtime.message import Message
-from podrl.runtime.roles import EVAL, TRAINER, Hosts
+from podrl.runtime.roles import EVAL, TRAINER
+from podrl.runtime.seat import Seat as Seat
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER
 
 LEADER = 0
@@ -34,30 +34,6 @@ _LAST_S = 10.0
 _OTHERS_S = 30.0
 _LAST_STEP_S = 0.2  # from closing its connections to having left
 _LOOK_S = 0.5  # between two looks at where a process is, and whether it is still the one to ask
-
-
-@dataclasses.dataclass(frozen=True)
-class Seat:
-    """This process's place in the job: role, rank, addresses.
-
-    Attributes:
-      process: number in the job; 0 leads.
-      hosts: who does what.
-      leader: 'host:port' of the leader's endpoint.
-      secret: of the job's channel.
-      disposable: rollout and evaluation processes may come and go (topology split).
-    """
-
-    process: int
-    hosts: Hosts
-    leader: str
-    secret: str
-    disposable: bool = False
-
-    @property
-    def late(self) -> bool:
-        """True where this process came to a job that was running, and may leave it."""
-        return self.process >= self.hosts.count
 
 
 class MovedError(Exception):
@@ -126,7 +102,7 @@ class Pod:
             self._host_roster(deadline_s, too_few)
             return self
         me = {"process": self.seat.process, "address": self.channel.address, "host": socket.gethostname()}
-        me |= {"pid": os.getpid(), "endpoint": self.channel.number, "job": self._job()}
+        me |= {"pid": os.getpid(), "endpoint": self.channel.number, "job": self.seat.told()}
         end = time.monotonic() + deadline_s
         try:
             told = self._ask_leader("call", "join", Message(me), deadline_s)
@@ -146,21 +122,6 @@ class Pod:
         if self._comes_and_goes(self.seat.process):
             threading.Thread(target=self._await_over, name="podrl-over", daemon=True).start()
         return self
-
-    def _job(self) -> dict[str, str]:
-        """Describes who does what in the job, by flag, as this process was told."""
-        hosts = self.seat.hosts
-        lists = {
-            "roles.trainer.hosts": hosts.trainer,
-            "roles.rollout.hosts": hosts.rollout,
-            "roles.eval.hosts": hosts.eval,
-        }
-        told = {name: ",".join(map(str, numbers)) or "none" for name, numbers in lists.items()}
-        return {
-            "--topology": "split" if self.seat.disposable else "shared",
-            **told,
-            "hosts per copy of the weights (roles.rollout.mesh)": str(hosts.replica),
-        }
 
     def _ask_leader(self, kind: str, key: str, message: Message, deadline_s: float) -> Message:
         """Asks the leader; raises ChannelError as soon as an established connection to it breaks."""
@@ -309,7 +270,7 @@ class Pod:
             if self.seat.hosts.count <= process and process not in self._given:
                 raise ValueError(f"host {process} is not of this job: a new host asks for its number.")
             self._addresses[process] = address
-            former, self._endpoints[process] = self._endpoints.get(process), str(who["endpoint"])
+            former, self._endpoints[process] = self._endpoints.get(process, ""), str(who["endpoint"])
             self.ids[process] = (int(who["pid"]), str(who["host"]))
             self._gone.discard(process)
             self._left.discard(process)
@@ -321,22 +282,15 @@ class Pod:
                 what = "came back" if returned else "joined the job"
                 _log.warning("%s (host %d) %s at %s.", self.seat.hosts.name(process), process, what, address)
         if returned:
-            if former is not None:
-                self.channel.give_up(former)
+            self.channel.give_up(former)
             self._tell_lost(process)
         self.channel.watch(address, lambda: self._lost(process, address))
         if process >= self.seat.hosts.count:
             return Message()
-        theirs, mine = who["job"], self._job()
-        differ = [
-            f"{key} is {theirs.get(key)} there, and {mine[key]} here" for key in mine if theirs.get(key) != mine[key]
-        ]
-        here = f"{self.name} (host {LEADER}, {socket.gethostname()})"
-        said = (
-            f"{self.seat.hosts.name(process)} (host {process}, {who['host']}) was started for another job than {here}: "
-            f"{'; '.join(differ)}. Start the same command on every host."
-        )
-        return Message(said if differ else None)
+        here, there = f"{self.name} (host {LEADER}, {socket.gethostname()})", f"(host {process}, {who['host']})"
+        differ = self.seat.differences(who["job"])
+        said = f"{self.seat.hosts.name(process)} {there} was started for another job than {here}: {'; '.join(differ)}. "
+        return Message(f"{said}Start the same command on every host." if differ else None)
 
     def _roster(self) -> Message:
         addresses = {str(process): address for process, address in self._addresses.items()}
@@ -492,13 +446,10 @@ class Pod:
         """Handles, on every other process, a leader that is gone, or for which this process is."""
         if self._ended.is_set():
             return
-        text = f"trainer 0 ({self._leader}) is gone: its connection broke"
+        what = "is gone: its connection broke"
         if self.channel.is_given_up(self._leader):
-            text = (
-                f"trainer 0 ({self._leader}) goes on without this process, of which it heard nothing for more than "
-                f"{SILENCE_S:.0f} s or in whose place is another; or it is that of a later run"
-            )
-        self._end(EXIT_INFRASTRUCTURE, text)
+            what = f"goes on without this process (silent for {SILENCE_S:.0f} s, or replaced), or is of a later run"
+        self._end(EXIT_INFRASTRUCTURE, f"trainer 0 ({self._leader}) {what}")
 
     def _await_over(self) -> None:
         """Ends a rollout process that came too late to have a part in the job, when that is over."""

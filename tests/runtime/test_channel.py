@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from waits import PATIENCE_S
 
-from podrl.runtime.channel import Channel, ChannelError, _Request
+from podrl.runtime.channel import Channel, ChannelError
 from podrl.runtime.local_pod import free_ports
 from podrl.runtime.message import Message, MessageError, _digest, decode, encode
+from podrl.runtime.request import Request
 from podrl.runtime.sockets import interface_towards
 
 
@@ -118,7 +119,7 @@ def test_what_arrives_damaged_is_refused_on_either_end_and_the_next_message_is_n
     (change, said), (a, b) = DAMAGE[damage], pair
     good = Message("good", {"x": np.arange(4)})
     a.serve("echo", lambda message: message)
-    asked = _Request(b, 10**6, (a.address, 0), b'["call", "echo"]', change(encode(good)))
+    asked = Request(10**6, (a.address, 0), b'["call", "echo"]', change(encode(good)))
     b._do(lambda: b._send(asked))
     with pytest.raises(ChannelError, match=f"a: echo was refused: MessageError: .*{said}"):
         asked.wait(10, "a: echo")
