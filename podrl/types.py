@@ -11,6 +11,7 @@ Index t describes token t everywhere: `logprob_BT[b, t]` is log p(token t | toke
 """
 
 import dataclasses
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
@@ -52,6 +53,27 @@ Mode = Literal["train", "eval"]  # what samples are made for
 # environment ended one by returning, or had no time left for it, or it ended after a call beyond env.max_tool_calls.
 STOP_EOS, STOP_LENGTH, STOP_STRING, STOP_FAILED, STOP_ENV, STOP_DEADLINE, STOP_CALLS = range(7)
 
+
+class LeftOut(enum.IntEnum):
+    """Why a sample has no weight in the policy's loss; where several are true, the first that `left_out` looks at.
+
+    The names are those of `loss/left_out/REASON`, and docs/metrics.md explains each. The numbers are in checkpoints.
+    """
+
+    NOT = 0
+    FAILED = 1  # the model's logits gave no distribution
+    NO_REWARD = 2  # its reward is NaN, or that of its prompt's greedy completion
+    GROUP = 3  # another sample of its group failed or has no reward
+    OUT_OF_TIME = 4  # its environment met its deadline
+    NO_TOKENS = 5  # it ended before the policy said anything
+    OVERLONG = 6  # the limit cut it off, and such samples are filtered
+    STALE = 7  # all of its tokens are older than the bound
+    CRITIC_WARMUP = 8  # only the critic learns in this step
+    EQUAL_REWARDS = 9  # its advantage is 0, as all rewards of its group are equal
+    ZERO_ADVANTAGE = 10  # its advantage is 0 for another reason
+    DYNAMIC_SAMPLING = 11  # its group was replaced by another
+
+
 # `Rollouts.episodes` of a sample that has no environment.
 NO_EPISODE: Mapping[str, Any] = {"turns": [], "metrics": {}, "seconds": 0.0}
 
@@ -72,7 +94,8 @@ class Rollouts:
       raw_logprob_BT: log-probability under the model's own distribution at temperature 1, nats.
       version_BT: version of the weights that sampled each token; -1 where mask is 0.
       turn_reward_BT: what the sample's environment gave, on the last sampled token of the turn it was given for; what
-        it gave for the whole sample is on the last of all. 0 elsewhere, and without an environment.
+        it gave for the whole sample is on the last of all, and where nothing was sampled on the prompt's last token.
+        0 elsewhere, and without an environment.
       stop_B: why each ended: STOP_EOS to STOP_CALLS.
       completions: decoded completions without end tokens.
       episodes: of each sample, as JSON: `turns` (of the model: by, text, tokens, versions of the first and last, stop,
@@ -107,6 +130,7 @@ class Experience:
       seconds: wall time spent scoring.
       counts: what generation has to say about the batch, by metric name; of several hosts' parts sums, of time/* and
         perf/* the largest.
+      lost_B: why each sample leaves the loss, as far as that is known where samples are made: LeftOut codes.
     """
 
     rollouts: Rollouts
@@ -115,6 +139,11 @@ class Experience:
     greedy_reward_B: Float[np.ndarray, " B"]
     seconds: float
     counts: Mapping[str, float]
+    lost_B: Int[np.ndarray, " B"]
+
+    def rewarded(self) -> Bool[np.ndarray, " B"]:
+        """True for the samples of groups that are whole, so that their rewards count: all that `lost_B` leaves in."""
+        return np.isin(self.lost_B, (LeftOut.NOT, LeftOut.STALE))
 
     @property
     def data_state(self) -> bytes:

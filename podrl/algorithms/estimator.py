@@ -156,7 +156,7 @@ class AdvantageEstimator:
 
         Args:
           reward_BT: token rewards: the outcome's on the last sampled token (`gae.outcome_reward`), less the KL penalty
-            if it is in the reward (`kl.penalized_reward`).
+            if it is in the reward (`kl.penalized_reward`). A sample without a sampled token counts, too.
           greedy_reward_B: reward of the greedy completion of each sample's prompt; zeros unless `needs_greedy`.
           mask_BT: 1 on tokens the policy sampled. Filters that drop samples from the loss come after this call, so
             that their rewards still count in their groups.
@@ -170,7 +170,10 @@ class AdvantageEstimator:
         keep_BT = mask_BT.astype(bool)
         if self.kind == "reinforce_plus_plus":
             return advantages.reinforce_plus_plus(reward_BT, mask_BT, gamma=settings.gamma)[0]
-        reward_B = xp.where(keep_BT, reward_BT, 0.0).sum(axis=1)
+        counted_BT = keep_BT | ~keep_BT.any(
+            axis=1, keepdims=True
+        )  # a silent sample's reward is on a token of its prompt
+        reward_B = xp.where(counted_BT, reward_BT, 0.0).sum(axis=1)
         if self.own is not None:
             advantage_B = self._given(reward_B, keep_BT.sum(axis=1), group_size)
             return xp.where(keep_BT, advantage_B[:, None], 0.0)

@@ -81,12 +81,14 @@ def _backwards(xp: Any, step: Callable[[Any, Any], tuple[Any, Any]], init: Any, 
 def outcome_reward(reward_B: Float[Array, " B"], mask_BT: Mask) -> Float[Array, "B T"]:
     """Puts each sequence's reward on its last token with mask 1, 0 elsewhere.
 
-    A sequence without a sampled token has nowhere to put its reward and loses it.
+    A sequence without a sampled token has its reward on its first token: it teaches nothing, but counts in its group.
     """
     xp = namespace(reward_B)
     sampled_BT = mask_BT.astype(bool).astype(xp.int32)
-    last_BT = (sampled_BT > 0) & (xp.cumsum(sampled_BT, axis=1) == sampled_BT.sum(axis=1, keepdims=True))
-    return xp.where(last_BT, reward_B[:, None], 0.0)
+    count_B1 = sampled_BT.sum(axis=1, keepdims=True)
+    last_BT = (sampled_BT > 0) & (xp.cumsum(sampled_BT, axis=1) == count_B1)
+    first_BT = (count_B1 == 0) & (xp.arange(sampled_BT.shape[1]) == 0)
+    return xp.where(last_BT | first_BT, reward_B[:, None], 0.0)
 
 
 def masked_whiten(

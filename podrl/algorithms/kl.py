@@ -103,12 +103,14 @@ def penalized_reward(
     Args:
       reward_BT: token rewards; an outcome reward sits on the last sampled token.
       kl_BT: `sampled_kl` of the policy that sampled; k1 is the unbiased choice here, its gradient plays no part.
-      mask_BT: 1 on sampled tokens; elsewhere the result is 0.
+      mask_BT: 1 on sampled tokens; elsewhere the result is 0, but in a sequence without any it is the reward.
       coef: nats to reward units.
 
     numpy or jax arrays; the answer is of the same kind.
     """
-    return namespace(reward_BT).where(mask_BT.astype(bool), reward_BT - coef * kl_BT, 0.0)
+    xp, keep_BT = namespace(reward_BT), mask_BT.astype(bool)
+    silent_BT = xp.where(keep_BT.any(axis=1, keepdims=True), 0.0, reward_BT)
+    return xp.where(keep_BT, reward_BT - coef * kl_BT, silent_BT)
 
 
 def sampled_kl(

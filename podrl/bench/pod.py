@@ -188,7 +188,7 @@ def experience(args: argparse.Namespace, rank: int) -> Experience:
         seconds=args.generate_s,
     )
     rewards = rng.random((2, B)).astype(np.float32)
-    return Experience(rollouts, rewards, rewards[0], np.zeros(0, np.float32), 0.0, {})
+    return Experience(rollouts, rewards, rewards[0], np.zeros(0, np.float32), 0.0, {}, np.zeros(B, np.int32))
 
 
 class _Words(RemoteRollouts):

@@ -208,7 +208,7 @@ class Curriculum:
         index_P = experience.rollouts.prompts.index_P
         ids_P = np.asarray(drawn["ids"], np.int64)[index_P - drawn["first"]]
         value_B = experience.reward_B if self._row < 0 else experience.reward_FB[self._row]
-        counted_B = experience.rollouts.mask_BT.any(axis=1) & ~np.isnan(value_B)
+        counted_B = experience.rewarded() & ~np.isnan(value_B)
         passed_PG = (counted_B & (value_B >= self.config.pass_at)).reshape(len(ids_P), self._group)
         count_P = counted_B.reshape(passed_PG.shape).sum(axis=1)
         kept_P = count_P > 0

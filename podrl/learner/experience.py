@@ -17,7 +17,7 @@ from podrl.rewards.compose import RewardServiceError
 from podrl.rollout.partial import Partial, of_message, take_prompts
 from podrl.runtime.message import Message
 from podrl.runtime.service import ServiceError
-from podrl.types import NO_EPISODE, BatchError, Experience, Prompts, Rollouts
+from podrl.types import NO_EPISODE, BatchError, Experience, LeftOut, Prompts, Rollouts
 
 # Per-token arrays of Rollouts: type, and what stands beyond the end of a sample (tokens: the pad id).
 _ROWS: Mapping[str, tuple[Any, Any]] = {
@@ -103,6 +103,7 @@ def header(experience: Experience) -> Message:
         "reward_FB": experience.reward_FB,
         "reward_B": experience.reward_B,
         "greedy_reward_B": experience.greedy_reward_B,
+        "lost_B": experience.lost_B,
         "length_P": rollouts.prompts.length_P,
         "index_P": rollouts.prompts.index_P,
     }
@@ -173,7 +174,8 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
     slowest = ("time/", "perf/")
     counts = {name: (max if name.startswith(slowest) else math.fsum)(values) for name, values in every.items()}
     rewards = (joined("reward_FB", 1), joined("reward_B"), joined("greedy_reward_B"))
-    return Experience(rollouts, *rewards, reward_s, counts)
+    lost_B = np.concatenate([_lost(h, mask_BT) for h, mask_BT in zip(headers, masks, strict=True)])
+    return Experience(rollouts, *rewards, reward_s, counts, lost_B)
 
 
 def fill_rows(experience: Experience, chosen: Int[np.ndarray, " n"], message: Message) -> None:
@@ -286,6 +288,12 @@ def _unpacked(message: Message, width: int) -> np.ndarray:
 def _filled(rows: int, width: int, value: Any) -> np.ndarray:
     """An array of one value; memory for zeros is taken where something is written."""
     return np.full((rows, width), value) if value else np.zeros((rows, width), value.dtype)
+
+
+def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:
+    """Why samples left the loss; in an old checkpoint, which does not say it, one without tokens has lost its group."""
+    silent_B = np.where(mask_BT.any(axis=1), LeftOut.NOT, LeftOut.GROUP).astype(np.int32)
+    return message.arrays.get("lost_B", silent_B)
 
 
 def _turn_rewards(headers: Sequence[Message], rows: int, width: int) -> np.ndarray:

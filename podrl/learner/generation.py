@@ -15,14 +15,14 @@ from podrl.learner.settings import AlgorithmConfig
 from podrl.rewards.batch import OpenBatch
 from podrl.rewards.compose import Rewards
 from podrl.rollout.config import Sampling
-from podrl.rollout.integrity import ages, faults
+from podrl.rollout.integrity import ages, beyond, faults
 from podrl.rollout.partial import Partial, join_prompts, of_tracks
 from podrl.rollout.players import Player
 from podrl.rollout.points import Points
 from podrl.rollout.rollout import Finished
 from podrl.rollout.windows import noted
 from podrl.rundir.spans import Spans
-from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, Policy, Prompts, Rollouts
+from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, LeftOut, Policy, Prompts, Rollouts
 
 
 @dataclasses.dataclass(eq=False)
@@ -224,20 +224,24 @@ class Generator:
         turn_reward_BT = np.float32(self._environment_weight) * rollouts.turn_reward_BT
         rollouts = dataclasses.replace(rollouts, turn_reward_BT=turn_reward_BT)
         lost_B = self._lost(rollouts, reward_B, greedy_B)
-        if lost_B.any():
-            kept = {name: np.where(lost_B[:, None], np.float32(0), getattr(rollouts, name)) for name in _OF_TOKENS}
+        if (gone_B := lost_B != LeftOut.NOT).any():
+            kept = {name: np.where(gone_B[:, None], np.float32(0), getattr(rollouts, name)) for name in _OF_TOKENS}
             rollouts = dataclasses.replace(rollouts, **kept)
-            reward_B, greedy_B = (np.where(lost_B, 0.0, value_B) for value_B in (reward_B, greedy_B))
-            counts["rollout/failed"] = float((rollouts.stop_B == STOP_FAILED).sum())
+            reward_B, greedy_B = (np.where(gone_B, 0.0, value_B) for value_B in (reward_B, greedy_B))
+            if failed := (rollouts.stop_B == STOP_FAILED).sum():
+                counts["rollout/failed"] = float(failed)
+        if self._config.stale_bound is not None:
+            lost_B = np.where(beyond(rollouts, step - self._config.stale_bound) & ~gone_B, LeftOut.STALE, lost_B)
         if self._cluster.config.rollout().filtered:
             counts["rollout/kept_tokens"] = float((rollouts.kept_BT * rollouts.mask_BT).sum())
-        return Experience(rollouts, reward_FB, reward_B, greedy_B, seconds, counts)
+        return Experience(rollouts, reward_FB, reward_B, greedy_B, seconds, counts, lost_B)
 
     def _lost(self, rollouts: Rollouts, reward_B: np.ndarray, greedy_B: np.ndarray) -> np.ndarray:
-        """Samples that leave the loss: those that failed, have no reward or no token, and all of their groups."""
-        failed_B = (rollouts.stop_B == STOP_FAILED) | np.isnan(reward_B) | np.isnan(greedy_B)
-        failed_B |= ~rollouts.mask_BT.any(axis=1)
-        return np.repeat(failed_B.reshape(-1, self._group_size).any(axis=1), self._group_size)
+        """LeftOut codes of the samples that leave the loss: those that failed or have no reward, and their groups."""
+        unknown_B = np.isnan(reward_B) | np.isnan(greedy_B)
+        own_B = np.select([rollouts.stop_B == STOP_FAILED, unknown_B], [LeftOut.FAILED, LeftOut.NO_REWARD], LeftOut.NOT)
+        group_B = np.repeat(own_B.reshape(-1, self._group_size).any(axis=1), self._group_size)
+        return np.where(group_B & (own_B == LeftOut.NOT), LeftOut.GROUP, own_B).astype(np.int32)
 
     def _scored(
         self, prompts: Prompts, policy: Policy, step: int, *, group_size: int = 0, sampling: Sampling | None = None
@@ -380,11 +384,16 @@ class Generator:
         reward_FB = np.concatenate([part[1] for part in parts], axis=1)
         chosen = np.sort(np.concatenate([np.flatnonzero(signal)[:wanted], np.flatnonzero(~signal)])[:wanted])
         samples = (chosen[:, None] * self._group_size + np.arange(self._group_size)).ravel()
+        drawn = int(chosen[-1]) + 1 if signal[chosen].all() else asked
         counts = {
-            "dynamic_sampling/groups_drawn": float(chosen[-1] + 1 if signal[chosen].all() else asked),
+            "dynamic_sampling/groups_drawn": float(drawn),
             "dynamic_sampling/groups_replaced": float((~signal[:wanted]).sum() - (~signal[chosen]).sum()),
             "dynamic_sampling/groups_left_without_signal": float((~signal[chosen]).sum()),
         }
+        if drawn > wanted:
+            counts[f"loss/left_out/{LeftOut.DYNAMIC_SAMPLING.name.lower()}"] = float(
+                (drawn - wanted) * self._group_size
+            )
         return select(rollouts, chosen, self._group_size), reward_FB[:, samples], seconds, counts
 
     def _signal(self, reward_FB: np.ndarray) -> np.ndarray:

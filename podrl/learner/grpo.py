@@ -134,7 +134,7 @@ class GRPO:
     ) -> list[Batch[PolicyRows]]:
         """Packs the mini-batches of one pass, in an order drawn from (seed, step, iteration)."""
         rollouts = experience.rollouts
-        loss_mask_BT = self._config.loss_mask(rollouts)
+        loss_mask_BT = self._config.loss_mask(experience)
         batches = []
         for chosen in self.mini_batches(step, iteration, len(advantage_BT)):
             placement = packing.place_samples(rollouts, chosen, self._shape)
@@ -214,7 +214,7 @@ class GRPO:
 
     def columns(self, experience: Experience, advantages: np.ndarray) -> dict[str, np.ndarray]:
         """Numbers of every token beside those of the samples."""
-        return {"advantage": advantages, "trained": self._config.loss_mask(experience.rollouts)}
+        return {"advantage": advantages, "trained": self._config.loss_mask(experience)}
 
     def scored(self, experience: Experience, share: float) -> np.ndarray:
         """Lists the samples of the first groups, a share of all, that `token_scores` scores: at least one group."""

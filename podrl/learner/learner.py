@@ -18,6 +18,7 @@ from podrl.learner.evaluate import EvalConfig, Evaluator, is_beside
 from podrl.learner.evaluations.beside import Apart
 from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
+from podrl.learner.left_out import counted, left_out
 from podrl.learner.loop import Schedule
 from podrl.learner.place import evaluate_alone, place_of
 from podrl.learner.playing import REWARD_NAME, environment_config, playing
@@ -57,7 +58,7 @@ class Trained:
 
 
 class Traced:
-    """Implements podrl.learner.loop.Algorithm by another, and notes what the run's trace and curriculum are to know."""
+    """Implements podrl.learner.loop.Algorithm by another; counts what leaves the loss, informs trace and curriculum."""
 
     def __init__(
         self,
@@ -65,9 +66,11 @@ class Traced:
         run: Run,
         group_size: int,
         reward_names: Sequence[str],
+        config: GRPOConfig | PPOConfig,
         curriculum: Curriculum | None = None,
     ):
         """Of GRPO or PPO, in a run whose files may be open later."""
+        self._config, self._counted = config, {}
         self._algorithm, self._run, self._curriculum = algorithm, run, curriculum
         self._group_size, self._names, self._warm = group_size, reward_names, False
         self._noted: tuple[Experience, trace.Noted] | None = None
@@ -87,6 +90,8 @@ class Traced:
             return self._algorithm.score(step, experience)
 
     def pack(self, step: int, experience: Experience, scores: Any, advantages: Any) -> Any:
+        advantage_BT = self._algorithm.columns(experience, advantages)["advantage"]
+        self._counted = counted(left_out(self._config, step, experience, advantage_BT))
         tracing, traced, done = self._run.tracing, self._run.traced, step + 1
         if traced is not None and traced.wants(done):
             scores_of = self._algorithm.token_scores(experience, traced.share)  # all hosts that train, which one writes
@@ -105,13 +110,13 @@ class Traced:
         tracing, traced, noted = self._run.tracing, self._run.traced, self._noted
         self._noted = None
         if traced is None or not traced.weighs(step + 1):
-            return self._algorithm.update(step, batches)
+            return {**self._algorithm.update(step, batches), **self._counted}
         weighed: list[Any] = []
         metrics = self._algorithm.update(step, batches, weighed)
         if weighed and tracing is not None and noted is not None:
             columns = {**noted[1].columns, **self._algorithm.weights(step, noted[0], weighed)}
             tracing.note(step + 1, dataclasses.replace(noted[1], columns=columns))
-        return metrics
+        return {**metrics, **self._counted}
 
 
 class NoTraining:
@@ -432,7 +437,7 @@ class SampleLearner:
             curriculum=stream.curriculum,
             groups=stream.groups,
         )
-        traced = Traced(algorithm, run, self.config.num_generations, reward_names, stream.curriculum)
+        traced = Traced(algorithm, run, self.config.num_generations, reward_names, self.config, stream.curriculum)
         return Trained(traced, report, traced.needed)
 
 

@@ -135,7 +135,7 @@ class PPO:
         self, step: int, iteration: int, experience: Experience, value_BT: np.ndarray, return_BT: np.ndarray
     ) -> list[Batch[CriticRows]]:
         rollouts = experience.rollouts
-        loss_mask_BT = self._config.loss_mask(rollouts)
+        loss_mask_BT = self._config.loss_mask(experience)
         batches = []
         for chosen in self._policy.mini_batches(step, iteration, len(rollouts.length_B)):
             placement = packing.place_samples(rollouts, chosen, self._critic_shape)

@@ -52,8 +52,7 @@ class SampleReport:
 
     def describe(self, experience: Experience) -> dict[str, float]:
         rollouts = experience.rollouts
-        sampled_B = rollouts.mask_BT.sum(axis=1)
-        counted_B = sampled_B > 0  # a group with a failed sample has no token in the loss, and no reward
+        sampled_B, counted_B = rollouts.mask_BT.sum(axis=1), experience.rewarded()
         metrics = self._of_rewards(experience, counted_B) if counted_B.any() else {}
         metrics |= {
             "tokens/completion": float(sampled_B.sum()),
@@ -107,7 +106,7 @@ class SampleReport:
 
     def samples(self, experience: Experience) -> Sequence[Mapping[str, Any]]:
         """Records the first sample of every prompt whose samples are in the loss, with its rewards and its group."""
-        rollouts, G = experience.rollouts, self._config.num_generations
+        rollouts, G, rewarded_B = experience.rollouts, self._config.num_generations, experience.rewarded()
         group_P = self._groups_of(rollouts)
         return [
             {
@@ -119,7 +118,7 @@ class SampleReport:
                 **{name: float(r_B[b]) for name, r_B in zip(self._names, experience.reward_FB, strict=True)},
             }
             for b in range(0, len(rollouts.completions), G)
-            if rollouts.mask_BT[b].any()
+            if rewarded_B[b]
         ]
 
     def _groups_of(self, rollouts: Rollouts) -> Sequence[Any]:
@@ -137,7 +136,7 @@ class SampleReport:
         """Calls the user's metric functions on a batch."""
         if not self._metric_fns:
             return {}
-        asked, counted = experience.rollouts.prompts, np.flatnonzero(experience.rollouts.mask_BT.any(axis=1)).tolist()
+        asked, counted = experience.rollouts.prompts, np.flatnonzero(experience.rewarded()).tolist()
         prompts, fields = repeated(asked.text, asked.fields, self._config.num_generations)
         chosen = {name: [values[b] for b in counted] for name, values in fields.items()}
         named: dict[str, float] = {}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from podrl.algorithms import kl
 from podrl.algorithms.aggregate import SCALED_MODES
@@ -17,7 +17,7 @@ from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, s
 from podrl.rewards.compose import RewardConfig
 from podrl.rollout.config import RolloutConfig
 from podrl.trainer import custom
-from podrl.types import STOP_DEADLINE, STOP_LENGTH, Rollouts
+from podrl.types import STOP_DEADLINE, STOP_LENGTH, Experience, LeftOut, Rollouts
 
 
 @section("grpo")
@@ -232,11 +232,31 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             reward_B = reward_B + np.asarray(penalty_B)
         return reward_B
 
-    def loss_mask(self, rollouts: Rollouts) -> Float[np.ndarray, "B T"]:
+    def masked_out(self, experience: Experience) -> Int[np.ndarray, " B"]:
+        """LeftOut codes of the samples whose tokens do not count in the loss at all; 0 for the others."""
+        stop_B, lost_B = experience.rollouts.stop_B, experience.lost_B
+        found = {
+            LeftOut.OUT_OF_TIME: stop_B == STOP_DEADLINE,
+            LeftOut.NO_TOKENS: ~experience.rollouts.mask_BT.any(axis=1),
+            LeftOut.OVERLONG: (stop_B == STOP_LENGTH) & self.overlong_filter,
+        }
+        return np.select([~experience.rewarded(), *found.values()], [lost_B, *found], LeftOut.NOT)
+
+    def loss_mask(self, experience: Experience) -> Float[np.ndarray, "B T"]:
         """1 on the tokens that count in the loss."""
-        left_out = (STOP_DEADLINE, STOP_LENGTH) if self.overlong_filter else (STOP_DEADLINE,)
-        out_B = np.isin(rollouts.stop_B, left_out)
-        return np.where(out_B[:, None], np.float32(0), rollouts.mask_BT) if out_B.any() else rollouts.mask_BT
+        out_B, mask_BT = self.masked_out(experience) != LeftOut.NOT, experience.rollouts.mask_BT
+        return np.where(out_B[:, None], np.float32(0), mask_BT) if out_B.any() else mask_BT
+
+    @property
+    def policy_alone(self) -> bool:
+        """True if nothing but the surrogate moves the policy: no KL or entropy in the loss, no teacher's divergence."""
+        teacher = self.distillation
+        return not (self.loss_kl.coef or self.entropy_coef or (teacher is not None and not teacher.sampled))
+
+    @property
+    def advantage_alone(self) -> bool:
+        """True if a token whose advantage is 0 does not move the policy."""
+        return self.policy_alone and not self.own_loss and self.kind not in ("kl_cov", "dppo")
 
     def describe(self, max_tokens: int) -> list[str]:
         """Describes what happens beside the loss, one plain line each, for the dry run."""

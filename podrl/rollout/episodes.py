@@ -350,7 +350,7 @@ class Pump:
 
     def _on_done(self, b: int, done: Done) -> None:
         episode = self._episodes[b]
-        self._reward(b, 0.0 if done.reward is None else done.reward)
+        self._reward(b, 0.0 if done.reward is None else done.reward, whole=True)
         episode.metrics = dict(done.metrics)
         self._unasked.get(b // self.request.group_size, set()).discard(b)
         track = episode.track
@@ -451,11 +451,14 @@ class Pump:
         if self._episodes[b].repeated is None:
             self._host.turn(self._first + b, turn)
 
-    def _reward(self, b: int, reward: float) -> None:
-        """Puts a reward on the last sampled token."""
+    def _reward(self, b: int, reward: float, *, whole: bool = False) -> None:
+        """Puts a reward on the last sampled token; that of a whole sample without any on the prompt's last."""
         episode = self._episodes[b]
         said = [turn for turn in episode.turns if turn["by"] == "model" and turn["tokens"]]
         if not reward:
+            return
+        if (episode.track is None or not said) and whole:
+            episode.rewards.append((-1, reward))
             return
         if episode.track is None or not said:
             raise BatchError(

@@ -1,6 +1,7 @@
 """Counts tokens of a batch that are not what its masks, ids, probabilities and versions say they are."""
 
 import numpy as np
+from jaxtyping import Bool
 
 from podrl.types import STOP_FAILED, Rollouts
 
@@ -50,3 +51,10 @@ def ages(rollouts: Rollouts, *, step: int) -> dict[str, float]:
     oldest_B = np.where(sampled_BT, rollouts.version_BT, newest_B[:, None]).min(axis=1, initial=2**31 - 1)
     age = int((step - rollouts.version_BT[sampled_BT]).sum())
     return {"rollout/age": float(age), "rollout/mixed_samples": float((newest_B > oldest_B).sum())}
+
+
+def beyond(rollouts: Rollouts, oldest: int) -> Bool[np.ndarray, " B"]:
+    """True for samples all of whose sampled tokens were drawn by weights older than a version; False without any."""
+    sampled_BT = rollouts.mask_BT > 0
+    fresh_BT = sampled_BT & (rollouts.version_BT >= oldest)
+    return np.any(sampled_BT, axis=1) & ~np.any(fresh_BT, axis=1)

@@ -130,7 +130,7 @@ def _reproduced(now: Record, past: Past) -> str:
 )
 def _ratio(now: Record, past: Past) -> str:
     value, bound = number(now, "actor/ratio"), 0.01 if past.exact else 0.05
-    if value is None or not past.on_policy or abs(value - 1) <= bound:
+    if not value or not past.on_policy or abs(value - 1) <= bound:  # 0 is a step without a token in the loss
         return ""
     return f"actor/ratio is {value:.4g}, more than {bound:g} away from 1 in a run of one on-policy update a step"
 
@@ -214,6 +214,19 @@ def _signal(now: Record, past: Past) -> str:
     ):
         return ""
     return f"reward/groups_without_signal is {average(values):.2f} over {WINDOW} steps, more than {NO_SIGNAL}"
+
+
+@check(
+    "nothing trained",
+    meaning="no sample of the step has weight in the policy's loss, so the step does not change the policy",
+    key="what the reasons name (docs/metrics.md, loss/left_out/REASON); equal_rewards: see groups without signal",
+)
+def _trained(now: Record, past: Past) -> str:
+    reasons = {name: value for name, value in now.items() if name.startswith("loss/left_out/") and value}
+    if number(now, "loss/samples") != 0 or "loss/left_out/critic_warmup" in reasons:
+        return ""
+    most = sorted(reasons, key=lambda name: -reasons[name])
+    return "no sample has weight in the loss: " + ", ".join(f"{reasons[n]:.0f} {n.rsplit('/')[-1]}" for n in most)
 
 
 # What the samples look like.

@@ -52,6 +52,11 @@ def no_signal_for_adapters(run):
     put(run, "actor/grad_norm", 0.0, 3)
 
 
+def nothing_trained(run):
+    for name, value in {"samples": 0.0, "left_out/no_tokens": 3.0, "left_out/equal_rewards": 64.0}.items():
+        put(run, f"loss/{name}", value, 5, 5)
+
+
 # Finding, run it is planted in, what is changed, the step at which it must be found, words of what is said.
 PLANTED = [
     (
@@ -80,6 +85,7 @@ PLANTED = [
     ("reward function without effect", "gspo", lambda r: put(r, "reward/number", 0.0, 1), 10, "reward/number is 0"),
     ("reward saturated", "grpo", lambda r: put(r, "reward/std", 0.1, 12), 16, "0.1 over 5"),
     ("groups without signal", "rloo", lambda r: put(r, "reward/groups_without_signal", 0.9, 7), 11, "0.9"),
+    ("nothing trained", "rloo", nothing_trained, 5, "64 equal_rewards, 3 no_tokens"),
     ("answers get longer", "cispo", lambda r: put(r, "completion/length_mean", 48.0, 9), 12, "times"),
     ("answers cut off", "dapo", lambda r: put(r, "completion/truncated", 0.4, 6), 9, "0.32"),
     ("repetition", "grpo", repeat_text, 8, "'8*3=24. ' 12 times"),
@@ -167,6 +173,15 @@ def test_a_run_that_grows_is_watched_to_its_end(tmp_path):
     assert next(watched).step == 5 and not later.getvalue()
     assert [(finding.step, finding.name) for finding in watched] == [(20, "the trainer does not reproduce the sampler")]
     assert later.getvalue() == "ww"
+
+
+def test_a_step_without_a_token_is_told_as_that_alone(tmp_path):
+    """Its ratio is 0, which says nothing of the sampler."""
+    run = recorded.run("dr_grpo")
+    for name, value in {"actor/ratio": 0.0, "loss/samples": 0.0, "loss/left_out/no_tokens": 64.0}.items():
+        put(run, name, value, 3, 3)
+    found = [finding.name for finding in doctor.examine(recorded.write(run, tmp_path / "run"))]
+    assert found == ["nothing trained"]
 
 
 def test_what_is_no_run_is_said(tmp_path, capsys):

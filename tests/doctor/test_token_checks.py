@@ -40,7 +40,9 @@ def healthy():
         seconds=0.1,
     )
     columns = {"advantage": np.ones_like(mask_BT), "trained": mask_BT.copy(), "trainer_logprob": logprob_BT + 1e-6}
-    return Experience(rollouts, np.ones((1, 4)), np.array([1.0, 0.5, 0.0, 1.0]), np.zeros(4), 0.1, {}), columns
+    return Experience(
+        rollouts, np.ones((1, 4)), np.array([1.0, 0.5, 0.0, 1.0]), np.zeros(4), 0.1, {}, np.zeros(4, np.int32)
+    ), columns
 
 
 def diagnosed(folder, plant=lambda rollouts, columns: None, damage=False):

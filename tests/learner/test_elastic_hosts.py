@@ -162,7 +162,7 @@ def experience_of(prompts, tokens_BT, version_BT, reward_B, seconds=0.0) -> Expe
         episodes=[NO_EPISODE] * B,
         seconds=seconds,
     )
-    return Experience(rollouts, np.zeros((1, B)), reward_B, np.zeros(B), 0.0, {})
+    return Experience(rollouts, np.zeros((1, B)), reward_B, np.zeros(B), 0.0, {}, np.zeros(B, np.int32))
 
 
 def run() -> types.SimpleNamespace:

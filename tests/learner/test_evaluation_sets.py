@@ -16,7 +16,7 @@ from podrl.learner.evaluate import EvalConfig, Evaluator, HeldOut, SetConfig, su
 from podrl.learner.report import SampleReport
 from podrl.learner.settings import GRPOConfig
 from podrl.rollout.config import Sampling
-from podrl.types import Experience
+from podrl.types import Experience, LeftOut
 
 
 class Drawing(Cluster):
@@ -99,9 +99,9 @@ def test_groups_of_a_step_have_rewards_of_their_own():
     batch = prompts_with("1234")
     batch = dataclasses.replace(batch, fields={"group": ["easy", None, "hard", "hard"]})
     rollouts = samples_of(batch, ["x"] * 8)
-    rollouts.mask_BT[6:] = 0  # a group that left the loss
+    lost_B = np.repeat([0, 0, 0, LeftOut.FAILED], 2)
     reward_B = np.arange(8.0)
-    made = Experience(rollouts, 2 * reward_B[None], reward_B, reward_B, 0.0, {})
+    made = Experience(rollouts, 2 * reward_B[None], reward_B, reward_B, 0.0, {}, lost_B)
     told: dict = {"reward_names": ("length",), "metric_fns": (), "watched": (), "skipped": lambda: 0}
     report = SampleReport(GRPOConfig(num_generations=2), **told, groups=("easy", "hard", "none"))
     found = {name: value for name, value in report.describe(made).items() if name.startswith("group/")}

@@ -38,7 +38,9 @@ def _experience(seed: int) -> Experience:
         episodes=[{"turns": [{"by": "model", "text": "é", "tokens": 2}], "metrics": {"won": 1.0}, "seconds": 0.5}] * 4,
         seconds=0.25,
     )
-    return Experience(rollouts, rng.normal(size=(3, 4)), rng.normal(size=4), np.zeros(4), 0.5, {"x": 1.0})
+    return Experience(
+        rollouts, rng.normal(size=(3, 4)), rng.normal(size=4), np.zeros(4), 0.5, {"x": 1.0}, np.zeros(4, np.int32)
+    )
 
 
 def _same(a, b):

@@ -129,6 +129,7 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
         "dynamic_sampling/groups_drawn": 7.0,
         "dynamic_sampling/groups_replaced": 2.0,
         "dynamic_sampling/groups_left_without_signal": 0.0,
+        "loss/left_out/dynamic_sampling": 3.0 * G,
         "rollout/kept_tokens": 0.5 * 3 * 8,
     }
     asked = experience.rollouts.prompts

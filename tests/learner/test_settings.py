@@ -14,7 +14,7 @@ from podrl.algorithms.shaping import overlong_penalty
 from podrl.job.config import complete, parse, unset
 from podrl.learner.control import LossKL, MismatchGate, RewardKL
 from podrl.learner.settings import GRPOConfig, PPOConfig
-from podrl.types import NO_EPISODE, STOP_EOS, STOP_LENGTH, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_EOS, STOP_LENGTH, Experience, Prompts, Rollouts
 
 
 def rollouts(lengths, stops, limit=8, prompt=2):
@@ -65,16 +65,22 @@ def test_overlong_penalty_by_hand():
         overlong_penalty(np.array([3]), limit=20, buffer=21)
 
 
+def of(samples):
+    """A batch of samples with equal rewards, none of which is lost."""
+    zero_B = np.zeros(len(samples.stop_B))
+    return Experience(samples, zero_B[None], zero_B, zero_B, 0.0, {}, zero_B.astype(np.int32))
+
+
 def test_shaping_counts_tokens_and_the_filter_leaves_groups_alone():
     samples = rollouts([4, 7, 8], [STOP_EOS, STOP_EOS, STOP_LENGTH])
     reward_B = np.array([0.5, 1.0, 1.0])
     config = GRPOConfig(overlong_shaping=True, overlong_buffer=2, no_stop_reward=-3.0, overlong_filter=True)
     np.testing.assert_allclose(config.shaped(reward_B, samples, 8), [0.5, 0.5, -4.0])
-    kept_BT = config.loss_mask(samples)
+    kept_BT = config.loss_mask(of(samples))
     np.testing.assert_array_equal(kept_BT[:2], samples.mask_BT[:2])
     assert not kept_BT[2].any()
     plain = GRPOConfig()
-    assert plain.shaped(reward_B, samples, 8) is reward_B and plain.loss_mask(samples) is samples.mask_BT
+    assert plain.shaped(reward_B, samples, 8) is reward_B and plain.loss_mask(of(samples)) is samples.mask_BT
 
 
 def test_the_ratio_starts_from_the_trainer_where_the_reward_needs_its_scores():

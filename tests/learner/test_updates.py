@@ -25,7 +25,7 @@ from podrl.models import decoder
 from podrl.rundir.spans import Spans
 from podrl.rundir.tracing import TraceSteps
 from podrl.runtime.metrics import LogConfig
-from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Experience, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Experience, LeftOut, Prompts, Rollouts
 
 P, G, PROMPT, LIMIT = 2, 4, 4, 8
 B, T = P * G, PROMPT + LIMIT
@@ -106,7 +106,7 @@ class Bench:
             episodes=[NO_EPISODE] * B,
             seconds=0.0,
         )
-        return Experience(rollouts, REWARD_B[None], REWARD_B, np.full(B, 0.3), 0.0, {})
+        return Experience(rollouts, REWARD_B[None], REWARD_B, np.full(B, 0.3), 0.0, {}, np.zeros(B, np.int32))
 
     def train(self, name, **changes):
         """Trains: (config, metrics of each step, trained parameters of the actor, of the critic or None)."""
@@ -156,8 +156,9 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
     kept = {}
     run = SimpleNamespace(tracing=SimpleNamespace(note=kept.__setitem__), spans=Spans())
     run.traced = TraceSteps(LogConfig(trace="updates"))
-    traced = Traced(made, run, G, ["fn"])
-    assert [fetched_means(learn(traced, step, bench.experience)) for step in range(2)] == plain
+    traced = Traced(made, run, G, ["fn"], described.algo)
+    found = [fetched_means(learn(traced, step, bench.experience)) for step in range(2)]
+    assert found == [{**metrics, "loss/samples": float(B)} for metrics in plain]
     for a, b in zip(jax.tree.leaves(actor), jax.tree.leaves(jax.device_get(cluster.state.params)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert list(kept) == [1, 2]
@@ -179,7 +180,7 @@ def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, mon
     found = {}
     for name, tracing in {"leader": SimpleNamespace(note=lambda *of: None), "other": None}.items():
         run = SimpleNamespace(tracing=tracing, spans=Spans(), traced=TraceSteps(LogConfig(trace="updates")))
-        traced = Traced(made, run, G, ["fn"])
+        traced = Traced(made, run, G, ["fn"], parsed("grpo", {}).algo)
         for step in range(2):
             traced.pack(step, bench.experience, None, bench.experience.rollouts.mask_BT)
             traced.update(step, ())
@@ -286,7 +287,9 @@ def test_a_group_with_a_failed_sample_teaches_nothing_and_is_not_reported(bench)
         reward_B = np.where(np.arange(B) < G, REWARD_B, lost)
         reward_FB = np.where(np.arange(B) == 5, np.nan, reward_B)[None]
         rollouts = dataclasses.replace(whole, mask_BT=mask_BT, stop_B=stop_B, logprob_BT=whole.logprob_BT + lost)
-        experience = Experience(rollouts, reward_FB, reward_B, np.full(B, 0.3), 0.0, {"rollout/failed": 1.0})
+        lost_B = np.where(np.arange(B) < G, LeftOut.NOT, np.where(stop_B == STOP_FAILED, LeftOut.FAILED, LeftOut.GROUP))
+        counts = {"rollout/failed": 1.0}
+        experience = Experience(rollouts, reward_FB, reward_B, np.full(B, 0.3), 0.0, counts, lost_B)
         bench.cluster.state = jax.device_put(bench.start, bench._placed)
         learn(algorithm, 0, experience)
         ends.append(jax.device_get(bench.cluster.state.params))
@@ -310,7 +313,8 @@ def test_a_step_that_loses_every_group_teaches_nothing_and_has_no_reward(bench):
     whole, stop_B = bench.experience.rollouts, np.where(np.arange(B) % G == 1, STOP_FAILED, STOP_EOS)
     rollouts = dataclasses.replace(whole, mask_BT=np.zeros_like(whole.mask_BT), stop_B=stop_B)
     counts = {"rollout/failed": B / G, "rollout/kept_tokens": 0.0, "rollout/age": 0.0, "rollout/mixed_samples": 0.0}
-    experience = Experience(rollouts, np.full((1, B), np.nan), np.zeros(B), np.full(B, 0.3), 0.0, counts)
+    lost_B = np.where(stop_B == STOP_FAILED, LeftOut.FAILED, LeftOut.GROUP)
+    experience = Experience(rollouts, np.full((1, B), np.nan), np.zeros(B), np.full(B, 0.3), 0.0, counts, lost_B)
     bench.cluster.state = jax.device_put(bench.start, bench._placed)
     metrics = fetched_means(learn(algorithm, 0, experience))
     assert np.isfinite(list(metrics.values())).all(), metrics
@@ -341,7 +345,7 @@ def test_a_resumed_run_compiles_what_traces_in_its_first_step():
     algorithm, experience = GRPO(fresh.cluster, parsed("grpo", {}).algo, samples=B, say=print), fresh.experience
     spans = Spans()
     run = SimpleNamespace(tracing=SimpleNamespace(note=lambda *of: None), traced=TraceSteps(LogConfig()), spans=spans)
-    traced = Traced(algorithm, run, G, ["fn"])
+    traced = Traced(algorithm, run, G, ["fn"], parsed("grpo", {}).algo)
     compiled = {}
     with spans.compiles():
         for step in (7, 8, 9):
@@ -359,7 +363,7 @@ def test_the_trace_is_told_of_every_token(name, bench):
     kept = {}
     chosen = SimpleNamespace(wants=lambda step: step == 8, ever=True, share=0.5, weighs=lambda step: False)
     run = SimpleNamespace(tracing=SimpleNamespace(note=kept.__setitem__), traced=chosen, spans=Spans())
-    traced = Traced(algorithm, run, G, ["fn"])
+    traced = Traced(algorithm, run, G, ["fn"], config.algo)
     scores = traced.score(7, experience)
     advantages, _ = traced.advantages(experience, scores, traced.rewards(experience, scores)[0])
     traced.pack(7, experience, scores, advantages)

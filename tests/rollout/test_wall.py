@@ -59,7 +59,9 @@ class Maker:
         del step
         parts = [self._worker.rows(making.player, seconds) for making in makings]
         rollouts = join(parts, join_prompts([part.prompts for part in parts]))
-        return Experience(rollouts, np.zeros((0, P * G)), np.zeros(P * G), np.zeros(P * G), 0.0, {})
+        return Experience(
+            rollouts, np.zeros((0, P * G)), np.zeros(P * G), np.zeros(P * G), 0.0, {}, np.zeros(P * G, np.int32)
+        )
 
     def give_up(self, making):
         making.player.abandon()

@@ -1,0 +1,44 @@
+"""Counts the samples that train the policy, and the others by the reason for which they do not."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from podrl.learner.settings import AlgorithmConfig, PPOConfig
+from podrl.types import Experience, LeftOut
+
+
+def left_out(
+    config: AlgorithmConfig, step: int, experience: Experience, advantage_BT: Float[np.ndarray, "B T"]
+) -> Int[np.ndarray, " B"]:
+    """LeftOut codes of a batch: 0 for the samples that have weight in the policy's loss.
+
+    Args:
+      config: settings of the algorithm; its `masked_out` decides which tokens the loss sees.
+      step: steps done before this batch trains.
+      experience: the batch.
+      advantage_BT: advantages of the sampled tokens.
+    """
+    masked_B = config.masked_out(experience)
+    reward_PG = experience.reward_B.reshape(-1, config.num_generations)
+    equal_B = np.repeat(np.ptp(reward_PG, axis=1) == 0, config.num_generations)
+    idle_B = ~((advantage_BT != 0) & (experience.rollouts.mask_BT > 0)).any(axis=1) & config.advantage_alone
+    warmup = config.critic_warmup if isinstance(config, PPOConfig) else 0
+    found: dict[Any, Any] = {
+        LeftOut.STALE: (experience.lost_B == LeftOut.STALE) & config.policy_alone,
+        LeftOut.CRITIC_WARMUP: np.full(len(masked_B), step < warmup),
+        LeftOut.EQUAL_REWARDS: idle_B & equal_B,
+        LeftOut.ZERO_ADVANTAGE: idle_B,
+    }
+    return np.select([masked_B != LeftOut.NOT, *found.values()], [masked_B, *found], LeftOut.NOT)
+
+
+def counted(left_out_B: Int[np.ndarray, " B"]) -> dict[str, float]:
+    """Counts samples with weight, and those without by reason; a reason that no sample has is absent."""
+    reasons = {
+        f"loss/left_out/{reason.name.lower()}": float((left_out_B == reason).sum())
+        for reason in LeftOut
+        if reason and (left_out_B == reason).any()
+    }
+    return {"loss/samples": float((left_out_B == LeftOut.NOT).sum()), **reasons}
