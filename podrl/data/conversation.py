@@ -9,6 +9,7 @@ learned.
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from podrl.data.chat import Message, Tools
 from podrl.data.template import Part
 from podrl.data.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the names under which templates read thoughts
 _MOST = 256  # characters of a turn's header, of what a template writes before its words, and of the mark behind it
 _ASK = {"role": "user", "content": "ask"}  # stands before a turn where a template demands a question
@@ -76,7 +78,27 @@ def parts(
     if spans and spans[-1].open and shown == len(whole) and turns[-1] == len(messages) - 1:
         made[-1] = made[-1]._replace(ends=True)
     made.append(Part(whole[shown:]))
+    learned = "".join(part.text for part in made if part.learned)
+    if any(_thoughts(messages[i]) not in learned for i in turns):
+        _say_dropped(str(tokenizer.directory))
     return [part for part in made if part.text or part.ends]
+
+
+def _thoughts(message: Message) -> str:
+    """What a turn of the assistant thinks, by its own field or within its words; '' for nothing."""
+    within = str(message.get("content")).partition("</think>")
+    thoughts = next((message[name] for name in _REASONING if message.get(name)), within[0] if within[1] else "")
+    return thoughts.rpartition("<think>")[2].strip()
+
+
+@functools.cache
+def _say_dropped(directory: str) -> None:
+    """Says once that thoughts are not learned."""
+    _log.warning(
+        "The chat template of %s leaves thoughts of the data out of its text, so they are not learned: see "
+        "docs/data.md, Conversations.",
+        directory,
+    )
 
 
 class _Span(NamedTuple):
@@ -326,9 +348,15 @@ class _Writing:
 
 def _given(message: Message) -> Message:
     """A message without what is None or no call, its thoughts under every name that templates read."""
-    kept = {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
+    kept = _without_none(message)
+    if calls := kept.pop("tool_calls", None):
+        kept["tool_calls"] = [_with(_without_none(call), _without_none(_function(call))) for call in calls]
     thoughts = next((kept[name] for name in _REASONING if name in kept), None)
     return kept if thoughts is None else {"thinking": thoughts, **kept, "reasoning_content": thoughts}
+
+
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:

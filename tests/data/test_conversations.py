@@ -254,11 +254,23 @@ def test_a_call_is_learned_in_the_templates_form_however_it_is_given(made, name,
 
 
 def test_what_is_none_is_not_there(made):
-    for name in ("llama3", "qwen25", "harmony"):
+    for name in ("llama3", "qwen25", "harmony", "hermes"):
+        plain, padding = FORMS["a call"], {"strict": None, "description": None}
+        calls = [{"id": None, "function": call(x="2+2")["function"] | padding}]
+        padded = [plain[0], plain[1] | {"tool_calls": calls}, *plain[2:]]
+        assert parts(made[name, False], padded) == parts(made[name, False], plain)
         plain = [user("?"), said("1")]
         padded = [message | {"tool_calls": None, "reasoning_content": None, "name": None} for message in plain]
         assert parts(made[name, False], padded) == parts(made[name, False], plain)
         assert parts(made[name, False], [plain[0], plain[1] | {"tool_calls": []}]) == parts(made[name, False], plain)
+
+
+def test_thoughts_that_a_template_drops_are_told_of_once(tmp_path, caplog):
+    names = ("qwen3", "r1", "r1")
+    for tokenizer in [Tokenizer(written(tmp_path / name, FAMILIES[name])) for name in names]:
+        parts(tokenizer, [user("?"), said("1", reasoning_content="hm")])
+    told = [record.args for record in caplog.records if "leaves thoughts" in record.msg]
+    assert told == [(str(tmp_path / "r1"),)]
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
