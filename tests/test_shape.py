@@ -53,6 +53,20 @@ def test_functions_are_short():
     assert long == []
 
 
+# Files that write the time of day for people, or compare it with times of files, which are of the same clock.
+_OF_DAY = {"event_file.py", "sinks.py", "spans.py", "gauges.py", "recorder.py", "cache.py", "runs.py"}
+
+
+def test_no_deadline_reads_the_clock_of_the_day():
+    """It may be set, forwards or backwards, at any moment; time.monotonic() goes on."""
+    read, clocks = set(), ("time.time", "datetime.now", "datetime.datetime.now", "datetime.utcnow")
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in clocks:
+                read.add(path.name)
+    assert read == _OF_DAY
+
+
 def test_files_are_short():
     assert [path.name for path in ROOT.rglob("*.py") if len(path.read_text().splitlines()) > 500] == []
 

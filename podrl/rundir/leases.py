@@ -423,8 +423,9 @@ class Given(Leases):
         """Lets a host go that was asked to stop, on the channel's thread; the last one stays, and the job stops."""
         host = int(message.value["process"])
         with self._changed:
-            goes = not self._ending() and any(other != host for other in self._members)
-            if goes:
+            gone = host not in self._members  # it asks again, and the other hosts may have been lost since then
+            goes = gone or (not self._ending() and any(other != host for other in self._members))
+            if goes and not gone:
                 for process in self._pod.seat.hosts.replica_of(host):
                     self._pod.let_go(process)
                 name = f"{self._pod.seat.hosts.name(host)} (host {host})"

@@ -537,6 +537,8 @@ def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_st
         assert first.leave() and first.leave()  # asked twice
         assert leader.held(batch(0)) == [Lease("batch/0", 0, 2, 2), Lease("batch/0", 2, 4, 2)]
         assert not second.leave() and leader.hosts == 1
+        pods[0].on_lost(2)
+        assert first.leave(), "what it was told once holds, though no host is left now"
         pods[1].channel.close()  # it was let go: its end is no loss
         assert pods[0].is_lost(1) and not pods[0]._gone
 

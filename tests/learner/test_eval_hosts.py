@@ -180,3 +180,11 @@ def test_a_process_that_is_in_the_place_of_one_that_is_gone_is_the_one_that_is_a
         assert not asked[0].done() and asked[1].result().value == {"step": 3, "share": 0, "shares": 2}
         again = shares._on_ask(channel.Message({"process": 2, "address": pods[2].channel.address}))
         assert again.result().value["share"] == 0, "it asked twice, and has not heard the answer"
+
+
+def test_a_host_that_may_leave_may_leave_though_the_others_are_lost_before_it_hears_so():
+    with joined(HOSTS, disposable=True) as pods:
+        shares, asks = EvaluationShares(pods[0], DEADLINE_S, lambda: False), channel.Message({"process": 2})
+        assert shares._on_leaves(asks).value["goes"] and pods[0].is_lost(2)
+        pods[0].let_go(3)
+        assert shares._on_leaves(asks).value["goes"]

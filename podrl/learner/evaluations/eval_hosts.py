@@ -154,8 +154,9 @@ class EvaluationShares:
         """Lets a host go that was asked to stop; the last one stays, and the job stops."""
         host = int(message.value["process"])
         others = [other for other in self._there() if other != host]
-        goes = bool(others) and not self._ending()
-        if goes:
+        gone = self._pod.is_lost(host)  # it asks again, and the other hosts may have been lost since then
+        goes = gone or (bool(others) and not self._ending())
+        if goes and not gone:
             self._pod.let_go(host)
             name = f"{self._pod.seat.hosts.name(host)} (host {host})"
             _log.warning("%s was asked to stop, and leaves; %d evaluation hosts stay.", name, len(others))
