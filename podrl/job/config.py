@@ -278,7 +278,7 @@ class Job:
         prompt = self.data.system_prompt
         asked = prompt == AUTO or template.ANSWER_START in prompt or (not prompt and self.data.path in EMBEDDED_TASKS)
         named = {fn.partition("@")[0] for fn in self.reward.fns if isinstance(fn, str)}
-        return self.kind.given or asked or bool(named & {"answer", "number"})
+        return self.kind.given or asked or bool(named & {"answer", "number", "recipe_number"})
 
     @property
     def longest(self) -> int:

@@ -67,7 +67,7 @@ class RewardConfig:
       limits: what a worker process may take, and which environment variables it sees.
     """
 
-    fns: tuple[str | Callable[..., Any], ...] = tuple(reference.BUILT_IN)
+    fns: tuple[str | Callable[..., Any], ...] = reference.DEFAULT
     weights: tuple[Finite, ...] = ()
     named: tuple[str, ...] = ()
     calls: Literal["sample", "group", "batch"] = "group"

@@ -1,51 +1,93 @@
 """Scores mathematical equality with the reference answer, by math-verify (extra [math])."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from podrl.rewards import numbers
+from podrl.rewards.answers import closed_answer
 from podrl.runtime.plain import references
 
 # Seconds for one answer; math-verify ends a comparison that takes longer by SIGALRM, so it needs a main thread.
 _LIMIT_S = 5
+# math-verify rounds to six decimals, and takes its own decimals from 53 bits: values further apart than this differ.
+_RELATIVE = 1e-12
+_SCIENTIFIC = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,9})(?!\w|\.\d)")
 
 
-def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any) -> list[float]:
-    """Scores 1 if the answer equals the reference as mathematics (1/2, 0.5 and \frac{1}{2} are equal), else 0.
+def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
+    """Scores 1 if the answer equals a reference as mathematics (1/2, 0.5 and \frac{1}{2} are equal), else 0.
 
     The answer is what stands between the last `<answer>` tags, or in a completion without them what math-verify finds:
-    the last boxed or final expression.
+    the last boxed or final expression. Plain numbers are compared exactly (`podrl.rewards.numbers`). In an
+    equation such as 'x = 12', every side that is a value must equal the reference, unless that is an equation, too.
 
     Raises:
       ImportError: math-verify is not installed.
       ValueError: a reference answer that is no mathematics; names it.
     """
     del prompts, fields
+    return [
+        max(float(_equal(truth, completion)) for truth in references(several))
+        for completion, several in zip(completions, answer, strict=True)
+    ]
+
+
+def _equal(truth: str, completion: str) -> bool:
+    gold = _parsed(truth if "$" in truth or "\\boxed" in truth else f"${truth}$")
+    if not gold:
+        raise ValueError(f"the reference answer {truth!r} is no mathematics that math-verify can read")
+    inside = closed_answer(completion)
+    guess = None if inside is None else inside.strip().strip("$").strip()
+    # A bare '34' or '\frac{1}{2}' is read as mathematics once it stands in dollars.
+    found = _parsed(completion) if guess is None else _parsed(f"${guess}$") or _parsed(guess)
+    text = guess if guess is not None else next((one for one in reversed(found) if isinstance(one, str)), "")
+    wanted, given = numbers.read(truth), numbers.read(text)
+    if wanted is not None and given is not None:
+        return given.equals(wanted)
+    *others, last = re.split(r"(?<![<>!:])=", text) if "=" not in truth else [text]
+    if others:
+        return all(_same(gold, _parsed(f"${side}$")) for side in [*filter(_is_value, others), last])
+    return _same(gold, found) and {_brackets(truth), _brackets(text)} != {"set", "ordered"}
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify reads in a text: expressions, then the text of the last; nothing where it finds none.
+
+    Raises:
+      ImportError: math-verify is not installed.
+    """
     try:
         import math_verify
     except ImportError as error:
         raise ImportError("reward.fns='math_equal' needs math-verify: pip install 'podrl[math]'.") from error
-
-    def parsed(text: str) -> Any:
-        return math_verify.parse(text, parsing_timeout=_LIMIT_S)
-
-    rewards = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        golds = []
-        for truth in references(wanted):
-            # A bare '34' or '\frac{1}{2}' is read as mathematics once it stands in dollars.
-            golds.append(parsed(truth if "$" in truth or "\\boxed" in truth else f"${truth}$"))
-            if not golds[-1]:
-                raise ValueError(f"the reference answer {truth!r} is no mathematics that math-verify can read")
-        guess = _answer_of(completion)
-        found = parsed(completion) if guess is None else parsed(f"${guess}$") or parsed(guess)
-        right = (math_verify.verify(gold, found, timeout_seconds=_LIMIT_S) for gold in golds)
-        rewards.append(float(bool(found) and any(right)))
-    return rewards
+    return math_verify.parse(_SCIENTIFIC.sub(r"\1\\cdot10^{\2}", text), parsing_timeout=_LIMIT_S)
 
 
-def _answer_of(completion: str) -> str | None:
-    """Extracts the text between the last pair of answer tags, without enclosing dollars; None without a pair."""
-    before, opened, rest = completion.rpartition("<answer>")
-    inside, closed, _ = rest.partition("</answer>")
-    del before
-    return inside.strip().strip("$").strip() if opened and closed else None
+def _same(gold: list[Any], found: list[Any]) -> bool:
+    import math_verify
+
+    return bool(found) and math_verify.verify(gold, found, timeout_seconds=_LIMIT_S) and not _apart(gold, found)
+
+
+def _apart(gold: list[Any], found: list[Any]) -> bool:
+    """True if both are single finite values that differ by more than rounding."""
+    import sympy
+
+    values = [one[0] for one in (gold, found) if isinstance(one[0], sympy.Expr) and one[0].is_number]
+    mine, theirs = [sympy.N(value, 40) for value in values] if len(values) == 2 else (sympy.nan, sympy.nan)
+    if not (mine.is_finite and theirs.is_finite):
+        return False
+    return bool(abs(mine - theirs) > _RELATIVE * max(abs(mine), abs(theirs)))
+
+
+def _is_value(side: str) -> bool:
+    """True if a side of an equation has digits and no names of variables or functions."""
+    bare = re.sub(r"\\[A-Za-z]+", "", side)
+    return re.search(r"[0-9]", bare) is not None and re.search(r"[A-Za-z]", bare) is None
+
+
+def _brackets(text: str) -> str:
+    r"""'set' in \{ \}, where members have no order; 'ordered' as a point or an interval has them; else ''."""
+    bare = text.strip().strip("$").strip()
+    return "set" if bare.startswith("\\{") else "ordered" if bare.startswith(("(", "[")) else ""

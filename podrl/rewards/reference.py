@@ -1,8 +1,7 @@
 """The four reference rewards of the reasoning-and-answer template, and the accuracies an evaluation reports.
 
 Source: the GSM8K recipe that Gemma's GRPO tutorials share. Every function takes `(prompts, completions, **fields)` with
-lists of equal length and returns one float per completion; `answer` is the reference answer, a text or a number, or a
-list of these of which the best counts.
+lists of equal length and returns one float per completion; `answer` is the reference answer, or a list of them.
 """
 
 import collections
@@ -11,25 +10,21 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from podrl.rewards.answers import is_right, last_answer, number_of, vote
+from podrl.rewards.numbers import Number, read
 from podrl.runtime.plain import references
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 # From a line's start to a line's end: reasoning, then an answer, then nothing but white space.
 _FORMAT = re.compile(r"^\s*<reasoning>.+?</reasoning>.*?<answer>(?P<answer>.+?)</answer>\s*$", re.MULTILINE | re.DOTALL)
-_NUMBER = re.compile(r"<answer>.*?(?P<number>[\d.]+)", re.DOTALL)
+_RECIPE_NUMBER = re.compile(r"<answer>.*?(?P<number>[\d.]+)", re.DOTALL)
 
 
 def answer_of(completion: str) -> str | None:
     """Extracts the text between the answer tags of a completion in the exact format; None in any other format."""
     match = _FORMAT.search(completion)
     return match["answer"] if match else None
-
-
-def number_of(completion: str) -> float | None:
-    """Finds the first number after `<answer>`, whatever the format; None when there is none."""
-    match = _NUMBER.search(completion)
-    return _number(match["number"]) if match else None
 
 
 def exact_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
@@ -44,40 +39,66 @@ def approximate_format(prompts: Sequence[str], completions: Sequence[str], **fie
     return [sum(0.5 if completion.count(tag) == 1 else -0.5 for tag in TAGS) for completion in completions]
 
 
-def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any) -> list[float]:
-    """Scores the answer of a completion in the exact format.
+def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
+    """Scores the answer of a completion in the exact format; of several references, the best counts.
 
-    3 for the reference answer, 1.5 when they are equal without surrounding space, 0.5 when their ratio is within
-    0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for what is no number, 0 without the format.
+    3 for the reference answer, 1.5 when they are equal without surrounding space, 0.5 when the ratio of their numbers
+    is within 0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for what is no number, 0 without the format.
     """
     del prompts, fields
-    return [
-        max(_answer_score(answer_of(completion), one) for one in references(wanted))
-        for completion, wanted in zip(completions, answer, strict=True)
-    ]
+    found = zip(map(answer_of, completions), answer, strict=True)
+    return [max(_answer_score(guess, one) for one in references(truth)) for guess, truth in found]
 
 
-def number(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **fields: Any) -> list[float]:
-    """Scores 1.5 when the first number after `<answer>` equals the reference answer, else 0."""
+def number(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
+    """Scores 1.5 when the number in the last answer tags equals a reference answer, else 0.
+
+    The tags need not be closed. Numbers are read as `podrl.rewards.numbers.read` does.
+    """
     del prompts, fields
-    return [
-        1.5 if any(_equal(number_of(completion), one) for one in references(wanted)) else 0.0
-        for completion, wanted in zip(completions, answer, strict=True)
-    ]
+    found = zip(map(number_of, completions), answer, strict=True)
+    return [1.5 if any(_equal(guess, read(one)) for one in references(truth)) else 0.0 for guess, truth in found]
+
+
+def recipe_number(
+    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any
+) -> list[float]:
+    """Scores 1.5 when the first digits and points after `<answer>` are the reference answer: the recipe's pattern.
+
+    It knows no signs, separators or fractions: '-5' is 5, '1,200' is 1, '1/2' is 1. `number` reads them.
+    """
+    del prompts, fields
+    scores = []
+    for completion, truth in zip(completions, answer, strict=True):
+        match = _RECIPE_NUMBER.search(completion)
+        guess = _decimal(match["number"]) if match else None
+        scores.append(1.5 if guess is not None and guess in map(_decimal, references(truth)) else 0.0)
+    return scores
 
 
 BUILT_IN: dict[str, Callable[..., list[float]]] = {
-    fn.__name__: fn for fn in (exact_format, approximate_format, answer, number)
+    fn.__name__: fn for fn in (exact_format, approximate_format, answer, number, recipe_number)
 }
+# The rewards of a job that names none.
+DEFAULT = ("exact_format", "approximate_format", "answer", "number")
 
 
 def accuracies(completion: str, truth: Any, *, has_format: bool = True) -> dict[str, float]:
-    """1.0 or 0.0 for each of: 'answer' (first number after `<answer>` equals the reference answer), 'partial' (their
-    ratio is within 0.9-1.1), 'format' (the exact format), where the task has one."""
-    guess, truths = number_of(completion), references(truth)
-    targets = [target for one in truths if (target := _number(one)) is not None]
-    close = guess is not None and any(_within(guess, target, 0.9, 1.1) for target in targets)
-    scores = {"answer": float(any(_equal(guess, one) for one in truths)), "partial": float(close)}
+    """Compares the text in a completion's last answer tags, which need not be closed, with the reference answer.
+
+    Returns:
+      1.0 or 0.0 for each of: 'answer' (the same number, or the same text where the reference is no number), 'partial'
+      (the ratio of the numbers is within 0.9-1.1), and 'format' (the exact format), where the task has one. Of several
+      references any will do.
+    """
+    given = last_answer(completion)
+    guess = None if given is None else read(given)
+    right = close = False
+    for one in references(truth):
+        target = read(one)
+        right |= is_right(given, one)
+        close |= guess is not None and target is not None and guess.close(target, 90, 110)
+    scores = {"answer": float(right), "partial": float(right or close)}
     return scores | ({"format": float(answer_of(completion) is not None)} if has_format else {})
 
 
@@ -95,10 +116,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str], right: Sequence[float]) -> float:
-    """1 if the answer that most samples give, the first of equals, is right."""
-    counts = collections.Counter(answers)
-    best = max(answers, key=lambda answer: counts[answer])
-    return right[list(answers).index(best)]
+    """1 if the answer that most samples give, the first of equals, is right; numbers are equal in any form."""
+    votes = list(map(vote, answers))
+    counts = collections.Counter(votes)
+    return right[votes.index(max(votes, key=counts.__getitem__))]
 
 
 def _answer_score(guess: str | None, truth: str) -> float:
@@ -108,27 +129,22 @@ def _answer_score(guess: str | None, truth: str) -> float:
         return 3.0
     if guess.strip() == truth.strip():
         return 1.5
-    value, target = _number(guess), _number(truth)
+    value, target = read(guess), read(truth)
     if value is None or target is None:
         return -0.5
-    if _within(value, target, 0.9, 1.1):
+    if value.close(target, 90, 110):
         return 0.5
-    return 0.25 if _within(value, target, 0.8, 1.2) else -1.0
+    return 0.25 if value.close(target, 80, 120) else -1.0
 
 
-def _number(text: str) -> float | None:
+def _equal(value: Number | None, target: Number | None) -> bool:
+    return value is not None and target is not None and value.equals(target)
+
+
+def _decimal(text: str) -> float | None:
     """Parses a finite decimal number; None for any other text."""
     try:
         value = float(text)
     except ValueError:
         return None
     return value if math.isfinite(value) else None
-
-
-def _equal(value: float | None, truth: str) -> bool:
-    return value is not None and value == _number(truth)
-
-
-def _within(value: float, target: float, low: float, high: float) -> bool:
-    """True if value / target lies in [low, high]; against 0, only 0 does."""
-    return low <= value / target <= high if target else value == 0

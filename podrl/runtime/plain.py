@@ -4,9 +4,7 @@ Reward functions run where jax is not imported, so nothing here does.
 """
 
 import math
-import numbers
 from collections.abc import Sequence
-from decimal import Decimal
 from typing import Any
 
 _EXACT = 15  # significant digits that every float holds
@@ -41,6 +39,10 @@ def text(value: Any) -> str:
     """
     if isinstance(value, str):
         return value
+    # Here, because both import the module `numbers`, a name that a user's script beside its rewards may have.
+    import numbers
+    from decimal import Decimal
+
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
         raise ValueError(f"{value!r} must be text or a number")
     if isinstance(value, numbers.Integral):

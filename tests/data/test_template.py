@@ -25,7 +25,7 @@ def test_the_completion_earns_every_reference_reward():
     text = template.completion("2+2=4.", "4")
     tags = (template.REASONING_START, template.REASONING_END, template.ANSWER_START, template.ANSWER_END)
     assert tags == reference.TAGS and all(tag in template.SYSTEM_PROMPT for tag in tags)
-    earned = [fn([""], [text], answer=["4"])[0] for fn in reference.BUILT_IN.values()]
+    earned = [fn([""], [text], answer=["4"])[0] for fn in map(reference.BUILT_IN.__getitem__, reference.DEFAULT)]
     assert earned == [3.0, 2.0, 3.0, 1.5]
 
 

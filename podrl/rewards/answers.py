@@ -1,0 +1,46 @@
+"""Finds the answer in a completion and compares it with a reference: one rule for rewards, accuracies and votes."""
+
+from podrl.rewards import numbers
+
+_OPENED, _CLOSED = "<answer>", "</answer>"
+
+
+def closed_answer(completion: str) -> str | None:
+    """The text between the last pair of answer tags; None without a pair."""
+    end = completion.rfind(_CLOSED)
+    start = completion.rfind(_OPENED, 0, max(end, 0))
+    return None if start < 0 else completion[start + len(_OPENED) : completion.find(_CLOSED, start)]
+
+
+def last_answer(completion: str) -> str | None:
+    """The text between the last pair of answer tags, or after the last opening tag where no pair is closed; or None."""
+    closed = closed_answer(completion)
+    _, opened, rest = completion.rpartition(_OPENED)
+    return closed if closed is not None or not opened else rest
+
+
+def number_of(completion: str) -> numbers.Number | None:
+    """The number that a completion answers with; None where it has no answer tag, or no single number after it."""
+    answer = last_answer(completion)
+    return None if answer is None else numbers.read(answer)
+
+
+def is_right(answer: str | None, truth: str) -> bool:
+    """True if an answer gives the reference's number, or is the reference's text where that is no number."""
+    if answer is None:
+        return False
+    wanted = numbers.read(truth)
+    if wanted is None:
+        return _words(answer) == _words(truth)
+    given = numbers.read(answer)
+    return given is not None and given.equals(wanted)
+
+
+def vote(answer: str) -> str:
+    """The form in which answers are counted by a majority: '8', '8.0' and '8.' are one; so are '12%' and '12'."""
+    number = numbers.read(answer)
+    return _words(answer) if number is None else str(number)
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split()).removesuffix(".")

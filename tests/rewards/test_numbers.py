@@ -1,0 +1,228 @@
+"""The number that an answer gives: a table of forms, exact values, equality, and time linear in the length."""
+
+import pathlib
+import subprocess
+import sys
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, strategies
+
+from podrl.rewards import answers, math_answer, numbers, reference
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# Text -> value as a fraction, with % where it is percent; None for no number.
+TABLE = {
+    # signs
+    "5": "5", "+5": "5", "-5": "-5", "- 5": "-5", "\u22125": "-5", "\u20135": "-5", "\uff0d5": "-5", "minus 5": "-5",
+    "Negative 5": "-5", "is -5": "-5", "-0": "0", "--5": None, "\u00b15": None, "x = -5": "-5", "x=\u22125": "-5",
+    # decimals
+    "4.0": "4", ".5": "1/2", "-.5": "-1/2", "0.1": "1/10", "18.0": "18", "007": "7", "1.000": "1",
+    "0.333...": "333/1000",
+    "1.2.3": None, "...": None, "3,14": None, "0,500": None,
+    # thousands
+    "1,200": "1200", "-1,200": "-1200", "1,234,567.5": "2469135/2", "1{,}200": "1200", r"1\,200": "1200",
+    "1 200": "1200",
+    "1 234 567": "1234567", "1\u00a0234": "1234", "1\u202f234": "1234", "1'200": "1200", "1\u2019200": "1200",
+    "1_000": "1000", "1,00,000": "100000", "11,12": None, "1,20": None, "12,345,67": None, "1.200.300": None,
+    # fractions
+    "1/2": "1/2", "1 / 2": "1/2", "-3/4": "-3/4", "6/3": "2", "1 1/2": "3/2", "-1 1/2": "-3/2", "2 and 1/2": "5/2",
+    "\u00bd": "1/2", "1\u00bd": "3/2", "1\u20442": "1/2", r"\frac{1}{2}": "1/2", r"-\dfrac{3}{4}": "-3/4",
+    r"\frac12": "1/2",
+    r"\tfrac{1,200}{7}": "1200/7", "0/5": "0", "1/0": None, "3/4/5": None,
+    # percent
+    "12%": "12%", "12 %": "12%", r"12\%": "12%", "12 percent": "12%", "12.5 per cent": "25/2%", "12\uff05": "12%",
+    # powers of ten, and other powers
+    "1e6": "1000000", "1E-3": "1/1000", "1.5e+3": "1500", "1e-05": "1/100000", "3 x 10^4": "30000",
+    "3\u00d710^4": "30000",
+    r"3 \times 10^{-4}": "3/10000", "3*10^4": "30000", "10**3": "1000", "10^{3}": "1000", "10\u00b3": "1000",
+    "2\u00b710\u207b\u00b9": "1/5", "2^10": "1024", "-2^2": "-4", "0^-1": None, "1e9999999": None, "9^99999": None,
+    # words and letters of size
+    "5 million": "5000000", "1.5 billion dollars": "1500000000", "3 hundred": "300", "2 dozen": "24",
+    "$5M": "5000000",
+    "5k": "5000", "$2.5 bn": "2500000000", "$3 M": "3000000", "300 K": "300", "5 m": "5",
+    # currencies
+    "$18": "18", r"\$18": "18", "-$5": "-5", "$-5": "-5", "\u2212$1,200.50": "-2401/2", "18$": "18", "\u20ac5": "5",
+    "5 \u20ac": "5",
+    "\u00a31,000": "1000", "US$5": "5", "USD 5": "5", "5 USD": "5", "Rs. 500": "500", "$ 5": "5", "50\u00a2": "50",
+    # what follows and encloses
+    "12.": "12", "1,200.": "1200", "12,": "12", "12 eggs.": "12", "12cm": "12", "12 cm^2": "12", "12 m\u00b2": "12",
+    "60 km/h": "60",
+    "$5/hour": "5", "5-inch": "5", "1st": "1", r"12\text{ cm}": "12", r"12 \text{ cm}^2": "12", r"12^\circ": "12",
+    "12\u00b0": "12",
+    "$12$": "12", r"\(12\)": "12", r"\boxed{12}": "12", r"\boxed{\frac{1}{2}}": "1/2", r"\text{12}": "12",
+    "**12**": "12", "_12_": "12",
+    "*12*": "12", "`12`": "12", '"12"': "12", "(12)": "12", "<b>12</b>": "12", "#### 12": "12", "~12": "12",
+    "12!": "12",
+    "about 4.0 eggs": "4", "The answer is 12.": "12", "Answer: 12": "12", "x1": None, "H2O": None,
+    # equations
+    "x = 12": "12", "12 = x": "12", "x1 = 3": "3", "f(2) = 5": "5", "a_5 = 7": "7", "5 + 2 = 7": "7",
+    "x \u2248 3.14": "157/50",
+    "5 apples + 2 apples = 7 apples": "7", "2 hours = 120 minutes": "120", "10/2 = 5": "5", "13 = 12": None,
+    "12 = 13": None,
+    "x = 11 = 12": None, "x = 7, y = 8": None, "7 or x = 8": None, "1/3 = 0.333": None, "x != 5": None,
+    # several, and calculations
+    "7 or 8": None, "11, 12": None, "7 8 9": None, "$4 or 5": None, "5 ft 3 in": None, "7 (7.0)": "7",
+    "12 or 12.0": "12",
+    "5 - 5": None, "5-5": None, "5-7": None, "5 to 5": None, "5:5": None, "10:30": None, "2024-01-05": None,
+    "5 x 5": None,
+    "5(5)": None, "(5)(5)": None, "x - 5": None, "x-5": None, "x+5": None, "5+x": None, "5*x": None, "x/5": None,
+    "5 - x": None,
+    "x > 5": None, "\u2264 5": None, "\u221a5": None, "2\u03c0": None, r"\sqrt{5}": None, r"\pi": None,
+    # none
+    "": None, "four": None, "nan": None, "inf": None, "no number": None, "\uff11\uff12": "12", "\u0661\u0662": "12",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "wanted"), TABLE.items())
+def test_the_forms_of_numbers(text, wanted):
+    found = numbers.read(text)
+    assert (found and f"{found}{'%' * found.percent}") == wanted
+
+
+def test_the_table_is_long():
+    assert len(TABLE) >= 80
+
+
+@given(
+    strategies.fractions(), strategies.sampled_from(["{}", " {}.", "$ {} dollars", "x = {}", r"\boxed{{{}}}", "**{}**"])
+)
+def test_every_fraction_keeps_its_value(value, form):
+    found = numbers.read(form.format(value))
+    assert found is not None and Fraction(found.top, found.bottom) == value and not found.percent
+
+
+@given(strategies.decimals(allow_nan=False, allow_infinity=False, places=4), strategies.booleans())
+def test_every_decimal_keeps_its_value(value, separated):
+    found = numbers.read(f"{value:,}" if separated else str(value))
+    assert found is not None and Fraction(found.top, found.bottom) == Fraction(value)
+
+
+@given(strategies.text(strategies.sampled_from("0123456789.,-+/*^%$ex=()<>{}\\ \u2212\u00bd\u00b2_'a\n"), max_size=40))
+def test_no_text_raises(text):
+    numbers.read(text)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["1", "1,", "1 ", " ", ".", "1.", "-", "$", "1/", "1^", "<", "<a", "{", "\\frac{", "\\text{ ", "*", "**1", "(",
+    "=", "1=",
+     "1e", "a(", "1 1/", "\u00b2", "1'", "_1", "^{", "$ "],
+)  # fmt: skip
+def test_time_is_linear_in_the_length(piece):
+    """A quadratic reader would take minutes for texts of this length."""
+    start = time.process_time()
+    numbers.read(piece * (200_000 // len(piece)))
+    assert time.process_time() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ("50%", "0.5", True), ("50%", "50", True), ("0.5", "50%", True), ("50%", "50 percent", True), ("50%", "0.5%",
+        False),
+        ("1/3", "0.3333333333", False), ("1/2^98", "1/2^99", False), ("8", "8.0", True), ("-5", "5", False), ("9.11",
+        "9.9", False),
+    ],
+)  # fmt: skip
+def test_equality_is_exact(one, other, equal):
+    mine, theirs = numbers.read(one), numbers.read(other)
+    assert mine is not None and theirs is not None and mine.equals(theirs) is equal
+
+
+def test_a_module_of_the_users_named_numbers_is_not_imported(tmp_path):
+    (tmp_path / "numbers.py").write_text("from podrl.rewards import reference\nprint(reference.accuracies('', '1'))\n")
+    done = subprocess.run([sys.executable, tmp_path / "numbers.py"], env={"PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == 0 and b"partial" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("completion", "closed", "last"),
+    [
+        ("<answer>1</answer>", "1", "1"),
+        ("<answer>1</answer> <answer>2</answer>", "2", "2"),
+        ("<answer>1</answer> <answer>2", "1", "1"),
+        ("in <answer> tags: <answer>2</answer>.", "2", "2"),
+        ("<answer>2", None, "2"),
+        ("2</answer>", None, None),
+        ("</answer><answer>2", None, "2"),
+        ("2", None, None),
+    ],
+)
+def test_the_answer_of_a_completion(completion, closed, last):
+    assert answers.closed_answer(completion) == closed and answers.last_answer(completion) == last
+
+
+def test_rewards_and_accuracies_read_the_same_numbers():
+    for text, wanted in TABLE.items():
+        number = numbers.read(text)
+        if number is None or wanted is None or "<" in text:
+            continue
+        completion = f"<reasoning>r</reasoning><answer>{text}</answer>"
+        truth = str(number)
+        assert reference.number([""], [completion], [truth]) == [1.5], text
+        assert reference.accuracies(completion, truth)["answer"] == 1.0, text
+        assert reference.answer([""], [completion], [truth])[0] >= 0.5 or not text.strip(), text
+        assert reference.accuracies(completion, f"-{abs(number.top) + 1}")["answer"] == 0.0, text
+
+
+def test_references_that_are_no_numbers_are_compared_as_text():
+    assert reference.accuracies("<answer> Paris.</answer>", "Paris")["answer"] == 1.0
+    assert reference.accuracies("<answer>Rome</answer>", "Paris")["answer"] == 0.0
+    assert reference.accuracies("<answer>10:30</answer>", "10:30")["answer"] == 1.0
+    assert reference.accuracies("", "Paris")["answer"] == 0.0
+
+
+def test_any_of_several_references_is_right():
+    completion = "<reasoning>r</reasoning><answer>1,200</answer>"
+    for several in (["7", "1200"], [7, 1200.0], ("1200",)):
+        assert reference.number([""], [completion], [several]) == [1.5]
+        assert reference.accuracies(completion, several)["answer"] == 1.0
+    assert reference.answer([""], [completion], [["7", "1,200"]]) == [3.0]
+    with pytest.raises(ValueError, match="empty list"):
+        reference.number([""], [completion], [[]])
+
+
+def test_the_published_pattern_keeps_its_name():
+    said = [f"<answer>{text}</answer>" for text in ("-5", "1,200", "1/2", "$4 or 5", "1.2.3", "")]
+    assert reference.recipe_number([""] * 6, said, ["5", "1", "1", "4", "1", "0"]) == [1.5, 1.5, 1.5, 1.5, 0.0, 0.0]
+    assert reference.number([""] * 6, said, ["5", "1", "1", "4", "1", "0"]) == [0.0] * 6
+    assert "recipe_number" not in reference.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("texts", "right", "wanted"),
+    [
+        (["8", "8.0", "8.", "9", "9"], [1, 1, 1, 0, 0], 1),
+        (["$1,200", "1200", "7", "7", "1200 dollars"], [1, 1, 0, 0, 1], 1),
+        (["3", "1/2", "3", "0.5", ".5"], [0, 1, 0, 1, 1], 1),
+        (["12%", "12", "3", "3", "12 percent"], [1, 1, 0, 0, 1], 1),
+        (["Paris", " Paris.", "Rome"], [1, 1, 0], 1),
+    ],
+)
+def test_a_majority_counts_numbers_in_any_form(texts, right, wanted):
+    assert reference.majority(texts, right) == wanted
+
+
+# Reference, answer, whether they are equal as mathematics.
+EQUATIONS = [
+    ("12", "13 = 12", 0), ("12", "12 = 13", 0), ("12", "x = 11 = 12", 0), ("12", "x = 12", 1), ("12", "10 + 2 = 12",
+    1),
+    ("12", "f(2) = 12", 1), ("2\\sqrt{3}", "3 = 2\\sqrt{3}", 0), ("2\\sqrt{3}", "\\sqrt{12} = 2\\sqrt{3}", 1),
+    ("x=5", "5", 1), ("5", "x=5", 1), ("1000", "1e3", 1), ("1e3", "1000", 1), ("2e3+x", "x+2000", 1), ("1000", "1e2",
+    0),
+    ("\\frac{1}{2^{98}}", "\\frac{1}{2^{99}}", 0), ("1/2^98", "1/2^98", 1), ("\\frac{\\sqrt{2}}{2^{98}}",
+    "\\frac{\\sqrt{2}}{2^{99}}", 0),
+    ("10^{-9}\\pi", "10^{-10}\\pi", 0), ("1/3", "0.3333333333", 0), ("1234567", "1 234 567", 1), ("0.5", "50%", 1),
+    ("(1,2)", "\\{1,2\\}", 0), ("\\{1,2\\}", "\\{2,1\\}", 1), ("(1,2)", "(1,2)", 1), ("\\sqrt{2}", "1.41421356", 0),
+    ("\\infty", "-\\infty", 0), ("\\infty", "\\infty", 1), ("x^2+1", "1+x^2", 1), ("12", "12 or 13", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("truth", "said", "equal"), EQUATIONS)
+def test_equality_as_mathematics(truth, said, equal):
+    pytest.importorskip("math_verify")
+    assert math_answer.math_equal([""], [f"<answer>{said}</answer>"], [truth]) == [float(equal)]
+    assert math_answer.math_equal([""], [f"<answer>{said}</answer>"], [["\\pi+x", truth]]) == [float(equal)]
