@@ -154,7 +154,8 @@ def _models(job: Job) -> Iterator[tuple[str, str]]:
     named = {"model.path": job.model.path, "tokenizer": job.tokenizer, "model.reference": job.model.reference}
     named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
     for key, path in named.items():
-        if path and path != SCRATCH and not is_remote(path) and not hub.named(path):
+        path = "tiny" if path == SCRATCH else path  # whose tokenizer it has
+        if path and not is_remote(path) and not hub.named(path):
             yield key, str(MODELS.get(path) or path)
 
 
@@ -240,7 +241,8 @@ def _with_imports(file: pathlib.Path) -> list[pathlib.Path]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             for top in {name.partition(".")[0] for name in names}:
-                left += [path for path in (root / f"{top}.py", *(root / top).rglob("*.py")) if path.is_file()]
+                package = (root / top).rglob("*.py") if any((root / top).glob("*.py")) else ()
+                left += [path for path in (root / f"{top}.py", *package) if path.is_file()]
     return sorted(found)
 
 
