@@ -1,12 +1,16 @@
 """Settings of environments and tools: what a sample may do, for how long, and how it asks."""
 
 import dataclasses
+import os
 import pathlib
+import shlex
+import string
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from podrl.config import Count, Finite, Natural, Positive, Workers, section
 from podrl.runtime.regular import regular
+from podrl.runtime.user_code import Limits
 
 TOOLS, NONE = "tools", "none"  # environments by name
 Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]
@@ -18,7 +22,8 @@ class MCPServer:
     """A server that offers tools over MCP, and how the model's words map to its tools.
 
     Attributes:
-      target: a command (stdio), 'http://host:port/mcp' (streamable http), or 'http://host:port/sse' (sse).
+      target: a command (stdio), 'http://host:port/mcp' (streamable http), or 'http://host:port/sse' (sse). `python` at
+        the head of a command is the interpreter that runs podrl.
       names: the tools that the model may call, in the model's words; empty for all that the server has.
       aliases: the model's word to the server's, for tools that are called otherwise there.
       query: the model's word to the argument that the text between the tags is; 'query' for others.
@@ -26,6 +31,10 @@ class MCPServer:
       deadline_s: seconds that one call may take.
       retries: calls made again after the connection was lost in the middle.
       concurrency: calls at once.
+      environment: names of environment variables of the job that a command sees though their names sound secret, such
+        as 'SERPER_API_KEY'; all others of this kind are withheld, and listed at the start.
+      headers: text of each http header by its name; '$NAME' in it is the value of an environment variable of the job,
+        as in 'Bearer $SEARCH_TOKEN'. At least one must be named: secrets are not for configurations.
     """
 
     target: str
@@ -36,10 +45,51 @@ class MCPServer:
     deadline_s: Positive = 180.0
     retries: Natural = 3
     concurrency: Count = 20
+    environment: tuple[str, ...] = ()
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.target.strip():
+        try:
+            words = shlex.split(self.target)
+        except ValueError as error:
+            raise ValueError(f"env.mcp.target={self.target!r} is no command: {error}. Close its quotes.") from None
+        if not words:
             raise ValueError("env.mcp.target is empty: give a command, http://HOST:PORT/mcp or http://HOST:PORT/sse.")
+        if self.is_url and self.environment:
+            raise ValueError(f"env.mcp.environment is for commands, and {self.target} is an address: use headers.")
+        if not self.is_url and self.headers:
+            raise ValueError(f"env.mcp.headers are for addresses, and {words[0]!r} is a command: use environment.")
+        for header, text in self.headers.items():
+            template = string.Template(text)
+            if not template.is_valid() or not template.get_identifiers():
+                raise ValueError(
+                    f"env.mcp.headers: {header!r} names no environment variable. Write its value as $NAME, such as "
+                    "'Bearer $SEARCH_TOKEN', and set the variable where the job runs."
+                )
+        Limits(environment=self._variables())  # refuses the secrets of the job itself
+
+    @property
+    def is_url(self) -> bool:
+        """True where the server is asked over the network."""
+        return self.target.startswith(("http://", "https://"))
+
+    def _variables(self) -> tuple[str, ...]:
+        named = [name for text in self.headers.values() for name in string.Template(text).get_identifiers()]
+        return (*self.environment, *named)
+
+    def secrets(self) -> tuple[dict[str, str], dict[str, str]]:
+        """(Variables, headers) of the server, with values from this process's environment.
+
+        Raises:
+          ValueError: a variable is not set; the message has no values.
+        """
+        if missing := [name for name in self._variables() if name not in os.environ]:
+            raise ValueError(
+                f"env.mcp: {self.target} is to be given {', '.join(missing)}, which this process's environment does "
+                "not have. Set it on every host that generates, or leave it out of environment and headers."
+            )
+        texts = {header: string.Template(text).substitute(os.environ) for header, text in self.headers.items()}
+        return {name: os.environ[name] for name in self.environment}, {k: text.strip() for k, text in texts.items()}
 
 
 @section("env")
@@ -58,6 +108,9 @@ class EnvironmentConfig:
         DR-Tulu's. 'hermes' (also 'qwen3') is JSON in <tool_call> tags, 'json' (also 'llama3', 'gemma') a turn that is
         one JSON object: with these, prompts of the model's chat template name the tools and their schemas.
       max_tool_calls: calls of one sample that are run; the next one gets 'Max tool calls exceeded.'.
+      max_calls_per_tool: calls of one sample that are run, by the name of the tool, for tools that may be called less
+        often; the next one of that tool is a failed call.
+      arguments: arguments that a tool is given where the model gives none, by the names of tool and argument.
       max_turns: turns of the model in one episode.
       calls_per_window: with max_staleness of 2 or more, turns that a sample may end in a window before its last; what
         its environment then says is heard in the next window, so that slow tools run beside updates. None for any
@@ -81,6 +134,8 @@ class EnvironmentConfig:
     mcp: tuple[MCPServer | str, ...] = ()
     parser: Parser = "call_tool"
     max_tool_calls: Natural = 10
+    max_calls_per_tool: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    arguments: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     max_turns: Count = 100
     calls_per_window: Count | None = None
     output_tokens: Count = 1024
@@ -95,6 +150,12 @@ class EnvironmentConfig:
     system_prompt_file: str = ""
 
     def __post_init__(self) -> None:
+        for name, most in self.max_calls_per_tool.items():
+            if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+                raise ValueError(f"env.max_calls_per_tool: {name!r} has {most!r}, and must have a number of calls.")
+        for name, given in self.arguments.items():
+            if not isinstance(given, Mapping):
+                raise ValueError(f"env.arguments: {name!r} has {given!r}, and must have values by argument's names.")
         if TOOLS in (self.environment, *self.others) and not self.tools and not self.mcp:
             raise ValueError("environment 'tools' has no tools: name some in env.tools or servers in env.mcp.")
         if self.environment not in ("", TOOLS) and ":" not in self.environment:

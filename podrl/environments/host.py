@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -82,11 +83,12 @@ class Host:
         journal: Journal | None,
         emit: Callable[[Mapping[str, Any] | BaseException], None],
         called: Called | None = None,
+        said: pathlib.Path | None = None,
     ) -> None:
         """Starts nothing; see `open`.
 
         Args:
-          config, limits, journal, called: as of podrl.environments.workers.Episodes.
+          config, limits, journal, called, said: as of podrl.environments.workers.Episodes.
           emit: told what happens: {"say": episode, ...}, {"done": episode, ...}, or what is wrong.
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
@@ -94,7 +96,7 @@ class Host:
         self._specs = {
             name: None if name in (TOOLS, NONE) else spec_at(*name.rsplit(":", 1)) for name in config.choices
         }
-        self._toolbox = Toolbox(limits, config.server_deadline_s, emit)
+        self._toolbox = Toolbox(limits, config.server_deadline_s, emit, said)
         self._homes: list[_Home] = []
         self._episodes: dict[int, _Episode] = {}
         self._lives: dict[int, _Episode] = {}

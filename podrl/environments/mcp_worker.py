@@ -5,16 +5,18 @@ whose names differ: both are asked for. It never imports jax.
 """
 
 import asyncio
+import collections
 import contextlib
 import logging
 import os
 import shlex
 import shutil
 import sys
+import threading
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, BinaryIO
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, BinaryIO, TextIO
 
 from podrl.environments.config import MCPServer
 from podrl.environments.tool_worker import plain
@@ -24,6 +26,9 @@ from podrl.runtime.frames import pack
 _CONNECT_S = 30.0
 _PING_S = 5.0
 _WATCH_S = 2.0  # between looks after the server of a call
+_PAGES = 1000  # of a server's list of tools
+_LAST_LINES = 20  # of what a command said, that an error repeats
+_FILE_BYTES = 16 << 20  # of the file of what a command says
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 # A server that is started by command dies with this process, however that ends.
 _DIE_WITH_PARENT = "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9);os.execvp(sys.argv[1],sys.argv[1:])"
@@ -32,8 +37,10 @@ _DIE_WITH_PARENT = "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9);os.execvp(
 class _Server:
     """A server and the session with it, while there is one."""
 
-    def __init__(self, key: str, server: MCPServer, away_s: float, send: Callable[[Mapping[str, Any]], None]) -> None:
-        self._key, self._server, self._away_s, self._send = key, server, away_s, send
+    def __init__(
+        self, key: str, server: MCPServer, given: "_Given", away_s: float, send: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        self._key, self._server, self._given, self._away_s, self._send = key, server, given, away_s, send
         self._session: Any = None
         self._ready, self._broken = asyncio.Event(), asyncio.Event()
         self._checks: set[asyncio.Task[None]] = set()
@@ -45,18 +52,22 @@ class _Server:
         except ImportError:
             self._send({"wrong": self._key, "why": "needs package mcp: pip install 'podrl[tools]'."})
             return
-        command = [] if _is_url(self._server.target) else shlex.split(self._server.target)
+        command = [] if self._server.is_url else shlex.split(self._server.target)
+        if command[:1] == ["python"]:
+            command[0] = sys.executable
         if command and shutil.which(command[0]) is None:
             self._send({"wrong": self._key, "why": f"cannot be started: there is no command {command[0]!r}."})
             return
-        away, pause = time.monotonic(), _FIRST_PAUSE_S
+        away, pause, opened = time.monotonic(), _FIRST_PAUSE_S, False
         while True:
             why = "the connection closed"
+            connecting = _connect(self._server.target, command, self._given)
             try:
-                async with asyncio.timeout(_CONNECT_S) as limit, _connect(self._server.target, command) as session:
+                async with asyncio.timeout(_CONNECT_S) as limit, connecting as session:
                     await session.initialize()
-                    tools = (await session.list_tools()).tools
+                    tools = await _listed(session)
                     limit.reschedule(None)
+                    opened = True
                     self._broken.clear()
                     self._session = session
                     self._ready.set()
@@ -68,7 +79,12 @@ class _Server:
             except asyncio.CancelledError:
                 raise
             except BaseException as error:  # noqa: BLE001 - a server may be away in many ways
-                why = _leaf(error)
+                why = self._given.hide(_leaf(error))
+                if command and not opened and not isinstance(_bottom(error), TimeoutError):
+                    last = self._given.last_lines() or "(nothing)"
+                    why = f"ended at its start, or is no MCP server ({why}). Its standard error ends:\n{last}"
+                    self._send({"wrong": self._key, "why": why})
+                    return
             self._ready.clear()
             if time.monotonic() - away + pause > self._away_s:
                 self._send({"gone": self._key, "why": why})
@@ -105,7 +121,7 @@ class _Server:
         call = asyncio.create_task(session.call_tool(name, dict(arguments)))
         try:
             while not (await asyncio.wait({call}, timeout=_WATCH_S))[0]:
-                if _is_url(self._server.target) and await self._gone(session):
+                if self._server.is_url and await self._gone(session):
                     self._break(session)
                     raise ConnectionError("the server is gone")
             return call.result()
@@ -145,44 +161,121 @@ class _Server:
             self._broken.set()
 
 
-def _is_url(target: str) -> bool:
-    return target.startswith(("http://", "https://"))
+class _Given:
+    """What a server is given of the job's secrets, and what a command says, which is kept without them.
+
+    Attributes:
+      variables: environment variables of a command, besides those of this process.
+      headers: http headers of a server on the network.
+    """
+
+    def __init__(self, variables: Mapping[str, str], headers: Mapping[str, str], said: str) -> None:
+        """Opens nothing yet; `said` is the file of what a command writes to standard error, '' for this process's."""
+        self.variables, self.headers, self._said = dict(variables), dict(headers), said
+        values = {word for text in (*variables.values(), *headers.values()) for word in (text, *text.split())}
+        self._hidden = sorted((value for value in values if len(value) > 3), key=len, reverse=True)
+        self._last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+        self._reader: threading.Thread | None = None
+
+    def hide(self, text: str) -> str:
+        for value in self._hidden:
+            text = text.replace(value, "***")
+        return text
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[TextIO]:
+        """A file for a command's standard error, whose lines are kept until the command has ended."""
+        read, write = os.pipe()
+        self._last.clear()
+        self._reader = threading.Thread(target=self._keep, args=(read,), name="podrl-server-said", daemon=True)
+        self._reader.start()
+        with os.fdopen(write, "w") as file:
+            yield file
+
+    def last_lines(self) -> str:
+        """What the command said last, once it has ended."""
+        if self._reader is not None:
+            self._reader.join(_PING_S)  # a process that it left behind may hold the other end
+        return "".join(self._last).rstrip()
+
+    def _keep(self, read: int) -> None:
+        out = open(self._said, "a") if self._said else None  # noqa: SIM115 - sys.stderr stays open
+        with os.fdopen(read, errors="replace") as lines, contextlib.closing(out) if out else contextlib.nullcontext():
+            for line in iter(lambda: lines.readline(1 << 16), ""):
+                line = self.hide(line)
+                self._last.append(line[:1000])
+                with contextlib.suppress(OSError):  # a full disk; the command must still be read
+                    if out is None or out.tell() < _FILE_BYTES:
+                        print(line, end="", file=out or sys.stderr, flush=True)
 
 
 @contextlib.asynccontextmanager
-async def _connect(target: str, command: list[str]) -> AsyncIterator[Any]:
+async def _connect(target: str, command: list[str], given: _Given) -> AsyncIterator[Any]:
     """A session over stdio, sse (an address that ends in /sse) or streamable http."""
     from mcp import ClientSession
+    from mcp.shared._httpx_utils import create_mcp_http_client
 
+    stack = contextlib.AsyncExitStack()
     if command:
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
         guarded = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, *command]
-        started = {"command": guarded[0], "args": guarded[1:], "env": dict(os.environ)}
-        way: Any = stdio_client(StdioServerParameters(**started, encoding_error_handler="replace"))
+        started = {"command": guarded[0], "args": guarded[1:], "env": {**os.environ, **given.variables}}
+        errors = stack.enter_context(given.listening())
+        way: Any = stdio_client(StdioServerParameters(**started, encoding_error_handler="replace"), errors)
     elif target.rstrip("/").endswith("/sse"):
         from mcp.client.sse import sse_client
 
-        way = sse_client(target)
+        way = sse_client(target, headers=given.headers)
     else:
         from mcp.client.streamable_http import streamable_http_client
 
-        way = streamable_http_client(target)
-    async with way as (read, write, *_), ClientSession(read, write) as session:
+        client = await stack.enter_async_context(create_mcp_http_client(headers=given.headers))
+        way = streamable_http_client(target, http_client=client)
+    async with stack, way as (read, write, *_), ClientSession(read, write) as session:
         yield session
 
 
+async def _listed(session: Any) -> list[Any]:
+    """All tools of a server, page by page.
+
+    Raises:
+      ValueError: its pages have no end.
+    """
+    from mcp.types import PaginatedRequestParams
+
+    tools, seen, params = [], set(), None
+    while True:
+        page = await session.list_tools(params=params)
+        tools += page.tools
+        cursor = getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None)
+        if not cursor:
+            return tools
+        if cursor in seen or len(seen) == _PAGES:
+            raise ValueError(f"its list of tools comes back to the page {cursor[:80]!r} after {len(seen) + 1} pages")
+        seen.add(cursor)
+        params = PaginatedRequestParams(cursor=cursor)
+
+
 def _declared(tool: Any) -> dict[str, Any]:
-    schema = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or {}
+    schema = dict(getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or {})
+    for name, kind in (("properties", dict), ("required", list)):
+        if not isinstance(schema.get(name, kind()), kind):
+            del schema[name]
     return {"name": tool.name, "description": tool.description or "", "schema": schema}
 
 
 def _leaf(error: BaseException) -> str:
     """The first line of the error at the bottom of a group."""
+    error = _bottom(error)
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+
+
+def _bottom(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+    return error
 
 
 async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -196,7 +289,10 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
     async def answer(frame: dict[str, Any]) -> None:
         try:
-            reply = await servers[frame["server"]].call(frame["name"], frame["arguments"])
+            try:
+                reply = await servers[frame["server"]].call(frame["name"], frame["arguments"])
+            except Exception as error:  # noqa: BLE001 - of an answer that no server should give; nobody else would reply
+                reply = {"text": plain(_leaf(error)), "failed": "exception"}
             send({"result": frame["call"], "reply": reply})
         finally:
             del calls[frame["call"]]
@@ -204,7 +300,8 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     async for frame in child.frames(requests):
         match frame:
             case {"open": key, "server": server, "away_s": away_s}:
-                servers[key] = _Server(key, MCPServer(**server), away_s, send)
+                given = _Given(frame["variables"], frame["headers"], frame["said"])
+                servers[key] = _Server(key, MCPServer(**server), given, away_s, send)
                 keepers.append(asyncio.create_task(servers[key].keep()))
             case {"call": number}:
                 calls[number] = asyncio.create_task(answer(frame))

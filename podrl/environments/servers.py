@@ -3,6 +3,11 @@
 import asyncio
 import dataclasses
 import json
+import logging
+import os
+import pathlib
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,23 +15,28 @@ from podrl.environments import mcp_worker
 from podrl.environments.config import MCPServer
 from podrl.environments.link import Link
 from podrl.runtime.service import ServiceError
-from podrl.runtime.user_code import Limits
+from podrl.runtime.user_code import Limits, is_of_the_job
 from podrl.runtime.workers import Worker
 
+_log = logging.getLogger("podrl.environments")
 _LIVES = 3  # of the process without an answer between them
 
 
 class Servers:
     """MCP sessions of this process, held by a worker that is replaced when it dies."""
 
-    def __init__(self, limits: Limits, deadline_s: float, on_gone: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, limits: Limits, deadline_s: float, on_gone: Callable[[Exception], None], said: pathlib.Path | None
+    ) -> None:
         """Starts nothing yet.
 
         Args:
           limits: what the process, and servers started by command, may take and see.
           deadline_s: how long a server may be away (env.server_deadline_s).
           on_gone: told the error of one that was away longer.
+          said: directory of a file for each command, with what it writes to standard error; None for this process's.
         """
+        self._said = said
         self._limits, self._deadline_s, self._on_gone = limits, deadline_s, on_gone
         self._link: Link | None = None
         self._open: dict[str, tuple[MCPServer, asyncio.Future[list[dict[str, Any]]]]] = {}
@@ -37,11 +47,14 @@ class Servers:
         """The server's tools (name, description, schema), once it is connected.
 
         Raises:
-          ValueError: it cannot be started, or package mcp is missing.
+          ValueError: it cannot be started, ends at its start, or is to be given a variable that is not set; or package
+            mcp is missing.
           ServiceError: it did not answer for `deadline_s`.
         """
         key = _key(server)
         if key not in self._open:
+            server.secrets()  # refuses what is not set
+            self._list_withheld(server)
             self._open[key] = (server, asyncio.get_running_loop().create_future())
             if self._link is None:
                 self._start()
@@ -71,8 +84,29 @@ class Servers:
 
     def _send_open(self, key: str) -> None:
         assert self._link is not None
-        server = dataclasses.asdict(self._open[key][0])
-        self._link.send({"open": key, "server": server, "away_s": self._deadline_s})
+        server = self._open[key][0]
+        variables, headers = server.secrets()
+        given = {"variables": variables, "headers": headers, "said": self._file_of(key), "away_s": self._deadline_s}
+        self._link.send({"open": key, "server": dataclasses.asdict(server), **given})
+
+    def _file_of(self, key: str) -> str:
+        """The file of what a command says; '' for none."""
+        server = self._open[key][0]
+        if self._said is None or server.is_url:
+            return ""
+        word = re.sub(r"[^A-Za-z0-9]+", "_", os.path.basename(shlex.split(server.target)[-1]))[:40]
+        self._said.mkdir(parents=True, exist_ok=True)
+        return str(self._said / f"{list(self._open).index(key)}-{word}.txt")
+
+    def _list_withheld(self, server: MCPServer) -> None:
+        """Says which variables a command is started without."""
+        withheld = [name for name in self._limits.withheld(os.environ) if name not in server.environment]
+        if (names := [name for name in withheld if not is_of_the_job(name)]) and not server.is_url:
+            _log.warning(
+                "MCP server %s is started without the environment variables %s, whose names sound secret: name in "
+                "MCPServer(environment=...) what it needs.",
+                *(server.target, ", ".join(names)),
+            )
 
     def _answered(self, frame: dict[str, Any]) -> None:
         match frame:
@@ -83,7 +117,10 @@ class Servers:
             case {"opened": key, "tools": tools}:
                 self._opened(key, tools, None)
             case {"wrong": key, "why": why}:
-                self._opened(key, [], ValueError(f"env.mcp: {self._open[key][0].target} {why}"))
+                target, future = self._open[key][0].target, self._open[key][1]
+                if future.done():  # it was well before
+                    self._on_gone(ServiceError(f"MCP server {target} {why}"))
+                self._opened(key, [], ValueError(f"env.mcp: {target} {why}"))
             case {"gone": key, "why": why}:
                 error = ServiceError(
                     f"MCP server {self._open[key][0].target} has been away for {self._deadline_s:g} s ({why}): the "

@@ -3,9 +3,10 @@
 import asyncio
 import dataclasses
 import json
+import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podrl.environments import dr_tulu, tool_worker
@@ -43,9 +44,15 @@ class Tool:
 class Toolbox:
     """All tools of this process's environments; lives on one event loop."""
 
-    def __init__(self, limits: Limits, server_deadline_s: float, on_gone: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        server_deadline_s: float,
+        on_gone: Callable[[Exception], None],
+        said: pathlib.Path | None = None,
+    ) -> None:
         self._functions = _Functions(limits)
-        self._servers = Servers(limits, server_deadline_s, on_gone)
+        self._servers = Servers(limits, server_deadline_s, on_gone, said)
         self._tools: dict[str, Tool] = {}
         self._sets: dict[str, list[str]] = {}
         self._turns: dict[str, asyncio.Semaphore] = {}
@@ -68,8 +75,9 @@ class Toolbox:
                         found.append(await self._function(tool, config))
                 for server in config.servers:
                     found += await self._offered(server, wanted)
+                _check_names(config, [tool.declared["name"] for tool in found])
                 self._sets[name] = self._unique(found, wanted)
-        return [self._tools[key].declared for key in self._sets[name]]
+        return [_with_defaults(self._tools[key].declared, config) for key in self._sets[name]]
 
     async def call(self, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """A tool's answer: 'text', 'failed' ('' or the kind of failure), 'seconds' (the wait for its turn aside)."""
@@ -165,6 +173,22 @@ class Toolbox:
         if missing := [name for name in wanted if name not in names]:
             raise ValueError(f"env.tools names {', '.join(missing)}, which no server in env.mcp has.")
         return [tool.declared["key"] for tool in tools]
+
+
+def _check_names(config: EnvironmentConfig, names: Sequence[str]) -> None:
+    for key, named in (("max_calls_per_tool", config.max_calls_per_tool), ("arguments", config.arguments)):
+        if unknown := [name for name in named if name not in names]:
+            raise ValueError(f"env.{key} names {', '.join(unknown)}, and the tools are {', '.join(names)}.")
+
+
+def _with_defaults(declared: dict[str, Any], config: EnvironmentConfig) -> dict[str, Any]:
+    """A declaration whose schema asks for no argument that the configuration gives."""
+    schema = declared["schema"]
+    given = dr_tulu.arguments(declared["name"], config.arguments.get(declared["name"], {}), schema)
+    if not given:
+        return declared
+    required = [name for name in schema.get("required", []) if name not in given]
+    return {**declared, "schema": {**schema, "required": required}, "given": given}
 
 
 def _theirs(name: str, server: MCPServer, there: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """ToolEnvironment: the model calls tools in its turns, at most so often, and reads what they give, or why they fail."""
 
 import asyncio
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,6 +73,7 @@ class WithTools:
         self._tools = {tool["name"]: tool for tool in tools}
         self._format = calls.format_of(config.parser, list(self._tools))
         self._key = f"{task.mode}/{task.step}/{task.index}/{task.sample}/{task.seed}"
+        self._made: collections.Counter[str] = collections.Counter()  # calls of each tool
         self._open = True  # until a call was refused for their number
         self.calls = 0
 
@@ -133,9 +135,13 @@ class WithTools:
             hint = nearest(call.name, self._tools) if len(self._tools) > 8 else ""
             text = f"There is no tool {calls.told(call.name)!r}.{hint} Tools: {', '.join(self._tools)}."
             return _failure(call.name, text, "unknown_tool")
+        self._made[call.name] += 1
+        most = self._config.max_calls_per_tool.get(call.name)
+        if most is not None and self._made[call.name] > most:
+            return _failure(call.name, f"Max calls of {call.name} exceeded.", "limit")
         schema = tool["schema"]
         given = dr_tulu.arguments(call.name, call.arguments, schema)
-        arguments = calls.fitted(given, schema, tool["query"])
+        arguments = {**tool.get("given", {}), **calls.fitted(given, schema, tool["query"])}
         reply = await self._model.call(tool["key"], call.name, arguments)
         text, failed = reply["text"], reply["failed"]
         said = {"by": call.name, "text": text, "failed": failed}

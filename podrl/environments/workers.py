@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import pathlib
 import queue
 import threading
 import weakref
@@ -76,7 +77,13 @@ class Episodes:
     """
 
     def __init__(
-        self, config: EnvironmentConfig, limits: Limits, *, journal: Journal | None, called: Called | None = None
+        self,
+        config: EnvironmentConfig,
+        limits: Limits,
+        *,
+        journal: Journal | None,
+        called: Called | None = None,
+        said: pathlib.Path | None = None,
     ) -> None:
         """Starts the workers and loads the environment and its tools into them.
 
@@ -85,6 +92,8 @@ class Episodes:
           limits: what each process with code of users may take and see.
           journal: where outside answers are kept; None for nowhere.
           called: told of every call that is made, on a thread of this object; of none that the journal answers.
+          said: directory of a file for each server that is started by command, with what it writes to standard error;
+            None for this process's own.
 
         Raises:
           ValueError: says why it cannot be loaded.
@@ -97,7 +106,7 @@ class Episodes:
         self._thread = threading.Thread(target=self._loop.run_forever, name="podrl-episodes", daemon=True)
         self._thread.start()
         try:
-            self._host = self._on_loop(self._make(config, limits, journal, called))
+            self._host = self._on_loop(self._make(config, limits, journal, called, said))
         except BaseException:
             self._stop_loop()
             raise
@@ -171,11 +180,16 @@ class Episodes:
         self._finalizer()
 
     async def _make(
-        self, config: EnvironmentConfig, limits: Limits, journal: Journal | None, called: Called | None
+        self,
+        config: EnvironmentConfig,
+        limits: Limits,
+        journal: Journal | None,
+        called: Called | None,
+        said: pathlib.Path | None,
     ) -> Host:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: self._messages.put(_error_of(context)))
-        return Host(config, limits, journal, _emit_to(self._messages), called)
+        return Host(config, limits, journal, _emit_to(self._messages), called, said)
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -20,6 +20,8 @@ from podrl.runtime.user_code import Limits
 
 REWARD_NAME = "environment"  # of what environments give, among the rewards
 
+SAID = "servers"  # folder of what MCP servers that are started by command write to standard error
+
 
 def environment_config(given: Any) -> EnvironmentConfig:
     """The settings of an environment given as a name, as settings, as a ToolEnvironment, or None for none.
@@ -101,7 +103,8 @@ def playing(
             step = task.step + 1 if task.mode == "train" else None  # an evaluation's belong to the step before it
             run.spans.add_call(name, started, ended, step=step, failed=failed)
 
-        host = Episodes(config, limits, journal=journal, called=called)
+        said = None if run.workdir is None else run.workdir / SAID
+        host = Episodes(config, limits, journal=journal, called=called, said=said)
         stack.callback(host.close)
         partner = Partner(host, Dialogue(cluster.tokenizer))
         cluster.play(partner)

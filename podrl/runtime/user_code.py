@@ -36,7 +36,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in self.environment:
-            if _OF_THE_JOB.fullmatch(name):
+            if is_of_the_job(name):
                 raise ValueError(
                     f"reward.limits.environment names {name}, which no code of users may see: leave it out."
                 )
@@ -70,6 +70,11 @@ class Limits:
 def is_secret(name: str) -> bool:
     """True if an environment variable's name says that only the job itself should see it."""
     return _SECRET.search(name) is not None
+
+
+def is_of_the_job(name: str) -> bool:
+    """True for a variable that no code of users may ever see: the secret of the job's own network."""
+    return _OF_THE_JOB.fullmatch(name) is not None
 
 
 def forget(environment: MutableMapping[str, str], name: str) -> None:

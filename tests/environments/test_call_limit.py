@@ -64,3 +64,12 @@ def test_a_call_in_a_thought_is_a_draft_and_the_turn_goes_on():
     turn = asyncio.run(WithTools(config, [TOOL], Task("p"), model).say())
     assert (model.run, model.seen, turn.text) == (1, ["answer 1"], "the end")
     assert [call.arguments for call in turn.calls] == [{"": "b"}]
+
+
+def test_a_tool_may_have_a_limit_of_its_own():
+    model = Scripted([WRITTEN["call_tool"]("t")] * 3 + [WRITTEN["call_tool"]("other"), "the end"], stop=False)
+    config = EnvironmentConfig(environment="tools", tools=("calculator",), max_calls_per_tool={"t": 2})
+    answered = WithTools(config, [TOOL, {**TOOL, "name": "other"}], Task("p"), model)
+    asyncio.run(answered.say())
+    assert model.seen == ["answer 1", "answer 2", "Max calls of t exceeded.", "answer 3"]
+    assert answered.calls == 4 and not model.spent

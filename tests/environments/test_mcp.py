@@ -1,13 +1,18 @@
 """Tools of MCP servers over stdio, sse and streamable http: DR-Tulu's formats, failures, and servers that go away."""
 
 import contextlib
+import http.server
+import json
+import logging
 import os
 import pathlib
 import signal
 import socket
 import sys
+import threading
 import time
 
+import plain_server
 import pytest
 from processes import await_end
 from servers import serving
@@ -217,3 +222,115 @@ def test_no_server_is_left_behind():
     assert (
         not pathlib.Path(f"/proc/{number}/cmdline").exists() or not pathlib.Path(f"/proc/{number}/cmdline").read_bytes()
     )
+
+
+PLAIN = pathlib.Path(plain_server.__file__)
+
+
+def test_a_command_sees_the_secrets_that_are_named_and_nobody_else_does(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PLAIN_API_KEY", "sk-123456")
+    monkeypatch.setenv("OTHER_API_KEY", "sk-654321")
+    caplog.set_level(logging.WARNING)
+    # `python` is the interpreter that runs podrl, whatever PATH says.
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "python").chmod(0o755)
+    made = config(MCPServer(f"python {PLAIN} 3", environment=("PLAIN_API_KEY",)), arguments={"tool2": {"n": 5}})
+    with Episodes(made, Limits(), journal=None, said=tmp_path / "said") as episodes:
+        assert [tool["function"]["name"] for tool in episodes.tools] == ["tool0", "tool1", "tool2"]  # of three pages
+        assert [tool["function"]["parameters"]["required"] for tool in episodes.tools][1:] == [
+            ["query", "n"],
+            ["query"],
+        ]
+        asked = [call("tool2", name) for name in ("PLAIN_API_KEY", "OTHER_API_KEY")]
+        says, _ = play(episodes, [*asked, call("tool2", "X", n=6), Turn("end")])
+        commands = [pathlib.Path(f"/proc/{number}/cmdline").read_bytes() for number in processes()]
+    assert outputs(says) == [f"{sys.executable} sk-123456 5", f"{sys.executable} None 5", f"{sys.executable} None 6"]
+    (said,) = (tmp_path / "said").iterdir()
+    assert said.read_text() == "the key is ***\n"
+    assert "OTHER_API_KEY" in caplog.text and "PLAIN_API_KEY," not in caplog.text
+    assert not any(b"sk-" in command for command in commands) and "sk-" not in caplog.text
+
+
+class Network(http.server.BaseHTTPRequestHandler):
+    """The plain server over streamable http, for those who know the token."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(self.headers["Authorization"])
+        result = plain_server.answer(asked["method"], asked.get("params") or {}, 1)
+        known = self.headers["Authorization"] == "Bearer sk-123456"
+        body = b"" if result is None else json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}).encode()
+        self.send_response(401 if not known else 200 if body else 202)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body) * known))
+        self.end_headers()
+        self.wfile.write(body * known)
+
+    def do_GET(self):
+        self.send_error(405)
+
+    do_DELETE = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_on_the_network_is_given_headers(monkeypatch):
+    monkeypatch.setenv("PLAIN_TOKEN", "sk-123456\n")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Network) as server:
+        server.asked = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        target = f"http://127.0.0.1:{server.server_port}/mcp"
+        made = config(MCPServer(target, headers={"Authorization": "Bearer $PLAIN_TOKEN"}))
+        with Episodes(made, Limits(), journal=None) as episodes:
+            says, _ = play(episodes, [call("tool0", "X"), Turn("end")])
+        server.shutdown()
+    assert outputs(says)[0].endswith("None None") and set(server.asked) == {"Bearer sk-123456"}
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ('python -c "import no_such_module"', "No module named 'no_such_module'"),
+        ("sh -c 'echo no index at $PLAIN_API_KEY >&2; exit 3'", "no index at \\*\\*\\*"),
+        ("true", "nothing"),
+        ("echo this is no server", "nothing"),
+    ],
+)
+def test_a_command_that_ends_at_once_is_the_users_error(command, said, monkeypatch):
+    monkeypatch.setenv("PLAIN_API_KEY", "sk-123456")
+    made = config(MCPServer(command, environment=("PLAIN_API_KEY",)))
+    with pytest.raises(ValueError, match=rf"(?s)ended at its start.*{said}") as error:
+        Episodes(made, Limits(), journal=None)
+    assert "sk-" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target": "python -c 'print(1)"}, "No closing quotation"),
+        ({"target": "python \\"}, "No escaped character"),
+        ({"target": "  "}, "is empty"),
+        ({"target": "http://h/mcp", "environment": ("A_KEY",)}, "use headers"),
+        ({"target": "python x", "headers": {"A": "$A_KEY"}}, "use environment"),
+        ({"target": "http://h/mcp", "headers": {"A": "sk-123456"}}, "'A' names no environment variable"),
+        ({"target": "http://h/mcp", "headers": {"A": "$"}}, "names no environment variable"),
+        ({"target": "python x", "environment": ("PODRL_SECRET",)}, "no code of users may see"),
+        ({"target": "http://h/mcp", "headers": {"A": "$PODRL_SECRET"}}, "no code of users may see"),
+    ],
+)
+def test_what_is_no_server_is_refused(settings, said):
+    with pytest.raises(ValueError, match=said) as error:
+        MCPServer(**settings)
+    assert "sk-" not in str(error.value)
+
+
+def test_a_variable_that_is_not_set_is_named():
+    with pytest.raises(ValueError, match="to be given NO_SUCH_KEY, which"):
+        Episodes(config(MCPServer("python x", environment=("NO_SUCH_KEY",))), Limits(), journal=None)
+
+
+def test_pages_without_an_end_are_said():
+    with pytest.raises(ValueError, match="comes back to the page '1' after"):
+        Episodes(config(f"python {PLAIN} 1000000"), Limits(), journal=None)
