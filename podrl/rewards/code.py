@@ -7,9 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from podrl.config import Count, Natural, Positive, Workers, section
+from podrl.rewards.answers import closed_answer
 from podrl.rewards.sandbox.host import Sandboxes
 
-_BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# A fence that opens a block: its language, if any, ends the line. One that closes it stands alone, or before a tag.
+_OPENS = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`]*+$")
+_CLOSES = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+(?:<.*)?$")
+_PYTHON = re.compile(r"\W*(?:i?python|py)[0-9.]*\W*", re.IGNORECASE)
+_LIKE_CODE = re.compile(
+    r"(?m)^[ \t]*+(?:(?:async )?def \w+\(|class \w+[:(]|import \w|from [\w.]+ import |print\(|\w+ ?=(?!=))"
+)
 _START_S = 60.0  # of all sandboxes of a call, on a busy machine
 
 
@@ -98,12 +105,67 @@ class CodeTests:
 
 
 def code_of(completion: str) -> str:
-    """The program in a completion: its last fenced block, or what is between its last answer tags, or all of it."""
-    if blocks := _BLOCK.findall(completion):
-        return blocks[-1]
-    _, opened, rest = completion.rpartition("<answer>")
-    inside, closed, _ = rest.partition("</answer>")
-    return inside if opened and closed else completion
+    """The program in a completion: its last fenced block of Python, those between the last answer tags before others.
+
+    Without a block of Python it is the last block without a language, those that look like code before others; then the
+    last block of any language. Without blocks it is what is between the answer tags, or all of the completion.
+    """
+    answer = closed_answer(completion)
+    if answer is not None and not _blocks(answer) and _LIKE_CODE.search(answer):
+        return answer
+    if blocks := _blocks(answer or "") or _blocks(completion):
+        return blocks[max(range(len(blocks)), key=lambda i: (_rank(*blocks[i]), i))][1]
+    return completion if answer is None else answer
+
+
+def _rank(language: str, body: str) -> int:
+    """How likely a fenced block is the program."""
+    if _PYTHON.fullmatch(language):
+        return 3
+    return 0 if language else 2 if _LIKE_CODE.search(body) else 1
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """The fenced blocks of Markdown that hold anything, by language and text.
+
+    As in CommonMark, a fence closes a block of the same or a shorter fence, and is not indented by more than 3 further
+    spaces. A fence with a language opens a block even where another was not closed. A block that no line closes ends
+    with the first of its lines that ends in a fence, or where the next block or the end of the text is.
+    """
+    found: list[_Block] = []
+    for line in text.split("\n"):
+        spaces = len(line) - len(line.lstrip())
+        opens, closes = _OPENS.search(line), _CLOSES.match(line)
+        inside = found[-1] if found and not found[-1].closed else None
+        if inside is None:
+            if opens:
+                found.append(_Block(opens[1], opens[2], spaces))
+            continue
+        mine = spaces <= inside.indent + 3
+        if mine and closes and closes[1].startswith(inside.fence):
+            inside.closed = True
+        elif mine and opens and opens[2] and opens[1].startswith(inside.fence) and not line[: opens.start()].strip():
+            found.append(_Block(opens[1], opens[2], spaces))
+        else:
+            inside.lines.append(line[min(inside.indent, spaces) :].removesuffix("\r"))
+    return [(block.language, body) for block in found if (body := block.body()).strip()]
+
+
+@dataclasses.dataclass
+class _Block:
+    """A fenced block: its fence, language and indentation in spaces, its lines, and whether a line closed it."""
+
+    fence: str
+    language: str
+    indent: int
+    lines: list[str] = dataclasses.field(default_factory=list)
+    closed: bool = False
+
+    def body(self) -> str:
+        ends = (i for i, line in enumerate(self.lines) if line.rstrip().endswith(self.fence))
+        if not self.closed and (end := next(ends, None)) is not None:
+            self.lines[end:] = [self.lines[end].rstrip().removesuffix(self.fence)]
+        return "\n".join(self.lines).rstrip("\n") + "\n"
 
 
 def tests_of(value: Any, field: str) -> list[Any]:

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import re
 import string
@@ -17,7 +18,7 @@ from podrl.runtime.regular import regular
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _WORDS = re.compile(r"\w+|[^\w\s]")
-_FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)```\s*\Z", re.DOTALL)
+_FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)```\s*\Z", re.DOTALL | re.IGNORECASE)
 
 
 @section("reward.text")
@@ -35,7 +36,7 @@ class TextConfig:
       schema: file with the JSON schema of 'json_schema'; '' takes the record's field 'schema'.
     """
 
-    extract: str = r"(?s)<answer>(.*?)</answer>"
+    extract: str = r"(?s)<answer>((?:[^<]|<(?!/?answer>))*+)</answer>"  # an opening tag within is none
     answer: str = "answer"
     normalise: bool = True
     choices: str = "ABCDEFGHIJ"
@@ -110,14 +111,28 @@ def regex(answer: str, pattern: str, config: TextConfig) -> float:
 
 
 def json_schema(answer: str, schema: Any, config: TextConfig) -> float:
-    """1 if the answer is JSON that the schema allows, else 0; it may stand in a fenced block."""
+    """1 if the answer is JSON that the schema allows, else 0; it may stand in a fenced block. NaN is no JSON."""
     del config
     fenced = _FENCE.match(answer)
     try:
-        value = json.loads(fenced[1] if fenced else answer)
+        value = json.loads(fenced[1] if fenced else answer, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return 0.0
-    return float(_validator(schema if isinstance(schema, str) else json.dumps(schema)).is_valid(value))
+    validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
+    try:
+        return float(validator.is_valid(value))
+    except RecursionError:  # of an answer that is nested too deeply to be compared
+        return 0.0
+
+
+def _refuse(constant: str) -> float:
+    """Refuses NaN and Infinity, which Python reads but JSON does not have."""
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(number: str) -> float:
+    """Reads a number of JSON; one that no float holds, such as 1e999, is refused."""
+    return value if math.isfinite(value := float(number)) else _refuse(number)
 
 
 @functools.cache

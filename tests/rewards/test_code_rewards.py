@@ -253,7 +253,7 @@ def test_the_reward(tmp_path):
 
 
 def test_programs_and_tests_are_found():
-    assert code_of("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```") == "y = 2\n"
+    assert code_of("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```") == "x = 1\n"
     assert code_of("<answer>x = 1</answer>") == "x = 1"
     assert code_of("x = 1") == "x = 1"
     assert code.tests_of('["assert 1", "assert 2"]', "t") == ["assert 1", "assert 2"]

@@ -47,6 +47,7 @@ def test_shared_words(answer, reference, f1, rouge):
 def test_the_answer_is_the_last_match():
     tagged = "<answer>A</answer> no, <answer>\nB\n</answer>"
     assert PLAIN.answer_of(tagged) == "B" and PLAIN.answer_of("B") is None
+    assert PLAIN.answer_of("in <answer> tags: <answer>B</answer>") == "B"
     assert TextConfig(extract="").answer_of(" B ") == "B"
     assert TextConfig(extract=r"[A-Z]$").answer_of("it is C") == "C"
 
@@ -57,6 +58,10 @@ def test_schemas():
         assert [text.json_schema(a, given, PLAIN) for a in ("[1]", "```json\n[1]\n```", "[]", "['a']")] == [1, 1, 0, 0]
     with pytest.raises(ValueError, match="no JSON schema"):
         text.json_schema("[1]", {"type": "nothing"}, PLAIN)
+    for no_json in ("NaN", "[Infinity]", "-Infinity", "1e999", "[" * 100_000, "nan"):
+        assert text.json_schema(no_json, {}, PLAIN) == 0
+    nested = {"type": "array", "items": {"$ref": "#"}}
+    assert [text.json_schema("[" * n + "]" * n, nested, PLAIN) for n in (3, 900)] == [1, 0]
     import referencing.exceptions
 
     with pytest.raises(referencing.exceptions.Unresolvable):  # and not a request
