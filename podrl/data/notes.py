@@ -79,6 +79,11 @@ class Subset(Sequence[Record]):
     def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._source[int(self._indices[index])]
 
+    def place(self, index: int) -> str:
+        """Names a record, for messages."""
+        source: Any = self._source
+        return source.place(int(self._indices[index]))
+
 
 def _hash(question: str) -> int:
     return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big")

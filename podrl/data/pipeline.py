@@ -188,7 +188,7 @@ def held_out_prompts(
     if opened.evaluation is not None:
         rendered = map(Renderer(config, tokenizer), map(opened.evaluation.__getitem__, range(len(opened.evaluation))))
     else:
-        held = [map(_PartRenderer(part, tokenizer), _held_out(part, count)) for part in opened.parts]
+        held = [map(PartRenderer(part, tokenizer), _held_out(part, count)) for part in opened.parts]
         rendered = interleaved([iter(records) for records in held])
     return _fixed(rendered, config, tokenizer, count, max_prompt_length, batch_size)
 
@@ -198,7 +198,7 @@ def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_pro
     (part,) = split(config).parts
     embedded = part.config.path in EMBEDDED
     records = _held_out(part, count) if embedded else map(part.train.__getitem__, range(len(part.train)))
-    return _fixed(map(_PartRenderer(part, tokenizer), records), config, tokenizer, count, max_prompt_length, None)
+    return _fixed(map(PartRenderer(part, tokenizer), records), config, tokenizer, count, max_prompt_length, None)
 
 
 def _fixed(
@@ -255,11 +255,11 @@ def renderer(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], tuple[
     """Renders what a stream over a configuration's records is given: records, or those of a mixture."""
     if not config.sources:
         return Renderer(config, tokenizer)
-    renders = [_PartRenderer(part, tokenizer) for part in split(config).parts]
+    renders = [PartRenderer(part, tokenizer) for part in split(config).parts]
     return (lambda item: renders[item.part](item.record)) if len(renders) > 1 else renders[0]
 
 
-class _PartRenderer:
+class PartRenderer:
     """Renders the records of one source of a mixture, with the fields that it gives them."""
 
     def __init__(self, part: Part, tokenizer: Tokenizer) -> None:

@@ -204,6 +204,9 @@ def prompt(
       system: instructions before a question; '' for none.
       form: of a question.
       question_field: see `asked`.
+
+    Raises:
+      ValueError: the model's chat template drops what is asked.
     """
     from podrl.data import template
 
@@ -215,7 +218,13 @@ def prompt(
         return template.Part(render(tokenizer, conversation(record, name)), rendered=True)
     if name == "prompt" and question_field != "prompt":
         return template.Part(value)
-    text = template.wrap(tokenizer, plain.text(value).strip(), system=system, form=form)
+    asks = plain.text(value).strip()
+    text = template.wrap(tokenizer, asks, system=system, form=form)
+    if "".join(asks.split()) not in "".join(text.split()):
+        raise ValueError(
+            f"The chat template of {tokenizer.directory} drops what is asked: {asks[:80]!r} is not in the prompt "
+            f"{text[-160:]!r}. Correct the template, or set data.template=plain."
+        )
     return template.Part(text, rendered=form == "chat")
 
 

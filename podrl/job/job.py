@@ -21,6 +21,7 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.cluster.scorer import ScorerCluster
 from podrl.config import build
 from podrl.data.chat import Tools
+from podrl.data.config import DataConfig
 from podrl.data.mixture import split
 from podrl.data.pairs import held_out_pairs
 from podrl.data.pipeline import has_format
@@ -30,6 +31,8 @@ from podrl.job import alike, describe
 from podrl.job.config import SCRATCH, Job, ScratchModel, pair_settings, parse, unset, with_prompt_length
 from podrl.job.evaluation import make_evaluator
 from podrl.job.placement import Meshes, meshes
+from podrl.job.ready import check_all, check_models, check_rewards
+from podrl.learner.evaluate import EvalConfig
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
 from podrl.learner.playing import REWARD_NAME, asks_template, environment_config, offered, playing
 from podrl.models import decoder
@@ -46,7 +49,7 @@ from podrl.runtime import hub, storage
 from podrl.runtime.message import Message
 from podrl.runtime.metrics import LogConfig
 from podrl.runtime.pod import LEADER, Pod
-from podrl.runtime.roles import TRAINER, Hosts
+from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.service import ServiceError
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
@@ -66,7 +69,9 @@ def dry_run(values: Mapping[str, Any], workdir: str) -> int:
     job = parse(with_prompt_length(values, () if sized else tools_of_prompts(values)))
     console.print(json.dumps(job.as_mapping(), indent=2, default=str))
     describe.print_plan(console, job, meshes(job.roles), workdir, dry=True)
-    if not values["model"]["path"]:
+    if values["model"]["path"]:
+        check_all(job)
+    else:
         raise ValueError("model.path is empty: the run itself needs --config.model.path=DIR. All else is as printed.")
     return EXIT_DONE
 
@@ -176,7 +181,7 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
     values = _pinned(values, workdir, pod)
     tools = tools_of_prompts(values, pod)
     job = parse(with_prompt_length(values, tools))
-    _check_auxiliary(job, pod)
+    check_models(job, _loads(pod))
     if pod is not None:
         alike.check_files(job, pod, 4 * job.log.stall_s)
     started = time.monotonic()
@@ -186,7 +191,7 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
     if not job.kind.given:
         others = {REWARD_NAME: job.env.reward_weight} if job.env.used else {}
         with Rewards(job.reward, others) as rewards:  # fail on one that is misspelt before loading models
-            rewards.check_answers(split(job.data).unanswered)
+            check_rewards(job, rewards, Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools))
     with _open_run(job, workdir, pod, command) as current:
         current.profiler = Profiler(workdir, pod.name if pod else "trainer 0", steps)
         describe.print_plan(current.console, job, on, workdir, pod)
@@ -280,27 +285,33 @@ def _write_sources(current: Run, job: Job, too_long: Mapping[str, int]) -> None:
 
 
 def check_storage(workdir: str, values: Mapping[str, Any]) -> None:
-    """Asks every bucket the job will use, before anything large is loaded; errors as in `storage.check`."""
+    """Asks every bucket the job will use, before anything large is loaded.
+
+    Raises:
+      ValueError: as `storage.check`, or data.sources or eval.sets are not as podrl.data.config describes them.
+      StorageError: as `storage.check`.
+    """
     storage.check(workdir, "--workdir", writes=True)
     for place in ("data.path", "data.eval_path", "model.path", "model.reference", "model.critic", "reward.model"):
         group, _, key = place.partition(".")
         named = values.get(group, {}).get(key)
         storage.check(named if isinstance(named, str) else "", place)
-    for group, key in (("data", "sources"), ("eval", "sets")):
-        for source in values.get(group, {}).get(key, ()):
-            storage.check(str(source.get("path", "")), f"{group}.{key}")
+    for source in build(DataConfig, values.get("data", {}), "config.data").sources:
+        storage.check(source.path, "data.sources")
+    for one in build(EvalConfig, values.get("eval", {}), "config.eval").sets:
+        storage.check(one.path, "eval.sets")
 
 
-def _check_auxiliary(job: Job, pod: Pod | None) -> None:
-    """Refuses a directory of an auxiliary model that this process will load and that is missing."""
-    hosts, process = (pod.seat.hosts, pod.seat.process) if pod else (Hosts((0,), (0,)), 0)
-    for key, directory, loaders in (
-        ("model.reference", job.model.reference, hosts.trainer),
-        ("model.critic", job.model.critic, hosts.trainer),
-        ("reward.model", job.reward.model, (*hosts.rollout, *hosts.eval)),
-    ):
-        if directory and process in loaders and not storage.locate(hub.local(directory)).is_dir():
-            raise ValueError(f"{key}={directory!r} is not a directory: give a Hugging Face directory.")
+def _loads(pod: Pod | None) -> list[str]:
+    """Lists the keys of the models whose weights this process reads."""
+    if pod is None:
+        return [key for keys in _LOADERS.values() for key in keys]
+    hosts, process = pod.seat.hosts, pod.seat.process
+    trains, generates = process in hosts.trainer, process in (*hosts.rollout, *hosts.eval)
+    return [*(_LOADERS[TRAINER] if trains else ()), *(_LOADERS[ROLLOUT] if generates else ())]
+
+
+_LOADERS = {TRAINER: ("model.path", "model.reference", "model.critic"), ROLLOUT: ("reward.model",)}
 
 
 @contextlib.contextmanager

@@ -57,7 +57,8 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     num_iterations: Count = 1
 
     old_logprob: Literal["auto", "current", "trainer", "sampler"] = "auto"
-    max_staleness: Natural = 0
+    # Each update of staleness is a batch in flight, and under topology=split a copy of the weights on every trainer.
+    max_staleness: Annotated[int, Range("[0, 256]")] = 0
     stale_bound: Count | None = None
     dynamic_sampling: bool = False
     dynamic_sampling_batches: Annotated[int, Range("[2, 2147483647]")] = 3

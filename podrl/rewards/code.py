@@ -59,7 +59,11 @@ class CodeConfig:
 
 
 class CodeTests:
-    """The reward function 'code', with its settings; a worker makes one of them."""
+    """The reward function 'code', with its settings; a worker makes one of them.
+
+    Attributes:
+      reads: fields that every record must have.
+    """
 
     def __init__(self, **settings: Any) -> None:
         """Starts the process that starts sandboxes.
@@ -71,6 +75,7 @@ class CodeTests:
           podrl.rewards.sandbox.host.RefusedError: this host can isolate no program.
         """
         self._config = config = CodeConfig(**settings)
+        self.reads = (config.tests,)
         limits = {"memory_mb": config.memory_mb, "cpu_s": config.cpu_s, "wall_s": config.wall_s}
         limits |= {"threads": config.threads, "file_mb": config.file_mb, "disk_mb": config.disk_mb}
         self._sandboxes = Sandboxes(limits, at_once=config.at_once, packages=config.packages)

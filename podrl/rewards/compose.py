@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -186,8 +186,7 @@ class Rewards:
         Raises:
           ValueError: names the record and the functions.
         """
-        needs = {f.name: worker.needs(f.here) for f in self._functions if f.here is not None}
-        needs |= self._pool.needs if self._pool is not None else {}
+        needs = self._needs()
         for place, own in unanswered:
             scored = [f for f in self._functions if f.scores(own) and not f.dataset]
             if asking := [f.name for f in scored if "answer" in needs[f.name]]:
@@ -195,6 +194,37 @@ class Rewards:
                     f"{place}, which {', '.join(asking)} of reward.fns needs: name the field that holds it in "
                     "data.answer_field, or choose rewards that need no answer."
                 )
+
+    def check_fields(
+        self, records: Sequence[tuple[str, Mapping[str, Any]]], own: Sequence[str], given: Collection[str]
+    ) -> None:
+        """Refuses records without a field that a function takes.
+
+        Args:
+          records: place and fields of some records of a source.
+          own: functions of this source, if it has its own.
+          given: all fields that records of the job have; a record without one of them gives a function None.
+
+        Raises:
+          ValueError: names the record, the function and the field.
+        """
+        needs = self._needs()
+        for function in (f for f in self._functions if f.scores(own) and not f.dataset):
+            # podrl's own functions refuse a record without the field; users' are given None.
+            always = (function.spec or {}).get("module", "").startswith(f"{__package__}.")
+            for name in needs[function.name]:
+                lacks = [(place, fields) for place, fields in records if fields.get(name) is None]
+                if name != "answer" and lacks and (always or name not in given):
+                    place, fields = lacks[0]
+                    raise ValueError(
+                        f"{place} has no field {name!r} (it has {', '.join(fields)}), which {function.name} of "
+                        "reward.fns takes: name a field that the records have, or give the argument a default."
+                    )
+
+    def _needs(self) -> dict[str, list[str]]:
+        """The fields that each function cannot do without."""
+        needs = {f.name: worker.needs(f.here) for f in self._functions if f.here is not None}
+        return needs | (self._pool.needs if self._pool is not None else {})
 
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]

@@ -173,7 +173,11 @@ FUNCTIONS: dict[str, tuple[_Scored, str]] = {
 
 
 class TextReward:
-    """One of `FUNCTIONS` as a reward function, with its settings."""
+    """One of `FUNCTIONS` as a reward function, with its settings.
+
+    Attributes:
+      reads: fields that every record must have.
+    """
 
     def __init__(self, function: str, **settings: Any) -> None:
         """Takes fields of a TextConfig."""
@@ -183,6 +187,7 @@ class TextReward:
         self._same = config.pattern if field == "pattern" else ""
         if field == "schema" and config.schema:
             self._same = regular(pathlib.Path(config.schema)).read_text()
+        self.reads = () if self._same else (self._field,)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
         """Scores every completion from 0 to 1; of several references, the best.

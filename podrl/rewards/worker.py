@@ -68,13 +68,16 @@ def _load(header: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -
 
 
 def needs(fn: Callable[..., Any]) -> list[str]:
-    """Names the fields of a record that a reward function cannot do without."""
+    """Names the fields of a record that a reward function cannot do without: its arguments, and its own `reads`."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         return []
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    if "completions" not in [p.name for p in parameters]:
+        required = required[2:]  # prompts and completions by position
+    return [*(name for name in required if name not in ("prompts", "completions")), *getattr(fn, "reads", ())]
 
 
 def _apply(fn: Callable[..., Any], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> Any:

@@ -1,0 +1,110 @@
+"""Finds, before a model is loaded, what a job names and is not there, or cannot use what its records hold."""
+
+import contextlib
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from podrl.data.config import EMBEDDED as EMBEDDED_TASKS
+from podrl.data.mixture import Part, split
+from podrl.data.pipeline import PartRenderer
+from podrl.data.tokenizer import Tokenizer
+from podrl.environments.workers import Episodes
+from podrl.job.config import EMBEDDED, SCRATCH, Job
+from podrl.learner.playing import environment_config
+from podrl.models import orbax_files
+from podrl.models.hf_config import read_config
+from podrl.models.tensor_files import scan_directory
+from podrl.rewards.compose import Rewards
+from podrl.rundir.gauges import read_plan
+from podrl.runtime import hub, storage
+from podrl.runtime.service import ServiceError
+
+_LOOK = 256  # records of a source whose fields are looked at
+
+
+def check_models(job: Job, keys: Collection[str]) -> None:
+    """Refuses directories of models without a configuration or weights that podrl reads.
+
+    Args:
+      job: the job.
+      keys: which of its models this process loads: 'model.path', 'model.reference', 'model.critic', 'reward.model'.
+
+    Raises:
+      ValueError: names the key and what is missing or damaged.
+    """
+    named = {"model.path": job.model.path, "model.reference": job.model.reference}
+    named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
+    for key, path in named.items():
+        if key not in keys or not path or path == SCRATCH or (key == "model.path" and path in EMBEDDED):
+            continue
+        directory = storage.locate(hub.local(path))
+        if not directory.is_dir():
+            raise ValueError(f"{key}={path!r} is not a directory: give a Hugging Face directory.")
+        if storage.is_remote(directory):  # where every file is a request
+            continue
+        try:
+            read_config(directory)
+            if orbax_files.find_checkpoint(directory) is None:
+                scan_directory(directory)
+        except ValueError as error:
+            raise ValueError(f"{key}={path!r}: {error}") from error
+
+
+def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
+    """Refuses records that the job's reward functions or its chat template cannot use.
+
+    Args:
+      job: the job, which samples.
+      rewards: its functions, loaded.
+      tokenizer: renders the first prompt of every source.
+
+    Raises:
+      ValueError: names the record, and the function or the template.
+    """
+    given = {"turns", "model_text"} if job.env.used else set[str]()
+    opened = split(job.data)
+    rewards.check_answers(opened.unanswered)
+    shown = [(part, _shown(part, tokenizer)) for part in opened.parts]
+    everywhere = given.union(*(fields for _, records in shown for _, fields in records))
+    for part, records in shown:
+        rewards.check_fields(records, part.fields.get("reward_fns", ()), everywhere)
+    for one in job.eval.sets:
+        opened = split(one.data(job.data))
+        rewards.check_answers(opened.unanswered)
+        for part in opened.parts:
+            records = _shown(part, tokenizer)
+            own = given.union(*(fields for _, fields in records))
+            rewards.check_fields(records, part.fields.get("reward_fns", ()), own)
+
+
+def check_all(job: Job) -> None:
+    """Makes all checks of a start, and loads the code of environments and tools, for a dry run. Raises ValueError."""
+    check_models(job, ("model.path", "model.reference", "model.critic", "reward.model"))
+    read_plan(job.log.plan)
+    split(job.data, job.kind.form)
+    for one in job.eval.sets:
+        split(one.data(job.data))
+    env = environment_config(job.env)
+    if env.tools or any(":" in name for name in env.choices):
+        local = dataclasses.replace(env, mcp=(), environment=env.environment if env.tools else _own(env.choices))
+        # Servers may be elsewhere when a dry run is made: they are asked when the run starts.
+        with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
+            pass
+    if not job.kind.given:
+        others = {"environment": job.env.reward_weight} if job.env.used else {}
+        with Rewards(job.reward, others) as rewards:
+            check_rewards(job, rewards, Tokenizer(job.model.tokenizer(job.tokenizer)))
+
+
+def _own(choices: Collection[str]) -> str:
+    """The first of some environments that is code of the user."""
+    return next(name for name in choices if ":" in name)
+
+
+def _shown(part: Part, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]:
+    """Places and fields of the first records of a source, as reward functions are given them."""
+    render = PartRenderer(part, tokenizer)
+    source: Any = part.train
+    place = (lambda i: f"{part.config.path} record {i}") if part.config.path in EMBEDDED_TASKS else source.place
+    return [(place(i), dict(render(part.train[i])[1])) for i in range(min(_LOOK, len(part.train)))]

@@ -1,0 +1,184 @@
+"""A dry run, and a start before it loads a model, find what would fail a minute later."""
+
+import json
+import os
+import pathlib
+import shutil
+
+import pytest
+
+import podrl
+from podrl.config import merge
+from podrl.data import shape
+from podrl.data.tokenizer import Tokenizer
+from podrl.job import job, ready
+from podrl.job.config import parse, unset
+from podrl.rewards.compose import Rewards
+from podrl.runtime.watchdog import EXIT_DONE
+
+RECORD = {"question": "2+2?", "answer": "4", "level": "easy"}
+MINE = "def scored(prompts, completions, level):\n    return [0.0] * len(completions)\n"
+
+
+def values(algorithm="grpo", **changes):
+    base = merge(unset(algorithm), {"trainer": {"max_steps": 1, "eval_every_n_steps": 0}, "data": {"cache": ""}})
+    return merge(merge(base, {"rollout": {"max_prompt_length": 128}}), changes)
+
+
+def records(tmp_path, *rows):
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows or [RECORD] * 3))
+    return {"path": str(tmp_path / "d.jsonl"), "eval_fraction": 0.0, "cache": ""}
+
+
+def refused(made, message, capsys):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        job.dry_run(made, "runs/x")
+    assert "Batch arithmetic" in capsys.readouterr().out  # everything else is told before
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A copy of the checkpoint that comes with podrl."""
+    return pathlib.Path(shutil.copytree(podrl.TINY, tmp_path / "model"))
+
+
+def test_a_dry_run_of_what_is_all_there_passes(tmp_path, model):
+    (tmp_path / "mine.py").write_text(MINE)
+    data, fns = records(tmp_path), (f"{tmp_path}/mine.py:scored", "number")
+    made = values(data=data, reward={"fns": fns}, model={"path": str(model), "reference": str(model)})
+    assert job.dry_run(made, "runs/x") == EXIT_DONE
+
+
+@pytest.mark.parametrize("key", ["path", "reference"])
+def test_missing_weights(model, key, capsys):
+    (model / "model.safetensors").unlink()
+    refused(values(model={key: str(model)}), rf"model\.{key}=.* has neither model\.safetensors nor", capsys)
+    os.mkfifo(model / "model.safetensors")
+    refused(values(model={key: str(model)}), r"model\.safetensors is a pipe and must be a regular file", capsys)
+
+
+def test_weights_of_a_reward_model(model, capsys):
+    refused(values(reward={"model": str(model / "no")}), r"reward\.model=.* is not a directory", capsys)
+    (model / "model.safetensors").write_bytes(b"\0" * 40)
+    refused(values(reward={"model": str(model)}), r"reward\.model=.* is not a complete safetensors file", capsys)
+
+
+REWARDS = {
+    "no such built-in": ("nubmer", "did you mean 'number'"),
+    "no file": ("{0}/no.py:scored", "no.py does not exist"),
+    "no function": ("{0}/mine.py:scorde", "has no function 'scorde'. Did you mean 'scored'"),
+    "no module": ("nowhere_at_all.rewards:f", "nowhere_at_all"),
+    "no field": ("{0}/mine.py:other", "has no field 'difficulty' .it has .*level.*, which other of reward.fns"),
+    "fields by position": ("{0}/mine.py:positional", "has no field 'difficulty'"),
+    "code without tests": ("code", "has no field 'tests' .*, which code of reward.fns takes"),
+    "no pattern": ("regex", "has no field 'pattern' .*, which regex of reward.fns takes"),
+    "no schema": ("json_schema", "has no field 'schema'"),
+}
+
+
+@pytest.mark.parametrize("case", REWARDS)
+def test_rewards_that_cannot_score(tmp_path, case, capsys):
+    more = "def other(prompts, completions, difficulty, **fields):\n    return [0.0]\n"
+    more += "def positional(asked, said, difficulty):\n    return [0.0]\n"
+    (tmp_path / "mine.py").write_text(MINE + more)
+    name, message = REWARDS[case]
+    refused(values(data=records(tmp_path), reward={"fns": (name.format(tmp_path),)}), message, capsys)
+
+
+def test_one_record_without_tests_is_named(tmp_path, capsys):
+    rows = [{"question": "q", "tests": ["assert f()"]}, {"question": "q2", "tests": None}]
+    made = values(data=records(tmp_path, *rows), reward={"fns": ("code",)})
+    refused(made, r"d\.jsonl line 2 has no field 'tests'", capsys)
+
+
+def test_a_users_function_is_given_none_where_other_records_have_the_field(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    rows = [RECORD, {"question": "3+3?", "answer": "6"}]
+    made = parse(values(data=records(tmp_path, *rows), reward={"fns": (f"{tmp_path}/mine.py:scored",)}))
+    with Rewards(made.reward) as rewards:
+        ready.check_rewards(made, rewards, Tokenizer(podrl.TINY))
+
+
+FILES = {
+    "data": ({"data": {"path": "no.jsonl"}}, r"no\.jsonl does not exist"),
+    "eval_path": ({"data": {"eval_path": "no.jsonl"}}, r"no\.jsonl does not exist"),
+    "a set": ({"eval": {"sets": ({"name": "s", "path": "no.jsonl"},)}}, r"no\.jsonl does not exist"),
+    "an environment": ({"env": {"environment": "no.py:Env"}}, r"no\.py does not exist"),
+    "another environment": ({"env": {"tools": ("calculator",), "others": ("no.py:Env",)}}, r"no\.py does not exist"),
+    "a tool": ({"env": {"tools": ("no.py:tool",)}}, r"no\.py does not exist"),
+    "a plan": ({"log": {"plan": "no.json"}}, r"log\.plan='no\.json' is not a plan"),
+    "a schema": ({"reward": {"fns": ("json_schema",), "text": {"schema": "no.json"}}}, r"no\.json"),
+    "a map": ({"data": {"sources": ({"path": "{0}", "transforms": ({"map": "no.py:f"},)},)}}, r"no\.py does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_do_not_exist(tmp_path, case):
+    changes, message = FILES[case]
+    changes = json.loads(json.dumps(changes).replace("{0}", records(tmp_path)["path"]))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        job.dry_run(values(**merge({"rollout": {"max_response_tokens": 128}}, changes)), "runs/x")
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto"])
+def test_answers_of_another_form(tmp_path, algorithm, capsys):
+    made = values(algorithm, data=records(tmp_path, {"question": "q"}))
+    refused(made, r"d\.jsonl line 1 has question", capsys)
+
+
+def test_the_start_of_a_run_makes_the_same_checks(tmp_path, model):
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model\.path=.* has neither model\.safetensors nor"):
+        job.run(values(model={"path": str(model)}), str(tmp_path / "run"), command="podrl")
+    with pytest.raises(ValueError, match="has no field 'tests'"):
+        job.run(values(data=records(tmp_path), reward={"fns": ("code",)}), str(tmp_path / "run"), command="podrl")
+    assert not (tmp_path / "run").exists()
+
+
+DROPPING = (
+    "{% for m in messages %}{{ '<start_of_turn>' + m['role'] + '\\n' + 'hello' + '<end_of_turn>\\n' }}{% endfor %}"
+)
+
+
+def test_a_template_that_drops_the_question(tmp_path, model, capsys):
+    (model / "chat_template.jinja").write_text(DROPPING)
+    made = values(data=records(tmp_path), model={"path": str(model)})
+    refused(made, r"The chat template of .*model drops what is asked: '2\+2\?' is not in the prompt", capsys)
+    tokenizer = Tokenizer(model)
+    for record in (RECORD, {"messages": [{"role": "user", "content": "2+2?"}]}):
+        with pytest.raises(ValueError, match=r"drops what is asked|passes it over"):
+            shape.prompt(record, tokenizer, system="", form="chat")
+
+
+MALFORMED = (5, "abc", True, [1], [None], ["a.jsonl"], {"path": "x"}, ({},), ({"path": 5},), ({1: 2},), 0.5, b"x")
+MALFORMED += (((("path", "a"),),), ({"path": "a", "transforms": 3},), ({"path": "a", "weight": float("nan")},))
+
+
+@pytest.mark.parametrize("key", ["sources", "sets"])
+@pytest.mark.parametrize("value", MALFORMED, ids=str)
+def test_malformed_lists_are_refused_by_name(tmp_path, key, value):
+    group = "data" if key == "sources" else "eval"
+    made = merge(values(), {group: {key: value}})
+    for start in (job.dry_run, lambda made, place: job.run(made, place, command="podrl")):
+        with pytest.raises(ValueError, match=rf"{group}|{key}|path"):
+            start(made, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("staleness", [257, 100_000_000])
+def test_staleness_has_a_bound(staleness):
+    with pytest.raises(ValueError, match=rf"grpo\.max_staleness={staleness} must be a whole number in \[0, 256\]"):
+        parse(values(grpo={"max_staleness": staleness}))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_pipe_in_a_models_directory(model, name):
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    with pytest.raises(ValueError, match=rf"{name} is a pipe and must be a regular file"):
+        job.dry_run(values(model={"path": str(model)}), "runs/x")
+
+
+def test_a_pipe_as_system_prompt(tmp_path):
+    os.mkfifo(tmp_path / "prompt.txt")
+    with pytest.raises(ValueError, match=r"prompt\.txt is a pipe"):
+        job.dry_run(values(env={"system_prompt_file": str(tmp_path / "prompt.txt")}), "runs/x")
