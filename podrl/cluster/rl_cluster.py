@@ -22,7 +22,7 @@ from podrl.data.chat import Message
 from podrl.data.tokenizer import Tokenizer, prompts_of
 from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig
-from podrl.models.pretrained import Decoder, check_vocab, directories_of, on_this_host
+from podrl.models.pretrained import Decoder, check_positions, check_vocab, directories_of, on_this_host
 from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
 from podrl.runtime.metrics import MetricsLogger, UserMetrics
@@ -103,6 +103,7 @@ class RLCluster:
         self.tokenizer: Tokenizer = Tokenizer(reads) if isinstance(reads, str | os.PathLike) else reads
         self.model = self.actor.model
         check_vocab(self.model, self.tokenizer.vocab_size)
+        check_positions(self.model, rollout.max_prompt_length, rollout.longest)
         self._reference_source, self._critic_source = reference, critic
         self.directories = directories_of(path=actor, reference=reference, critic=critic)
         if critic is not None:

@@ -1,15 +1,15 @@
 """Translates between Hugging Face's config.json and ModelConfig; refuses by name what podrl does not compute."""
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from podrl.models.config import GLOBAL_WINDOW, ModelConfig, RopeScaling
-from podrl.models.hf_fields import reads, refuse_unknown, refuse_unread
-from podrl.runtime.regular import regular
+from podrl.models.hf_fields import COMPUTED, reads, refuse_unknown, refuse_unread
+from podrl.models.tensor_files import has_own_head
+from podrl.runtime.regular import load_json, regular
 from podrl.runtime.storage import locate
 
 
@@ -76,20 +76,26 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"
 
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:
-    """Reads the ModelConfig of a Hugging Face directory.
+    """Reads the ModelConfig of a Hugging Face directory; its weights say whether the output matrix is the embedding.
 
     Raises:
       ValueError: no config.json, an architecture podrl does not have, or a field that changes the mathematics in a way
-        podrl does not compute; the field is named.
+        podrl does not compute; the field is named. Damaged weights beside it.
     """
     path = locate(directory) / "config.json"
     if not path.exists():
         raise ValueError(f"{directory} has no config.json: point model.path at a Hugging Face model directory.")
+    text = regular(path).read_bytes()
     try:
-        raw = json.loads(regular(path).read_text())
+        raw = load_json(text)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from None
-    return config_from_hf(raw, where=str(path))
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a {type(raw).__name__}, not an object.")
+    config = config_from_hf(raw, where=str(path))
+    # A head of its own in the file counts more than the flag, as in transformers.
+    own_head = config.tie_embeddings and has_own_head(locate(directory))
+    return dataclasses.replace(config, tie_embeddings=False) if own_head else config
 
 
 def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
@@ -151,8 +157,14 @@ def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, An
     model_type = raw.get("model_type")
     if model_type == "gemma3" and isinstance(raw.get("text_config"), Mapping):
         # The image-and-text checkpoint: podrl computes its text decoder.
-        tied = {k: raw[k] for k in ("tie_word_embeddings", "quantization_config") if k in raw}
-        return "gemma3", {**tied, **raw["text_config"]}
+        inner = raw["text_config"]
+        outer = {k: v for k, v in raw.items() if v is not None and (k in COMPUTED or k == "quantization_config")}
+        for key, value in outer.items():
+            if inner.get(key) is not None and inner[key] != value:
+                raise ValueError(
+                    f"{where} has {key}={value!r} and in text_config {key}={inner[key]!r}: they must be the same."
+                )
+        return "gemma3", {**inner, **outer}
     for name, family in FAMILIES.items():
         if family.model_type == model_type:
             return name, raw
@@ -215,11 +227,12 @@ def _rope(
     name: str, known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
 ) -> tuple[tuple[float, ...], tuple[RopeScaling, ...]]:
     """Reads every layer's rotary base and scaling, from rope_theta and rope_scaling, or from rope_parameters."""
-    shared = fields.get("rope_parameters") or {}
+    shared = _given(fields.get("rope_parameters"))
     theta = float(known.get("rope_theta", 10_000.0))
     local = known.get("rope_local_base_freq")
-    full = {"rope_theta": theta, **(fields.get("rope_scaling") or {})}
+    full = {"rope_theta": theta, **_given(fields.get("rope_scaling"))}
     near = {"rope_theta": float(local)} if local is not None else full
+    old = {True: near, False: full}
     kinds = {"full_attention", "sliding_attention"}
     if kinds & set(shared):
         if name != "gemma3" or not set(shared) <= kinds:
@@ -227,14 +240,29 @@ def _rope(
                 f"{where} has rope_parameters={shared!r}: only a gemma3 model has other positions in layers with a "
                 "window, and then it must hold nothing but full_attention and sliding_attention."
             )
-        full = {**full, **shared.get("full_attention", {})}
-        near = {**near, **shared.get("sliding_attention", {})}
+        full = {"rope_theta": full["rope_theta"], **_given(shared.get("full_attention", full))}
+        near = {"rope_theta": near["rope_theta"], **_given(shared.get("sliding_attention", near))}
     elif shared:
-        full = {**full, **shared}
+        full = {"rope_theta": full["rope_theta"], **shared}
         near = near if local is not None else full
     limit = known.get("max_position_embeddings")
     parsed = {True: _rope_kind(near, limit, where), False: _rope_kind(full, limit, where)}
+    named = {"rope_theta", "rope_scaling", "rope_local_base_freq"}
+    told = {name: fields[name] for name in named if fields.get(name) is not None}
+    for slides, keys in ((False, ("rope_theta", "rope_scaling")), (True, ("rope_local_base_freq",))):
+        before, now = _rope_kind(old[slides], limit, where), parsed[slides]
+        differs = (before[0] != now[0] and keys[0] in told) or (before[1] != now[1] and keys[-1] in told and not slides)
+        if shared and differs:
+            raise ValueError(
+                f"{where} has {', '.join(f'{name}={value!r}' for name, value in sorted(told.items()))} beside "
+                f"rope_parameters={shared!r}, which says otherwise: they must mean the same. Delete one of them."
+            )
     return tuple(parsed[s][0] for s in sliding), tuple(parsed[s][1] for s in sliding)
+
+
+def _given(fields: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields that are not null."""
+    return {key: value for key, value in (fields or {}).items() if value is not None}
 
 
 def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple[float, RopeScaling]:
@@ -244,6 +272,8 @@ def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple
         "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     }
     kind = given.get("rope_type") or given.get("type") or "default"
+    if given.get("type") not in (None, kind):
+        raise ValueError(f"{where} has rope_type={kind!r} and type={given['type']!r}: they must be the same.")
     if kind not in allowed:
         raise ValueError(f"{where} has rope scaling {kind!r}: {', '.join(allowed)} are supported.")
     given = {k: v for k, v in given.items() if v is not None and not (k == "partial_rotary_factor" and v == 1)}

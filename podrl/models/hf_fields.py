@@ -6,7 +6,7 @@ from typing import Any
 from podrl.config import nearest
 
 # Fields podrl computes with.
-_HANDLED = frozenset(
+COMPUTED = frozenset(
     (
         "vocab_size",
         "hidden_size",
@@ -191,10 +191,10 @@ def refuse_unknown(fields: Mapping[str, Any], where: str) -> None:
                 raise ValueError(
                     f"{where} has {key}={value!r}, which podrl does not compute: it must be {_FIXED[key][0]!r}."
                 )
-        elif key not in _HANDLED and key not in _IGNORABLE:
+        elif key not in COMPUTED and key not in _IGNORABLE:
             raise ValueError(
                 f"{where} has the field {key}={value!r}, which podrl does not know: it may change the mathematics. "
-                f"If it does not, delete it from the file.{nearest(key, _HANDLED)}"
+                f"If it does not, delete it from the file.{nearest(key, COMPUTED)}"
             )
         elif key in _TYPES and value is not None:
             _TYPES[key](key, value, where)

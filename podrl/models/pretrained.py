@@ -1,5 +1,6 @@
 """Decoder: a model with its weights, as `from_pretrained` returns it and the Python API takes it."""
 
+import logging
 import os
 import pathlib
 from typing import Any
@@ -14,6 +15,8 @@ from podrl.models import decoder, hf_load, hf_save, lora, peft_files
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.runtime import hub, storage
 from podrl.types import PyTree
+
+_log = logging.getLogger("podrl.models")
 
 
 class Decoder(nnx.Module):
@@ -125,6 +128,30 @@ def directories_of(**models: Any) -> dict[str, str]:
     """The directories that were given as models, or that a Decoder was read from; '' where there is none."""
     named = {name: isinstance(model, str | os.PathLike) for name, model in models.items()}
     return {n: os.fspath(model) if named[n] else getattr(model, "directory", "") for n, model in models.items()}
+
+
+def check_positions(config: ModelConfig, prompt: int, longest: int) -> None:
+    """Refuses prompts that leave no position for an answer, and warns of samples that may pass the last position.
+
+    Args:
+      prompt: most tokens of a prompt.
+      longest: most tokens of a prompt and its answer.
+
+    Raises:
+      ValueError: the model has no more positions than a prompt has tokens.
+    """
+    if prompt >= config.max_length:
+        raise ValueError(
+            f"A prompt may have {prompt} tokens (rollout.max_prompt_length) and the model was made for "
+            f"{config.max_length} (max_position_embeddings in config.json): it must be fewer."
+        )
+    if longest > config.max_length:
+        _log.warning(
+            "A sample may have %d tokens (rollout.max_prompt_length + rollout.max_tokens_to_generate) and the model "
+            "was made for %d (max_position_embeddings in config.json): what it says beyond is not to be trusted.",
+            longest,
+            config.max_length,
+        )
 
 
 def check_vocab(config: ModelConfig, tokenizer_vocab_size: int) -> None:

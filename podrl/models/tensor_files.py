@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
-from podrl.runtime.regular import regular
+from podrl.runtime.regular import load_json, regular
 from podrl.runtime.storage import Place, file_size, is_remote
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -24,6 +24,7 @@ _DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_COMPARED = 1 << 24  # bytes of two matrices that are compared at a time
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 
 
@@ -80,7 +81,8 @@ def scan_file(path: Place) -> dict[str, StoredTensor]:
     """Reads a file's table of contents and checks it against the file's size.
 
     Raises:
-      ValueError: the file is no safetensors file, or a tensor reaches beyond its end (named).
+      ValueError: the file is no safetensors file; a tensor reaches beyond its end, shares bytes with another, or leaves
+        some unused (named).
     """
     size = file_size(regular(path))
     header, data_start = _read_header(path, size)
@@ -89,10 +91,14 @@ def scan_file(path: Place) -> dict[str, StoredTensor]:
         if name == "__metadata__":
             continue
         try:
-            code, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-            start, stop = (int(n) + data_start for n in entry["data_offsets"])
+            code, shape = entry["dtype"], tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{path} describes tensor {name} by {entry!r}: the file is damaged.") from None
+            raise ValueError(f"{path} describes tensor {name} by {str(entry)[:200]}: the file is damaged.") from None
+        counts = (*shape, begin, end)
+        if not isinstance(code, str) or not all(type(n) is int and n >= 0 for n in counts) or begin > end:
+            raise ValueError(f"{path} describes tensor {name} by {str(entry)[:200]}: the file is damaged.")
+        start, stop = begin + data_start, end + data_start
         tensor = StoredTensor(name, path, code, shape, start, stop)
         if stop > size:
             raise ValueError(
@@ -104,6 +110,15 @@ def scan_file(path: Place) -> dict[str, StoredTensor]:
                 f"Tensor {name} of {path} has shape {shape} in {code}, but {stop - start} bytes: the file is damaged."
             )
         tensors[name] = tensor
+    used = data_start
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
+        if tensor.start != used:
+            gap = tensor.start - used
+            why = "shares bytes with another" if gap < 0 else f"leaves {gap} bytes before it that are nobody's"
+            raise ValueError(f"Tensor {tensor.name} of {path} {why}: the file is damaged. Copy it again.")
+        used = tensor.stop
+    if used != size:
+        raise ValueError(f"{path} has {size - used} bytes behind its last tensor: the file is damaged. Copy it again.")
     return tensors
 
 
@@ -117,7 +132,7 @@ def _read_header(path: Place, size: int) -> tuple[dict, int]:
                 "Download or copy the file again."
             )
         try:
-            header = json.loads(file.read(length))
+            header = load_json(file.read(length))
         except ValueError as error:
             raise ValueError(f"The header of {path} is not JSON ({error}): the file is damaged.") from None
     if not isinstance(header, dict):
@@ -150,17 +165,43 @@ def scan_directory(directory: Place) -> dict[str, StoredTensor]:
             f"{directory} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing)} "
             f"({lost} tensors). Download or copy them again."
         )
-    stored = {name: tensor for file in files for name, tensor in scan_file(directory / file).items()}
-    absent = [name for name in weight_map if name not in stored]
+    held = {file: scan_file(directory / file) for file in files}
+    absent = [name for name, file in weight_map.items() if name not in held[file]]
     if absent:
         raise ValueError(f"{index_path} lists tensors its files do not hold: {', '.join(absent[:8])}.")
+    stored: dict[str, StoredTensor] = {}
+    for tensors in held.values():
+        if twice := stored.keys() & tensors.keys():
+            raise ValueError(f"{directory} has tensor {min(twice)} in two of its files: which one counts is not said.")
+        stored |= tensors
     return stored
+
+
+def has_own_head(directory: Place) -> bool:
+    """True where a checkpoint's `lm_head.weight` is another matrix than its embedding; False without weights."""
+    index, head = directory / INDEX_NAME, "lm_head.weight"
+    if index.exists():
+        names = _weight_map(index)
+        if not any(name.endswith(head) for name in names) or not all((directory / f).exists() for f in names.values()):
+            return False
+    elif not (directory / SINGLE_NAME).exists():
+        return False
+    stored = scan_directory(directory)
+    heads, embeddings = ([t for n, t in stored.items() if n.endswith(end)] for end in (head, "embed_tokens.weight"))
+    if len(heads) != 1 or len(embeddings) != 1:
+        return False
+    (mine,), (theirs,) = heads, embeddings
+    if mine.shape != theirs.shape or len(mine.shape) != 2:
+        return True
+    rows = max(1, _COMPARED // (mine.shape[1] * mine.dtype.itemsize))
+    blocks = [(slice(first, first + rows),) for first in range(0, mine.shape[0], rows)]
+    return not all(np.array_equal(mine.read(block), theirs.read(block)) for block in blocks)
 
 
 def _weight_map(index_path: Place) -> dict[str, str]:
     """Reads an index, tensor to file name, that names only files of its own directory."""
     try:
-        weight_map = json.loads(regular(index_path).read_text())["weight_map"]
+        weight_map = load_json(regular(index_path).read_bytes())["weight_map"]
         items = list(weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index_path} is not a safetensors index ({error!r}).") from None

@@ -1,9 +1,10 @@
 """The guard of all readers of a user's files: they read to the end, so what may have no end is refused."""
 
+import json
 import os
 import pathlib
 import stat
-from typing import TypeVar
+from typing import Any, TypeVar
 
 File = TypeVar("File", bound=os.PathLike)
 
@@ -28,3 +29,24 @@ def regular(file: File) -> File:
         target = "" if not os.path.islink(file) else f" (it links to {pathlib.Path(file).resolve()})"
         raise ValueError(f"{file} is {kind}{target} and must be a regular file, which has an end.")
     return file
+
+
+def load_json(text: str | bytes) -> Any:
+    """Parses the JSON of a user's file.
+
+    Raises:
+      ValueError: no JSON (a json.JSONDecodeError where the place is known), a key twice, or nested too deeply.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
