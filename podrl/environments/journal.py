@@ -3,16 +3,16 @@
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TextIO
+from typing import Any, BinaryIO, Protocol
 
 from podrl.environments.protocol import Task
+from podrl.runtime import sealed_lines
 from podrl.runtime.channel import Channel
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
@@ -23,6 +23,7 @@ _READ, _ADD = "outside/read", "outside/add"
 
 Record = dict[str, Any]  # {"index", "sample", "n", "request", "answer"}
 Records = dict[tuple[int, int, int], Record]  # by the first three
+_UNSEALED = {frozenset(("index", "sample", "n", "request", "answer"))}  # lines of before they had checksums
 
 
 class Store(Protocol):
@@ -86,9 +87,10 @@ class Journal:
 
 
 class Files:
-    """Records in `directory`/<name>.jsonl; any thread may call any method.
+    """Records in `directory`/<name>.jsonl, a line with a checksum each; any thread may call any method.
 
-    One thread writes: all records that wait when the disk has taken the last ones go to it together.
+    A damaged line is said and stays in the file; its call is made again where a sample comes to it again. One
+    thread writes: all records that wait when the disk has taken the last ones go to it together.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None) -> None:
@@ -99,7 +101,7 @@ class Files:
           written: called after records were written, on the thread that did.
         """
         self._directory, self._written = directory, written
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, BinaryIO] = {}
         self._records: dict[str, Records] = {}
         self._waiting: list[tuple[str, Record, Future[Message]]] = []
         self._lock = threading.Lock()  # of the files and what is read from them
@@ -180,41 +182,44 @@ class Files:
 
     def _write(self, records: "Sequence[tuple[str, Record, Future[Message]]]") -> None:
         with self._lock:
-            changed: dict[str, TextIO] = {}
-            for name, record, _ in records:
-                known = self._read(name)
-                if known.get(_key(record)) == record:
-                    continue  # sent twice
-                changed[name] = file = self._open(name)
-                file.write(json.dumps(record) + "\n")
-                known[_key(record)] = record
-            for file in changed.values():
-                file.flush()
-                os.fsync(file.fileno())
+            changed: dict[str, BinaryIO] = {}
+            try:
+                for name, record, _ in records:
+                    known = self._read(name)
+                    if known.get(_key(record)) == record:
+                        continue  # sent twice
+                    changed[name] = file = self._open(name)
+                    file.write(sealed_lines.encode(record))
+                    known[_key(record)] = record
+                for file in changed.values():
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                for name, *_ in records:  # what of it is on the disk is read again, before more is written behind it
+                    self._records.pop(name, None)
+                    with contextlib.suppress(OSError, KeyError):
+                        self._files.pop(name).close()
+                raise
 
-    def _open(self, name: str) -> TextIO:
+    def _open(self, name: str) -> BinaryIO:
         if name not in self._files:
-            self._files[name] = (self._directory / f"{name}.jsonl").open("a")
+            self._files[name] = sealed_lines.open_to_append(self._directory / f"{name}.jsonl", _UNSEALED)
             sync_directory(self._directory)
         return self._files[name]
 
     def _read(self, name: str) -> Records:
-        """The records of a step; a torn last line, of a run that was killed while it wrote, is cut off."""
+        """The records of a step, as far as they are what was written."""
         if name not in self._records:
             self._directory.mkdir(parents=True, exist_ok=True)
-            path, self._records[name] = self._directory / f"{name}.jsonl", {}
-            whole = 0
-            with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-                for line in file:
-                    try:
-                        record = json.loads(line) if line.endswith(b"\n") else None
-                    except ValueError:
-                        record = None
-                    if record is None:
-                        break
-                    self._records[name][_key(record)] = record
-                    whole += len(line)
-                file.truncate(whole)
+            path = self._directory / f"{name}.jsonl"
+            found = sealed_lines.read(path, _UNSEALED)
+            self._records[name] = {_key(record): record for _, record in found.records}
+            for line, why in found.damaged:
+                _log.warning(
+                    "Line %d of %s is damaged (%s). The answer it held is lost: the call is made again where a sample "
+                    "comes to it again, and the run may differ from what it was.",
+                    *(line, path, why),
+                )
         return self._records[name]
 
 

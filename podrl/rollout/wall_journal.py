@@ -1,20 +1,20 @@
 """The journal of a run by the wall clock: the groups of each batch, and which version drew which of their tokens."""
 
-import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podrl.rollout.points import Points
-from podrl.runtime.metrics import read_records
+from podrl.runtime import sealed_lines
 from podrl.runtime.storage import sync_directory
 
 NAME = "batches.jsonl"
+_UNSEALED = {frozenset(("step", "again")), frozenset(("step", "groups", "queue"))}  # of before lines had checksums
 
 
 class WallJournal:
-    """The decisions of the clock, one JSON line each, on disk before they are acted on.
+    """The decisions of the clock, one JSON line with a checksum each, on disk before they are acted on.
 
       {"step": 7, "again": [12]}                prompts that are asked again when 7 steps are done, and trained none of
       {"step": 7, "groups": [...], "queue": {}} the batch that step 7 trains on, and the metrics of the queue
@@ -29,11 +29,18 @@ class WallJournal:
         """Of the run in a directory; reads what an earlier start of it, or the run that is repeated, decided.
 
         `written` is called after a line was.
+
+        Raises:
+          ValueError: a line is damaged, and with it a decision that the run would have to repeat is lost.
         """
         self._path, self._written = directory / NAME, written
         self._again: dict[int, list[int]] = {}
         self._batches: dict[int, Mapping[str, Any]] = {}
-        for line in read_records(directory, NAME):
+        found = sealed_lines.read(self._path, _UNSEALED)
+        for number, why in found.damaged:
+            if number > max(found.unsealed, default=0):  # earlier versions left torn lines before others
+                raise ValueError(self._lost(number, why, found.records))
+        for _, line in found.records:
             self._note(line)
 
     def batch(self, step: int) -> Mapping[str, Any] | None:
@@ -59,10 +66,8 @@ class WallJournal:
     def write(self, line: Mapping[str, Any]) -> None:
         """Adds a line; returns when it would outlive this process and its machine's power."""
         new = not self._path.exists()
-        with self._path.open("ab+") as file:
-            if file.tell() and _last_byte(file) != b"\n":  # torn when the run was killed
-                file.write(b"\n")
-            file.write(json.dumps(line).encode() + b"\n")
+        with sealed_lines.open_to_append(self._path, _UNSEALED) as file:
+            file.write(sealed_lines.encode(line))
             file.flush()
             os.fsync(file.fileno())
         if new:
@@ -75,6 +80,17 @@ class WallJournal:
         for known in (self._batches, self._again):
             for step in [step for step in known if step < before]:
                 del known[step]
+
+    def _lost(self, number: int, why: str, records: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+        """Says which decision is lost, and what can be done."""
+        before = [record["step"] for at, record in records if at < number]
+        after = [record["step"] for at, record in records if at > number]
+        between = " and ".join(f"step {step}" for step in (*before[-1:], *after[:1])) or "no other step"
+        return (
+            f"Line {number} of {self._path} is damaged ({why}), and with it a decision of the clock is lost: prompts "
+            f"might be trained twice or never. The lines beside it are of {between}. Restore the file from a copy; or, "
+            "where the run has a checkpoint after these steps, remove the line."
+        )
 
     def _note(self, line: Mapping[str, Any]) -> None:
         if "groups" in line:
@@ -115,8 +131,3 @@ def recorded_points(group: Mapping[str, Any], version: int) -> Points:
         elif b in group["late"]:
             late[b] = group["tokens"][b]
     return Points(recorded=recorded, late=late)
-
-
-def _last_byte(file: Any) -> bytes:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1)

@@ -20,7 +20,9 @@ from podrl.rollout.partial import join_prompts, of_message, of_tracks
 from podrl.rollout.points import Points
 from podrl.rollout.wall import Wall
 from podrl.rollout.wall_journal import NAME, WallJournal, recorded_points, runs_of
+from podrl.runtime import sealed_lines
 from podrl.runtime.message import decode, encode
+from podrl.runtime.seal import unseal
 from podrl.runtime.watchdog import Watchdog
 from podrl.types import STOP_DEADLINE, BatchError, Experience, Policy
 
@@ -224,9 +226,9 @@ def test_a_killed_run_goes_on_without_losing_a_prompt(tight, policies, batches, 
 def test_a_journal_of_other_samples_is_refused(tight, policies, batches, tmp_path):
     sampling = Sampling(max_new=40, stop_ids=(17, 250))
     made(tight, policies, batches, sampling, tmp_path, S=1, clock=1)
-    lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
+    lines = [unseal(json.loads(line)) for line in (tmp_path / NAME).read_text().splitlines()]
     lines[1]["groups"][0]["runs"][0][-1][1] += 1
-    (tmp_path / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / NAME).write_bytes(b"".join(map(sealed_lines.encode, lines)))
     with pytest.raises(ValueError, match=r"of step 0 does not become what .*batches\.jsonl says"):
         made(tight, policies, batches, sampling, tmp_path, S=1, clock=1)
 
