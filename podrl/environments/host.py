@@ -350,7 +350,8 @@ class Host:
             elif self._journal and (found := await self._journal.find(episode.task, number, episode.whats[number])):
                 await self._reply(episode, number, found, kept=True)
             elif "tool" in frame:
-                await self._reply(episode, number, await self._toolbox.call(frame["tool"], frame["arguments"]))
+                answer = await self._toolbox.call(frame["tool"], frame["arguments"], episode.task)
+                await self._reply(episode, number, answer)
             else:
                 self._send(episode, {"answer": episode.life, "n": number, "reply": {"make": True}})
         except ValueError as error:

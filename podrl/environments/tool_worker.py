@@ -4,13 +4,16 @@ It imports the standard library and what tools import, never jax.
 """
 
 import asyncio
+import enum
 import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from podrl.environments.protocol import Task
 from podrl.runtime import child
 from podrl.runtime.user_objects import explain, extend_path, load_function
 
@@ -34,38 +37,121 @@ def plain(value: Any) -> str:
 
 
 def declaration(fn: Callable[..., Any], name: str) -> dict[str, Any]:
-    """A function as chat templates take tools: its name, its docstring, and a JSON schema of its parameters."""
-    try:
-        hints = typing.get_type_hints(fn)
-    except Exception:  # noqa: BLE001 - annotations may name what only type checkers see
-        hints = {}
-    properties, required = {}, []
+    """A function as chat templates take tools: its name, its docstring, and a JSON schema of its parameters.
+
+    'task' is the parameter that is given the sample which calls, '' for none: the schema leaves it out.
+    """
+    hints, described = _hints(fn), _described(inspect.getdoc(fn) or "")
+    properties, required, task = {}, [], ""
     for parameter in inspect.signature(fn).parameters.values():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
-        hint = hints.get(parameter.name)
-        if typing.get_origin(hint) in (typing.Union, types.UnionType):
-            hint = next((one for one in typing.get_args(hint) if one is not type(None)), None)
-        kind = _KINDS.get(typing.get_origin(hint) or hint)  # pyright: ignore[reportArgumentType]
-        properties[parameter.name] = {"type": kind} if kind else {}
+        if _is_task(hints.get(parameter.name)):
+            task = parameter.name
+            continue
+        about = {"description": described[parameter.name]} if parameter.name in described else {}
+        properties[parameter.name] = about | _schema(hints.get(parameter.name))
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     schema = {"type": "object", "properties": properties, "required": required}
-    return {"name": name, "description": inspect.getdoc(fn) or "", "schema": schema}
+    return {"name": name, "description": inspect.getdoc(fn) or "", "schema": schema, "task": task}
 
 
-def call(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, str]:
+def call(fn: Callable[..., Any], arguments: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, str]:
     """A tool's answer as text; what it raises, or arguments it does not take, as text too."""
+    hints = _hints(fn)
+    own = {name: Task(**task) for name, hint in hints.items() if task and _is_task(hint)}
     try:
-        bound = inspect.signature(fn).bind(**arguments)
-    except TypeError as error:
-        return {"text": f"TypeError: {error}", "failed": "arguments"}
+        if taken := [name for name in own if name in arguments]:
+            raise TypeError(f"got an unexpected keyword argument {taken[0]!r}")
+        made = {name: _member(name, value, hints.get(name)) for name, value in arguments.items()}
+        bound = inspect.signature(fn).bind(**made, **own)
+    except (TypeError, ValueError) as error:
+        return {"text": plain(f"{type(error).__name__}: {error}"[:1000]), "failed": "arguments"}
     try:
         value = fn(*bound.args, **bound.kwargs)
         return {"text": plain(asyncio.run(value) if inspect.iscoroutine(value) else value), "failed": ""}
     except Exception as error:  # noqa: BLE001 - text for the model
         first = str(error).strip().partition("\n")[0]
         return {"text": plain(f"{type(error).__name__}: {first}"[:1000]), "failed": "exception"}
+
+
+def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function; {} where they name what only type checkers see."""
+    try:
+        return typing.get_type_hints(fn, include_extras=True)
+    except Exception:  # noqa: BLE001 - annotations are code of the user's
+        return {}
+
+
+def _is_task(hint: Any) -> bool:
+    return hint is Task or Task in typing.get_args(hint)
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    """The JSON schema of an annotation; {} for what has none."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        texts = [one for one in inner[1:] if isinstance(one, str)]
+        return _schema(inner[0]) | ({"description": texts[0]} if texts else {})
+    if origin in (typing.Union, types.UnionType):
+        kinds = [_schema(one) for one in inner if one is not type(None)]
+        return kinds[0] if len(kinds) == 1 or not all(kinds) else {"anyOf": kinds}
+    if (values := _choices(hint)) is not None:
+        kinds = {_KINDS.get(type(value)) for value in values}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        return ({"type": kind} if kind else {}) | {"enum": values}
+    kind = _KINDS.get(origin or hint)  # pyright: ignore[reportArgumentType]
+    items = _schema(inner[0]) if kind == "array" and len(inner) == 1 else {}
+    return ({"type": kind} if kind else {}) | ({"items": items} if items else {})
+
+
+def _choices(hint: Any) -> list[Any] | None:
+    """The values that an annotation lists; None where it lists none."""
+    if typing.get_origin(hint) is Literal:
+        return [value.value if isinstance(value, enum.Enum) else value for value in typing.get_args(hint)]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        members = list(hint.__members__.values())
+        values = [member.value for member in members]
+        simple = all(isinstance(value, str | int | float) for value in values)
+        return values if simple else [member.name for member in members]
+    return None
+
+
+def _member(name: str, value: Any, hint: Any) -> Any:
+    """A value as a function takes it: a member of an enum by its value.
+
+    Raises:
+      ValueError: the annotation lists values, and this is none of them.
+    """
+    if typing.get_origin(hint) in (Annotated, typing.Union, types.UnionType):
+        inner = [one for one in typing.get_args(hint) if _choices(one) is not None]
+        return _member(name, value, inner[0]) if len(inner) == 1 and value is not None else value
+    if (values := _choices(hint)) is None:
+        return value
+    if value not in values:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}")
+    members: Any = list(hint.__members__.values()) if isinstance(hint, enum.EnumMeta) else typing.get_args(hint)
+    return members[values.index(value)]
+
+
+def _described(doc: str) -> dict[str, str]:
+    """The descriptions of parameters in a docstring: of a section `Args:`, or behind `:param name:`."""
+    found = dict(re.findall(r"^[ ]*:param (?:[^\s:]+ )?(\w+):[ ]*(\S.*)$", doc, re.MULTILINE))
+    name, inside, indent = "", False, 0
+    for line in doc.splitlines():
+        words, depth = line.strip(), len(line) - len(line.lstrip())
+        if words in ("Args:", "Arguments:", "Parameters:"):
+            inside, indent, name = True, 0, ""
+        elif inside and words:
+            indent = indent or depth
+            if depth < indent or depth == 0:
+                inside = False
+            elif depth == indent and (begun := re.match(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)", words)):
+                name, found[begun[1]] = begun[1], begun[2]
+            elif name:
+                found[name] = f"{found[name]} {words}".strip()
+    return found
 
 
 def main() -> None:
@@ -75,7 +161,7 @@ def main() -> None:
     def handle(header: dict[str, Any], content: bytes) -> dict[str, Any]:
         del content
         if "spec" not in header:
-            return call(tools[header["tool"]], header["arguments"])
+            return call(tools[header["tool"]], header["arguments"], header["task"])
         extend_path(header["path"])
         try:
             fn = tools[header["tool"]] = load_function(header["spec"])

@@ -12,6 +12,7 @@ from typing import Any
 from podrl.environments import dr_tulu, tool_worker
 from podrl.environments.config import EnvironmentConfig, MCPServer
 from podrl.environments.link import Link
+from podrl.environments.protocol import Task
 from podrl.environments.servers import Servers
 from podrl.runtime.user_code import Limits
 from podrl.runtime.user_objects import spec_at
@@ -79,15 +80,16 @@ class Toolbox:
                 self._sets[name] = self._unique(found, wanted)
         return [_with_defaults(self._tools[key].declared, config) for key in self._sets[name]]
 
-    async def call(self, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """A tool's answer: 'text', 'failed' ('' or the kind of failure), 'seconds' (the wait for its turn aside)."""
+    async def call(self, key: str, arguments: Mapping[str, Any], task: Task) -> dict[str, Any]:
+        """A tool's answer to a sample: 'text', 'failed' ('' or the kind), 'seconds' (the wait for its turn aside)."""
         tool = self._tools[key]
         async with tool.turn:
             started = time.monotonic()
             if tool.server is not None:
                 reply = await self._servers.call(tool.server, tool.theirs, arguments)
             else:
-                reply = await self._call_function(tool, arguments)
+                told = dataclasses.asdict(task) if tool.declared["task"] else {}
+                reply = await self._call_function(tool, {"arguments": arguments, "task": told})
         return {"text": reply["text"], "failed": reply["failed"], "seconds": time.monotonic() - started}
 
     def closing(self) -> None:
@@ -98,11 +100,11 @@ class Toolbox:
         """Asks all processes to end; whoever gets the workers closes them."""
         return [*self._functions.close(), *self._servers.close()]
 
-    async def _call_function(self, tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def _call_function(self, tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
         assert tool.spec is not None
         for attempt in range(tool.retries + 1):
             try:
-                return await self._functions.call(tool.declared["key"], tool.spec, arguments, tool.deadline_s)
+                return await self._functions.call(tool.declared["key"], tool.spec, given, tool.deadline_s)
             except LateError:
                 return {"text": f"Timed out after {tool.deadline_s:g} s.", "failed": "deadline"}
             except DiedError as error:
@@ -219,11 +221,11 @@ class _Functions:
         return await self._with(lambda process: process.load(key, spec))
 
     async def call(
-        self, key: str, spec: Mapping[str, str], arguments: Mapping[str, Any], deadline_s: float
+        self, key: str, spec: Mapping[str, str], given: Mapping[str, Any], deadline_s: float
     ) -> dict[str, Any]:
         async def made(process: _Process) -> dict[str, Any]:
             await process.load(key, spec)
-            return await process.exchange({"tool": key, "arguments": arguments}, deadline_s)
+            return await process.exchange({"tool": key, **given}, deadline_s)
 
         return await self._with(made)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import enum
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Annotated, Literal
 
 import podrl
 
@@ -26,6 +28,45 @@ def chance(query: str) -> str:
 
 def typed(query: str, times: int = 1, loud: bool = False) -> str:
     return (query.upper() if loud else query) * times
+
+
+class Depth(enum.Enum):
+    SHALLOW = "shallow"
+    DEEP = "deep"
+
+
+def chosen(
+    depth: Depth = Depth.SHALLOW,
+    order: Literal["new", "old"] = "new",
+    *,
+    sites: Annotated[list[Literal[1, 2]], "where to look"] = (),
+    most: int | None = None,
+    free: int | str = 0,
+) -> str:
+    """Searches.
+
+    Args:
+      depth: how far,
+        and how long.
+      order (str): which come first.
+
+    Returns:
+      nothing: at all.
+    """
+    return f"{depth.name} {order} {list(sites)} {most} {free}"
+
+
+def now() -> str:
+    """Takes nothing."""
+    return "noon"
+
+
+def whose(query: str, task: podrl.Task) -> str:
+    """Knows which sample calls.
+
+    :param query: the text
+    """
+    return f"{query} of {task.mode} {task.step} {task.index} {task.sample} {task.fields['name']}"
 
 
 def sleeps(query: str) -> str:

@@ -33,6 +33,15 @@ def test_the_tool(tmp_path):
     assert outputs(says) == ["37136163", "ValueError: only + - * of whole numbers, not '2**3'"]
 
 
+def test_a_tool_keeps_the_state_of_samples_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    file = example("notes.py", tmp_path)
+    with Episodes(EnvironmentConfig(tools=(f"{file}:note",), environment="tools"), Limits(), journal=None) as episodes:
+        for sample in (0, 1):
+            says, _ = play(episodes, [call("note", "a"), call("note", "b"), Turn("end")], Task("p", sample=sample))
+            assert outputs(says) == ["a\n", "a\nb\n"]
+
+
 def test_the_game(tmp_path):
     file = example("guess.py", tmp_path)
     with Episodes(EnvironmentConfig(environment=f"{file}:GuessNumber"), Limits(), journal=None) as episodes:

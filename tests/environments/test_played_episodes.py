@@ -135,6 +135,42 @@ def test_declarations_are_those_of_the_functions(tools):
     }
 
 
+def test_a_schema_has_choices_and_descriptions_and_a_tool_knows_its_sample():
+    task = Task("p", {"name": "n"}, step=3, index=2, sample=1)
+    asked = [
+        call("chosen", depth="deep", order="old", sites="[2]", most="3"),
+        call("chosen", depth="deeper"),
+        call("chosen", order="oldest"),
+        call("now"),
+        call("whose", "x"),
+        call("whose", "x", task="mine"),
+    ]
+    with Episodes(config(tools=["chosen", "now", "whose"]), Limits(), journal=None) as episodes:
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in episodes.tools}
+        says, _ = play(episodes, [*asked, Turn("end")], task)
+    assert schemas["chosen"]["properties"] == {
+        "depth": {"type": "string", "enum": ["shallow", "deep"], "description": "how far, and how long."},
+        "order": {"type": "string", "enum": ["new", "old"], "description": "which come first."},
+        "sites": {"type": "array", "items": {"type": "integer", "enum": [1, 2]}, "description": "where to look"},
+        "most": {"type": "integer"},
+        "free": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    }
+    assert schemas["now"]["properties"] == {}
+    assert schemas["whose"] == {
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": "the text"}},
+        "required": ["query"],
+    }
+    assert outputs(says) == [
+        "DEEP old [2] 3 0",
+        "ValueError: depth must be one of 'shallow', 'deep'",
+        "ValueError: order must be one of 'new', 'old'",
+        "noon",
+        "x of train 3 2 1 n",
+        "TypeError: got an unexpected keyword argument 'task'",
+    ]
+
+
 @pytest.mark.parametrize("most", [0, 1, 2, 3])
 def test_exactly_so_many_calls_are_run(most):
     with Episodes(config(tools=["calculator"], max_tool_calls=most), Limits(), journal=None) as episodes:
