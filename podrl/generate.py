@@ -338,7 +338,7 @@ def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int
         group[sample.sample] = {
             "text": sample.completion,
             "tokens": len(sample.tokens),
-            "logprob": float(np.sum(sample.raw_logprobs)),
+            "logprob": float(np.sum(sample.drawn["raw_logprob"])),
             "stop": STOP_NAMES[sample.stop],
             "seconds": round(seconds, 3),
             **({"turns": sample.episode["turns"]} if sample.episode["turns"] else {}),

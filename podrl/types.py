@@ -12,8 +12,8 @@ Index t describes token t everywhere: `logprob_BT[b, t]` is log p(token t | toke
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import flax.struct
 import numpy as np
@@ -79,8 +79,27 @@ NO_EPISODE: Mapping[str, Any] = {"turns": [], "metrics": {}, "seconds": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
+class Column:
+    """How a per-token array of `Rollouts` is stored, sent and filled.
+
+    Attributes:
+      dtype: numpy type of its values on the host, on disk and between hosts.
+      fill: value of a token that the policy did not sample, and beyond the end of a sample.
+      drawn: the engine makes the value with each token that it samples.
+    """
+
+    dtype: type[np.generic]
+    fill: float
+    drawn: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollouts:
     """B = P * G finished samples on the host; prompt and completion in one right-padded row.
+
+    A field whose type has a `Column` is a row of the tables TOKENS and DRAWN below. Sessions, checkpoints of partial
+    samples, messages between hosts and the trace go by these tables, so a new number per token is one field here, a
+    value of `podrl.rollout.sampling.Draw` of the same name, and whoever reads it.
 
     Attributes:
       prompts: what was asked.
@@ -104,18 +123,47 @@ class Rollouts:
     """
 
     prompts: Prompts
-    tokens_BT: Int[np.ndarray, "B T"]
+    tokens_BT: Annotated[Int[np.ndarray, "B T"], Column(np.int32, 0, drawn=False)]
     length_B: Int[np.ndarray, " B"]
     mask_BT: Float[np.ndarray, "B T"]
-    logprob_BT: Float[np.ndarray, "B T"]
-    kept_BT: Float[np.ndarray, "B T"]
-    raw_logprob_BT: Float[np.ndarray, "B T"]
-    version_BT: Int[np.ndarray, "B T"]
+    logprob_BT: Annotated[Float[np.ndarray, "B T"], Column(np.float32, 0.0)]
+    kept_BT: Annotated[Float[np.ndarray, "B T"], Column(np.float32, 1.0)]
+    raw_logprob_BT: Annotated[Float[np.ndarray, "B T"], Column(np.float32, 0.0)]
+    version_BT: Annotated[Int[np.ndarray, "B T"], Column(np.int32, -1, drawn=False)]
     turn_reward_BT: Float[np.ndarray, "B T"]
     stop_B: Int[np.ndarray, " B"]
     completions: Sequence[str]
     episodes: Sequence[Mapping[str, Any]]
     seconds: float
+
+
+# Per-token columns of Rollouts by name, without the shape suffix: all of them, and those that the engine draws.
+TOKENS: Mapping[str, Column] = {
+    field.name.removesuffix("_BT"): column
+    for field in dataclasses.fields(Rollouts)
+    for column in getattr(field.type, "__metadata__", ())
+    if isinstance(column, Column)
+}
+DRAWN: Mapping[str, Column] = {name: column for name, column in TOKENS.items() if column.drawn}
+
+
+def blank_columns(shape: tuple[int, int], *, pad_id: int, written: Collection[str] | None = None) -> dict[str, Any]:
+    """Makes every per-token column of Rollouts, by field name, with the values that stand where nothing was sampled.
+
+    Args:
+      shape: (B, T) of each array.
+      pad_id: fills the tokens.
+      written: fields that the caller will write to; the others are read-only views of one value, which take no memory.
+        None for all of them.
+    """
+    blank: dict[str, Any] = {}
+    for name, column in TOKENS.items():
+        field, fill = f"{name}_BT", column.dtype(pad_id if name == "tokens" else column.fill)
+        if written is not None and field not in written:
+            blank[field] = np.broadcast_to(fill, shape)
+        else:  # zeros take memory only where something is written
+            blank[field] = np.full(shape, fill) if fill else np.zeros(shape, column.dtype)
+    return blank
 
 
 @dataclasses.dataclass(frozen=True)

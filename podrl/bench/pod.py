@@ -22,7 +22,7 @@ from podrl.rundir.profiler import Profiler
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
-from podrl.types import NO_EPISODE, STOP_EOS, Experience, Policy, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_EOS, Experience, Policy, Prompts, Rollouts, blank_columns
 
 DEADLINE_S = 600.0
 _SKIPPED = 1  # the first step makes every connection
@@ -174,18 +174,14 @@ def experience(args: argparse.Namespace, rank: int) -> Experience:
     )
     rollouts = Rollouts(
         prompts=prompts,
-        tokens_BT=rng.integers(0, 30_000, (B, T), np.int32),
         length_B=length_B,
         mask_BT=real_BT.astype(np.float32),
-        logprob_BT=rng.normal(size=(B, T)).astype(np.float32),
-        kept_BT=np.ones((B, T), np.float32),
-        raw_logprob_BT=rng.normal(size=(B, T)).astype(np.float32),
-        version_BT=np.zeros((B, T), np.int32),
         turn_reward_BT=np.zeros((B, T), np.float32),
         stop_B=np.full(B, STOP_EOS, np.int32),
         completions=[text] * B,
         episodes=[NO_EPISODE] * B,
         seconds=args.generate_s,
+        **blank_columns((B, T), pad_id=0) | {"tokens_BT": rng.integers(0, 30_000, (B, T), np.int32)},
     )
     rewards = rng.random((2, B)).astype(np.float32)
     return Experience(rollouts, rewards, rewards[0], np.zeros(0, np.float32), 0.0, {}, np.zeros(B, np.int32))

@@ -387,7 +387,9 @@ class JetStreamEngine:
                 engine.read_shape.fill(flat_XI[shard], seated, trash)
             state = engine.bulk_insert(state, engine.put_rows(updates.packed()))
             state, emitted = engine.generate(params, state, engine.put_rows(flat_XI))
-            token_R1, logprob_R1, failed_R = jax.device_get((emitted.tokens_RT, emitted.logprob_RT, emitted.failed_R))
+            token_R1, logprob_R1, failed_R = jax.device_get(
+                (emitted.tokens_RT, emitted.drawn["logprob"], emitted.failed_R)
+            )
             if failed_R[: len(wave)].any():
                 self._prefill_state = engine.init_state()  # the old one holds what is not finite
                 raise ValueError(
@@ -474,4 +476,4 @@ def _result(emitted: Emitted, position_R: Array, start_R: Array) -> tuple[Array,
     valid_RT = jnp.arange(emitted.tokens_RT.shape[1]) < emitted.count_R[:, None]
     tokens_RT = jnp.where(valid_RT, emitted.tokens_RT, 0)
     length_R1 = (position_R - start_R)[:, None]
-    return jnp.concatenate([tokens_RT, valid_RT.astype(jnp.int32), length_R1], axis=1), emitted.logprob_RT
+    return jnp.concatenate([tokens_RT, valid_RT.astype(jnp.int32), length_R1], axis=1), emitted.drawn["logprob"]

@@ -17,17 +17,9 @@ from podrl.rewards.compose import RewardServiceError
 from podrl.rollout.partial import Partial, of_message, take_prompts
 from podrl.runtime.message import Message
 from podrl.runtime.service import ServiceError
-from podrl.types import NO_EPISODE, BatchError, Experience, LeftOut, Prompts, Rollouts
+from podrl.types import NO_EPISODE, TOKENS, BatchError, Experience, LeftOut, Prompts, Rollouts, blank_columns
 
-# Per-token arrays of Rollouts: type, and what stands beyond the end of a sample (tokens: the pad id).
-_ROWS: Mapping[str, tuple[Any, Any]] = {
-    "tokens_BT": (np.int32, 0),
-    "logprob_BT": (np.float32, 0.0),
-    "kept_BT": (np.float32, 1.0),
-    "raw_logprob_BT": (np.float32, 0.0),
-    "version_BT": (np.int32, -1),
-}
-ALL_ROWS = tuple(_ROWS)
+ALL_ROWS = tuple(f"{name}_BT" for name in TOKENS)
 NEEDED_ROWS = ("tokens_BT", "logprob_BT")  # what training reads
 AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # and where it tells tokens apart by age
 
@@ -152,11 +144,6 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
         fields={},
         data_state=headers[0].value["data_state"].encode(),
     )
-    fills = {name: np.asarray(fill, dtype) for name, (dtype, fill) in _ROWS.items()} | {"tokens_BT": np.int32(pad_id)}
-    blank = {
-        name: _filled(B, width, fill) if name in names else np.broadcast_to(fill, (B, width))
-        for name, fill in fills.items()
-    }
     rollouts = Rollouts(
         prompts=prompts,
         length_B=length_B,
@@ -166,7 +153,7 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
         completions=[""] * B,
         episodes=[NO_EPISODE] * B,
         seconds=max(h.value["rollout_s"] for h in headers),
-        **blank,
+        **blank_columns((B, width), pad_id=pad_id, written=names),
     )
     reward_s = max(h.value["reward_s"] for h in headers)
     named = dict.fromkeys(name for h in headers for name in h.value["counts"])
@@ -283,11 +270,6 @@ def _real(length_n: np.ndarray, width: int) -> np.ndarray:
 def _unpacked(message: Message, width: int) -> np.ndarray:
     mask_BT = np.unpackbits(message.arrays["mask_bits"], axis=1, count=message.value["width"]).astype(np.float32)
     return np.pad(mask_BT, ((0, 0), (0, width - mask_BT.shape[1])))
-
-
-def _filled(rows: int, width: int, value: Any) -> np.ndarray:
-    """An array of one value; memory for zeros is taken where something is written."""
-    return np.full((rows, width), value) if value else np.zeros((rows, width), value.dtype)
 
 
 def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from podrl.rollout.page_attention import chosen
 from podrl.rollout.reads import ReadList
 from podrl.rollout.sampling import LaneSampling, draw
 from podrl.rollout.state import FREE, SEAT, DecodeState, Emitted, EngineShape, LaneUpdates
-from podrl.types import PyTree
+from podrl.types import DRAWN, PyTree
 
 BATCH = ("data", "fsdp")
 UNROLLED_LAYERS = 12  # up to so many layers the program holds each one: no copy of a layer's weights per step
@@ -118,7 +118,8 @@ class Engine:
 
     def _emitted_specs(self) -> Emitted:
         row: Any = self._batch_spec()
-        return Emitted(row, row, row, row, row, row, row, row)
+        drawn: Any = dict.fromkeys(DRAWN, row)
+        return Emitted(row, drawn, row, row, row, row)
 
     def _manual(self, spec: Spec) -> Spec:
         """Restricts a spec to the axes this engine handles itself; XLA handles tensor."""
@@ -303,9 +304,7 @@ class Engine:
         recent = jnp.zeros((model.num_layers, R, model.num_kv_heads, N, model.head_dim), self.dtype)
         outputs = Emitted(
             jnp.zeros((N, R), jnp.int32),
-            jnp.zeros((N, R), jnp.float32),
-            jnp.ones((N, R), jnp.float32),
-            jnp.zeros((N, R), jnp.float32),
+            {name: jnp.full((N, R), column.fill, column.dtype) for name, column in DRAWN.items()},
             jnp.zeros(R, jnp.int32),
             state.live_R,
             jnp.zeros(R, bool),
@@ -323,9 +322,7 @@ class Engine:
             out = dataclasses.replace(
                 out,
                 tokens_RT=out.tokens_RT.at[n].set(drawn.token_R),
-                logprob_RT=out.logprob_RT.at[n].set(drawn.logprob_R),
-                kept_RT=out.kept_RT.at[n].set(drawn.kept_R),
-                raw_logprob_RT=out.raw_logprob_RT.at[n].set(drawn.raw_logprob_R),
+                drawn={name: x_RT.at[n].set(getattr(drawn, f"{name}_R")) for name, x_RT in out.drawn.items()},
                 count_R=out.count_R + drew_R,
                 failed_R=out.failed_R | failed_R,
             )
@@ -342,8 +339,8 @@ class Engine:
             n, lanes, (recents, _), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
         key, value = (self._flush(pool, new, reads, state.live_R) for pool, new in zip(pools, recents, strict=True))
         token_R, position_R, left_R, live_R = lanes
-        turned = {name: getattr(out, name).T for name in ("tokens_RT", "logprob_RT", "kept_RT", "raw_logprob_RT")}
-        out = dataclasses.replace(out, **turned, live_R=live_R, steps_X=n[None])
+        turned = {name: x_RT.T for name, x_RT in out.drawn.items()}
+        out = dataclasses.replace(out, tokens_RT=out.tokens_RT.T, drawn=turned, live_R=live_R, steps_X=n[None])
         state = dataclasses.replace(
             state,
             key_LMKCH=key,

@@ -10,16 +10,8 @@ from jaxtyping import Int
 
 from podrl.rollout.session import Track
 from podrl.runtime.message import Message
-from podrl.types import Prompts
+from podrl.types import TOKENS, Prompts
 
-# Per-token arrays of a sample's record: its attribute, and the type on disk.
-_ROWS: Mapping[str, tuple[str, Any]] = {
-    "tokens_X": ("tokens", np.int32),
-    "logprob_X": ("logprobs", np.float32),
-    "kept_X": ("kept", np.float32),
-    "raw_logprob_X": ("raw_logprobs", np.float32),
-    "version_X": ("versions", np.int32),
-}
 _FIELDS = ("sampled", "limit", "stop", "paused", "first", "text")  # of a sample's record, as JSON
 
 
@@ -74,7 +66,7 @@ def of_message(message: Message) -> Partial:
         fields=dict(value["fields"]),
         data_state=value["data_state"].encode(),
     )
-    rows = {name: np.asarray(arrays[name]) for name in (*_ROWS, "count_B", "asked_P")}
+    rows = {name: np.asarray(arrays[name]) for name in (*(f"{name}_X" for name in TOKENS), "count_B", "asked_P")}
     numbers = (int(value["step"]), int(value["quantum"]), list(value["longest"]))
     return Partial(prompts, *numbers, list(value["samples"]), rows)
 
@@ -89,24 +81,29 @@ def of_tracks(
     longest: Sequence[int] = (),
 ) -> Partial:
     """Takes a copy of the records of the first `asked` prompts' samples; `states` is what `Player.state` returns."""
-    samples, lists, counts = [], {name: [] for name in _ROWS}, []
+    samples, lists, counts = [], {name: [] for name in TOKENS}, []
     for value, track in states:
         drawn = {} if track is None else {name: getattr(track, name) for name in _FIELDS}
         samples.append({"track": drawn or None, **value})
         counts.append(0 if track is None else len(track.tokens))
-        for name, (attribute, _) in _ROWS.items():
-            lists[name].extend([] if track is None else getattr(track, attribute))
-    rows = {name: np.asarray(lists[name], dtype) for name, (_, dtype) in _ROWS.items()}
+        for name, values in ({} if track is None else _columns(track)).items():
+            lists[name].extend(values)
+    rows = {f"{name}_X": np.asarray(lists[name], column.dtype) for name, column in TOKENS.items()}
     rows["count_B"], rows["asked_P"] = np.asarray(counts, np.int32), np.arange(len(prompts.length_P)) < asked
     return Partial(prompts, step, quantum, longest, samples, rows)
+
+
+def _columns(track: Track) -> dict[str, list[Any]]:
+    """The lists of a sample's record, by the names of TOKENS."""
+    return {"tokens": track.tokens, "version": track.versions, **track.drawn}
 
 
 def fill(track: Track, partial: Partial, b: int) -> None:
     """Writes what sample `b` had drawn into a new record of it."""
     ends = np.cumsum(partial.rows["count_B"])
     start, end = int(ends[b] - partial.rows["count_B"][b]), int(ends[b])
-    for name, (attribute, _) in _ROWS.items():
-        getattr(track, attribute)[:] = partial.rows[name][start:end].tolist()
+    for name, values in _columns(track).items():
+        values[:] = partial.rows[f"{name}_X"][start:end].tolist()
     for name, value in partial.samples[b]["track"].items():
         setattr(track, name, value)
     if track.finder is not None:

@@ -25,7 +25,7 @@ from podrl.rollout.session import Session, Track
 from podrl.rollout.sizes import check_memory, engine_shape
 from podrl.rollout.state import STOP_IDS, DecodeState
 from podrl.rollout.stats import RolloutStats
-from podrl.types import BatchError, Mode, Policy, Prompts, PyTree, Rollouts
+from podrl.types import DRAWN, BatchError, Mode, Policy, Prompts, PyTree, Rollouts
 
 FAILED_SHARE = 0.1  # of a call's samples that may fail before the call does
 _log = logging.getLogger(__name__)
@@ -39,16 +39,15 @@ class FailedSamplesError(BatchError):
 class Finished:
     """A finished sample, yielded by `stream`; the lists run over its completion, end token included.
 
-    `prompt` is the row of the prompts it belongs to and `sample` its place in the group; see `Rollouts` for the rest.
+    `prompt` is the row of the prompts it belongs to and `sample` its place in the group; `drawn` has a list for each
+    name of `podrl.types.DRAWN`; see `Rollouts` for the rest.
     """
 
     prompt: int
     sample: int
     tokens: list[int]
-    logprobs: list[float]
-    kept: list[float]
-    raw_logprobs: list[float]
     versions: list[int]
+    drawn: Mapping[str, list[float]]
     stop: int
     completion: str
     episode: Mapping[str, Any]
@@ -428,10 +427,8 @@ def _finished(b: int, sample: Track | Episode, group_size: int) -> Finished:
         prompt=b // group_size,
         sample=b % group_size,
         tokens=track.tokens if track else [],
-        logprobs=track.logprobs if track else [],
-        kept=track.kept if track else [],
-        raw_logprobs=track.raw_logprobs if track else [],
         versions=track.versions if track else [],
+        drawn=track.drawn if track else {name: [] for name in DRAWN},
         stop=episode.stop,
         completion=episode.text,
         episode=episode.record(),

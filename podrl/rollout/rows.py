@@ -7,7 +7,7 @@ import numpy as np
 
 from podrl.rollout.episodes import Episode, Request
 from podrl.rollout.session import Track
-from podrl.types import NO_EPISODE, STOP_LENGTH, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_LENGTH, Prompts, Rollouts, blank_columns
 
 _PROMPTS_KEPT = 1 << 16
 
@@ -63,23 +63,22 @@ def collect(
     tracks: Any = {b: episode.track for b, episode in episodes.items()} if answered else samples
     P, width = prompts.tokens_PT.shape
     B, T = P * group_size, width + longest
-    tokens_BT = np.full((B, T), pad_id, np.int32)
-    mask_BT, logprob_BT, raw_BT, turn_reward_BT = (np.zeros((B, T), np.float32) for _ in range(4))
-    kept_BT, version_BT = np.ones((B, T), np.float32), np.full((B, T), -1, np.int32)
+    columns = blank_columns((B, T), pad_id=pad_id)
+    mask_BT, turn_reward_BT = np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
     length_B = np.repeat(np.asarray(prompts.length_P, np.int32), group_size)
     stop_B = np.full(B, STOP_LENGTH, np.int32)
     completions = [""] * B
     for b in range(B):
         track = tracks.get(b)
         n = length_B[b]
-        tokens_BT[b, :n] = prompts.tokens_PT[b // group_size, :n]
+        columns["tokens_BT"][b, :n] = prompts.tokens_PT[b // group_size, :n]
         if track is None:
             continue
         assert track.stop is not None, track.handle
         end = n + len(track.tokens)
-        tokens_BT[b, n:end], version_BT[b, n:end] = track.tokens, track.versions
-        logprob_BT[b, n:end], raw_BT[b, n:end] = track.logprobs, track.raw_logprobs
-        kept_BT[b, n:end] = track.kept
+        columns["tokens_BT"][b, n:end], columns["version_BT"][b, n:end] = track.tokens, track.versions
+        for name, values in track.drawn.items():
+            columns[f"{name}_BT"][b, n:end] = values
         mask_BT[b, n:end] = np.asarray(track.versions) >= 0
         length_B[b], stop_B[b], completions[b] = end, track.stop, track.text
     records = [NO_EPISODE] * B
@@ -90,16 +89,12 @@ def collect(
             turn_reward_BT[b, prompts.length_P[b // group_size] + place] += reward
     return Rollouts(
         prompts=prompts,
-        tokens_BT=tokens_BT,
         length_B=length_B,
         mask_BT=mask_BT,
-        logprob_BT=logprob_BT,
-        kept_BT=kept_BT,
-        raw_logprob_BT=raw_BT,
-        version_BT=version_BT,
         turn_reward_BT=turn_reward_BT,
         stop_B=stop_B,
         completions=completions,
         episodes=records,
         seconds=seconds,
+        **columns,
     )

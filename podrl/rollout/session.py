@@ -16,7 +16,7 @@ from podrl.rollout.scheduler import Scheduler
 from podrl.rollout.state import FREE, SEAT, Chunk, Emitted, LaneUpdates
 from podrl.rollout.stats import Stats
 from podrl.rollout.stops import StopFinder
-from podrl.types import STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, PyTree
+from podrl.types import DRAWN, STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Track:
       key: its random key, uint32 (2,).
       pauses: it pauses where others end; its caller extends or ends it.
       expected: guess of the tokens it samples; None where there is none.
-      tokens, logprobs, kept, raw_logprobs, versions: of sampled and given tokens, see `podrl.types.Rollouts`; a given
-        token has version -1, kept 1 and zeros.
+      tokens: sampled and given tokens.
+      versions: version of the weights that sampled each token; -1 for a given token.
+      drawn: a list over the tokens for each name of `podrl.types.DRAWN`; a given token has the column's fill.
       sampled, limit: tokens sampled so far, and at most before it ends or pauses.
       hold: tokens sampled at which it leaves the session, to go on in another; None for never.
       held: it has left, or was not in one yet.
@@ -69,10 +70,8 @@ class Track:
     finder: StopFinder | None
     expected: float | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    kept: list[float] = dataclasses.field(default_factory=list)
-    raw_logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    drawn: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {name: [] for name in DRAWN})
     sampled: int = 0
     limit: int = 0
     hold: int | None = None
@@ -303,8 +302,8 @@ class Session:
         """Appends the given tokens; sets what the sample samples next, and until when."""
         count = len(opening.tokens)
         track.tokens.extend(int(token) for token in opening.tokens)
-        for values, value in ((track.logprobs, 0.0), (track.kept, 1.0), (track.raw_logprobs, 0.0)):
-            values.extend([value] * count)
+        for name, column in DRAWN.items():
+            track.drawn[name].extend([column.fill] * count)
         track.versions.extend([-1] * count)
         track.first = len(track.tokens)
         track.stop_ids = (*self._eos_ids, *track.sampling.stop_ids, *opening.stop_ids)
@@ -404,15 +403,14 @@ class Session:
         self.stats.lane_steps += int(steps_X.sum()) * self.engine.shape.lanes
         events = []
         count_R, live_R, failed_R = out.count_R.tolist(), out.live_R.tolist(), out.failed_R.tolist()
-        rows = [x.tolist() for x in (out.tokens_RT, out.logprob_RT, out.kept_RT, out.raw_logprob_RT)]
+        tokens, drawn = out.tokens_RT.tolist(), {name: x_RT.tolist() for name, x_RT in out.drawn.items()}
         for track, r, epoch in flight.lanes:
             if track.epoch != epoch or track.stop is not None or track.paused is not None or track.held:
                 continue
             count = count_R[r]
-            for values, of_lanes in zip(
-                (track.tokens, track.logprobs, track.kept, track.raw_logprobs), rows, strict=True
-            ):
-                values.extend(of_lanes[r][:count])
+            track.tokens.extend(tokens[r][:count])
+            for name, values in drawn.items():
+                track.drawn[name].extend(values[r][:count])
             track.versions.extend([flight.version] * count)
             track.sampled += count
             self.stats.tokens += count
@@ -453,7 +451,7 @@ class Session:
 
     def _cut(self, track: Track, length: int) -> None:
         dropped = len(track.tokens) - length
-        for values in (track.tokens, track.logprobs, track.kept, track.raw_logprobs, track.versions):
+        for values in (track.tokens, track.versions, *track.drawn.values()):
             del values[length:]
         track.sampled -= dropped
         self.stats.tokens -= dropped

@@ -1,14 +1,14 @@
 """Types that pass between the host and the engine's programs: sizes, device state, lane updates, chunks, results."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from podrl.rollout import attention
 from podrl.rollout.reads import ReadShape
@@ -121,12 +121,13 @@ class Emitted:
     """Tokens of one dispatch: `steps` columns per lane, of which the first `count` hold tokens.
 
     `failed` lanes ended because there was no distribution to draw a token from, see `podrl.rollout.sampling.Draw`.
+
+    Attributes:
+      drawn: an array (R, T) for each name of `podrl.types.DRAWN`.
     """
 
     tokens_RT: Int[Array, "R T"]
-    logprob_RT: Float[Array, "R T"]
-    kept_RT: Float[Array, "R T"]
-    raw_logprob_RT: Float[Array, "R T"]
+    drawn: Mapping[str, Shaped[Array, "R T"]]
     count_R: Int[Array, " R"]
     live_R: Bool[Array, " R"]
     failed_R: Bool[Array, " R"]

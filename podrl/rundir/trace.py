@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from podrl.runtime.storage import Place, locate
-from podrl.types import Experience, Rollouts
+from podrl.types import TOKENS, Experience, Rollouts
 
 FOLDER = "trace"
 FORMAT = 1
@@ -23,12 +23,8 @@ _LARGEST = 1 << 31  # bytes that a file may unpack to
 
 # What is recorded of every token, beside what the algorithm adds: type of the column.
 _OF_ROLLOUTS: Mapping[str, Any] = {
-    "tokens": np.int32,
+    **{name: column.dtype for name, column in TOKENS.items()},
     "mask": np.uint8,
-    "logprob": np.float32,
-    "raw_logprob": np.float32,
-    "kept": np.float32,
-    "version": np.int32,
     "turn_reward": np.float32,
 }
 # What the trainer computes of every token for the trace: the log-probability, and its distribution's entropy, nats.

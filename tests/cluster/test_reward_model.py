@@ -22,7 +22,7 @@ from podrl.models.scalar import HEAD
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rollout.config import RolloutConfig
 from podrl.trainer.config import RLTrainingConfig
-from podrl.types import NO_EPISODE, Prompts, Rollouts
+from podrl.types import NO_EPISODE, Prompts, Rollouts, blank_columns
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +102,9 @@ def answered():
     tokens_BT = np.array([row + [policy.pad_id] * (T - len(row)) for row in rows], np.int32)
     zeros_BT, length_B = np.zeros((B, T), np.float32), np.array([len(row) for row in rows])
     prompts = Prompts(tokens_BT[:, :1], np.ones(B, np.int32), np.arange(B), [PROMPT] * B, {}, b"")
-    rows = (tokens_BT, length_B, zeros_BT, zeros_BT, zeros_BT + 1, zeros_BT, tokens_BT, zeros_BT)
-    rollouts = Rollouts(prompts, *rows, length_B, COMPLETIONS, [NO_EPISODE] * B, 1.0)
+    rows = blank_columns((B, T), pad_id=policy.pad_id) | {"tokens_BT": tokens_BT, "mask_BT": zeros_BT}
+    rows |= {"turn_reward_BT": zeros_BT, "length_B": length_B, "stop_B": length_B}
+    rollouts = Rollouts(prompts=prompts, completions=COMPLETIONS, episodes=[NO_EPISODE] * B, seconds=1.0, **rows)
     return rollouts, {"question": [QUESTION] * B, "system_prompt": ["Be brief."] * B, "answer": ["4"] * B}
 
 

@@ -7,7 +7,7 @@ import recorded
 from podrl import doctor
 from podrl.rundir import trace
 from podrl.rundir.checks import CHECKS
-from podrl.types import NO_EPISODE, Experience, Prompts, Rollouts
+from podrl.types import NO_EPISODE, Experience, Prompts, Rollouts, blank_columns
 
 STEP, STALENESS = 10, 1
 ACTED = {"turns": [{"by": "model"}, {"by": "tool"}, {"by": "model"}], "metrics": {}, "seconds": 0.1}
@@ -26,18 +26,16 @@ def healthy():
     prompts = Prompts(tokens_PT=np.ones((2, 3), np.int32), length_P=length_P, index_P=np.arange(2), **texts)
     rollouts = Rollouts(
         prompts=prompts,
-        tokens_BT=(place_BT + 10 * np.arange(4)[:, None]).astype(np.int32),
         length_B=length_B,
         mask_BT=mask_BT,
-        logprob_BT=logprob_BT,
-        kept_BT=np.ones_like(mask_BT),
-        raw_logprob_BT=logprob_BT,
-        version_BT=version_BT,
         turn_reward_BT=np.zeros_like(mask_BT),
         stop_B=np.zeros(4, np.int32),
         completions=list("wxyz"),
         episodes=[NO_EPISODE, NO_EPISODE, NO_EPISODE, ACTED],
         seconds=0.1,
+        **blank_columns(mask_BT.shape, pad_id=0)
+        | {"tokens_BT": (place_BT + 10 * np.arange(4)[:, None]).astype(np.int32)}
+        | {"logprob_BT": logprob_BT, "raw_logprob_BT": logprob_BT, "version_BT": version_BT},
     )
     columns = {"advantage": np.ones_like(mask_BT), "trained": mask_BT.copy(), "trainer_logprob": logprob_BT + 1e-6}
     return Experience(

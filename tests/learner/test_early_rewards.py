@@ -14,7 +14,7 @@ from podrl.learner.settings import GRPOConfig
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
 from podrl.rollout.config import RolloutConfig
 from podrl.rollout.rollout import Finished
-from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Prompts, Rollouts, blank_columns
 
 P, G = 3, 2
 B = P * G
@@ -64,11 +64,13 @@ class Engine:
         stop_B = np.array([STOP_FAILED if b in self._failed else STOP_EOS for b in range(B)])
         for b in self._order:
             self._wait(b)
-            own = {"tokens": [7], "logprobs": [0.0], "kept": [1.0], "raw_logprobs": [0.0], "versions": [0]}
+            own = {"tokens": [7], "versions": [0], "drawn": {}}
             ended(Finished(b // G, b % G, stop=int(stop_B[b]), completion=f"said {b}", episode=NO_EPISODE, **own))
         ones_BT = np.ones((B, 2), np.float32)
-        rows: Any = (ones_BT.astype(np.int32), np.full(B, 2), ones_BT, *[ones_BT] * 5)
-        return Rollouts(prompts, *rows, stop_B, [f"said {b}" for b in range(B)], [NO_EPISODE] * B, 1.0)
+        rows = blank_columns((B, 2), pad_id=1) | {"mask_BT": ones_BT, "turn_reward_BT": ones_BT}
+        rows |= {"length_B": np.full(B, 2), "stop_B": stop_B, "version_BT": ones_BT.astype(np.int32)}
+        texts = [f"said {b}" for b in range(B)]
+        return Rollouts(prompts=prompts, completions=texts, episodes=[NO_EPISODE] * B, seconds=1.0, **rows)
 
 
 def made(tmp_path, engine, *fns, watch=None, **settings):

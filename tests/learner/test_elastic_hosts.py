@@ -34,7 +34,7 @@ from podrl.runtime.channel import ChannelError, LateError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
-from podrl.types import NO_EPISODE, STOP_EOS, Experience, Policy, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_EOS, Experience, Policy, Prompts, Rollouts, blank_columns
 
 P, G, T, STEPS, QUANTUM = 6, 2, 40, 30, 8
 DEADLINE_S = 60.0
@@ -149,18 +149,14 @@ def experience_of(prompts, tokens_BT, version_BT, reward_B, seconds=0.0) -> Expe
     B, zeros_BT = len(version_BT), np.zeros(version_BT.shape, np.float32)
     rollouts = Rollouts(
         prompts=prompts,
-        tokens_BT=tokens_BT,
         length_B=1 + (version_BT >= 0).sum(axis=1).astype(np.int32),
         mask_BT=(version_BT >= 0).astype(np.float32),
-        logprob_BT=zeros_BT,
-        kept_BT=zeros_BT,
-        raw_logprob_BT=zeros_BT,
-        version_BT=version_BT,
         turn_reward_BT=zeros_BT,
         stop_B=np.full(B, STOP_EOS, np.int32),
         completions=[""] * B,
         episodes=[NO_EPISODE] * B,
         seconds=seconds,
+        **blank_columns(version_BT.shape, pad_id=0) | {"tokens_BT": tokens_BT, "version_BT": version_BT},
     )
     return Experience(rollouts, np.zeros((1, B)), reward_B, np.zeros(B), 0.0, {}, np.zeros(B, np.int32))
 

@@ -24,7 +24,7 @@ from podrl.rundir.summary import print_before_after
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod
 from podrl.runtime.roles import Hosts
-from podrl.types import NO_EPISODE, STOP_FAILED, BatchError, Policy, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_FAILED, BatchError, Policy, Prompts, Rollouts, blank_columns
 
 LIMIT = 9
 
@@ -34,18 +34,14 @@ def samples_of(prompts: Prompts, completions: list[str]) -> Rollouts:
     zeros_BT = np.zeros((B, 4), np.float32)
     return Rollouts(
         prompts=prompts,
-        tokens_BT=np.zeros((B, 4), np.int32),
         length_B=np.full(B, 4),
         mask_BT=zeros_BT + 1,
-        logprob_BT=zeros_BT,
-        kept_BT=zeros_BT,
-        raw_logprob_BT=zeros_BT,
-        version_BT=np.zeros((B, 4), np.int32),
         turn_reward_BT=zeros_BT,
         stop_B=np.array([STOP_FAILED if text == "lost" else 0 for text in completions]),
         completions=completions,
         episodes=[NO_EPISODE] * B,
         seconds=0.0,
+        **blank_columns((B, 4), pad_id=0),
     )
 
 

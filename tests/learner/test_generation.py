@@ -12,7 +12,7 @@ from podrl.learner.settings import GRPOConfig
 from podrl.rewards.batch import OpenBatch, Scorer
 from podrl.rollout.config import RolloutConfig
 from podrl.rollout.rollout import Finished
-from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, STOP_LENGTH, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, STOP_LENGTH, Prompts, Rollouts, blank_columns
 
 LIMIT, G = 6, 2
 
@@ -53,9 +53,10 @@ class Engine:
         )
         texts = [f"{p} {g} {'greedy' if greedy else 'sampled'}" for p, g in members]
         floats_BT = np.zeros((B, T), np.float32)
-        logprobs = (floats_BT, floats_BT + 0.5, floats_BT)
-        rows = (tokens_BT, np.full(B, 4), mask_BT, *logprobs, version_BT, floats_BT)
-        return Rollouts(batch, *rows, stop_B, texts, [NO_EPISODE] * B, 1.0)
+        rows = blank_columns((B, T), pad_id=0) | {"tokens_BT": tokens_BT, "version_BT": version_BT}
+        rows |= {"kept_BT": floats_BT + 0.5, "turn_reward_BT": floats_BT, "length_B": np.full(B, 4), "mask_BT": mask_BT}
+        told = {"stop_B": stop_B, "completions": texts, "episodes": [NO_EPISODE] * B, "seconds": 1.0}
+        return Rollouts(prompts=batch, **rows, **told)
 
 
 class Telling(Engine):
@@ -78,7 +79,7 @@ class Telling(Engine):
             entered = len(players)
             player, p, g = left.pop(self._random.integers(len(left)))
             text = f"{player.request.prompts.tokens_PT[p, 0]} {g} sampled"
-            yield player, Finished(p, g, [1], [0.0], [1.0], [0.0], [7], STOP_EOS, text, NO_EPISODE)
+            yield player, Finished(p, g, [1], [7], {}, STOP_EOS, text, NO_EPISODE)
 
     def rows(self, player, seconds):
         return self.generate(player.request.prompts, None, group_size=G, step=7)

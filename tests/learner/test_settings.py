@@ -14,7 +14,7 @@ from podrl.algorithms.shaping import overlong_penalty
 from podrl.job.config import complete, parse, unset
 from podrl.learner.control import LossKL, MismatchGate, RewardKL
 from podrl.learner.settings import GRPOConfig, PPOConfig
-from podrl.types import NO_EPISODE, STOP_EOS, STOP_LENGTH, Experience, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_EOS, STOP_LENGTH, Experience, Prompts, Rollouts, blank_columns
 
 
 def rollouts(lengths, stops, limit=8, prompt=2):
@@ -22,24 +22,19 @@ def rollouts(lengths, stops, limit=8, prompt=2):
     B, T = len(lengths), prompt + limit
     place_BT = np.tile(np.arange(T), (B, 1))
     mask_BT = ((place_BT >= prompt) & (place_BT < prompt + np.asarray(lengths)[:, None])).astype(np.float32)
-    zeros_BT = np.zeros((B, T), np.float32)
     prompts = Prompts(
         np.zeros((B, prompt), np.int32), np.full(B, prompt), np.arange(B), ["p"] * B, {"answer": ["1"] * B}, b"{}"
     )
     return Rollouts(
-        prompts,
-        np.zeros((B, T), np.int32),
-        prompt + np.asarray(lengths),
-        mask_BT,
-        zeros_BT,
-        zeros_BT + 1,
-        zeros_BT,
-        np.zeros((B, T), np.int32),
-        zeros_BT,
-        np.asarray(stops),
-        ["c"] * B,
-        [NO_EPISODE] * B,
-        0.0,
+        prompts=prompts,
+        length_B=prompt + np.asarray(lengths),
+        mask_BT=mask_BT,
+        turn_reward_BT=np.zeros((B, T), np.float32),
+        stop_B=np.asarray(stops),
+        completions=["c"] * B,
+        episodes=[NO_EPISODE] * B,
+        seconds=0.0,
+        **blank_columns((B, T), pad_id=0) | {"version_BT": np.zeros((B, T), np.int32)},
     )
 
 

@@ -25,7 +25,7 @@ from podrl.models import decoder
 from podrl.rundir.spans import Spans
 from podrl.rundir.tracing import TraceSteps
 from podrl.runtime.metrics import LogConfig
-from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Experience, LeftOut, Prompts, Rollouts
+from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Experience, LeftOut, Prompts, Rollouts, blank_columns
 
 P, G, PROMPT, LIMIT = 2, 4, 4, 8
 B, T = P * G, PROMPT + LIMIT
@@ -93,18 +93,15 @@ class Bench:
         prompts = Prompts(tokens_BT[::G, :PROMPT], np.full(P, PROMPT), np.arange(P), ["p"] * P, {}, b"{}")
         rollouts = Rollouts(
             prompts=prompts,
-            tokens_BT=tokens_BT,
             length_B=length_B,
             mask_BT=mask_BT,
-            logprob_BT=logprob_BT,
-            kept_BT=np.ones((B, T), np.float32),
-            raw_logprob_BT=logprob_BT,
-            version_BT=np.zeros((B, T), np.int32),
             turn_reward_BT=np.zeros((B, T), np.float32),
             stop_B=np.full(B, STOP_EOS),
             completions=["c"] * B,
             episodes=[NO_EPISODE] * B,
             seconds=0.0,
+            **blank_columns((B, T), pad_id=0)
+            | {"tokens_BT": tokens_BT, "logprob_BT": logprob_BT, "version_BT": np.zeros((B, T), np.int32)},
         )
         return Experience(rollouts, REWARD_B[None], REWARD_B, np.full(B, 0.3), 0.0, {}, np.zeros(B, np.int32))
 

@@ -29,9 +29,7 @@ from podrl.runtime.channel import ChannelError
 from podrl.runtime.message import decode, encode
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
-from podrl.types import STOP_EOS, BatchError
-
-LISTS = ("tokens", "logprobs", "kept", "raw_logprobs", "versions")
+from podrl.types import DRAWN, STOP_EOS, BatchError
 
 
 def token(index: int, asked: int, sample: int, place: int, version: int) -> int:
@@ -49,13 +47,15 @@ class Player:
         for g in range(G):
             length = random.Random(f"{self.index} {asked} {g}").randint(1, T - 1)
             fields = {"sampled": 0, "limit": length, "stop": None, "paused": None, "first": 1, "text": ""}
-            self.tracks.append(types.SimpleNamespace(**fields, **{name: [] for name in LISTS}))
+            self.tracks.append(
+                types.SimpleNamespace(**fields, tokens=[], versions=[], drawn={name: [] for name in DRAWN})
+            )
         if partial is not None:
             ends = np.cumsum([0, *partial.rows["count_B"]])
             for g, track in enumerate(self.tracks):
                 own = slice(int(ends[g]), int(ends[g + 1]))
                 track.versions, track.tokens = (partial.rows[n][own].tolist() for n in ("version_X", "tokens_X"))
-                track.logprobs, track.kept, track.raw_logprobs = ([0.0] * len(track.tokens) for _ in range(3))
+                track.drawn = {name: [0.0] * len(track.tokens) for name in DRAWN}
                 track.sampled = len(track.tokens)
 
     def draw(self, g: int, version: int) -> None:
@@ -63,8 +63,8 @@ class Player:
         track.tokens.append(token(self.index, self.asked, g, track.sampled, version))
         track.versions.append(version)
         track.sampled += 1
-        for name in ("logprobs", "kept", "raw_logprobs"):
-            getattr(track, name).append(0.0)
+        for values in track.drawn.values():
+            values.append(0.0)
 
     def state(self):
         return [({}, track) for track in self.tracks]

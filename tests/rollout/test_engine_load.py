@@ -141,7 +141,7 @@ def test_pauses_extends_and_spills_together(tiny, tight, policy):
     for b, track in enumerate(tracks):
         n, sampled = len(track.prompt), np.asarray(track.versions) >= 0
         chosen = reference_BTV[b, np.arange(n, length_B[b]), rows_BT[b, n : length_B[b]]]
-        np.testing.assert_allclose(np.asarray(track.raw_logprobs)[sampled], chosen[sampled], atol=1e-4)
+        np.testing.assert_allclose(np.asarray(track.drawn["raw_logprob"])[sampled], chosen[sampled], atol=1e-4)
         assert sampled.sum() == track.sampled <= 36
 
 
@@ -185,7 +185,7 @@ def test_a_thousand_samples_that_wait_at_once_come_back_as_they_were(tiny, tight
         assert session._scheduler.free_counts() == (8, 24) and not session.device.spilled and not session._tracks
         stats = session.stats
         tight.close(session)
-        return [(track.tokens, track.raw_logprobs) for track in tracks], most, stats
+        return [(track.tokens, track.drawn["raw_logprob"]) for track in tracks], most, stats
 
     alone, _, few = play(None)
     together, most, many = play(rng.permutation(1000))

@@ -191,8 +191,8 @@ def test_extended_samples_equal_full_forward(tiny, tight, policy, prompts_of, da
         reference_TV = tiny.logprobs(row, np.array([row.shape[1]]))[0]
         n, sampled = len(track.prompt), np.asarray(track.versions) >= 0
         chosen = reference_TV[np.arange(n, row.shape[1]), row[0, n:]]
-        np.testing.assert_allclose(np.asarray(track.raw_logprobs)[sampled], chosen[sampled], atol=1e-4)
-        np.testing.assert_allclose(np.asarray(track.logprobs)[sampled], chosen[sampled], atol=1e-4)
+        np.testing.assert_allclose(np.asarray(track.drawn["raw_logprob"])[sampled], chosen[sampled], atol=1e-4)
+        np.testing.assert_allclose(np.asarray(track.drawn["logprob"])[sampled], chosen[sampled], atol=1e-4)
         assert sampled.sum() == track.sampled
 
 
