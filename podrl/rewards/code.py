@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,6 +18,8 @@ _PYTHON = re.compile(r"\W*(?:i?python|py)[0-9.]*\W*", re.IGNORECASE)
 _LIKE_CODE = re.compile(
     r"(?m)^[ \t]*+(?:(?:async )?def \w+\(|class \w+[:(]|import \w|from [\w.]+ import |print\(|\w+ ?=(?!=))"
 )
+_log = logging.getLogger(__name__)
+_LEAVE_S = 5.0  # of every sandbox after its programs
 _START_S = 60.0  # of all sandboxes of a call, on a busy machine
 
 
@@ -55,7 +58,7 @@ class CodeConfig:
 
     def longest_s(self, samples: int) -> float:
         """Seconds within which a call of so many samples has ended, whatever the programs do."""
-        return -(-samples // self.at_once) * self.wall_s + _START_S
+        return -(-samples // self.at_once) * (self.wall_s + _LEAVE_S) + _START_S
 
 
 class CodeTests:
@@ -79,6 +82,7 @@ class CodeTests:
         limits = {"memory_mb": config.memory_mb, "cpu_s": config.cpu_s, "wall_s": config.wall_s}
         limits |= {"threads": config.threads, "file_mb": config.file_mb, "disk_mb": config.disk_mb}
         self._sandboxes = Sandboxes(limits, at_once=config.at_once, packages=config.packages)
+        self._told = False
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
         """Scores every completion from 0 to 1 by the tests of its record.
@@ -100,9 +104,20 @@ class CodeTests:
         for own, verdict in zip(tests, self._sandboxes.test(jobs), strict=True):
             if "error" in verdict or "refused" in verdict:
                 raise ValueError(verdict.get("error") or f"a sandbox was refused: {verdict['refused']}")
+            self._tell(verdict)
             share = sum(verdict["passed"]) / len(own)
             rewards.append(share if config.score == "share" else float(share == 1))
         return rewards
+
+    def _tell(self, verdict: Mapping[str, Any]) -> None:
+        """Says once that tests may be unusable: whether they are depends on what the program answered before."""
+        if verdict.get("unusable") and not self._told:
+            self._told = True
+            _log.warning(
+                "A sample failed a test for this reason: %s. If its tests (reward.code.tests) always do so, no program "
+                "passes them.",
+                verdict["unusable"],
+            )
 
     def close(self) -> None:
         """Ends the sandboxes."""

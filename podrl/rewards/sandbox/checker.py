@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -21,10 +22,16 @@ from podrl.rewards.sandbox.program import start_programs
 from podrl.rewards.sandbox.values import Reference, decode, encode, receive, send
 
 _SAID = 300
+_PER_BYTE = 8  # bytes of memory for a byte of the request, as JSON and as objects
+_WORD = re.compile(r"[^\W\d]\w*")
 
 
 class TestError(Exception):
-    """A test that no program can pass: an error of the data."""
+    """A test that is no Python: an error of the data, whatever the program does."""
+
+
+class _MalformedError(Exception):
+    """The program's process sent what podrl.rewards.sandbox.program never sends: no test of it passes."""
 
 
 class _Program:
@@ -70,6 +77,8 @@ def check(job: socket.socket, limits: Mapping[str, Any]) -> None:
     content = bytearray()
     while part := job.recv(1 << 20):
         content += part
+    # Tests and replies of the program are kept beside the request, which is read before anything of the program is.
+    kernel.limit_memory((limits["memory_mb"] << 20) + _PER_BYTE * len(content))
     request = json.loads(content)
     try:
         scripts = bool(request["tests"]) and isinstance(request["tests"][0], dict)
@@ -118,44 +127,52 @@ def _lines(text: str) -> list[str]:
 
 def _functions(control: socket.socket, request: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the program once, and every test against what it defines."""
-    codes = [_compiled(request["setup"], "the set-up"), *(_compiled(test, test) for test in request["tests"])]
+    sources = [request["setup"], *request["tests"]]
+    codes = [_compiled(sources[0], "the set-up"), *(_compiled(test, test) for test in sources[1:])]
     program = _Program(control, "functions", request["program"], "")
     os.set_blocking(program.output, False)
     remote = _Remote(program, time.monotonic() + limits["wall_s"])
     passed, said = [], ""
     try:
-        names = remote.names()
-        names |= {"__name__": "tests"}
+        # Python's own names and those with two underscores are never the program's, nor is one that no test mentions.
+        wanted = {word for source in sources for word in _WORD.findall(source) if not word.startswith("__")}
+        names = {name: value for name, value in remote.names().items() if name in wanted and not _is_python(name)}
+        names |= {"__name__": "tests", "__builtins__": builtins}
         exec(codes[0], names)  # a test of the data set, in its sandbox
-    except TestError:
-        raise
     except BaseException as error:  # noqa: BLE001 - the program does not run, or has not what the set-up needs
         program.end(kill=True)
-        return {"passed": [False] * len(request["tests"]), "said": f"{_name(error)}"[:_SAID]}
+        return {"passed": [False] * len(request["tests"]), "said": _name(error)[:_SAID]}
     for number, code in enumerate(codes[1:]):
         try:
             exec(code, names)  # as above
             passed.append(True)
-        except TestError:
-            raise
         except BaseException as error:  # noqa: BLE001 - a test that raises has failed
             passed.append(False)
             said = said or f"test {number}: {_name(error)}"
-        if not passed[-1] and not request["all"]:
+        if remote.malformed:
+            passed, said = [False] * len(request["tests"]), remote.malformed
+        if remote.malformed or not (passed[-1] or request["all"]):
             break
     program.end(kill=True)
-    return {"passed": passed, "said": said[:_SAID]}
+    return {"passed": passed, "said": said[:_SAID], "unusable": remote.unusable[:_SAID]}
+
+
+def _is_python(name: str) -> bool:
+    return hasattr(builtins, name)
 
 
 def _compiled(source: str, what: str) -> Any:
     try:
         return compile(source, "test", "exec")
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TestError(f"the test {what!r} is no Python: {error}") from None
 
 
 def _name(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:  # noqa: BLE001 - its text asks the program for that of a stand-in
+        return type(error).__name__
 
 
 def _end_of(status: int) -> str:
@@ -165,29 +182,51 @@ def _end_of(status: int) -> str:
 
 
 class _Remote:
-    """Requests to a program's process, and stand-ins of its objects."""
+    """Requests to a program's process, and stand-ins of its objects.
+
+    Attributes:
+      malformed: what is wrong with a message of the program's process; '' while all were as they must be. A program
+        can write to the channel itself, so a message proves nothing and is read as data.
+      unusable: what a test gave the program that is no plain value; '' for nothing.
+    """
 
     def __init__(self, program: _Program, end: float) -> None:
         self._program, self._end = program, end
+        self.malformed = self.unusable = ""
 
     def names(self) -> dict[str, Any]:
-        """The names that the program defines; the names of Python's own functions stay what they are."""
-        found = {name: self._local(value) for name, value in self._reply()["names"].items()}
-        return {name: value for name, value in found.items() if not hasattr(builtins, name)}
+        """The names that the program says it defines."""
+        reply = self._reply("names")
+        if type(reply["names"]) is not dict:
+            raise self._not_a_message("its names are no mapping")
+        return {name: self._local(value) for name, value in reply["names"].items()}
 
     def ask(self, operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """The result of an operation, or its exception; mutable arguments take their new values."""
-        request = {"arguments": encode(list(arguments), _refer), "keywords": encode(dict(keywords), _refer)}
+        refer = self._refer
+        request = {"arguments": encode(list(arguments), refer), "keywords": encode(dict(keywords), refer)}
+        if self.malformed:
+            raise _MalformedError(self.malformed)
         try:
             send(self._program.channel, {"operation": operation, **request})
         except OSError:
             raise RuntimeError("the program has ended") from None
-        reply = self._reply()
-        for given, now in zip(arguments[1:], self._local(reply["arguments"]), strict=True):
-            _update(given, now)
+        reply = self._reply("value", "arguments")
+        now = self._local(reply["arguments"])
+        if type(now) is not list or len(now) != len(arguments) - 1:
+            raise self._not_a_message("it answers for other arguments")
+        for given, left in zip(arguments[1:], now, strict=True):
+            _update(given, left)
         return self._local(reply["value"])
 
-    def _reply(self) -> dict[str, Any]:
+    def _reply(self, *keys: str) -> dict[str, Any]:
+        """The next message, which has these keys and no other.
+
+        Raises:
+          Exception: the exception that the message names.
+          RuntimeError, TimeoutError: the program ended, or is late.
+          _MalformedError: it is no such message.
+        """
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError("the program takes too long")
@@ -196,18 +235,32 @@ class _Remote:
             reply = receive(self._program.channel)
         except (EOFError, OSError):
             raise RuntimeError("the program has ended, or takes too long") from None
-        if "raised" in reply:
-            raise _exception(reply["raised"], reply["text"])
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise self._not_a_message(_name(error)) from None
+        if type(reply) is dict and reply.keys() == {"raised", "text"}:
+            names, text = reply["raised"], reply["text"]
+            if type(text) is not str or type(names) is not list or not names or {*map(type, names)} != {str}:
+                raise self._not_a_message("it names no exception")
+            raise _exception(names, text)
+        if type(reply) is not dict or reply.keys() != {*keys}:
+            raise self._not_a_message(f"it must hold {' and '.join(keys)}")
         return reply
 
     def _local(self, value: Any) -> Any:
-        return decode(value, lambda reference: StandIn(self, reference))
+        try:
+            return decode(value, lambda reference: StandIn(self, reference))
+        except Exception as error:  # noqa: BLE001 - whatever a program can write
+            raise self._not_a_message(_name(error)) from None
 
+    def _refer(self, value: Any) -> Reference:
+        if type(value) is StandIn:
+            return object.__getattribute__(value, "_reference")
+        self.unusable = f"a test gives the program a {type(value).__name__}: only plain values can be given"
+        raise TypeError(self.unusable)
 
-def _refer(value: Any) -> Reference:
-    if type(value) is StandIn:
-        return object.__getattribute__(value, "_reference")
-    raise TestError(f"a test gives the program a {type(value).__name__}: only plain values can be given")
+    def _not_a_message(self, why: str) -> _MalformedError:
+        self.malformed = f"a message of the program's process is malformed: {why}"
+        return _MalformedError(self.malformed)
 
 
 def _update(given: Any, now: Any) -> None:

@@ -135,17 +135,26 @@ def close_all_but(*kept: int) -> None:
 def limit(limits: Mapping[str, Any]) -> None:
     """Sets the limits of a program on this process."""
     memory, seconds, size = limits["memory_mb"] << 20, limits["cpu_s"], limits["file_mb"] << 20
+    limit_memory(memory)
     for kind, value in (
-        (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, size),
         (resource.RLIMIT_NPROC, limits["threads"] + 2),  # in a namespace of their own: its starter and its checker
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        _limit(kind, value)
+
+
+def limit_memory(size: int) -> None:
+    """Sets the address space of this process, in bytes; it cannot be raised again."""
+    _limit(resource.RLIMIT_AS, size)
+
+
+def _limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
 
 
 def filter_calls(denied: Sequence[int]) -> None:
