@@ -16,13 +16,14 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from podrl import generate
 from podrl.config import build, hint_at
+from podrl.data import shape
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
 from podrl.rewards.reference import accuracies, majority, pass_at_k
 from podrl.rundir.console import make_console, print_table
@@ -31,7 +32,6 @@ from podrl.runtime.arguments import Parser
 from podrl.runtime.storage import StorageError, locate
 
 _Z = 1.959964  # of a 95% interval
-_OURS = ("index", "completions")
 _SETTING = "--config.reward."
 # Scores by name, a row per record and a column per sample; 'right' is 0 or 1.
 Scores = Mapping[str, np.ndarray]
@@ -68,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
         # Functions that cannot be loaded, and programs that cannot be isolated, are refused before anything is sampled.
         with Rewards(config) if config.fns else contextlib.nullcontext() as rewards:
             score = Scoring(rewards, config, args.right, args.n)
+            if not any(arg.partition("=")[0] == "--stop" for arg in rest):
+                rest += [f"--stop={text}" for text in stop_strings(models.values())]
             found = {name: _scored(name, path, sets, args, rest, score) for name, path in models.items()}
     except (ValueError, OSError, ImportError, RewardError, StorageError) as error:
         sys.stderr.write(f"podrl.evaluate: error: {error}\n")
@@ -170,6 +172,13 @@ def _scored(
     return found
 
 
+def stop_strings(paths: Iterable[str]) -> list[str]:
+    """The stop strings that those of the models that are runs were trained with; all models are scored with them."""
+    runs = [pathlib.Path(path) for path in paths if (pathlib.Path(path) / "checkpoints").is_dir()]
+    settings = [json.loads((run / "config.json").read_text()).get("rollout") or {} for run in runs]
+    return list(dict.fromkeys(text for one in settings for text in one.get("stop_strings") or ()))
+
+
 def model_directory(name: str, path: str, out: pathlib.Path) -> str:
     """A directory in Hugging Face's layout; a run's newest checkpoint is written below `out`."""
     if not (pathlib.Path(path) / "checkpoints").is_dir():
@@ -205,30 +214,32 @@ class Scoring:
           RewardError: a reward function failed.
         """
         texts = [one["text"] for record in records for one in record["completions"]]
-        shape = (len(records), self._n)
+        asked = [shape.fields({k: v for k, v in record.items() if k != "completions"}) for record in records]
+        size = (len(records), self._n)
         if self._rewards is not None:
-            scores = self._rewarded(self._rewards, records, texts)
+            scores = self._rewarded(self._rewards, asked, texts)
             first = next(iter(scores))
             scores = {"right": (scores[first] >= self._right).astype(float), **scores}
         else:
-            unanswered = [i for i, record in enumerate(records) if "answer" not in record]
-            if unanswered:
-                raise ValueError(f"record {unanswered[0]} of a set has no 'answer': give it, or --fns=FUNCTION.")
-            truths = [str(record["answer"]) for record in records for _ in range(self._n)]
+            truths = [fields.get("answer") for fields in asked for _ in range(self._n)]
+            if None in truths:
+                raise ValueError(
+                    f"record {truths.index(None) // self._n} of a set has no 'answer': give it, or --fns=FUNCTION."
+                )
             found = [accuracies(text, truth) for text, truth in zip(texts, truths, strict=True)]
             scores = {key: np.array([one[key] for one in found]) for key in found[0]}
             scores["right"] = scores.pop("answer")
-        votes = [self._config.text.answer_of(text) or text for text in texts]
-        scores = {key: np.asarray(value).reshape(shape) for key, value in scores.items()}
-        pairs = zip(np.array(votes, object).reshape(shape).tolist(), scores["right"].tolist(), strict=True)
+        votes = [self._config.text.vote_of(text) for text in texts]
+        scores = {key: np.asarray(value).reshape(size) for key, value in scores.items()}
+        pairs = zip(np.array(votes, object).reshape(size).tolist(), scores["right"].tolist(), strict=True)
         return {**scores, "majority": np.array([[majority(own, right)] for own, right in pairs])}
 
-    def _rewarded(self, rewards: Rewards, records: Sequence[Mapping[str, Any]], texts: list[str]) -> dict[str, Any]:
-        names = [key for key in dict.fromkeys(key for record in records for key in record) if key not in _OURS]
-        each = [record for record in records for _ in range(self._n)]
-        fields = {key: [record.get(key) for record in each] for key in names}
-        prompts = [str(record.get("question") or record.get("prompt") or "") for record in each]
-        return dict(zip(rewards.names, rewards.score(prompts, texts, fields), strict=True))
+    def _rewarded(self, rewards: Rewards, asked: Sequence[Mapping[str, Any]], texts: list[str]) -> dict[str, Any]:
+        """The rewards of completions; `asked` are the fields of each record as in training."""
+        names = list(dict.fromkeys(key for fields in asked for key in fields))
+        each = [fields for fields in asked for _ in range(self._n)]
+        fields = {key: [one.get(key) for one in each] for key in names}
+        return dict(zip(rewards.names, rewards.score([one["question"] for one in each], texts, fields), strict=True))
 
 
 def _summaries(scores: Scores, sources: Sequence[str]) -> dict[str, Any]:

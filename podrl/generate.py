@@ -4,8 +4,8 @@
 
 Each record holds "prompt" (text), "messages" (a conversation for the model's chat template) or, as a task file does,
 "question", which is put as in training. Its other fields are copied to the output, which holds one line per prompt, in
-their order: "index" counts them. Until all are there, what is done lies in FILE.jsonl.partial, and the same command
-goes on from there.
+their order: "index" counts them, unless the record has a field of that name. Until all are there, what is done lies in
+FILE.jsonl.partial, and the same command goes on from there.
 """
 
 import argparse
@@ -180,7 +180,14 @@ def read_prompts(path: str | os.PathLike) -> sources.Records:
     named = not is_remote(path) and not path.startswith(("tfds:", hub.DATA)) and "*" not in path
     if named and not os.path.isfile(path):
         raise FileNotFoundError(f"--prompts={path} {'is no file' if os.path.exists(path) else 'does not exist'}.")
-    return sources.read(path, check=shape.check)
+    return sources.read(path, check=_check_record)
+
+
+def _check_record(record: shape.Record, place: str) -> None:
+    """Refuses a record that asks nothing, or whose field would be lost in the output."""
+    shape.check(record, place)
+    if "completions" in record:
+        raise ValueError(f"{place} has a field 'completions', which the output's own would replace: rename it.")
 
 
 def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "") -> dict[str, Any]:
@@ -237,20 +244,27 @@ class Output:
             )
         offset = len(head) + 1
         for line in lines:
-            self.done[json.loads(line)["index"]] = (offset, len(line) + 1)
+            index, tab, record = line.partition(b"\t")
+            if not tab or not index.isdigit():
+                raise ValueError(
+                    f"{self.partial} was written by another version of podrl.generate: remove it, or give another "
+                    "--out."
+                )
+            self.done[int(index)] = (offset + len(index) + 1, len(record) + 1)
             offset += len(line) + 1
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Writes a prompt's line."""
+    def add(self, index: int, record: Mapping[str, Any]) -> None:
+        """Writes the line of a prompt, after the prompt's index: the record's own field of that name is another."""
+        place = b"%d\t" % index
         line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         with open(self.partial, "r+b" if self._end else "wb") as file:
             if not self._end:
                 self._end = file.write(self._header)
             file.truncate(self._end)
             file.seek(self._end)
-            file.write(line)
-        self.done[record["index"]] = (self._end, len(line))
-        self._end += len(line)
+            file.write(place + line)
+        self.done[index] = (self._end + len(place), len(line))
+        self._end += len(place) + len(line)
 
     def finish(self) -> None:
         """Writes all lines, in the order of the prompts, under the file's name."""
@@ -345,7 +359,8 @@ def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int
         }
         if len(group) == n:
             index = wanted[sample.prompt]
-            output.add({"index": index, **records[index], "completions": [group[g] for g in range(n)]})
+            line = {"index": index, **records[index], "completions": [group[g] for g in range(n)]}
+            output.add(index, line)
             del groups[sample.prompt]
         progress.update(count, {"tokens/s": tokens / max(seconds, 1e-9)}, seconds / count * (total - count))
     progress.close()

@@ -12,7 +12,7 @@ from podrl.data.config import DataConfig
 from podrl.data.mixture import split
 from podrl.data.pipeline import has_format, held_out_prompts, set_prompts
 from podrl.job.config import Job
-from podrl.learner.evaluate import Evaluator, HeldOut, Scorer, SetConfig
+from podrl.learner.evaluate import Evaluator, HeldOut, Scorer, SetConfig, stop_texts
 from podrl.rewards.reference import accuracies
 from podrl.rollout.config import Sampling
 from podrl.types import Prompts
@@ -74,7 +74,11 @@ def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
         )
     return HeldOut(
         batches,
-        Sampling(temperature=one.temperature, max_new=one.max_tokens_to_generate or rollout.max_tokens_to_generate),
+        Sampling(
+            temperature=one.temperature,
+            max_new=one.max_tokens_to_generate or rollout.max_tokens_to_generate,
+            stop_strings=stop_texts(cluster),
+        ),
         job.eval.samples if one.samples is None else one.samples,
         scorer,
         name=one.name,

@@ -13,6 +13,7 @@ from podrl.cluster.evaluation import EvaluationDevices
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import Count, Natural, NonNegative, section
 from podrl.data.config import AUTO, DataConfig, SourceConfig
+from podrl.data.dialogue import Dialogue
 from podrl.learner.experience import places, share_of, take_prompts
 from podrl.rewards.reference import majority
 from podrl.rewards.text import TextConfig
@@ -128,6 +129,12 @@ class HeldOut:
     every: int = 1
 
 
+def stop_texts(cluster: RLCluster) -> tuple[str, ...]:
+    """The stop strings of training samples that are text; the rollout itself knows those that are special tokens."""
+    strings = cluster.config.rollout().stop_strings
+    return Dialogue(cluster.tokenizer).stops(strings)[0] if strings else ()
+
+
 class Evaluator:
     """Greedy and sampled scores of a policy on fixed prompts.
 
@@ -163,7 +170,8 @@ class Evaluator:
           groups: of the held-out records, by their field `group`: each has metrics eval/group_NAME/*, too.
           apart: generates instead of the cluster's rollout.
         """
-        sampled = Sampling(temperature=1.0, max_new=cluster.config.rollout().max_tokens_to_generate)
+        rollout = cluster.config.rollout()
+        sampled = Sampling(max_new=rollout.max_tokens_to_generate, stop_strings=stop_texts(cluster))
         own = [HeldOut(batches, sampled, config.samples, scorer)] if batches else []
         self._cluster, self._sets, self._show, self._nth = apart or cluster, [*own, *sets], config.show, nth
         self.apart = apart
@@ -237,7 +245,7 @@ class Evaluator:
         if isinstance(self._cluster.config.rollout_engine, str):
             both = self._draw(policy, prompts, dataclasses.replace(held.sampled, greedy=1), 1 + G)
             return [places(both, slice(0, 1), 1 + G), *([places(both, slice(1, None), 1 + G)] if G else [])]
-        greedy = Sampling(temperature=0.0, max_new=held.sampled.max_new)
+        greedy = dataclasses.replace(held.sampled, temperature=0.0)
         drawn = [self._draw(policy, prompts, greedy, 1)]
         return [*drawn, *([self._draw(policy, prompts, held.sampled, G)] if G else [])]
 
@@ -273,7 +281,7 @@ class _Scores:
                 told = {"rewards": given} if given else {}
                 self.shown.append({**record, **found, **told, **({"turns": turns} if turns else {})})
         if held.name and self.samples > 1 and held.scorer is not None:
-            votes = [_ANSWERS.answer_of(completion) or completion for completion in rollouts.completions]
+            votes = [_ANSWERS.vote_of(completion) for completion in rollouts.completions]
             right = values["answer"][-len(votes) :]
             groups = [slice(b, b + self.samples) for b in range(0, len(votes), self.samples)]
             values.setdefault(_MAJORITY, []).extend(majority(votes[own], right[own]) for own in groups)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from podrl.config import section
+from podrl.rewards.answers import last_answer
 from podrl.runtime import plain
 from podrl.runtime.regular import regular
 
@@ -60,6 +61,10 @@ class TextConfig:
             return completion.strip()
         found = collections.deque(re.finditer(self.extract, completion), maxlen=1)
         return (found[0][1 if found[0].re.groups else 0] or "").strip() if found else None
+
+    def vote_of(self, completion: str) -> str:
+        """What a completion votes for in a majority: its answer, or all of it where it gives none."""
+        return self.answer_of(completion) or last_answer(completion) or completion
 
     def words(self, text: str) -> list[str]:
         """The words that are compared."""

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from podrl.launch import find_config, load_config
 from podrl.learner.evaluate import EvalConfig, Evaluator, HeldOut, SetConfig, summarised
 from podrl.learner.report import SampleReport
 from podrl.learner.settings import GRPOConfig
-from podrl.rollout.config import Sampling
+from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.types import Experience, LeftOut
 
 
@@ -32,6 +34,25 @@ class Drawing(Cluster):
         count = len(prompts.length_P) * group_size
         drawn, self.texts = self.texts[:count], self.texts[count:]
         return samples_of(prompts, drawn)
+
+
+def test_evaluations_stop_where_training_does():
+    held = HeldOut([prompts_with("1")], Sampling(stop_strings=("b",)), 1, right, name="hard")
+
+    class Stopping(Drawing):
+        config = types.SimpleNamespace(
+            rollout=lambda: RolloutConfig(stop_strings=("</answer>", "<eos>")), rollout_engine=object
+        )
+
+        def generate(self, prompts, policy, **how):
+            stops.append(how["sampling"].stop_strings)
+            return super().generate(prompts, policy, **how)
+
+    stops = []
+    cluster: Any = Stopping([*"11", *"11"], Tokenizer.load(TINY))
+    Evaluator(cluster, [prompts_with("1")], EvalConfig(samples=1), scorer=right, sets=[held])("policy", 0)  # pyright: ignore[reportArgumentType]
+    # The rollout itself ends samples at special tokens, which are no text.
+    assert stops == [("</answer>",), ("</answer>",), ("b",), ("b",)]
 
 
 def right(completion, answer):

@@ -86,6 +86,69 @@ def test_settings_that_are_none_are_refused_before_anything_is_sampled(fns, give
     assert re.search(said, (message := capsys.readouterr().err)), message
 
 
+def record(answer, *texts, **others):
+    completions = [{"text": f"<answer>{text}</answer>"} for text in texts]
+    return {"question": "q", "answer": answer, **others, "completions": completions}
+
+
+GIVEN = ["3+2=5.\n#### 5", "5", 5, 5.0, ["7", "#### 5"], "#### 1,200"]
+
+
+def test_answers_are_those_of_training():
+    """GSM8K's form, numbers and lists; accuracies and reward functions are given the same."""
+    records = [record(answer, "1,200" if answer == GIVEN[-1] else "5") for answer in GIVEN]
+    plain = evaluate.Scoring(None, RewardConfig(), 1.0, 1)
+    assert plain(records)["right"].tolist() == [[1.0]] * 6
+    config = RewardConfig(fns=("exact_match", "number"))
+    with Rewards(config) as rewards:
+        found = evaluate.Scoring(rewards, config, 1.0, 1)(records)
+    assert found["number"].tolist() == [[1.5]] * 6 and found["exact_match"].tolist() == [[1.0]] * 5 + [[1.0]]
+    with pytest.raises(ValueError, match="record 1 of a set has no 'answer'"):
+        plain([record("5", "5"), record("", "5")])
+
+
+def test_gsm8k_as_it_is_published():
+    path = ROOT.parent / "shared" / "data" / "gsm8k_test.jsonl"
+    if not path.exists():
+        pytest.skip("no copy of GSM8K here")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    told = [
+        {**one, "completions": [{"text": f"<answer>{one['answer'].split('#### ')[1]}</answer>"}]} for one in records
+    ]
+    assert evaluate.Scoring(None, RewardConfig(), 1.0, 1)(told)["right"].mean() == 1.0
+
+
+def test_votes_are_read_as_answers_are():
+    """Numbers in any form are one vote, of the last answer, closed or not."""
+    five = evaluate.Scoring(None, RewardConfig(), 1.0, 5)
+    assert five([record("8", "8", "8.0", "8.", "9", "9")])["majority"].tolist() == [[1.0]]
+    texts = [
+        "<answer>9</answer> no, <answer>8</answer>",
+        "<answer>8",
+        "so <answer>$8.00",
+        "<answer>9",
+        "<answer>9</answer>",
+    ]
+    found = five([{"question": "q", "answer": "8", "completions": [{"text": text} for text in texts]}])
+    assert found["right"].tolist() == [[1, 1, 1, 0, 0]] and found["majority"].tolist() == [[1.0]]
+
+
+def test_functions_see_all_fields_of_a_record_and_its_question(tmp_path):
+    (tmp_path / "f.py").write_text(
+        "def f(prompts, completions, index, **fields):\n    return [index[0] + (prompts[0] == 'hi')]\n"
+    )
+    config = RewardConfig(fns=(f"{tmp_path}/f.py:f",))
+    asked = {"index": 7, "messages": [{"role": "user", "content": "hi"}], "completions": [{"text": "x"}]}
+    with Rewards(config) as rewards:
+        assert evaluate.Scoring(rewards, config, 1.0, 1)([asked])["f"].tolist() == [[8.0]]
+
+
+def test_a_run_is_scored_with_its_stop_strings(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"rollout": {"stop_strings": ["</answer>", "END"]}}))
+    assert evaluate.stop_strings([str(tmp_path), "elsewhere"]) == ["</answer>", "END"]
+
+
 @isolates
 def test_programs_are_tested_as_in_a_job():
     """Half of the tests pass; an endless program costs its own score, by the limit that is given."""

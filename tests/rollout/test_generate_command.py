@@ -68,9 +68,9 @@ def _goes_on_after_a_kill(tmp_path, arguments, records):
     args = generate._parser().parse_args(arguments)
     half = generate.Output(out, generate._settings(args, generate.read_prompts(args.prompts)), args.n)
     kept = records[1] | {"id": "kept"}
-    half.add(kept)
+    half.add(1, kept)
     with half.partial.open("ab") as torn:
-        torn.write(b'{"index": 0, "comple')
+        torn.write(b'0\t{"index": 0, "comple')
     out.unlink()
     assert generate.main([*arguments, "--n=2"]) == 1
     assert not out.exists()
@@ -87,6 +87,28 @@ def test_impossible_arguments_are_named(tmp_path, capsys):
         assert generate.main([*arguments, change]) == 1
         assert message in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+def test_records_keep_a_field_named_index(tmp_path):
+    """Records are told apart by their place, also where a command goes on, not by what they hold."""
+    records = [{"index": 7, "question": name, "completions": []} for name in "abc"]
+    output = generate.Output(tmp_path / "o", {}, 1)
+    output.add(2, records[2])
+    output.add(0, records[0])
+    again = generate.Output(tmp_path / "o", {}, 1)
+    assert sorted(again.done) == [0, 2]
+    again.add(1, records[1])
+    again.finish()
+    assert [json.loads(line) for line in (tmp_path / "o").read_text().splitlines()] == records
+
+
+def test_a_field_that_the_output_would_replace_is_refused(tmp_path):
+    prompts = write(tmp_path / "p.jsonl", '{"prompt": "a", "completions": ["b"]}\n')
+    with pytest.raises(ValueError, match=r"p.jsonl line 1 has a field 'completions'.*rename it"):
+        generate.read_prompts(prompts)
+    (tmp_path / "o.partial").write_text('{"podrl.generate": {}}\n{"index": 0}\n')
+    with pytest.raises(ValueError, match="written by another version"):
+        generate.Output(tmp_path / "o", {}, 1)
 
 
 def test_the_prompts_are_never_overwritten(tmp_path, capsys):
