@@ -16,6 +16,7 @@ from podrl.data.pipeline import system_prompt, task_fields
 from podrl.job.config import Job
 from podrl.job.placement import EvaluationConfig, Meshes
 from podrl.job.weights import copies
+from podrl.learner.unmoved import unmoved, unmoved_by_samples
 from podrl.mesh.build import describe_mesh
 from podrl.rundir.console import print_table
 from podrl.runtime.pod import Pod
@@ -95,7 +96,18 @@ def print_plan(
     if not job.kind.given and not console.quiet:
         for line in data_lines(job):
             console.print(line)
+    if dry:  # a run says so itself
+        for text in unmoved_lines(job):
+            console.print(f"Warning: {text}")
     console.print(f"Run directory: {workdir}\n")
+
+
+def unmoved_lines(job: Job) -> list[str]:
+    """Says why the job cannot change its weights, where it cannot."""
+    if job.kind.given:
+        return unmoved(job.trainer)
+    of_job = (job.algo, job.rollout, job.reward, job.env)
+    return unmoved_by_samples(job.trainer, *of_job, steps=job.max_steps)
 
 
 def print_job(console: rich.console.Console, job: Job, on: Meshes, pod: Pod | None = None) -> None:

@@ -27,6 +27,7 @@ from podrl.learner.recorder import HostRecorder, Recorder, Report
 from podrl.learner.report import MetricFn, SampleReport
 from podrl.learner.rollouts import Generate, GivenAnswers
 from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.learner.unmoved import unmoved, unmoved_by_samples
 from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
 from podrl.rundir import trace
 from podrl.rundir.run import Run
@@ -247,6 +248,8 @@ def learn_answers(
         evaluate = made.evaluator(held_out) if held_out else None
         trained = Trained(made, AnswerReport(made.watched()), evaluate=evaluate)
     with run:
+        for text in unmoved(training):
+            run.console.print(f"Warning: {text}")
         return fit(
             cluster,
             stream,
@@ -331,6 +334,9 @@ class SampleLearner:
         prompts = train_ds.prompts_per_step // self.config.prompt_batches
         run = run or Run(training.checkpoint_root_directory, config=self._settings(prompts))
         schedule = self._schedule(train_ds, run, save_every)
+        of_run: Any = (self.cluster.config.rollout(), self._reward_config, self._environment)
+        for text in unmoved_by_samples(training, self.config, *of_run, steps=schedule.max_steps):
+            run.console.print(f"Warning: {text}")
         with run, contextlib.ExitStack() as stack:
             others = {REWARD_NAME: self._environment.reward_weight} if self._environment.used else {}
             stack.enter_context(playing(self.cluster, self._environment, self._reward_config.limits, run, self._pod))

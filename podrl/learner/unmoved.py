@@ -1,0 +1,94 @@
+"""Finds the settings under which a run cannot change its weights, which it says at its start."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from podrl.environments.config import EnvironmentConfig
+from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
+from podrl.rewards.compose import RewardConfig
+from podrl.rollout.config import RolloutConfig
+from podrl.trainer.config import RLTrainingConfig
+
+_ALIKE = ("grpo", "rloo", "opo", "gpg", "pass_at_k", "remax", "reinforce_plus_plus_baseline")  # 0 for equal samples
+
+
+def unmoved(training: RLTrainingConfig) -> list[str]:
+    """Says why no update changes the model, one sentence for each setting; [] where updates do."""
+    if training.actor_optimizer is None and _zero(training.learning_rate):
+        return [
+            f"trainer.learning_rate={training.learning_rate:g} is 0 in float32 in every update, so this run does not "
+            "change the model: set it above 0 unless that is what you want."
+        ]
+    return []
+
+
+def unmoved_by_samples(
+    training: RLTrainingConfig,
+    algo: AlgorithmConfig,
+    rollout: RolloutConfig,
+    reward: RewardConfig,
+    environment: EnvironmentConfig,
+    *,
+    steps: int | None,
+) -> list[str]:
+    """Says why a run on samples cannot change the policy or the critic, one sentence for each setting.
+
+    Settings that make no sense for a diagnosis either are refused where they are declared: groups of one without an
+    advantage, no steps, adapters that match nothing.
+
+    Args:
+      training, algo, rollout, reward, environment: the run's settings.
+      steps: steps of the run; None where that is not known.
+    """
+    found = unmoved(training)
+    if isinstance(algo, PPOConfig):
+        if steps is not None and algo.critic_warmup >= steps:
+            found.append(
+                f"ppo.critic_warmup={algo.critic_warmup} lasts for all {steps} steps of this run, so only the critic "
+                "learns and the policy stays as it is: set it below the steps, or raise trainer.max_steps."
+            )
+        if training.critic_optimizer is None and _zero(training.critic_learning_rate):
+            found.append(
+                f"trainer.critic_learning_rate={training.critic_learning_rate:g} is 0 in float32, so the critic stays "
+                "as it was made, and advantages are those of random values: set it above 0."
+            )
+    elif isinstance(algo, GRPOConfig) and not (algo.own_loss or algo.own_advantage or algo.entropy_coef):
+        found += _without_advantage(algo, rollout, reward, environment)
+    return found
+
+
+def _without_advantage(
+    algo: GRPOConfig, rollout: RolloutConfig, reward: RewardConfig, environment: EnvironmentConfig
+) -> list[str]:
+    """Says why no sample can have an advantage; a KL to the reference moves nothing, as the policy begins there."""
+    if algo.distillation is not None:
+        return []
+    weights = list(reward.weights or [1.0] * len(reward.fns)) + [1.0] * len(reward.named)
+    weights += [reward.model_weight] * bool(reward.model) + [environment.reward_weight] * environment.used
+    found, shaped = [], algo.overlong_shaping or algo.no_stop_reward
+    if not any(weights) and not shaped:
+        keys = {"reward.weights": bool(reward.fns), "reward.model_weight": bool(reward.model)}
+        keys["env.reward_weight"] = environment.used
+        named = " and ".join(key for key, used in keys.items() if used)
+        found.append(
+            f"All rewards have the weight 0, so no sample has an advantage and the policy stays as it is: set {named}."
+        )
+    alike = {
+        f"rollout.temperature={rollout.temperature:g}": rollout.temperature == 0,
+        f"rollout.top_k={rollout.top_k}": rollout.top_k == 1,
+        f"rollout.min_p={rollout.min_p:g}": rollout.min_p == 1,
+    }
+    causes: Sequence[Any] = [name for name, true in alike.items() if true]
+    if causes and algo.estimator().kind in _ALIKE and not environment.used:
+        found.append(
+            f"{' and '.join(causes)}: every sample of a prompt is the most likely one, so all have the same reward, no "
+            "sample has an advantage and the policy stays as it is: sample with a temperature and more than one token."
+        )
+    return found
+
+
+def _zero(rate: float) -> bool:
+    """True for a rate that float32 arithmetic takes for 0."""
+    return rate < float(np.finfo(np.float32).tiny)
