@@ -293,8 +293,8 @@ class Tokenizer:
         """
         if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < self._rows:
             raise ValueError(
-                f"{self.directory} has {key}={given!r} in config.json or generation_config.json: it must be an id of "
-                f"the vocabulary, from 0 to {self._rows - 1}."
+                f"{self.directory} has {key}={given!r} in config.json, generation_config.json or tokenizer.json: it "
+                f"must be an id of the vocabulary, from 0 to {self._rows - 1}."
             )
         return given
 
@@ -342,7 +342,7 @@ class Tokenizer:
         given = self._backend.start
         if isinstance(asked, bool) or given is None:
             given = [] if asked is False or bos is None else [bos]
-        return tuple(given)
+        return tuple(self._checked("start token of the post-processor", i) for i in given)
 
     def _read_templates(self) -> dict[str, ChatTemplate]:
         """Reads the chat templates by their names: 'default', and 'tool_use' where tools have one of their own."""
@@ -450,6 +450,7 @@ class _Json:
     """Runs a tokenizer.json by the `tokenizers` library."""
 
     def __init__(self, path: epath.Path, config: Mapping[str, Any]) -> None:
+        self._path = path
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(_read_text(path))
         except Exception as error:
@@ -460,13 +461,16 @@ class _Json:
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None) is not None:
             self._tokenizer.model.dropout = None
-        self._add(path, _added_tokens(config))
+        named = _added_tokens(config)
+        self._add(path, named)
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         tokens = self._tokenizer.get_added_tokens_decoder()
-        self.added: Mapping[int, str] = {i: token.content for i, token in tokens.items() if token.special}
+        # As in transformers, a token is special where either file says so.
+        special = {i for i, token in tokens.items() if token.special} | {i for i, (_, said) in named.items() if said}
+        self.added: Mapping[int, str] = {i: token.content for i, token in tokens.items() if i in special}
         self.special: Mapping[int, str] = self.added
         self.marks: Mapping[int, str] = {i: token.content for i, token in tokens.items()}
-        whole = self._tokenizer.encode("a")
+        whole = self._encoded("a", add_special_tokens=True)
         self.start: Sequence[int] | None = [
             i
             for i, _ in itertools.takewhile(
@@ -491,15 +495,24 @@ class _Json:
                     f"{text!r} has the id {i} in tokenizer_config.json and {found} in {path}: they must be the same."
                 )
 
+    def _encoded(self, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            # Where the parts of a file do not fit together, the library's Rust code may panic, which is no Exception.
+            if type(error).__name__ != "PanicException" and not isinstance(error, Exception):
+                raise
+            raise ValueError(f"{self._path} cannot encode {text[:80]!a}: {error}") from None
+
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encoded(text).ids
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        encoded = self._encoded(text)
         return encoded.ids, encoded.offsets
 
     def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode([i for i in ids if i not in self.special], skip_special_tokens=True)
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
