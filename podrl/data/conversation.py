@@ -303,12 +303,15 @@ class _Writing:
             head, _, tail = text.partition(self._word)
             if head + tail == self.whole and len(head) >= start:
                 return len(head) - start
-        # A turn that calls ends at the special token up to which most of its end is there.
-        marks = self._tokenizer.special_spans(whole[: len(said) + _MOST])
-        stops = [place for place, _ in marks if _is_cut(whole[:place], said)]
-        if not stops:
-            raise self.fault(i, f"writes {said!r} of the turn alone and {whole[: len(said)]!r} as others follow")
-        return max(stops, key=lambda place: _shared_end(whole[:place], said))
+        # A turn that calls ends at the special token up to which most of its end is there, its last call at least.
+        called = [str(_function(call).get("name")) for call in message.get("tool_calls", ())]
+        last = said[max(0, *(said.rfind(name) for name in called[-1:])) :] if called else said
+        places = [place for place, _ in self._tokenizer.special_spans(whole[: len(said) + _MOST])]
+        if cuts := [place for place in places if _is_cut(whole[:place], said)]:
+            return max(cuts, key=lambda place: _shared_end(whole[:place], said))
+        if ends := [place for place in places if whole[:place].endswith(last)]:
+            return ends[0]
+        raise self.fault(i, f"writes {said!r} of the turn alone and {whole[: len(said)]!r} as others follow")
 
     @functools.cached_property
     def _closing(self) -> str:

@@ -62,6 +62,10 @@ FORMS = {
         *[user("2+2?"), said("", tool_calls=[call(x="2+2")], reasoning_content="hm"), tool("4"), said("4.")],
         *[user("And 3?"), said("", tool_calls=[call(x="3")], reasoning_content="ha"), tool("3"), said("3")],
     ],
+    "the same call twice": [
+        *[user("?"), said("", tool_calls=[call()]), tool(""), said("", tool_calls=[call()]), tool(""), said("")],
+    ],
+    "lines and a call": [user("?"), said("\n\n\n\n", tool_calls=[call()]), tool(""), said(""), user("?"), said("1")],
     "an empty answer": [user("one?"), said(""), user("two?"), said("2.")],
     "a last empty answer": [user("one?"), said("1."), user("two?"), said("")],
     "thoughts": [user("1?"), said("1.", reasoning_content="hm"), user("2?"), said("2.", reasoning_content="ha\n\nho")],
