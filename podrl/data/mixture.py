@@ -37,6 +37,7 @@ class Part:
       unanswered: place of its first record without an answer, and what it has; '' where all have one.
       counts: its records, by what happened to them.
       fields: fields that its records get.
+      hashes: of the questions of the records to train on; none of an embedded task.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Part:
     unanswered: str = ""
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hashes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.uint64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Opened:
     parts: Sequence[Part]
     evaluation: Source | None
     unanswered: Sequence[tuple[str, Sequence[str]]]
+
+    def asked_by(self, other: "Opened") -> int:
+        """Counts the records to train on that ask what records of another configuration ask, of those in files."""
+        theirs = np.concatenate([part.hashes for part in other.parts])
+        return sum(int(np.isin(part.hashes, theirs).sum()) for part in self.parts)
 
     @property
     def train(self) -> Source | Mixed:
@@ -207,7 +214,8 @@ def _part(config: DataConfig, source: SourceConfig | None, file: _File | None, h
     counts |= {"not chosen": len(kept) - len(used), "used": len(used)}
     train = records if len(used) == len(records) else Subset(records, used)
     weight = (source and source.weight) or len(used)
-    return Part(name, config, train, Subset(records, np.flatnonzero(is_held)), weight, file.unanswered, counts, fields)
+    held = Subset(records, np.flatnonzero(is_held))
+    return Part(name, config, train, held, weight, file.unanswered, counts, fields, file.hashes[used])
 
 
 def _contents(path: str, part: str, cache: Cache) -> list[str]:

@@ -19,6 +19,7 @@ from podrl.data.stream import Batches, Limit, Stream, TooLong
 from podrl.data.sums import Sum
 from podrl.data.template import Part, turn
 from podrl.data.tokenizer import Tokenizer, right_padded
+from podrl.runtime import plain
 
 # Styles in which a base model answers instead of the reference form.
 STYLES = (
@@ -161,8 +162,9 @@ def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part
     """A record's answer in the reference form, and as a base model might write it."""
     if isinstance(record, Sum):
         return record.called(), record.guessed(draw)
-    # Where any of several answers is right, the first is learned.
-    solution, answer = (one if isinstance(one, str) else one[0] for one in (fields["solution"], fields["answer"]))
+    # Where any of several answers is right, the first is learned. A record may have a field 'solution' of its own.
+    answer, *_ = plain.references(fields["answer"])
+    solution = fields["solution"] if isinstance(fields["solution"], str) and fields["solution"].strip() else answer
     words = {"reasoning": plain_solution(solution), "answer": answer}
     return [turn(template.completion(**words))], [turn(draw.one(STYLES).format(**words))]
 

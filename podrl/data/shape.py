@@ -179,12 +179,14 @@ def same_question(record: Record, question_field: str = QUESTION) -> str:
     """A text that is equal for records that ask the same: without case and white space.
 
     A conversation asks what its user says in all turns; instructions of a system turn make no other question of it.
+    Records of answers may ask in another field than this one, which may then hold anything.
     """
-    value = record[asked(record, question_field) or "chosen"]
+    value = record.get(asked(record, question_field) or "chosen")
     if isinstance(value, list):
-        users = [str(turn.get("content")) for turn in value if turn["role"] == "user"]
-        value = " ".join(users) or question(record, question_field)
-    return " ".join(unicodedata.normalize("NFC", plain.text(value)).casefold().split())
+        turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
+        value = " ".join(str(turn.get("content")) for turn in turns) or value
+    text = plain.text(value) if is_text(value) else json.dumps(value, default=str)
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
 def prompt(
@@ -240,6 +242,8 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
     if not answers(record, "A record", answer_field):
         return {**others, **asks}
     solution = plain.reference(record[answer_field])
+    if others.get("solution") is None:
+        others.pop("solution", None)
     final = final_answer(solution) if isinstance(solution, str) else [final_answer(one) for one in solution]
     return {"solution": solution, **others, **asks, ANSWER: final}
 

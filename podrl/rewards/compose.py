@@ -301,6 +301,13 @@ class Rewards:
     def _score(self, function: _Function, part: Part) -> list[float]:
         """Computes a function's rewards of a batch; 0 for records that it is not for."""
         own = part.fields.get("reward_fns") or [None] * len(part.completions)
+        known = {one.given for one in self._functions}
+        for names in own:
+            if unknown := [name for name in names or () if name not in known]:
+                raise RewardError(
+                    f"A record's field 'reward_fns' names {', '.join(map(repr, unknown))}, which is none of the job's "
+                    f"functions, {', '.join(sorted(known))}: name it in reward.named, or in a source's 'reward'."
+                )
         rows = [b for b, names in enumerate(own) if function.scores(names)]
         if not function.dataset and len(rows) == len(part.completions):
             return self._scored(function, part)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from podrl.data import shape
+from podrl.data import labels, pairs, sft, shape
+from podrl.data.generated import Draw
 from podrl.data.mixture import split
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
 from podrl.rewards import reference, text
@@ -208,3 +209,48 @@ def test_a_number_as_text_is_that_number_in_plain_digits(value):
     assert float(written) == value
     assert set(written) <= set("-.0123456789")
     assert not math.isclose(value, 0) or written in ("0", written.rstrip("0"))
+
+
+TURNS = st.sampled_from(
+    [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo"},
+        {"role": "user"},
+        {"role": 1, "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]},
+        {"role": "user", "content": [{"type": "text", "text": "q"}]},
+        "hi",
+        None,
+    ]
+)
+ODD = st.sampled_from([None, True, 0, 18.0, math.nan, "", " ", "#### 4", "x ####", [], {}, [None], ["a"], {"a": 1}])
+NAMES = ("question", "answer", "prompt", "messages", "completion", "chosen", "rejected", "label", "solution", "tools")
+ROWS = st.lists(
+    st.dictionaries(st.sampled_from(NAMES), st.one_of(ODD, WORDS, st.lists(TURNS, max_size=3)), max_size=5),
+    min_size=1,
+    max_size=2,
+)
+
+
+@pytest.mark.parametrize("form", [None, sft.check_form, pairs.check_form, labels.check_form])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=ROWS, fraction=st.sampled_from([0.0, 0.4]))
+@example(rows=[{"prompt": [{"role": 1}, "hi"], "question": "q", "answer": 0}], fraction=0.0)
+@example(rows=[{"messages": ["hi"], "prompt": "p", "completion": "c", "label": True}], fraction=0.4)
+def test_a_record_of_any_form_is_read_or_refused_with_its_line(tmp_path, form, rows, fraction):
+    file = new(tmp_path, ".jsonl")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    try:
+        opened = split(DataConfig(path=str(file), eval_fraction=fraction, cache=""), form)
+    except ValueError as error:
+        assert str(file) in str(error)
+    else:
+        assert sum(len(part.train) + len(part.held) for part in opened.parts) == len(rows)
+
+
+def test_a_field_of_a_name_that_podrl_uses_keeps_its_value():
+    record = {"question": "q", "answer": 0, "solution": 7}
+    assert shape.fields(record) == {"question": "q", "answer": "0", "solution": 7}
+    assert shape.fields({**record, "solution": None}) == {"question": "q", "answer": "0", "solution": "0"}
+    (reference_form, _) = sft.forms(record, shape.fields(record), Draw(0, 0, 0))
+    assert "<answer>0</answer>" in reference_form[0].text

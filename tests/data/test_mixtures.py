@@ -279,3 +279,17 @@ def _same(record):
 def test_renaming_onto_another_field_is_refused(files):
     with pytest.raises(ValueError, match=r"a\.jsonl line 1 has .* gives two the same name"):
         split(config(files, {"path": "a", "transforms": ({"rename": {"id": "answer"}},)}))
+
+
+def test_records_to_train_on_that_a_set_asks_too_are_counted(tmp_path):
+    rows = [{"question": one, "answer": "4"} for one in [*SAME, "3+3?"]]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "s.jsonl").write_text(json.dumps({"question": SAME[2].lower(), "answer": "4"}) + "\n")
+    paths = (str(tmp_path / "t.jsonl"), str(tmp_path / "s.jsonl"))
+    trained, asked = (split(DataConfig(path=path, eval_fraction=0.0, cache="")) for path in paths)
+    assert trained.asked_by(asked) == 4
+
+
+def test_a_record_that_names_no_function_of_the_job_is_an_error_and_not_a_reward_of_0():
+    with Rewards(RewardConfig(fns=("number",))) as rewards, pytest.raises(ValueError, match="names 'nubmer', which is"):
+        rewards.score(["q"], ["<answer>4"], {"answer": ["4"], "reward_fns": [["nubmer"]]})
