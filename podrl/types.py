@@ -118,7 +118,8 @@ class Rollouts:
       stop_B: why each ended: STOP_EOS to STOP_CALLS.
       completions: decoded completions without end tokens.
       episodes: of each sample, as JSON: `turns` (of the model: by, text, tokens, versions of the first and last, stop,
-        reward; of others: by, text, tokens, seconds, failed, replayed), `metrics` by name, `seconds`.
+        reward; of others: by, text, tokens, seconds, failed, replayed), `metrics` by name, `seconds`, and `text`
+        where the environment gave the text to be scored.
       seconds: wall time the batch took to generate.
     """
 

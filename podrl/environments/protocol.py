@@ -62,7 +62,7 @@ class Result:
     Attributes:
       reward: what the last token is worth beside the reward functions; None for reward functions alone.
       metrics: numbers by name, logged as env/NAME.
-      text: what reward functions see as the completion; None for all of the sample's text.
+      text: what reward functions see as the completion; None for what the model wrote.
     """
 
     reward: float | None = None

@@ -158,7 +158,7 @@ def data_lines(job: Job) -> list[str]:
     for part in opened.parts:
         fields |= dict.fromkeys(["system_prompt"] if system_prompt(part.config) else [])
         fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
-    fields |= dict.fromkeys(["turns", "model_text"] if job.env.used else [])
+    fields |= dict.fromkeys(["turns", "model_text", "sample_text"] if job.env.used else [])
     given = f"Reward functions are given prompts, completions, and of every record: {', '.join(fields)}."
     if opened.unanswered and job.has_accuracies:
         given += f"\nNo accuracies: {opened.unanswered[0][0]}."

@@ -62,7 +62,7 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
     Raises:
       ValueError: names the record, and the function or the template.
     """
-    given = {"turns", "model_text"} if job.env.used else set[str]()
+    given = {"turns", "model_text", "sample_text"} if job.env.used else set[str]()
     opened = split(job.data)
     rewards.check_answers(opened.unanswered)
     shown = [(part, _shown(part, tokenizer)) for part in opened.parts]

@@ -15,6 +15,7 @@ from podrl.config import Count, Natural, NonNegative, section
 from podrl.data.config import AUTO, DataConfig, SourceConfig
 from podrl.data.dialogue import Dialogue
 from podrl.learner.experience import places, share_of, take_prompts
+from podrl.learner.words import scored_text
 from podrl.rewards.reference import majority
 from podrl.rewards.text import TextConfig
 from podrl.rollout.config import Sampling
@@ -221,7 +222,8 @@ class Evaluator:
             if not batches or self._nth(step) % held.every:
                 continue
             whole = batches
-            greedy, sampled = _Scores(held, "greedy", 1), _Scores(held, "sampled", held.samples)
+            greedy = _Scores(held, "greedy", 1, self._decode)
+            sampled = _Scores(held, "sampled", held.samples, self._decode)
             while batches:
                 piece, batches = _cut(batches, 1 + held.samples, most())
                 for scores, rollouts in zip((greedy, sampled), self._drawn(policy, piece, held), strict=False):
@@ -249,6 +251,9 @@ class Evaluator:
         drawn = [self._draw(policy, prompts, greedy, 1)]
         return [*drawn, *([self._draw(policy, prompts, held.sampled, G)] if G else [])]
 
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._cluster.tokenizer.decode(ids)
+
     def _draw(self, policy: Policy, prompts: Prompts, sampling: Sampling, group_size: int) -> Rollouts:
         how: Any = {"mode": Mode.EVAL, "step": _EVAL_STEP, "sampling": sampling}
         return self._cluster.generate(prompts, policy, group_size=group_size, **how)
@@ -257,22 +262,23 @@ class Evaluator:
 class _Scores:
     """Collects the scores of a set's greedy samples, or of its sampled ones."""
 
-    def __init__(self, held: HeldOut, name: str, samples: int):
+    def __init__(self, held: HeldOut, name: str, samples: int, decode: Callable[[Sequence[int]], str]):
         """Has no scores yet; there are `samples` of every prompt."""
         self.samples, self.shown = samples, list[dict[str, Any]]()
-        self._held, self._name = held, name
+        self._held, self._name, self._decode = held, name, decode
         self._values: dict[str, list[float]] = {}
 
     def add(self, rollouts: Rollouts, rewards: Mapping[str, np.ndarray], show: int) -> None:
         """Scores the samples of further prompts; `show`: samples to keep as text, of all."""
         held, prompts, values = self._held, rollouts.prompts, self._values
+        texts = [self._text(rollouts, b) for b in range(len(rollouts.completions))]
         for b, completion in enumerate(rollouts.completions):
             p = b // self.samples
             record = {"evaluation": self._name, "prompt": prompts.text[p], "completion": completion}
             found: dict[str, float] = {}
             if held.scorer is not None:
                 record["truth"] = prompts.fields["answer"][p]
-                found = held.scorer(completion, record["truth"])
+                found = held.scorer(texts[b], record["truth"])
             given = {key: float(reward_B[b]) for key, reward_B in rewards.items()}
             for key, value in (found | given).items():
                 values.setdefault(key, []).append(value)
@@ -281,10 +287,14 @@ class _Scores:
                 told = {"rewards": given} if given else {}
                 self.shown.append({**record, **found, **told, **({"turns": turns} if turns else {})})
         if held.name and self.samples > 1 and held.scorer is not None:
-            votes = [_ANSWERS.vote_of(completion) for completion in rollouts.completions]
+            votes = [_ANSWERS.vote_of(text) for text in texts]
             right = values["answer"][-len(votes) :]
             groups = [slice(b, b + self.samples) for b in range(0, len(votes), self.samples)]
             values.setdefault(_MAJORITY, []).extend(majority(votes[own], right[own]) for own in groups)
+
+    def _text(self, rollouts: Rollouts, b: int) -> str:
+        own = rollouts.tokens_BT[b, rollouts.mask_BT[b] > 0].tolist()
+        return scored_text(rollouts.completions[b], rollouts.episodes[b], own, self._decode)
 
     def by_metric(self) -> dict[str, np.ndarray]:
         """Metric -> score of every sample of every prompt, (P, G)."""

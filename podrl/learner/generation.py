@@ -12,6 +12,7 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.environments.config import EnvironmentConfig
 from podrl.learner.experience import join, select, take_prompts
 from podrl.learner.settings import AlgorithmConfig
+from podrl.learner.words import scored_text
 from podrl.rewards.batch import OpenBatch
 from podrl.rewards.compose import Rewards
 from podrl.rollout.config import Sampling
@@ -300,13 +301,15 @@ class Generator:
         self, batch: OpenBatch, b: int, stop: int, completion: str, episode: Mapping[str, Any], own: Sequence[int]
     ) -> None:
         """Gives a sample to the reward functions; where it has an environment, with turns and the model's own words."""
-        said = {}
+        said, text = {}, completion
         if self._cluster.partner is not None:
-            said = {"turns": list(episode["turns"]), "model_text": self._cluster.tokenizer.decode(own)}
+            decode = self._cluster.tokenizer.decode
+            text = scored_text(completion, episode, own, decode)
+            said = {"turns": list(episode["turns"]), "model_text": decode(own), "sample_text": completion}
         if stop == STOP_FAILED:
             batch.leave_out(b)
         else:
-            batch.add(b, completion, said)
+            batch.add(b, text, said)
 
     def _rewards_of(self, rollouts: Rollouts, group_size: int, batch: OpenBatch | None = None) -> np.ndarray:
         """Rewards of samples by every function, the reward model and their environments; NaN for a failed sample."""

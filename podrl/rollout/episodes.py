@@ -121,6 +121,7 @@ class Episode:
       rewards: (place in the completion, reward) of turns.
       stop: why it ended.
       text: of the completion; the environment may give another than what the tokens say.
+      answered: the environment gave that text.
       full: there was no room for what its environment had to say.
       told: what its environment was told of it, so that another process can bring one to the same point.
       heard: how often its environment has said something.
@@ -137,6 +138,7 @@ class Episode:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     stop: int | None = None
     text: str = ""
+    answered: bool = False
     full: bool = False
     told: list[Turn] = dataclasses.field(default_factory=list)
     heard: int = 0
@@ -149,12 +151,13 @@ class Episode:
         """Returns what a checkpoint must hold of it besides its track, as JSON."""
         kept = {name: getattr(self, name) for name in _STATE}
         told = [[turn.text, turn.stop, list(turn.tokens)] for turn in self.told]
-        return kept | {"stops": list(self.stops.items()), "told": told}
+        return kept | {"answered": self.answered, "stops": list(self.stops.items()), "told": told}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state` returned, in another process: its environment will begin again."""
         for name in _STATE:
             setattr(self, name, state[name])
+        self.answered = state.get("answered", False)  # older checkpoints lack it
         self.strings, self.rewards = tuple(self.strings), [(place, reward) for place, reward in self.rewards]
         self.stops = {int(id_): text for id_, text in state["stops"]}
         self.told = [Turn(text, stop, tuple(tokens)) for text, stop, tokens in state["told"]]
@@ -162,7 +165,8 @@ class Episode:
 
     def record(self) -> dict[str, Any]:
         """Returns the episode's entry of `Rollouts.episodes`."""
-        return {"turns": self.turns, "metrics": self.metrics, "seconds": self.seconds}
+        answer = {"text": self.text} if self.answered else {}
+        return {"turns": self.turns, "metrics": self.metrics, "seconds": self.seconds, **answer}
 
 
 class Pump:
@@ -484,7 +488,7 @@ class Pump:
         self._inboxes.pop(b, None)
         episode.stop, episode.seconds = stop, time.monotonic() - episode.started
         whole = "" if episode.track is None else episode.track.text
-        episode.text = whole if text is None else text
+        episode.text, episode.answered = (whole, False) if text is None else (text, True)
         self._ended.append(b)
 
     def _name(self, b: int) -> str:
