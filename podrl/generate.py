@@ -243,20 +243,22 @@ class Output:
                 "go on with it, or remove it."
             )
         offset = len(head) + 1
-        for line in lines:
-            index, tab, record = line.partition(b"\t")
-            if not tab or not index.isdigit():
-                raise ValueError(
-                    f"{self.partial} was written by another version of podrl.generate: remove it, or give another "
-                    "--out."
+        for number, line in enumerate(lines, 2):
+            digest, _, rest = line.partition(b"\t")
+            index, _, record = rest.partition(b"\t")
+            if digest == _digest(rest):
+                self.done[int(index)] = (offset + len(line) - len(record), len(record) + 1)
+            else:
+                _say(
+                    f"Line {number} of {self.partial} is damaged, or of another version: its prompt is generated again."
                 )
-            self.done[int(index)] = (offset + len(index) + 1, len(record) + 1)
             offset += len(line) + 1
 
     def add(self, index: int, record: Mapping[str, Any]) -> None:
-        """Writes the line of a prompt, after the prompt's index: the record's own field of that name is another."""
-        place = b"%d\t" % index
+        """Writes a line: a checksum, the place of the prompt (its record may have a field `index`), the record."""
         line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        place = b"%d\t" % index
+        place = _digest(place + line[:-1]) + b"\t" + place
         with open(self.partial, "r+b" if self._end else "wb") as file:
             if not self._end:
                 self._end = file.write(self._header)
@@ -275,6 +277,10 @@ class Output:
                 out.write(file.read(size))
         ready.replace(os.path.realpath(self.path))
         self.partial.unlink()
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).hexdigest().encode()
 
 
 def _sampling(args: argparse.Namespace) -> Any:

@@ -106,9 +106,33 @@ def test_a_field_that_the_output_would_replace_is_refused(tmp_path):
     prompts = write(tmp_path / "p.jsonl", '{"prompt": "a", "completions": ["b"]}\n')
     with pytest.raises(ValueError, match=r"p.jsonl line 1 has a field 'completions'.*rename it"):
         generate.read_prompts(prompts)
-    (tmp_path / "o.partial").write_text('{"podrl.generate": {}}\n{"index": 0}\n')
-    with pytest.raises(ValueError, match="written by another version"):
-        generate.Output(tmp_path / "o", {}, 1)
+
+
+def test_every_flipped_bit_of_an_unfinished_output_is_noticed_or_harmless(tmp_path, capsys):
+    records, path = [{"text": f"{name} é"} for name in "abc"], tmp_path / "o.partial"
+    output = generate.Output(tmp_path / "o", {"n": 1}, 1)
+    for index, record in enumerate(records):
+        output.add(index, record)
+    content = path.read_bytes()
+    for place in range(len(content)):
+        for bit in range(8):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            try:
+                again = generate.Output(tmp_path / "o", {"n": 1}, 1)
+            except ValueError as error:
+                assert "o.partial" in str(error) and place < content.index(b"\n") + 1
+                continue
+            damaged = path.read_bytes()
+            kept = {index: json.loads(damaged[start : start + size]) for index, (start, size) in again.done.items()}
+            assert all(records[index] == record for index, record in kept.items())
+            said = "is damaged" in capsys.readouterr().err
+            assert said == (len(kept) < 3) or place == len(content) - 1  # a last line without its end was never whole
+
+
+def test_an_unfinished_output_of_another_version_is_made_again(tmp_path, capsys):
+    (tmp_path / "o.partial").write_text('{"podrl.generate": {}}\n0\t{"index": 0}\n{"index": 1}\n')
+    assert not generate.Output(tmp_path / "o", {}, 1).done
+    assert capsys.readouterr().err.count("of another version") == 2
 
 
 def test_the_prompts_are_never_overwritten(tmp_path, capsys):
