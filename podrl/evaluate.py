@@ -26,12 +26,12 @@ from podrl.config import build, hint_at
 from podrl.data import shape
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
 from podrl.rewards.reference import accuracies, majority, pass_at_k
+from podrl.rundir import intervals
 from podrl.rundir.console import make_console, print_table
 from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser
 from podrl.runtime.storage import StorageError, locate
 
-_Z = 1.959964  # of a 95% interval
 _SETTING = "--config.reward."
 # Scores by name, a row per record and a column per sample; 'right' is 0 or 1.
 Scores = Mapping[str, np.ndarray]
@@ -84,9 +84,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def summary(scores: Scores) -> dict[str, dict[str, float]]:
-    """Mean, half of the 95% interval over records, and number of records of every score.
+    """Mean, ends `low` and `high` of the 95% interval over records, and number of records of every score.
 
     Beside the scores themselves: 'pass@k' for k = 1, 2, 4, ... and 'majority@n' where a record has several samples.
+    Scores from 0 to 1 are shares; the mean of others has no interval where all records have the same.
     """
     right_PG = scores["right"]
     per_record = {name: score_PG.mean(axis=1) for name, score_PG in scores.items() if name != "majority"}
@@ -95,19 +96,41 @@ def summary(scores: Scores) -> dict[str, dict[str, float]]:
         per_record[f"pass@{k}"] = np.array([pass_at_k(n, int(row.sum()), k) for row in right_PG])
     if n > 1:
         per_record[f"majority@{n}"] = scores["majority"][:, 0]
-    return {name: _interval(mean_P) for name, mean_P in per_record.items()}
+    return {name: _of_mean(mean_P, scores.get(name, right_PG)) for name, mean_P in per_record.items()}
 
 
 def difference(scores: Scores, others: Scores) -> dict[str, dict[str, float]]:
-    """Mean difference of two models, the second less the first, record by record, with half of its 95% interval."""
+    """Mean difference of two models, the second less the first, record by record, with its paired 95% interval."""
     shared = [name for name in scores if name in others and name != "majority"]
-    return {name: _interval(others[name].mean(axis=1) - scores[name].mean(axis=1)) for name in shared}
+    found = {}
+    for name in shared:
+        change_P = others[name].mean(axis=1) - scores[name].mean(axis=1)
+        if _are_shares(scores[name]) and _are_shares(others[name]):
+            ends = intervals.share_difference(change_P.tolist())
+        else:
+            ends = intervals.mean(float(change_P.mean()), _error(change_P))
+        found[name] = _with(change_P, ends)
+    return found
 
 
-def _interval(value_P: np.ndarray) -> dict[str, float]:
-    spread = float(_Z * value_P.std(ddof=1) / math.sqrt(len(value_P))) if len(value_P) > 1 else math.inf
+def _of_mean(mean_P: np.ndarray, of: np.ndarray) -> dict[str, float]:
+    average = float(mean_P.mean())
+    if _are_shares(of):
+        return _with(mean_P, intervals.share(average, _error(mean_P), len(mean_P)))
+    return _with(mean_P, intervals.mean(average, _error(mean_P)))
+
+
+def _are_shares(value_PG: np.ndarray) -> bool:
+    return bool(((value_PG >= 0) & (value_PG <= 1)).all())
+
+
+def _error(value_P: np.ndarray) -> float | None:
+    return float(value_P.std(ddof=1) / math.sqrt(len(value_P))) if len(value_P) > 1 else None
+
+
+def _with(value_P: np.ndarray, ends: tuple[float, float] | None) -> dict[str, float]:
     found = {"mean": float(value_P.mean()), "records": len(value_P)}
-    return found | ({"interval": spread} if math.isfinite(spread) else {})
+    return found | ({"low": ends[0], "high": ends[1]} if ends else {})
 
 
 def _sets(text: str) -> dict[str, str]:
@@ -256,7 +279,11 @@ def _print(result: Mapping[str, Any], models: Mapping[str, str], sets: Mapping[s
     def row(title: str, found: Mapping[str, Mapping[str, float]]) -> list[str]:
         return [
             title,
-            *(f"{100 * one['mean']:.1f} ± {100 * one.get('interval', math.nan):.1f}" for one in found.values()),
+            *(
+                f"{100 * one['mean']:.1f} "
+                + intervals.written((one["low"], one["high"]) if "low" in one else None, percent=True)
+                for one in found.values()
+            ),
         ]
 
     for one in sets:
@@ -268,7 +295,10 @@ def _print(result: Mapping[str, Any], models: Mapping[str, str], sets: Mapping[s
             rows.append(row("difference", result["difference"][one]))
         columns = [one, *result["model"][one]["all"]]
         print_table(
-            console, f"{one}: {result['model'][one]['all']['right']['records']} records, in percent", columns, rows
+            console,
+            f"{one}: {result['model'][one]['all']['right']['records']} records, in percent [95% interval]",
+            columns,
+            rows,
         )
 
 

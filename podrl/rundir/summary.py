@@ -8,7 +8,9 @@ from typing import Any
 
 import rich.console
 
+from podrl.rundir import intervals
 from podrl.rundir.console import print_table
+from podrl.rundir.intervals import is_share
 from podrl.runtime.metrics import read_metrics
 from podrl.runtime.storage import write_whole
 
@@ -59,9 +61,7 @@ def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
     return _means(_eval_values(metrics))
 
 
-_SHARES = ("answer", "partial", "format", "pass", "majority", "pair_accuracy")
 _RECORDS, _ERROR = "records", "error/"
-_Z = 1.96  # standard errors on either side of the mean that hold 95 % of a normal distribution
 
 
 def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]) -> None:
@@ -72,29 +72,39 @@ def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]
         start = before.get(name)
         if start is None or end is None:
             continue
-        was, now = (_half_width(values, name) for values in (before, after))
-        moved = math.hypot(was, now)
-        if _is_share(name):
-            was, now, moved, start, end = (100 * value for value in (was, now, moved, start, end))
-            cells = f"{start:.1f}% ± {was:.1f}", f"{end:.1f}% ± {now:.1f}", f"{end - start:+.1f} points ± {moved:.1f}"
-        else:
-            cells = f"{start:.3f} ± {was:.3f}", f"{end:.3f} ± {now:.3f}", f"{end - start:+.3f} ± {moved:.3f}"
-        rows.append([name, *cells])
+        share = is_share(name)
+        was, now = (interval_of(values, name) for values in (before, after))
+        unit, scale, digits = ("%", 100, 1) if share else ("", 1, 3)
+        cells = [
+            f"{scale * value:.{digits}f}{unit} {intervals.written(ends, percent=share)}"
+            for value, ends in ((start, was), (end, now))
+        ]
+        moved = intervals.written(_change(before, after, name), percent=share, signed=True)
+        change = f"{scale * (end - start):+.{digits}f}{' points' * share} {moved}"
+        rows.append([name, *cells, change])
     if rows:
         count = after.get(_RECORDS)
-        title = "Held-out records" if count is None else f"{count:.0f} held-out records, ± 95% intervals"
+        title = "Held-out records" if count is None else f"{count:.0f} held-out records [95% intervals]"
         print_table(console, title, ["mean", "before", "after", "change"], rows)
 
 
-def _is_share(name: str) -> bool:
-    """True for accuracies, in which 1 is every record; else the unit is that of the reward functions."""
-    return name.endswith(_SHARES) and "_reward" not in name
-
-
-def _half_width(values: Mapping[str, float], name: str) -> float:
-    """Half of a mean's 95 % interval; NaN where its standard error is not known, as of a single record."""
+def interval_of(values: Mapping[str, float], name: str) -> tuple[float, float] | None:
+    """The 95 % interval of a mean of an evaluation; None where its records do not give one."""
     error = values.get(f"{_ERROR}{name}")
-    return math.nan if error is None else _Z * error
+    if not is_share(name):
+        return intervals.mean(values[name], error)
+    prefix = name.rpartition("/")[0]
+    records = values.get(f"{prefix}/{_RECORDS}" if prefix else _RECORDS)
+    return None if not records else intervals.share(values[name], error, records)
+
+
+def _change(before: Mapping[str, float], after: Mapping[str, float], name: str) -> tuple[float, float] | None:
+    """The interval of a change from those of both means (Newcombe 1998, method 10), as if of different records."""
+    was, now, start, end = interval_of(before, name), interval_of(after, name), before[name], after[name]
+    if was is None or now is None:
+        return None
+    low = end - start - math.hypot(end - now[0], was[1] - start)
+    return low, end - start + math.hypot(now[1] - end, start - was[0])
 
 
 def _means(values: Mapping[str, float]) -> dict[str, float]:

@@ -136,7 +136,13 @@ def test_the_table_shows_intervals(capsys):
     after = {"greedy_answer": 0.5, "greedy_reward": 1.0, "error/greedy_answer": 0.1, "error/greedy_reward": 0.4}
     print_before_after(make_console(), {"before": before | {"records": 9.0}, "after": after | {"records": 9.0}})
     printed = capsys.readouterr().out
-    for text in ("9 held-out records", "25.0% ± 19.6", "+25.0 points ± 27.7", "-1.000 ± 0.588", "+2.000 ± 0.980"):
+    for text in (
+        "9 held-out records",
+        "25.0% [11.4, 46.3]",
+        "+25.0 points [",
+        "-1.000 [-1.588, -0.412]",
+        "+2.000 [+1.020, +2.980]",
+    ):
         assert text in printed, printed
     assert "error" not in printed
 

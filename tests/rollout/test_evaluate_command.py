@@ -37,16 +37,28 @@ def test_numbers_by_hand():
     assert {name: one["mean"] for name, one in found.items()} == pytest.approx(
         {"right": 1 / 2, "pass@2": (1 - 1 / 6 + 1) / 3, "pass@4": 2 / 3, "majority@4": 2 / 3}
     )
-    assert found["right"]["interval"] == pytest.approx(1.959964 * 0.5 / math.sqrt(3))
-    assert found["right"]["records"] == 3
+    # Three records with shares 1/2, 0 and 1: as wide as Wilson's of 1/4 / (0.5**2 / 3 * 2 / 3) = 4.5 samples.
+    assert found["right"]["low"] == pytest.approx(
+        0.5 - (half := 1.959964 * math.sqrt(1 / 18 + 1.959964**2 / 81) / (1 + 1.959964**2 / 4.5))
+    )
+    assert found["right"]["high"] == pytest.approx(0.5 + half) and found["right"]["records"] == 3
     assert list(evaluate.summary({"right": right[:1, :1], "majority": right[:1, :1]})) == ["right"]
-    assert "interval" not in evaluate.summary({"right": right[:1, :1], "majority": right[:1, :1]})["right"]
+    seven = evaluate.summary({"right": np.ones((7, 1)), "length": np.full((7, 1), 3.0), "majority": np.ones((7, 1))})
+    assert seven["right"] == {"mean": 1.0, "records": 7, "low": pytest.approx(0.6457, abs=1e-4), "high": 1.0}
+    assert seven["length"] == {"mean": 3.0, "records": 7}  # seven equal rewards say nothing of others
 
 
 def test_a_difference_is_taken_record_by_record():
     one = {"right": np.array([[0.0, 1], [1, 1], [0, 0]]), "majority": np.zeros((3, 1))}
     other = {"right": one["right"] + 0.25, "majority": np.ones((3, 1))}
-    assert evaluate.difference(one, other) == {"right": {"mean": 0.25, "interval": 0.0, "records": 3}}
+    assert evaluate.difference(one, other) == {"right": {"mean": 0.25, "records": 3}}  # the other is no share
+    one, other = ({"right": np.array([[float(x)] for x in text])} for text in ("0000000111", "1111100111"))
+    found = evaluate.difference(one, other)["right"]
+    # Five of ten records became right. With two more, one of which changed: 5/12 +- z sqrt((6/12 - (5/12)**2) / 12).
+    assert found["low"] == pytest.approx((5 - 1.959964 * math.sqrt(47 / 12)) / 12)
+    assert found["high"] == pytest.approx((5 + 1.959964 * math.sqrt(47 / 12)) / 12) and found["mean"] == 0.5
+    same = evaluate.difference(one, one)["right"]
+    assert same["mean"] == 0 and same["low"] == -same["high"] and same["high"] == pytest.approx(1.959964 / 12)
 
 
 def test_the_majority_is_of_answers():
@@ -178,7 +190,12 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
         assert evaluate.main(command) == 0, capsys.readouterr().err
         result = json.loads((tmp_path / "scores" / "result.json").read_text())
         if "code" in result["model"]:
-            assert result["model"]["code"]["all"]["code"] == {"mean": 0.0, "records": 2, "interval": 0.0}
+            assert result["model"]["code"]["all"]["code"] == {
+                "mean": 0.0,
+                "records": 2,
+                "low": 0.0,
+                "high": pytest.approx(0.6576, abs=1e-4),
+            }
         elif "difference" not in result:
             assert list(result["model"]) == ["sums", "words"]
             assert list(result["model"]["sums"]["by"]) == ["a", "b"]

@@ -81,6 +81,19 @@ const podrl = (() => {
   }
 
   // Numbers and names.
+  const isShare = (name) => /(answer|partial|format|pass|majority|pair_accuracy)$/.test(name) && !name.includes("_reward");
+
+  // The 95 % interval of a mean of an evaluation, as podrl/rundir/intervals.py has it; null where the records give none.
+  function interval(name, mean, error, records) {
+    const Z = 1.959964;
+    if (!isShare(name)) return error ? [mean - Z * error, mean + Z * error] : null;
+    const spread = mean * (1 - mean), known = error && spread > 0;
+    if (!known && !records) return null;
+    const n = known ? spread / (error * error * (records ? (records - 1) / records : 1)) : records;
+    const scale = 1 + Z * Z / n, middle = (mean + Z * Z / (2 * n)) / scale, half = Z / scale * Math.sqrt(spread / n + Z * Z / (4 * n * n));
+    return [mean <= 0 ? 0 : Math.max(middle - half, 0), mean >= 1 ? 1 : Math.min(middle + half, 1)];
+  }
+
   function number(value, digits = 4) {
     if (value === null || value === undefined) return "–";
     if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
@@ -193,5 +206,5 @@ const podrl = (() => {
     return pick("run", runs.map((_, i) => i), params.get("run") || 0, (run) => go(view, { run }), runs.map((r) => r.name));
   }
 
-  return { el, fill, get, go, link, here, number, time, color, save, views, watch, pick, runPick, begin, address, get runs() { return runs; }, offline: !!given };
+  return { el, fill, get, go, link, here, number, interval, isShare, time, color, save, views, watch, pick, runPick, begin, address, get runs() { return runs; }, offline: !!given };
 })();

@@ -1,6 +1,6 @@
 "use strict";
 podrl.views.curves = async (main, params, current) => {
-  const { el, fill, get, go, number, color, save, runs, watch } = podrl;
+  const { el, fill, get, go, number, interval, color, save, runs, watch } = podrl;
   const FIRST = ["reward/mean", "accuracy/answer", "sft/loss", "dpo/loss", "dpo/accuracy", "completion/length_mean", "actor/kl", "reward/kl",
     "actor/entropy", "actor/grad_norm", "sampler/abs_diff", "critic/explained_variance", "reward/groups_without_signal",
     "completion/truncated", "rollout/tokens_per_s", "time/step", "perf/mfu", "perf/goodput"];
@@ -73,7 +73,7 @@ podrl.views.curves = async (main, params, current) => {
           const hollow = evaluation.includes("greedy");
           series.push({ label: `${evaluation}${tag}`, stroke: hue, width: plain ? 2 : 0, spanGaps: true,
             paths: plain ? undefined : () => null, points: { show: true, size: 8, width: 2, stroke: hue, fill: hollow ? style.getPropertyValue("--paper").trim() : hue } });
-          at.forEach((step, i) => { if (errors[i] && seen[i] !== null) whiskers.push([step, seen[i], 1.96 * errors[i], hue]); });
+          at.forEach((step, i) => { const ends = seen[i] === null ? null : interval(evaluation, seen[i], errors[i]); if (ends) whiskers.push([step, ...ends, hue]); });
         });
       });
       return tables.length ? uPlot.join(tables) : [[], []];
@@ -82,8 +82,8 @@ podrl.views.curves = async (main, params, current) => {
       const { ctx } = plot;
       ctx.save();
       ctx.lineWidth = 1.5;
-      for (const [step, value, half, hue] of whiskers) {
-        const x = plot.valToPos(step, "x", true), low = plot.valToPos(value - half, "y", true), high = plot.valToPos(value + half, "y", true);
+      for (const [step, from, to, hue] of whiskers) {
+        const x = plot.valToPos(step, "x", true), low = plot.valToPos(from, "y", true), high = plot.valToPos(to, "y", true);
         if (x < plot.bbox.left - 1 || x > plot.bbox.left + plot.bbox.width + 1) continue;
         ctx.strokeStyle = hue;
         ctx.beginPath(); ctx.moveTo(x, low); ctx.lineTo(x, high); ctx.stroke();
@@ -96,7 +96,7 @@ podrl.views.curves = async (main, params, current) => {
     tell();
     const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 } };
     const reach = (plot, low, high) => {
-      for (const [, value, half] of whiskers) { low = Math.min(low, value - half); high = Math.max(high, value + half); }
+      for (const [, from, to] of whiskers) { low = Math.min(low, from); high = Math.max(high, to); }
       if (low === null || !isFinite(low)) return [0, 1];
       const room = (high - low || Math.abs(high) || 1) * 0.06;
       return [low - room, high + room];

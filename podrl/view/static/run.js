@@ -1,6 +1,6 @@
 "use strict";
 podrl.views.run = async (main, params, current) => {
-  const { el, fill, get, go, number, time, pick, runPick, runs } = podrl;
+  const { el, fill, get, go, number, interval, isShare, time, pick, runPick, runs } = podrl;
   const run = Number(params.get("run") || 0), other = params.get("with") || "", here = runs[run];
   const [mine, theirs] = await Promise.all([get("config", { run }), other === "" ? null : get("config", { run: other })]);
   if (!current()) return null;
@@ -21,9 +21,12 @@ podrl.views.run = async (main, params, current) => {
   const parts = [];
   const { before = {}, after = {}, seconds = {} } = mine.summary || {};
   const measured = Object.keys(after).filter((name) => !name.startsWith("error/") && name !== "records" && before[name] !== null && before[name] !== undefined);
-  const share = (name) => /answer|partial|format|pass/.test(name) && !name.includes("_reward");
-  const cell = (values, name) => share(name) ? `${(100 * values[name]).toFixed(1)} % ± ${(196 * (values[`error/${name}`] || 0)).toFixed(1)}` : `${number(values[name])} ± ${number(1.96 * (values[`error/${name}`] || 0), 2)}`;
-  if (measured.length) parts.push(table(`Held-out records${after.records ? `: ${after.records}` : ""}, ± 95 % intervals`, measured.map((name) => [name, cell(before, name), cell(after, name)]), ["mean", "before", "after"]));
+  const cell = (values, name) => {
+    const ends = interval(name, values[name], values[`error/${name}`], values[name.includes("/") && !/^(greedy|sampled)_/.test(name) ? `${name.split("/")[0]}/records` : "records"]);
+    const written = isShare(name) ? (value) => (100 * value).toFixed(1) : (value) => number(value);
+    return `${written(values[name])}${isShare(name) ? " %" : ""} [${ends ? ends.map(written).join(", ") : "?"}]`;
+  };
+  if (measured.length) parts.push(table(`Held-out records${after.records ? `: ${after.records}` : ""}, 95 % intervals`, measured.map((name) => [name, cell(before, name), cell(after, name)]), ["mean", "before", "after"]));
   if ((mine.plan || []).length) parts.push(table(`Plan${mine.planned_for ? ` for ${mine.planned_for}` : ""} beside what was measured${(mine.summary || {}).devices ? ` on ${mine.summary.devices}` : ""}`,
     mine.plan.map((row) => [row.name, `${number(row.planned, 3)} ${row.unit}`, row.how, row.measured === null ? "not known here" : `${number(row.measured, 3)} ${row.unit}`, row.ratio === null ? "" : `${number(row.ratio, 3)} ×`]), ["", "plan", "", "measured", "measured / plan"]),
     el("p", { className: "quiet" }, "Predicted: every program at its roofline; counted: by the compiler; assumed: what the plan was made for. Measured: medians of the last 20 steps, and the most memory."));

@@ -1,0 +1,78 @@
+"""95 % intervals: Wilson's by hand, coverage by simulation, and the same on the page."""
+
+import json
+import math
+import pathlib
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from podrl.rundir import intervals
+from podrl.rundir.console import make_console
+from podrl.rundir.summary import print_before_after
+
+
+@pytest.mark.parametrize(
+    ("right", "records", "low", "high"),
+    [
+        (7, 7, 0.6457, 1.0),
+        (0, 20, 0.0, 0.1611),
+        (1, 1, 0.2065, 1.0),
+        (5, 10, 0.2366, 0.7634),
+        (81, 263, 0.2553, 0.3662),
+    ],
+)
+def test_wilsons_interval_by_hand(right, records, low, high):
+    """The last is Newcombe's (1998) example."""
+    value_P = np.repeat([1.0, 0.0], [right, records - right])
+    error = float(value_P.std(ddof=1) / math.sqrt(records)) if records > 1 else None
+    assert intervals.share(right / records, error, records) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize(("p", "n"), [(0.5, 200), (0.95, 60), (0.99, 100), (0.03, 60), (0.9, 7)])
+def test_nineteen_in_twenty_intervals_hold_the_share(p, n):
+    right = np.random.default_rng(0).binomial(n, p, 4000) / n
+    ends = [intervals.share(mean, math.sqrt(mean * (1 - mean) / (n - 1)), n) for mean in right.tolist()]
+    assert np.mean([low <= p <= high for low, high in ends]) > 0.92
+
+
+def test_nineteen_in_twenty_paired_intervals_hold_the_change():
+    rng = np.random.default_rng(0)
+    hits = []
+    for _ in range(1000):
+        change_P = rng.choice([0.0, 1.0, -1.0], p=[0.9, 0.08, 0.02], size=60)
+        low, high = intervals.share_difference(change_P.tolist())
+        hits.append(low <= 0.06 <= high)
+    assert np.mean(hits) > 0.92
+    low, high = intervals.share_difference([0.0] * 7)
+    assert low == -high and 0.2 < high < 0.25
+
+
+def test_shares_that_are_all_right_are_not_certain(capsys):
+    values = {"greedy_answer": 1.0, "error/greedy_answer": 0.0, "records": 7.0, "hard/sampled_pass": 0.0}
+    values |= {"error/hard/sampled_pass": 0.0, "hard/records": 20.0, "greedy_reward": 3.0, "error/greedy_reward": 0.0}
+    print_before_after(make_console(), {"before": values, "after": values})
+    printed = capsys.readouterr().out
+    for text in ("100.0% [64.6, 100.0]", "+0.0 points [-35.4, +35.4]", "0.0% [0.0, 16.1]", "3.000 [?]"):
+        assert text in printed, printed
+    assert "± 0.0" not in printed
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_page_has_the_same_intervals():
+    core = (pathlib.Path(__file__).parents[2] / "podrl/view/static/core.js").read_text()
+    start, end = core.index("  const isShare"), core.index("  function number(")
+    asked = (
+        "'eval/greedy_answer', 1, 0, 7",
+        "'greedy_answer', 0.5, 0.1, 26",
+        "'r_reward', 1, 0.5, 9",
+        "'r_reward', 1, 0, 9",
+    )
+    calls = ", ".join(f"interval({one})" for one in asked)
+    script = f"{core[start:end]}\nconsole.log(JSON.stringify([{calls}]))"
+    found = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout
+    wanted = [intervals.share(1, 0, 7), intervals.share(0.5, 0.1, 26), intervals.mean(1, 0.5)]
+    *ends, none = json.loads(found)
+    assert none is None and [pytest.approx(one) for one in wanted] == ends
