@@ -222,8 +222,8 @@ class Evaluator:
             if not batches or self._nth(step) % held.every:
                 continue
             whole = batches
-            greedy = _Scores(held, "greedy", 1, self._decode)
-            sampled = _Scores(held, "sampled", held.samples, self._decode)
+            greedy = _Scores(held, "greedy", 1)
+            sampled = _Scores(held, "sampled", held.samples)
             while batches:
                 piece, batches = _cut(batches, 1 + held.samples, most())
                 for scores, rollouts in zip((greedy, sampled), self._drawn(policy, piece, held), strict=False):
@@ -251,9 +251,6 @@ class Evaluator:
         drawn = [self._draw(policy, prompts, greedy, 1)]
         return [*drawn, *([self._draw(policy, prompts, held.sampled, G)] if G else [])]
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._cluster.tokenizer.decode(ids)
-
     def _draw(self, policy: Policy, prompts: Prompts, sampling: Sampling, group_size: int) -> Rollouts:
         how: Any = {"mode": Mode.EVAL, "step": _EVAL_STEP, "sampling": sampling}
         return self._cluster.generate(prompts, policy, group_size=group_size, **how)
@@ -262,16 +259,16 @@ class Evaluator:
 class _Scores:
     """Collects the scores of a set's greedy samples, or of its sampled ones."""
 
-    def __init__(self, held: HeldOut, name: str, samples: int, decode: Callable[[Sequence[int]], str]):
+    def __init__(self, held: HeldOut, name: str, samples: int):
         """Has no scores yet; there are `samples` of every prompt."""
         self.samples, self.shown = samples, list[dict[str, Any]]()
-        self._held, self._name, self._decode = held, name, decode
+        self._held, self._name = held, name
         self._values: dict[str, list[float]] = {}
 
     def add(self, rollouts: Rollouts, rewards: Mapping[str, np.ndarray], show: int) -> None:
         """Scores the samples of further prompts; `show`: samples to keep as text, of all."""
         held, prompts, values = self._held, rollouts.prompts, self._values
-        texts = [self._text(rollouts, b) for b in range(len(rollouts.completions))]
+        texts = [scored_text(*sample) for sample in zip(rollouts.completions, rollouts.episodes, strict=True)]
         for b, completion in enumerate(rollouts.completions):
             p = b // self.samples
             record = {"evaluation": self._name, "prompt": prompts.text[p], "completion": completion}
@@ -291,10 +288,6 @@ class _Scores:
             right = values["answer"][-len(votes) :]
             groups = [slice(b, b + self.samples) for b in range(0, len(votes), self.samples)]
             values.setdefault(_MAJORITY, []).extend(majority(votes[own], right[own]) for own in groups)
-
-    def _text(self, rollouts: Rollouts, b: int) -> str:
-        own = rollouts.tokens_BT[b, rollouts.mask_BT[b] > 0].tolist()
-        return scored_text(rollouts.completions[b], rollouts.episodes[b], own, self._decode)
 
     def by_metric(self) -> dict[str, np.ndarray]:
         """Metric -> score of every sample of every prompt, (P, G)."""

@@ -303,9 +303,8 @@ class Generator:
         """Gives a sample to the reward functions; where it has an environment, with turns and the model's own words."""
         said, text = {}, completion
         if self._cluster.partner is not None:
-            decode = self._cluster.tokenizer.decode
-            text = scored_text(completion, episode, own, decode)
-            said = {"turns": list(episode["turns"]), "model_text": decode(own), "sample_text": completion}
+            text, words = scored_text(completion, episode), self._cluster.tokenizer.decode(own)
+            said = {"turns": list(episode["turns"]), "model_text": words, "sample_text": completion}
         if stop == STOP_FAILED:
             batch.leave_out(b)
         else:

@@ -3,7 +3,6 @@
 import types
 from typing import Any
 
-import numpy as np
 import pytest
 
 from podrl.environments import calls
@@ -48,17 +47,15 @@ def test_a_tools_words_are_not_the_models(says, by):
 
 def test_the_text_that_an_environment_gives_is_scored():
     assert given("<answer>42</answer>", episode("x", text="<answer>42</answer>")[2], "own")[0] == "<answer>42</answer>"
-    assert given("alone", {"turns": [MODEL | {"text": "alone"}]}, "other")[0] == "alone"  # it was told nothing
+    assert given("alone", {"turns": [MODEL | {"text": "alone"}]}, "alone")[0] == "alone"  # it was told nothing
 
 
 def test_accuracies_read_the_models_words():
-    whole, own, said = episode("<answer>42</answer>")
+    whole, _, said = episode("<answer>42</answer>")
     whole = whole.replace("&lt;", "<")  # an environment of a user makes no tags harmless
     held: Any = types.SimpleNamespace(scorer=accuracies, name="")
-    scores = _Scores(held, "greedy", 1, lambda ids: own)
+    scores = _Scores(held, "greedy", 1)
     prompts = types.SimpleNamespace(text=["q"], fields={"answer": ["42"]})
-    rollouts: Any = types.SimpleNamespace(
-        completions=[whole], episodes=[said], prompts=prompts, tokens_BT=np.ones((1, 4), int), mask_BT=np.ones((1, 4))
-    )
+    rollouts: Any = types.SimpleNamespace(completions=[whole], episodes=[said], prompts=prompts)
     scores.add(rollouts, {}, show=1)
     assert scores.by_metric()["eval/greedy_answer"].tolist() == [[0.0]]
