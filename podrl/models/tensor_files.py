@@ -165,6 +165,11 @@ def scan_directory(directory: Place) -> dict[str, StoredTensor]:
             f"{directory} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing)} "
             f"({lost} tensors). Download or copy them again."
         )
+    if SINGLE_NAME not in files and (directory / SINGLE_NAME).exists():
+        raise ValueError(
+            f"{directory} has {SINGLE_NAME}, and {INDEX_NAME} that names other files ({', '.join(files[:2])}): which "
+            "weights count is not said. Remove one of them."
+        )
     held = {file: scan_file(directory / file) for file in files}
     absent = [name for name, file in weight_map.items() if name not in held[file]]
     if absent:

@@ -106,6 +106,7 @@ class RolloutWorker:
         """
         if len(eos_ids) > STOP_IDS:
             raise ValueError(f"rollout.eos_tokens has {len(eos_ids)} ids: at most {STOP_IDS} are supported.")
+        _check_ends(eos_ids, model, "rollout.eos_tokens")
         self.model, self.mesh, self.config = model, mesh, config
         self.stats = RolloutStats()
         self.partner: Partner | None = None
@@ -387,6 +388,7 @@ class RolloutWorker:
         stop_ids = len(self._eos_ids) + len(sampling.stop_ids)
         if stop_ids > STOP_IDS:
             raise ValueError(f"{stop_ids} ids end a sample (eos and Sampling.stop_ids): at most {STOP_IDS} may.")
+        _check_ends(sampling.stop_ids, self.model, "Sampling.stop_ids")
         for p, length in enumerate(int(n) for n in prompts.length_P):
             if length < 1:
                 raise ValueError(f"Prompt {p} is empty: give at least one token, for example the start token.")
@@ -452,3 +454,16 @@ def pieces_per_prompt(prompts: int, group_size: int, shards: int) -> int:
         if prompts * pieces % shards == 0 or prompts * pieces >= 4 * shards:
             return pieces
     return group_size
+
+
+def _check_ends(ids: Sequence[int], model: ModelConfig, key: str) -> None:
+    """Refuses ids that no sample can end with.
+
+    Raises:
+      ValueError: an id that the model has no embedding for; names the key.
+    """
+    if beyond := [i for i in ids if not 0 <= i < model.vocab_size]:
+        raise ValueError(
+            f"{key} has the id {beyond[0]}, and the model has {model.vocab_size} embeddings: no sample could end with "
+            "it. Give ids of the vocabulary."
+        )

@@ -101,6 +101,16 @@ def test_an_index_that_contradicts_its_files_is_refused(tmp_path, case):
         scan_directory(tmp_path)
 
 
+def test_two_sets_of_weights_in_one_directory_are_refused(tmp_path):
+    for file in ("one.safetensors", SINGLE_NAME):
+        safetensors.numpy.save_file({"a": np.zeros(4, np.float32)}, tmp_path / file)
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    with pytest.raises(ValueError, match="which weights count is not said"):
+        scan_directory(tmp_path)
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": SINGLE_NAME}}))
+    assert list(scan_directory(tmp_path)) == ["a"]
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_a_head_of_its_own_counts_more_than_the_flag(tmp_path, split):
     """As in transformers: tie_word_embeddings is true, and the file holds another lm_head.weight."""

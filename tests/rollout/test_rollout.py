@@ -292,3 +292,11 @@ def test_samples_are_told_of_as_they_end(tight, policy, prompts_of):
         row = slice(rollouts.prompts.length_P[sample.prompt], rollouts.length_B[b])
         assert (sample.completion, sample.stop) == (rollouts.completions[b], rollouts.stop_B[b])
         assert sample.tokens == rollouts.tokens_BT[b, row].tolist()
+
+
+def test_ids_that_no_sample_can_end_with_are_refused(tiny, tight, policy, prompts_of, tight_config):
+    for ids in ((1, 10**12), (tiny.model.vocab_size,), (-1,)):
+        with pytest.raises(ValueError, match=r"rollout\.eos_tokens has the id .* no sample could end with it"):
+            tiny.worker(tight_config, warm=False, eos_ids=ids)
+    with pytest.raises(ValueError, match=r"Sampling\.stop_ids has the id 2000000000"):
+        tight.generate(policy, prompts_of([5]), group_size=1, step=0, sampling=Sampling(stop_ids=(2_000_000_000,)))
