@@ -4,6 +4,7 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import pathlib
 import re
@@ -49,7 +50,8 @@ def check_settings(values: Mapping[str, Any], pod: Pod, deadline_s: float) -> No
       ValueError: a setting differs; names settings, both values and this host.
       ChannelError: the leader did not answer.
     """
-    mine = json.loads(json.dumps(values, default=str))
+    # A function's text holds its address in this process.
+    mine = json.loads(json.dumps(values, default=lambda value: getattr(value, "__qualname__", None) or str(value)))
     if pod.leads:
         pod.channel.put("settings", Message(mine))
         return
@@ -172,15 +174,17 @@ def _of_model(directory: str) -> Iterator[tuple[str, str]]:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (dotted key, text) of every text in nested settings."""
+    """Yields (dotted key, text) of every text in nested settings; of a function, the file that it is in."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             yield from _texts(one, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _texts(one, key)
-    elif isinstance(value, str) and len(value) <= _TEXT and not key.endswith(_OWN):
+    elif isinstance(value, str) and len(value) <= _TEXT:
         yield key, value
+    elif inspect.isroutine(value) and (file := inspect.getsourcefile(inspect.unwrap(value))):
+        yield key, file
 
 
 def _of_file(file: epath.Path, cache: Cache | None = None) -> str:

@@ -1,5 +1,6 @@
 """Hosts of one pod that differ are refused: the error names what differs, both values and the host."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -94,6 +95,20 @@ def test_a_file_that_differs_is_named(files, what):
     after = alike.facts(job)
     differ = [f"{key} is {before.get(key)}" for key in after if after[key] != before.get(key)]
     assert differ and any(said in one for one in differ), differ
+
+
+def test_functions_in_settings_are_compared_by_name_and_by_the_file_they_are_in(files):
+    """A text of theirs would hold an address, another one in every process."""
+    job, place = job_of(settings(files)), str(files / "rewards.py")
+    scores: list[dict[str, Any]] = [{}, {}]
+    for i in range(2):
+        exec(compile("def score(prompts, completions):\n    return [0.0]\n", place, "exec"), scores[i])
+    each = [{"reward": {"fns": (scope["score"],)}, "log": {}} for scope in scores]
+    with joined(HOSTS) as pods:
+        said = _checked(pods[:2], [lambda i=i: alike.check_settings(each[i], pods[i], PATIENCE_S) for i in range(2)])
+        assert said == ["", ""]
+    job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, fns=(scores[0]["score"],)))
+    assert f"reward.fns={place}" in alike.facts(job)
 
 
 def test_what_the_job_does_not_read_may_differ_and_a_missing_file_is_its_readers_error(files):
