@@ -48,11 +48,11 @@ def _expanded(name: str, stages: set[str], prefixes: set[str]) -> Iterator[str]:
         yield from (f"{prefix}/{rest}" for prefix in prefixes)
         return
     elif name == "eval/*_*":  # how the samples are drawn, and what is measured
-        measured = [*accuracies("", ""), "reward", "reward/*"]
+        measured = [*accuracies("", "1"), "reward", "reward/*"]
         yield from (f"eval/{how}_{what}" for how in ("greedy", "sampled") for what in measured)
         return
     elif group == "accuracy":
-        values = accuracies("", "")
+        values = accuracies("", "1")
     else:
         values = ("*",)
     yield from (name.replace("*", value) for value in values)
