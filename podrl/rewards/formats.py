@@ -22,4 +22,5 @@ def _opened(prompt: str) -> str:
 
 
 def _keeps(text: str) -> bool:
-    return _FORMAT.fullmatch(text) is not None and all(text.count(tag) == 1 for tag in TAGS)
+    # The tags are counted first: with one of each, the pattern has one place to try.
+    return all(text.count(tag) == 1 for tag in TAGS) and _FORMAT.fullmatch(text) is not None

@@ -16,15 +16,24 @@ from podrl.runtime.plain import references
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
-# From a line's start to a line's end: reasoning, then an answer, then nothing but white space.
-_FORMAT = re.compile(r"^\s*<reasoning>.+?</reasoning>.*?<answer>(?P<answer>.+?)</answer>\s*$", re.MULTILINE | re.DOTALL)
-_RECIPE_NUMBER = re.compile(r"<answer>.*?(?P<number>[\d.]+)", re.DOTALL)
+# The first tag of the exact format stands at a line's start, its last one at a line's end.
+_OPENS = re.compile(r"^[^\S\n]*+<reasoning>", re.MULTILINE)
+_ENDS = re.compile(r"</answer>[^\S\n]*+$", re.MULTILINE)
+_DIGITS = re.compile(r"[\d.]+")
 
 
 def answer_of(completion: str) -> str | None:
-    """Extracts the text between the answer tags of a completion in the exact format; None in any other format."""
-    match = _FORMAT.search(completion)
-    return match["answer"] if match else None
+    """Extracts the text between the answer tags of a completion in the exact format; None in any other format.
+
+    The format is, from a line's start to a line's end: reasoning in its tags, an answer in its tags, with text between
+    them or none. Each tag is searched for once, behind the one before: later places fit only where the first do, too.
+    """
+    opened = _OPENS.search(completion)
+    reasoned = completion.find("</reasoning>", opened.end() + 1) if opened else -1  # there is a character of reasoning
+    answered = completion.find("<answer>", reasoned + len("</reasoning>")) if reasoned >= 0 else -1
+    begin = answered + len("<answer>")
+    ended = _ENDS.search(completion, begin + 1) if answered >= 0 else None
+    return completion[begin : ended.start()] if ended else None
 
 
 def exact_format(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
@@ -70,8 +79,8 @@ def recipe_number(
     del prompts, fields
     scores = []
     for completion, truth in zip(completions, answer, strict=True):
-        match = _RECIPE_NUMBER.search(completion)
-        guess = _decimal(match["number"]) if match else None
+        match = _DIGITS.search(completion.partition("<answer>")[2])
+        guess = _decimal(match[0]) if match else None
         scores.append(1.5 if guess is not None and guess in map(_decimal, references(truth)) else 0.0)
     return scores
 

@@ -68,6 +68,11 @@ def test_math_equivalence():
     np.testing.assert_array_equal(score(config, *tagged[:4], answer=["1/2"] * 4), [[1, 1, 1, 0]])
 
 
+def test_a_reference_in_dollars_of_money():
+    texts = ["<answer>18</answer>", r"<answer>\$18</answer>", r"\boxed{19}"]
+    assert math_equal(["q"] * 3, texts, [r"\$18"] * 3) == [1.0, 1.0, 0.0]
+
+
 def test_math_without_its_extra_says_which(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)  # importing it fails, installed or not
     with pytest.raises(ImportError, match=r"pip install 'podrl\[math\]'"):

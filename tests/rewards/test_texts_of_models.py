@@ -1,0 +1,89 @@
+"""Every parser of text that a model wrote: linear time in the length, and no exception."""
+# ruff: noqa: E501 - a table
+
+import random
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from podrl.rewards import answers, code, formats, reference, text
+
+# The format as one pattern, which takes time with the fourth power of the length.
+FORMAT = re.compile(r"^\s*<reasoning>.+?</reasoning>.*?<answer>(?P<answer>.+?)</answer>\s*$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"<answer>.*?(?P<number>[\d.]+)", re.DOTALL)
+PIECES = (
+    *reference.TAGS,
+    "<think>",
+    "</think>",
+    " ",
+    "\n",
+    "\n\n",
+    "a",
+    "7",
+    ".",
+    "-1,200",
+    "\x1c",
+    "\u2028",
+    "$",
+    "\\boxed{",
+)
+DEGENERATE = (
+    "<reasoning>so it is 7</reasoning>\n<answer>7\n",
+    *("<answer>", "</answer>", "<reasoning>", "</reasoning>\n", "<reasoning>\n</reasoning>", "<answer>7</answer>x", "\n", " ", "\t\n"),
+    *("<think>", "</think>", "<think></think><answer>", "```python\n", "```", "```\n\n", "~~~x\n", "{", "[", '{"a":', "(", "1", "1,", "-", "."),
+    *("7/", "\\frac{", "\\boxed{", "$", "\\$", "%", "e9", "=", "the ", "A ", "'", "ä", "\ud800", "\0", "<", "<|im_end|>"),
+)  # fmt: skip
+SETTINGS = text.TextConfig()
+PARSERS = {
+    **{name: lambda t, fn=fn: fn(["q"], [t], answer=["7"]) for name, fn in reference.BUILT_IN.items()},
+    "r1_format": lambda t: formats.r1_format(["q <think>"], [t]),
+    "accuracies": lambda t: reference.accuracies(t, "7"),
+    "vote": answers.vote,
+    "number_of": answers.number_of,
+    "code_of": code.code_of,
+    "extract": SETTINGS.answer_of,
+    "choice": lambda t: text.choice(t, "B", SETTINGS),
+    "exact_match": lambda t: text.exact_match(t, "B", SETTINGS),
+    "token_f1": lambda t: text.token_f1(t, "B", SETTINGS),
+    "rouge_l": lambda t: text.rouge_l(t, "B", SETTINGS),
+    "json_schema": lambda t: text.json_schema(t, {"items": {"$ref": "#"}, "additionalProperties": {"$ref": "#"}}, SETTINGS),
+}  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=24).map("".join))
+def test_the_formats_are_those_of_the_patterns(completion):
+    match = FORMAT.search(completion)
+    assert reference.answer_of(completion) == (match["answer"] if match else None)
+    match = NUMBER.search(completion)
+    expected = 1.5 if match and re.fullmatch(r"7|7\.0*|0+7\.?", match["number"]) else 0.0
+    assert reference.recipe_number(["q"], [completion], ["7"]) == [expected]
+    whole = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", completion, re.DOTALL)
+    once = all(completion.count(tag) == 1 for tag in formats.TAGS)
+    assert formats.r1_format(["q"], [completion]) == [float(whole is not None and once)]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_parser_takes_linear_time_and_never_raises(name):
+    """Repeats of degenerate pieces: ten times the length takes a hundred times as long where time is quadratic."""
+    parse, chosen = PARSERS[name], random.Random(0)
+    texts = [lambda n, piece=piece: piece * (n // len(piece)) for piece in DEGENERATE]
+    for _ in range(20):
+        head, body, tail = ("".join(chosen.choices(DEGENERATE, k=k)) for k in (2, 2, 3))
+        texts.append(lambda n, head=head, body=body, tail=tail: head + body * (n // len(body)) + tail)
+    for make in texts:
+        short, long = make(4_000), make(40_000)
+        parse(short)
+        took = [_took(parse, short), _took(parse, long)]
+        assert took[1] < 40 * took[0] + 0.05, (long[:60], took)
+
+
+def _took(parse, completion):
+    times = []
+    for _ in range(2):
+        start = time.process_time()
+        parse(completion)
+        times.append(time.process_time() - start)
+    return min(times)
