@@ -1,8 +1,11 @@
 """Worker processes that can be killed with all they started: their pipes, deadlines, and how they ended."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -11,13 +14,14 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from podrl.runtime import child
+from podrl.runtime import child, leftovers
 from podrl.runtime.frames import pack, take
 from podrl.runtime.user_code import Limits
 
 # Importing what code of users needs may take long (a math library, say); a call's deadline starts after it.
 LOAD_S = 120.0
 _LEAVE_S = 1.0
+_numbers = itertools.count()
 
 
 class LateError(Exception):
@@ -26,6 +30,18 @@ class LateError(Exception):
 
 class DiedError(Exception):
     """A worker's process ended in the middle of a request."""
+
+
+@functools.cache
+def _job_mark() -> str:
+    """The mark of this process's workers; starts the process that ends what carries it when this one is gone."""
+    mark, (read, _kept) = secrets.token_hex(8), os.pipe()
+    # In isolation and without site-packages it starts in milliseconds; it never holds the job's own output open.
+    command = [sys.executable, "-I", "-S", leftovers.__file__, f"{mark}."]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {}}
+    subprocess.run(command, stdin=read, check=True, start_new_session=True, **quiet)
+    os.close(read)
+    return mark
 
 
 class Worker:
@@ -43,8 +59,9 @@ class Worker:
           limits: what it may take and see.
         """
         read_life, self._life = os.pipe()
-        own = {child.INSIDE: "1", child.LIFE: str(read_life), "JAX_PLATFORMS": "cpu"}
-        # A session of its own: Ctrl-C in the terminal does not reach it, and what it starts dies with it.
+        self._mark = f"{_job_mark()}.{next(_numbers)}."
+        own = {leftovers.MARK: self._mark, child.INSIDE: "1", child.LIFE: str(read_life), "JAX_PLATFORMS": "cpu"}
+        # A session of its own: Ctrl-C in the terminal does not reach it, and its group can be ended as one.
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(dataclasses.asdict(limits))],
             stdin=subprocess.PIPE,
@@ -94,6 +111,7 @@ class Worker:
         self._wait_unreaped(wait_s)
         # Not reaped yet, so the group's number is still its own: this ends what it may have started, too.
         os.killpg(self._process.pid, signal.SIGKILL)
+        leftovers.end_marked(self._mark)  # what left the group
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()

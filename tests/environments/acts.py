@@ -139,6 +139,15 @@ def leaves_a_child(query: str) -> str:
     return str(subprocess.Popen(["sleep", "1000"]).pid)
 
 
+def leaves_a_daemon(query: str) -> str:
+    """A process in a session of its own, whose parent has ended."""
+    if not (child := os.fork()):
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return "left"
+
+
 def seen(query: str) -> str:
     return f"{os.environ.get(query)} {'jax' in sys.modules}"
 

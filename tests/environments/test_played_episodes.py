@@ -4,6 +4,9 @@ import itertools
 import json
 import os
 import pathlib
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -435,6 +438,31 @@ def test_nothing_is_left_behind():
             assert time.monotonic() < deadline, child
             time.sleep(0.01)
     assert set(processes()) - before == set()
+
+
+DETACHES = """
+import os, sys
+sys.path[:0] = {path!r}
+from test_played_episodes import *
+if __name__ == "__main__":
+    with Episodes(config(tools=["leaves_a_daemon"]), Limits(), journal=None) as episodes:
+        play(episodes, [call("leaves_a_daemon"), Turn("end")])
+        if sys.argv[1] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["ended", "killed"])
+def test_what_a_tool_detached_ends_with_the_job(how, tmp_path):
+    """Also where the job was killed: `sleep 1000` has neither its parent, nor its group, nor its session."""
+    before = set(processes())
+    (tmp_path / "job.py").write_text(DETACHES.format(path=[str(ACTS.parent), str(ACTS.parents[1])]))
+    code = subprocess.run([sys.executable, tmp_path / "job.py", how], check=False).returncode
+    assert code == (-signal.SIGKILL if how == "killed" else 0)
+    deadline = time.monotonic() + 300
+    while set(processes()) - before:
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.02)
 
 
 def test_a_cancelled_episode_is_silent(tools):

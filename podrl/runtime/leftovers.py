@@ -1,0 +1,68 @@
+"""Ends what code of users detached from its worker: processes that carry the worker's mark in their environment.
+
+A process may leave its group and its session, and outlive its parent; it keeps its environment, unless it empties it.
+It imports the standard library alone, and is a program, too: the one that ends what a killed job left.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+MARK = "PODRL_MARK"
+_WAIT_S = 1.0
+
+
+def end_marked(mark: str) -> None:
+    """Kills processes whose mark begins with `mark`, and what they started; returns when none is left, or after 1 s."""
+    end = time.monotonic() + _WAIT_S
+    while _kill(f"{MARK}={mark}".encode()) and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def _kill(wanted: bytes) -> int:
+    """Kills the processes that are there now; returns how many there were."""
+    children: dict[int, list[int]] = {}
+    marked = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError, IndexError):  # ended meanwhile, or of another user
+            if name.isdigit() and int(name) != os.getpid():
+                children.setdefault(_parent(int(name)), []).append(int(name))
+                if _carries(int(name), wanted):
+                    marked.append(int(name))
+    doomed = list(marked)
+    for number in doomed:
+        doomed += [child for child in children.get(number, ()) if child not in doomed]
+    for number in doomed:
+        with contextlib.suppress(OSError, IndexError):
+            process = os.pidfd_open(number)
+            try:  # its number may have become another process's before it was opened
+                if _carries(number, wanted) or _parent(number) in doomed:
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            finally:
+                os.close(process)
+    return len(marked)
+
+
+def _carries(number: int, wanted: bytes) -> bool:
+    with open(f"/proc/{number}/environ", "rb") as file:  # of a process that has ended it is empty
+        return any(variable.startswith(wanted) for variable in file.read().split(b"\0"))
+
+
+def _parent(number: int) -> int:
+    with open(f"/proc/{number}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[1])
+
+
+def main() -> None:
+    """Waits in the background until nobody holds the other end of standard input; the argument is the job's mark."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.read(0, 1)
+    end_marked(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
