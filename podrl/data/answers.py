@@ -79,7 +79,7 @@ def of_record(
       ValueError: see podrl.data.conversation.parts.
     """
     answers = [record[name] for name in names]
-    if not _has_turns(record, names):
+    if not _has_turns(record, names) and ("prompt" in record or not render.in_turns):
         prompt = Part(record["prompt"]) if "prompt" in record else render.prompt(record)
         return [encode([prompt, turn(answer)], tokenizer, limit) for answer in answers]
     given = _turns_before(record, answers[0], render)

@@ -297,10 +297,15 @@ class Renderer:
             record, self._tokenizer, system=self._system, form=self._config.template, question_field=field
         )
 
+    @property
+    def in_turns(self) -> bool:
+        """True where a question is put as a turn of the chat template."""
+        return self._config.template == "chat"
+
     def turns(self, record: Record) -> list[dict[str, str]]:
         """Puts a record's question as the turns of a conversation."""
         field = self._config.question_field if self._config.question_field in record else shape.QUESTION
-        return [{"role": "user", "content": template.user_turn(str(record[field]).strip(), self._system)}]
+        return [{"role": "user", "content": template.user_turn(shape.question(record, field), self._system)}]
 
 
 def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:

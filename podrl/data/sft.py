@@ -155,7 +155,11 @@ class _Writer:
         tagged = index < self._config.full_steps * self._config.batch_size
         tagged = tagged or draw.share() < self._config.tagged_share
         reference, plain = forms(record, fields, draw)
-        return encode([prompt, *(reference if tagged else plain)], self._tokenizer, self._limit)
+        parts = reference if tagged else plain
+        if isinstance(record, Mapping) and self._render.in_turns:
+            said = {"role": "assistant", "content": "".join(part.text for part in parts)}
+            return answers.turns([*self._render.turns(record), said], self._tokenizer, self._limit)
+        return encode([prompt, *parts], self._tokenizer, self._limit)
 
 
 def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part], list[Part]]:

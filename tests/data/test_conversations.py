@@ -392,6 +392,27 @@ def test_pairs_of_turns(made, tmp_path):
     assert "c?" in batch.text[8] and "a?" not in batch.text[8]
 
 
+@pytest.mark.parametrize("name", ["mistral3", "qwen3", "r1", "command"])
+def test_answers_to_questions_are_turns_of_the_template(made, tmp_path, name):
+    tokenizer = made[name, False]
+    whole = {text: shown(tokenizer, [user("1?"), said(text)]) for text in ("yes", "no")}
+    data = rows(tmp_path, {"question": "1?", "chosen": "yes", "rejected": "no"})
+    batch = next(PairStream(data, tokenizer, pairs=1, max_length=100))
+    assert [read(tokenizer, batch, b) for b in range(2)] == list(map(as_pieces(tokenizer), whole.values()))
+    data = rows(tmp_path, {"question": "1?", "completion": "yes", "label": True})
+    batch = next(LabelStream(data, tokenizer, answers=1, max_length=100))
+    assert read(tokenizer, batch, 0) == as_pieces(tokenizer)(whole["yes"])
+    data = rows(tmp_path, {"question": "1?", "answer": "4"})
+    batch = next(SFTStream(data, SFTConfig(batch_size=1, max_length=200), tokenizer))
+    wanted = shown(tokenizer, [user("1?"), said("<reasoning>4</reasoning><answer>4</answer>")])
+    assert read(tokenizer, batch, 0) == as_pieces(tokenizer)(wanted)
+
+
+def as_pieces(tokenizer):
+    """A function that writes a text as `read` does."""
+    return lambda text: "".join(map(tokenizer.token_text, tokenizer.encode(text))).replace("Ġ", " ").replace("Ċ", "\n")
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
