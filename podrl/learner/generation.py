@@ -240,7 +240,12 @@ class Generator:
     def _lost(self, rollouts: Rollouts, reward_B: np.ndarray, greedy_B: np.ndarray) -> np.ndarray:
         """LeftOut codes of the samples that leave the loss: those that failed or have no reward, and their groups."""
         unknown_B = np.isnan(reward_B) | np.isnan(greedy_B)
-        own_B = np.select([rollouts.stop_B == STOP_FAILED, unknown_B], [LeftOut.FAILED, LeftOut.NO_REWARD], LeftOut.NOT)
+        found = {
+            LeftOut.FAILED: rollouts.stop_B == STOP_FAILED,
+            LeftOut.OUT_OF_TIME: unknown_B & (rollouts.stop_B == STOP_DEADLINE),  # and so are all others of its group
+            LeftOut.NO_REWARD: unknown_B,
+        }
+        own_B = np.select([*found.values()], [*found], LeftOut.NOT)
         group_B = np.repeat(own_B.reshape(-1, self._group_size).any(axis=1), self._group_size)
         return np.where(group_B & (own_B == LeftOut.NOT), LeftOut.GROUP, own_B).astype(np.int32)
 

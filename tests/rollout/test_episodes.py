@@ -254,6 +254,20 @@ def test_a_stop_string_that_is_one_token_is_met(play):
     assert met.any() and (rollouts.stop_B[met] == STOP_ENV).all()
 
 
+def test_a_sample_that_says_nothing_keeps_its_reward(play):
+    """It lies on the last token of the prompt, which no loss reads."""
+
+    def mute(task):
+        yield from ()
+        return 1.5, {}, None
+
+    rollouts, _ = play(mute)
+    place_B = np.repeat(rollouts.prompts.length_P, len(rollouts.stop_B) // len(rollouts.prompts.length_P)) - 1
+    assert not rollouts.mask_BT.any() and (rollouts.stop_B == STOP_ENV).all()
+    np.testing.assert_array_equal(np.argwhere(rollouts.turn_reward_BT)[:, 1], place_B)
+    np.testing.assert_array_equal(rollouts.turn_reward_BT.sum(axis=1), 1.5)
+
+
 def test_a_reward_before_any_turn_is_refused(tight, play):
     def hasty(task):
         yield say(reward=1.0)
