@@ -337,11 +337,13 @@ class Tokenizer:
         return bool(text.strip(" \t\r\n\u2581"))  # Gemma has runs of spaces and line ends among its added tokens
 
     def _start_of_text(self) -> tuple[int, ...]:
-        """Ids before a plain text: add_bos_token decides where it is set, else what the tokenizer's file holds."""
-        asked, bos = self._config.get("add_bos_token"), self._backend.token_id(self._tokens.get("bos_token", ""))
+        """Ids before a plain text: what tokenizer.json says; for tokenizer.model, which has no place for it, the
+        start token unless add_bos_token is false.
+        """
         given = self._backend.start
-        if isinstance(asked, bool) or given is None:
-            given = [] if asked is False or bos is None else [bos]
+        if given is None:
+            bos = self._backend.token_id(self._tokens.get("bos_token", ""))
+            given = [] if self._config.get("add_bos_token") is False or bos is None else [bos]
         return tuple(self._checked("start token of the post-processor", i) for i in given)
 
     def _read_templates(self) -> dict[str, ChatTemplate]:

@@ -85,11 +85,10 @@ def bytewise(request, directory, tmp_path):
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens(["<s>", "</s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made.save(str(out / "tokenizer.json"))
     chat = {"chat_template": CHAT} if request.param == "chat" else {}
-    (out / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True} | chat)
-    )
+    (out / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"} | chat))
     frame = "[user] Be brief.\n\n2 + 2 =\n[assistant] {}\n" if chat else "user\nBe brief.\n\n2 + 2 =\nmodel\n{}"
     return out, pieces, [frame.format(completion) for completion in COMPLETIONS]
 

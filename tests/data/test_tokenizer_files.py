@@ -90,8 +90,8 @@ def test_the_template_decides_what_ends_a_turn(tmp_path, template, end, others):
 _STARTS = {  # post-processor, add_bos_token in tokenizer_config.json, whether plain text begins with the start token
     "files": (True, None, True),
     "none": (False, None, False),
-    "asked": (False, True, True),
-    "refused": (True, False, False),
+    "files, and asked": (True, True, True),
+    "files, and refused": (True, False, True),
 }
 
 
