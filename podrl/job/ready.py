@@ -62,19 +62,19 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
     Raises:
       ValueError: names the record, and the function or the template.
     """
-    given = {"turns", "model_text", "sample_text"} if job.env.used else set[str]()
+    given = {"turns": "", "model_text": "", "sample_text": ""} if job.env.used else {}  # episodes give these
     opened = split(job.data)
     rewards.check_answers(opened.unanswered)
-    shown = [(part, _shown(part, tokenizer)) for part in opened.parts]
-    everywhere = given.union(*(fields for _, records in shown for _, fields in records))
+    shown = [(part, [(at, given | fields) for at, fields in _shown(part, tokenizer)]) for part in opened.parts]
+    everywhere = set[str]().union(*(fields for _, records in shown for _, fields in records))
     for part, records in shown:
         rewards.check_fields(records, part.fields.get("reward_fns", ()), everywhere)
     for one in job.eval.sets:
         opened = split(one.data(job.data))
         rewards.check_answers(opened.unanswered)
         for part in opened.parts:
-            records = _shown(part, tokenizer)
-            own = given.union(*(fields for _, fields in records))
+            records = [(at, given | fields) for at, fields in _shown(part, tokenizer)]
+            own = set[str]().union(*(fields for _, fields in records))
             rewards.check_fields(records, part.fields.get("reward_fns", ()), own)
 
 
@@ -87,7 +87,9 @@ def check_all(job: Job) -> None:
         split(one.data(job.data))
     env = environment_config(job.env)
     if env.tools or any(":" in name for name in env.choices):
-        local = dataclasses.replace(env, mcp=(), environment=env.environment if env.tools else _own(env.choices))
+        named = {"environment": env.environment if env.tools else _own(env.choices)}
+        # Names of tools that servers offer are not known without them.
+        local = dataclasses.replace(env, mcp=(), max_calls_per_tool={}, arguments={}, **named)
         # Servers may be elsewhere when a dry run is made: they are asked when the run starts.
         with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
             pass

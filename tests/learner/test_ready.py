@@ -49,6 +49,14 @@ def test_a_dry_run_of_what_is_all_there_passes(tmp_path, model):
     assert job.dry_run(made, "runs/x") == EXIT_DONE
 
 
+def test_what_episodes_give_is_no_missing_field_and_tools_of_servers_may_be_named(tmp_path):
+    servers = {"mcp": ("python no_server.py",), "max_calls_per_tool": {"search": 2}}
+    env = {"environment": "tools", "tools": ("calculator",), **servers}
+    rollout = {"max_prompt_length": 128, "max_response_tokens": 64}
+    made = values(data=records(tmp_path), reward={"fns": ("number", "failed_calls")}, env=env, rollout=rollout)
+    assert job.dry_run(made, "runs/x") == EXIT_DONE
+
+
 @pytest.mark.parametrize("key", ["path", "reference"])
 def test_missing_weights(model, key, capsys):
     (model / "model.safetensors").unlink()
