@@ -104,11 +104,6 @@ class WeightSync:
         """Keeps a version that this trainer process has offered, until another is held; under `topology=split`."""
         self.publisher.hold(version)
 
-    def kept(self, policy: Policy) -> Policy:
-        """Copies what the next move in place overwrites, so that the policy outlasts it."""
-        moved, base = decoder.split_trainable(policy.params, self.model)
-        return Policy(decoder.join_trainable(jax.tree.map(jnp.copy, moved), base), policy.version)
-
     def blank(self) -> Policy:
         """Makes zero weights in the policy's place, for compiling before it is there."""
         return Policy(_zeros(decoder.abstract_params(self.model, self._local, self.dtype)), 0)

@@ -20,7 +20,7 @@ from podrl.learner.unmoved import unmoved, unmoved_by_samples
 from podrl.mesh.build import describe_mesh
 from podrl.rundir.console import print_table
 from podrl.runtime.pod import Pod
-from podrl.runtime.roles import EVAL, ROLLOUT, TRAINER
+from podrl.runtime.roles import EVAL, TRAINER
 from podrl.trainer.pack_shape import PackShape
 
 _ON_ROLLOUT = EvaluationConfig()
@@ -41,12 +41,11 @@ def role_rows(
       on: the meshes.
       auxiliary: what 'critic' and 'reward' do, as far as the job has them.
       pod: the job's processes, where there are several.
-      evaluation: its devices or hosts, as configured.
+      evaluation: its hosts, as configured.
     """
     does = {
         "trainer": "actor, reference: updates and log-probabilities",
-        "rollout": f"rollout: batched decoding{'' if on.eval or evaluation.hosts else ', evaluation'}",
-        **({"eval": "evaluation beside training"} if on.eval else {}),
+        "rollout": f"rollout: batched decoding{'' if evaluation.hosts else ', evaluation'}",
         **auxiliary,
     }
     table = []
@@ -55,9 +54,8 @@ def role_rows(
         ids = _ranges([d.id for d in mesh.devices.flat])
         table.append([role, describe_mesh(mesh), f"{mesh.size}", ids, _processes(role, pod), what])
     if evaluation.hosts:  # whose devices no other process sees
-        mesh_of = "as a rollout host" if evaluation.mesh == ROLLOUT else evaluation.mesh
         process = f"hosts {evaluation.hosts}" if pod is None else _processes(EVAL, pod)
-        table.append([EVAL, mesh_of, "", "", process, "evaluation and nothing else"])
+        table.append([EVAL, "as a rollout host", "", "", process, "evaluation and nothing else"])
     return table
 
 

@@ -1,12 +1,10 @@
-"""Refuses evaluations that a job cannot make: their sets, their times and their devices."""
+"""Refuses evaluations that a job cannot make: their sets, and hosts that would have nothing to do."""
 
 from typing import Any
 
-from podrl.runtime.roles import ROLLOUT
-
 
 def check_evaluation(job: Any) -> None:
-    """Refuses sets of eval.sets whose sizes do not fit the job, and evaluations beside training where that cannot be.
+    """Refuses sets of eval.sets whose sizes do not fit the job, and evaluation hosts without an evaluation.
 
     Args:
       job: a podrl.job.config.Job, complete.
@@ -14,18 +12,7 @@ def check_evaluation(job: Any) -> None:
     Raises:
       ValueError: says which, and what to set.
     """
-    _check_devices(job)
-    if job.eval.beside and job.kind.given:
-        raise ValueError(
-            "eval.beside=True evaluates while the rollout mesh waits for the trainer, and with "
-            f"algorithm={job.section} it does nothing else: set eval.beside=False."
-        )
-    if job.eval.beside and (job.max_staleness > 1 or job.rollout.clock != "tokens"):
-        raise ValueError(
-            "eval.beside=True evaluates while the rollout mesh waits for the trainer, and it goes on with samples "
-            f"instead: {job.section}.max_staleness={job.max_staleness}, rollout.clock={job.rollout.clock!r}. Set "
-            "eval.beside=False, or a staleness of at most 1 and the clock 'tokens'."
-        )
+    _check_hosts(job)
     most = job.rollout.max_tokens_to_generate
     for one in job.eval.sets:
         if (one.max_tokens_to_generate or 0) > most:
@@ -39,24 +26,15 @@ def check_evaluation(job: Any) -> None:
             )
 
 
-def _check_devices(job: Any) -> None:
-    """Refuses devices, or hosts, for evaluations that cannot have any of their own."""
-    mesh, hosts = job.roles.eval.mesh, job.roles.eval.hosts
-    if hosts:
-        asks, leave = f"roles.eval.hosts={hosts!r} names hosts that evaluate and do nothing else", "leave it empty"
-    elif mesh != ROLLOUT:
-        asks, leave = f"roles.eval.mesh={mesh!r} evaluates on devices of its own", f"say {ROLLOUT!r}"
-    else:
+def _check_hosts(job: Any) -> None:
+    """Refuses evaluation hosts where they would have nothing to do."""
+    if not (hosts := job.roles.eval.hosts):
         return
+    asks = f"roles.eval.hosts={hosts!r} names hosts that evaluate and do nothing else"
     if job.kind.given:
-        rather = "roles.rollout.hosts these hosts" if hosts else "roles.rollout.mesh the devices"
         raise ValueError(
-            f"{asks}, and with algorithm={job.section} the rollout mesh does nothing else: {leave}, and give {rather}."
+            f"{asks}, and with algorithm={job.section} the rollout mesh does nothing else: leave it empty, and give "
+            "roles.rollout.hosts these hosts."
         )
-    if job.eval.beside:
-        raise ValueError(f"{asks}, and eval.beside=True on the rollout's: {leave}, or set eval.beside=False.")
-    if not hosts and (job.env.used or job.reward.model):
-        what = "environments are" if job.env.used else f"reward.model={job.reward.model!r} is"
-        raise ValueError(f"{asks}, while samples are trained on, and the job's {what} used by one at a time: {leave}.")
     if not (job.eval.problems or job.eval.sets):
-        raise ValueError(f"{asks}, and eval.problems=0 leaves evaluations out: {leave}.")
+        raise ValueError(f"{asks}, and eval.problems=0 leaves evaluations out: leave it empty.")

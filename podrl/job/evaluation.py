@@ -4,9 +4,6 @@ import functools
 import logging
 from collections.abc import Sequence
 
-from jax.sharding import Mesh
-
-from podrl.cluster.evaluation import EvaluationDevices
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.config import DataConfig
 from podrl.data.mixture import split
@@ -20,8 +17,8 @@ from podrl.types import Prompts
 _log = logging.getLogger(__name__)
 
 
-def make_evaluator(cluster: RLCluster, job: Job, mesh: Mesh | None = None) -> Evaluator | None:
-    """Builds the evaluation on held-out records, on a mesh of its own if given; None when it is off or has none."""
+def make_evaluator(cluster: RLCluster, job: Job) -> Evaluator | None:
+    """Builds the evaluation on held-out records; None when it is off or has none."""
     data, limit = job.data, job.rollout.max_prompt_length
     batches: Sequence[Prompts] = ()
     if job.eval.problems:
@@ -47,8 +44,7 @@ def make_evaluator(cluster: RLCluster, job: Job, mesh: Mesh | None = None) -> Ev
     every, updates = job.trainer.eval_every_n_steps, job.updates_per_step
     nth = lambda step: step * updates // every if every and step < job.max_steps else 0  # noqa: E731
     scorer = _scorer(job, data)
-    apart = None if mesh is None else EvaluationDevices(cluster, mesh)
-    return Evaluator(cluster, batches, job.eval, apart=apart, scorer=scorer, sets=sets, nth=nth, groups=data.groups)
+    return Evaluator(cluster, batches, job.eval, scorer=scorer, sets=sets, nth=nth, groups=data.groups)
 
 
 def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:

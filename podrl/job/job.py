@@ -251,7 +251,7 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
                 cluster.warm_up()
     if pod is not None and pod.seat.hosts.follows(pod.seat.process):
         return _follow(cluster, current, pod)
-    evaluator = make_evaluator(cluster, job, on.eval)
+    evaluator = make_evaluator(cluster, job)
     if job.kind.given:
         shape = job.pack_shape(on.trainer)
         with playing(cluster, environment_config(job.env), job.reward.limits, current, pod):

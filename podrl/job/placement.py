@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from podrl.config import section
 from podrl.mesh.build import check_decodes, make_mesh, set_aside, share_of_mesh, split_devices
-from podrl.runtime.roles import EVAL, ROLLOUT, TRAINER, Hosts
+from podrl.runtime.roles import ROLLOUT, TRAINER, Hosts
 
 _AUTO = {TRAINER: "fsdp=-1", ROLLOUT: "data=-1"}
 
@@ -49,18 +49,22 @@ class AuxiliaryConfig:
     mesh: str
 
 
-@section("roles")
+@section(
+    "roles.eval",
+    former={
+        "mesh": "training stops for evaluations on the rollout mesh; with --topology=split, roles.eval.hosts names "
+        "hosts that evaluate meanwhile, with the mesh of a rollout host."
+    },
+)
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Settings of evaluations: devices or hosts that training does not wait for.
+    """Settings of evaluations: hosts that training does not wait for.
 
     Attributes:
-      mesh: 'rollout' for the rollout's mesh (on hosts of their own, for one laid out as that of a rollout host); or a
-        mesh such as 'data=1': in a job of one process of devices set aside, otherwise of all of `hosts`.
-      hosts: numbers of hosts that evaluate and do nothing else, '3' or '6-7', in topology=split; '' for none.
+      hosts: numbers of hosts that evaluate and do nothing else, '3' or '6-7', in topology=split; '' for none. Their
+        mesh is laid out as that of a rollout host.
     """
 
-    mesh: str = ROLLOUT
     hosts: str = ""
 
 
@@ -74,7 +78,7 @@ class RolesConfig:
       rollout: the engine that decodes.
       critic: of PPO. It learns in turn with the actor: a mesh of its own gives both more memory, and no time.
       reward: the model of `reward.model`.
-      eval: a copy of the policy for evaluations, which training then does not wait for.
+      eval: hosts for evaluations, which training then does not wait for.
       colocated: all roles get all devices.
     """
 
@@ -86,24 +90,20 @@ class RolesConfig:
     colocated: bool = False
 
     def __post_init__(self):
-        for key, mesh in (("rollout", self.rollout.mesh), ("eval", self.eval.mesh)):
-            if mesh not in (TRAINER, ROLLOUT):
-                check_decodes(mesh, key=f"roles.{key}.mesh")
+        check_decodes(self.rollout.mesh, key="roles.rollout.mesh")
         for name, mesh, host, other in (
             ("critic", self.critic.mesh, TRAINER, ROLLOUT),
             ("reward", self.reward.mesh, ROLLOUT, TRAINER),
-            ("eval", self.eval.mesh, ROLLOUT, TRAINER),
         ):
             if mesh == other:
                 raise ValueError(
                     f"roles.{name}.mesh={mesh!r} must be {host!r}, whose hosts it lies on, or a mesh such as 'fsdp=2'."
                 )
-        for name, mesh, whose in (("reward", self.reward.mesh, "the reward model's"), ("eval", self.eval.mesh, "its")):
-            if self.colocated and mesh != ROLLOUT:
-                raise ValueError(
-                    f"roles.{name}.mesh={mesh!r} must be 'rollout' with roles.colocated=True: no devices are left "
-                    f"that would be {whose} own."
-                )
+        if self.colocated and self.reward.mesh != ROLLOUT:
+            raise ValueError(
+                f"roles.reward.mesh={self.reward.mesh!r} must be 'rollout' with roles.colocated=True: no devices are "
+                "left that would be the reward model's own."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +115,12 @@ class Meshes:
     Attributes:
       critic: the trainer's mesh or one of its own.
       reward: the rollout's mesh or one of its own.
-      eval: of evaluations; None where they are on the rollout's.
     """
 
     trainer: Mesh
     rollout: Mesh
     critic: Mesh
     reward: Mesh
-    eval: Mesh | None = None
 
 
 def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = False, role: str = TRAINER) -> Meshes:
@@ -137,15 +135,9 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     Raises:
       ValueError: meshes that do not fit the devices.
     """
-    devices, tests = jax.devices(), ()
-    if roles.eval.mesh != ROLLOUT and not roles.eval.hosts and (hosts is not None or len(devices) == 1):
-        there = f"{hosts.count} processes" if hosts is not None else "one device"
-        raise ValueError(
-            f"roles.eval.mesh={roles.eval.mesh!r} is there for a job of one process with several devices, and this one "
-            f"has {there}: say {ROLLOUT!r}, or, with --topology=split, name hosts that evaluate by roles.eval.hosts."
-        )
+    devices = jax.devices()
     if hosts is not None and split and role != TRAINER:
-        return _of_a_rollout_cluster(roles, hosts, evaluates=role == EVAL)
+        return _of_a_rollout_cluster(roles, hosts)
     if hosts is not None and split:
         mine, values = _cut(devices, roles.critic, "critic", TRAINER)
         trainer = _whole(roles.trainer, mine, TRAINER)
@@ -157,32 +149,27 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     elif roles.colocated or len(devices) == 1:
         mine = theirs = scores = values = devices
     else:
-        left, tests = (devices, ()) if roles.eval.hosts else _cut(devices, roles.eval, "eval", ROLLOUT)
-        left, scores = _cut(left, roles.reward, "reward", ROLLOUT)
+        left, scores = _cut(devices, roles.reward, "reward", ROLLOUT)
         left, values = _cut(left, roles.critic, "critic", TRAINER)
         mine, theirs = split_devices(left, roles.trainer.mesh, roles.rollout.mesh)
     trainer, rollout = _whole(roles.trainer, mine, TRAINER), _whole(roles.rollout, theirs, ROLLOUT)
     reward = _own(roles.reward, scores, "reward", rollout)
-    apart = make_mesh(roles.eval.mesh, tests, key="roles.eval.mesh") if tests else None
-    return Meshes(trainer, rollout, _own(roles.critic, values, "critic", trainer), reward, apart)
+    return Meshes(trainer, rollout, _own(roles.critic, values, "critic", trainer), reward)
 
 
-def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts, *, evaluates: bool) -> Meshes:
+def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:
     """Builds the meshes of a replica of the rollouts, mostly one host, or of an evaluation host: it sees no others."""
     count, own = max(len(hosts.heads), 1), jax.process_index() // hosts.replica
-    spec, key, whole = roles.rollout.mesh, "roles.rollout.mesh", count
-    if evaluates and roles.eval.mesh != ROLLOUT:
-        spec, key, whole = roles.eval.mesh, "roles.eval.mesh", len(hosts.eval)
     devices = [d for d in jax.devices() if d.process_index // hosts.replica == own]
     mine, scores = _cut(devices, roles.reward, "reward", ROLLOUT, hosts=max(len(hosts.rollout), 1))
-    rollout = reward = share_of_mesh(spec, mine, whole, key=key)
+    rollout = reward = share_of_mesh(roles.rollout.mesh, mine, count, key="roles.rollout.mesh")
     if roles.reward.mesh != ROLLOUT:
         reward = share_of_mesh(roles.reward.mesh, scores, count, key="roles.reward.mesh")
     return Meshes(rollout, rollout, rollout, reward)
 
 
 def _cut(
-    devices: Sequence[Any], model: AuxiliaryConfig | EvaluationConfig, name: str, host: str, *, hosts: int = 0
+    devices: Sequence[Any], model: AuxiliaryConfig, name: str, host: str, *, hosts: int = 0
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     """Sets devices aside for an auxiliary model with its own mesh: (devices left, its devices)."""
     if model.mesh == host:

@@ -26,7 +26,6 @@ class Copies:
       version_bytes: one of them, on a trainer's device.
       generating: those on a rollout's device while it generates: 2 where layers are unrolled, as they are then held
         one by one, too.
-      evaluated: those kept for an evaluation beside training: 1 or 0.
       policy_bytes: one of them.
     """
 
@@ -34,7 +33,6 @@ class Copies:
     version_bytes: float
     generating: int
     policy_bytes: float
-    evaluated: int = 0
 
     @property
     def on_trainer(self) -> float:
@@ -44,7 +42,7 @@ class Copies:
     @property
     def on_rollout(self) -> float:
         """Bytes of a rollout's device while it generates."""
-        return (self.generating + self.evaluated) * self.policy_bytes
+        return self.generating * self.policy_bytes
 
     def of_trainer(self) -> str:
         """Tells the first in words."""
@@ -53,8 +51,7 @@ class Copies:
     def of_rollout(self) -> str:
         """Tells the second in words."""
         times = {1: "once", 2: "twice, as layers are unrolled"}[self.generating]
-        kept = ", and once for the evaluation beside training" if self.evaluated else ""
-        return f"{_size(self.policy_bytes)} {times}{kept}, {_size(self.on_rollout)}"
+        return f"{_size(self.policy_bytes)} {times}, {_size(self.on_rollout)}"
 
 
 def model_of(job: Job) -> ModelConfig:
@@ -95,7 +92,7 @@ def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
     policy = decoder.abstract_params(decoded, rollout, dtype)
     generating = 2 if decoded.num_layers <= UNROLLED_LAYERS else 1
     versions = job.kept_versions + bool(job.roles.eval.hosts)  # one that evaluation hosts pull at their own time
-    return Copies(versions, device_bytes(moved), generating, device_bytes(policy), int(job.eval.beside))
+    return Copies(versions, device_bytes(moved), generating, device_bytes(policy))
 
 
 def device_bytes(tree: Any) -> float:

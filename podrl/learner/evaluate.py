@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 
 from podrl.cluster.config import Mode
-from podrl.cluster.evaluation import EvaluationDevices
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import Count, Natural, NonNegative, section
 from podrl.data.config import AUTO, DataConfig, SourceConfig
@@ -77,7 +76,16 @@ _SET = re.compile(rf"(?!(?:{'|'.join((*_TAKEN, _GROUP))}))[A-Za-z0-9_-]+")
 _AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "answer_field", "reward", "env")
 
 
-@section("eval")
+Scored = tuple[dict[str, np.ndarray], list[dict[str, Any]]]  # as `Evaluator.scores` returns
+
+
+@section(
+    "eval",
+    former={
+        "beside": "training stops for evaluations; with --topology=split, roles.eval.hosts names hosts that evaluate "
+        "meanwhile."
+    },
+)
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
     """Settings of an evaluation: number of prompts, of samples per prompt, of samples shown, further sets, and when.
@@ -87,15 +95,12 @@ class EvalConfig:
       samples: completions per prompt at temperature 1, for the sampled rewards, accuracies and pass@k.
       show: samples printed to samples.jsonl per evaluation and set.
       sets: further sets of records.
-      beside: evaluate a copy of the weights in pieces while the trainer updates, instead of stopping training. The
-        numbers are the same, and written a few steps later; those of the last step are waited for.
     """
 
     problems: Natural = 256
     samples: Count = 4
     show: Natural = 4
     sets: tuple[SetConfig, ...] = ()
-    beside: bool = False
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.sets]
@@ -141,8 +146,6 @@ class Evaluator:
 
     Attributes:
       rewards: scores samples by the run's reward functions; None leaves them out.
-      beside: samples of a piece where it is evaluated beside training; None where training stops for it.
-      apart: the devices that evaluate, where they have no other work; None for the rollout's.
     """
 
     def __init__(
@@ -156,7 +159,6 @@ class Evaluator:
         sets: Sequence[HeldOut] = (),
         nth: Callable[[int], int] = lambda step: 0,
         groups: Sequence[str] = (),
-        apart: EvaluationDevices | None = None,
     ):
         """Generates nothing yet.
 
@@ -169,24 +171,19 @@ class Evaluator:
           sets: further prompts, opened from `config.sets`.
           nth: number of the evaluation after a step, from 0 on; 0 for the last too, which has all sets.
           groups: of the held-out records, by their field `group`: each has metrics eval/group_NAME/*, too.
-          apart: generates instead of the cluster's rollout.
         """
         rollout = cluster.config.rollout()
         sampled = Sampling(max_new=rollout.max_tokens_to_generate, stop_strings=stop_texts(cluster))
         own = [HeldOut(batches, sampled, config.samples, scorer)] if batches else []
-        self._cluster, self._sets, self._show, self._nth = apart or cluster, [*own, *sets], config.show, nth
-        self.apart = apart
+        self._cluster, self._sets, self._show, self._nth = cluster, [*own, *sets], config.show, nth
         self.rewards, self._groups = rewards, groups
-        self.beside = cluster.config.rollout().lanes if config.beside else None
 
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns (eval/* metrics of a policy, a few samples)."""
         scores, shown = self.scores(policy, step)
         return summarised(scores), shown
 
-    def scores(
-        self, policy: Policy, step: int, part: tuple[int, int] = (0, 1)
-    ) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    def scores(self, policy: Policy, step: int, part: tuple[int, int] = (0, 1)) -> Scored:
         """Scores a policy on the prompts, or on one of several shares of them.
 
         Args:
@@ -210,7 +207,7 @@ class Evaluator:
         step: int,
         part: tuple[int, int] = (0, 1),
         most: Callable[[], int | None] = lambda: None,
-    ) -> Generator[None, None, tuple[dict[str, np.ndarray], list[dict[str, Any]]]]:
+    ) -> Generator[None, None, Scored]:
         """Scores as `scores` does, a piece at a time, and yields after each.
 
         `most` is asked before each piece for the most samples of it (but those of one prompt); None for all there are.
@@ -308,11 +305,6 @@ def _cut(batches: Sequence[Prompts], samples: int, most: int | None) -> tuple[Pr
     count = len(first.length_P) if most is None else max(most // samples, 1)
     piece, rest = (take_prompts(first, rows_P) for rows_P in np.split(np.arange(len(first.length_P)), [count]))
     return piece, [rest, *others] if len(rest.length_P) else others
-
-
-def is_beside(evaluator: Any) -> bool:
-    """True if evaluations are made beside training; a user's own evaluator knows nothing of that."""
-    return getattr(evaluator, "beside", None) is not None
 
 
 _MAJORITY = "majority"

@@ -14,8 +14,7 @@ from podrl.data.pools import Curriculum
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
-from podrl.learner.evaluate import EvalConfig, Evaluator, is_beside
-from podrl.learner.evaluations.beside import Apart
+from podrl.learner.evaluate import EvalConfig, Evaluator
 from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
 from podrl.learner.left_out import counted, left_out
@@ -184,25 +183,20 @@ def fit(
     made = (generate, evaluator, pod, given, shared, curriculum)
     place, stopping = place_of(cluster, stream, run, schedule, trained, *made)
     rollouts = GivenAnswers(place) if given else place
-    devices = getattr(evaluator, "apart", None)
-    apart = None if devices is None else Apart(evaluator, devices, run)
-    evaluate = (trained and trained.evaluate) or (None if evaluator is None else apart or rollouts.evaluate)
+    evaluate = (trained and trained.evaluate) or (None if evaluator is None else rollouts.evaluate)
     records: Any
     if trained is None:
         assert pod is not None
         entering: Any = {"enter": place.enter, "evaluate": evaluate, "stopping": stopping}
-        entering["beside"] = place if is_beside(evaluator) else None
         records = HostRecorder(stream, run, schedule, **entering, **chosen)
     else:
         assert stream is not None
         said: Any = {"report": trained.report, "controllers": trained.algorithm, "stopping": stopping, **chosen}
-        said["beside"] = apart or (place if is_beside(evaluator) or on_hosts else None)
+        said["beside"] = place if on_hosts else None
         records = Recorder(cluster, stream, run, schedule, evaluate=evaluate, **said)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.spans.compiles())
         stack.callback(rollouts.close)
-        if apart is not None:
-            stack.callback(apart.close)
         stack.callback(records.close)
         try:
             return loop.train(rollouts, trained.algorithm if trained else NoTraining(), records, schedule)

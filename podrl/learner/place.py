@@ -6,8 +6,6 @@ from typing import Any
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
-from podrl.learner.evaluate import is_beside
-from podrl.learner.evaluations.beside import Beside
 from podrl.learner.evaluations.eval_hosts import EvaluationHost
 from podrl.learner.loop import Schedule
 from podrl.learner.pods.host import HostRollouts
@@ -43,14 +41,8 @@ def place_of(
     makes: Any = {"generate": generate, "evaluator": evaluator}
     if pod is None:
         assert stream is not None
-        beside = Beside(evaluator, run.spans) if is_beside(evaluator) else None
-        place: Any = LocalRollouts(cluster, stream, run, quantum=quantum, wall=wall, beside=beside, **makes)
+        place: Any = LocalRollouts(cluster, stream, run, quantum=quantum, wall=wall, **makes)
         return place, run.stopping
-    if is_beside(evaluator) and pod.seat.hosts.replica > 1:
-        raise ValueError(
-            f"eval.beside=True keeps a copy of the weights on each rollout host, and {pod.seat.hosts.replica} hosts "
-            "hold each copy together: set eval.beside=False, or a roles.rollout.mesh with a copy on every host."
-        )
     share_spans(pod, run)
     accord = Accord(pod, run, deadline_s)
     if trained is not None:

@@ -31,7 +31,7 @@ Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[dict[str, Any]]]
 
 
 class BesideTraining(Protocol):
-    """Evaluations that training does not stop for, one at a time."""
+    """Evaluations on hosts of their own, which training does not stop for, one at a time."""
 
     def begin_evaluation(self, policy: Policy, step: int) -> None:
         """Begins the evaluation of a policy after a step."""
@@ -117,7 +117,7 @@ class Recorder:
           report: of the algorithm.
           controllers: of the algorithm.
           evaluate: None for no evaluation.
-          beside: makes all evaluations but the last while training goes on; None where it stops for them.
+          beside: makes all evaluations but the last on evaluation hosts; None where training stops for them.
           stopping: whether the run was asked to stop, the same in all processes of the job.
           curriculum: of the data, where it has one.
         """
@@ -372,7 +372,6 @@ class HostRecorder:
         *,
         enter: Callable[[], Mapping[str, Any]],
         evaluate: Evaluate | None,
-        beside: BesideTraining | None = None,
         stopping: Callable[[], bool],
         curriculum: Curriculum | None = None,
     ):
@@ -384,11 +383,11 @@ class HostRecorder:
           schedule: the job's.
           enter: asks the leader where this host begins.
           evaluate: on this host's share of the held-out prompts; None for no evaluation.
-          beside, stopping, curriculum: as in Recorder.
+          stopping, curriculum: as in Recorder.
         """
         self._curriculum = curriculum
         self._stream, self._run, self._schedule = stream, run, schedule
-        self._enter, self._evaluate, self._beside, self.stopping = enter, evaluate, beside, stopping
+        self._enter, self._evaluate, self.stopping = enter, evaluate, stopping
         self._evaluated: set[int] = set()
 
     def restore(self) -> Start:
@@ -412,7 +411,6 @@ class HostRecorder:
         self._run.profiler.after(step)
 
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
-        self._end_evaluation()
         for batch in in_flight:
             batch.complete()
         self._run.tell_saved(step)
@@ -421,21 +419,10 @@ class HostRecorder:
         postponed = self.stopping() and step < self._schedule.max_steps
         if self._evaluate is None or step in self._evaluated or postponed:
             return
-        self._end_evaluation()
-        last = step == self._schedule.max_steps
         with self._run.watchdog.stage("evaluation"):
-            if self._beside is None or last:
-                self._evaluate(policy, step)
-            else:
-                self._beside.begin_evaluation(policy, step)
-        if last:
+            self._evaluate(policy, step)
+        if step == self._schedule.max_steps:
             self._run.spans.pass_on(step, last=True)
-
-    def _end_evaluation(self) -> None:
-        """Makes the rest of the evaluation that the leader now waits for."""
-        if self._beside is not None:
-            with self._run.watchdog.stage("evaluation"):
-                self._beside.evaluated(wait=True)
 
     def rescue(self) -> None:
         return None

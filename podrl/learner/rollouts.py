@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import jax
 
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.learner.evaluations.beside import Beside
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Evaluate, Stream
 from podrl.rollout.wall import windows_or_wall
@@ -51,7 +50,6 @@ class LocalRollouts:
         *,
         generate: Any,
         evaluator: Evaluate | None,
-        beside: Beside | None = None,
         quantum: Quantum = WHOLE,
         wall: int = 0,
     ):
@@ -63,13 +61,11 @@ class LocalRollouts:
           run: the watchdog.
           generate: a Generate, or a Generator.
           evaluator: on held-out prompts.
-          beside: makes evaluations while the trainer updates; None where training stops for them.
           quantum: of the samples' windows.
           wall: staleness by the wall clock, 0 without.
         """
         self._cluster, self._stream, self._run = cluster, stream, run
         self._generate, self._evaluator, self._quantum = generate, evaluator, quantum
-        self._beside = beside
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
         self._windows = windows_or_wall(generate, self._thread, run, quantum, wall)
         self._wall, self._mixes = bool(wall), wall or quantum.used
@@ -83,11 +79,9 @@ class LocalRollouts:
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
-        if self._wall or (self._beside is not None and self._beside.open):  # sampling goes on until weights are there
+        if self._wall:  # sampling goes on until weights are there
             with self._run.watchdog.stage("update"):
                 jax.block_until_ready(self._cluster.state.params)
-        if self._beside is not None:
-            self._beside.close_gap()
         self._windows.end_window()
         if wait([idle := self._thread.submit(lambda: None)], timeout=0.1).not_done:
             with self._run.watchdog.stage("rollout"):  # a wait for samples, not for weights that move
@@ -107,9 +101,6 @@ class LocalRollouts:
         if self._mixes:
             return self._windows.submit(prompts, step, self._quantum.of(policy.version))
         made = self._thread.submit(self._generate, prompts, policy, step)
-        if self._beside is not None:
-            self._beside.open_gap()
-            self._thread.submit(self._beside.fill)
         return Later(made, self._run, "rollout")
 
     def next_batch(self) -> Any:
@@ -119,27 +110,6 @@ class LocalRollouts:
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
         assert self._evaluator is not None
         return self._evaluator(policy, step)
-
-    def begin_evaluation(self, policy: Policy, step: int) -> None:
-        """Begins one beside training, of a copy of the weights, which the next version overwrites."""
-        beside = self._beside
-        assert beside is not None
-        self._thread.submit(lambda: beside.begin(self._cluster.weights.kept(policy), step)).result()
-
-    def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
-        """Returns (step, eval/* metrics, a few samples) of an evaluation that was made; None of none, or not yet.
-
-        Raises:
-          BatchError: a reward function failed on it, or a service it asks was away.
-        """
-        assert self._beside is not None
-        if wait and self._beside.open:
-            self._thread.submit(self._beside.finish).result()
-        return self._beside.take()
-
-    def unsaved(self) -> bool:
-        """False: an evaluation that is begun can always be ended."""
-        return False
 
     def close(self) -> None:
         self._windows.closing()

@@ -36,10 +36,8 @@ def evaluation(step: int) -> str:
     return f"evaluation/{step}"
 
 
-def is_over(name: str, taken: int, evaluation: int | None = None) -> bool:
-    """True for a batch before step `taken`, and for an evaluation before that of step `evaluation`, which may last."""
-    if evaluation is not None and name.startswith("evaluation/"):
-        return step_of(name) < evaluation
+def is_over(name: str, taken: int) -> bool:
+    """True for a batch, or an evaluation, before step `taken`."""
     return step_of(name) < taken
 
 

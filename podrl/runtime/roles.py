@@ -116,7 +116,7 @@ def check_evaluation_hosts(given: str, *, split: bool) -> None:
     if given and not split:
         raise ValueError(
             f"roles.eval.hosts={given!r} names hosts that evaluate at their own pace: that needs a job of several "
-            "processes with --topology=split. Leave it empty, or set eval.beside=True."
+            "processes with --topology=split. Leave it empty, and training stops for evaluations."
         )
 
 

@@ -62,8 +62,8 @@ CONFIG_FILES = {
     "no config": Bad(["--workdir=run"], ["--config", "grpo_gemma.py"]),
     "config is empty": Bad(["--config=", "--workdir=run"], ["--config"]),
     "config without a value": Bad(["--workdir=run", "--config"], ["--config"]),
-    "evaluation beside given answers": Bad(
-        ["--config=sft_tiny.py", "--workdir=run", "--config.eval.beside=True"], ["eval.beside=True", "algorithm=sft"]
+    "evaluation beside training": Bad(
+        ["--config=sft_tiny.py", "--workdir=run", "--config.eval.beside=True"], ["'beside'", "roles.eval.hosts"]
     ),
     "misspelt config": Bad(["--config=grpo_gema.py"], ["grpo_gema.py", "no such file", "'grpo_gemma.py'"]),
     "config in no directory": Bad(["--config=nowhere/mine.py"], ["nowhere/mine.py", "no such file"]),

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from processes import TWO_DEVICES, Job, await_end, comparable, job, run, same_end, same_weights, samples, trained_steps
+from processes import TWO_DEVICES, Job, await_end, job, run, same_end, trained_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
 EVALUATING = (TWO_DEVICES, "--config.trainer.eval_every_n_steps=2")
@@ -78,27 +78,6 @@ def test_killed_before_the_first_checkpoint_then_during_one_then_before_the_last
     assert (workdir / "summary.json").exists()
     with contextlib.suppress(FileNotFoundError):
         assert [name for name in os.listdir(workdir / "checkpoints") if not name.isdigit()] == []
-
-
-APART = (
-    *("--config.fake_devices=3", "--config.roles.trainer.mesh=fsdp=1"),
-    *("--config.roles.rollout.mesh=data=1", "--config.roles.eval.mesh=data=1"),
-)
-
-
-@pytest.mark.nightly("podrl/learner/evaluations", "podrl/learner/evaluate.py")
-@pytest.mark.parametrize("where", [("--config.eval.beside=True",), APART], ids=["between batches", "own devices"])
-def test_evaluations_beside_training_are_those_that_stop_it(uninterrupted, tmp_path, where):
-    beside, workdir = (*EVALUATING, *where), tmp_path / "run"
-    killed(workdir, lambda started: started.wait_for_step(3), *beside)
-    run(workdir, *beside)
-    in_order = lambda records: sorted(records, key=lambda r: (r["step"], "evaluation" in r or "eval/records" in r))  # noqa: E731
-    assert in_order(comparable(workdir)) == in_order(comparable(uninterrupted))
-    assert in_order(samples(workdir)) == in_order(samples(uninterrupted))
-    if where is not APART:  # there one may be made before a later step is
-        steps = [r["step"] for r in comparable(workdir)]
-        assert steps != sorted(steps)  # some were written after later steps
-    same_weights(workdir, uninterrupted)
 
 
 STALE_LORA = (

@@ -221,21 +221,12 @@ def test_the_copies_of_the_weights_are_counted():
     twice = f"{one / 2**20:.1f} MiB twice, as layers are unrolled, {2 * one / 2**20:.1f} MiB in all."
     assert f"Weights of a rollout device while it generates: {twice}" in text
     assert "With topology=split a trainer device keeps for other hosts up to 4 versions of" in " ".join(text.split())
-    found, text = planned("grpo", dry=True, eval={"beside": True})
-    assert copies(found, trainer, rollout).on_rollout == 3 * one
-    assert "and once for the evaluation beside training" in " ".join(text.split())
-    with pytest.raises(ValueError, match=r"eval\.beside=True .* grpo\.max_staleness=2"):
-        planned("grpo", grpo={"max_staleness": 2}, eval={"beside": True})
     found, text = planned("grpo", dry=True, roles={"eval": {"hosts": "3"}})
     assert copies(found, trainer, rollout).versions == 3, "one more, that evaluation hosts pull when they can"
     assert re.search(r"eval +│ +as a rollout host .* hosts 3 │ +evaluation and nothing else", text)
     assert re.search(r"rollout: batched decoding +│", text)
-    for changes, says in (
-        ({"eval": {"beside": True}}, r"roles\.eval\.hosts='3' .* eval\.beside=True"),
-        ({"eval": {"problems": 0}}, r"roles\.eval\.hosts='3' .* eval\.problems=0"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            planned("grpo", roles={"eval": {"hosts": "3"}}, **changes)
+    with pytest.raises(ValueError, match=r"roles\.eval\.hosts='3' .* eval\.problems=0"):
+        planned("grpo", roles={"eval": {"hosts": "3"}}, eval={"problems": 0})
     _, text = planned("grpo", dry=True, roles={"colocated": True})
     assert "rollout device while it generates" in text and "topology=split" not in text
     # Under LoRA the adapters move; and what many layers are read from is not held twice.

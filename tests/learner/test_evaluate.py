@@ -12,14 +12,12 @@ from endpoints import joined
 
 from podrl.cluster.config import Mode
 from podrl.learner.evaluate import EvalConfig, Evaluator, summarised
-from podrl.learner.evaluations.beside import Beside
 from podrl.learner.evaluations.hosts import GivenEvaluations
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rollout.config import RolloutConfig
 from podrl.rundir.console import make_console
-from podrl.rundir.spans import Spans
 from podrl.rundir.summary import print_before_after
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod
@@ -167,14 +165,14 @@ class Echo(Cluster):
     fails_at = -1
 
 
-def echoing(beside: bool) -> Evaluator:
+def echoing() -> Evaluator:
     right = lambda completion, answer: {"answer": float(completion == answer)}  # noqa: E731
-    config = EvalConfig(samples=2, show=3, beside=beside)
+    config = EvalConfig(samples=2, show=3)
     return Evaluator(Echo(), [prompts_with("0129456")], config, scorer=right)  # pyright: ignore[reportArgumentType]
 
 
 def test_an_evaluation_in_pieces_of_as_many_samples_as_lanes_is_the_whole_one():
-    whole, pieces = echoing(False), echoing(True)
+    whole, pieces = echoing(), echoing()
     work = pieces.in_pieces(Policy({}, 3), 3, most=lambda: 7)
     while True:
         try:
@@ -187,78 +185,9 @@ def test_an_evaluation_in_pieces_of_as_many_samples_as_lanes_is_the_whole_one():
     assert pieces._cluster.made == [2, 4, 2, 4, 2, 4, 1, 2]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_pieces_are_made_in_gaps_that_have_room_and_the_rest_when_it_is_waited_for():
-    evaluator = echoing(True)
-    made = evaluator._cluster.made  # pyright: ignore[reportAttributeAccessIssue]
-    beside = Beside(evaluator, Spans())
-    beside.begin(Policy({}, 3), 3)
-    beside.fill()
-    assert made == [] and beside.open  # no gap is open
-    beside.open_gap()
-    beside.fill()
-    assert made == []  # of a length that nobody knows yet
-    beside.close_gap()
-    beside._gap_s, beside._piece_s = 10.0, 20.0
-    beside.open_gap()
-    beside.fill()
-    assert made == []  # a piece would hold up the next weights
-    beside._piece_s = 0.0
-    taken = made.append
-    evaluator._cluster.made = Closing(taken, beside, after=4)  # pyright: ignore[reportAttributeAccessIssue]
-    beside.fill()
-    assert made == [1, 2] * 2 and beside.open and beside.take() is None  # the loop wanted to go on after the second
-    beside.finish()
-    assert made == [1, 2, 1, 2, 5, 10]  # what is left, at once
-    step, metrics, shown = beside.take() or (None, None, None)
-    assert not beside.open and beside.take() is None
-    assert (step, (metrics, shown)) == (3, echoing(False)(Policy({}, 3), 3))
-
-
-class Closing:
-    """Ends the gap after a number of calls."""
-
-    def __init__(self, taken, beside, after):
-        self.taken, self.beside, self.after, self.count = taken, beside, after, 0
-
-    def __len__(self):
-        return self.count
-
-    def append(self, samples):
-        self.taken(samples)
-        self.count += 1
-        if self.count == self.after:
-            self.beside.close_gap()
-
-
-def test_a_failure_beside_training_is_raised_once_where_it_is_waited_for():
-    evaluator = echoing(True)
-    evaluator._cluster.fails_at = 1  # pyright: ignore[reportAttributeAccessIssue]
-    beside = Beside(evaluator, Spans())
-    beside.begin(Policy({}, 3), 3)
-    beside.finish()
-    assert not beside.open
-    with pytest.raises(BatchError, match="the judge is away"):
-        beside.take()
-    assert beside.take() is None
-
-
-def test_a_fault_in_a_gap_is_raised_where_the_rest_is_waited_for():
-    """Nobody waits for a piece made in a gap; its fault is raised by `finish`."""
-    evaluator = echoing(True)
-    evaluator._cluster.made = None  # pyright: ignore[reportAttributeAccessIssue]
-    beside = Beside(evaluator, Spans())
-    beside.begin(Policy({}, 3), 3)
-    beside.open_gap()
-    beside._gap_s = 10.0
-    beside.fill()
-    for _ in range(2):
-        with pytest.raises(TypeError, match=r"object of type 'NoneType' has no len"):
-            beside.finish()
-
-
-def test_trainer_hosts_agree_on_whether_an_evaluation_forbids_a_checkpoint():
-    """Trainer hosts save together; one behind the leader has not heard that the evaluation is made."""
-    with joined(Hosts((0, 1), (2,))) as pods:
+def test_an_evaluation_that_failed_forbids_a_checkpoint_on_all_trainer_hosts():
+    """Trainer hosts save together, or not at all: a run from before the evaluation makes it again."""
+    with joined(Hosts((0, 1), (2,), eval=(3,))) as pods:
         given: Any = types.SimpleNamespace(open_shares=lambda *_: None, forget=lambda _: None)
         made = Future[list[Message]]()
 
@@ -268,10 +197,11 @@ def test_trainer_hosts_agree_on_whether_an_evaluation_forbids_a_checkpoint():
         each = [of(pod) for pod in pods[:2]]
         for one in each:
             one.begin(3)
-        assert [one.unsaved() for one in each] == [True, True]
-        made.set_result([Message({"samples": []}, {"eval/greedy_answer": np.ones((2, 1))})])
-        assert each[0]._work is not None and each[0]._work.result()
-        assert each[0].evaluated(wait=False) is not None and each[1].evaluated(wait=False) is None
         assert [one.unsaved() for one in each] == [False, False]
+        made.set_result([Message({"error": "the judge is away", "away": False})])
+        for one in each:
+            with pytest.raises(BatchError, match="the judge is away"):
+                one.evaluated(wait=True)
+        assert [one.unsaved() for one in each] == [True, True]
         for one in each:
             one.close()

@@ -209,19 +209,15 @@ def test_records_have_an_environment_that_the_job_has():
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("changes", "words"),
     [
-        ({"eval": {"beside": True}}, r"and eval\.beside=True on the rollout's"),
-        ({"eval": {"sets": (), "problems": 0}}, r"eval\.problems=0 leaves evaluations out"),
-        (
-            {"env": {"tools": ("calculator",)}, "rollout": {"max_response_tokens": 96}},
-            r"the job's environments are used",
-        ),
+        ({"roles": {"eval": {"mesh": "data=1"}}}, r"roles\.eval\.mesh: training stops for evaluations"),
+        ({"eval": {"beside": True}}, r"eval\.beside: training stops for evaluations"),
     ],
 )
-def test_devices_for_evaluations_that_would_have_no_use_are_refused(more, words):
-    with pytest.raises(ValueError, match=r"roles\.eval\.mesh='data=1' evaluates on devices of its own.*" + words):
-        planned((), roles={"eval": {"mesh": "data=1"}}, **more)
+def test_places_that_evaluations_had_are_refused_with_those_there_are(changes, words):
+    with pytest.raises(ValueError, match=words + r".* --topology=split, roles\.eval\.hosts names hosts"):
+        planned((), **changes)
 
 
 def test_the_data_of_a_set_are_its_own():

@@ -50,34 +50,14 @@ def test_auxiliary_models_share_unless_they_are_given_devices():
     assert describe_mesh(found.critic) == "fsdp=2" and describe_mesh(found.rollout) == "data=2"
 
 
-def test_evaluations_have_devices_of_their_own_where_they_can(monkeypatch):
-    assert meshes(RolesConfig()).eval is None
-    found = meshes(roles(eval="data=2", reward="data=1", trainer="fsdp=3"))
-    assert found.eval is not None and placed(found.eval) == ("data=2", [6, 7])
-    assert [placed(m)[1] for m in (found.trainer, found.rollout, found.reward)] == [[0, 1, 2], [3, 4], [5]]
-    with pytest.raises(ValueError, match=r"roles\.eval\.mesh='trainer' must be 'rollout'"):
-        roles(eval="trainer")
-    with pytest.raises(ValueError, match=r"roles\.eval\.mesh='data=1' must be 'rollout' with roles\.colocated=True"):
-        RolesConfig(eval=placement.EvaluationConfig("data=1"), colocated=True)
-    with pytest.raises(ValueError, match=r"roles\.eval\.mesh='seq=2' cuts rows along time"):
-        roles(eval="seq=2")
-    hosts = pod(monkeypatch, 2, 4)
-    with pytest.raises(ValueError, match=r"roles\.eval\.mesh='data=1' is there for a job of one process.*2 processes"):
-        meshes(roles(eval="data=1"), hosts)
-
-
-def test_an_evaluation_host_has_the_mesh_of_a_rollout_host_or_one_of_its_own(monkeypatch):
+def test_an_evaluation_host_has_the_mesh_of_a_rollout_host(monkeypatch):
     pod(monkeypatch, 1, 4)
     hosts = Hosts((0,), (1, 2), eval=(3, 4))
     at = lambda role, **given: placed(meshes(build(RolesConfig, given, "r"), hosts, split=True, role=role).rollout)  # noqa: E731
     given = {"rollout": {"mesh": "data=4,tensor=2"}, "eval": {"hosts": "3-4"}}
     assert at("eval", **given) == at("rollout", **given) == ("data=2,tensor=2", [0, 1, 2, 3])
-    own = given | {"eval": {"hosts": "3-4", "mesh": "data=8"}}
-    assert at("eval", **own) == ("data=4", [0, 1, 2, 3]) and at("rollout", **own) == at("rollout", **given)
-    with pytest.raises(ValueError, match=r"roles\.eval\.mesh data=4 needs 4 devices, 2 hosts have 4 each"):
-        at("eval", **(given | {"eval": {"hosts": "3-4", "mesh": "data=4"}}))
     found = meshes(build(RolesConfig, {"eval": {"hosts": "3"}}, "r"))  # a dry run in one process
-    assert found.eval is None and len(found.rollout.devices.flat) == 2
+    assert len(found.rollout.devices.flat) == 2
 
 
 def test_colocated_roles_may_lay_the_critic_out_otherwise():

@@ -1,1 +1,1 @@
-"""Algorithms that train on given answers; nothing is generated but for evaluations."""
+"""Evaluations in a pod: trainers give them to rollout hosts or to evaluation hosts, and join the scores."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner import experience as codec
-from podrl.learner.evaluate import Evaluator
-from podrl.learner.evaluations.beside import Scored
+from podrl.learner.evaluate import Evaluator, Scored
 from podrl.rundir import leases
 from podrl.rundir.run import Run
 from podrl.runtime.channel import LateError

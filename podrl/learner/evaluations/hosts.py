@@ -7,15 +7,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from podrl.learner import experience as codec
-from podrl.learner.evaluate import summarised
-from podrl.learner.evaluations.beside import Beside, Scored
+from podrl.learner.evaluate import Scored, summarised
 from podrl.rundir import leases
 from podrl.rundir.leases import Lease
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
-from podrl.types import BatchError, Policy
+from podrl.types import BatchError
 
-_LONGEST_S = 30 * 86400.0  # that an evaluation beside training may take: a host that is lost is noticed otherwise
+_LONGEST_S = 30 * 86400.0  # that an evaluation may take: a host that is lost is noticed otherwise
 
 
 class Shares(Protocol):
@@ -107,19 +106,8 @@ class GivenEvaluations:
         return step, summarised(scores), samples[: len(messages[0].value["samples"])]
 
     def unsaved(self) -> bool:
-        """Returns True, on all trainer hosts alike, if a checkpoint now would lose an evaluation.
-
-        One that has failed is made again by a run that goes on from before it. After a batch has failed, rollout hosts
-        do not end the one begun either; evaluation hosts do.
-        """
-        if self._failed:
-            return True
-        if self._pod.seat.hosts.eval:
-            return False
-        if self._given is not None:
-            self._pod.channel.put("unsaved", Message(self.begun is not None))
-            return self.begun is not None
-        return bool(self._pod.get(LEADER, "unsaved", self._deadline_s).value)
+        """True if a checkpoint now would lose an evaluation that has failed; a run from before it makes it again."""
+        return self._failed
 
     def close(self) -> None:
         """Stops collecting, without waiting."""
@@ -138,48 +126,3 @@ def offer(pod: Pod, lease: Lease, made: Scored | BatchError) -> None:
     else:
         scores, samples = made
         pod.channel.put(lease.key("scores"), Message({"samples": codec.plain(samples)}, scores))
-
-
-class HostBeside:
-    """Makes a rollout host's shares of evaluations that training does not stop for, on the thread that generates.
-
-    Attributes:
-      beside: makes them, piece by piece.
-      failed: why a share could not be scored, until it is raised.
-      step: of the evaluation that was begun last.
-    """
-
-    def __init__(self, beside: Beside):
-        """Begins nothing yet."""
-        self.beside, self.step = beside, 0
-        self.failed: BatchError | None = None
-        self._kept: Policy | None = None
-
-    def keep(self, policy: Policy) -> None:
-        """Takes the policy that is evaluated next."""
-        self._kept, self.step = policy, policy.version
-
-    def has(self, step: int) -> bool:
-        """True where the policy after a step is kept here."""
-        return self._kept is not None and self._kept.version == step
-
-    def begin(self, step: int, part: tuple[int, int], done: Callable[[Scored | BatchError], None]) -> None:
-        """Begins a share of the evaluation after a step."""
-        assert self._kept is not None
-
-        def ended(made: Scored | BatchError) -> None:
-            self.failed = made if isinstance(made, BatchError) else self.failed
-            done(made)
-
-        self.beside.begin(self._kept, step, part, ended)
-
-    def finish(self) -> None:
-        """Makes all that is left.
-
-        Raises:
-          BatchError: a share could not be scored.
-        """
-        self.beside.finish()
-        failed, self.failed = self.failed, None
-        if failed is not None:
-            raise failed

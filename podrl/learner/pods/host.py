@@ -13,9 +13,8 @@ from podrl.cluster.replica import Head
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
-from podrl.learner.evaluate import Evaluator, is_beside
-from podrl.learner.evaluations.beside import Beside
-from podrl.learner.evaluations.hosts import HostBeside, evaluated, offer
+from podrl.learner.evaluate import Evaluator
+from podrl.learner.evaluations.hosts import evaluated, offer
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Stream
 from podrl.rollout.partial import Partial, cut, of_message
@@ -93,7 +92,6 @@ class HostRollouts:
         self._batches: dict[Lease, Experience] = {}
         self._offered: list[tuple[int, str]] = []  # partial batches, with the step they were saved after
         self._evaluations: list[tuple[int, str]] = []  # offered and not dropped yet, with their step
-        self._beside = HostBeside(Beside(evaluator, run.spans)) if evaluator and is_beside(evaluator) else None
         self._policy: Policy | None = None  # on the rollout mesh; of the thread
         self._replica = Head(pod, stops=run.stop) if pod.seat.hosts.replica > 1 else None
         if self._replica is not None and cluster.generates:
@@ -144,15 +142,13 @@ class HostRollouts:
         if self._wall is not None:
             self._wall.agreed(self._accord.results, taken)
         _drop_before(taken, self._offered, self._pod)
-        if self._beside is None:
-            _drop_before(step, self._evaluations, self._pod)  # the leader has read it: its word came after
-        evaluation = None if self._beside is None else self._beside.step
+        _drop_before(step, self._evaluations, self._pod)  # the leader has read it: its word came after
         with self._lock:
-            done = [name for name in self._tasks if leases.is_over(name, taken, evaluation)]
+            done = [name for name in self._tasks if leases.is_over(name, taken)]
             for name in done:
                 del self._tasks[name]
             self._accepted = {lease for lease in self._accepted if lease.task not in done}
-        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, taken, evaluation))
+        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, taken))
         for lease in [each for each in self._batches if leases.step_of(each.task) < taken]:
             del self._batches[lease]
             self._pod.channel.drop(lease.key("header"))
@@ -167,8 +163,6 @@ class HostRollouts:
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
-        if self._beside is not None:
-            self._beside.beside.close_gap()
         policy = self.move(step, in_place=True)
         self._windows.publish(policy)
         return policy
@@ -187,11 +181,7 @@ class HostRollouts:
     def submit(self, policy: Policy, step: int) -> InFlight:
         if self._wall is not None:
             return _Offered(self, step, ())  # the leader reads the prompts, and gives them
-        begun = self._begin(step, self.next_batch(), policy.version)
-        if self._beside is not None:
-            self._beside.beside.open_gap()
-            self._thread.submit(self._beside.beside.fill)
-        return begun
+        return self._begin(step, self.next_batch(), policy.version)
 
     def next_batch(self) -> Any:
         return None if self._stream is None else next(self._stream)
@@ -211,28 +201,6 @@ class HostRollouts:
             raise
         if step == self._last:
             self._pod.get(LEADER, evaluated(step), self._deadline_s)
-
-    def begin_evaluation(self, policy: Policy, step: int) -> None:
-        """Begins the evaluation of this host's leases beside training, of a copy of the weights."""
-        self._leases.await_task(leases.evaluation(step))
-        _drop_before(step, self._evaluations, self._pod)  # the leader has read those before
-
-        def begin(beside: HostBeside) -> None:
-            beside.keep(self._cluster.weights.kept(self._held(policy)))
-            for lease in self._accept(leases.evaluation(step), None):
-                self._score_beside(beside, lease)
-
-        assert self._beside is not None
-        self._thread.submit(begin, self._beside).result()
-
-    def evaluated(self, *, wait: bool) -> None:
-        """Makes the rest of the evaluation that was begun; the leader has its numbers."""
-        assert self._beside is not None
-        try:
-            self._thread.submit(self._beside.finish).result() if wait else None
-        except BatchError:
-            self._pod.await_end(_VERDICT_S)  # the trainers save first, then end the job
-            raise
 
     def close(self) -> None:
         with self._lock:
@@ -295,10 +263,7 @@ class HostRollouts:
         """Makes, on the thread, what another host was to make, under the versions that it was to be drawn by."""
         task, step = self._task(lease), leases.step_of(lease.task)
         try:
-            if prompts is None and self._beside is not None and self._beside.has(step):
-                self._score_beside(self._beside, lease)
-                self._beside.beside.finish()
-            elif prompts is None:
+            if prompts is None:
                 self._score(lease, Policy({}, step))
             elif not self._made_in_windows:
                 self._produce(lease, prompts, task.since)
@@ -367,12 +332,6 @@ class HostRollouts:
             raise
         offer(self._pod, lease, made)
         self._evaluations.append((leases.step_of(lease.task), lease.key("scores")))
-
-    def _score_beside(self, beside: HostBeside, lease: Lease) -> None:
-        """Begins a share of an evaluation beside training."""
-        step, part = leases.step_of(lease.task), (lease.first, self._task(lease).leases[-1].last)
-        beside.begin(step, part, lambda made: offer(self._pod, lease, made))
-        self._evaluations.append((step, lease.key("scores")))
 
     # What others ask for.
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
@@ -147,8 +146,7 @@ class RemoteRollouts:
                 word = self._queue.advance(step, max(self._begun(step), default=step - 1) + 1)
             self._accord.agree(step, tasks, word)
         taken = self._accord.taken
-        begun = self._evaluations.begun
-        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, taken, begun))
+        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, taken))
 
     def _give(self, step: int) -> dict[str, Any]:
         """Gives, on the leader, the batches that are begun at a step to rollout hosts, all of which are there."""
@@ -164,10 +162,6 @@ class RemoteRollouts:
         return tasks
 
     def publish(self, step: int) -> Policy:
-        # Rollout hosts that evaluate have nothing else to do until they are told.
-        if self._evaluations.begun is not None and not self._apart:
-            with self._run.watchdog.stage("update"):
-                jax.block_until_ready(self._cluster.state.params)
         self.agree(step)
         return self.move(step, in_place=True)
 
