@@ -216,6 +216,8 @@ class Generator:
         counts |= faults(rollouts, step=step, max_staleness=self._config.max_staleness)
         if self._config.max_staleness:
             counts |= ages(rollouts, step=step)
+        if late := self._rewards.take_late():
+            counts["rollout/late_rewards"] = float(late)
         reward_B = self._config.shaped(self._rewards.combine(reward_FB), rollouts, self._limit)
         greedy_B = np.zeros_like(reward_B)
         if self._greedy:
@@ -327,8 +329,9 @@ class Generator:
             more.append(self._cluster.reward_model.score_samples(rollouts, fields))
         if self._cluster.partner is not None:
             more.append(rollouts.turn_reward_BT.sum(axis=1, dtype=np.float64))
-        failed_B = rollouts.stop_B == STOP_FAILED
-        rows = [batch.result(), *(np.where(failed_B, np.nan, row_B)[None] for row_B in more)]
+        scored_FB = batch.result()
+        failed_B = (rollouts.stop_B == STOP_FAILED) | np.isnan(scored_FB).any(axis=0)
+        rows = [scored_FB, *(np.where(failed_B, np.nan, row_B)[None] for row_B in more)]
         return of_the_others(np.concatenate(rows), rollouts, group_size)
 
     def _scored_first(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:

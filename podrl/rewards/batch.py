@@ -5,7 +5,7 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -51,6 +51,11 @@ class Part:
             places=[self._places[b] for b in rows],
             total=self._total,
         )
+
+    def without(self, rows: Collection[int]) -> "Part":
+        """These samples, some of them with an empty completion."""
+        completions = ["" if b in rows else text for b, text in enumerate(self.completions)]
+        return Part(self.prompts, completions, self.fields, places=self._places, total=self._total)
 
     def one(self, index: int) -> "Part":
         """One of these samples."""
@@ -173,7 +178,7 @@ class OpenBatch:
         for reward_B, line in zip(reward_FB, self._lines, strict=True):
             for rows, job in line.jobs:
                 reward_B[rows] = job.result()
-        return reward_FB
+        return _whole(reward_FB)
 
     def known(self) -> tuple[Float[np.ndarray, "F B"], Bool[np.ndarray, " B"]]:
         """Returns the rewards that are there by now, as `result`, and which samples have all theirs."""
@@ -185,7 +190,7 @@ class OpenBatch:
                 for rows, job in line.jobs:
                     if job.done() and not job.cancelled() and job.exception() is None:
                         reward_FB[f, rows], there_FB[f, rows] = job.result(), True
-        return reward_FB, np.all(there_FB, axis=0)
+        return _whole(reward_FB), np.all(there_FB, axis=0)
 
     def cancel(self) -> None:
         """Gives up what has not begun."""
@@ -239,6 +244,11 @@ class OpenBatch:
         fields |= {name: [own[name] for own in more] for name in more[0]}
         prompts = [self._prompts[b] for b in rows]
         return Part(prompts, texts, fields, places=rows, total=len(self._prompts))
+
+
+def _whole(reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, "F B"]:
+    """A sample that lacks a function's reward has none."""
+    return np.where(np.isnan(reward_FB).any(axis=0), np.nan, reward_FB)
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -56,7 +56,9 @@ class RewardConfig:
       calls: what a function is never given in parts: a 'sample', a 'group' (all samples of a prompt), or the 'batch'.
         It is called with what has ended while others are still sampled; with 'batch', training waits for it. A function
         that only Python has is given batches.
-      deadline_s: seconds that one call of a function may take, and for which one is called again whose service is away.
+      deadline_s: seconds that a function may take for one sample, and for which one is called again whose service is
+        away. A call that takes longer is made again sample by sample; a sample that exceeds it alone has the reward of
+        an empty completion.
       workers: processes the functions run in.
       dataset_field: the record's field with the name of its data set.
       model: directory of a reward model (sequence classification with one label) whose score is added; '' for none.
@@ -119,6 +121,13 @@ class _Function:
         return self.given in names if names else self.general
 
 
+class _Alone(NamedTuple):
+    """The reward of a sample that was scored by itself; `trouble`: '', 'late', or 'died' with NaN for the reward."""
+
+    reward: float
+    trouble: str = ""
+
+
 class NamedRewards:
     """Names of a configuration's reward functions, on processes that do not score.
 
@@ -165,6 +174,7 @@ class Rewards:
         specs = {function.name: function.spec for function in self._functions if function.spec is not None}
         size = min(config.workers, len(specs)) if config.calls == "batch" else config.workers
         self._pool = Pool(specs, size, config.limits) if specs else None
+        self._lock, self._late_samples = threading.Lock(), 0
         self._asked = Asked()
         self.waits = self._asked.waits
         threads = max(len(self._functions) * config.workers, 1)
@@ -324,12 +334,77 @@ class Rewards:
         return rewards
 
     def _scored(self, function: _Function, part: Part) -> list[float]:
+        """Rewards of samples by one call, or by a call for each where that call is late or its worker dies.
+
+        A sample that exceeds the deadline alone has the reward of an empty completion. A sample on which the worker
+        dies repeatedly has NaN: it leaves the loss.
+        """
+        limit, samples = self._config.deadline_s, range(len(part.completions))
         try:
-            reply = self._patiently(function, part)
+            return self._values(function, part, self._patiently(function, part, limit))
         except LateError as error:
-            raise self._late(function, part) from error
+            if function.here is not None:  # its thread cannot be ended
+                raise self._late(function, part) from error
         except DiedError as error:
-            raise self._failed(function, part, str(error)) from error
+            _log.warning("A worker of reward function %s is replaced: %s", function.name, error)
+        alone = [self._alone(function, part.one(b)) for b in samples]
+        bad = {b for b in samples if alone[b].trouble}
+        with self._lock:
+            self._late_samples += sum(one.trouble == "late" for one in alone)
+        if self._config.calls == "sample" or (function.spec or {}).get("module", "").startswith("podrl."):
+            return [one.reward for one in alone]
+        try:  # it may compare the samples that it is given
+            quiet = part.without(bad)
+            together = self._values(function, quiet, self._patiently(function, quiet, limit * len(samples)))
+        except (LateError, DiedError) as error:
+            raise self._always(function, error, f"{len(samples)} samples, each of which it scores alone") from error
+        return [alone[b].reward if alone[b].trouble == "died" else together[b] for b in samples]
+
+    def _alone(self, function: _Function, part: Part) -> "_Alone":
+        """The reward of one sample, within a deadline of its own; a worker that dies is given it again."""
+        trouble = ""
+        for _ in range(2):
+            try:
+                return _Alone(self._values(function, part, self._patiently(function, part, self._config.deadline_s))[0])
+            except LateError:
+                trouble = "late"
+                break
+            except DiedError as error:
+                trouble = "died"
+                _log.warning("Reward function %s: %s It scored %s.", function.name, error, part.show(0))
+        empty = part.without({0})
+        try:
+            reward = self._values(function, empty, self._patiently(function, empty, self._config.deadline_s))[0]
+        except (LateError, DiedError) as error:
+            raise self._always(function, error, f"{part.show(0)}, nor for an empty completion") from error
+        if trouble == "died":
+            _log.warning("Reward function %s: its worker died twice on %s: left out.", function.name, part.show(0))
+            return _Alone(np.nan, trouble)
+        _log.warning(
+            "Reward function %s exceeded reward.deadline_s=%g on %s: it has the reward of an empty completion, %g.",
+            *(function.name, self._config.deadline_s, part.show(0), reward),
+        )
+        return _Alone(reward, trouble)
+
+    def _always(self, function: _Function, error: LateError | DiedError, what: str) -> RewardError:
+        """The error of a function that no single sample is to blame for."""
+        if "SIGKILL" in str(error):
+            return RewardServiceError(
+                f"The workers of reward function {function.name} are killed from outside ({error}), last for {what}. "
+                "Is there memory left on this host (dmesg)? Lower reward.workers or reward.limits.memory_mb."
+            )
+        return RewardError(
+            f"Reward function {function.name} gave no rewards for {what}: {error} Make it faster, or raise "
+            f"reward.deadline_s={self._config.deadline_s:g}."
+        )
+
+    def take_late(self) -> int:
+        """How many samples exceeded a deadline of their own since this was asked last."""
+        with self._lock:
+            count, self._late_samples = self._late_samples, 0
+        return count
+
+    def _values(self, function: _Function, part: Part, reply: Mapping[str, Any]) -> list[float]:
         if "raised" in reply:
             raise self._failed(function, part, f"it raised:\n{reply['raised']}")
         if "bad" in reply and "sample" in reply:
@@ -338,10 +413,10 @@ class Rewards:
             raise self._failed(function, part, f"it {reply['bad']}.")
         return reply["values"]
 
-    def _patiently(self, function: _Function, part: Part) -> dict[str, Any]:
+    def _patiently(self, function: _Function, part: Part, deadline_s: float) -> dict[str, Any]:
         """Calls a function again, at growing intervals, while a service that it asks is away."""
         started, pause = time.monotonic(), _FIRST_PAUSE_S
-        while "away" in (reply := self._call(function, part, self._config.deadline_s)):
+        while "away" in (reply := self._call(function, part, deadline_s)):
             waited = time.monotonic() - started
             if waited + pause > self._config.deadline_s:
                 raise RewardServiceError(

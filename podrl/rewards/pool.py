@@ -62,7 +62,11 @@ class Pool:
         except (LateError, DiedError):
             self._drop(process)
             process = self._start()
-            self._loaded(process)
+            try:
+                self._loaded(process)
+            except ValueError as error:
+                if not isinstance(error.__cause__, DiedError):  # else the next call finds it dead, and replaces it
+                    raise
             raise
         finally:
             self._idle.put(process)

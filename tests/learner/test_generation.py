@@ -106,6 +106,9 @@ class Grader:
         job.set_result(rewards)
         return job
 
+    def take_late(self):
+        return 0
+
     def combine(self, reward_FB):
         return 2.0 * reward_FB[0]
 

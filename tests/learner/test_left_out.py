@@ -83,6 +83,9 @@ class Grader:
         job.set_result(values.tolist())
         return job
 
+    def take_late(self):
+        return 0
+
     def combine(self, reward_FB):
         return reward_FB[0]
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -75,6 +76,21 @@ def exits(prompts, completions, **fields):
     if "exit" in completions:
         os._exit(3)
     return [0.0] * len(completions)
+
+
+def always_sleeps(prompts, completions, **fields):
+    time.sleep(1000)
+
+
+def killed_once(prompts, completions, file):
+    if not os.path.exists(file[0]):
+        open(file[0], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(c)) for c in completions]
+
+
+def always_killed(prompts, completions, **fields):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leaves_quietly(prompts, completions, **fields):

@@ -15,6 +15,7 @@ from waits import is_running, until
 import podrl
 from podrl.rewards import reference
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
+from podrl.runtime.service import ServiceError
 
 FILE = pathlib.Path(__file__).parent / "graders.py"
 
@@ -148,24 +149,26 @@ def test_no_list_at_all():
     assert "returned None (NoneType), not a list of numbers" in failure(named("nothing"), "a")
 
 
+@pytest.mark.parametrize("calls", ["group", "sample"])
 @pytest.mark.parametrize("name", ["sleeps", "holds_the_interpreter"])
-def test_a_hang_is_ended_and_named_and_the_pool_goes_on(name):
-    stuck = "sleep" if name == "sleeps" else "a" * 60
-    with Rewards(named(name, deadline_s=0.6)) as rewards:
+def test_a_sample_that_hangs_is_ended_and_counted(name, calls):
+    """It has the reward of an empty completion, whatever the call holds; the others have theirs."""
+    text = "sleep" if name == "sleeps" else "a" * 40
+    with Rewards(named(name, deadline_s=0.6, calls=calls)) as rewards:
         before = children()
-        with pytest.raises(RewardError) as caught:
-            rewards.score(["p", "q", "r"], ["x", stuck, "y"], {})
-        text = str(caught.value)
-        assert f"{name} did not return within 0.6 s for 3 samples" in text
-        assert "sample 1 of 3 (prompt 'q'" in text and "reward.deadline_s=0.6" in text
+        assert rewards.score(["p", "q", "r"], ["x", text, "aab"], {}).tolist() == [[0.0, 0.0, float(name != "sleeps")]]
+        assert (rewards.take_late(), rewards.take_late()) == (1, 0)
         until(lambda: not any(map(is_running, before)))
-        assert rewards.score(["p"], ["x"], {}).tolist() == [[0.0]]
     assert not children()
 
 
-def test_a_slow_function_is_not_called_stuck():
-    text = failure(named("slow", deadline_s=1.0), *["x"] * 15)
-    assert "slow rather" not in text and "it is slow, not stuck" in text and "reward.deadline_s" in text
+def test_a_function_that_is_slow_for_many_samples_has_the_time_of_each():
+    assert score(named("slow", deadline_s=1.0), *["x"] * 15).tolist() == [[0.0] * 15]
+
+
+def test_a_function_that_hangs_for_every_sample_is_an_error():
+    text = failure(named("always_sleeps", deadline_s=0.3), "x", "y")
+    assert "nor for an empty completion" in text and "reward.deadline_s" in text
 
 
 def test_a_hang_in_this_process_is_named():
@@ -181,12 +184,25 @@ def test_a_hang_in_this_process_is_named():
     assert "stuck did not return within 0.3 s" in text and "sample 1 of 2" in text
 
 
-def test_a_process_that_dies_is_named_and_replaced():
-    with Rewards(named("exits")) as rewards:
-        with pytest.raises(RewardError, match=r"exits failed for sample 1 of 2 .*exit code 3"):
-            rewards.score(["p", "q"], ["x", "exit"], {})
+@pytest.mark.parametrize("calls", ["group", "sample"])
+def test_a_sample_on_which_the_worker_dies_leaves_the_loss(calls):
+    with Rewards(named("exits", calls=calls)) as rewards:
+        reward_FB = rewards.score(["p", "q"], ["x", "exit"], {})
+        assert np.isnan(reward_FB).tolist() == [[False, True]] == np.isnan(rewards.combine(reward_FB)[None]).tolist()
         assert rewards.score(["p"], ["x"], {}).tolist() == [[0.0]]
     assert "SystemExit: 4" in failure(named("leaves_quietly"), "x")
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_sample_scored(tmp_path):
+    with Rewards(named("killed_once")) as rewards:
+        assert rewards.score(["p"] * 2, ["x", "yy"], {"file": [f"{tmp_path}/killed"] * 2}).tolist() == [[1.0, 2.0]]
+        os.kill(children()[0], signal.SIGKILL)  # while it is idle
+        assert rewards.score(["p"], ["x"], {"file": [f"{tmp_path}/killed"]}).tolist() == [[1.0]]
+
+
+def test_a_host_that_kills_every_worker_is_at_fault():
+    with pytest.raises(ServiceError, match=r"killed from outside \(its process ended with SIGKILL"):
+        score(named("always_killed"), "x", "y")
 
 
 @pytest.mark.parametrize(
