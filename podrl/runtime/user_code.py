@@ -92,6 +92,14 @@ def forget(environment: MutableMapping[str, str], name: str) -> None:
     environment.pop(name, None)
 
 
+def hide_secrets() -> None:
+    """Takes secrets out of what the kernel shows of this process's environment; os.environ and children keep them."""
+    for name in filter(is_secret, list(os.environ)):
+        value = os.environ[name]
+        forget(os.environ, name)
+        os.environ[name] = value  # in memory of its own
+
+
 def _tasks_of_user() -> int | None:
     """Counts this user's processes and threads; None where the system does not say."""
     if not pathlib.Path("/proc/self/status").exists():

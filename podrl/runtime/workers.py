@@ -16,7 +16,7 @@ from typing import Any
 
 from podrl.runtime import child, leftovers
 from podrl.runtime.frames import pack, take
-from podrl.runtime.user_code import Limits
+from podrl.runtime.user_code import Limits, hide_secrets
 
 # Importing what code of users needs may take long (a math library, say); a call's deadline starts after it.
 LOAD_S = 120.0
@@ -58,6 +58,7 @@ class Worker:
           module: name of the module.
           limits: what it may take and see.
         """
+        hide_secrets()  # a worker can read /proc/PID/environ of this process, which has the same user
         read_life, self._life = os.pipe()
         self._mark = f"{_job_mark()}.{next(_numbers)}."
         own = {leftovers.MARK: self._mark, child.INSIDE: "1", child.LIFE: str(read_life), "JAX_PLATFORMS": "cpu"}

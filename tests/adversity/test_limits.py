@@ -134,6 +134,24 @@ assert b"s3cret-text" not in here.read_bytes() and b"NEXT=whole" in here.read_by
     assert other == {}
 
 
+def test_a_worker_cannot_read_secrets_in_its_parents_environment(tmp_path):
+    (tmp_path / "reads.py").write_text(
+        "import os\n"
+        "def parents(prompts, completions):\n"
+        "    shown = open(f'/proc/{os.getppid()}/environ', 'rb').read()\n"
+        "    return [float(b's3cret-text' in shown), float(b'NEXT=whole' in shown)]\n"
+    )
+    program = f"""
+import os
+from podrl.rewards.compose import RewardConfig, Rewards
+with Rewards(RewardConfig(fns=({str(tmp_path / "reads.py") + ":parents"!r},), workers=1)) as rewards:
+    assert rewards.score(["p", "q"], ["x", "y"], {{}}).tolist() == [[0.0, 1.0]]
+assert os.environ["MY_API_KEY"] == os.getenv("MY_API_KEY") == "s3cret-text"  # the job itself keeps it
+"""
+    environment = os.environ | {"MY_API_KEY": "s3cret-text", "NEXT": "whole"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+
+
 @pytest.mark.parametrize("file", ["../outside.safetensors", "{outside}", "a/../../outside.safetensors", "..", "", 3])
 def test_a_weight_map_names_only_files_beside_it(file, tmp_path):
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
