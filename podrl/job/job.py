@@ -252,6 +252,8 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
     if pod is not None and pod.seat.hosts.follows(pod.seat.process):
         return _follow(cluster, current, pod)
     evaluator = make_evaluator(cluster, job)
+    if evaluator is not None and current.workdir is not None and current.leads:
+        evaluator.keep = functools.partial(summary.keep_evaluation, current.workdir)
     if job.kind.given:
         shape = job.pack_shape(on.trainer)
         with playing(cluster, environment_config(job.env), job.reward.limits, current, pod):

@@ -146,6 +146,7 @@ class Evaluator:
 
     Attributes:
       rewards: scores samples by the run's reward functions; None leaves them out.
+      keep: is given the step of each evaluation and the mean of every record by metric, for paired intervals.
     """
 
     def __init__(
@@ -177,10 +178,12 @@ class Evaluator:
         own = [HeldOut(batches, sampled, config.samples, scorer)] if batches else []
         self._cluster, self._sets, self._show, self._nth = cluster, [*own, *sets], config.show, nth
         self.rewards, self._groups = rewards, groups
+        self.keep: Callable[[int, Mapping[str, list[float | None]]], None] = lambda step, means: None
 
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns (eval/* metrics of a policy, a few samples)."""
         scores, shown = self.scores(policy, step)
+        self.keep(step, by_record(scores))
         return summarised(scores), shown
 
     def scores(self, policy: Policy, step: int, part: tuple[int, int] = (0, 1)) -> Scored:
@@ -311,18 +314,34 @@ _MAJORITY = "majority"
 _ANSWERS = TextConfig()
 
 
+def by_record(scores: Mapping[str, np.ndarray]) -> dict[str, list[float | None]]:
+    """The mean of each record's samples, by metric; None for a record without scores."""
+    found: dict[str, list[float | None]] = {}
+    for name, score_PG in _with_pass(scores).items():
+        known_PG = ~np.isnan(score_PG)
+        total_P, count_P = np.where(known_PG, score_PG, 0).sum(axis=1), known_PG.sum(axis=1)
+        means = zip(total_P.tolist(), count_P.tolist(), strict=True)
+        found[name] = [total / count if count else None for total, count in means]
+    return found
+
+
+def _with_pass(scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Scores and pass@k: whether any of a record's samples is right."""
+    several = {name: score_PG for name, score_PG in scores.items() if score_PG.shape[1] > 1}
+    passes = {
+        f"{name.removesuffix('answer')}pass": answer_PG.max(axis=1, keepdims=True)
+        for name, answer_PG in several.items()
+        if name.endswith("/sampled_answer")
+    }
+    return {**scores, **passes}
+
+
 def summarised(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Means of (P, G) scores over samples and prompts, the standard error of each over prompts, and numbers of prompts.
 
     Samples without a score (NaN) are left out.
     """
-    scores = dict(scores)
-    several = {name: score_PG for name, score_PG in scores.items() if score_PG.shape[1] > 1}
-    for name, answer_PG in several.items():
-        if name == "eval/sampled_answer":
-            scores["eval/sampled_pass"] = answer_PG.max(axis=1, keepdims=True)
-        elif name.endswith("/sampled_answer"):
-            scores[f"{name.removesuffix('answer')}pass"] = answer_PG.max(axis=1, keepdims=True)
+    scores = _with_pass(scores)
     metrics: dict[str, float] = {}
     errors: dict[str, float] = {}
     for name, score_PG in scores.items():

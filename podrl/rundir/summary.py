@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
         "steps": max((r["step"] for r in steps), default=0),
         "before": _eval_values(evals[0]) if evals else {},
         "after": _eval_values(evals[-1]) if evals else {},
+        "change": _paired(workdir, evals[0]["step"], evals[-1]["step"]) if evals else {},
         "evaluated_at": [r["step"] for r in evals],
         "throughput": {
             "rollout_tokens_per_s": rate("tokens/completion", "time/rollout"),
@@ -54,6 +56,41 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
     }
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+_KEPT = "evaluations"
+
+
+def keep_evaluation(workdir: pathlib.Path, step: int, means: Mapping[str, Sequence[float | None]]) -> None:
+    """Keeps the records' means of the first evaluation and of the newest in evaluations/STEP.json."""
+    place = workdir / _KEPT
+    place.mkdir(exist_ok=True)
+    write_whole(place / f"{step}.json", json.dumps(means) + "\n")
+    for between in sorted(place.glob("*.json"), key=lambda path: int(path.stem))[1:-1]:
+        between.unlink()
+
+
+def _paired(workdir: pathlib.Path, first: int, last: int) -> dict[str, tuple[float, float]]:
+    """The paired interval of each mean's change between two evaluations of which the records' means were kept."""
+    paths = [workdir / _KEPT / f"{step}.json" for step in (first, last)]
+    if first == last or not all(path.exists() for path in paths):
+        return {}
+    try:
+        was, now = (json.loads(path.read_text()) for path in paths)
+    except ValueError:  # a damaged file: the table has the wider interval
+        return {}
+    found: dict[str, tuple[float, float] | None] = {}
+    for name in was:
+        pairs = list(zip(was[name], now.get(name, ()), strict=False))
+        changes = [b - a for a, b in pairs if a is not None and b is not None]
+        if len(changes) < 2 or len(was[name]) != len(now[name]):
+            continue
+        if is_share(name):
+            found[name] = intervals.share_difference(changes)
+        else:
+            error = statistics.stdev(changes) / math.sqrt(len(changes))
+            found[name] = intervals.mean(statistics.fmean(changes), error)
+    return {name.removeprefix("eval/"): ends for name, ends in found.items() if ends is not None}
 
 
 def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -79,7 +116,8 @@ def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]
             f"{scale * value:.{digits}f}{unit} {intervals.written(ends, percent=share)}"
             for value, ends in ((start, was), (end, now))
         ]
-        moved = intervals.written(_change(before, after, name), percent=share, signed=True)
+        paired = summary.get("change", {}).get(name) or _change(before, after, name)
+        moved = intervals.written(paired, percent=share, signed=True)
         change = f"{scale * (end - start):+.{digits}f}{' points' * share} {moved}"
         rows.append([name, *cells, change])
     if rows:

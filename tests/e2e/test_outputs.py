@@ -37,6 +37,7 @@ def test_the_directory_holds_what_is_promised_and_nothing_else(done):
         "about.txt",
         "report.html",
         "starts.jsonl",
+        "evaluations",
     }
     assert names == promised
     assert {p.name for p in (done.workdir / "checkpoints").iterdir()} == {"4", "6"}

@@ -9,7 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from podrl.rundir import intervals
+from podrl.rundir import intervals, summary
 from podrl.rundir.console import make_console
 from podrl.rundir.summary import print_before_after
 
@@ -58,6 +58,29 @@ def test_shares_that_are_all_right_are_not_certain(capsys):
     for text in ("100.0% [64.6, 100.0]", "+0.0 points [-35.4, +35.4]", "0.0% [0.0, 16.1]", "3.000 [?]"):
         assert text in printed, printed
     assert "± 0.0" not in printed
+
+
+def test_the_change_of_a_run_is_paired_by_record(tmp_path, capsys):
+    """Ten records, of which five became right and none wrong; the evaluation between is not kept."""
+    texts = {0: "0000000111", 4: "1000000111", 8: "1111100111"}
+    for step, text in texts.items():
+        answers = [float(one) for one in text]
+        summary.keep_evaluation(
+            tmp_path, step, {"eval/greedy_answer": answers, "eval/greedy_reward": [None, *answers[1:]]}
+        )
+    assert sorted(path.name for path in (tmp_path / "evaluations").iterdir()) == ["0.json", "8.json"]
+    records = [
+        {"step": 0, "eval/greedy_answer": 0.3, "eval/records": 10},
+        {"step": 8, "eval/greedy_answer": 0.8, "eval/records": 10},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    written = summary.write_summary(tmp_path, {})
+    assert written["change"]["greedy_answer"] == pytest.approx(intervals.share_difference([1.0] * 5 + [0.0] * 5))
+    assert written["change"]["greedy_reward"] == pytest.approx(intervals.mean(4 / 9, math.sqrt(20 / 81 / 8)))
+    print_before_after(make_console(), written)
+    assert "+50.0 points [+9.3, +74.0]" in capsys.readouterr().out
+    (tmp_path / "evaluations" / "8.json").write_text("{")
+    assert summary.write_summary(tmp_path, {})["change"] == {}
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
