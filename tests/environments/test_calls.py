@@ -77,7 +77,8 @@ def test_any_text_is_read_or_refused(parser, text):
 def test_time_is_linear_in_the_length(parser):
     """Each piece alone and each pair of pieces, repeated: any quadratic reader would take minutes here."""
     for first in PIECES:
-        read(parser, first * 10_000)
+        read(parser, first * (200_000 // len(first)))
+        read(parser, f"{first} \n" * 20_000)
         read(parser, f'<call_tool name="t" x="{first * 10_000}')
     for first, second in zip(PIECES, [*PIECES[7:], *PIECES[:7]], strict=True):
         read(parser, (first + second) * 5_000)
