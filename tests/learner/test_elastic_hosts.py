@@ -213,6 +213,8 @@ class Pods:
         self.leader, self._weights, self._schedule, self._chosen = pods[0], weights, schedule, chosen
         self.told: list[tuple[int, int, str]] = []
         self._pause: tuple[int, threading.Event] | None = None  # of the next host
+        self._joining: set[Pod] = set()
+        self._over = False
         for pod in pods[1:]:
             self._start_again(pod)
         self.there = [Member(pod, weights, schedule, chosen) for pod in pods[1:]]
@@ -228,7 +230,7 @@ class Pods:
             threading.Thread(target=replace, daemon=True).start()  # this is the channel's thread
 
         def replace() -> None:
-            pod.channel.close()
+            _leave(pod)
             self.there = [member for member in self.there if member.pod is not pod]
             self.add(pod.seat.process)
 
@@ -280,6 +282,7 @@ class Pods:
         hosts = self.leader.seat.hosts
         seat = Seat(number, hosts, address, "s", True) if number else joining.late_seat(address, secret, 30.0)
         pod = Pod(seat, host="127.0.0.1")
+        self._joining.add(pod)
         self._start_again(pod)
         if self._pause is not None:
             self.pause(pod, *self._pause)
@@ -287,11 +290,30 @@ class Pods:
         try:
             pod.join(PATIENCE_S, lambda reached, waited_s: "")
         except ChannelError as error:  # its exit code is 42
+            if self._over or pod._ended.is_set():  # another was started in its place, where one is needed
+                return _leave(pod)
             assert "the connection broke" in str(error)
             self.told.append((pod.seat.process, 42, "goes on without this process, which joins"))
             pod.channel.close()
             return self.add(number)
+        finally:
+            self._joining.discard(pod)
         self.there.append(Member(pod, self._weights, self._schedule, self._chosen))
+
+    def end(self) -> None:
+        """Ends the hosts, those on their way in too, whose threads would wait for the leader beyond the test."""
+        self._over = True
+        for member in self.there:
+            member.die()
+        for pod in list(self._joining):
+            _leave(pod)
+
+
+def _leave(pod: Pod) -> None:
+    """Ends a host's network, and what waits for answers in it, as the end of its process would."""
+    pod.channel.close()
+    for request in list(pod.channel._answers.values()):
+        request.fail("the connection broke")
 
 
 @pytest.fixture(autouse=True)
@@ -344,8 +366,7 @@ def train_through(
             pack=lambda *_: (), update=lambda *_: {},
         )  # fmt: skip
         assert train(leader, algorithm, recorder, schedule) == steps
-        for member in hosts.there:
-            member.die()
+        hosts.end()
         return seen, leader._given, curriculum["curriculum"].sizes() if chosen else {}
 
 
