@@ -121,6 +121,21 @@ class _Function:
         return self.given in names if names else self.general
 
 
+_OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # what a tool says has its own tags escaped
+
+
+def _without_outputs(completion: str) -> str:
+    """Leaves tool outputs out of a text, in one pass; an output that is not closed is left out to the end."""
+    own, at = [], 0
+    while (start := completion.find(_OUTPUT, at)) >= 0:
+        own.append(completion[at:start])
+        end = completion.find(_OUTPUT_END, start)
+        if end < 0:
+            return "".join(own)
+        at = end + len(_OUTPUT_END)
+    return "".join([*own, completion[at:]])
+
+
 class _Alone(NamedTuple):
     """The reward of a sample that was scored by itself; `trouble`: '', 'late', or 'died' with NaN for the reward."""
 
@@ -243,7 +258,8 @@ class Rewards:
 
         Args:
           prompts: B prompts as text.
-          completions: B completions.
+          completions: B completions. Tool outputs in podrl's own tags, as `podrl.generate` writes them, are left out:
+            functions find the whole texts in the field `sample_text`.
           fields: task fields by name, B values each; reward functions receive them as keyword arguments.
 
         Raises:
@@ -255,7 +271,10 @@ class Rewards:
                 raise ValueError(f"{name} has {length} values for {len(completions)} completions: they must match.")
         if not completions:
             return np.zeros((len(self._functions), 0))
-        part = Part(prompts, completions, fields)
+        own = [_without_outputs(completion) for completion in completions]
+        if own != list(completions):
+            fields = {"sample_text": list(completions), **fields}
+        part = Part(prompts, own, fields)
         jobs = [self._submit(function, part) for function in self._functions]
         rewards = [job.result() for job in jobs]
         return np.array(rewards, np.float64).reshape(len(rewards), len(completions))

@@ -325,3 +325,21 @@ def test_a_sum_that_is_not_finite_names_function_and_sample(reward, weight, said
         lost_FB = good_FB.copy()
         lost_FB[:, 0] = np.nan  # a sample that failed has no rewards, and that is no error of theirs
         np.testing.assert_array_equal(np.isnan(rewards.combine(lost_FB)), [True, False])
+
+
+@pytest.mark.parametrize(
+    ("completion", "own"),
+    [
+        ("42", "42"),
+        ("a<tool_output>42</tool_output>b", "ab"),
+        ("<tool_output>1</tool_output><tool_output>2</tool_output>3", "3"),
+        ("3</tool_output>4", "3</tool_output>4"),
+        ("5<tool_output>6", "5"),
+        ("<tool_output>" * 100_000, ""),
+    ],
+)
+def test_tool_outputs_in_whole_texts_are_not_the_models_words(completion, own):
+    def same(prompts, completions, **fields):
+        return [float(c == own and fields.get("sample_text", [completion]) == [completion]) for c in completions]
+
+    assert score(RewardConfig(fns=(same,)), completion).tolist() == [[1.0]]
