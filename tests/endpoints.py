@@ -4,6 +4,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from waits import PATIENCE_S
+
 from podrl.runtime.local_pod import free_ports
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
@@ -18,11 +20,11 @@ def joined(hosts: Hosts, *, disposable: bool = False) -> Iterator[list[Pod]]:
     (port,) = free_ports(1)
     seats = [Seat(process, hosts, f"127.0.0.1:{port}", "s", disposable) for process in range(hosts.count)]
     pods = [Pod(seat, host="127.0.0.1") for seat in seats]
-    joining = [threading.Thread(target=pod.join, args=(60, lambda reached, waited_s: "")) for pod in pods]
+    joining = [threading.Thread(target=pod.join, args=(PATIENCE_S, lambda reached, waited_s: "")) for pod in pods]
     for thread in joining:
         thread.start()
     for thread in joining:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     yield pods
     for pod in reversed(pods):
         pod.channel.close()

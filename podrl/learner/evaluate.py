@@ -327,12 +327,12 @@ def by_record(scores: Mapping[str, np.ndarray]) -> dict[str, list[float | None]]
 
 def _with_pass(scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Scores and pass@k: whether any of a record's samples is right."""
-    several = {name: score_PG for name, score_PG in scores.items() if score_PG.shape[1] > 1}
-    passes = {
-        f"{name.removesuffix('answer')}pass": answer_PG.max(axis=1, keepdims=True)
-        for name, answer_PG in several.items()
-        if name.endswith("/sampled_answer")
-    }
+    passes: dict[str, np.ndarray] = {}
+    for name, answer_PG in scores.items():
+        if answer_PG.shape[1] > 1 and name == "eval/sampled_answer":
+            passes["eval/sampled_pass"] = answer_PG.max(axis=1, keepdims=True)
+        elif answer_PG.shape[1] > 1 and name.endswith("/sampled_answer"):
+            passes[f"{name.removesuffix('answer')}pass"] = answer_PG.max(axis=1, keepdims=True)
     return {**scores, **passes}
 
 
