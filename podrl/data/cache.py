@@ -1,10 +1,12 @@
 """A cache of what reading data files found, by the content of the files: on a local disk, or in a bucket."""
 
+import contextlib
 import functools
 import hashlib
 import io
 import json
 import os
+import secrets
 import tempfile
 import time
 import zipfile
@@ -40,7 +42,11 @@ class Cache:
     def content(self, file: epath.Path) -> str:
         """Computes the checksum of a file's bytes, or finds it by the file's name, size and time."""
         stat = file.stat()
-        memo = self.place(key("stat", os.fspath(file), stat.length, stat.mtime), ".txt")
+        which = [os.fspath(file), stat.length, stat.mtime]
+        if not is_remote(file):  # a copy may keep name, size and time, but not the number and the change of the file
+            own = os.stat(file)
+            which = [os.path.realpath(file), own.st_size, own.st_mtime_ns, own.st_ctime_ns, own.st_ino]
+        memo = self.place(key("stat", *which), ".txt")
         if memo.exists():
             return memo.read_text()
         if is_remote(file):
@@ -49,7 +55,8 @@ class Cache:
             with open(file, "rb") as content:
                 digest = hashlib.file_digest(content, "sha256")
         if stat.mtime < time.time() - _SETTLED_S:
-            self.write(memo, digest.hexdigest().encode())
+            with contextlib.suppress(OSError):  # it only saves the next reader time
+                self.write(memo, digest.hexdigest().encode())
         return digest.hexdigest()
 
     def load(self, name: str) -> dict[str, np.ndarray] | None:
@@ -77,7 +84,7 @@ class Cache:
         if is_remote(place):
             place.write_bytes(content)
             return
-        ready = place.with_name(f"{place.name}.{os.getpid()}")
+        ready = place.with_name(f"{place.name}.{secrets.token_hex(4)}")  # hosts may share a cache, and process numbers
         ready.write_bytes(content)
         ready.replace(place)
 

@@ -112,7 +112,7 @@ class _Server:
                 self._break(session)
                 continue
             failed = getattr(result, "is_error", None) if hasattr(result, "is_error") else result.isError
-            texts = [getattr(one, "text", None) or f"[{one.type}]" for one in result.content]
+            texts = [_text_of(one) for one in result.content]
             return {"text": plain("\n".join(texts)), "failed": "exception" if failed else ""}
         return {"text": f"The connection to the tool was lost: {plain(why)}", "failed": "lost"}
 
@@ -264,6 +264,14 @@ def _declared(tool: Any) -> dict[str, Any]:
         if not isinstance(schema.get(name, kind()), kind):
             del schema[name]
     return {"name": tool.name, "description": tool.description or "", "schema": schema}
+
+
+def _text_of(content: Any) -> str:
+    """The text of one part of a server's answer, also of an embedded resource; the kind of a part that has none."""
+    text = getattr(content, "text", None)
+    if text is None:
+        text = getattr(getattr(content, "resource", None), "text", None)
+    return f"[{content.type}]" if text is None else text
 
 
 def _leaf(error: BaseException) -> str:

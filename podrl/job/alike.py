@@ -6,8 +6,10 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import pathlib
 import re
+import shlex
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -50,8 +52,7 @@ def check_settings(values: Mapping[str, Any], pod: Pod, deadline_s: float) -> No
       ValueError: a setting differs; names settings, both values and this host.
       ChannelError: the leader did not answer.
     """
-    # A function's text holds its address in this process.
-    mine = json.loads(json.dumps(values, default=lambda value: getattr(value, "__qualname__", None) or str(value)))
+    mine = json.loads(json.dumps(values, default=_told))
     if pod.leads:
         pod.channel.put("settings", Message(mine))
         return
@@ -88,7 +89,7 @@ def check_files(job: Job, pod: Pod, deadline_s: float) -> None:
 
 
 class Compared:
-    """What the hosts have told of themselves: the first that names a thing says what it is; served by the leader."""
+    """Facts of the hosts, served by the leader: the first host to tell one sets what the others are compared with."""
 
     def __init__(self, process: int, facts: Mapping[str, str]):
         """Knows the leader's own facts."""
@@ -109,28 +110,51 @@ def facts(job: Job) -> dict[str, str]:
     """
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     own = pathlib.Path(__file__).resolve().parent.parent
-    found["podrl"] = _of_code(sorted(own.rglob("*.py")), own)
+    found["podrl"] = _of_code(sorted(file for file in own.rglob("*.py") if _counts(file, own)), own)
     cache = Cache(job.data.cache)
     for key, path, part in _data(job):
         if path.startswith(hub.DATA):
             continue
         try:
             files = sources.files(sources.of_split(path, part))
-        except (ValueError, FileNotFoundError):
+        except (ValueError, OSError):
             continue
-        found[f"{key}={path}"] = _joined(_of_file(file, cache) for file in files)
+        found[f"{key}={path}" + (f" ({part})" if part else "")] = _joined(_of_file(file, cache) for file in files)
     for key, directory in _models(job):
         found |= {f"{key}={name}": value for name, value in _of_model(directory)}
     for key, text in _texts(job.as_mapping()):
-        for script in _SCRIPT.findall(text):
+        for script in sorted(_scripts(text)):
             if (file := pathlib.Path(script).expanduser()).is_file():
                 found[f"{key}={script}"] = _of_code(_with_imports(file.resolve()), file.resolve().parent)
         for name in map("".join, _MODULE.findall(text)):
             if files := _of_package(name):
-                found[f"{key}={name}"] = _of_code(files[:_MOST], files[0].parent)
+                root = pathlib.Path(os.path.commonpath([file.parent for file in files]))
+                found[f"{key}={name}"] = _of_code(files[:_MOST], root)
         if key.endswith("_file") and (file := pathlib.Path(text).expanduser()).is_file():
             found[f"{key}={text}"] = _of_file(epath.Path(file), cache)
     return found
+
+
+def _told(value: Any) -> Any:
+    """Writes a value that JSON has no form for as all hosts write it."""
+    if isinstance(value, set | frozenset):  # whose order follows the hash seed of a process
+        return sorted(map(str, value))
+    return getattr(value, "__qualname__", None) or str(value)  # a function's text holds its address in this process
+
+
+def _counts(file: pathlib.Path, root: pathlib.Path) -> bool:
+    """True for a file of the source itself: no dangling link of an editor, and nothing in a hidden folder."""
+    return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
+def _scripts(text: str) -> set[str]:
+    """Lists the Python files that a setting may name: as a whole, 'FILE.py:NAME', or as words of a command."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = text.split()
+    named = {one.rpartition(":")[0] if ":" in one else one for one in (text, *words)}
+    return {one for one in (*named, *_SCRIPT.findall(text)) if one.endswith(".py")}
 
 
 def _here(pod: Pod) -> str:
@@ -244,6 +268,11 @@ def _with_imports(file: pathlib.Path) -> list[pathlib.Path]:
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for name in names:  # a folder without modules of its own may hold others
+                dotted = root.joinpath(*name.split("."))
+                left += [
+                    path for path in (dotted.with_name(f"{dotted.name}.py"), dotted / "__init__.py") if path.is_file()
+                ]
             for top in {name.partition(".")[0] for name in names}:
                 package = (root / top).rglob("*.py") if any((root / top).glob("*.py")) else ()
                 left += [path for path in (root / f"{top}.py", *package) if path.is_file()]

@@ -248,7 +248,7 @@ class Pod:
             )
         with self._changed:
             once, left = str(asks["once"]), self._parts.get((str(asks["cluster"]), part), {})
-            # One that asks again comes instead of one that is gone, and the others of its replica go with that.
+            # A process that joins again replaces its dead predecessor, and so do the other hosts of its replica.
             if once not in self._asked and place not in left:
                 left = self._parts[(str(asks["cluster"]), part)] = {i: next(self._numbers) for i in range(size)}
             number = self._asked[once] if once in self._asked else left.pop(place)

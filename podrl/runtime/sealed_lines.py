@@ -69,6 +69,8 @@ def decode(content: bytes, unsealed: Collection[frozenset[str]]) -> SealedLines:
 def read(path: pathlib.Path, unsealed: Collection[frozenset[str]]) -> SealedLines:
     """Reads a file, as `decode`, and warns of lines without a checksum; a file that is not there is empty."""
     found = decode(path.read_bytes() if path.exists() else b"", unsealed)
+    if found.torn:
+        _log.warning("The last line of %s was never whole: its %d bytes are dropped.", path, found.torn)
     if found.unsealed:
         _log.warning(
             "%d lines of %s carry no checksum, because an earlier version of podrl wrote them: damage to them is not "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 import threading
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from endpoints import joined
+from etils import epath
 from ml_collections import ConfigDict
 from safetensors.numpy import save_file
 from waits import PATIENCE_S
 
 from podrl.config import merge
+from podrl.data.cache import Cache
 from podrl.job import alike
 from podrl.job.config import TINY, Job, complete, parse
 from podrl.job.config_file import find_config, load_config
@@ -26,6 +29,7 @@ HOSTS = Hosts((0,), (1, 2))
 
 def job_of(values: dict[str, Any]) -> Job:
     config = load_config(find_config("grpo_gemma.py")).to_dict()
+    values = merge({"rollout": {"max_prompt_length": 64}}, values)
     return parse(ConfigDict(complete(merge(config, values))).to_dict())
 
 
@@ -95,6 +99,62 @@ def test_a_file_that_differs_is_named(files, what):
     after = alike.facts(job)
     differ = [f"{key} is {before.get(key)}" for key in after if after[key] != before.get(key)]
     assert differ and any(said in one for one in differ), differ
+
+
+def _reward_in(place: pathlib.Path, name: str) -> dict[str, str]:
+    return alike.facts(job_of({"reward": {"fns": (f"{place}/{name}:score",)}}))
+
+
+@pytest.mark.parametrize("name", ["my rewards.py", "a=b.py", "o'brien.py"])
+def test_user_code_is_compared_whatever_its_path_holds(tmp_path, name):
+    file = tmp_path / name
+    file.write_text("def score(prompts, completions):\n    return 1\n")
+    before = _reward_in(tmp_path, name)
+    _add("# another\n")(file)
+    assert {key for key, value in _reward_in(tmp_path, name).items() if before[key] != value} == {f"reward.fns={file}"}
+
+
+def test_packages_of_any_form_are_compared(tmp_path, monkeypatch):
+    """Without __init__.py, with names that sort before it, and reached by a dotted import alone."""
+    for name in ("envs/math/reward.py", "envs/code/reward.py", "pk/__init__.py", "pk/Math/x.py", "lib/sub/mod.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("A = 1\n")
+    (tmp_path / "mine.py").write_text("from lib.sub.mod import A\n\n\ndef score(prompts, completions):\n    return A\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fns = ("envs.math.reward:score@a", "pk.Math.x:score@b", f"{tmp_path}/mine.py:score")
+    found = lambda: alike.facts(job_of({"reward": {"fns": fns}}))  # noqa: E731
+    before = found()
+    for name, key in (("envs/code/reward.py", "=envs"), ("pk/Math/x.py", "=pk"), ("lib/sub/mod.py", "mine.py")):
+        _add("B = 2\n")(tmp_path / name)
+        after = found()
+        assert [named for named, value in after.items() if before[named] != value and named.endswith(key)], name
+        before = after
+
+
+def test_two_parts_of_one_directory_are_both_compared(tmp_path):
+    for part in ("train", "more"):
+        (tmp_path / f"{part}.jsonl").write_text(f'{{"question": "{part}", "answer": "1"}}\n')
+    sources = tuple({"path": str(tmp_path), "split": part, "name": part} for part in ("train", "more"))
+    found = lambda: alike.facts(job_of({"data": {"path": "", "sources": sources}}))  # noqa: E731
+    before = found()
+    for part in ("train", "more"):
+        _add('{"question": "x", "answer": "2"}\n')(tmp_path / f"{part}.jsonl")
+        after = found()
+        assert [key for key in after if before[key] != after[key]] == [f"data.sources={tmp_path} ({part})"]
+        before = after
+
+
+def test_a_file_that_took_anothers_place_has_its_own_checksum(tmp_path):
+    """A copy may keep name, size and time."""
+    cache, file = Cache(str(tmp_path / "cache")), tmp_path / "train.jsonl"
+    found = []
+    for text in ("one", "two"):
+        (tmp_path / "new").write_text(text)
+        (tmp_path / "new").replace(file)
+        os.utime(file, (1e9, 1e9))
+        found.append(cache.content(epath.Path(file)))
+        assert found[-1] == cache.content(epath.Path(file))
+    assert found[0] != found[1]
 
 
 def test_functions_in_settings_are_compared_by_name_and_by_the_file_they_are_in(files):
