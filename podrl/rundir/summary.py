@@ -13,6 +13,7 @@ from podrl.rundir import intervals
 from podrl.rundir.console import print_table
 from podrl.rundir.intervals import is_share
 from podrl.runtime.metrics import read_metrics
+from podrl.runtime.seal import seal, unseal
 from podrl.runtime.storage import write_whole
 
 
@@ -65,7 +66,7 @@ def keep_evaluation(workdir: pathlib.Path, step: int, means: Mapping[str, Sequen
     """Keeps the records' means of the first evaluation and of the newest in evaluations/STEP.json."""
     place = workdir / _KEPT
     place.mkdir(exist_ok=True)
-    write_whole(place / f"{step}.json", json.dumps(means) + "\n")
+    write_whole(place / f"{step}.json", json.dumps(seal(means)) + "\n")
     for between in sorted(place.glob("*.json"), key=lambda path: int(path.stem))[1:-1]:
         between.unlink()
 
@@ -76,8 +77,8 @@ def _paired(workdir: pathlib.Path, first: int, last: int) -> dict[str, tuple[flo
     if first == last or not all(path.exists() for path in paths):
         return {}
     try:
-        was, now = (json.loads(path.read_text()) for path in paths)
-    except ValueError:  # a damaged file: the table has the wider interval
+        was, now = (unseal(dict(json.loads(path.read_text()))) for path in paths)
+    except (ValueError, TypeError):  # a damaged file: the table has the wider interval
         return {}
     found: dict[str, tuple[float, float] | None] = {}
     for name in was:

@@ -158,6 +158,7 @@ def test_runs_resumed_with_a_flipped_bit_in_every_other_file_and_in_the_newest_c
     shutil.copytree(whole, workdir)
     others = [name for name in _files(workdir) if not name.startswith("checkpoints/")]
     files = {"metrics.jsonl", "samples.jsonl", "config.json", "starts.jsonl"}
+    files |= {f"evaluations/{step}.json" for step in (0, STEPS)}
     assert {name for name in others if not name.startswith(_UNREAD)} == files
     for name in others:
         content = (workdir / name).read_bytes()
