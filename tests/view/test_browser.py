@@ -246,7 +246,7 @@ def test_a_chart_is_zoomed_by_keyboard(address, page):
         ("0", "1 to 12"),
     ):
         page.key(key)
-        page.until(f"{label}.includes('steps {steps}')", 5)
+        page.until(f"{label}.includes('steps {steps}')")
 
 
 def test_charts_are_saved_as_pictures_and_tables(address, page, tmp_path):
@@ -267,7 +267,7 @@ def test_charts_are_saved_as_pictures_and_tables(address, page, tmp_path):
 def test_an_hour_of_the_timeline_is_a_button(address, page):
     page.open(f"{address}/timeline?run={WHOLE}")
     page.ask("[...document.querySelectorAll('button')].find((each) => each.innerText === '1 hour').click()")
-    page.until("document.querySelector('.bar').innerText.includes('steps 1 to 12 of 12')", 5)
+    page.until("document.querySelector('.bar').innerText.includes('steps 1 to 12 of 12')")
 
 
 def test_markup_in_samples_and_tools_is_text(address, page):
@@ -288,7 +288,7 @@ def test_a_run_that_grows_is_followed(runs, address, page):
     with (runs / "grows" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 6, "reward/mean": 77.5, "time/step": 0.5}) + "\n")
     page.until("document.querySelector('#top').innerText.includes('step 6 of 50')")
-    page.until(f"{caption}.includes('77.5')", 5)
+    page.until(f"{caption}.includes('77.5')")
     assert page.ask("seen.shift") < 0.1, page.ask("seen.shifts")
 
 
