@@ -154,11 +154,17 @@ def test_the_console_shows_roles_arithmetic_progress_and_the_table(done):
         "greedy_answer",
         "16 held-out",
         "greedy_reward/number",
-        "±",
+        "intervals]",
         str(done.workdir),
         "summary.json",
     ):
         assert text in done.stdout, text
-    for text in ("Data: 1,000,000 records", "16 to evaluate on", "16 held-out records", "greedy_reward/number", "±"):
+    for text in (
+        "Data: 1,000,000 records",
+        "16 to evaluate on",
+        "16 held-out records",
+        "greedy_reward/number",
+        "intervals]",
+    ):
         assert text in done.stdout, text
     assert done.stderr == ""
