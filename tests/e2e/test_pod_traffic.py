@@ -112,7 +112,16 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
     # Rollout hosts hear when to start and go on, that an evaluation was made and that it is over; never of samples.
     for host in (2, 3):
         notes = _notes(workdir.parent, host)
-        assert {key for key, _ in notes} <= {"enter", "start", "word", "over", "reached", "evaluated"}
+        assert {key for key, _ in notes} <= {
+            "settings",
+            "alike",
+            "enter",
+            "start",
+            "word",
+            "over",
+            "reached",
+            "evaluated",
+        }
         assert not any(note["tokens"] for kind in notes.values() for note in kind)
 
 
