@@ -55,7 +55,7 @@ STOP_EOS, STOP_LENGTH, STOP_STRING, STOP_FAILED, STOP_ENV, STOP_DEADLINE, STOP_C
 
 
 class LeftOut(enum.IntEnum):
-    """Why a sample has no weight in the policy's loss; where several are true, the first that `left_out` looks at.
+    """The reason why a sample has no weight in the policy's loss; of several, the first in podrl/learner/left_out.py.
 
     The names are those of `loss/left_out/REASON`, and docs/metrics.md explains each. The numbers are in checkpoints.
     """
@@ -80,12 +80,12 @@ NO_EPISODE: Mapping[str, Any] = {"turns": [], "metrics": {}, "seconds": 0.0}
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """How a per-token array of `Rollouts` is stored, sent and filled.
+    """The storage type and the fill of a per-token array of `Rollouts`.
 
     Attributes:
       dtype: numpy type of its values on the host, on disk and between hosts.
       fill: value of a token that the policy did not sample, and beyond the end of a sample.
-      drawn: the engine makes the value with each token that it samples.
+      drawn: whether the engine makes the value with each token that it samples.
     """
 
     dtype: type[np.generic]

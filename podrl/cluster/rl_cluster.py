@@ -19,7 +19,8 @@ from podrl.cluster.weights import WeightSync
 from podrl.cluster.worker import rollout_worker
 from podrl.config import known_arguments
 from podrl.data.chat import Message
-from podrl.data.tokenizer import Tokenizer, prompts_of
+from podrl.data.conversation import prompts_of
+from podrl.data.tokenizer import Tokenizer
 from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig
 from podrl.models.pretrained import Decoder, check_positions, check_vocab, directories_of, on_this_host
@@ -215,7 +216,7 @@ class RLCluster:
         """Samples completions of prompts.
 
         Args:
-          prompts: tokenised; or texts and conversations, see podrl.data.tokenizer.prompts_of.
+          prompts: tokenised; or texts and conversations, see podrl.data.conversation.prompts_of.
           policy: what `sync_weights` returned; synchronised now when left out.
           apply_chat_template: wrap each text as a user's turn; a conversation always goes through the chat template.
           mode: which rollout configuration gives the sampling settings.

@@ -79,8 +79,8 @@ def of_record(
       ValueError: see podrl.data.conversation.parts.
     """
     answers = [record[name] for name in names]
-    if not _has_turns(record, names) and ("prompt" in record or not render.in_turns):
-        prompt = Part(record["prompt"]) if "prompt" in record else render.prompt(record)
+    if not _has_turns(record, names) and (record.get("prompt") is not None or not render.in_turns):
+        prompt = Part(record["prompt"]) if record.get("prompt") is not None else render.prompt(record)
         return [encode([prompt, turn(answer)], tokenizer, limit) for answer in answers]
     given = _turns_before(record, answers[0], render)
     whole = [[*given, *_as_turns(answer)] for answer in answers]
@@ -91,7 +91,7 @@ def of_record(
 
 def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> str:
     """Says what a record lacks for examples of the answers in its fields `names`; '' where it lacks nothing."""
-    before = "prompt" if "prompt" in record else data.question_field
+    before = "prompt" if record.get("prompt") is not None else data.question_field
     if not _has_turns(record, names):
         missing = [name for name in (before, *names) if not isinstance(record.get(name), str)]
         return f"{missing[0]!r} is {str(record.get(missing[0]))[:80]!r}" if missing else ""

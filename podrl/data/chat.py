@@ -77,7 +77,10 @@ class ChatTemplate:
             return "".join(_bounded(self._template.generate(given), most))
         except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             roles = [message.get("role") for message in messages]
-            raise ValueError(f"The chat template of {self._where} refuses roles {roles}: {_said(error)}") from error
+            why = _said(error)
+            if "strftime_now" in why:
+                why += ": it asks for today's date, which would differ between runs; write a date into the template"
+            raise ValueError(f"The chat template of {self._where} refuses roles {roles}: {why}") from error
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -14,9 +14,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from podrl.data import shape
 from podrl.data.chat import Message, Tools
 from podrl.data.template import Part
-from podrl.data.tokenizer import Tokenizer
+from podrl.data.tokenizer import Tokenizer, right_padded
+from podrl.types import Prompts
 
 _log = logging.getLogger(__name__)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the names under which templates read thoughts
@@ -69,7 +73,7 @@ def parts(
         spans = [writing.turn(i) for i in turns]
         for i, before, span in zip(turns[1:], spans, spans[1:], strict=False):
             if span.start < before.end:
-                raise writing.fault(i, "writes the turn so that it is found within the turn before it")
+                raise writing.fault(i, "writes this turn so that it overlaps the turn before it")
     made, shown, whole = [], 0, writing.whole
     for span in spans:
         made.append(Part(whole[shown : span.start]))
@@ -93,7 +97,7 @@ def _thoughts(message: Message) -> str:
 
 @functools.cache
 def _say_dropped(directory: str) -> None:
-    """Says once that thoughts are not learned."""
+    """Warns, once per model directory, that thoughts in the data are not learned."""
     _log.warning(
         "The chat template of %s leaves thoughts of the data out of its text, so they are not learned: see "
         "docs/data.md, Conversations.",
@@ -187,7 +191,7 @@ class _Writing:
 
     @functools.cached_property
     def _header(self) -> str:
-        """What the prompt for the answer to a question adds to the question."""
+        """The text that a generation prompt adds behind a question: the opening of the assistant's turn."""
         try:
             asked, prompt = (self.write([_ASK], add_generation_prompt=opens) for opens in (False, True))
         except ValueError:
@@ -315,7 +319,7 @@ class _Writing:
 
     @functools.cached_property
     def _closing(self) -> str:
-        """What the template writes at the end of a conversation, behind the mark that ends the last turn."""
+        """The text that the template writes behind the end mark of the last turn of a conversation."""
         said = [_ASK, {"role": "assistant", "content": self._word}]
         try:
             last, earlier = (self.write(turns, add_generation_prompt=False) for turns in (said, [*said, _ASK]))
@@ -435,3 +439,43 @@ def _shared_end(a: str, b: str) -> int:
 def _is_cut(text: str, of: str) -> bool:
     """True where a text is another one without a stretch of it, or all of it."""
     return len(text) <= len(of) and _shared(text, of) + _shared_end(text, of) >= len(text)
+
+
+def prompts_of(
+    given: Sequence[str | Sequence[Message]], tokenizer: Tokenizer, *, max_length: int, chat: bool = False
+) -> Prompts:
+    """Makes prompts of plain texts and of conversations.
+
+    Args:
+      given: a text, or a list of messages, for each prompt. Messages are put by the chat template.
+      tokenizer: of the model.
+      max_length: tokens that a prompt may have.
+      chat: whether a text is a user's turn of a conversation; else it is what the model goes on from.
+
+    Raises:
+      ValueError: what is neither text nor messages, or a prompt of more than `max_length` tokens.
+    """
+    if isinstance(given, str):
+        raise ValueError(f"The prompts are the text {given[:80]!r}: give a list of texts or of conversations.")
+    texts, rows = [], []
+    for i, prompt in enumerate(given):
+        plain = isinstance(prompt, str) and not chat
+        try:
+            texts.append(prompt if isinstance(prompt, str) and not chat else _rendered(prompt, tokenizer))
+        except ValueError as error:
+            raise ValueError(f"Prompt {i} must be a text or a list of messages that can be rendered: {error}") from None
+        rows.append(tokenizer.encode(texts[-1], start=plain))
+    tokens_PT, length_P = right_padded(rows, tokenizer.pad_id)
+    if (longest := tokens_PT.shape[1]) > max_length:
+        raise ValueError(
+            f"A prompt has {longest} tokens: rollout.max_prompt_length={max_length} must be at least that."
+        )
+    return Prompts(tokens_PT, length_P, np.arange(len(texts)), texts, {}, b"")
+
+
+def _rendered(given: Any, tokenizer: Tokenizer) -> str:
+    turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    turns = list(turns) if isinstance(turns, tuple) else turns
+    if fault := shape.turns_fault(turns):
+        raise ValueError(fault)
+    return render(tokenizer, turns)

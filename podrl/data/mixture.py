@@ -37,7 +37,7 @@ class Part:
       unanswered: place of its first record without an answer, and what it has; '' where all have one.
       counts: its records, by what happened to them.
       fields: fields that its records get.
-      hashes: of the questions of the records to train on; none of an embedded task.
+      hashes: question hashes of the records to train on; an embedded task has none.
     """
 
     name: str
@@ -122,7 +122,7 @@ class _Key:
         return isinstance(other, _Key) and self._text == other._text
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)  # sources and sets of one job, each of which is opened several times
 def _opened(asked: _Key) -> Opened:
     config, cache = asked.config, Cache(asked.config.cache)
     evaluation, notes = None, Notes(config.question_field, config.answer_field)
@@ -145,9 +145,9 @@ class _File(NamedTuple):
     """The records of a source that are in files.
 
     Attributes:
-      records: those that its transforms left.
-      dropped: how many they dropped, by reason.
-      hashes: of every record's question.
+      records: the records that the transforms of the source left.
+      dropped: number of records that the transforms dropped, by reason.
+      hashes: question hash of every record.
       is_held: True for records that are held out.
       unanswered: see `Part`.
     """
@@ -201,11 +201,11 @@ def _part(config: DataConfig, source: SourceConfig | None, file: _File | None, h
         where = f"data.eval_path={config.eval_path}" if config.eval_path else "records held out of other sources"
         if not len(kept):
             raise ValueError(
-                f"All {count} records of {config.path} ask what {where} ask: none is left to train on. Give "
+                f"All {count} records of {config.path} repeat questions of {where}: none is left to train on. Give "
                 "held-out records that are not among those to train on."
             )
         _log.warning(
-            "%d of %d records of %s ask what %s ask, but for case and white space: they are not trained on.",
+            "%d of %d records of %s repeat a question of %s (case and white space aside) and are left out of training.",
             *(count, len(records), config.path, where),
         )
     used = _chosen(kept, source, config.seed)
@@ -230,7 +230,7 @@ def _read(config: DataConfig, path: str, part: str, notes: Notes, cache: Cache, 
             notes.check(record, place)
         else:
             form(record, place, config)
-            notes.note(record, place)
+            notes.note_given(record, place)
 
     def known(file: epath.Path, lines: Any, read: Callable[[], None]) -> None:
         if sources.size(file) < WORTH:

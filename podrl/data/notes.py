@@ -31,8 +31,19 @@ class Notes:
         self.note(record, place)
 
     def note(self, record: Record, place: str) -> None:
-        """Notes a record of any form."""
-        self._answered.append(shape.answers(record, place, self._answer))
+        """Notes a record that asks."""
+        self._note(record, answered=shape.answers(record, place, self._answer))
+
+    def note_given(self, record: Record, place: str) -> None:
+        """Notes a record whose answer is given: its field `answer`, which nobody trains on, may hold anything."""
+        try:
+            answered = shape.answers(record, place, self._answer)
+        except ValueError:
+            answered = False
+        self._note(record, answered=answered)
+
+    def _note(self, record: Record, *, answered: bool) -> None:
+        self._answered.append(answered)
         self._hashes.append(_hash(shape.same_question(record, self._question)))
 
     def __len__(self) -> int:

@@ -145,9 +145,9 @@ class _Writer:
         self._render = pipeline.Renderer(data, tokenizer)
 
     def __call__(self, index: int, record: Any) -> Example | TooLong:
-        if isinstance(record, Mapping) and "messages" in record:
+        if isinstance(record, Mapping) and record.get("messages") is not None:
             return answers.turns(record["messages"], self._tokenizer, self._limit, tools=record.get("tools"))
-        if isinstance(record, Mapping) and "completion" in record:
+        if isinstance(record, Mapping) and record.get("completion") is not None:
             return answers.of_record(record, ("completion",), self._render, self._tokenizer, self._limit)[0]
         prompt, fields = self._render(record)
         # Draws of the form are apart from those of the problem.
@@ -175,16 +175,18 @@ def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part
 
 def plain_solution(solution: str) -> str:
     """Extracts the reasoning of a GSM8K solution, without the answer's line and the calculator's marks."""
-    return _CALCULATION.sub("", solution.rpartition("\n####")[0] or solution)
+    before, _, after = solution.rpartition("\n####")
+    marked = before and "\n" not in after.strip()  # elsewhere it begins a heading of Markdown
+    return _CALCULATION.sub("", before if marked else solution)
 
 
 def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     """Refuses a record in none of the three forms, with its file and line."""
-    if "messages" in record:
+    if record.get("messages") is not None:
         fault = shape.turns_fault(record["messages"], tools=record.get("tools"))
         roles = () if fault else [message["role"] for message in record["messages"]]
         fault = fault or ("" if "assistant" in roles else "no turn is the assistant's")
-    elif "completion" in record:
+    elif record.get("completion") is not None:
         fault = answers.check(record, ("completion",), data)
     else:
         fault = "" if _solved(record, place, data) else "there is none of these"

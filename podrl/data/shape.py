@@ -24,7 +24,8 @@ def asked(record: Record, question_field: str = QUESTION) -> str:
     A `question_field` of another name than 'question' was chosen by the user and comes before all.
     """
     names = ("messages", "prompt", QUESTION) if question_field == QUESTION else (question_field, "messages", "prompt")
-    return next((name for name in names if name in record), "")
+    named = [name for name in names if name in record]
+    return next((name for name in named if record[name] is not None), next(iter(named), ""))
 
 
 def check(record: Record, place: str, question_field: str = QUESTION) -> None:
@@ -249,10 +250,14 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
 
 
 def final_answer(solution: str) -> str:
-    """What follows '####' in a solution, as GSM8K marks it; the whole solution without that mark."""
+    """Reads the answer of a solution: the line behind the last '####', as GSM8K marks it, else the whole text.
+
+    Where further lines follow, '####' is a heading of Markdown.
+    """
     from podrl.data import template
 
-    return template.gsm8k_answer(solution) if "####" in solution else solution
+    _, mark, rest = solution.rpartition("####")
+    return template.gsm8k_answer(solution) if mark and "\n" not in rest.strip() else solution
 
 
 def is_text(value: Any) -> bool:

@@ -6,6 +6,7 @@ held is where each begins, so a file of many gigabytes takes a few bytes per rec
 
 import array
 import bisect
+import collections
 import csv
 import io
 import itertools
@@ -284,6 +285,11 @@ def _object(text: str | bytes, place: str) -> Record:
         raise ValueError(f"{place} is not JSON ({reason}): {text[:80]!r}.") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place} holds {type(record).__name__} {text[:80]!r}: every line must be a JSON object.")
+    if "\\ud" in str(text).lower():  # JSON can write half of a surrogate pair, which no encoding of text can
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{place} holds half of a surrogate pair (\\ud800 to \\udfff), no character.") from None
     return record
 
 
@@ -297,7 +303,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_twice(names: Sequence[str], what: str) -> None:
     """Raises ValueError where a name stands twice, of which one value would be lost."""
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(name for name, count in collections.Counter(names).items() if count > 1):
         raise ValueError(f"several {what} are called {', '.join(map(repr, twice))}: each must have its own name")
 
 
@@ -354,12 +360,22 @@ class _Table(Records):
     def __init__(self, file: epath.Path, table: Any) -> None:
         super().__init__(str(file), ())
         self._table = table
+        self._exact = {column.name: exact for column in table.schema if (exact := _shortest(column.type))}
 
     def __len__(self) -> int:
         return self._table.num_rows
 
     def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._table.slice(index, 1).to_pylist()[0]
+        return self._row(self._table.slice(index, 1).to_pylist()[0])
+
+    def rows(self) -> Iterator[Record]:
+        """Yields all records, in order."""
+        for batch in self._table.to_batches(max_chunksize=4096):
+            yield from map(self._row, batch.to_pylist())
+
+    def _row(self, record: Record) -> Record:
+        exact = {name: shorten(record[name]) for name, shorten in self._exact.items()}
+        return {name: _without_nulls(exact.get(name, value)) for name, value in record.items()}
 
     def place(self, index: int) -> str:
         return f"{self.name} row {index}"
@@ -378,17 +394,39 @@ def _parquet(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
         table = pyarrow.parquet.read_table(content)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file} is not a Parquet file: {error}") from error
-    for i, column in enumerate(table.schema):
-        if pyarrow.types.is_float32(column.type) or pyarrow.types.is_float16(column.type):
-            # By way of the shortest text: 0.1 of 32 bits is written 0.1, and is another number as 64 bits.
-            exact = table[i].cast(pyarrow.float32()).cast(pyarrow.string()).cast(pyarrow.float64())
-            table = table.set_column(i, column.name, exact)
-    records, row = _Table(file, table), 0
-    for batch in table.to_batches(max_chunksize=4096):
-        for record in batch.to_pylist():
-            accept(record, records.place(row))
-            row += 1
+    records = _Table(file, table)
+    for row, record in enumerate(records.rows()):
+        accept(record, records.place(row))
     return records
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drops the nulls inside a value, by which Arrow gives all objects of a column the same keys."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _shortest(kind: Any) -> Callable[[Any], Any] | None:
+    """Makes the function that writes floats of 16 and 32 bits, at any depth of an Arrow type, as the user wrote them.
+
+    By way of the shortest text: 0.1 of 32 bits is written 0.1, and is another number as 64 bits. None for types
+    without such floats.
+    """
+    import pyarrow
+
+    if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
+        narrow = np.float16 if pyarrow.types.is_float16(kind) else np.float32
+        return lambda value: None if value is None else float(str(narrow(value)))
+    if pyarrow.types.is_struct(kind):
+        inner = {field.name: one for field in kind if (one := _shortest(field.type))}
+        within = lambda value: value | {name: one(value[name]) for name, one in inner.items()}  # noqa: E731
+        return (lambda value: None if value is None else within(value)) if inner else None
+    kinds = pyarrow.types
+    is_list = kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
+    if not is_list or not (each := _shortest(kind.value_type)):
+        return None
+    return lambda value: None if value is None else [each(one) for one in value]
 
 
 _READERS: dict[str, Callable[[epath.Path, Sequence[str], Check], Records]] = {

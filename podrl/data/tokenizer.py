@@ -17,7 +17,6 @@ from jaxtyping import Int
 from podrl.data.chat import ChatTemplate, Message, Tools
 from podrl.runtime.regular import load_json, regular
 from podrl.runtime.storage import locate
-from podrl.types import Prompts
 
 # Read where a file exists; a model's exporter copies those that do, to keep the directory loadable elsewhere.
 FILES = (
@@ -171,7 +170,7 @@ class Tokenizer:
         return [i for part in map(self._backend.encode, text) if self._special.isdisjoint(part) for i in part]
 
     def special_spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where special tokens are written in a text, from left to right: the place of the first character, the end."""
+        """Yields (first character, end) of every special token that is written in a text, from left to right."""
         return (found.span() for found in self._written.finditer(text))
 
     def holds_special(self, text: str) -> bool:
@@ -282,7 +281,8 @@ class Tokenizer:
         if token is not None:
             return self._backend.token_id(token)
         given = (config.get(key) for config in configs for key in [f"{name}_token_id"])
-        found = next((i for i in given if i is not None), None)
+        none = (None, -1) if name == "pad" else (None,)  # old conversions of Llama write -1 for no padding token
+        found = next((i for i in given if i not in none), None)
         return None if found is None else self._checked(f"{name}_token_id", found)
 
     def _checked(self, key: str, given: Any) -> int:
@@ -486,10 +486,11 @@ class _Json:
         Raises:
           ValueError: the two give a token different ids.
         """
+        whole = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         for i, (text, special) in sorted(added.items()):
             if not text:
                 continue
-            if self._tokenizer.token_to_id(text) is None:
+            if text not in whole:  # a piece of the vocabulary keeps its id, and is then read whole
                 add = self._tokenizer.add_special_tokens if special else self._tokenizer.add_tokens
                 add([tokenizers.AddedToken(text, special=special, normalized=False)])
             if (found := self._tokenizer.token_to_id(text)) != i:
@@ -530,7 +531,7 @@ class _SentencePiece:
         """Reads the model.
 
         Args:
-          path: of the file.
+          path: the file `tokenizer.model`.
           added: (text, whether it is special) by id, as the files beside it have them; some are pieces of the model.
 
         Raises:
@@ -630,36 +631,3 @@ def right_padded(
     for b, row in enumerate(rows):
         tokens_BT[b, : len(row)] = row
     return tokens_BT, length_B
-
-
-def prompts_of(
-    given: Sequence[str | Sequence[Message]], tokenizer: Tokenizer, *, max_length: int, chat: bool = False
-) -> Prompts:
-    """Makes prompts of plain texts and of conversations.
-
-    Args:
-      given: a text, or a list of messages, for each prompt. Messages are put by the chat template.
-      tokenizer: of the model.
-      max_length: tokens that a prompt may have.
-      chat: whether a text is a user's turn of a conversation; else it is what the model goes on from.
-
-    Raises:
-      ValueError: what is neither text nor messages, or a prompt of more than `max_length` tokens.
-    """
-    if isinstance(given, str):
-        raise ValueError(f"The prompts are the text {given[:80]!r}: give a list of texts or of conversations.")
-    texts, rows = [], []
-    for i, prompt in enumerate(given):
-        plain = isinstance(prompt, str) and not chat
-        try:
-            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            texts.append(prompt if plain else tokenizer.apply_chat_template(turns))
-        except ValueError as error:
-            raise ValueError(f"Prompt {i} must be a text or a list of messages that can be rendered: {error}") from None
-        rows.append(tokenizer.encode(texts[-1], start=plain))
-    tokens_PT, length_P = right_padded(rows, tokenizer.pad_id)
-    if (longest := tokens_PT.shape[1]) > max_length:
-        raise ValueError(
-            f"A prompt has {longest} tokens: rollout.max_prompt_length={max_length} must be at least that."
-        )
-    return Prompts(tokens_PT, length_P, np.arange(len(texts)), texts, {}, b"")

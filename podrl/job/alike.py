@@ -92,7 +92,7 @@ class Compared:
     """Facts of the hosts, served by the leader: the first host to tell one sets what the others are compared with."""
 
     def __init__(self, process: int, facts: Mapping[str, str]):
-        """Knows the leader's own facts."""
+        """Starts with the facts of the leader."""
         self._known = {key: (value, process) for key, value in facts.items()}
 
     def __call__(self, message: Message) -> Message:

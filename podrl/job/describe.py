@@ -188,7 +188,7 @@ def _set_lines(job: Job) -> list[str]:
         drawn = f"greedy and {samples} at temperature {one.temperature:g}" if samples else "greedy"
         often = "" if one.every == 1 else f", in every {one.every}th evaluation, the first and the last"
         also = split(job.data, job.kind.form).asked_by(split(one.data(job.data)))
-        trained = f" {also} records to train on ask what its records ask." if also else ""
+        trained = f" {also} training records have the same question as a record of this set." if also else ""
         lines.append(f"Evaluation set {one.name}: at most {most} records of {one.path}, {drawn}{often}.{trained}")
     return lines
 

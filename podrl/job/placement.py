@@ -128,7 +128,7 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
 
     Args:
       roles: the configuration.
-      hosts: who does what, where there are several processes; None splits the devices of one process.
+      hosts: the role of every process, where there are several; None splits the devices of one process.
       split: trainers and rollouts are clusters of their own.
       role: of this process, under split.
 

@@ -1,4 +1,4 @@
-"""Finds, before a model is loaded, what a job names and is not there, or cannot use what its records hold."""
+"""Checks, before a model is loaded, that the files and code a job names exist and can read its records."""
 
 import contextlib
 import dataclasses

@@ -383,7 +383,8 @@ class HostRecorder:
           schedule: the job's.
           enter: asks the leader where this host begins.
           evaluate: on this host's share of the held-out prompts; None for no evaluation.
-          stopping, curriculum: as in Recorder.
+          stopping: whether the run was asked to stop, the same in all processes of the job.
+          curriculum: prompts chosen by their pass rates, where the data has one.
         """
         self._curriculum = curriculum
         self._stream, self._run, self._schedule = stream, run, schedule

@@ -148,7 +148,7 @@ def check_positions(config: ModelConfig, prompt: int, longest: int) -> None:
     if longest > config.max_length:
         _log.warning(
             "A sample may have %d tokens (rollout.max_prompt_length + rollout.max_tokens_to_generate) and the model "
-            "was made for %d (max_position_embeddings in config.json): what it says beyond is not to be trusted.",
+            "was made for %d (max_position_embeddings in config.json): its text beyond that position is unreliable.",
             longest,
             config.max_length,
         )

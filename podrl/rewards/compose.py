@@ -137,7 +137,12 @@ def _without_outputs(completion: str) -> str:
 
 
 class _Alone(NamedTuple):
-    """The reward of a sample that was scored by itself; `trouble`: '', 'late', or 'died' with NaN for the reward."""
+    """The reward of a sample that was scored by itself.
+
+    Attributes:
+      reward: the reward; NaN where the worker died on the sample.
+      trouble: '' for none, 'late', or 'died'.
+    """
 
     reward: float
     trouble: str = ""
@@ -418,7 +423,7 @@ class Rewards:
         )
 
     def take_late(self) -> int:
-        """How many samples exceeded a deadline of their own since this was asked last."""
+        """Returns the number of samples that exceeded their deadline since the last call."""
         with self._lock:
             count, self._late_samples = self._late_samples, 0
         return count

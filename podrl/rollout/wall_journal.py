@@ -82,7 +82,7 @@ class WallJournal:
                 del known[step]
 
     def _lost(self, number: int, why: str, records: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-        """Says which decision is lost, and what can be done."""
+        """Writes the error for a damaged line: the steps of its neighbours, and how to go on."""
         before = [record["step"] for at, record in records if at < number]
         after = [record["step"] for at, record in records if at > number]
         between = " and ".join(f"step {step}" for step in (*before[-1:], *after[:1])) or "no other step"

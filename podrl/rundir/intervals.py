@@ -19,9 +19,9 @@ def share(mean: float, error: float | None, records: float) -> tuple[float, floa
     the same value, or there is one, the error says nothing, and each record counts once.
 
     Args:
-      mean: of the records' values, from 0 to 1.
+      mean: mean of the records' values, from 0 to 1.
       error: standard error of the mean over records; None or NaN where it is not known.
-      records: their number, at least 1.
+      records: number of records, at least 1.
     """
     n, spread = float(records), mean * (1 - mean)
     if error and not math.isnan(error) and spread > 0:

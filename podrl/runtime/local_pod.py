@@ -57,7 +57,7 @@ class LocalPod:
 
         Args:
           command: of every process.
-          hosts: who does what.
+          hosts: the role of every process.
           replace_rollouts: the job goes on where a process that does not train was killed or asked to be restarted.
           environment: of every process; what tells it its place is added, PODRL_SECRET and PODRL_CHANNEL where they
             are not there.

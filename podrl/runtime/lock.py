@@ -204,7 +204,7 @@ class _File:
         """Opens and locks the file.
 
         Args:
-          path: of the file.
+          path: the lock file.
           refuse: raises; called with the owner where that one is alive, or its lock outlives it for long.
           network: whether the lock may be that of a machine which is gone; its lease then decides.
         """

@@ -159,7 +159,7 @@ class Lines:
     """A file to append lines to; lines that cannot be written wait for the next try.
 
     Attributes:
-      path: of the file.
+      path: the file that is appended to.
       size: bytes of all lines so far, waiting ones included.
       differs: how the lines found are not those of the mark: 'is gone' for instance; '' where they are.
     """

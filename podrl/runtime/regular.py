@@ -1,5 +1,6 @@
 """The guard of all readers of a user's files: they read to the end, so what may have no end is refused."""
 
+import collections
 import json
 import os
 import pathlib
@@ -46,7 +47,7 @@ def load_json(text: str | bytes) -> Any:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        count = collections.Counter(name for name, _ in pairs)
+        twice = next(name for name in count if count[name] > 1)
         raise ValueError(f"the key {twice!r} is there twice")
     return found

@@ -40,7 +40,7 @@ def decode(content: bytes, unsealed: Collection[frozenset[str]]) -> SealedLines:
     """Reads lines.
 
     Args:
-      content: of the file.
+      content: bytes of the file.
       unsealed: the sets of keys that records without a checksum may have, as earlier versions wrote them: exactly
         these, so that a damaged name of the checksum does not make a line an old one.
     """

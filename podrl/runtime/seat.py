@@ -12,9 +12,9 @@ class Seat:
 
     Attributes:
       process: number in the job; 0 leads.
-      hosts: who does what.
+      hosts: the role of every process of the job.
       leader: 'host:port' of the leader's endpoint.
-      secret: of the job's channel.
+      secret: shared secret of the job's channel.
       disposable: rollout and evaluation processes may come and go (topology split).
     """
 

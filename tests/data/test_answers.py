@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from podrl.data import labels, pairs, sft, shape
+from podrl.data import labels, pairs, sft, shape, sources
 from podrl.data.generated import Draw
 from podrl.data.mixture import split
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
@@ -254,3 +254,61 @@ def test_a_field_of_a_name_that_podrl_uses_keeps_its_value():
     assert shape.fields({**record, "solution": None}) == {"question": "q", "answer": "0", "solution": "0"}
     (reference_form, _) = sft.forms(record, shape.fields(record), Draw(0, 0, 0))
     assert "<answer>0</answer>" in reference_form[0].text
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32"])
+def test_narrow_floats_of_parquet_keep_what_was_written_at_any_depth(tmp_path, kind):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    narrow = getattr(pyarrow, kind)()
+    columns = {"alone": (0.1, narrow), "list": ([0.1, None], pyarrow.list_(narrow))}
+    columns["object"] = ({"x": [0.1], "y": "z"}, pyarrow.struct({"x": pyarrow.list_(narrow), "y": pyarrow.string()}))
+    halves = lambda x: np.float16(x) if kind == "float16" and isinstance(x, float) else x  # noqa: E731
+    made = {
+        name: pyarrow.array([json.loads(json.dumps(value), parse_float=lambda text: halves(float(text)))], of)
+        for name, (value, of) in columns.items()
+    }
+    parquet.write_table(pyarrow.table({"question": ["q"], **made}), tmp_path / "t.parquet")
+    (record,) = sources.read(str(tmp_path / "t.parquet"))
+    assert record == {"question": "q", "alone": 0.1, "list": [0.1, None], "object": {"x": [0.1], "y": "z"}}
+
+
+def test_objects_of_a_parquet_column_have_the_keys_that_each_was_given(tmp_path):
+    """Arrow gives all of them the union of the keys; what a call was not given must not be learned as null."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    calls = [{"name": "f", "arguments": {"city": "x"}}, {"name": "g", "arguments": {"day": "y"}}]
+    turns = [
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls
+    ]
+    table = pyarrow.table({"messages": turns, "answer": ["1", None]})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    records = sources.read(str(tmp_path / "t.parquet"))
+    assert [record["messages"][1]["tool_calls"] for record in records] == [[call] for call in calls]
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_line(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"question": "\\ud83d\\ude00"}\n{"question": "a\\ud800b"}\n')
+    with pytest.raises(ValueError, match=r"t\.jsonl line 2 holds half of a surrogate pair"):
+        sources.read(str(tmp_path / "t.jsonl"))
+
+
+def test_the_mark_of_an_answer_is_no_heading():
+    assert shape.final_answer("2+2=4\n#### 4\n") == "4"
+    assert shape.final_answer("#### Title\nfoo") == "#### Title\nfoo"
+    assert sft.plain_solution("2+2=4\n#### 4") == "2+2=4"
+    assert sft.plain_solution("one\n#### Title\nfoo") == "one\n#### Title\nfoo"
+
+
+def test_a_field_that_is_null_is_not_there():
+    assert shape.asked({"messages": None, "prompt": "x"}) == "prompt"
+    assert shape.asked({"question": None}) == "question", "named where nothing else asks"
+    sft.check_form({"messages": None, "prompt": "x", "completion": "y"}, "line 1", DataConfig())
+
+
+@pytest.mark.parametrize("value", [True, math.nan, {"a": 1}])
+def test_an_answer_that_nobody_trains_on_may_be_anything(tmp_path, value):
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (tmp_path / "t.jsonl").write_text(json.dumps({"messages": turns, "answer": value}) + "\n")
+    opened = split(DataConfig(path=str(tmp_path / "t.jsonl"), cache="", eval_fraction=0.0), sft.check_form)
+    assert opened.unanswered

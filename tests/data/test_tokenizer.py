@@ -10,7 +10,8 @@ from pieces import train as pieces_file
 
 import podrl
 from podrl.data import problems, template, train_tokenizer
-from podrl.data.tokenizer import Tokenizer, foreign, prompts_of, right_padded
+from podrl.data.conversation import prompts_of
+from podrl.data.tokenizer import Tokenizer, foreign, right_padded
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
 

@@ -15,10 +15,11 @@ import podrl
 from podrl.data import train_tokenizer
 from podrl.data.answers import Example, encode
 from podrl.data.config import DataConfig
+from podrl.data.conversation import prompts_of
 from podrl.data.pipeline import PromptStream, Renderer
 from podrl.data.stream import Limit
 from podrl.data.template import Part, turn
-from podrl.data.tokenizer import Tokenizer, prompts_of
+from podrl.data.tokenizer import Tokenizer
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|end▁of▁sentence|>")
@@ -185,6 +186,18 @@ def test_a_token_of_the_config_alone_is_added_where_ids_agree(tmp_path):
             Tokenizer(_directory(tmp_path / i, config=config))
 
 
+def test_a_piece_of_the_vocabulary_that_the_config_names_is_read_whole(tmp_path):
+    (end,) = Tokenizer(_directory(tmp_path / "whole")).encode("<|im_end|>")
+    config = {"added_tokens_decoder": {str(end): {"content": "<|im_end|>", "special": True}}}
+    directory = _directory(tmp_path / "piece", config=config)
+    raw = json.loads((directory / "tokenizer.json").read_text())
+    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["id"] != end]
+    raw["model"]["vocab"]["<|im_end|>"] = end
+    (directory / "tokenizer.json").write_text(json.dumps(raw))
+    _, found, _ = Tokenizer(directory).encode("a<|im_end|>b")
+    assert found == end
+
+
 def test_a_token_is_special_where_either_file_says_so(tmp_path):
     def plain(tokenizer):
         tokenizer.add_tokens([AddedToken("<f>", special=False, normalized=False)])
@@ -284,6 +297,9 @@ def test_tokens_beyond_the_pieces_of_a_sentencepiece_model(tmp_path):
         [["x"]],
         [None],
         [[{"role": "user", "content": [1]}]],
+        [[{"role": "user", "content": None}]],
+        [[{"role": "user"}]],
+        [[]],
     ],
 )
 @pytest.mark.parametrize("chat", [False, True])

@@ -51,7 +51,7 @@ def chosen(
       order (str): which come first.
 
     Returns:
-      nothing: at all.
+      text: the arguments, for a test to read.
     """
     return f"{depth.name} {order} {list(sites)} {most} {free}"
 

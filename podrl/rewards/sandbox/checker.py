@@ -185,9 +185,9 @@ class _Remote:
     """Requests to a program's process, and stand-ins of its objects.
 
     Attributes:
-      malformed: what is wrong with a message of the program's process; '' while all were as they must be. A program
-        can write to the channel itself, so a message proves nothing and is read as data.
-      unusable: what a test gave the program that is no plain value; '' for nothing.
+      malformed: the fault of a message from the program's process; '' while no message had one. A program can write
+        to the channel itself, so a message proves nothing and is read as data.
+      unusable: a value that a test gave the program and that is not plain data; '' for none.
     """
 
     def __init__(self, program: _Program, end: float) -> None:
