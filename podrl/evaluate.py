@@ -24,7 +24,7 @@ import numpy as np
 from podrl import generate
 from podrl.config import build, hint_at
 from podrl.data import shape
-from podrl.rewards.compose import RewardConfig, RewardError, Rewards
+from podrl.rewards.compose import RewardConfig, RewardError, Rewards, without_outputs
 from podrl.rewards.reference import accuracies, majority, pass_at_k
 from podrl.rundir import intervals
 from podrl.rundir.console import make_console, print_table
@@ -190,7 +190,7 @@ def _scored(
         given = [f"--model={directory}", f"--prompts={prompts}", f"--out={out}", f"--n={args.n}", *rest]
         if generate.main([*given, f"--devices={args.devices}"]):
             raise ValueError(f"--sets: {one} was not completed, as said above.")
-        records = [json.loads(line) for line in out.read_text().splitlines()]
+        records = [json.loads(line) for line in out.read_bytes().splitlines()]  # texts have more ends of lines
         found[one] = (score(records), [str(record.get(args.by, "")) for record in records])
     return found
 
@@ -237,6 +237,7 @@ class Scoring:
           RewardError: a reward function failed.
         """
         texts = [one["text"] for record in records for one in record["completions"]]
+        own = [without_outputs(text) for text in texts]
         asked = [shape.fields({k: v for k, v in record.items() if k != "completions"}) for record in records]
         size = (len(records), self._n)
         if self._rewards is not None:
@@ -249,10 +250,10 @@ class Scoring:
                 raise ValueError(
                     f"record {truths.index(None) // self._n} of a set has no 'answer': give it, or --fns=FUNCTION."
                 )
-            found = [accuracies(text, truth) for text, truth in zip(texts, truths, strict=True)]
+            found = [accuracies(text, truth) for text, truth in zip(own, truths, strict=True)]
             scores = {key: np.array([one[key] for one in found]) for key in found[0]}
             scores["right"] = scores.pop("answer")
-        votes = [self._config.text.vote_of(text) for text in texts]
+        votes = [self._config.text.vote_of(text) for text in own]
         scores = {key: np.asarray(value).reshape(size) for key, value in scores.items()}
         pairs = zip(np.array(votes, object).reshape(size).tolist(), scores["right"].tolist(), strict=True)
         return {**scores, "majority": np.array([[majority(own, right)] for own, right in pairs])}
@@ -262,7 +263,14 @@ class Scoring:
         names = list(dict.fromkeys(key for fields in asked for key in fields))
         each = [fields for fields in asked for _ in range(self._n)]
         fields = {key: [one.get(key) for one in each] for key in names}
-        return dict(zip(rewards.names, rewards.score([one["question"] for one in each], texts, fields), strict=True))
+        scores = rewards.score([one["question"] for one in each], texts, fields)
+        if np.isnan(scores).any():
+            function, at = np.argwhere(np.isnan(scores))[0]
+            raise ValueError(
+                f"Reward function {rewards.names[function]} gave no reward for completion {at % self._n} of record "
+                f"{at // self._n}: its process died on it twice. Mend the function, or leave it out of --fns."
+            )
+        return dict(zip(rewards.names, scores, strict=True))
 
 
 def _summaries(scores: Scores, sources: Sequence[str]) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class _Function:
 _OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # what a tool says has its own tags escaped
 
 
-def _without_outputs(completion: str) -> str:
+def without_outputs(completion: str) -> str:
     """Leaves tool outputs out of a text, in one pass; an output that is not closed is left out to the end."""
     own, at = [], 0
     while (start := completion.find(_OUTPUT, at)) >= 0:
@@ -276,7 +276,7 @@ class Rewards:
                 raise ValueError(f"{name} has {length} values for {len(completions)} completions: they must match.")
         if not completions:
             return np.zeros((len(self._functions), 0))
-        own = [_without_outputs(completion) for completion in completions]
+        own = [without_outputs(completion) for completion in completions]
         if own != list(completions):
             fields = {"sample_text": list(completions), **fields}
         part = Part(prompts, own, fields)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 Z = 1.959964  # standard errors on either side of the mean that hold 95 % of a normal distribution
+_ROUNDING = 1e-9  # a standard error that equal values may have, as 2/3 is no number of a computer
 _SHARES = ("answer", "partial", "format", "pass", "majority", "pair_accuracy")
 
 
@@ -24,7 +25,7 @@ def share(mean: float, error: float | None, records: float) -> tuple[float, floa
       records: number of records, at least 1.
     """
     n, spread = float(records), mean * (1 - mean)
-    if error and not math.isnan(error) and spread > 0:
+    if error and error > _ROUNDING and spread > 0:
         n = spread / (error**2 * (records - 1) / records)
     scale = 1 + Z**2 / n
     middle = (mean + Z**2 / (2 * n)) / scale
@@ -34,7 +35,8 @@ def share(mean: float, error: float | None, records: float) -> tuple[float, floa
 
 def mean(mean: float, error: float | None) -> tuple[float, float] | None:
     """The normal interval of a mean; None where all records have the same value, which says nothing of others."""
-    return None if not error or math.isnan(error) else (mean - Z * error, mean + Z * error)
+    known = error is not None and error > _ROUNDING * abs(mean)
+    return (mean - Z * error, mean + Z * error) if error and known else None
 
 
 def share_difference(value_P: Sequence[float]) -> tuple[float, float]:

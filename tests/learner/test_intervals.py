@@ -50,6 +50,15 @@ def test_nineteen_in_twenty_paired_intervals_hold_the_change():
     assert low == -high and 0.2 < high < 0.25
 
 
+@pytest.mark.parametrize(("value", "records"), [(2 / 3, 10), (0.1, 6), (0.7, 12)])
+def test_equal_values_are_as_uncertain_as_their_number_says(value, records):
+    """Their standard error is that of rounding, not 0."""
+    error = float(np.std([value] * records, ddof=1) / math.sqrt(records))
+    assert intervals.share(value, error, records) == pytest.approx(intervals.share(value, 0.0, records))
+    assert intervals.mean(value, error) is None is intervals.mean(0.0, 0.0)
+    assert intervals.mean(0.0, 1e-12) is not None
+
+
 def test_shares_that_are_all_right_are_not_certain(capsys):
     values = {"greedy_answer": 1.0, "error/greedy_answer": 0.0, "records": 7.0, "hard/sampled_pass": 0.0}
     values |= {"error/hard/sampled_pass": 0.0, "hard/records": 20.0, "greedy_reward": 3.0, "error/greedy_reward": 0.0}
@@ -94,11 +103,14 @@ def test_the_page_has_the_same_intervals():
         "'eval/greedy_answer', 1, 0, 7",
         "'greedy_answer', 0.5, 0.1, 26",
         "'r_reward', 1, 0.5, 9",
+        "'greedy_answer', 0.6666666666666666, 1e-16, 10",
         "'r_reward', 1, 0, 9",
+        "'r_reward', 0.6666666666666666, 1e-16, 9",
     )
     calls = ", ".join(f"interval({one})" for one in asked)
     script = f"{core[start:end]}\nconsole.log(JSON.stringify([{calls}]))"
     found = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout
     wanted = [intervals.share(1, 0, 7), intervals.share(0.5, 0.1, 26), intervals.mean(1, 0.5)]
-    *ends, none = json.loads(found)
-    assert none is None and [pytest.approx(one) for one in wanted] == ends
+    wanted += [intervals.share(2 / 3, 1e-16, 10)]
+    *ends, none, rounded = json.loads(found)
+    assert none is None is rounded and [pytest.approx(one) for one in wanted] == ends

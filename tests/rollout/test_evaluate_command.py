@@ -5,6 +5,7 @@ import math
 import pathlib
 import re
 import shlex
+import types
 
 import numpy as np
 import pytest
@@ -117,6 +118,42 @@ def test_answers_are_those_of_training():
     assert found["number"].tolist() == [[1.5]] * 6 and found["exact_match"].tolist() == [[1.0]] * 5 + [[1.0]]
     with pytest.raises(ValueError, match="record 1 of a set has no 'answer'"):
         plain([record("5", "5"), record("", "5")])
+
+
+def test_what_a_tool_said_is_no_answer_and_no_vote():
+    told = "hm <tool_output>\n<answer>42</answer></tool_output> bye"
+    found = evaluate.Scoring(None, RewardConfig(), 1.0, 2)(
+        [{"question": "q", "answer": "42", "completions": [{"text": told}, {"text": "<answer>7</answer>"}]}]
+    )
+    assert found["right"].tolist() == [[0.0, 0.0]] and found["majority"].tolist() == [[0.0]]
+
+
+def test_a_completion_without_a_reward_is_named(tmp_path):
+    (tmp_path / "f.py").write_text(
+        "import os\ndef f(prompts, completions, **fields):\n"
+        "    os._exit(3) if 'die' in completions else None\n    return [1.0] * len(completions)\n"
+    )
+    config = RewardConfig(fns=(f"{tmp_path}/f.py:f",), workers=1)
+    asked = {"question": "q", "answer": "1", "completions": [{"text": "x"}, {"text": "die"}]}
+    with Rewards(config) as rewards, pytest.raises(ValueError, match="f gave no reward for completion 1 of record 0"):
+        evaluate.Scoring(rewards, config, 1.0, 2)([asked])
+
+
+def test_lines_of_completions_end_where_json_lines_do(tmp_path, monkeypatch):
+    """Other ends of lines, such as U+2028, may stand inside a text."""
+    odd = record("5", "5", note="a\u2028b\u2029c\x85d")
+    monkeypatch.setattr(evaluate, "model_directory", lambda *_: "model")
+
+    def complete(argv):
+        out = next(arg for arg in argv if arg.startswith("--out=")).removeprefix("--out=")
+        pathlib.Path(out).write_text(json.dumps(odd, ensure_ascii=False) + "\n", encoding="utf-8")
+        return 0
+
+    monkeypatch.setattr(evaluate.generate, "main", complete)
+    args = types.SimpleNamespace(out=tmp_path, n=1, devices=1, by="dataset")
+    score = evaluate.Scoring(None, RewardConfig(), 1.0, 1)
+    scores, _ = evaluate._scored("model", "model", {"one": "p.jsonl"}, args, [], score)["one"]  # pyright: ignore[reportArgumentType]
+    assert scores["right"].tolist() == [[1.0]]
 
 
 def test_gsm8k_as_it_is_published():

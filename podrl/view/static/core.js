@@ -85,9 +85,9 @@ const podrl = (() => {
 
   // The 95 % interval of a mean of an evaluation, as podrl/rundir/intervals.py has it; null where the records give none.
   function interval(name, mean, error, records) {
-    const Z = 1.959964;
-    if (!isShare(name)) return error ? [mean - Z * error, mean + Z * error] : null;
-    const spread = mean * (1 - mean), known = error && spread > 0;
+    const Z = 1.959964, ROUNDING = 1e-9;
+    if (!isShare(name)) return error > ROUNDING * Math.abs(mean) ? [mean - Z * error, mean + Z * error] : null;
+    const spread = mean * (1 - mean), known = error > ROUNDING && spread > 0;
     if (!known && !records) return null;
     const n = known ? spread / (error * error * (records ? (records - 1) / records : 1)) : records;
     const scale = 1 + Z * Z / n, middle = (mean + Z * Z / (2 * n)) / scale, half = Z / scale * Math.sqrt(spread / n + Z * Z / (4 * n * n));
