@@ -294,7 +294,7 @@ def _sampling(args: argparse.Namespace) -> Any:
 
 def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:
     """Encodes every prompt."""
-    from podrl.data import template
+    from podrl.data import conversation, template
 
     system = template.SYSTEM_PROMPT if args.system_prompt == "auto" else args.system_prompt
     form = "chat" if tokenizer.has_chat_template else "plain"
@@ -303,7 +303,7 @@ def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace
         record = records[i]
         if args.chat and shape.asked(record) == "prompt" and isinstance(record["prompt"], str):
             record = {"messages": [{"role": "user", "content": record["prompt"]}]}
-        prompt = shape.prompt(record, tokenizer, system=system, form=form)
+        prompt = conversation.prompt(record, tokenizer, system=system, form=form)
         rows.append(tokenizer.encode(prompt.text, start=not prompt.rendered))
     return rows
 

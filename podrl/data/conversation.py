@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrl.data import shape
+from podrl.data import shape, template
 from podrl.data.chat import Message, Tools
 from podrl.data.template import Part
 from podrl.data.tokenizer import Tokenizer, right_padded
+from podrl.runtime import plain
 from podrl.types import Prompts
 
 _log = logging.getLogger(__name__)
@@ -441,6 +442,43 @@ def _is_cut(text: str, of: str) -> bool:
     return len(text) <= len(of) and _shared(text, of) + _shared_end(text, of) >= len(text)
 
 
+def prompt(
+    record: shape.Record,
+    tokenizer: Tokenizer,
+    *,
+    system: str,
+    form: template.Form,
+    question_field: str = shape.QUESTION,
+) -> Part:
+    """Renders a record as the text that the model goes on from.
+
+    Args:
+      record: `messages`, or a `prompt` that is a list, are put by the model's chat template; a `prompt` of text is
+        used as it is; a question is wrapped as `template.wrap` does.
+      tokenizer: of the model.
+      system: instructions before a question; '' for none.
+      form: of a question.
+      question_field: see `podrl.data.shape.asked`.
+
+    Raises:
+      ValueError: the model's chat template drops what is asked.
+    """
+    name = shape.asked(record, question_field)
+    value = record[name]
+    if isinstance(value, list):
+        return Part(render(tokenizer, shape.conversation(record, name)), rendered=True)
+    if name == "prompt" and question_field != "prompt":
+        return Part(value)
+    asks = plain.text(value).strip()
+    text = template.wrap(tokenizer, asks, system=system, form=form)
+    if "".join(asks.split()) not in "".join(text.split()):
+        raise ValueError(
+            f"The chat template of {tokenizer.directory} drops what is asked: {asks[:80]!r} is not in the prompt "
+            f"{text[-160:]!r}. Correct the template, or set data.template=plain."
+        )
+    return Part(text, rendered=form == "chat")
+
+
 def prompts_of(
     given: Sequence[str | Sequence[Message]], tokenizer: Tokenizer, *, max_length: int, chat: bool = False
 ) -> Prompts:
@@ -459,12 +497,12 @@ def prompts_of(
         raise ValueError(f"The prompts are the text {given[:80]!r}: give a list of texts or of conversations.")
     texts, rows = [], []
     for i, prompt in enumerate(given):
-        plain = isinstance(prompt, str) and not chat
+        as_it_is = isinstance(prompt, str) and not chat
         try:
             texts.append(prompt if isinstance(prompt, str) and not chat else _rendered(prompt, tokenizer))
         except ValueError as error:
             raise ValueError(f"Prompt {i} must be a text or a list of messages that can be rendered: {error}") from None
-        rows.append(tokenizer.encode(texts[-1], start=plain))
+        rows.append(tokenizer.encode(texts[-1], start=as_it_is))
     tokens_PT, length_P = right_padded(rows, tokenizer.pad_id)
     if (longest := tokens_PT.shape[1]) > max_length:
         raise ValueError(

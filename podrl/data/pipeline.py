@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from podrl.data import shape, sources, template
+from podrl.data import conversation, shape, sources, template
 from podrl.data.config import AUTO, EMBEDDED, DataConfig
 from podrl.data.curriculum import ChosenStream
 from podrl.data.generated import Problem
@@ -137,7 +137,7 @@ class PromptStream(Batches[_Task]):
         form = "chat" if tokenizer.has_chat_template else "plain"
 
         def render(record: Record) -> tuple[template.Part, Mapping[str, Any]]:
-            prompt = shape.prompt(record, tokenizer, system=template.SYSTEM_PROMPT, form=form)
+            prompt = conversation.prompt(record, tokenizer, system=template.SYSTEM_PROMPT, form=form)
             given = {key: value for key, value in record.items() if key != shape.asked(record)}
             return prompt, {shape.QUESTION: shape.question(record), **given}
 
@@ -293,7 +293,7 @@ class Renderer:
     def prompt(self, record: Record) -> template.Part:
         """Renders a record's prompt."""
         field = self._config.question_field if self._config.question_field in record else shape.QUESTION
-        return shape.prompt(
+        return conversation.prompt(
             record, self._tokenizer, system=self._system, form=self._config.template, question_field=field
         )
 

@@ -6,13 +6,9 @@ Training, the Python API and podrl.generate read records by these functions alon
 import json
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from podrl.runtime import plain
-
-if TYPE_CHECKING:  # both import jax, which podrl.generate does only once its arguments and records were read
-    from podrl.data import template
-    from podrl.data.tokenizer import Tokenizer
 
 Record = Mapping[str, Any]
 QUESTION, ANSWER = "question", "answer"
@@ -188,47 +184,6 @@ def same_question(record: Record, question_field: str = QUESTION) -> str:
         value = " ".join(str(turn.get("content")) for turn in turns) or value
     text = plain.text(value) if is_text(value) else json.dumps(value, default=str)
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
-
-
-def prompt(
-    record: Record,
-    tokenizer: "Tokenizer",
-    *,
-    system: str,
-    form: "template.Form",
-    question_field: str = QUESTION,
-) -> "template.Part":
-    """Renders a record as the text that the model goes on from.
-
-    Args:
-      record: `messages`, or a `prompt` that is a list, are put by the model's chat template; a `prompt` of text is
-        used as it is; a question is wrapped as `template.wrap` does.
-      tokenizer: of the model.
-      system: instructions before a question; '' for none.
-      form: of a question.
-      question_field: see `asked`.
-
-    Raises:
-      ValueError: the model's chat template drops what is asked.
-    """
-    from podrl.data import template
-
-    name = asked(record, question_field)
-    value = record[name]
-    if isinstance(value, list):
-        from podrl.data.conversation import render
-
-        return template.Part(render(tokenizer, conversation(record, name)), rendered=True)
-    if name == "prompt" and question_field != "prompt":
-        return template.Part(value)
-    asks = plain.text(value).strip()
-    text = template.wrap(tokenizer, asks, system=system, form=form)
-    if "".join(asks.split()) not in "".join(text.split()):
-        raise ValueError(
-            f"The chat template of {tokenizer.directory} drops what is asked: {asks[:80]!r} is not in the prompt "
-            f"{text[-160:]!r}. Correct the template, or set data.template=plain."
-        )
-    return template.Part(text, rendered=form == "chat")
 
 
 def fields(record: Record, question_field: str = QUESTION, answer_field: str = ANSWER) -> dict[str, Any]:

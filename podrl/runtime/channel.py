@@ -241,8 +241,7 @@ class Channel:
             readies = self._selector.select(0.0 if self._touched else 0.25)
             self._touched |= {key.data: None for key, _ in readies if key.data is not None}
             self._drain()
-            while not self._jobs.empty():  # before requests: what this process did first is seen first
-                self._jobs.get()()
+            self._do_jobs()
             now = time.monotonic()
             if now > sweep:
                 sweep = now + _SWEEP_S
@@ -254,8 +253,7 @@ class Channel:
                 for request in [r for r in self._answers.values() if not r.place[1]]:
                     self._send(request)
             self._receive()
-        while not self._jobs.empty():  # what was offered or asked before closing still leaves
-            self._jobs.get()()
+        self._do_jobs()  # what was offered or asked before closing still leaves
         for link in self._peers.values():
             link.close()
         self._server.close(linger=1000)
@@ -287,6 +285,10 @@ class Channel:
     def _do(self, job: Callable[[], object]) -> None:
         self._jobs.put(job)
         self._kick()
+
+    def _do_jobs(self) -> None:
+        while not self._jobs.empty():
+            self._jobs.get()()
 
     def _kick(self) -> None:
         with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: it is gone
@@ -344,6 +346,7 @@ class Channel:
 
     def _receive_request(self) -> None:
         received = self._server.recv_multipart(copy=False)
+        self._do_jobs()  # whoever asks may know of what this process did before: it must be done by now
         self.traffic.count(received)
         if len(received) < 4:
             return  # not a request of ours

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from waits import PATIENCE_S
 
 from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
@@ -128,7 +129,7 @@ assert "PODRL_SECRET" not in os.environ
 assert b"s3cret-text" not in here.read_bytes() and b"NEXT=whole" in here.read_bytes()
 """
     environment = os.environ | {"PODRL_SECRET": "s3cret-text", "NEXT": "whole"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE_S)
     other = {"PODRL_SECRET": "x"}
     forget(other, "PODRL_SECRET")  # an environment that is not this process's
     assert other == {}
@@ -149,7 +150,7 @@ with Rewards(RewardConfig(fns=({str(tmp_path / "reads.py") + ":parents"!r},), wo
 assert os.environ["MY_API_KEY"] == os.getenv("MY_API_KEY") == "s3cret-text"  # the job itself keeps it
 """
     environment = os.environ | {"MY_API_KEY": "s3cret-text", "NEXT": "whole"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("file", ["../outside.safetensors", "{outside}", "a/../../outside.safetensors", "..", "", 3])

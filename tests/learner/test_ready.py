@@ -9,7 +9,7 @@ import pytest
 
 import podrl
 from podrl.config import merge
-from podrl.data import shape
+from podrl.data import conversation
 from podrl.data.tokenizer import Tokenizer
 from podrl.job import job, ready
 from podrl.job.config import parse, unset
@@ -155,7 +155,7 @@ def test_a_template_that_drops_the_question(tmp_path, model, capsys):
     tokenizer = Tokenizer(model)
     for record in (RECORD, {"messages": [{"role": "user", "content": "2+2?"}]}):
         with pytest.raises(ValueError, match=r"drops what is asked|passes it over"):
-            shape.prompt(record, tokenizer, system="", form="chat")
+            conversation.prompt(record, tokenizer, system="", form="chat")
 
 
 MALFORMED = (5, "abc", True, [1], [None], ["a.jsonl"], {"path": "x"}, ({},), ({"path": 5},), ({1: 2},), 0.5, b"x")

@@ -64,6 +64,27 @@ def test_a_read_waits_for_what_is_offered(pair):
         b.get(a.address, "late", deadline_s=0.3, who="trainer 0")
 
 
+def test_what_was_dropped_is_not_served_to_a_later_question(pair):
+    a, b = pair
+    serving, goes_on = threading.Event(), threading.Event()
+
+    def busy(_):
+        serving.set()
+        goes_on.wait(PATIENCE_S)
+        return Message()
+
+    a.serve("busy", busy)
+    a.put("old", Message(7))
+    call = b.request(a.address, "call", "busy", Message())
+    assert serving.wait(PATIENCE_S)
+    a.drop("old")
+    question = b.request(a.address, "get", "old", Message())
+    time.sleep(0.2)  # so that the question is there when the handler returns; if it is not, the test proves nothing
+    goes_on.set()
+    call.wait(PATIENCE_S, "busy")
+    assert not question.arrived(0.3)
+
+
 def test_calls_answer_and_errors_come_back(pair):
     a, b = pair
     a.serve("double", lambda m: Message(None, {"y": 2 * m.arrays["x"]}))
