@@ -12,7 +12,7 @@ import numpy as np
 from podrl.data.mixture import hashed
 from podrl.data.pools import POSTPONED, RETIRED, Curriculum
 from podrl.data.sources import Source
-from podrl.data.stream import MOST_IN_A_ROW, Limit, Mixed, Sourced, Stream, TooLong
+from podrl.data.stream import MOST_IN_A_ROW, Limit, Mixed, Stream, TooLong
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
@@ -40,9 +40,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
     ) -> None:
         """Starts at the first record; arguments as of Stream, and the pass rates."""
         super().__init__(source, prepare, shuffle_seed, limit, tools=tools)
-        self._sources = source.sources if isinstance(source, Mixed) else [source]
         self._weights = list(source.weights) if isinstance(source, Mixed) else [1.0]
-        self._mixes = isinstance(source, Mixed)
         self.curriculum = curriculum
         self._starts = list(itertools.accumulate(map(len, self._sources), initial=0))  # numbers of first records
         self._walks = [_Walk(len(one), shuffle_seed, k) for k, one in enumerate(self._sources)]
@@ -127,8 +125,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
     def item(self, number: int) -> Item | TooLong:
         """Prepares a record by its number."""
         part = self.part_of(number)
-        record = self._sources[part][number - self._starts[part]]
-        return self._prepare(self.emitted, Sourced(part, record) if self._mixes else record)
+        return self.made(self.emitted, part, number - self._starts[part])
 
     def span(self, part: int) -> tuple[int, int]:
         """The numbers of a source's records: the first, and the first of the next source."""

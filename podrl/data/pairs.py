@@ -1,6 +1,7 @@
 """Streams of preference pairs: two answers to one prompt, one preferred, as batches of tokens."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ def held_out_pairs(
 
 
 def _made(write: "_Writer", records: sources.Source) -> Iterator[_Pair | TooLong]:
-    return (write(i, records[i]) for i in range(len(records)))
+    return (sources.make(records, i, functools.partial(write, i)) for i in range(len(records)))
 
 
 class _Writer:

@@ -186,10 +186,10 @@ def held_out_prompts(
     opened = split(config)
     rendered: Iterator[tuple[template.Part, Mapping[str, Any]]]
     if opened.evaluation is not None:
-        rendered = map(Renderer(config, tokenizer), map(opened.evaluation.__getitem__, range(len(opened.evaluation))))
+        rendered = sources.made(opened.evaluation, Renderer(config, tokenizer))
     else:
-        held = [map(PartRenderer(part, tokenizer), _held_out(part, count)) for part in opened.parts]
-        rendered = interleaved([iter(records) for records in held])
+        held = [sources.made(_held_out(part, count), PartRenderer(part, tokenizer)) for part in opened.parts]
+        rendered = interleaved(held)
     return _fixed(rendered, config, tokenizer, count, max_prompt_length, batch_size)
 
 
@@ -197,8 +197,10 @@ def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_pro
     """Makes one batch of the first fitting records of a configuration's only source; see `held_out_prompts`."""
     (part,) = split(config).parts
     embedded = part.config.path in EMBEDDED
-    records = _held_out(part, count) if embedded else map(part.train.__getitem__, range(len(part.train)))
-    return _fixed(map(PartRenderer(part, tokenizer), records), config, tokenizer, count, max_prompt_length, None)
+    records = _held_out(part, count) if embedded else part.train
+    return _fixed(
+        sources.made(records, PartRenderer(part, tokenizer)), config, tokenizer, count, max_prompt_length, None
+    )
 
 
 def _fixed(
@@ -224,16 +226,17 @@ def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192
     """Length of the longest of the first `look` training prompts, in tokens, rounded up to a multiple of 64."""
     longest = 1
     for part in (opened := split(config)).parts:
-        render, some = Renderer(part.config, tokenizer), min(-(-look // len(opened.parts)), len(part.train))
-        longest = max(longest, *(len(_tokens_of(render(part.train[i])[0], tokenizer)) for i in range(some)))
+        rendered = sources.made(part.train, Renderer(part.config, tokenizer))
+        some = itertools.islice(rendered, -(-look // len(opened.parts)))
+        longest = max(longest, *(len(_tokens_of(prompt, tokenizer)) for prompt, _ in some))
     return -(-longest // 64) * 64
 
 
-def _held_out(part: Part, count: int) -> Iterator[Any]:
+def _held_out(part: Part, count: int) -> Any:
     """A source's held-out records; of an embedded task, at most `count` that differ."""
     if part.config.path in EMBEDDED:
-        return iter(EMBEDDED[part.config.path].distinct("held_out", count, part.config.seed))
-    return map(part.held.__getitem__, range(len(part.held)))
+        return EMBEDDED[part.config.path].distinct("held_out", count, part.config.seed)
+    return part.held
 
 
 def has_format(config: DataConfig) -> bool:

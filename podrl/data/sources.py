@@ -13,7 +13,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from etils import epath
@@ -26,6 +26,7 @@ Record = Mapping[str, Any]
 Check = Callable[[Record, str], None]  # of a record and its place; raises ValueError
 _JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
 _MARK = b"\xef\xbb\xbf"  # some programs begin UTF-8 files with it
+Made = TypeVar("Made")
 
 
 class Source(Protocol):
@@ -34,6 +35,25 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record: ...
+
+
+def make(source: Source, index: int, writer: Callable[[Record], Made]) -> Made:
+    """Makes something of a record.
+
+    Raises:
+      ValueError: as `writer`, with the record's place.
+    """
+    record = source[index]
+    try:
+        return writer(record)
+    except ValueError as error:
+        where: Any = getattr(source, "place", "Record {}".format)
+        raise ValueError(f"{where(index)}: {error}") from error
+
+
+def made(source: Source, writer: Callable[[Record], Made]) -> Iterator[Made]:
+    """Makes something of every record, in order; errors as in `make`."""
+    return (make(source, i, writer) for i in range(len(source)))
 
 
 class Records(Sequence[Record]):

@@ -1,7 +1,6 @@
 """The base of batch streams: shuffled order, skipped records, and the position a run resumes from."""
 
 import dataclasses
-import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import grain
 
+from podrl.data import sources
 from podrl.data.sources import Source
 
 Item = TypeVar("Item")
@@ -106,26 +106,25 @@ class Stream(Generic[Item]):
         Raises:
           ValueError: an empty source.
         """
-        records = source.records if isinstance(source, Mixed) else len(source)
+        mixed = source if isinstance(source, Mixed) else Mixed([source], [1.0], [""])
+        self._sources, self._names, self._mixes = mixed.sources, mixed.names, isinstance(source, Mixed)
+        records = mixed.records
         if not records:
             raise ValueError("There are no records to train on: data.path must hold at least one.")
         self.emitted = self.skipped = 0
         self.records, self._seed, self._limit, self._tools = records, shuffle_seed, limit, tools
         self._mixture: list[Any] = []
         self.too_long: dict[str, int] = {}
-        if isinstance(source, Mixed):
-            parts = zip(source.names, map(len, source.sources), source.weights, strict=True)
+        self._prepare = prepare
+        datasets = [_numbers(len(one), shuffle_seed, k) for k, one in enumerate(mixed.sources)]
+        if self._mixes:
+            parts = zip(mixed.names, map(len, mixed.sources), mixed.weights, strict=True)
             self._mixture = [list(part) for part in parts]
-            self.too_long = dict.fromkeys(source.names, 0)
-            datasets = [_mapped(one, shuffle_seed, k) for k, one in enumerate(source.sources)]
-            dataset = grain.MapDataset.mix(datasets, weights=source.weights)
+            self.too_long = dict.fromkeys(mixed.names, 0)
+            dataset = grain.MapDataset.mix(datasets, weights=mixed.weights)
         else:
-            dataset = grain.MapDataset.source(source)
-            if shuffle_seed is not None:
-                dataset = dataset.shuffle(seed=shuffle_seed)
-            dataset = dataset.repeat()
-        self._prepare: Any = _named(prepare, source) if isinstance(source, Mixed) else prepare
-        dataset = dataset.map_with_index(self._prepare)
+            (dataset,) = datasets
+        dataset = dataset.map_with_index(lambda position, at: self.made(position, *at))
         # Reading ahead in threads would cost more than these few tokens; the position is exact either way.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
         self._iterator = iter(dataset.to_iter_dataset(options))
@@ -139,6 +138,33 @@ class Stream(Generic[Item]):
         items = [self._next() for _ in range(count)]
         self.emitted += count
         return items
+
+    def made(self, position: int, part: int, number: int) -> Item | TooLong:
+        """Prepares record `number` of source `part` for a position of the walk.
+
+        Raises:
+          ValueError: it cannot be prepared; names its place.
+        """
+        item = sources.make(
+            self._sources[part],
+            number,
+            lambda record: self._prepare(position, Sourced(part, record) if self._mixes else record),
+        )
+        return TooLong(self._names[part]) if self._mixes and isinstance(item, TooLong) else item
+
+    def look(self, most: int) -> None:
+        """Prepares the first `most` records of every source, and warns of those that are too long.
+
+        Raises:
+          ValueError: one cannot be prepared; names its place.
+        """
+        for part, (source, name) in enumerate(zip(self._sources, self._names, strict=True)):
+            looked = min(most, len(source))
+            if long := sum(isinstance(self.made(i, part, i), TooLong) for i in range(looked)):
+                _log.warning(
+                    "%d of the first %d records%s are longer than %d tokens, which is %s, and are left out.",
+                    *(long, looked, f" of {name}" * bool(name), self._limit.tokens, self._limit.key),
+                )
 
     def state(self) -> bytes:
         """Returns the stream's position, as JSON."""
@@ -219,22 +245,12 @@ class Stream(Generic[Item]):
         return ValueError(f"{which} are longer than {most} tokens: raise {self._limit.key}={most}.")
 
 
-def _named(prepare: Callable[[int, Any], Any], mixed: Mixed) -> Callable[[int, Sourced], Any]:
-    """Gives placeholders of items that are left out the names of their sources."""
-
-    def prepared(index: int, item: Sourced) -> Any:
-        made = prepare(index, item)
-        return TooLong(mixed.names[item.part]) if isinstance(made, TooLong) else made
-
-    return prepared
-
-
-def _mapped(source: Source, shuffle_seed: int | None, part: int) -> Any:
-    """One source of a mixture without end, its records with its number."""
-    dataset = grain.MapDataset.source(source)
+def _numbers(records: int, shuffle_seed: int | None, part: int) -> Any:
+    """The walk through one source without end: (part, number of the record)."""
+    dataset = grain.MapDataset.range(records)
     if shuffle_seed is not None:
         dataset = dataset.shuffle(seed=(shuffle_seed + part) % 2**32)
-    return dataset.repeat().map(functools.partial(Sourced, part))
+    return dataset.repeat().map(lambda number: (part, number))
 
 
 class Batches(Generic[Item]):
@@ -252,6 +268,14 @@ class Batches(Generic[Item]):
     def too_long(self) -> Mapping[str, int]:
         """Number of items left out so far by source of a mixture; none without one."""
         return self._stream.too_long
+
+    def look(self, most: int) -> None:
+        """Prepares the first `most` records of every source, and warns of those that are too long.
+
+        Raises:
+          ValueError: one cannot be prepared; names its place.
+        """
+        self._stream.look(most)
 
     def state(self) -> bytes:
         """Returns the stream's position, as JSON; the same on every shard."""

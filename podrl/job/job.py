@@ -31,7 +31,7 @@ from podrl.job import alike, describe
 from podrl.job.config import SCRATCH, Job, ScratchModel, pair_settings, parse, unset, with_prompt_length
 from podrl.job.evaluation import make_evaluator
 from podrl.job.placement import Meshes, meshes
-from podrl.job.ready import check_all, check_models, check_rewards
+from podrl.job.ready import check_all, check_models, check_records, check_rewards
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
 from podrl.learner.playing import REWARD_NAME, asks_template, environment_config, offered, playing
@@ -188,10 +188,14 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
     link = _pull_link(job, pod)
     role = TRAINER if pod is None else pod.seat.hosts.role(pod.seat.process)
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
+    # A record that cannot be rendered, or a reward that is misspelt, fails before models are loaded.
+    tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
+    if role == TRAINER:
+        check_records(job, tokenizer)
     if not job.kind.given:
         others = {REWARD_NAME: job.env.reward_weight} if job.env.used else {}
-        with Rewards(job.reward, others) as rewards:  # fail on one that is misspelt before loading models
-            check_rewards(job, rewards, Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools))
+        with Rewards(job.reward, others) as rewards:
+            check_rewards(job, rewards, tokenizer)
     with _open_run(job, workdir, pod, command) as current:
         current.profiler = Profiler(workdir, pod.name if pod else "trainer 0", steps)
         describe.print_plan(current.console, job, on, workdir, pod)

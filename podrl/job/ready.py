@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Collection
 from typing import Any
 
+from podrl.data import sources
 from podrl.data.config import EMBEDDED as EMBEDDED_TASKS
 from podrl.data.mixture import Part, split
 from podrl.data.pipeline import PartRenderer
@@ -21,6 +23,7 @@ from podrl.runtime import hub, storage
 from podrl.runtime.service import ServiceError
 
 _LOOK = 256  # records of a source whose fields are looked at
+_FEW = 32  # records of a source that are made into what is trained on; a long conversation takes a second
 
 
 def check_models(job: Job, keys: Collection[str]) -> None:
@@ -78,11 +81,19 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
             rewards.check_fields(records, part.fields.get("reward_fns", ()), own)
 
 
+def check_records(job: Job, tokenizer: Tokenizer) -> None:
+    """Makes the first records of every source into what is trained on, and warns of those that are too long.
+
+    Raises:
+      ValueError: one cannot be made, as where the chat template does not write a turn; names its place.
+    """
+    job.kind.stream(job, tokenizer).look(_FEW)
+
+
 def check_all(job: Job) -> None:
     """Makes all checks of a start, and loads the code of environments and tools, for a dry run. Raises ValueError."""
     check_models(job, ("model.path", "model.reference", "model.critic", "reward.model"))
     read_plan(job.log.plan)
-    split(job.data, job.kind.form)
     for one in job.eval.sets:
         split(one.data(job.data))
     env = environment_config(job.env)
@@ -93,10 +104,12 @@ def check_all(job: Job) -> None:
         # Servers may be elsewhere when a dry run is made: they are asked when the run starts.
         with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
             pass
+    tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
+    check_records(job, tokenizer)
     if not job.kind.given:
         others = {"environment": job.env.reward_weight} if job.env.used else {}
         with Rewards(job.reward, others) as rewards:
-            check_rewards(job, rewards, Tokenizer(job.model.tokenizer(job.tokenizer)))
+            check_rewards(job, rewards, tokenizer)
 
 
 def _own(choices: Collection[str]) -> str:
@@ -106,7 +119,7 @@ def _own(choices: Collection[str]) -> str:
 
 def _shown(part: Part, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]:
     """Places and fields of the first records of a source, as reward functions are given them."""
-    render = PartRenderer(part, tokenizer)
     source: Any = part.train
     place = (lambda i: f"{part.config.path} record {i}") if part.config.path in EMBEDDED_TASKS else source.place
-    return [(place(i), dict(render(part.train[i])[1])) for i in range(min(_LOOK, len(part.train)))]
+    rendered = itertools.islice(sources.made(source, PartRenderer(part, tokenizer)), _LOOK)
+    return [(place(i), dict(fields)) for i, (_, fields) in enumerate(rendered)]

@@ -134,6 +134,52 @@ def test_answers_of_another_form(tmp_path, algorithm, capsys):
     refused(made, r"d\.jsonl line 1 has question", capsys)
 
 
+ASKED, SAID = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+UNCALLED = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 2}}]}
+GIVEN = {
+    "sft": ({"messages": [ASKED, SAID]}, {"messages": [ASKED, UNCALLED]}),
+    "dpo": (
+        {"prompt": "?", "chosen": "4", "rejected": "5"},
+        {"prompt": [ASKED], "chosen": [UNCALLED], "rejected": "5"},
+    ),
+    "kto": (
+        {"prompt": "?", "completion": "4", "label": True},
+        {"prompt": [ASKED], "completion": [UNCALLED], "label": False},
+    ),
+}
+GIVEN["reward_model"] = GIVEN["dpo"]
+
+
+@pytest.mark.parametrize("algorithm", GIVEN)
+def test_a_given_answer_that_cannot_be_rendered_is_found_at_the_start(tmp_path, algorithm, caplog, capsys):
+    good, bad = GIVEN[algorithm]
+    made = values(algorithm, data=records(tmp_path, *[good] * 3))
+    assert job.dry_run(made, "runs/x") == EXIT_DONE
+    long = {"data": records(tmp_path, *[good] * 3), algorithm: {"max_length": 2}}
+    assert job.dry_run(merge(made, long), "runs/x") == EXIT_DONE
+    assert f"3 of the first 3 records are longer than 2 tokens, which is {algorithm}.max_length" in caplog.text
+    made = values(algorithm, data=records(tmp_path, good, good, bad))
+    fault = r"d\.jsonl line 3: messages\[1\] \(assistant\): the chat template .* does not write its call of 'add'"
+    refused(made, fault, capsys)
+    with pytest.raises(ValueError, match=fault):
+        job.run(made, str(tmp_path / "run"), command="podrl")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", *GIVEN])
+def test_a_record_that_cannot_be_rendered_is_named_when_it_is_drawn(tmp_path, algorithm):
+    good, bad = GIVEN.get(algorithm, [RECORD] * 2)
+    refused_turn = {"role": "tool", "content": "no tools in this template"}
+    bad = {"messages": [ASKED, refused_turn, ASKED]} if algorithm == "grpo" else bad
+    data = records(tmp_path, *[good] * ready._FEW, bad) | {"shuffle": False}
+    sizes = {algorithm: {"batch_size": ready._FEW + 1}} if algorithm in GIVEN else {}
+    made = parse(values(algorithm, data=data, rollout={"prompts_per_step": ready._FEW + 1}, **sizes))
+    stream = made.kind.stream(made, Tokenizer(podrl.TINY))
+    stream.look(ready._FEW)
+    with pytest.raises(ValueError, match=rf"d\.jsonl line {ready._FEW + 1}: .*(tool|call)"):
+        next(stream)
+
+
 def test_the_start_of_a_run_makes_the_same_checks(tmp_path, model):
     (model / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model\.path=.* has neither model\.safetensors nor"):
