@@ -11,12 +11,12 @@ import os
 import pathlib
 import queue
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from podrl.runtime.event_file import EventFile
 from podrl.runtime.storage import write_whole
 
 log = logging.getLogger("podrl.metrics")
@@ -62,7 +62,7 @@ def open_sink(
       ValueError: its package is missing.
     """
     if name == "tensorboard":
-        return TensorBoard(workdir / name, start)
+        return Remote(name, functools.partial(TensorBoard, workdir / name, start))
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read by its import
     try:
         importlib.import_module(name)
@@ -135,17 +135,45 @@ class Remote:
 
 
 class TensorBoard:
-    """Event files: scalars, and samples as a table of text."""
+    """Event files: scalars, and samples as a table of text. Each event is on disk before the next one is written."""
 
     def __init__(self, directory: pathlib.Path, start: int):
-        self._events = EventFile(directory, start)
-        self.write = self._events.write
+        """Creates an event file.
+
+        Args:
+          directory: TensorBoard reads all event files in it, in the order of their names.
+          start: TensorBoard hides events from this step on which stand in files of earlier lives.
+        """
+        # tensorboardX takes half a CPU second to import, two where torch is installed, which it then imports too.
+        from tensorboardX import RecordWriter, summary
+        from tensorboardX.proto import event_pb2
+
+        self._protobuf: Any = event_pb2  # generated code without types
+        self._text = summary.text
+        directory.mkdir(parents=True, exist_ok=True)
+        earlier = len(list(directory.glob("events*")))  # in the name, because a life may take less than a second
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{earlier}"
+        self._file = RecordWriter(str(directory / name))
+        self._append(0, file_version="brain.Event:2")
+        if start or earlier:
+            self._append(start, session_log=self._protobuf.SessionLog(status="START"))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        scalars = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
+        self._append(step, summary={"value": scalars})
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._events.write_text(step, "samples", markdown(*table(samples)))
+        made = self._text("samples", markdown(*table(samples)))
+        made.value[0].tag = "samples"
+        self._append(step, summary=made)
 
     def close(self, end: End) -> None:
-        self._events.close()
+        self._file.close()
+
+    def _append(self, step: int, **content: Any) -> None:
+        event = self._protobuf.Event(wall_time=time.time(), step=step, **content)
+        self._file.write(event.SerializeToString())
+        self._file.flush()
 
 
 class WandB:

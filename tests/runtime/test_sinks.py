@@ -101,17 +101,49 @@ def mlflow(monkeypatch):
     return module
 
 
-def test_tensorboard_has_samples_as_text_that_is_no_markup(tmp_path):
+def _events(path):
+    """Reads the events of a file."""
     from tensorboardX.proto import event_pb2
 
     generated: Any = event_pb2  # code without types
-    _run(tmp_path, "tensorboard")
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    left, values = file.read_bytes(), []
+    left, events = path.read_bytes(), []
     while left:
         (size,) = struct.unpack("<Q", left[:8])
-        values += generated.Event.FromString(left[12 : 12 + size]).summary.value
+        events.append(generated.Event.FromString(left[12 : 12 + size]))
         left = left[16 + size :]
+    return events
+
+
+def test_a_killed_process_loses_no_event_that_tensorboard_took(tmp_path):
+    sink = sinks.TensorBoard(tmp_path, 0)
+    for step in (1, 2):
+        sink.write(step, {"a": 1.5})
+        (file,) = tmp_path.iterdir()
+        assert [event.step for event in _events(file)] == [0, 1, 2][: step + 1]  # before it is closed
+    sink.close("failed")
+
+
+def test_tensorboard_is_imported_while_the_run_goes_on(tmp_path, monkeypatch):
+    free, importing = threading.Event(), []
+
+    class Slow(types.ModuleType):
+        def __getattr__(self, name):
+            importing.append(threading.current_thread())
+            assert free.wait(60)
+            raise ImportError(name)
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", Slow("tensorboardX"))
+    log = MetricsLog(tmp_path, LogConfig(to=("tensorboard",)), start=0, run_config={})
+    log.write(1, {"a": 1.5})
+    free.set()
+    log.close()
+    assert importing and threading.main_thread() not in importing
+
+
+def test_tensorboard_has_samples_as_text_that_is_no_markup(tmp_path):
+    _run(tmp_path, "tensorboard")
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    values = [value for event in _events(file) for value in event.summary.value]
     assert [value.tag for value in values] == ["a/b", "samples", "samples"]
     for value in values[1:]:
         assert value.metadata.plugin_data.plugin_name == "text"
