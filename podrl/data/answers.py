@@ -117,8 +117,8 @@ def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> 
     elif data.template == "plain":
         return "data.template=plain has no turns, as the answers do"
     first = 0 if not all(whole) else _shared(answers)
-    if not all(any(message["role"] == "assistant" for message in answer[first:]) for answer in answers):
-        return "each answer must have a turn of the assistant" + (" that the other has not" if first else "")
+    if not all(any(map(shape.is_learned, answer[first:])) for answer in answers):
+        return "each answer must have a turn of the assistant to learn" + (" that the other has not" if first else "")
     return ""
 
 

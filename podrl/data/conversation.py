@@ -65,11 +65,20 @@ def parts(
         the message.
     """
     writing = _Writing(tokenizer, messages, tools)
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    turns = [i for i, message in enumerate(messages) if i >= first and shape.is_learned(message)]
     assert turns, "no turn of the assistant to learn"
     if spans := writing.marked():
         begin = writing.turn(turns[0]).start if first else 0
-        spans = [span for span in spans if span.start >= begin]
+        given = [
+            writing.turn(i)
+            for i, message in enumerate(messages)
+            if i >= first and message["role"] == "assistant" and i not in turns
+        ]
+        spans = [
+            span
+            for span in spans
+            if span.start >= begin and not any(turn.start <= span.start < turn.end for turn in given)
+        ]
     else:
         spans = [writing.turn(i) for i in turns]
         for i, before, span in zip(turns[1:], spans, spans[1:], strict=False):
@@ -177,18 +186,37 @@ class _Writing:
         before = self._before(i)
         prompt = self.write(before, add_generation_prompt=True)
         alone = self.write([*before, self.messages[i]], add_generation_prompt=False)
-        if alone.startswith(prompt) and self.whole.startswith(prompt):
+        as_asked = alone.startswith(prompt) and self.whole.startswith(prompt)
+        if as_asked:
             opened = start = len(prompt)
         else:
             headers = self._headers(before, prompt)
             opened = self._start(i, prompt, headers, alone, before, [])
             start = self._start(i, prompt, headers, self.whole, self.messages[:i], self.messages[i + 1 :])
-        # Gemma 4's prompt opens no turn behind an output, where the whole text has a header.
-        header = "" if prompt.endswith(self._header) else self._header
-        opened, start = (
-            at + len(header) * text.startswith(header, at) for text, at in ((alone, opened), (self.whole, start))
-        )
-        return self._end(i, alone[opened:], start)
+        # Gemma 4's prompt opens no turn behind an output, where the whole text has a header. Falcon's header begins
+        # with a line's end, unless it is the first.
+        if not prompt.endswith(self._header):
+            opened, start = (
+                at + max(len(header) * text.startswith(header, at) for header in (self._header, self._header.lstrip()))
+                for text, at in ((alone, opened), (self.whole, start))
+            )
+        span = self._end(i, alone[opened:], start)
+        if not as_asked:
+            self._check_alone(i, span)
+        return span
+
+    def _check_alone(self, i: int, span: "_Span") -> None:
+        """Raises ValueError where the span of the turn at index i reaches into the words of a message beside it."""
+        for k in (i - 1, i + 1):
+            words = self.messages[k].get("content") if 0 <= k < len(self.messages) else None
+            if not words or self.messages[k]["role"] == "assistant":
+                continue
+            other = "x" if words[-1 if k < i else 0] != "x" else "y"
+            changed = {**self.messages[k], "content": words[:-1] + other if k < i else other + words[1:]}
+            text = self.write([*self.messages[:k], changed, *self.messages[k + 1 :]], add_generation_prompt=False)
+            place = _shared(text, self.whole)
+            if span.start < place if k < i else place < span.end:
+                raise self.fault(i, f"writes this turn so that it cannot be told from messages[{k}]")
 
     @functools.cached_property
     def _header(self) -> str:
@@ -247,8 +275,9 @@ class _Writing:
           before: messages before the turn.
           behind: messages behind it.
         """
-        message: dict[str, Any] = {"role": "assistant", "content": self._word}
-        if calls := self.messages[i].get("tool_calls"):
+        given = self.messages[i]
+        message = {key: value for key, value in given.items() if key not in _REASONING} | {"content": self._word}
+        if calls := given.get("tool_calls"):
             message["tool_calls"] = [_called(call, self._word) for call in calls]
         spoken, word, _ = self.write([*before, message, *behind], add_generation_prompt=False).partition(self._word)
         if not word:
@@ -400,7 +429,11 @@ def _called(call: Mapping[str, Any], word: str) -> Mapping[str, Any]:
     if "arguments" in function:
         arguments = {f"{word}k": f"{word}v"}
         function["arguments"] = _text(arguments) if isinstance(function["arguments"], str) else arguments
-    return _with(call, function)
+    made = dict(_with(call, function))
+    name = _function(call).get("name")
+    if isinstance(made.get("id"), str) and name:  # Kimi writes no name but that in the id
+        made["id"] = made["id"].replace(name, function["name"])
+    return made
 
 
 def _object(arguments: Any) -> Any:

@@ -184,8 +184,8 @@ def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     """Refuses a record in none of the three forms, with its file and line."""
     if record.get("messages") is not None:
         fault = shape.turns_fault(record["messages"], tools=record.get("tools"))
-        roles = () if fault else [message["role"] for message in record["messages"]]
-        fault = fault or ("" if "assistant" in roles else "no turn is the assistant's")
+        some = not fault and any(map(shape.is_learned, record["messages"]))
+        fault = fault or ("" if some else "no turn is the assistant's, or all of those have the weight 0")
     elif record.get("completion") is not None:
         fault = answers.check(record, ("completion",), data)
     else:

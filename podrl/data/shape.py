@@ -53,7 +53,8 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
 
     Args:
       turns: a list of objects with the texts 'role' and 'content'. A turn of the assistant may have 'tool_calls', as
-        OpenAI's interface writes them, and then no content; and its thoughts in the text 'reasoning_content'.
+        OpenAI's interface writes them, and then no content; its thoughts in the text 'reasoning_content'; and a
+        'weight', 0 where it is not to be learned.
       tools: schemas of functions that the conversation's model may call; see `tools`.
     """
     if not isinstance(turns, list) or not turns:
@@ -71,6 +72,8 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
         content = turn.get("content")
         if not isinstance(content, str) and not (content is None and calls):
             return f"'content' of {where} is {str(content)[:80]!r} and must be text"
+        if turn.get("weight", 1) not in (0, 1, None):
+            return f"'weight' of {where} is {str(turn['weight'])[:80]!r} and must be 0 or 1"
         for name in ("reasoning_content", "thinking", "reasoning"):
             if not isinstance(turn.get(name, ""), str | None):
                 return f"{name!r} of {where} is {str(turn[name])[:80]!r} and must be text"
@@ -79,6 +82,11 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def is_learned(turn: Mapping[str, Any]) -> bool:
+    """True for a turn of the assistant that is to be learned: its `weight`, as in OpenAI's form, is not 0."""
+    return turn["role"] == "assistant" and turn.get("weight") != 0
 
 
 def tools_of(value: Any) -> Sequence[Mapping[str, Any]] | None:

@@ -4,6 +4,7 @@ What is learned is compared with marks that stand in the templates of chat_famil
 here have none, unless a test says so.
 """
 
+import dataclasses
 import json
 
 import jinja2
@@ -281,6 +282,67 @@ def test_thoughts_that_a_template_drops_are_told_of_once(tmp_path, caplog):
 @pytest.mark.parametrize("family", ["qwen3", "glm", "harmony"])
 def test_thoughts_are_learned_under_every_name(made, family, name):
     assert "hm, so" in shown(made[family, False], [user("?"), said("1", **{name: "hm, so"})])
+
+
+# Kimi: a turn's header has the message's name, and a call is known by its id.
+KIMI = (
+    "{% for m in messages %}{{ '<|im_' + m.role + '|>' + (m.name or m.role) + '<|im_middle|>' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<|call|>' + c.id + '<|of|>' }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endfor %}{{ '<|im_assistant|>assistant<|im_middle|>' if add_generation_prompt }}"
+)
+KIMIS = Family(KIMI, ("<|im_end|>",), ("<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|call|>", "<|of|>"))
+
+
+def test_a_name_in_the_header_of_a_turn_leaves_the_users_words_alone(tmp_path):
+    tokenizer = Tokenizer(written(tmp_path / "model", KIMIS))
+    chat = [user("a") | {"name": "Bob"}, said("1") | {"name": "Al"}, user("b"), said("2")]
+    assert shown(tokenizer, chat) == "1<|im_end|>2<|im_end|>"
+    called = [{"id": f"functions.calc:{i}", **call(x=str(i))} for i in range(2)]
+    chat = [user("a"), said("", tool_calls=called)]
+    assert shown(tokenizer, chat).startswith('<|call|>functions.calc:0<|of|>{"x": "0"}<|call|>functions.calc:1')
+    called[1]["id"] = "call_1"
+    with pytest.raises(ValueError, match=r"messages\[1\] \(assistant\).*does not write its call of 'calc'"):
+        parts(tokenizer, chat)
+
+
+def test_a_turn_that_cannot_be_told_from_the_message_before_it_is_refused(tmp_path):
+    template = (  # a header is the number of the turn's letters
+        "{% for m in messages %}{{ m.content | length | string + '<|im_middle|>' + m.content + '<|im_end|>' }}"
+        "{% endfor %}{{ '0<|im_middle|>' if add_generation_prompt }}"
+    )
+    tokenizer = Tokenizer(written(tmp_path / "model", dataclasses.replace(KIMIS, marked=template)))
+    with pytest.raises(ValueError, match=r"messages\[1\] \(assistant\).*cannot be told from messages\[0\]"):
+        parts(tokenizer, [user("a 0 is"), said("1")])
+
+
+def test_the_header_of_a_first_turn_is_not_learned(tmp_path):
+    # Falcon: the opening of a turn begins with a line's end, unless it is the first.
+    template = (
+        "{% for m in messages %}{{ '\\n' if not loop.first }}{{ '<|' + m.role + '|>\\n' + m.content }}"
+        "{{ eos_token if m.role == 'assistant' }}"
+        "{{ '\\n<|assistant|>\\n' if loop.last and add_generation_prompt }}{% endfor %}"
+    )
+    tokenizer = Tokenizer(written(tmp_path / "model", Family(template, ("<|endoftext|>",))))
+    assert shown(tokenizer, [said("1"), user("a"), said("2")]) == "1<|endoftext|>2<|endoftext|>"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_turn_of_weight_0_is_not_learned(made, tmp_path, marked):
+    tokenizer = made["qwen25", marked]
+    chat = [user("1?"), said("1", weight=0), user("2?"), said("2", weight=1), user("3?"), said("3", weight=0.0)]
+    assert shown(tokenizer, [*chat, user("4?"), said("4")]) == "2<|im_end|>4<|im_end|>"
+    assert shown(tokenizer, [*chat, user("4?"), said("4")], first=4) == "4<|im_end|>"
+    whole = "".join(part.text for part in parts(tokenizer, chat))
+    assert whole == "".join(part.text for part in parts(tokenizer, [m | {"weight": None} for m in chat]))
+    for field, value in (("weight", 0.5), ("weight", "0"), ("weight", [1])):
+        with pytest.raises(ValueError, match=rf"line 1 has messages: .*{field}' of turn 1 .* and must be 0 or 1"):
+            data = rows(tmp_path, {"messages": [user("1?"), said("1", **{field: value})]})
+            SFTStream(data, SFTConfig(batch_size=1), tokenizer)
+    with pytest.raises(ValueError, match="all of those have the weight 0"):
+        SFTStream(rows(tmp_path, {"messages": chat[:2]}), SFTConfig(batch_size=1), tokenizer)
+    record = {"prompt": [user("1?")], "completion": [said("1", weight=0)], "label": True}
+    with pytest.raises(ValueError, match="each answer must have a turn of the assistant to learn"):
+        LabelStream(rows(tmp_path, record), tokenizer, answers=1, max_length=99)
 
 
 SILENT = "{% for m in messages %}{% if m.role in ROLES and not m.tool_calls %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"  # fmt: skip # noqa: E501
