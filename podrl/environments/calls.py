@@ -1,5 +1,6 @@
 """Tool calls as models write them and outputs as models read them: DR-Tulu's tags, and JSON calls of chat models."""
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -7,7 +8,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
@@ -15,11 +16,25 @@ QUERY = ""  # the argument that the text between tags is, before the tool's own 
 _ATTRIBUTE = re.compile(r"""\s++([\w.:-]++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|([^\s"'>]++))""")
 _CLOSING = re.compile(r"\s*+>")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_EDGE = re.compile(r"<(/?)tool_call>")
 _THOUGHT = re.compile(r"<(/?)think>")
 _FENCE = re.compile(r"```\w*+\s*+")
-_SOMETHING_CALLED = re.compile(r"""(?:\[\s*+)?\{\s*+["'](?:name|function|type)["']\s*+:""")
-_NAMED = re.compile(r"""["']name["']\s*+:\s*+["']([^"']*+)["']""")
+_LEAD = re.compile(r"\s*+(?:```\w*+\s*+)?+")
+_ARGUMENTS = ("arguments", "parameters")
+_CALLED = (*_ARGUMENTS, "tool_calls", "function_call")  # keys that only calls have
+_SOMETHING_CALLED = re.compile(
+    rf"""(?:\[\s*+)?\{{\s*+["']?+(?:name|function|type|tool|tool_name|{"|".join(_CALLED)})["']?+\s*+:"""
+)
+_SET_OFF = re.compile(r"(?:```\w*+|(?<!<answer)>)\s*+\Z")  # what stands before JSON that no sentence quotes
+_BEHIND = " \t\r\n,;"  # what may stand between calls behind each other
+_BEGIN = re.compile(r"[\[{]")
+_PART = re.compile(
+    r"""([\[\]{}])|"[^"\\]*+(?:\\.[^"\\]*+)*+"(?=\s*+[:,\]}])|[\s:,]++|-?\d[\d.eE+-]*+|true|false|null|NaN|-?Infinity""",
+    re.DOTALL,
+)
 _TAG = re.compile(r"<[|/]{0,2}+([A-Za-z_:-]{3,24}+)\|?+>?+")
+# Tags of a turn that are no calls, however near they are to a tool's name.
+_NO_CALLS = frozenset(("answer", "think", "tool_output", "tool_response", "snippet", "webpage"))
 _ALIKE = 0.8  # of difflib's ratio, from which a tag is a misspelt one
 _LAST_TAGS = 64  # different tags of a turn that are compared with those of calls
 _DEPTH = 64  # of arrays and objects in each other that JSON of a model or a tool may have
@@ -68,26 +83,31 @@ class Tags:
 
     Attributes:
       role: how observations enter the sample.
-      stop: strings that end a call.
-      tags: what else the model writes or reads, and no special token may be.
+      stop: closing tags, at which generation stops because a call has ended.
+      tags: the other tags of this format. The learner refuses a tokenizer in which one of them is a special token:
+        the text of a turn, which calls are read from, has no special tokens.
     """
 
     role = "raw"
     tags: tuple[str, ...] = ("<tool_output>", "</tool_output>", "<snippet", "</snippet>", "<webpage", "</webpage>")
 
-    def __init__(self, openings: Sequence[str], closings: Sequence[str], *, legacy: bool = False) -> None:
+    def __init__(
+        self, openings: Sequence[str], closings: Sequence[str], tools: Sequence[str], *, legacy: bool = False
+    ) -> None:
         self._openings, self.stop, self._legacy = tuple(openings), tuple(closings), legacy
+        self._tools, self._json = tuple(tools), Json(tools, tags=False)
         self.tags = (*(f"<{opening}" for opening in openings), *type(self).tags)
 
     def calls(self, text: str, stop: str) -> list[Call]:
         """The call that a turn ends with, in time linear in its length.
 
-        A turn that the model itself ended in the midst of a call, or with a misspelt tag, holds one with a `problem`.
-        A call in a thought is a draft, and none; so is any text of a turn that a limit ended.
+        A turn that the model itself ended in the midst of a call, with a misspelt tag, or with a call in the form of
+        another parser, holds one with a `problem`. A call in a thought is a draft, and none; so is any text of a turn
+        that a limit ended.
         """
-        said, thought = spoken(text)
+        said, thought = self.spoken(text)
         if stop == "eos":
-            return self._never_closed(said)
+            return self._unread(said)
         if stop not in self.stop or not said.endswith(stop) or thought:
             return []
         inner = said[: -len(stop)]
@@ -99,22 +119,36 @@ class Tags:
             end = start
         return [Call("", problem=f"No tool call can be read. Write {self._example()}.")]
 
+    def spoken(self, text: str) -> tuple[str, str]:
+        """A turn's words outside of its thoughts, and the words of a thought that has no end; see `_spoken`."""
+        places: list[tuple[int, int]] = []
+        opened: dict[str, int] = {}  # places of opening tags that are not closed yet
+        edges = [rf"<(?:{'|'.join(map(re.escape, self._openings))})(?=[\s>])", *map(re.escape, self.stop)]
+        for edge in re.finditer("|".join(edges), text) if self._openings else ():
+            closes = edge[0] in self.stop
+            pair = edge[0].strip("</>") if self._legacy else ""
+            if not closes:
+                opened[pair] = edge.start()
+            elif pair in opened:
+                places.append((opened.pop(pair), edge.end()))
+        return _spoken(text, places)
+
     def _opened(self, text: str, tags: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Places and names of opening tags, in their order."""
         names = "|".join(map(re.escape, tags))
         return ((found.start(), found[1]) for found in re.finditer(rf"<({names})(?=[\s>])", text) if names)
 
-    def _never_closed(self, said: str) -> list[Call]:
-        """The call that a turn began and did not end."""
-        if next(self._opened(said, self._openings), None) is not None:
+    def _unread(self, said: str) -> list[Call]:
+        """The call, with its problem, that a turn without a closing tag was meant to hold."""
+        names = "|".join(map(re.escape, self._openings))
+        if names and re.search(rf"<(?:{names})(?=[\s>(/=:]|\Z)", said):
             return [Call("", problem=f"The call is not closed. Write {self._example()}.")]
         for word in _near(said, self._openings):
-            if (
-                f"</{word}>" in said
-                if self._legacy
-                else re.search(rf"<{re.escape(word)}\s++[\w.:-]{{1,40}}+\s*+=", said)
-            ):
+            attribute = "" if self._legacy else r"\s++[\w.:-]{1,40}+\s*+=|\(|"
+            if re.search(rf"</{word}|<{word}(?:{attribute}\s*+\Z)", said):
                 return [Call("", problem=f"<{word}> calls nothing. Write {self._example()}.")]
+        if _in_other_tags(said, self._tools) or (_names_one(said, self._tools) and self._json.untagged(said)):
+            return [Call("", problem=f"No call can be read. Write {self._example()}.")]
         return []
 
     def _call(self, text: str, at: int, end: int, tag: str) -> Call | None:
@@ -163,7 +197,7 @@ class Json:
     stop: tuple[str, ...] = ()
 
     def __init__(self, tools: Sequence[str], *, tags: bool) -> None:
-        self._tools, self._tags = frozenset(tools), tags
+        self._tools, self._tags = tuple(tools), tags
         self.tags = (_OPEN, _CLOSE) if tags else ()
 
     def calls(self, text: str, stop: str) -> list[Call]:
@@ -173,56 +207,101 @@ class Json:
         """
         if stop != "eos":
             return []
-        said, thought = spoken(text)
-        found = self._tagged(said) if self._tags else self._untagged(said)
-        if not found and (self._tagged(thought) if self._tags else self._untagged(thought)):
+        said, thought = self.spoken(text)
+        read = self._tagged if self._tags else self.untagged
+        found = read(said)
+        if not found and _in_other_tags(said, self._tools):
+            where = f"between {_OPEN} and {_CLOSE}" if self._tags else "as JSON, without tags around it"
+            return [Call("", problem=f"No call can be read. Write it {where}.")]
+        if not found and read(thought):
             return [Call("", problem="The call stands in a thought that has no end. Write </think> before the call.")]
         return found
 
+    def spoken(self, text: str) -> tuple[str, str]:
+        """A turn's words outside of its thoughts, and the words of a thought that has no end; see `_spoken`."""
+        return _spoken(text, _json_in(text)[0] if _THOUGHT.search(text) else ())
+
     def _tagged(self, said: str) -> list[Call]:
-        _, *pieces = said.split(_OPEN)
         found: list[Call] = []
-        for index, piece in enumerate(pieces):
-            if not piece.strip() and index + 1 < len(pieces):
+        ends = dict(_json_in(said)[0])
+        at = said.find(_OPEN)
+        while at >= 0:
+            inside = at + len(_OPEN)
+            lead = _LEAD.match(said, inside)
+            at = lead.end() if lead is not None else inside
+            if said.startswith(_OPEN, at):
                 continue  # an opening that is written twice
-            if _CLOSE not in piece:
+            while at in ends:  # tags in arguments are words
+                at = ends[at]
+                while said[at : at + 1] and said[at] in _BEHIND:
+                    at += 1
+            edge = _EDGE.search(said, at)
+            if edge is None or not edge[1]:
                 found.append(Call("", problem=f"The call is not closed: {_CLOSE} is missing."))
-                continue
-            try:
-                found += _json_calls(piece.partition(_CLOSE)[0])
-            except ValueError as error:
-                try:  # the tag may stand in an argument
-                    found += _json_calls(piece.rpartition(_CLOSE)[0])
-                except ValueError:
+            else:
+                try:
+                    found += map(_json_call, _listed(said[inside : edge.start()]))
+                except ValueError as error:
                     found.append(_no_json(error))
-        meant = _SOMETHING_CALLED.search(said) and (self._names_a_tool(said) or any(_near(said, ["tool_call"])))
-        if not pieces and (meant or _CLOSE in said):
-            found.append(Call("", problem=f"No call can be read. Write it between {_OPEN} and {_CLOSE}."))
+            at = said.find(_OPEN, edge.start()) if edge is not None else -1
+        if not found:
+            begun = _SOMETHING_CALLED.search(said) or re.search(rf"""["'](?:{"|".join(_CALLED)})["']\s*+:""", said)
+            if _CLOSE in said or (begun and (_names_one(said, self._tools) or any(_near(said, ["tool_call"])))):
+                found.append(Call("", problem=f"No call can be read. Write it between {_OPEN} and {_CLOSE}."))
         return found
 
-    def _untagged(self, said: str) -> list[Call]:
+    def untagged(self, said: str) -> list[Call]:
         """Calls of a turn that is JSON, or that ends with the call of a known tool."""
         said = said.strip().removeprefix("<|python_tag|>").strip()
-        whole = said.startswith(("{", "[", "```"))
-        begin = None if whole else _SOMETHING_CALLED.search(said)
-        if not whole and begin is None:
-            return []
-        body = said if begin is None else said[begin.start() :]
-        known = self._names_a_tool(body)
+        places, broken = _json_in(said)
+        wrong: ValueError | None = None
+        if said.startswith(("{", "[", "```")):
+            try:
+                return self._called(said, whole=True)
+            except ValueError as error:
+                wrong = error
+        begin = end = len(said.removesuffix("```").rstrip(_BEHIND))
+        for start, stop in reversed(places):
+            if said[stop:end].strip(_BEHIND):
+                break
+            begin = end = start
         try:
-            made = _json_calls(body)
-        except _MoreError as error:  # words behind a call that are not JSON: the call is quoted, unless it comes first
-            return [_no_json(error)] if known and whole else []
+            if begin < len(said) and (made := self._called(said[begin:], whole=False)):
+                return made
         except ValueError as error:
-            begun = whole and _SOMETHING_CALLED.match(_FENCE.sub("", body, count=1))
-            return [_no_json(error)] if known or begun else []
-        if not any(call.name for call in made):
-            return []  # an answer in JSON
-        given = whole and ('"arguments"' in body or '"parameters"' in body)
-        return made if given or any(call.name in self._tools for call in made) else []
+            wrong = wrong or error
+        if wrong is not None:
+            begun = not isinstance(wrong, _MoreError) and _SOMETHING_CALLED.match(_FENCE.sub("", said, count=1))
+            return [_no_json(wrong)] if begun or _names_one(said, self._tools) else []
+        if broken and _names_one(said[broken[0] :], self._tools):
+            try:
+                _listed(said[broken[0] :])
+            except ValueError as error:
+                return [_no_json(error)]
+        if places and _SET_OFF.search(said[: places[-1][0]]):
+            last = said[slice(*places[-1])]
+            if any(f'"{key}"' in last for key in _CALLED) and _names_one(last, self._tools):
+                return [Call("", problem="The call must end the turn: nothing may follow its JSON.")]
+        return []
 
-    def _names_a_tool(self, text: str) -> bool:
-        return any(found[1] in self._tools for found in _NAMED.finditer(text))
+    def _called(self, body: str, *, whole: bool) -> list[Call]:
+        """Calls of a text that is JSON; none of one that is an answer.
+
+        Raises:
+          ValueError: the text is no JSON.
+        """
+        values = _listed(body)
+        made = [_json_call(value) for value in values]
+        if any(call.name in self._tools for call in made) or any(map(self._is_meant, values)):
+            return made
+        if whole and any(call.name for call in made) and any(f'"{key}"' in body for key in _ARGUMENTS):
+            return made
+        return made if any(call.arguments and _alike(call.name, self._tools) for call in made[-_LAST_TAGS:]) else []
+
+    def _is_meant(self, value: Any) -> bool:
+        """True for an object that has arguments, and names a known tool in another way than calls do."""
+        words = (*value, *value.values()) if isinstance(value, dict) and any(key in value for key in _CALLED) else ()
+        return any(isinstance(word, str) and word in self._tools for word in words)
 
     def observation(self, outputs: Sequence[Output], call_id: str) -> Observation:
         """The outputs, each a message of the template."""
@@ -269,11 +348,11 @@ def format_of(parser: str, tools: Sequence[str]) -> Format:
     """The format of a parser's name (EnvironmentConfig.parser); `tools` are the names the model may call."""
     match ALIASES.get(parser, parser):
         case "call_tool":
-            return Tags(["call_tool"], ["</call_tool>", "</call>"])
+            return Tags(["call_tool"], ["</call_tool>", "</call>"], tools)
         case "tool":
-            return Tags(["tool"], ["</tool>"])
+            return Tags(["tool"], ["</tool>"], tools)
         case "legacy":
-            return Tags(list(tools), [f"</{tool}>" for tool in tools], legacy=True)
+            return Tags(tools, [f"</{tool}>" for tool in tools], tools, legacy=True)
         case "hermes":
             return Json(tools, tags=True)
         case "json":
@@ -307,24 +386,6 @@ def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any], query: str) 
     if QUERY in arguments and (between or (query in required and query not in named)):
         named[query] = between
     return {name: _as(value, _kinds(properties.get(name))) for name, value in named.items()}
-
-
-def spoken(text: str) -> tuple[str, str]:
-    """A turn's words outside of its thoughts, and those of a thought that has no end.
-
-    Words before a first `</think>` are a thought that the prompt opened.
-    """
-    parts, thought, at, seen = [], None, 0, False
-    for tag in _THOUGHT.finditer(text):
-        if not tag[1]:
-            if thought is None:
-                parts.append(text[at : tag.start()])
-                thought = tag.end()
-        elif thought is not None or not seen:
-            parts = parts if thought is not None else []
-            thought, at = None, tag.end()
-        seen = True
-    return ("".join(parts), text[thought:]) if thought is not None else ("".join([*parts, text[at:]]), "")
 
 
 def decoded(text: str) -> Any:
@@ -389,8 +450,72 @@ class _MoreError(ValueError):
     """What follows a JSON value is none."""
 
 
-def _json_calls(text: str) -> list[Call]:
-    """The calls of a text: an object, a list, or several behind each other, in a fence or not.
+def _spoken(text: str, calls: Iterable[tuple[int, int]]) -> tuple[str, str]:
+    """A turn's words outside of its thoughts, and the words of a thought that has no end.
+
+    Words before a first `</think>` are a thought that the prompt opened. Tags in an argument of a call are words of
+    it, unless the call itself is drafted in a thought.
+
+    Args:
+      text: the turn.
+      calls: beginnings and ends of the calls in it, in their order.
+    """
+    parts, thought, at, seen = [], None, 0, False
+    places = iter(calls)
+    begin = end = 0
+    for tag in _THOUGHT.finditer(text):
+        while end <= tag.start():
+            begin, end = next(places, (len(text), len(text) + 1))
+        if begin < tag.start() and thought is None:
+            continue
+        if not tag[1]:
+            if thought is None:
+                parts.append(text[at : tag.start()])
+                thought = tag.end()
+        elif thought is not None or not seen:
+            parts = parts if thought is not None else []
+            thought, at = None, tag.end()
+        seen = True
+    return ("".join(parts), text[thought:]) if thought is not None else ("".join([*parts, text[at:]]), "")
+
+
+def _json_in(text: str) -> tuple[list[tuple[int, int]], list[int]]:
+    """Finds the JSON of a text in one pass, without a decoder that would begin anew at each bracket.
+
+    Returns:
+      Beginnings and ends of the objects and arrays that stand in no other, and beginnings of calls that break off.
+    """
+    whole: list[tuple[int, int]] = []
+    broken: list[int] = []
+    opened: list[int] = []
+    at = 0
+    while True:
+        if not opened:
+            if (begin := _BEGIN.search(text, at)) is None:
+                return whole, broken
+            opened, at = [begin.start()], begin.end()
+        part = _PART.match(text, at)
+        bracket = part[1] if part is not None else None
+        if part is None or (bracket in ("]", "}") and bracket != {"[": "]", "{": "}"}[text[opened[-1]]]):
+            if (start := next((one for one in opened if _SOMETHING_CALLED.match(text, one)), None)) is not None:
+                broken.append(start)
+                while whole and whole[-1][0] > start:
+                    whole.pop()
+            opened, at = [], at + 1
+        elif bracket in ("[", "{"):
+            opened.append(at)
+            at += 1
+        else:
+            at = part.end()
+            if bracket is not None:
+                start = opened.pop()
+                while whole and whole[-1][0] > start:
+                    whole.pop()
+                whole.append((start, at))
+
+
+def _listed(text: str) -> list[Any]:
+    """What is called in a text: an object, a list, or several behind each other, in a fence or not.
 
     Raises:
       ValueError: the text is no JSON.
@@ -398,9 +523,11 @@ def _json_calls(text: str) -> list[Call]:
     text = text.strip()
     if (fence := _FENCE.match(text)) is not None:
         text = text[fence.end() :]
-    values = _values(text.strip().removesuffix("```"))
-    listed = [one for value in values for one in (value if isinstance(value, list) else [value])]
-    return [_json_call(value) for value in listed] or [_json_call(None)]
+    listed: list[Any] = []
+    for value in _values(text.strip().removesuffix("```")):
+        inner = value.get("tool_calls", value) if isinstance(value, dict) else value
+        listed += inner if isinstance(inner, list) else [inner]
+    return listed or [None]
 
 
 def _no_json(error: ValueError) -> Call:
@@ -408,16 +535,16 @@ def _no_json(error: ValueError) -> Call:
 
 
 def _json_call(value: Any) -> Call:
-    if isinstance(value, dict) and isinstance(inner := value.get("function"), dict | str):
-        value = {**value, **(inner if isinstance(inner, dict) else {"name": inner})}
+    for key in ("tool_call", "function_call", "function") if isinstance(value, dict) else ():
+        inner = {"name": value[key]} if isinstance(value.get(key), str) else value.get(key)
+        value = {**value, **inner} if isinstance(inner, dict) else value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return Call("", problem='The call must be an object {"name": ..., "arguments": {...}}.')
     arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):  # some models write it as text
-        try:
-            arguments = decoded(arguments)
-        except ValueError:
-            arguments = {QUERY: arguments}
+    if isinstance(text := arguments, str):  # some models write the object as text, or only what they ask
+        with contextlib.suppress(ValueError):
+            arguments = decoded(text)
+        arguments = arguments if isinstance(arguments, dict | None) else {QUERY: text}
     if not isinstance(arguments, dict | None):
         return Call(value["name"], problem=f"The arguments must be an object, not {told(json.dumps(arguments))}.")
     return Call(value["name"], arguments or {})
@@ -471,13 +598,31 @@ def _check_depth(value: Any) -> None:
 
 
 def _near(text: str, names: Sequence[str]) -> Iterator[str]:
-    """The words of tags in a text that nearly are one of `names`; letter case, `_` and `-` say nothing."""
+    """The words of tags in a text that nearly are one of `names`."""
     for word in list(dict.fromkeys(found[1] for found in _TAG.finditer(text)))[-_LAST_TAGS:]:
-        plain = re.sub(r"[_:-]", "", word.lower())
-        for name in names:
-            if difflib.SequenceMatcher(None, plain, re.sub(r"[_:-]", "", name.lower())).ratio() >= _ALIKE:
-                yield word
-                break
+        if (word in names or word.lower() not in _NO_CALLS) and _alike(word, names):
+            yield word
+
+
+def _alike(word: str, names: Iterable[str]) -> bool:
+    """True for a word that nearly is one of `names`; letter case, `_` and `-` say nothing."""
+    plain = re.sub(r"[_:-]", "", word[:_SHOWN].lower())
+    ratios = (difflib.SequenceMatcher(None, plain, re.sub(r"[_:-]", "", name.lower())).ratio() for name in names)
+    return word in names or any(ratio >= _ALIKE for ratio in ratios)
+
+
+def _names_one(text: str, tools: Sequence[str]) -> bool:
+    """True where a text has the name of a tool in quotation marks."""
+    return bool(tools and re.search(rf"""["'](?:{"|".join(map(re.escape, tools))})["']""", text))
+
+
+def _in_other_tags(said: str, tools: Sequence[str]) -> bool:
+    """True where a turn calls a known tool in a form of tags: `<... name="search">`, or `<search>` at its end."""
+    names = "|".join(map(re.escape, tools))
+    if names and re.search(rf"""<\w[\w:-]*+\s++name\s*+=\s*+["']?+(?:{names})(?![\w.-])""", said):
+        return True
+    last = re.search(rf"</({names})\s*+>\s*+\Z", said) if names else None
+    return last is not None and last[1] not in _NO_CALLS and bool(re.search(rf"<{re.escape(last[1])}[\s>]", said))
 
 
 def _kinds(property_: Any) -> list[Any]:

@@ -113,7 +113,7 @@ class WithTools:
     async def _turn(self, observation: str, *, stop: Sequence[str], **said: Any) -> Turn:
         """The model's next turn; a call in a thought is a draft, and the turn that its end stopped goes on."""
         turn = await self._model.observe(observation, stop=self._stops(stop), **said)
-        while self._open and turn.stop in self._format.stop and calls.spoken(turn.text)[1]:
+        while self._open and turn.stop in self._format.stop and self._format.spoken(turn.text)[1]:
             left = None if said["max_new"] is None else said["max_new"] - len(turn.tokens)
             if left is not None and left <= 0:
                 return dataclasses.replace(turn, stop="length")

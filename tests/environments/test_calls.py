@@ -40,6 +40,7 @@ PARSERS = ["call_tool", "tool", "legacy", "hermes", "json"]
 PIECES = [
     *("<call_tool", "<call_tool>", "</call_tool>", "</call>", "<tool", "</tool>", "<t>", "</t>", "<tool_call>"),
     *("</tool_call>", "<think>", "</think>", "<tool_cal>", "<t", "</", "```json\n", "```", "<|python_tag|>"),
+    *('{"arguments": ', '{"tool_calls": [', '\\"', "<tool_call>["),
     *(' name="t"', " name='t'", " x=", ">", '{"name": "t", "arguments": {', '{"name": "t"}'),
     *('{"x":', "[", "{", "}", "]", '"', "'", "\\", ","),
     *(";", ":", " ", "\n", "NaN", "1e999", "9" * 50, "-", "\\ud800", "\ud800", "é", "null", '"name": ', '"function": '),
@@ -86,6 +87,7 @@ def test_time_is_linear_in_the_length(parser):
 
 
 ONE = '{"name": "t", "arguments": {"x": 1}}'
+TURNED = '{"arguments": {"x": 1}, "name": "t"}'
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,40 @@ ONE = '{"name": "t", "arguments": {"x": 1}}'
         ("json", '{"name": "other", "parameters": {}}', ["other"]),
         ("json", '{"name": "t"}', ["t"]),
         ("json", '{"name": "Alice", "age": 3}', []),
+        ("json", f'The file says {{"name": "Bob"}}. I will search. {ONE}', ["t"]),
+        ("json", f'{{"name": "Bob"}} is in the file. I will search. {ONE}', ["t"]),
+        ("json", f'The file says {{"name": "Bob", "age": . I will search. {ONE}', ["t"]),
+        ("json", f"I call {TURNED}", ["t"]),
+        ("json", TURNED[:-8], "no JSON"),
+        ("json", '{"tool": "t", "arguments": {"x": 1}}', "must be an object"),
+        ("json", 'I call {"tool": "t", "arguments": {"x": 1}}', "must be an object"),
+        ("json", '{"nme": "t", "arguments": {"x": 1}}', "must be an object"),
+        ("json", '{"tool_name": "t", "parameters": {"x": 1}}', "must be an object"),
+        ("json", '{name: "t", arguments: {}}', "no JSON"),
+        ("json", f'{{"function_call": {ONE}}}', ["t"]),
+        ("json", f'{{"tool_calls": [{{"type": "function", "function": {ONE}}}, {ONE}]}}', ["t", "t"]),
+        ("json", f"<tool_call>{ONE}</tool_call>", "must end the turn"),
+        ("json", f"I call ```json\n{ONE}\n``` and wait.", "must end the turn"),
+        ("json", f"<answer>{ONE}</answer>", []),
+        ("json", '<b>{"name": "t", "arguments": 01}</b>', "must end the turn"),
+        ("json", '{"name": "t", "arguments": "42"}', ["t"]),
+        ("json", '{"name": "t", "arguments": {"x": "what is <think>"}}', ["t"]),
+        ("json", '{"name": "t", "arguments": {"x": "what is </think>"}}', ["t"]),
+        ("json", "<t>q</t>", "without tags"),
+        ("json", '{"arguments": {"for": ["a"]}, "conclusion": "b"}', []),
+        ("hermes", TURNED, "between <tool_call>"),
+        ("hermes", f"<tool_cal>{TURNED}</tool_cal>", "between <tool_call>"),
+        ("hermes", '<call_tool name="t">q</call_tool>', "between <tool_call>"),
+        ("hermes", '<tool_call>{"name": "t", "arguments": {"x": "what is <think>"}}</tool_call>', ["t"]),
+        ("hermes", '<tool_call>{"name": "t", "arguments": {"x": "what is </think>"}}</tool_call>', ["t"]),
+        ("hermes", '<think>so</think><tool_call>{"name": "t", "arguments": "<think>"}</tool_call>', ["t"]),
+        ("hermes", '<tool_call>{"name": "t", "arguments": {"x": "what is <tool_call>"}}</tool_call>', ["t"]),
+        (
+            "hermes",
+            f'<tool_call>{{"name": "t", "arguments": "</tool_call><tool_call>"}}\n{ONE}</tool_call>',
+            ["t", "t"],
+        ),
+        ("hermes", f'<tool_call>{{"x": "cut </tool_call><tool_call>{ONE}</tool_call>', "no JSON"),
         ("json", '[{"answer": 3}, [1]]', []),
         ("call_tool", '<call_tool name="t">q', "not closed"),
         ("call_tool", '<call_tool name="t">q</call_tol>', "not closed"),
@@ -133,7 +169,20 @@ ONE = '{"name": "t", "arguments": {"x": 1}}'
         ("call_tool", "<caltool> is no call here", []),
         ("call_tool", '<think>as <call_tool name="t"></think>4', []),
         ("tool", '<tool name="t">q', "not closed"),
+        ("call_tool", "<call_tools>t</call_tools>", "<call_tools> calls nothing"),
+        ("call_tool", "<call-tool>t: q</call-tool>", "<call-tool> calls nothing"),
+        ("call_tool", '<call_tool(name="t")>q', "not closed"),
+        ("call_tool", "I look it up: <call_tool", "not closed"),
+        ("call_tool", "I look it up: <call_tol", "calls nothing"),
+        ("call_tool", "<t>q</t>", "No call can be read"),
+        ("call_tool", '<tool name="t">q</tool>', "No call can be read"),
+        ("call_tool", f"<tool_call>{ONE}</tool_call>", "No call can be read"),
+        ("call_tool", ONE, "No call can be read"),
+        ("call_tool", "A list: <t>q</t> is an item.", []),
+        ("call_tool", '{"name": "Alice", "age": }', []),
         ("legacy", "<t>q", "not closed"),
+        ("legacy", "I look it up: <t", "not closed"),
+        ("legacy", '<call_tool name="t">q</call_tool>', "No call can be read"),
         ("legacy", "<b>q</b>", []),
     ],
 )
@@ -144,6 +193,40 @@ def test_no_call_is_lost_or_invented(parser, text, wanted):
     else:
         assert [call.name for call in found] == wanted and not any(call.problem for call in found)
     assert format_of(parser, ["t"]).calls(text, "length") == []
+
+
+def test_a_broken_call_takes_no_other_with_it():
+    text = f'<tool_call>{{"x": "cut </tool_call><tool_call>{ONE}</tool_call><tool_call>{TURNED}</tool_call>'
+    assert [call.name for call in format_of("hermes", ["t"]).calls(text, "eos")] == ["", "t", "t"]
+
+
+@pytest.mark.parametrize("words", ["what is <think>", "what is </think>", "<think> and </think>", "</think><think>"])
+@pytest.mark.parametrize(
+    ("parser", "opening"), [("call_tool", '<call_tool name="t">'), ("tool", '<tool name="t">'), ("legacy", "<t>")]
+)
+def test_tags_of_thoughts_in_a_call_are_words(parser, opening, words):
+    form = format_of(parser, ["t"])
+    for before in ("", "<think>so</think>", "so</think>", f"<think>{opening}draft{form.stop[0]}</think>"):
+        (call,) = form.calls(f"{before}{opening}{words}{form.stop[0]}", form.stop[0])
+        assert (call.name, call.arguments, call.problem) == ("t", {QUERY: words}, "")
+    draft = f"<think>I may {opening}q{form.stop[0]}"
+    assert form.calls(draft, form.stop[0]) == [] and form.spoken(draft)[1]
+
+
+def test_an_answer_is_no_misspelt_tool():
+    for tool in ("answers", "answer2", "thinks", "snippets", "webpages"):
+        word = tool[:-1]
+        assert format_of("legacy", [tool]).calls(f"It is clear. <{word}>42</{word}>", "eos") == []
+    assert format_of("legacy", ["search"]).calls("<serch>42</serch>", "eos")
+
+
+def test_arguments_that_are_no_object_are_the_query():
+    for text, wanted in [("42", "42"), ("5+5", "5+5"), ("[1]", "[1]"), ('"q"', '"q"')]:
+        (call,) = format_of("json", ["t"]).calls(json.dumps({"name": "t", "arguments": text}), "eos")
+        assert call.arguments == {QUERY: wanted} and not call.problem
+    for text in ("null", "{}"):
+        (call,) = format_of("json", ["t"]).calls(json.dumps({"name": "t", "arguments": text}), "eos")
+        assert call.arguments == {} and not call.problem
 
 
 def test_a_closing_tag_ends_its_own_call_only():
