@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podrl.config import former
-from podrl.rollout.wall_journal import NAME as BATCHES
+from podrl.rollout.journal import NAME as BATCHES
 from podrl.rundir import identity, trace, weights
 from podrl.rundir.console import make_console, print_table
 from podrl.rundir.history import kind_of

@@ -124,17 +124,17 @@ def in_windows(
       windows, steps: to play, and training steps that there are.
       staleness: versions that a sample may have.
     """
-    from podrl.rollout.windows import Quantum
+    from podrl.rollout.clock import TokenClock
 
-    quantum, flying, begun = Quantum(config, windows=staleness), [], 0
+    clock, flying, begun = TokenClock(config, staleness=staleness), [], 0
     for window in range(windows):
         while begun < min(window + 1 + staleness, steps):
-            flying.append((begun, begin(begun), quantum.of(window)))
+            flying.append((begun, begin(begun), clock.quantum(window)))
             begun += 1
         yield [(step, player, None if step <= window + 1 else tokens) for step, player, tokens in flying]
         while flying and flying[0][0] <= window + 1:
             step, *_ = flying.pop(0)
-            quantum.saw(step, longest(step))
+            clock.saw(step, longest(step))
 
 
 def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray], staleness: int) -> dict[str, Any]:
@@ -182,15 +182,15 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
 
 def _simulated(bench: Any, lengths: Sequence[np.ndarray], staleness: int) -> float:
     """Decode steps of a training step where a free lane takes the next sample at once, the batch that is due first."""
-    from podrl.rollout.windows import Quantum
+    from podrl.rollout.clock import TokenClock
 
-    quantum, lanes = Quantum(bench.worker.config, windows=staleness), bench.worker.config.lanes
+    clock, lanes = TokenClock(bench.worker.config, staleness=staleness), bench.worker.config.lanes
     left: dict[int, list[int]] = {}
     quanta: dict[int, int] = {}
     counted, begun = [], 0
     for window in range(STEPS - 1):
         while begun < min(window + 1 + staleness, STEPS):
-            left[begun], quanta[begun] = lengths[begun].tolist(), quantum.of(window)
+            left[begun], quanta[begun] = lengths[begun].tolist(), clock.quantum(window)
             begun += 1
         free, end = [0] * lanes, 0
         for step in sorted(left):
@@ -201,7 +201,7 @@ def _simulated(bench: Any, lengths: Sequence[np.ndarray], staleness: int) -> flo
                 end = max(end, done)
             left[step] = [n - part for n, part in zip(left[step], parts, strict=True)]
         for step in [step for step in left if step <= window + 1]:
-            quantum.saw(step, int(lengths[step].max()))
+            clock.saw(step, int(lengths[step].max()))
             del left[step]
         counted.append(end)
     return float(np.mean(_counted(counted, staleness)))

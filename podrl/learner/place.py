@@ -12,7 +12,8 @@ from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import Stream
 from podrl.learner.rollouts import Generate, LocalRollouts
-from podrl.rollout.windows import WHOLE, Quantum
+from podrl.rollout.clock import TokenClock, WallClock
+from podrl.rollout.journal import WallJournal
 from podrl.rundir.accord import Accord
 from podrl.rundir.run import Run
 from podrl.runtime.message import Message
@@ -37,36 +38,49 @@ def place_of(
     Arguments as of `fit`; `shared` says how hosts share a batch.
     """
     deadline_s = 4 * run.log_config.stall_s
-    wall, quantum = _clock(cluster, schedule, run, pod, given=given)
+    clock = _clock(cluster, schedule, run, pod, given=given)
     makes: Any = {"generate": generate, "evaluator": evaluator}
     if pod is None:
-        assert stream is not None
-        place: Any = LocalRollouts(cluster, stream, run, quantum=quantum, wall=wall, **makes)
+        assert stream is not None and clock is not None
+        place: Any = LocalRollouts(cluster, stream, run, clock=clock, **makes)
         return place, run.stopping
     share_spans(pod, run)
     accord = Accord(pod, run, deadline_s)
     if trained is not None:
         assert stream is not None
         rows = codec.AGED_ROWS if schedule.max_staleness > 1 else codec.NEEDED_ROWS
-        needed: Any = {"needed": trained.needed, "quantum": quantum, "deadline_s": deadline_s, "rows": rows}
-        needed |= {"curriculum": curriculum, "wall": wall}
-        place = RemoteRollouts(cluster, stream, run, pod, accord, begun=schedule.begun, **needed, **shared)
+        place = RemoteRollouts(
+            cluster,
+            stream,
+            run,
+            pod,
+            accord,
+            needed=trained.needed,
+            deadline_s=deadline_s,
+            clock=clock,
+            rows=rows,
+            begun=schedule.begun,
+            curriculum=curriculum,
+            **shared,
+        )
     else:
-        host: Any = makes | {"windows": quantum.used, "deadline_s": deadline_s, "curriculum": curriculum}
-        host |= {"wall": bool(wall), "last": schedule.max_steps}
+        host: Any = makes | {"deadline_s": deadline_s, "curriculum": curriculum, "last": schedule.max_steps}
+        host |= {"windows": isinstance(clock, TokenClock) and clock.used, "wall": not isinstance(clock, TokenClock)}
         place = HostRollouts(cluster, stream, run, pod, accord, **host)
     return place, accord.stopping
 
 
-def _clock(cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, given: bool) -> tuple[int, Quantum]:
-    """Returns the staleness by the wall clock, 0 with the clock 'tokens', and the quantum of windows.
+def _clock(
+    cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, given: bool
+) -> TokenClock | WallClock | None:
+    """Makes the clock of rollout.clock; None where it is the wall clock and another process keeps it.
 
     Raises:
       ValueError: a run by the wall clock cannot be here.
     """
     own = isinstance(cluster.config.rollout_engine, str)  # another engine makes whole batches
     if given or cluster.config.rollout().clock == "tokens":
-        return 0, Quantum(cluster.config.rollout(), windows=schedule.max_staleness if own else 1)
+        return TokenClock(cluster.config.rollout(), staleness=schedule.max_staleness if own else 1)
     if pod is not None and pod.seat.hosts.replica > 1:
         raise ValueError(
             "rollout.clock='wall' needs a whole copy of the weights on each rollout host, and here "
@@ -77,7 +91,10 @@ def _clock(cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *,
         raise ValueError("rollout.clock='wall' keeps a journal: give --workdir, or set rollout.clock='tokens'.")
     if not own:
         raise ValueError("rollout.clock='wall' needs podrl's own engine: set rollout.clock='tokens' for another.")
-    return schedule.max_staleness, WHOLE
+    if pod is not None and not pod.leads:
+        return None
+    assert run.workdir is not None
+    return WallClock(WallJournal(run.workdir, run.hurry), schedule.max_staleness, str(run.place))
 
 
 def evaluate_alone(cluster: RLCluster, evaluator: Any, run: Run, pod: Pod) -> int:

@@ -9,8 +9,9 @@ import jax
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Evaluate, Stream
+from podrl.rollout.clock import ONE_WINDOW, TokenClock, WallClock
 from podrl.rollout.wall import windows_or_wall
-from podrl.rollout.windows import WHOLE, Later, Quantum, Ready
+from podrl.rollout.windows import Later, Ready
 from podrl.rundir.run import Run
 from podrl.types import Experience, Policy, Prompts
 
@@ -50,8 +51,7 @@ class LocalRollouts:
         *,
         generate: Any,
         evaluator: Evaluate | None,
-        quantum: Quantum = WHOLE,
-        wall: int = 0,
+        clock: TokenClock | WallClock = ONE_WINDOW,
     ):
         """Starts nothing.
 
@@ -61,14 +61,12 @@ class LocalRollouts:
           run: the watchdog.
           generate: a Generate, or a Generator.
           evaluator: on held-out prompts.
-          quantum: of the samples' windows.
-          wall: staleness by the wall clock, 0 without.
+          clock: when weights change inside samples, and which groups make a batch.
         """
         self._cluster, self._stream, self._run = cluster, stream, run
-        self._generate, self._evaluator, self._quantum = generate, evaluator, quantum
+        self._generate, self._evaluator, self._clock = generate, evaluator, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
-        self._windows = windows_or_wall(generate, self._thread, run, quantum, wall)
-        self._wall, self._mixes = bool(wall), wall or quantum.used
+        self._windows = windows_or_wall(generate, self._thread, run, clock)
 
     def resume(self, start: Start) -> Sequence[InFlight]:
         return self._windows.resume(start.step, start.pending)
@@ -79,7 +77,7 @@ class LocalRollouts:
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
-        if self._wall:  # sampling goes on until weights are there
+        if isinstance(self._clock, WallClock):  # sampling goes on until weights are there
             with self._run.watchdog.stage("update"):
                 jax.block_until_ready(self._cluster.state.params)
         self._windows.end_window()
@@ -98,8 +96,10 @@ class LocalRollouts:
     def submit(self, policy: Policy, step: int) -> InFlight:
         assert self._generate is not None, "given answers are not generated"
         prompts = self.next_batch()
-        if self._mixes:
-            return self._windows.submit(prompts, step, self._quantum.of(policy.version))
+        if isinstance(self._clock, WallClock):
+            return self._windows.submit(prompts, step)
+        if self._clock.used:
+            return self._windows.submit(prompts, step, self._clock.quantum(policy.version))
         made = self._thread.submit(self._generate, prompts, policy, step)
         return Later(made, self._run, "rollout")
 

@@ -14,11 +14,11 @@ from jaxtyping import Int
 
 from podrl.plan.compile import Measured
 from podrl.plan.programs import ROLLOUT, TRAINER, Setting
+from podrl.rollout.clock import TokenClock
 from podrl.rollout.config import RolloutConfig
 from podrl.rollout.rollout import pieces_per_prompt
 from podrl.rollout.sizes import engine_shape
 from podrl.rollout.state import EngineShape
-from podrl.rollout.windows import Quantum
 from podrl.rundir.trace import read_step, traced_steps
 
 _SHARES = tuple(n / 16 for n in range(1, 16))  # of the chips, tried for the trainer
@@ -155,12 +155,12 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
     (podrl.rollout.session): a lane gets its next sample at the next dispatch but one after its last ended, those of the
     batch that trains next first; at the next one where so many samples end that the engine waits for them. With a
     staleness of 0 the sides take turns; with 1 a batch is drawn while the one before trains; from 2 on in windows
-    (podrl.rollout.windows): a sample draws its quantum in each, and in its last one the rest. Each window computes keys
+    (podrl.rollout.clock): a sample draws its quantum in each, and in its last one the rest. Each window computes keys
     and values of what is open anew, in prefill calls of the engine's size.
     """
     rng, samples = np.random.default_rng(0), load.samples
     batches = [rng.choice(lengths_N, samples).tolist() for _ in range(STEPS + staleness + 1)]
-    quantum, quanta = Quantum(load.rollout, windows=staleness), {}
+    windows, quanta = TokenClock(load.rollout, staleness=staleness), {}
     left = [list(batch) for batch in batches]
     waits = 2 * speeds.plan_s / max(load.rollout.steps_per_dispatch * speeds.decode_s, 1e-12)
     clock = trainer = 0.0  # begin of the window, end of the newest update
@@ -169,14 +169,14 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
     for window in range(STEPS):
         due = window if staleness == 0 else window + 1
         begun = range(0 if window == 0 else due + staleness - 1, due + staleness) if staleness else [due]
-        quanta |= {b: quantum.of(window) for b in begun}
+        quanta |= {b: windows.quantum(window) for b in begun}
         played = [b for b in range(0 if window == 0 else due, due + max(staleness, 1)) if any(left[b])]
         parts = {b: left[b] if b <= due else [min(n, quanta[b]) for n in left[b]] for b in played}
         made = window_work(parts, dict(enumerate(left)), dict(enumerate(batches)), load, waits=waits)
         left = [[n - p for n, p in zip(rest, parts.get(b, [0] * samples), strict=True)] for b, rest in enumerate(left)]
         generating = made.steps * speeds.decode_s + made.calls * speeds.call_s + speeds.begin_s
         generating += len([b for b in played if b <= due]) * speeds.score_s
-        quantum.saw(due, max(batches[due]))
+        windows.saw(due, max(batches[due]))
         if staleness == 0:
             trainer = clock + generating + speeds.update_s
             done = trainer

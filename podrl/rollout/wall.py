@@ -5,13 +5,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
+from podrl.rollout.clock import TokenClock, WallClock, recorded_points
+from podrl.rollout.journal import runs_of
 from podrl.rollout.partial import Partial, cut, join, of_tracks
 from podrl.rollout.points import Points
 from podrl.rollout.session import Track
-from podrl.rollout.wall_journal import WallJournal, recorded_points, runs_of
-from podrl.rollout.windows import Quantum, Windowed, Windows, noted
+from podrl.rollout.windows import Windowed, Windows, noted
 from podrl.rundir.run import Run
 from podrl.types import STOP_DEADLINE, Policy, Prompts
 
@@ -26,7 +27,7 @@ class Group:
       asked: the step in the keys of its samples: that of its batch of prompts, or the one at which it was asked again.
       making: its samples; see podrl.rollout.windows.Generator.
       repeated: it was asked before, and its samples became too old.
-      drawn_by: the oldest version that drew a token of it, as far as that was looked up.
+      known: the oldest version that drew a token of it, as far as that was looked up.
       origin: what it was in another process; None where it was begun in this one.
       played: its samples were in a window here.
     """
@@ -36,7 +37,7 @@ class Group:
     asked: int
     making: Any
     repeated: bool = False
-    drawn_by: int | None = None
+    known: int | None = None
     origin: Partial | None = None
     played: bool = False
 
@@ -56,12 +57,14 @@ class Group:
         return len(self.making.player.done) == self.making.player.request.samples
 
     @property
-    def oldest(self) -> int | None:
+    def drawn(self) -> int | None:
         """The oldest version that drew a token of it."""
-        if self.drawn_by is None:
+        if self.known is None:
             drawn = (v for track in self.tracks if track is not None for v in track.versions if v >= 0)
-            self.drawn_by = min(drawn, default=None)
-        return self.drawn_by
+            self.known = min(drawn, default=None)
+        return self.known
+
+    oldest = drawn
 
     def row(self, points: Points) -> tuple[Any, Points]:
         """Returns the pair that Generator.play takes: the samples of the group, and the points to play them to."""
@@ -69,7 +72,7 @@ class Group:
         return self.making, points
 
     def record(self) -> dict[str, Any]:
-        """Returns the journal's entry of the group, once it has ended (podrl.rollout.wall_journal.WallJournal)."""
+        """Returns the journal's entry of the group, once it has ended (podrl.rollout.journal.WallJournal)."""
         states = self.making.player.state()
         runs = [[] if track is None else runs_of(track.versions) for _, track in states]
         late = [b for b, (value, _) in enumerate(states) if value.get("episode", {}).get("stop") == STOP_DEADLINE]
@@ -86,70 +89,20 @@ class Group:
         return of_tracks(self.prompts, states, asked=1, step=step, quantum=0)
 
 
-class Candidate(Protocol):
-    """The attributes of a group that `choose` reads, as in Group; `oldest` is None where no token is drawn."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def repeated(self) -> bool: ...
-
-    @property
-    def ended(self) -> bool: ...
-
-    @property
-    def oldest(self) -> int | None: ...
-
-
-_C = TypeVar("_C", bound="Candidate")
-
-
-def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_C]:
-    """Chooses the groups of a step's batch of `size` groups; none as long as too few have ended, or one is waited for.
-
-    A group that was asked again is waited for by the last step that may have it. Of the others that have ended, those
-    with the oldest tokens go first, then those submitted first.
-    """
-    ages = {group: group.oldest for group in groups if group.ended or group.repeated}
-    due = [g for g, v in ages.items() if g.repeated and v is not None and v <= step - staleness][:size]
-    if not all(group.ended for group in due):
-        return []
-    others = [group for group in ages if group.ended and group not in due]
-    others.sort(key=lambda group: (step if (v := ages[group]) is None else v, group.number))
-    chosen = [*due, *others][:size]
-    return chosen if len(chosen) == size else []
-
-
-def queue_counts(left: Sequence[Candidate], again: int) -> dict[str, float]:
-    """Counts the groups that a batch leaves, running and ready, and those asked again before it, as metrics."""
-    ready = sum(group.ended for group in left)
-    return {
-        "queue/running": float(len(left) - ready),
-        "queue/ready": float(ready),
-        "queue/cancelled": float(again),
-    }
-
-
 class Wall:
     """Groups of samples that are made while batches train, on one thread.
 
     At most S + 1 batches of prompts are open or in training, S being the staleness. `end_window` has all samples rest
     after the dispatches that are launched, and the next window draws on by the newest weights; keys and values are
-    computed anew. Step s trains on the groups that are ready first. Of more than it takes, the oldest go first, then
-    those submitted first. A group with a token older than version s - S when s steps are done is given up, and its
-    prompt is asked again under new keys; where that happened before, the batch that still may have it waits for it.
+    computed anew. `podrl.rollout.clock.WallClock` decides which groups make a batch, and which are asked again.
 
-    All this is decided by the clock, so it is in the journal before it is acted on. Steps that the journal knows are
-    repeated from it, whatever the clock says: those of a run that was killed after its newest checkpoint, and those of
-    podrl.replay.
+    Steps that its journal knows are repeated from it, whatever the time is: those of a run that was killed after its
+    newest checkpoint, and those of podrl.replay.
     """
 
-    def __init__(self, generator: Any, thread: ThreadPoolExecutor, run: Run, *, max_staleness: int):
+    def __init__(self, generator: Any, thread: ThreadPoolExecutor, run: Run, clock: WallClock):
         """Begins nothing yet; `generator` is a podrl.learner.generation.Generator, `thread` uses the rollout mesh."""
-        assert run.workdir is not None, "refused before"
-        self._generator, self._thread, self._run = generator, thread, run
-        self._staleness, self._journal = max_staleness, WallJournal(run.workdir, run.hurry)
+        self._generator, self._thread, self._run, self._clock = generator, thread, run, clock
         self._open: list[Group] = []  # in order of submission
         self._waited: dict[int, Future[Sequence[Group]]] = {}  # by step
         self._sizes: dict[int, int] = {}  # by step: groups of its batch
@@ -160,11 +113,11 @@ class Wall:
         self._taken_at = time.monotonic()
         self._began: float | None = None  # when the newest window was
         self._window_s: float | None = None  # of the window before this one
-        self._again = 0  # groups asked again in this window
+        self._queue: dict[int, Mapping[str, float]] = {}  # by step: its metrics when the batch was decided
 
     def resume(self, step: int, pending: Sequence[Partial]) -> list[Windowed]:
         """Takes over the open groups of a checkpoint, which holds them in as many parts as there are batches."""
-        self._journal.forget(step)
+        self._clock.journal.forget(step)
         batches = []
         for i, part in enumerate(pending):
             group = len(part.samples) // len(part.prompts.length_P)
@@ -201,16 +154,14 @@ class Wall:
         with self._run.watchdog.stage("rollout"):
             groups = self._waited[step].result()
         del self._waited[step], self._sizes[step]
-        batch = self._journal.batch(step)
-        assert batch is not None
-        self._journal.forget(step + 1)
+        self._clock.journal.forget(step + 1)
         now = time.monotonic()
         seconds, self._taken_at = now - self._taken_at, now
         experience = self._generator.gather([group.making for group in groups], step, seconds)
         position = b"" if self._open else self._position  # of the data, for a checkpoint without open groups
         prompts = dataclasses.replace(experience.rollouts.prompts, data_state=position)
         rollouts = dataclasses.replace(experience.rollouts, prompts=prompts)
-        counts = experience.counts | batch["queue"]
+        counts = experience.counts | self._queue.pop(step)
         experience = dataclasses.replace(experience, rollouts=rollouts, counts=counts)
         return experience if self._window_s is None else noted(experience, {"time/window": self._window_s})
 
@@ -247,7 +198,7 @@ class Wall:
         """Plays a window: as its batch is recorded, or until the next weights are there."""
         try:
             self._ask_again(policy.version)
-            if self._journal.batch(policy.version) is None:
+            if self._clock.journal.batch(policy.version) is None:
                 self._play_on(policy)
             else:
                 self._repeat(policy)
@@ -258,17 +209,10 @@ class Wall:
 
     def _ask_again(self, step: int) -> None:
         """Gives up the groups that are too old for a step, and asks their prompts again."""
-        if self._journal.batch(step) is not None:
-            old = list(self._journal.again(step))
-        else:
-            old = [g.index for g in self._open if (v := g.oldest) is not None and v < step - self._staleness]
-            self._journal.write({"step": step, "again": old})
-        self._again = len(old)
-        for i, group in enumerate(self._open):
-            if group.index in old:
-                self._generator.give_up(group.making)
-                making = self._generator.begin(group.prompts, step, 0)
-                self._open[i] = Group(group.prompts, group.number, step, making, repeated=True)
+        for old in self._clock.stale(step, self._open):
+            self._generator.give_up(old.making)
+            making = self._generator.begin(old.prompts, step, 0)
+            self._open[self._open.index(old)] = Group(old.prompts, old.number, step, making, repeated=True)
 
     def _play_on(self, policy: Policy) -> None:
         rows = [group.row(Points(urgent=group.oldest is not None)) for group in self._open if not group.ended]
@@ -288,43 +232,28 @@ class Wall:
         future, size = self._waited.get(step), self._sizes.get(step, 0)
         if future is None or future.done():
             return
-        chosen = choose(self._open, step, size, self._staleness)
-        if not chosen:
-            return
+        if chosen := self._clock.batch(step, self._open, size):
+            self._decide(step, chosen)
+
+    def _decide(self, step: int, chosen: Sequence[Group]) -> None:
         left = [group for group in self._open if group not in chosen]
-        queue = queue_counts(left, self._again)
-        self._journal.write({"step": step, "groups": [group.record() for group in chosen], "queue": queue})
+        self._queue[step] = self._clock.decide(step, chosen, left)
         self._open = left
-        future.set_result(chosen)
+        self._waited[step].set_result(chosen)
 
     def _repeat(self, policy: Policy) -> None:
         """Plays a window as it is recorded: its batch, and what later ones drew in it."""
-        step = policy.version
-        batch = self._journal.batch(step)
-        assert batch is not None
-        known = [(g, self._journal.group(g.index, g.asked, step)) for g in self._open]
+        step, journal = policy.version, self._clock.journal
+        known = [(group, journal.group(group.index, group.asked, step)) for group in self._open]
         rows = [group.row(recorded_points(record, step)) for group, record in known if record is not None]
         if rows:
             self._generator.play(rows, policy, halt=self._closing.is_set)
         if self._closing.is_set():
             return
-        places = {(group.index, group.asked): group for group in self._open}
-        chosen = [self._recorded_group(places, record, step) for record in batch["groups"]]
-        self._open = [group for group in self._open if group not in chosen]
-        self._waited[step].set_result(chosen)
-
-    def _recorded_group(self, places: Mapping[tuple[int, int], Group], record: Mapping[str, Any], step: int) -> Group:
-        """The open group of a record, which must have ended, with the tokens that are recorded."""
-        group = places.get((record["index"], record["asked"]))
-        if group is None or not group.ended or group.record() != record:
-            raise ValueError(
-                f"Prompt {record['index']} of step {step} does not become what {self._run.place}/batches.jsonl says of "
-                "it: code, data, model and answers of tools must be those of the run that wrote it. Restore them, or "
-                "delete the file to go on without repeating."
-            )
-        return group
+        self._decide(step, self._clock.batch(step, self._open, self._sizes[step], over=True))
 
 
-def windows_or_wall(generator: Any, thread: ThreadPoolExecutor, run: Run, quantum: Quantum, wall: int) -> Any:
-    """A Wall of staleness `wall`, or Windows where that is 0."""
-    return Wall(generator, thread, run, max_staleness=wall) if wall else Windows(generator, thread, run, quantum)
+def windows_or_wall(generator: Any, thread: ThreadPoolExecutor, run: Run, clock: TokenClock | WallClock) -> Any:
+    """Makes batches in flight of the kind that a clock demands."""
+    kind: Any = Wall if isinstance(clock, WallClock) else Windows
+    return kind(generator, thread, run, clock)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from podrl.rollout.clock import recorded_points
 from podrl.rollout.partial import join
 from podrl.rollout.points import Points
 from podrl.rollout.wall import Group
-from podrl.rollout.wall_journal import recorded_points
 from podrl.rollout.wall_queue import order, part_of, single
 from podrl.rollout.windows import noted
 from podrl.rundir import leases

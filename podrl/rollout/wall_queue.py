@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from podrl.rollout.clock import WallClock
+from podrl.rollout.journal import agrees
 from podrl.rollout.partial import Partial, cut, join, of_message, of_tracks, take_prompts
-from podrl.rollout.wall import choose, queue_counts
-from podrl.rollout.wall_journal import WallJournal, agrees
 from podrl.rundir import leases
 from podrl.rundir.leases import NOBODY, Given
-from podrl.rundir.run import Run
 from podrl.runtime.channel import LateError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import MovedError, Pod
@@ -31,7 +30,7 @@ class Asked:
       number, asked, repeated: as in podrl.rollout.wall.Group.
       host: who makes it, or NOBODY.
       drawn: the oldest version that drew a token of it.
-      record: what the journal will say of it; None until it has ended.
+      made: what the journal will say of it; None until it has ended.
       origin: what a checkpoint holds of it; None where it is begun from nothing.
     """
 
@@ -41,23 +40,33 @@ class Asked:
     repeated: bool = False
     host: int = NOBODY
     drawn: int | None = None
-    record: Mapping[str, Any] | None = None
+    made: Mapping[str, Any] | None = None
     origin: Partial | None = None
+
+    @property
+    def index(self) -> int:
+        """The prompt's position in the data."""
+        return int(self.prompts.index_P[0])
 
     @property
     def key(self) -> tuple[int, int]:
         """The prompt's position in the data, and the step at which it was asked."""
-        return int(self.prompts.index_P[0]), self.asked
+        return self.index, self.asked
 
     @property
     def ended(self) -> bool:
         """True once all its samples have ended."""
-        return self.record is not None
+        return self.made is not None
 
     @property
     def oldest(self) -> int | None:
         """The oldest version that may have drawn a token of it, where it has ended or was asked again."""
-        return self.asked if self.drawn is None and self.repeated and self.record is None else self.drawn
+        return self.asked if self.drawn is None and self.repeated and self.made is None else self.drawn
+
+    def record(self) -> Mapping[str, Any]:
+        """Returns the journal's entry of the group, once it has ended."""
+        assert self.made is not None
+        return self.made
 
 
 @dataclasses.dataclass
@@ -91,9 +100,8 @@ class WallQueue:
         self,
         pod: Pod,
         given: Given,
-        run: Run,
+        clock: WallClock,
         *,
-        staleness: int,
         size: int,
         group_size: int,
         deadline_s: float,
@@ -104,22 +112,19 @@ class WallQueue:
         Args:
           pod: the job's processes.
           given: the leases of batches, and who is there.
-          run: the directory of the journal, and the watchdog.
-          staleness: S.
+          clock: decides which groups make a batch, and which are asked again.
           size: prompts of a batch.
           group_size: samples of a prompt.
           deadline_s: the longest wait for a batch.
           read: the next prompts of the data.
         """
-        assert run.workdir is not None, "refused before"
-        self._pod, self._given, self._run = pod, given, run
-        self._staleness, self._size, self._group_size = staleness, size, group_size
+        self._pod, self._given, self._clock, self._journal = pod, given, clock, clock.journal
+        self._size, self._group_size = size, group_size
         self._deadline_s, self._read = deadline_s, read
-        self._journal = WallJournal(run.workdir, run.hurry)
         self._open: list[Asked] = []  # in order of submission
         self._decided: dict[int, list[Asked]] = {}  # by step: what hosts still serve to trainers
         self._desks: dict[int, _Desk] = {}
-        self._submitted = self._again = 0
+        self._submitted = 0
         self._start = self._at = 0  # the step that this process began at, and the one it has come to
         self._clock_from = 0  # steps before that are repeated from the journal
         self._batches = 0  # of prompts, read before
@@ -167,7 +172,7 @@ class WallQueue:
         with self._given.lock:
             self._at = step
             self._forget()
-            self._ask_again(step)
+            self._begin_anew(self._clock.stale(step, self._open), step)
             for prompts in new:
                 self._position = prompts.data_state
                 for p in range(len(prompts.length_P)):
@@ -197,12 +202,10 @@ class WallQueue:
                 self._tell(step, [], [self._failed or 0])
                 return
             open_ = [group for group in self._open if group not in chosen]
-            if (known := self._journal.batch(step)) is None:
+            if self._journal.batch(step) is None:
                 chosen.sort(key=lambda group: group.host)  # stable: one lease for each host
-                queue = queue_counts(open_, self._again)
-                self._journal.write({"step": step, "groups": [group.record for group in chosen], "queue": queue})
-                known = {"queue": queue}
-            self._open, self._decided[step], self._counts[step] = open_, chosen, known["queue"]
+            self._counts[step] = self._clock.decide(step, chosen, open_)
+            self._open, self._decided[step] = open_, chosen
             self._tell(step, [group.key for group in chosen], [group.host for group in chosen])
 
     def counts(self, step: int) -> Mapping[str, float]:
@@ -230,59 +233,21 @@ class WallQueue:
 
     def _chosen(self, step: int) -> list[Asked]:
         """The groups of a step's batch; none as long as it has to wait."""
-        if (batch := self._journal.batch(step)) is None:
-            self._ask_late_again(step)
-            return choose(self._open, step, self._size, self._staleness)
-        places, chosen = {group.key: group for group in self._open}, []
-        for record in batch["groups"]:
-            group = places.get((record["index"], record["asked"]))
-            if group is None or (group.ended and group.record != record):
-                raise ValueError(
-                    f"Prompt {record['index']} of step {step} does not become what {self._run.place}/batches.jsonl "
-                    "says of it: code, data, model and answers of tools must be those of the run that wrote it. "
-                    "Restore them, or delete the file to go on without repeating."
-                )
-            chosen.append(group)
-        return chosen if all(group.ended for group in chosen) else []
+        if late := self._clock.stale_since(step, self._open):
+            self._begin_anew(late, step)
+            self._assign()
+        return self._clock.batch(step, self._open, self._size)
 
     def _tell(self, step: int, groups: Sequence[tuple[int, int]], hosts: Sequence[int]) -> None:
         position = "" if self._open else self._position.decode()
         self._given.open_chosen(leases.batch(step), hosts, since=step, groups=groups, position=position)
 
-    def _ask_again(self, step: int) -> None:
-        """Gives up the groups that are too old for a step, and asks their prompts again."""
-        if self._journal.batch(step) is not None:
-            old = list(self._journal.again(step))
-        elif not self._open:  # at the beginning and at the end
-            old = []
-        else:
-            old = self._too_old(step)
-            self._journal.write({"step": step, "again": old})
-        self._again = len(old)
-        self._begin_anew(old, step)
-
-    def _ask_late_again(self, step: int) -> None:
-        """Asks again what is known since the begin of a step to be too old: a dispatch may outlast a step of training.
-
-        The journal then has it as if it had been known then, and it is repeated so.
-        """
-        if late := self._too_old(step):
-            old = [*self._journal.again(step), *late]
-            self._journal.write({"step": step, "again": old})
-            self._again = len(old)
-            self._begin_anew(late, step)
-            self._assign()
-
-    def _too_old(self, step: int) -> list[int]:
-        least = step - self._staleness
-        return [group.key[0] for group in self._open if group.drawn is not None and group.drawn < least]
-
-    def _begin_anew(self, old: Sequence[int], step: int) -> None:
-        for i, group in enumerate(self._open):
-            if group.key[0] in old:
-                if group.host in self._desks:
-                    self._order(group.host, {"drop": [list(group.key)]})
-                self._open[i] = Asked(group.prompts, group.number, step, repeated=True)
+    def _begin_anew(self, old: Sequence[Asked], step: int) -> None:
+        """Gives up groups that are too old for a step, and asks their prompts again."""
+        for group in old:
+            if group.host in self._desks:
+                self._order(group.host, {"drop": [list(group.key)]})
+            self._open[self._open.index(group)] = Asked(group.prompts, group.number, step, repeated=True)
 
     def _regroup(self) -> None:
         """Notes who has come and who is lost, and gives what these had to others."""
@@ -300,7 +265,7 @@ class WallQueue:
             self._desks.setdefault(host, _Desk(address, self._given.members[host]))
         for group in self._open:
             if group.host not in self._desks and group.host != NOBODY:
-                group.host, group.record, group.drawn = NOBODY, None, None
+                group.host, group.made, group.drawn = NOBODY, None, None
                 self._given.taken_over += 1
                 if self._journal.group(*group.key, self._at) is None:
                     group.origin = None
@@ -336,7 +301,7 @@ class WallQueue:
             return
         said = []
         for group in groups:
-            record = group.record if taken else self._journal.group(*group.key, self._at)
+            record = group.made if taken else self._journal.group(*group.key, self._at)
             since = min((runs[0][0] for runs in record["runs"] if runs), default=self._at) if record else self._at
             since = self._start if group.origin is not None else since
             said.append({"number": group.number, "record": record, "since": since, "taken": taken})
@@ -389,7 +354,7 @@ class WallQueue:
                     group.drawn = version
             for record in said["ended"]:
                 if (group := mine.get((record["index"], record["asked"]))) is not None:
-                    group.record = record
+                    group.made = record
                     group.drawn = min((runs[0][0] for runs in record["runs"] if runs), default=None)
             if said["failed"]:
                 self._failed = host

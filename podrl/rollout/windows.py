@@ -1,19 +1,14 @@
 """Batches in flight: made by another thread, or in windows, where several versions of the weights draw a sample."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from podrl.rollout.config import RolloutConfig
+from podrl.rollout.clock import TokenClock, last_window, stop_at
 from podrl.rollout.partial import Partial
 from podrl.rundir.run import Run
 from podrl.types import Experience, Policy, Prompts
-
-_LOOKED_AT = 4  # batches that a quantum is made of
-_SHARE = 0.7  # of the longest sample per window: less fills the last windows, more leaves long samples a late start
-
 
 Key = tuple[int, int]  # of a batch or a part: the step that trains on it, the place of its first prompt in the batch
 
@@ -43,51 +38,6 @@ class Later:
     complete = result
 
 
-class Quantum:
-    """Sets the tokens that a sample draws in each of its windows but the last.
-
-    By itself it is 0.7 times the longest sample of the batches trained last, divided by the windows: it cuts the tail
-    of the lengths, and leaves most samples of one version.
-    """
-
-    def __init__(self, rollout: RolloutConfig, *, windows: int):
-        """Of the engine with these settings; `windows` are those of a sample: the staleness."""
-        self._fixed, self._windows = rollout.window_tokens, windows
-        self._multiple, self._limit = rollout.steps_per_dispatch, rollout.max_tokens_to_generate
-        self._longest: dict[int, int] = {}  # by step
-
-    def saw(self, step: int, longest: int) -> None:
-        """Notes the most tokens that a sample of the batch of a step drew."""
-        if not self.used:
-            return
-        self._longest[step] = longest
-        self._longest.pop(step - 2 * _LOOKED_AT, None)
-
-    def of(self, step: int) -> int:
-        """The quantum of batches that are begun when `step` steps are done."""
-        if self._fixed is not None:
-            return self._fixed
-        seen = self.state(step)
-        tokens = _SHARE * max(seen, default=self._limit) / max(self._windows, 1)
-        return max(math.ceil(tokens / self._multiple), 1) * self._multiple
-
-    @property
-    def used(self) -> bool:
-        """True where batches are made in windows: each sample in one of its own where staleness is 1."""
-        return self._windows > 1
-
-    def state(self, step: int) -> list[int]:
-        """The lengths it follows when `step` steps are done, for a checkpoint."""
-        return [self._longest[s] for s in range(step - _LOOKED_AT, step) if s in self._longest]
-
-    def restore(self, step: int, state: Sequence[int]) -> None:
-        """Takes over what `state` returned when `step` steps were done."""
-        self._longest.update({step - len(state) + i: longest for i, longest in enumerate(state)})
-
-
-WHOLE = Quantum(RolloutConfig(), windows=1)  # of batches that one version samples
-
-
 class Generator(Protocol):
     """Makes experience of prompts, in windows: podrl.learner.generation.Generator, which documents the methods."""
 
@@ -103,10 +53,8 @@ class Generator(Protocol):
 class Windows:
     """Batches that are made in windows, on one thread.
 
-    Window w lasts from the publication of version w to the next. In it the samples of batch w + 1, which trains next,
-    are drawn to their end, and those of each later batch by their quantum: token i of a sample of batch b, submitted
-    S versions before it trains, is drawn by version min(max(b - S, 0) + i // quantum, max(b - 1, 0)), whatever else is
-    in flight. A window begins when a batch is first asked for: all that is drawn in it has been submitted by then, and
+    Window w lasts from the publication of version w to the next. `podrl.rollout.clock.TokenClock` says what samples
+    draw in it. A window begins when a batch is first asked for: all that is drawn in it has been submitted by then, and
     a checkpoint before that finds every open sample at the begin of a window.
 
     Attributes:
@@ -118,7 +66,7 @@ class Windows:
         generator: Generator,
         thread: ThreadPoolExecutor,
         run: Run,
-        quantum: "Quantum | None" = None,
+        clock: TokenClock | None = None,
         *,
         done: Callable[[Key, Any], Any] = lambda key, made: made,
         held: Callable[[Policy], Policy] = lambda policy: policy,
@@ -129,12 +77,12 @@ class Windows:
           generator: makes the batches.
           thread: the one that uses the rollout mesh.
           run: the watchdog.
-          quantum: is told the lengths of samples; None where another process sets quanta.
+          clock: is told the lengths of samples; None where another process sets the quanta.
           done: (key, Experience, or the exception instead of one) -> the batch's result.
           held: gives the weights of a policy's version, where others may have taken their place.
         """
         self._generator, self._thread, self._run = generator, thread, run
-        self._quantum, self._done, self._held = quantum, done, held
+        self._clock, self._done, self._held = clock, done, held
         self._makings: dict[Key, Any] = {}
         self._futures: dict[Key, Future] = {}
         self._policy: Policy | None = None
@@ -145,8 +93,8 @@ class Windows:
         batches = []
         for i, batch in enumerate(pending):
             if isinstance(batch, Partial):
-                if self._quantum is not None:
-                    self._quantum.restore(step, batch.longest)
+                if self._clock is not None:
+                    self._clock.restore(step, batch.longest)
                 batches.append(self.submit(batch.prompts, batch.step, batch.quantum, batch))
             else:
                 batches.append(self.whole(step + i, batch))
@@ -187,12 +135,11 @@ class Windows:
           begun: told before each window, and before the next one to come, of its version and of the batch.
         """
         step = key[0]
-        for version in range(since, min(self.played, max(step - 1, 0)) + 1):
+        for version in range(since, min(self.played, last_window(step)) + 1):
             begun(version, making)
-            due = step <= version + 1
             policy = self._held(Policy({}, version))
-            self._generator.play([(making, None if due else making.quantum)], policy)
-            if due:
+            self._generator.play([(making, stop_at(step, version, making.quantum))], policy)
+            if version >= last_window(step):
                 self._done(key, self._generator.finish(making, policy))
                 return
         begun(self.played + 1, making)
@@ -225,7 +172,7 @@ class Windows:
         """Returns what there is of a batch, between windows: its result, or a Partial."""
         if (making := self._makings.get(key)) is None:
             return self._futures[key].result()
-        return making.partial(self._quantum.state(min(self._makings)[0] - 1) if self._quantum else ())
+        return making.partial(self._clock.state(min(self._makings)[0] - 1) if self._clock else ())
 
     def open(self, step: int) -> list[Key]:
         """Lists the parts of the batch of a step that are not made yet."""
@@ -237,8 +184,8 @@ class Windows:
             self._generator.give_up(making)
 
     def _end(self, key: Key, made: Any) -> None:
-        if self._quantum is not None:
-            self._quantum.saw(key[0], longest_of(made))
+        if self._clock is not None:
+            self._clock.saw(key[0], longest_of(made))
         if key in self._futures:  # nobody here waits for what was taken over
             self._futures[key].set_result(made)
 
@@ -248,11 +195,11 @@ class Windows:
         try:
             policy = self._held(policy)
             for chosen in ([k for k in keys if k[0] <= policy.version], [k for k in keys if k[0] > policy.version]):
-                due = [k for k in chosen if k[0] <= policy.version + 1]
-                rows = [(m := self._makings[k], None if k in due else m.quantum) for k in chosen]
+                makings = {k: self._makings[k] for k in chosen}
+                rows = [(m, stop_at(k[0], policy.version, m.quantum)) for k, m in makings.items()]
                 if rows:
                     self._generator.play(rows, policy)
-                for key in due:
+                for key in [k for k in chosen if policy.version >= last_window(k[0])]:
                     experience = self._generator.finish(self._makings[key], policy)
                     del self._makings[key]
                     self._end(key, self._done(key, experience))

@@ -33,7 +33,7 @@ ABOUT = {
     "ppo": ("podrl/learner/ppo.py", "podrl/cluster/critic.py"),
     "kto": ("podrl/learner/answers",),
     "reward_model": ("podrl/learner/answers",),
-    "wall": ("podrl/rollout/wall.py", "podrl/rollout/wall_journal.py"),
+    "wall": ("podrl/rollout/wall.py", "podrl/rollout/clock.py", "podrl/rollout/journal.py"),
     "wall, split": ("podrl/rollout/wall_host.py", "podrl/rollout/wall_queue.py"),
 }
 TOOLS = pytest.mark.nightly("podrl/environments", "podrl/rollout/episodes.py")

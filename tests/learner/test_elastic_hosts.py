@@ -22,9 +22,9 @@ from podrl.learner.loop import Schedule, Start, train
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import HostRecorder
+from podrl.rollout.clock import TokenClock
 from podrl.rollout.config import RolloutConfig
 from podrl.rollout.partial import Partial
-from podrl.rollout.windows import Quantum
 from podrl.rundir.accord import Accord
 from podrl.rundir.leases import Given, Lease, Told, batch, cut, evaluation
 from podrl.rundir.profiler import Profiler
@@ -341,9 +341,9 @@ def train_through(
         hosts = Pods(pods, weights, schedule, chosen)
         began(hosts)
         stream, curriculum = stream_of(staleness, chosen)
-        quantum = Quantum(RolloutConfig(window_tokens=QUANTUM), windows=staleness)
+        clock = TokenClock(RolloutConfig(window_tokens=QUANTUM), staleness=staleness)
         needed = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
-        more = {"deadline_s": DEADLINE_S, "quantum": quantum, "begun": schedule.begun, "prompts": P}
+        more = {"deadline_s": DEADLINE_S, "clock": clock, "begun": schedule.begun, "prompts": P}
         accord = Accord(pods[0], run(), DEADLINE_S)
         leader = RemoteRollouts(weights.offers(), stream, run(), pods[0], accord, needed=needed, **more, **curriculum)
 
@@ -588,7 +588,8 @@ def test_hosts_that_wait_to_be_let_in_learn_of_the_batches_that_a_checkpoint_hol
 
         monkeypatch.setattr(pods[0].channel, "serve", answer_all)
         partial = Partial(next(Stream()), 2, QUANTUM, [], [], {})
-        more = {"needed": None, "deadline_s": DEADLINE_S, "quantum": Quantum(RolloutConfig(), windows=2), "prompts": P}
+        clock = TokenClock(RolloutConfig(), staleness=2)
+        more = {"needed": None, "deadline_s": DEADLINE_S, "clock": clock, "prompts": P}
         accord, begun = Accord(pods[0], run(), DEADLINE_S), Schedule(STEPS, 2).begun
         RemoteRollouts(Weights(2).offers(), Stream(), run(), pods[0], accord, begun=begun, **more).resume(
             Start(2, b"", (partial,), set())

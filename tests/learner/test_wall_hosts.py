@@ -19,9 +19,10 @@ from podrl.learner.place import _clock
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import HostRecorder
+from podrl.rollout.clock import WallClock
 from podrl.rollout.config import RolloutConfig
+from podrl.rollout.journal import NAME, WallJournal
 from podrl.rollout.partial import join_prompts, of_message
-from podrl.rollout.wall_journal import NAME, WallJournal
 from podrl.rundir.accord import Accord
 from podrl.runtime import channel, joining
 from podrl.runtime import pod as pod_of
@@ -158,13 +159,12 @@ def train_through(
     schedule, weights = Schedule(steps, staleness, save_every=every), Weights(staleness)
     with joined(hosts, disposable=True) as pods:
         there = [Member(pod, weights, schedule, sampler(seed + i)) for i, pod in enumerate(pods) if i in hosts.rollout]
-        here = run()
-        here.workdir, here.place, here.hurry = directory, str(directory), bool
+        here, clock = run(), WallClock(WallJournal(directory), staleness, str(directory))
         stream = Stream()
         if begin.data_state:
             stream.restore(begin.data_state)
         needed = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
-        more = {"deadline_s": DEADLINE_S, "begun": schedule.begun, "prompts": P, "group_size": G, "wall": staleness}
+        more = {"deadline_s": DEADLINE_S, "begun": schedule.begun, "prompts": P, "group_size": G, "clock": clock}
         more |= {"needed": needed, "rows": ("tokens_BT", "version_BT")}
         here.stopping = lambda: begin.step + len(seen) + 1 >= until < steps
         accord = Accord(pods[0], here, DEADLINE_S)
@@ -172,7 +172,8 @@ def train_through(
         others, behind = [], {}
         for number in hosts.trainer[1:]:
             theirs = Accord(pods[number], run(), DEADLINE_S)
-            others.append(RemoteRollouts(Weights(staleness).offers(), Stream(), run(), pods[number], theirs, **more))
+            apart = {**more, "clock": None}  # the leader keeps it
+            others.append(RemoteRollouts(Weights(staleness).offers(), Stream(), run(), pods[number], theirs, **apart))
 
         def follow(other) -> None:
             def record(step, experience, metrics):

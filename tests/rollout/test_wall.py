@@ -14,12 +14,13 @@ from test_episodes import Scripted, Words, dialogue_of
 
 from podrl.environments.workers import Done
 from podrl.learner.experience import join, take_prompts
+from podrl.rollout.clock import WallClock, recorded_points
 from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
+from podrl.rollout.journal import NAME, WallJournal, runs_of
 from podrl.rollout.partial import join_prompts, of_message, of_tracks
 from podrl.rollout.points import Points
 from podrl.rollout.wall import Wall
-from podrl.rollout.wall_journal import NAME, WallJournal, recorded_points, runs_of
 from podrl.runtime import sealed_lines
 from podrl.runtime.message import decode, encode
 from podrl.runtime.seal import unseal
@@ -98,8 +99,8 @@ def made(worker, policies, batches, sampling, directory, *, S, clock=0, begin=No
     directory.mkdir(exist_ok=True)
     worker.partner = partner()
     thread = ThreadPoolExecutor(1)
-    run = types.SimpleNamespace(watchdog=Watchdog(60.0), workdir=directory, place=str(directory), hurry=bool)
-    wall = Taking(Maker(worker, sampling, random.Random(clock)), thread, run, max_staleness=S)
+    run, clock_of = types.SimpleNamespace(watchdog=Watchdog(60.0)), WallClock(WallJournal(directory), S, str(directory))
+    wall = Taking(Maker(worker, sampling, random.Random(clock)), thread, run, clock_of)
     first, pending = begin or (0, [])
     flying, found, saved = list(wall.resume(first, pending)), {}, {}
     submitted = first + len(flying)
@@ -264,9 +265,9 @@ def test_a_failure_ends_the_waits_for_all(tight, policies, batches, tmp_path):
         def play(self, makings, policy, *, halt, took=None):
             raise BatchError("no reward")
 
-    run = types.SimpleNamespace(watchdog=Watchdog(60.0), workdir=tmp_path, place="", hurry=bool)
+    run = types.SimpleNamespace(watchdog=Watchdog(60.0))
     thread = ThreadPoolExecutor(1)
-    wall = Wall(Fails(tight, Sampling(max_new=9), None), thread, run, max_staleness=2)
+    wall = Wall(Fails(tight, Sampling(max_new=9), None), thread, run, WallClock(WallJournal(tmp_path), 2, ""))
     flying = [wall.submit(batches[step], step) for step in range(3)]
     wall.publish(policies[0])
     for batch in flying:

@@ -11,10 +11,11 @@ import pytest
 from test_episodes import Scripted, Words, dialogue_of
 
 from podrl.learner.experience import share_of
+from podrl.rollout.clock import TokenClock
 from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.partial import Partial, cut, join, of_message, of_tracks
-from podrl.rollout.windows import Quantum, Windows
+from podrl.rollout.windows import Windows
 from podrl.runtime.message import decode, encode
 from podrl.runtime.watchdog import Watchdog
 from podrl.trainer.objective import Forward
@@ -65,7 +66,7 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
     worker.partner = partner()
     thread, run = ThreadPoolExecutor(1), types.SimpleNamespace(watchdog=Watchdog(60.0))
     settings = RolloutConfig(window_tokens=quantum, steps_per_dispatch=4, max_tokens_to_generate=44)
-    lengths = Quantum(settings, windows=S)
+    lengths = TokenClock(settings, staleness=S)
     windows = Windows(Maker(worker, sampling, calls), thread, run, lengths)
     found, flying, submitted = [], [], 0
     for step in range(LAST + 1):
@@ -73,12 +74,12 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
         windows.publish(policies[step])
         if step in restarts:
             pending = [again(batch.complete()) for batch in flying]
-            lengths, worker.partner = Quantum(settings, windows=S), partner()
+            lengths, worker.partner = TokenClock(settings, staleness=S), partner()
             windows = Windows(Maker(worker, sampling, calls), thread, run, lengths)
             flying = windows.resume(step, pending)
             windows.publish(policies[step])
         while submitted < min(step + 1 + S, LAST + 1):
-            flying.append(windows.submit(batches[submitted], submitted, lengths.of(step)))
+            flying.append(windows.submit(batches[submitted], submitted, lengths.quantum(step)))
             submitted += 1
         found.append(flying.pop(0).result().rollouts)
     thread.shutdown()
@@ -109,7 +110,8 @@ def test_version_of_a_token_is_a_formula_of_its_sample(tight, policies, batches,
     found = made(tight, policies, batches, sampling, S=S, quantum=quantum)
     mixed = 0
     for b, rollouts in enumerate(found):
-        K = quantum or Quantum(RolloutConfig(steps_per_dispatch=4, max_tokens_to_generate=44), windows=S).of(0)
+        settings = RolloutConfig(steps_per_dispatch=4, max_tokens_to_generate=44)
+        K = quantum or TokenClock(settings, staleness=S).quantum(0)
         if quantum is None and max(b - S, 0) > 0:
             longest = max(int(before.mask_BT.sum(axis=1).max()) for before in found[max(b - S - 4, 0) : b - S])
             K = max(-(-(0.7 * longest / S) // 4), 1) * 4
@@ -268,14 +270,14 @@ def test_a_batch_of_several_hosts_is_cut_for_as_many_or_others(tight, policies, 
 
 
 def test_a_quantum_follows_the_longest_samples():
-    quantum = Quantum(RolloutConfig(steps_per_dispatch=8, max_tokens_to_generate=60), windows=2)
-    assert quantum.of(0) == 24  # 0.7 of the limit by two, in whole dispatches
+    clock = TokenClock(RolloutConfig(steps_per_dispatch=8, max_tokens_to_generate=60), staleness=2)
+    assert clock.quantum(0) == 24  # 0.7 of the limit by two, in whole dispatches
     for step, longest in enumerate([10, 50, 12, 9, 8, 60]):
-        quantum.saw(step, longest)
-    assert [quantum.of(step) for step in (1, 2, 5, 6)] == [8, 24, 24, 24]
-    other = Quantum(RolloutConfig(steps_per_dispatch=8, max_tokens_to_generate=60), windows=2)
-    other.restore(6, quantum.state(6))
-    assert other.of(6) == 24
+        clock.saw(step, longest)
+    assert [clock.quantum(step) for step in (1, 2, 5, 6)] == [8, 24, 24, 24]
+    other = TokenClock(RolloutConfig(steps_per_dispatch=8, max_tokens_to_generate=60), staleness=2)
+    other.restore(6, clock.state(6))
+    assert other.quantum(6) == 24
 
 
 def test_a_window_is_a_number_of_whole_dispatches():

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from podrl.environments.journal import Files
-from podrl.rollout.wall_journal import NAME, WallJournal
+from podrl.rollout.journal import NAME, WallJournal
 from podrl.runtime import sealed_lines
 
 KEYS = {frozenset(("index", "sample", "n", "request", "answer"))}

@@ -15,9 +15,10 @@ from podrl.learner.evaluations.eval_hosts import EvaluationShares
 from podrl.learner.evaluations.hosts import GivenEvaluations
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Stream
+from podrl.rollout.clock import ONE_WINDOW, TokenClock, WallClock
 from podrl.rollout.partial import Partial, join, of_message
 from podrl.rollout.wall_queue import WallQueue
-from podrl.rollout.windows import WHOLE, Quantum, Ready, longest_of
+from podrl.rollout.windows import Ready, longest_of
 from podrl.rundir import leases
 from podrl.rundir.accord import Accord
 from podrl.rundir.leases import Given, Lease, Told
@@ -47,13 +48,12 @@ class RemoteRollouts:
         *,
         needed: Callable[[int, Experience], np.ndarray] | None,
         deadline_s: float,
-        quantum: Quantum = WHOLE,
+        clock: TokenClock | WallClock | None = ONE_WINDOW,
         rows: Sequence[str] = codec.NEEDED_ROWS,
         begun: Callable[[int], Iterable[int]] = lambda step: (),
         prompts: int = 0,
         whole: bool = False,
         group_size: int = 0,
-        wall: int = 0,
         curriculum: Curriculum | None = None,
     ):
         """Nothing runs yet.
@@ -66,21 +66,21 @@ class RemoteRollouts:
           accord: of this process.
           needed: (step, batch) -> samples whose rows this host's devices train on; None where `submit` is never called.
           deadline_s: the longest wait for any of the rollout hosts.
-          quantum: of the samples' windows, which the leader sets.
+          clock: when weights change inside samples, and which groups make a batch, as the leader decides; None for the
+            wall clock on other hosts.
           rows: the arrays of samples that training reads.
           begun: (steps done) -> steps whose batches may be under way then.
           prompts: of a batch; 0 where batches are given answers.
           whole: a batch is made in as many shares as the configuration has rollout hosts, whoever makes them: what is
             made of a prompt may depend on the others of its share.
           group_size: samples of a prompt.
-          wall: staleness by the wall clock, 0 without.
           curriculum: of the data; the hosts that draw prompts are told what it learns.
         """
         self._curriculum = curriculum
         self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
-        self._needed, self._quantum, self._deadline_s, self._begun = (
+        self._needed, self._clock, self._deadline_s, self._begun = (
             needed,
-            quantum,
+            clock if isinstance(clock, TokenClock) else ONE_WINDOW,
             deadline_s,
             begun if prompts else lambda step: (),
         )
@@ -90,10 +90,10 @@ class RemoteRollouts:
         self._given = Given(pod, deadline_s, **cut) if pod.leads else None
         self._told = None if pod.leads else Told(pod, deadline_s)
         self._leases: Any = self._given or self._told
-        self._wall, self._queue = wall, None
-        if wall and self._given is not None:
-            of_groups: Any = {"staleness": wall, "size": prompts, "group_size": group_size, "deadline_s": deadline_s}
-            self._queue = WallQueue(pod, self._given, run, read=self.next_batch, **of_groups)
+        self._queue = None
+        if isinstance(clock, WallClock) and self._given is not None:
+            of_groups: Any = {"size": prompts, "group_size": group_size, "deadline_s": deadline_s}
+            self._queue = WallQueue(pod, self._given, clock, read=self.next_batch, **of_groups)
         done = lambda step: self._start.evaluated.add(step)  # noqa: E731 - for hosts that come from then on
         self._shares_apart = EvaluationShares(pod, deadline_s, accord.ending) if pod.leads and self._apart else None
         scores: Any = (self._given, deadline_s, self._scores, done)
@@ -116,7 +116,7 @@ class RemoteRollouts:
             for batch in partial:
                 self._pod.channel.put(f"partial/{batch.step}", batch.message())
             begun = {leases.batch(batch.step): batch.quantum for batch in partial}
-            known = () if self._wall else start.pending  # by the wall clock hosts get single groups
+            known = () if self._queue is not None else start.pending  # by the wall clock hosts get single groups
             self._given.serve(start.step, self._begins(start.step, start.data_state, known), begun)
         else:  # all evaluate after the same steps; metrics.jsonl is the leader's
             with self._run.watchdog.stage("waiting for trainer 0 to restore"):
@@ -128,10 +128,10 @@ class RemoteRollouts:
         for step, batch in enumerate(start.pending, start.step):
             self._positions[step] = batch.data_state
             if isinstance(batch, Partial):
-                self._quantum.restore(start.step, batch.longest)
+                self._clock.restore(start.step, batch.longest)
                 batches.append(RemoteBatch(self, step, whole=self._pod.leads))
             else:
-                self._quantum.saw(step, longest_of(batch))
+                self._clock.saw(step, longest_of(batch))
                 batches.append(Ready(batch))
         return batches
 
@@ -155,8 +155,8 @@ class RemoteRollouts:
             start = self._begins(step, self._positions.pop(step - 1, b""))
             with self._run.watchdog.stage("rollout"):
                 self._given.advance(step, start, waits=self._pod.seat.disposable)
-        quantum, tasks = self._quantum.of(step) if self._quantum.used else 0, {}
-        for batch in (b for b in self._begun(step) if b >= self._opened and not self._wall):
+        quantum, tasks = self._clock.quantum(step) if self._clock.used else 0, {}
+        for batch in (b for b in self._begun(step) if b >= self._opened and self._queue is None):
             tasks |= self._given.open(leases.batch(batch), step, quantum)
             self._opened = batch + 1
         return tasks
@@ -225,7 +225,7 @@ class RemoteRollouts:
             if len(self._pod.seat.hosts.trainer) == 1:
                 self._given.forget([name])  # nobody asks for it again
         self._positions[step] = experience.data_state
-        self._quantum.saw(step, longest_of(experience))
+        self._clock.saw(step, longest_of(experience))
         return experience
 
     def _gather(self, step: int, held: Sequence[Lease], everything: bool) -> Experience:
@@ -254,11 +254,11 @@ class RemoteRollouts:
         """
         if self._queue is not None:
             return self._queue.state(step, self._at)
-        if not self._quantum.used or step <= self._at:
+        if not self._clock.used or step <= self._at:
             return None
         ask = self._offered(f"partial@{self._at}")
         messages = self._collect(leases.batch(step), lambda held: self._from_each(held, ask))
-        return dataclasses.replace(join([of_message(m) for m in messages]), longest=self._quantum.state(self._at))
+        return dataclasses.replace(join([of_message(m) for m in messages]), longest=self._clock.state(self._at))
 
     def close(self) -> None:
         self._evaluations.close()

@@ -5,7 +5,6 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from podrl.rollout.points import Points
 from podrl.runtime import sealed_lines
 from podrl.runtime.storage import sync_directory
 
@@ -119,15 +118,3 @@ def agrees(group: Mapping[str, Any], versions: Sequence[Sequence[int]], step: in
     """
     recorded = [[run for run in runs if run[0] < step] for runs in group["runs"]]
     return recorded == [runs_of(each) for each in versions]
-
-
-def recorded_points(group: Mapping[str, Any], version: int) -> Points:
-    """The tokens at which the samples of a group leave the weights of a version; none in those of their last token."""
-    recorded, late = {}, {}
-    for b, runs in enumerate(group["runs"]):
-        last = runs[-1][0] if runs else 0
-        if version < last:
-            recorded[b] = max((tokens for v, tokens in runs if v <= version), default=0)
-        elif b in group["late"]:
-            late[b] = group["tokens"][b]
-    return Points(recorded=recorded, late=late)

@@ -1,0 +1,242 @@
+"""Clocks: where samples stop under each version of the weights, which groups make a batch, which groups are too old.
+
+`TokenClock` decides by the tokens of the sample alone, so a run that is repeated becomes the same. `WallClock` decides
+by what has ended, and writes each decision to the journal before anybody acts on it, so that it can be repeated.
+Neither knows of an engine, a thread or a host: docs/async.md says what both promise.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from podrl.rollout.config import RolloutConfig
+from podrl.rollout.journal import WallJournal
+from podrl.rollout.points import Points
+
+_LOOKED_AT = 4  # batches whose longest sample sets the quantum
+_SHARE = 0.7  # of the longest sample per window: less fills the last windows, more leaves long samples a late start
+
+
+class TokenClock:
+    """Cuts samples into windows of equally many tokens, one window for each version of the weights.
+
+    With a staleness of S, token i of a sample of batch b is drawn by version
+    min(max(b - S, 0) + i // quantum, max(b - 1, 0)), whatever else is in flight: in window b - 1, the last before the
+    batch trains, samples are drawn to their end.
+
+    The quantum, unless `rollout.window_tokens` sets it, is 0.7 times the longest sample of the batches trained last,
+    divided by S: this cuts the tail of the lengths, and leaves most samples to one version.
+    """
+
+    def __init__(self, rollout: RolloutConfig, *, staleness: int):
+        """Follows no lengths yet.
+
+        Args:
+          rollout: the engine's settings.
+          staleness: S, the number of windows that may draw a sample.
+        """
+        self._fixed, self._windows = rollout.window_tokens, staleness
+        self._multiple, self._limit = rollout.steps_per_dispatch, rollout.max_tokens_to_generate
+        self._longest: dict[int, int] = {}  # by step
+
+    @property
+    def used(self) -> bool:
+        """True where several versions may draw a sample; with S = 1 every sample has one window."""
+        return self._windows > 1
+
+    def quantum(self, step: int) -> int:
+        """Returns the tokens in a window of a sample whose batch is begun when `step` steps are done."""
+        if self._fixed is not None:
+            return self._fixed
+        tokens = _SHARE * max(self.state(step), default=self._limit) / max(self._windows, 1)
+        return max(math.ceil(tokens / self._multiple), 1) * self._multiple
+
+    def saw(self, step: int, longest: int) -> None:
+        """Notes the most tokens that a sample of the batch of a step drew."""
+        if not self.used:
+            return
+        self._longest[step] = longest
+        self._longest.pop(step - 2 * _LOOKED_AT, None)
+
+    def state(self, step: int) -> list[int]:
+        """Returns the lengths that set the quantum when `step` steps are done, for a checkpoint."""
+        return [self._longest[s] for s in range(step - _LOOKED_AT, step) if s in self._longest]
+
+    def restore(self, step: int, state: Sequence[int]) -> None:
+        """Takes over what `state` returned when `step` steps were done."""
+        self._longest.update({step - len(state) + i: longest for i, longest in enumerate(state)})
+
+
+ONE_WINDOW = TokenClock(RolloutConfig(), staleness=1)  # every sample is drawn by one version
+
+
+def last_window(step: int) -> int:
+    """Returns the version under which the samples of a step's batch are drawn to their end; 0 at the start of a run."""
+    return max(step - 1, 0)
+
+
+def stop_at(step: int, version: int, quantum: int) -> int | None:
+    """Returns how many tokens a sample of a step's batch draws in a version's window; None for all it has left."""
+    return None if version >= last_window(step) else quantum
+
+
+class Candidate(Protocol):
+    """The attributes that the clock reads of a group: of a prompt and its samples.
+
+    Attributes:
+      index: the prompt's position in the data.
+      asked: the step in the keys of its samples.
+      number: its place in the order of submission.
+      repeated: it was asked before, and its samples became too old.
+      ended: all its samples have ended.
+      drawn: the oldest version that drew a token of it, as far as is known; None for no token.
+      oldest: `drawn`, or the oldest version that may have drawn a token where that is not known.
+    """
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def asked(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def repeated(self) -> bool: ...
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def drawn(self) -> int | None: ...
+
+    @property
+    def oldest(self) -> int | None: ...
+
+    def record(self) -> Mapping[str, Any]:
+        """Returns the journal's entry of the group, once it has ended (podrl.rollout.journal.WallJournal)."""
+        ...
+
+
+_C = TypeVar("_C", bound=Candidate)
+
+
+class WallClock:
+    """Makes each batch of the groups that have ended first, and repeats what its journal says was decided before.
+
+    A group with a token older than version s - S when s steps are done is given up, and its prompt is asked again under
+    new keys. The last step that may train on a group that was asked again waits for it, so that none is asked for ever.
+    """
+
+    def __init__(self, journal: WallJournal, staleness: int, place: str):
+        """Decides nothing yet.
+
+        Args:
+          journal: what was decided before, and where decisions are written.
+          staleness: S.
+          place: of the run, for messages.
+        """
+        self.journal, self._staleness, self._place = journal, staleness, place
+        self._cancelled = 0  # groups asked again for the newest step
+
+    def stale(self, step: int, groups: Sequence[_C]) -> list[_C]:
+        """Decides which groups are given up when `step` steps are done."""
+        if self.journal.batch(step) is not None:
+            old = set(self.journal.again(step))
+        else:
+            old = {group.index for group in self._too_old(step, groups)}
+            if groups:  # there are none at the beginning and at the end
+                self.journal.write({"step": step, "again": [group.index for group in groups if group.index in old]})
+        self._cancelled = len(old)
+        return [group for group in groups if group.index in old]
+
+    def stale_since(self, step: int, groups: Sequence[_C]) -> list[_C]:
+        """Decides which groups are given up that were found to be too old after the step had begun.
+
+        A dispatch may outlast a step of training. The journal has these as if they had been known when the step began,
+        and repeats them so.
+        """
+        if self.journal.batch(step) is not None or not (late := self._too_old(step, groups)):
+            return []
+        old = [*self.journal.again(step), *(group.index for group in late)]
+        self.journal.write({"step": step, "again": old})
+        self._cancelled = len(old)
+        return late
+
+    def batch(self, step: int, groups: Sequence[_C], size: int, *, over: bool = False) -> list[_C]:
+        """Returns the groups of a step's batch; none as long as too few have ended.
+
+        Args:
+          step: that trains on the batch.
+          groups: the open ones.
+          size: groups of a batch.
+          over: nothing more is drawn before the batch, so that groups in the journal must have ended.
+
+        Raises:
+          ValueError: a group has not become what the journal says of it.
+        """
+        if (known := self.journal.batch(step)) is None:
+            return choose(groups, step, size, self._staleness)
+        places, chosen = {(group.index, group.asked): group for group in groups}, []
+        for record in known["groups"]:
+            group = places.get((record["index"], record["asked"]))
+            if group is None or (over and not group.ended) or (group.ended and group.record() != record):
+                raise ValueError(
+                    f"Prompt {record['index']} of step {step} does not become what {self._place}/batches.jsonl says "
+                    "of it: code, data, model and answers of tools must be those of the run that wrote it. Restore "
+                    "them, or delete the file to go on without repeating."
+                )
+            chosen.append(group)
+        return chosen if all(group.ended for group in chosen) else []
+
+    def decide(self, step: int, chosen: Sequence[Candidate], left: Sequence[Candidate]) -> Mapping[str, float]:
+        """Writes a step's batch to the journal, unless it is there.
+
+        Args:
+          step: that trains on it.
+          chosen: its groups.
+          left: the other open groups.
+
+        Returns:
+          Metrics of the queue.
+        """
+        if (known := self.journal.batch(step)) is None:
+            ready = sum(group.ended for group in left)
+            queue = {"running": len(left) - ready, "ready": ready, "cancelled": self._cancelled}
+            queue = {f"queue/{name}": float(count) for name, count in queue.items()}
+            known = {"step": step, "groups": [group.record() for group in chosen], "queue": queue}
+            self.journal.write(known)
+        return known["queue"]
+
+    def _too_old(self, step: int, groups: Sequence[_C]) -> list[_C]:
+        least = step - self._staleness
+        return [group for group in groups if group.drawn is not None and group.drawn < least]
+
+
+def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_C]:
+    """Chooses the groups of a step's batch of `size` groups; none as long as too few have ended, or one is waited for.
+
+    A group that was asked again is waited for by the last step that may have it. Of the others that have ended, those
+    with the oldest tokens go first, then those submitted first.
+    """
+    ages = {group: group.oldest for group in groups if group.ended or group.repeated}
+    due = [g for g, v in ages.items() if g.repeated and v is not None and v <= step - staleness][:size]
+    if not all(group.ended for group in due):
+        return []
+    others = [group for group in ages if group.ended and group not in due]
+    others.sort(key=lambda group: (step if (v := ages[group]) is None else v, group.number))
+    chosen = [*due, *others][:size]
+    return chosen if len(chosen) == size else []
+
+
+def recorded_points(group: Mapping[str, Any], version: int) -> Points:
+    """The tokens at which the samples of a group leave the weights of a version; none in those of their last token."""
+    recorded, late = {}, {}
+    for b, runs in enumerate(group["runs"]):
+        last = runs[-1][0] if runs else 0
+        if version < last:
+            recorded[b] = max((tokens for v, tokens in runs if v <= version), default=0)
+        elif b in group["late"]:
+            late[b] = group["tokens"][b]
+    return Points(recorded=recorded, late=late)
