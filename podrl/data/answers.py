@@ -21,10 +21,10 @@ class Example(NamedTuple):
 
 
 def encode(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
-    """Parts as one example, each part encoded alone; the end of the model's turn is its end mark."""
+    """Parts as one example, each encoded behind the one before it; the end of the model's turn is its end mark."""
     tokens, learned = [], []
     for i, part in enumerate(parts):
-        ids = tokenizer.encode(part.text, start=not i and not part.rendered)
+        ids = tokenizer.encode(part.text, start=not i and not part.rendered, behind=tokens[-1] if tokens else None)
         ids = [*ids, tokenizer.turn_end_id] if part.ends else ids
         tokens += ids
         learned += [int(part.learned)] * len(ids)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 
-from podrl.data.tokenizer import Tokenizer
+from podrl.data.tokenizer import ORDINARY, Tokenizer
 
 # Stands for the model's words where a template is asked what it writes behind them. Templates that drop a model's
 # thoughts from earlier turns show it on these.
@@ -26,7 +26,8 @@ class Dialogue:
           text: the observation; several become messages of their own where the role is a tool's.
           role: 'raw' for the text as it is; 'user' or 'tool' for a turn of the chat template behind the end of the
             model's turn, and the opening of the model's next one.
-          last: the sample's last token: the end of the model's turn is not written again where it is that.
+          last: the sample's last token: the end of the model's turn is not written again where it is that; None for
+            one that is not special.
 
         Raises:
           ValueError: a role that the chat template does not give.
@@ -35,17 +36,19 @@ class Dialogue:
         if role == "raw" or (role := self._role(role)) == "user":
             texts = ["\n\n".join(texts)]
         if role == "raw":
-            return self.tokenizer.encode_plain(texts[0])
+            return self.tokenizer.encode_plain(texts[0], behind=ORDINARY if last is None else last)
         written, given = [self._behind(role, texts)], []
         if any(map(self.tokenizer.holds_special, texts)):
             written, given = self._around(role, texts)
         mark = "" if last is None else self.tokenizer.token_text(last)
         if mark and last in self.tokenizer.eos_ids:
             written[0] = written[0].removeprefix(mark)
-        tokens = self.tokenizer.encode(written[0])
+        tokens = [ORDINARY if last is None else last]  # the sample's own, which is cut off
+        tokens += self.tokenizer.encode(written[0], behind=tokens[-1])
         for inside, after in zip(given, written[1:], strict=True):
-            tokens += [*self.tokenizer.encode_plain(inside), *self.tokenizer.encode(after)]
-        return tokens
+            tokens += self.tokenizer.encode_plain(inside, behind=tokens[-1])
+            tokens += self.tokenizer.encode(after, behind=tokens[-1])
+        return tokens[1:]
 
     def stops(self, strings: Sequence[str]) -> tuple[tuple[str, ...], Mapping[int, str]]:
         """Stop strings as (those that are text, those that are one special token, by its id).

@@ -23,6 +23,8 @@ FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.jinja", "generation_config.json"),
 )
+ORDINARY = -1  # stands for a token that is not special, where it does not matter which
+_ANCHORS = ("\n", "0", ".", "a")  # a text is encoded behind the first of these that does not join with it
 _WORD = "zq0x"  # stands for the model's words, or for a call's name, where a template is asked how it ends a turn
 _ASK = {"role": "user", "content": "ask"}
 _SAID = {"role": "assistant", "content": _WORD}
@@ -108,11 +110,13 @@ class Tokenizer:
         """Loads a tokenizer, as the constructor does."""
         return cls(directory, tools=tools)
 
-    def encode(self, text: str, *, start: bool = False) -> list[int]:
+    def encode(self, text: str, *, start: bool = False, behind: int | None = None) -> list[int]:
         """Encodes `text`; special tokens written in it become their ids.
 
         Args:
           text: the text.
+          behind: the token that stands before the text, or ORDINARY; None where the text begins. Llama's and Mistral's
+            tokenizers put a space before a text that begins, and some of them behind a special token, too.
           start: put `start_ids` before a text that does not begin with them. Set for plain texts, whatever they are
             for; never for a rendering of the chat template, in which the start token is written where the model wants
             one.
@@ -120,7 +124,7 @@ class Tokenizer:
         Raises:
           ValueError: the text holds a special token that the model beside the tokenizer has no embedding for.
         """
-        ids = self._within(text, self._backend.encode(text))
+        ids = self._within(text, self._backend.encode(text) if behind is None else self._encode_behind(text, behind))
         begin = list(self.start_ids) if start else []
         return ids if ids[: len(begin)] == begin else begin + ids
 
@@ -143,6 +147,27 @@ class Tokenizer:
                 spans[i] = spans[i + 1]
         return self._within(text, ids), spans
 
+    def _encode_behind(self, text: str, token: int) -> list[int]:
+        """Ids of a text that goes on behind a token."""
+        ids = self._backend.encode(text)
+        if not self._puts_spaces:
+            return ids
+        special = [self._backend.token_text(token)] if token in self._special else []
+        found = (self._split_behind(anchor, text) for anchor in special or _ANCHORS)
+        return next((own for own in found if own is not None), ids)
+
+    def _split_behind(self, anchor: str, text: str) -> list[int] | None:
+        """Ids of a text behind another one; None where a token holds characters of both."""
+        before, ids = self._backend.encode(anchor), self._backend.encode(anchor + text)
+        return ids[len(before) :] if ids[: len(before)] == before else None
+
+    @functools.cached_property
+    def _puts_spaces(self) -> bool:
+        """True where the tokens of a text depend on whether it begins."""
+        words = [(word, self._backend.encode(word)) for word in ("a", "1", "(")]
+        behind = [(self._split_behind(anchor, word), ids) for anchor in _ANCHORS for word, ids in words]
+        return any(own is not None and own != ids for own, ids in behind)
+
     def _within(self, text: str, ids: list[int]) -> list[int]:
         """Returns the ids of a text.
 
@@ -157,17 +182,27 @@ class Tokenizer:
             )
         return ids
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Encodes text of unknown origin, such as a tool's output: special tokens written in it stay text."""
-        if not self._starts.search(text) and self._special.isdisjoint(ids := self._backend.encode(text)):
-            return ids
+    def encode_plain(self, text: str, *, behind: int = ORDINARY) -> list[int]:
+        """Encodes text of unknown origin, such as a tool's output: special tokens written in it stay text.
+
+        Args:
+          text: the text.
+          behind: the token that stands before it.
+        """
+        if not self._starts.search(text):
+            ids = self._encode_behind(text, behind)
+            if self._special.isdisjoint(ids):
+                return ids
         # Cut behind the first character of every special token, so that none is whole.
         cuts = [0, *(found.start() + 1 for found in self._starts.finditer(text)), len(text)]
-        ids = [i for start, end in itertools.pairwise(cuts) for i in self._backend.encode(text[start:end])]
+        ids: list[int] = []
+        for start, end in itertools.pairwise(cuts):
+            ids += self._encode_behind(text[start:end], ids[-1] if ids else behind)
         if self._special.isdisjoint(ids):
             return ids
         # Found in the normalised text only, or of one character.
-        return [i for part in map(self._backend.encode, text) if self._special.isdisjoint(part) for i in part]
+        parts = [self._encode_behind(character, ORDINARY) for character in text]
+        return [i for part in parts if self._special.isdisjoint(part) for i in part]
 
     def special_spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yields (first character, end) of every special token that is written in a text, from left to right."""

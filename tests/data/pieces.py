@@ -14,7 +14,7 @@ def train(**options) -> bytes:
         sentence_iterator=iter([problems.GENERATOR.problem("train", i).question for i in range(200)]),
         model_writer=stored,
         hard_vocab_limit=False,
-        add_dummy_prefix=False,
+        add_dummy_prefix=options.pop("add_dummy_prefix", False),
         split_digits=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,

@@ -4,22 +4,24 @@ import itertools
 import json
 import pathlib
 import re
+import string
 
 import numpy as np
 import pytest
 import tokenizers
 from pieces import train as pieces_file
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 import podrl
 from podrl.data import train_tokenizer
 from podrl.data.answers import Example, encode
 from podrl.data.config import DataConfig
 from podrl.data.conversation import prompts_of
+from podrl.data.dialogue import Dialogue
 from podrl.data.pipeline import PromptStream, Renderer
 from podrl.data.stream import Limit
 from podrl.data.template import Part, turn
-from podrl.data.tokenizer import Tokenizer
+from podrl.data.tokenizer import ORDINARY, Tokenizer
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|end▁of▁sentence|>")
@@ -332,3 +334,45 @@ def test_damaged_files_are_refused_in_a_sentence(tmp_path):
         except ValueError as error:
             assert len(str(error)) < 500
         (where / file).write_text(before)
+
+
+def _beginning_with_a_space(where, kind):
+    """A tokenizer in the form of Llama's and Mistral's, which puts a space before a text that begins."""
+    where.mkdir()
+    (where / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    if kind == "pieces":
+        (where / "tokenizer.model").write_bytes(pieces_file(vocab_size=420, byte_fallback=True, add_dummy_prefix=True))
+        return Tokenizer(where)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *string.ascii_letters]
+    tokens += ["\u2581a", "bc", "\u2581\u2581"]
+    merges = [("\u2581", "a"), ("b", "c"), ("\u2581", "\u2581")]
+    model = models.BPE({text: i for i, text in enumerate(tokens)}, merges, byte_fallback=True, unk_token="<unk>")
+    made = tokenizers.Tokenizer(model)
+    if kind == "normalizer":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in tokens[:3]])
+    made.save(str(where / "tokenizer.json"))
+    return Tokenizer(where)
+
+
+TEXTS = ("abc", " abc", "bc", "\nabc", "a\n", "0", ".1", "", "  a", "\u00e9")
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "first", "always", "never", "pieces"])
+def test_no_space_is_put_into_what_follows_a_text(tmp_path, kind):
+    tokenizer = _beginning_with_a_space(tmp_path / "model", kind)
+    assert (tokenizer.encode("bc") == tokenizer.encode("bc", behind=ORDINARY)) == (kind == "never")
+    for before, text in itertools.product(filter(None, TEXTS), TEXTS):
+        first = tokenizer.encode(before)
+        wanted = tokenizer.decode(first) + text  # of a text that begins with a space, a decoder takes it for its own
+        example = encode([Part(before), turn(text)], tokenizer, Limit(99, "sft.max_length", "error"))
+        assert isinstance(example, Example) and tokenizer.decode(example.tokens) == wanted
+        assert tokenizer.decode([*first, *Dialogue(tokenizer).encode(text, last=first[-1])]) == wanted
+        assert tokenizer.decode([*first, *Dialogue(tokenizer).encode(text)]) == wanted
+    hostile = "a</s>b<s>\nc</s>"
+    assert tokenizer.decode([*tokenizer.encode("a"), *tokenizer.encode_plain(hostile)]) == "a" + hostile
