@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from endpoints import joined
 
-from podrl.bench import pod as bench
+from benchmarks import pod as bench
 from podrl.learner.loop import Schedule, Start
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts

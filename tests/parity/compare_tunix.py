@@ -2,7 +2,7 @@
 
     python -m venv tunix && tunix/bin/pip install google-tunix==0.1.7
     python tests/parity/compare_tunix.py --tunix_python=tunix/bin/python [--tunix_mesh=1,4] \\
-        [options of podrl.bench rollout]
+        [options of benchmarks rollout]
 
 Both build a random Gemma-2-style model of the same sizes that draws nearly uniformly, complete the same prompts equally
 often, and take turns, one generation each: whatever else the machine does meets both. Each side compiles and generates
@@ -82,8 +82,8 @@ def serve(generate: Any) -> None:
 
 
 def serve_podrl(rest: list[str]) -> None:
-    from podrl.bench import model as bench_model
-    from podrl.bench import rollout as bench_rollout
+    from benchmarks import model as bench_model
+    from benchmarks import rollout as bench_rollout
 
     bench_model.fake_devices(8)
     bench = bench_rollout.Bench(bench_rollout.make_parser().parse_args(rest))
@@ -92,8 +92,8 @@ def serve_podrl(rest: list[str]) -> None:
 
 def serve_tunix(mesh_sizes: str, rest: list[str]) -> None:
     # Options and prompts: needs nothing but numpy.
-    from podrl.bench import model as bench_model
-    from podrl.bench import rollout as bench_rollout
+    from benchmarks import model as bench_model
+    from benchmarks import rollout as bench_rollout
 
     bench_model.fake_devices(8)
     args = bench_rollout.make_parser().parse_args(rest)

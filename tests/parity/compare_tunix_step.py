@@ -1,7 +1,7 @@
 """Measures one GRPO update, log-probabilities included, by podrl and by Tunix's own functions on the same samples.
 
     python -m venv tunix && tunix/bin/pip install google-tunix==0.1.7
-    python tests/parity/compare_tunix_step.py --tunix_python=tunix/bin/python [options of podrl.bench step]
+    python tests/parity/compare_tunix_step.py --tunix_python=tunix/bin/python [options of benchmarks step]
 
 Both build a random Gemma-2-style model of the same sizes and score, then train on, the same random samples: Tunix
 padded, as it does by default, with its loss function, its log-probabilities for the reference, and optax's adamw. They
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--tunix_python", required=True, help="interpreter with google-tunix installed")
     parser.add_argument("--rounds", type=int, default=2)
     args, rest = parser.parse_known_args()
-    sides = {"podrl": [sys.executable, "-m", "podrl.bench", "step", "--steps=1", "--json", *rest]}
+    sides = {"podrl": [sys.executable, "-m", "benchmarks", "step", "--steps=1", "--json", *rest]}
     sides["tunix"] = [args.tunix_python, __file__, "--serve", *rest]
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for _ in range(args.rounds):
@@ -56,8 +56,8 @@ def _measured(command: list[str]) -> dict[str, float]:
 
 
 def serve(rest: list[str]) -> None:
-    """Tunix: one update on samples of podrl.bench step, after one that compiles."""
-    from podrl.bench import step as bench_step  # options and samples: needs nothing but numpy
+    """Tunix: one update on samples of benchmarks step, after one that compiles."""
+    from benchmarks import step as bench_step  # options and samples: needs nothing but numpy
 
     args = bench_step._parser().parse_args(rest)
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"

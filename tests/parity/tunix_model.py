@@ -11,7 +11,7 @@ def make_model(args: Any, *, is_sampling: bool) -> Any:
     """Makes the model in place on the mesh that is set.
 
     Args:
-      args: options of podrl.bench.model, and `seed`.
+      args: options of benchmarks.model, and `seed`.
       is_sampling: shardings of Tunix's sampler, or of its trainer.
     """
     config = gemma.ModelConfig(

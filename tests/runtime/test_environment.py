@@ -48,8 +48,8 @@ def test_too_late_is_an_error_that_says_so():
 @pytest.mark.parametrize(
     "command",
     [
-        "launch --config=grpo_gemma.py --dry_run --config.rollout.max_prompt_length=64",
-        "bench reshard --layers=1 --dim=16 --ffn=16 --heads=2 --kv_heads=1 --head_dim=8 --vocab=16 --src=fsdp=2 "
+        "podrl.launch --config=grpo_gemma.py --dry_run --config.rollout.max_prompt_length=64",
+        "benchmarks reshard --layers=1 --dim=16 --ffn=16 --heads=2 --kv_heads=1 --head_dim=8 --vocab=16 --src=fsdp=2 "
         "--dst=data=2 --repeats=1",
     ],
 )
@@ -57,7 +57,8 @@ def test_a_command_on_a_machine_without_accelerator_says_nothing_of_tpus(command
     env = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_PLATFORM", "TPU_"))}
     if any(glob.glob(f"/dev/{name}") for name in ("accel*", "nvidia*", "kfd", "vfio/[0-9]*")):
         pytest.skip("this machine has an accelerator")
-    argv = [sys.executable, "-m", *f"podrl.{command}".split()]
+    env["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2])  # benchmarks/ is not installed
+    argv = [sys.executable, "-m", *command.split()]
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stderr == ""
     assert "libtpu" not in done.stdout and "TPU_" not in done.stdout

@@ -1,4 +1,4 @@
-"""Compiles every program of the shipped configurations for each TPU, without one: `python -m podrl.bench compiles`."""
+"""Compiles every program of the shipped configurations for each TPU, without one: `python -m benchmarks compiles`."""
 
 import argparse
 import dataclasses
@@ -35,7 +35,7 @@ _MESHES = {"roles.trainer.mesh": "fsdp=-1", "roles.rollout.mesh": "data=-1"}
 _HALVED = {"roles.trainer.mesh": "fsdp=-1,tensor=2", "roles.rollout.mesh": "data=-1,tensor=2"}
 _SHARED = {"trainer.share_prompts": True, "trainer.max_tokens_per_row": 1024}
 _ENGINE = ("prefill", "insert", "generate", "spill", "restore")
-_TAUGHT = {"algorithm": "opd", "model.reference": str(pathlib.Path(__file__).parents[1] / "assets" / "tiny")}
+_TAUGHT = {"algorithm": "opd", "model.reference": str(pathlib.Path(__file__).parents[1] / "podrl" / "assets" / "tiny")}
 _UPDATE = ("train step",)
 
 CASES = {
@@ -74,7 +74,7 @@ SAME = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="podrl.bench compiles", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks compiles", description=__doc__)
     parser.add_argument("--chips", nargs="+", default=CHIPS, choices=CHIPS)
     parser.add_argument("--cases", nargs="+", default=tuple(CASES), choices=tuple(CASES), metavar="CASE")
     parser.add_argument("--programs", nargs="+", default=(), help="only those whose names begin so", metavar="NAME")

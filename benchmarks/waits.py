@@ -1,4 +1,4 @@
-"""Compares who waited for whom in a run with the model of `podrl.plan --lengths`: `python -m podrl.bench waits RUN`."""
+"""Compares who waited for whom in a run with the model of `podrl.plan --lengths`: `python -m benchmarks waits RUN`."""
 
 import argparse
 import dataclasses
@@ -19,7 +19,7 @@ _WARM = 8  # steps that compile and fill the windows
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="podrl.bench waits", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks waits", description=__doc__)
     parser.add_argument("run", help="directory of a run with topology=split, log.trace=all and its own meshes")
     parser.add_argument("--speeds", default="", metavar="RUN", help="another run, whose seconds are taken")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,4 +1,4 @@
-"""Measures what the leader of a large pod spends per step: `python -m podrl.bench pod --trainers=64 --rollouts=256`."""
+"""Measures what the leader of a large pod spends per step: `python -m benchmarks pod --trainers=64 --rollouts=256`."""
 
 import argparse
 import contextlib
@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m podrl.bench pod", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks pod", description=__doc__)
     parser.add_argument("--trainers", type=int, default=4, help="trainer hosts, the leader included")
     parser.add_argument("--rollouts", type=int, default=16, help="rollout hosts")
     parser.add_argument("--steps", type=int, default=4, help="measured steps")
@@ -101,7 +101,7 @@ def _others(args: argparse.Namespace, pod: Pod) -> Iterator[list[float]]:
     process that did.
     """
     members = [p for p in range(pod.seat.hosts.count) if p]
-    command = [sys.executable, "-m", "podrl.bench.pod"]
+    command = [sys.executable, "-m", "benchmarks.pod"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     started: list[subprocess.Popen[str]] = []
     spent: list[float] = []

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from podrl.bench import compiles
+from benchmarks import compiles
 from podrl.plan import chips
 from podrl.plan.given import given_programs
 from podrl.plan.training import TEACHING, training_programs
@@ -87,7 +87,7 @@ def test_the_programs_of_given_answers(case: str, names: list[str]):
     assert "num_partitions = 4" in programs[-1].lower().as_text()
 
 
-@pytest.mark.nightly("podrl/bench", "podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
+@pytest.mark.nightly("benchmarks", "podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
 @pytest.mark.slow
 @needs_libtpu
 @pytest.mark.usefixtures("compiler")

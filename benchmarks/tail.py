@@ -1,4 +1,4 @@
-"""Measures what windows save of a batch's tail: `python -m podrl.bench rollout --tail --staleness=2`."""
+"""Measures what windows save of a batch's tail: `python -m benchmarks rollout --tail --staleness=2`."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
     Lengths are log-normal, up to --max_new; every window decodes what a training step with that staleness asks for.
 
     Args:
-      bench: a podrl.bench.rollout.Bench whose samples end by their lengths alone.
+      bench: a benchmarks.rollout.Bench whose samples end by their lengths alone.
       args: its options.
 
     Returns:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from podrl.bench.model import model_of
+from benchmarks.model import model_of
 
 
 def trees(args: Any) -> tuple[Any, Any]:

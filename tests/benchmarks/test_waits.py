@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from podrl.bench import __main__ as bench
+from benchmarks import __main__ as bench
 from podrl.job.config import complete
 from podrl.rundir import identity, trace
 
@@ -52,7 +52,7 @@ def _write(run, steps, *, staleness=2, decode_steps=60, prefill_calls=2, **value
 
 
 def _waits(capsys, *argv):
-    assert bench.main(["podrl.bench", "waits", *argv, "--json"]) == 0
+    assert bench.main(["benchmarks", "waits", *argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -80,11 +80,11 @@ def test_speeds_of_another_staleness_give_the_same_prediction(tmp_path, capsys):
 
 def test_runs_that_do_not_tell_are_refused(tmp_path, capsys):
     _write(tmp_path / "short", 9)
-    assert bench.main(["podrl.bench", "waits", str(tmp_path / "short")]) == 1
+    assert bench.main(["benchmarks", "waits", str(tmp_path / "short")]) == 1
     assert "has 9 steps, 9 of them traced: 16 are needed" in capsys.readouterr().err
-    assert bench.main(["podrl.bench", "waits", str(tmp_path)]) == 1
+    assert bench.main(["benchmarks", "waits", str(tmp_path)]) == 1
     assert "is not a run directory" in capsys.readouterr().err
-    assert bench.main(["podrl.bench", "waits", _write(tmp_path / "auto", 20, mesh="auto")]) == 1
+    assert bench.main(["benchmarks", "waits", _write(tmp_path / "auto", 20, mesh="auto")]) == 1
     assert "roles.rollout.mesh='auto', which leaves its size to the devices" in capsys.readouterr().err
-    assert bench.main(["podrl.bench", "waits", _write(tmp_path / "wall", 20, **{"time/prefill": 0.0})]) == 1
+    assert bench.main(["benchmarks", "waits", _write(tmp_path / "wall", 20, **{"time/prefill": 0.0})]) == 1
     assert "has no time/prefill: give a run with rollout.clock='tokens'" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import pytest
 
-from podrl.bench import reshard as bench_reshard
+from benchmarks import reshard as bench_reshard
 
 TINY = ["--layers=2", "--dim=16", "--ffn=32", "--heads=4", "--kv_heads=2", "--head_dim=8", "--vocab=32", "--repeats=3"]
 

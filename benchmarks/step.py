@@ -1,4 +1,4 @@
-"""Measures one optimizer update on random samples: `python -m podrl.bench step`."""
+"""Measures one optimizer update on random samples: `python -m benchmarks step`."""
 
 import argparse
 import dataclasses
@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from podrl.bench import sequence
-from podrl.bench.model import add_options, fake_devices, model_of, number_range
+from benchmarks import sequence
+from benchmarks.model import add_options, fake_devices, model_of, number_range
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="podrl.bench step", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks step", description=__doc__)
     add_options(parser)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8, help="samples per prompt")
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Times training updates on random samples of random lengths; with --seq it counts instead (podrl.bench.sequence).
+    """Times training updates on random samples of random lengths; with --seq it counts instead (benchmarks.sequence).
 
     Returns:
       seconds (median of an update, log-probabilities of the reference excluded), cpu_seconds (processor time of it,

@@ -1,11 +1,11 @@
-"""Counts a train step with rows cut along time beside one with whole rows: `python -m podrl.bench step --seq=2`."""
+"""Counts a train step with rows cut along time beside one with whole rows: `python -m benchmarks step --seq=2`."""
 
 import argparse
 import math
 import os
 from typing import Any
 
-from podrl.bench.model import fake_devices, model_of
+from benchmarks.model import fake_devices, model_of
 
 # The program is only counted: machine code for CPUs is made with least effort. The counts are read before that is made.
 _LEAST_EFFORT = {"xla_backend_optimization_level": 0}

@@ -1,4 +1,4 @@
-"""Runs a benchmark: `python -m podrl.bench {compiles,decode,pod,reshard,rollout,step,tools,trace,waits} [options]`."""
+"""Runs a benchmark: `python -m benchmarks {compiles,decode,pod,reshard,rollout,step,tools,trace,waits} [options]`."""
 
 import importlib
 import json
@@ -13,15 +13,15 @@ BENCHES = ("compiles", "decode", "pod", "reshard", "rollout", "step", "tools", "
 def main(argv: Sequence[str]) -> int:
     """Runs one benchmark and prints its figures: one JSON object with --json, else a line each."""
     if len(argv) < 2 or argv[1] in ("-h", "--help"):
-        print(__doc__, f"Each has its own --help: {', '.join(f'podrl.bench {b} --help' for b in BENCHES)}", sep="\n")
+        print(__doc__, f"Each has its own --help: {', '.join(f'benchmarks {one} --help' for one in BENCHES)}", sep="\n")
         return 0 if len(argv) > 1 else 1
     if argv[1] not in BENCHES:
-        print(f"podrl.bench: there is no benchmark {argv[1]!r}.{nearest(argv[1], BENCHES)}", file=sys.stderr)
+        print(f"benchmarks: there is no benchmark {argv[1]!r}.{nearest(argv[1], BENCHES)}", file=sys.stderr)
         return 1
     try:
-        figures = importlib.import_module(f"podrl.bench.{argv[1]}").run(argv[2:])
+        figures = importlib.import_module(f"benchmarks.{argv[1]}").run(argv[2:])
     except ValueError as error:
-        print(f"podrl.bench {argv[1]}: error: {error}", file=sys.stderr)
+        print(f"benchmarks {argv[1]}: error: {error}", file=sys.stderr)
         return 1
     if "--json" in argv:
         print(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""Counts a decode step's reads of a TPU's memory and its collectives, without a TPU: `python -m podrl.bench decode`."""
+"""Counts a decode step's reads of a TPU's memory and its collectives, without a TPU: `python -m benchmarks decode`."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="podrl.bench decode", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks decode", description=__doc__)
     parser.add_argument("--size", default="gemma2-2b", help="a published size, see podrl/models/sizes.py")
     parser.add_argument("--topology", default="v5e:2x4")
     parser.add_argument("--mesh", default="data=2,tensor=4")

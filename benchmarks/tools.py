@@ -1,4 +1,4 @@
-"""Measures generation in which every sample calls a tool: `python -m podrl.bench tools`."""
+"""Measures generation in which every sample calls a tool: `python -m benchmarks tools`."""
 
 import asyncio
 import dataclasses
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from podrl.bench import rollout, tail
-from podrl.bench.model import fake_devices
+from benchmarks import rollout, tail
+from benchmarks.model import fake_devices
 
 _COUNTED = 8  # steps of a turn
 
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       host_seconds_per_call (CPU time of this process's Python threads, above the plain samples'), spills, compiles;
       with --slow instead those of `_stale`.
     """
-    parser = rollout.make_parser(prog="podrl.bench tools", description=__doc__)
+    parser = rollout.make_parser(prog="benchmarks tools", description=__doc__)
     parser.set_defaults(mesh="data=1", max_new=128)
     parser.add_argument("--calls", type=int, default=3, help="of each sample; --max_new is shared by its turns")
     parser.add_argument("--given", type=int, default=24, help="tokens of a tool's output")

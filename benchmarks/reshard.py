@@ -1,4 +1,4 @@
-"""Measures how long weights take between two meshes: `python -m podrl.bench reshard`."""
+"""Measures how long weights take between two meshes: `python -m benchmarks reshard`."""
 
 import argparse
 import functools
@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from podrl.bench import reshard_pod, trees
-from podrl.bench.model import add_options, fake_devices
+from benchmarks import reshard_pod, trees
+from benchmarks.model import add_options, fake_devices
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="podrl.bench reshard", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks reshard", description=__doc__)
     add_options(parser, layers=5, dim=256, ffn=800, head_dim=64, vocab=512)
     parser.add_argument("--leaves", type=int, default=0, help="instead of a model: this many matrices, unstacked")
     parser.add_argument("--leaf_shape", default="1280x1024", help="shape of each of them, cut as (embed, mlp)")
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       compiles_after_first; device_put_ms (cast on the source mesh, then jax.device_put); memcpy_gb_s (numpy.copyto of
       as many bytes as the source tree has, read plus written); memcpy_share (gb_s over it); speedup (over device_put);
       cpu_ms and device_put_cpu_ms (what the process computes for one of each: other work changes it less).
-      With --local_processes, what `podrl.bench.reshard_pod.run` returns.
+      With --local_processes, what `benchmarks.reshard_pod.run` returns.
     """
     args = _parser().parse_args(argv)
     if args.local_processes:

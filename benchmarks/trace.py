@@ -1,4 +1,4 @@
-"""Measures what recording samples costs a run, traced and other steps by turns: `python -m podrl.bench trace`."""
+"""Measures what recording samples costs a run, traced and other steps by turns: `python -m benchmarks trace`."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ _WARM = 3  # steps that compile, and the one after
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="podrl.bench trace", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks trace", description=__doc__)
     parser.add_argument("--config", default="grpo_gemma.py")
     parser.add_argument("--steps", type=int, default=63, help="of the run, every second of which is traced")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the configuration")

@@ -1,4 +1,4 @@
-"""Measures batched generation with a random model: `python -m podrl.bench rollout`."""
+"""Measures batched generation with a random model: `python -m benchmarks rollout`."""
 
 import argparse
 import math
@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from podrl.bench import tail
-from podrl.bench.model import add_options, fake_devices, model_of, number_range
+from benchmarks import tail
+from benchmarks.model import add_options, fake_devices, model_of, number_range
 
 END_ID = 1
 DEFAULTS = {"lanes": ", by default as many as there are samples, at most 128"}
 
 
-def make_parser(prog: str = "podrl.bench rollout", description: str | None = __doc__) -> argparse.ArgumentParser:
+def make_parser(prog: str = "benchmarks rollout", description: str | None = __doc__) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=description)
     add_options(parser)
     parser.add_argument("--mesh", default="data=4", help="rollout mesh; faked CPU devices are made for it")
@@ -38,7 +38,7 @@ def make_parser(prog: str = "podrl.bench rollout", description: str | None = __d
     parser.add_argument("--repeats", type=int, default=3, help="timed generations after one untimed; the median counts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--tail", action="store_true", help="log-normal lengths, batch after batch: see podrl.bench.tail"
+        "--tail", action="store_true", help="log-normal lengths, batch after batch: see benchmarks.tail"
     )
     parser.add_argument("--staleness", type=int, default=2, help="of --tail")
     parser.add_argument("--trace", default="", help="directory to write a profiler trace of one more generation to")

@@ -7,9 +7,9 @@ import os
 import numpy as np
 import pytest
 
-from podrl.bench import __main__ as bench
-from podrl.bench import decode as bench_decode
-from podrl.bench import trace as bench_trace
+from benchmarks import __main__ as bench
+from benchmarks import decode as bench_decode
+from benchmarks import trace as bench_trace
 from podrl.mesh.chips import CHIPS
 from podrl.plan import chips
 
@@ -20,7 +20,7 @@ TINY = (
 
 
 def test_rollout(capsys):
-    assert bench.main(["podrl.bench", "rollout", *TINY.split(), "--json"]) == 0
+    assert bench.main(["benchmarks", "rollout", *TINY.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert 6 <= figures["tokens"] <= 60
     assert figures["tok_s"] == pytest.approx(figures["tokens"] / figures["seconds"])
@@ -36,7 +36,7 @@ def test_rollout(capsys):
 def test_tail(capsys):
     """Two versions per sample need fewer steps than whole batches, and no fewer than lanes without dispatches."""
     options = "--tail --staleness=2 --prompts=2 --group=8 --max_new=256 --lanes=8 --page_tokens=32"
-    assert bench.main(["podrl.bench", "rollout", *TINY.split(), *options.split(), "--json"]) == 0
+    assert bench.main(["benchmarks", "rollout", *TINY.split(), *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["samples"] == 16 and figures["lanes"] == 8 and 0 < figures["mixed_samples"] < 1
     assert figures["decode_steps"] >= 0.9 * figures["bound_decode_steps"]
@@ -47,7 +47,7 @@ def test_tail(capsys):
 
 def test_tools(capsys):
     options = "--calls=2 --given=5 --max_new=9 --delay_ms=20 --prompt_len=9"
-    assert bench.main(["podrl.bench", "tools", *TINY.split(), *options.split(), "--json"]) == 0
+    assert bench.main(["benchmarks", "tools", *TINY.split(), *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["calls"] == 12 and figures["given_tokens"] == 60
     assert figures["tokens"] == 54, "nine of each of six samples, in three turns"
@@ -57,7 +57,7 @@ def test_tools(capsys):
 
 def test_slow_calls_are_hidden_by_an_update_that_is_longer_than_any_window(capsys):
     options = "--calls=2 --given=5 --max_new=9 --slow=0.3 --delay_ms=1 --update_ms=100000 --staleness=2"
-    assert bench.main(["podrl.bench", "tools", *TINY.split(), *options.split(), "--json"]) == 0
+    assert bench.main(["benchmarks", "tools", *TINY.split(), *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["step_seconds"] == figures["step_seconds_whole"] == 100 and figures["faster"] == 1
     assert 0 < figures["lane_utilisation"] <= 1 and 0 < figures["lane_utilisation_whole"] <= 1
@@ -65,7 +65,7 @@ def test_slow_calls_are_hidden_by_an_update_that_is_longer_than_any_window(capsy
 
 def test_a_leader_exchanges_a_few_messages_with_every_host(capsys):
     small = "--trainers=4 --rollouts=8 --steps=2 --processes=2 --tokens=8 --generate_s=0 --update_s=0"
-    assert bench.main(["podrl.bench", "pod", *small.split(), "--json"]) == 0
+    assert bench.main(["benchmarks", "pod", *small.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["samples"] == 32 * 8 and figures["leader_cpu_ms"] > 0 and figures["added_ms"] > 0
     # Of each rollout host a header, rows, texts and a word, of each trainer host a place and a word: asked, answered.
@@ -77,7 +77,7 @@ def test_step(capsys):
         "--layers=1 --dim=16 --ffn=16 --heads=2 --kv_heads=1 --head_dim=8 --vocab=16 --src=data=1 --prompts=3 "
         "--group=2 --prompt_len=3:9 --completion_len=1:10 --steps=2"
     )
-    assert bench.main(["podrl.bench", "step", *options.split(), "--json"]) == 0
+    assert bench.main(["benchmarks", "step", *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert 0 < figures["completion_tokens_per_second"] < figures["tokens_per_second"]
     assert figures["seconds"] > 0 and figures["logprob_seconds"] > 0 and figures["cpu_seconds"] > 0
@@ -87,9 +87,9 @@ def test_step(capsys):
 
 
 def test_an_unknown_benchmark_and_a_bad_mesh_are_named(capsys):
-    assert bench.main(["podrl.bench", "rolout"]) == 1
+    assert bench.main(["benchmarks", "rolout"]) == 1
     assert "rollout" in capsys.readouterr().err
-    assert bench.main(["podrl.bench", "rollout", "--mesh=data=999"]) == 1
+    assert bench.main(["benchmarks", "rollout", "--mesh=data=999"]) == 1
     assert "--mesh" in capsys.readouterr().err
 
 
@@ -158,7 +158,7 @@ def tiny_engine():
     return Engine(model, make_mesh("data=1", jax.devices()[:1]), engine_shape(config, 1), np.dtype("float32"))
 
 
-@pytest.mark.nightly("podrl/bench", "podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
+@pytest.mark.nightly("benchmarks", "podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
@@ -185,12 +185,12 @@ def test_the_cost_of_a_trace_is_that_over_its_neighbours():
     assert found["cost"] == pytest.approx(0.055)
 
 
-@pytest.mark.nightly("podrl/bench", "podrl/rundir/trace.py")
+@pytest.mark.nightly("benchmarks", "podrl/rundir/trace.py")
 @pytest.mark.slow
 def test_trace(capsys):
     small = ("rollout.prompts_per_step=2", "grpo.num_generations=2", "log.to=()")
     sets = [f"--set={each}" for each in small]
-    assert bench.main(["podrl.bench", "trace", "--steps=7", *sets, "--json"]) == 0, capsys.readouterr().err
+    assert bench.main(["benchmarks", "trace", "--steps=7", *sets, "--json"]) == 0, capsys.readouterr().err
     figures = json.loads(capsys.readouterr().out)
     assert figures["steps"] >= 1 and figures["bytes_per_traced_step"] > 500 and figures["span_bytes_per_step"] > 100
 
@@ -202,7 +202,7 @@ SEQ = (
 
 
 def test_a_step_with_rows_cut_along_time_is_counted_beside_one_without(capsys):
-    assert bench.main(["podrl.bench", "step", *SEQ.split(), "--src=fsdp=4", "--seq=2", "--json"]) == 0
+    assert bench.main(["benchmarks", "step", *SEQ.split(), "--src=fsdp=4", "--seq=2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["mesh"], found["seq_mesh"]) == (
         "data=1,fsdp=4,seq=1,tensor=1",
@@ -219,5 +219,5 @@ def test_a_step_with_rows_cut_along_time_is_counted_beside_one_without(capsys):
 
 
 def test_a_seq_that_does_not_divide_is_refused(capsys):
-    assert bench.main(["podrl.bench", "step", *SEQ.split(), "--src=fsdp=4", "--seq=3"]) == 1
+    assert bench.main(["benchmarks", "step", *SEQ.split(), "--src=fsdp=4", "--seq=3"]) == 1
     assert "--seq=3 must be at least 2 and divide the fsdp of --src=fsdp=4" in capsys.readouterr().err

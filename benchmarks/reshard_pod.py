@@ -1,4 +1,4 @@
-"""Measures weight moves between the processes of a fake pod: `python -m podrl.bench reshard --local_processes=4`."""
+"""Measures weight moves between the processes of a fake pod: `python -m benchmarks reshard --local_processes=4`."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from podrl.bench import trees
+from benchmarks import trees
 
 DEADLINE_S = 900.0
 
@@ -66,7 +66,7 @@ def _figures(args: argparse.Namespace, coordinator: str, folder: Path) -> list[d
     workers: list[subprocess.Popen] = []
     try:
         for rank in ranks:
-            command = [sys.executable, "-m", "podrl.bench.reshard_pod", coordinator, str(rank), json.dumps(vars(args))]
+            command = [sys.executable, "-m", "benchmarks.reshard_pod", coordinator, str(rank), json.dumps(vars(args))]
             with logs[rank].open("w") as log:
                 workers.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
         codes = [worker.wait(timeout=DEADLINE_S) for worker in workers]

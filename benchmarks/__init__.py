@@ -1,0 +1,1 @@
+"""The benchmarks of a checkout, which no wheel holds: `python -m benchmarks`."""
