@@ -29,7 +29,7 @@ def is_right(answer: str | None, truth: str) -> bool:
     """True if an answer gives the reference's number, or is the reference's text where that is no number."""
     if answer is None:
         return False
-    wanted = numbers.read(truth)
+    wanted = numbers.of_reference(truth)
     if wanted is None:
         return _words(answer) == _words(truth)
     given = numbers.read(answer)

@@ -50,10 +50,12 @@ def _answers(completion: str, gold: list[Any], truth: str) -> bool:
     # A bare '34' or '\frac{1}{2}' is read as mathematics once it stands in dollars.
     found = _parsed(completion) if guess is None else _parsed(f"${guess}$") or _parsed(guess)
     text = guess if guess is not None else next((one for one in reversed(found) if isinstance(one, str)), "")
-    wanted, given = numbers.read(truth), numbers.read(text)
+    wanted, given = numbers.of_reference(truth), numbers.of_reference(text)
     if wanted is not None and given is not None:
         return given.equals(wanted)
     *others, last = re.split(r"(?<![<>!:])=", text) if "=" not in truth else [text]
+    if (given is not None and numbers.has_unknowns(truth)) or (wanted is not None and numbers.has_unknowns(last)):
+        return False  # math-verify takes the unknowns of '4ab' for a unit, and the number of 'x + y = 7' for its value
     if others:
         return all(_same(gold, _parsed(f"${side}$")) for side in [*filter(_is_value, others), last])
     return _same(gold, found) and {_brackets(truth), _brackets(text)} != {"set", "ordered"}

@@ -1,7 +1,8 @@
 """Reads the number that an answer gives: signs, separators, fractions, percent, powers of ten, currency, units after.
 
 Every reward and every evaluation that compares numbers reads them here. A number keeps its exact value, as a fraction.
-An answer that could be several numbers, or is a calculation ("7 or 8", "11, 12", "10 - 2"), gives none.
+An answer that could be several numbers, is a calculation, or has unknowns or functions ("7 or 8", "10 - 2", "2x",
+"sqrt(2)") gives none.
 """
 
 import math
@@ -59,7 +60,7 @@ def read(text: str) -> Number | None:
     say in words what is counted. docs/rewards.md lists the forms. Takes time linear in the length of the text.
     """
     plain = _plain(text)
-    if _UNREADABLE.search(plain):
+    if _UNREADABLE.search(plain) or (_BRACKETED.fullmatch(plain) and _LISTS.search(plain)):
         return None
     try:
         sides = [side for part in plain.split("=") if (side := _Side(part)).numbers]
@@ -75,39 +76,70 @@ def read(text: str) -> Number | None:
     return number if clear else None
 
 
+def of_reference(text: str) -> Number | None:
+    """Reads the number that a reference gives, as `read` does, but takes more for mathematics than in an answer.
+
+    '5!' is a factorial, while a model that ends with '5!' may be glad; and 'x + y = 25' or 'x^2 = 25' says something
+    about unknowns, while a model that ends with it may have derived 25. Neither gives a number here.
+    """
+    equation = "=" in text and has_unknowns(text)
+    return None if equation or _FACTORIAL.search(_plain(text)) else read(text)
+
+
+def has_unknowns(text: str) -> bool:
+    """True if a formula has letters beside its operators or after its digits, such as 'x + y' or '4ab'."""
+    return _UNKNOWN.search(_plain(text)) is not None
+
+
 # What cannot be part of a plain number: roots, names of constants, inequalities, and LaTeX that was not rewritten.
 _UNREADABLE = re.compile(r"[\0\\]|!=|[<>]|\*\*")
+# A point, a set or an interval: brackets around all, and a comma that does not separate thousands.
+_BRACKETED = re.compile(r"[^\w(\[{]{0,9}+[(\[{][^()\[\]{}]*+[)\]}][^\w]{0,9}")
+_LISTS = re.compile(r"(?<!\d),|,(?!\d)|;")
+_FACTORIAL = re.compile(r"[\d)]!")
 _CURRENCY = r"(?:USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|CHF|Rs)"
 _IN_BRACES = r"\{ ?([^{}]{1,200})\}"
+_ARGUMENT = rf"(?:{_IN_BRACES}|([0-9])(?![0-9]))"
+_NO_DIGIT = "(?! ?[0-9]|[.,'_eE][-+0-9])"  # would become a part of the number before it
 _OTHER_FORMS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-")
     | {"\uff0b": "+", "\u2044": "/", "\u2215": "/", "\uff0f": "/", "\u00f7": "/", "\uff0e": ".", "\uff0c": ","}
     | {"\uff05": "%", "\u066a": "%", "\u2019": "'", "\u02bc": "'", "\u2248": "=", "\uff1d": "="}
     | dict.fromkeys("\u00d7\u22c5\u00b7\u2217", "*")
-    | dict.fromkeys("\u2260\u2264\u2265\u00b1\u221a\u03c0\u221e", "\0")
+    | dict.fromkeys("\u2260\u2264\u2265\u00b1\u03c0\u221a\u221b\u221c\u221e\u2211\u220f\u222b\u2202", "\0")
+    | dict.fromkeys("\u0305\u0307", "\0")  # a bar or a point over a repeating digit
+    | {"\u2030": "/1000", "\u2031": "/10000"}
 )
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 # What is written differently in LaTeX, HTML and Markdown; every pattern is tried at bounded cost at each place.
 _REWRITTEN = [
-    (re.compile(r"\s+|\\(?:left|right|q?quad)(?![A-Za-z])|\\[ ()\[\]]"), " "),
+    (re.compile(r"\A\s*[*\u2022][ \t]+"), ""),  # the mark of a list
+    (re.compile(r"\s+|\\(?:left|right|q?quad|(?:display|text)style)(?![A-Za-z])|\\[ ()\[\]]"), " "),
     (re.compile(r"\\[,!;:]|(?<=\d)\{(?=,\})|(?<=\d\{,)\}"), ""),
     (re.compile(r"\\([%$#&_])"), r"\1"),
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
     (re.compile(r"\\div(?![A-Za-z])"), "/"),
     (re.compile(r"\\approx(?![A-Za-z])"), "="),
     (re.compile(r"\^ ?[{(] ?([-+]?[0-9]{1,9}) ?[})]"), r"^\1"),
-    (re.compile(r"\^ ?\{? ?\\circ ?\}?"), "\u00b0"),
-    (re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf)|mbox) ?" + _IN_BRACES), r" \1"),
-    (re.compile(r"\\[dtc]?frac ?" + _IN_BRACES + " ?" + _IN_BRACES), r" \1/\2 "),
-    (re.compile(r"\\[dtc]?frac ?([0-9]) ?([0-9])(?![0-9])"), r" \1/\2 "),
-    (re.compile(r"\\(?:boxed|fbox) ?" + _IN_BRACES), r" \1 "),
+    (re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"), "\u00b0"),
+    (re.compile(r"(?<=\d)(\.\d{0,99})\\(?:overline|bar|dot) ?(?:\{ ?(\d{1,99}) ?\}|(\d))"), "\\1\x01\\2\\3"),
+    (
+        re.compile(r"\\(?:text(?:bf|rm|it|sf|tt)?|math(?:rm|bf|it|sf|tt)|mbox|emph|bm|boldsymbol) ?" + _IN_BRACES),
+        r" \1",
+    ),
+    (re.compile(rf"\\[dtc]?frac ?{_ARGUMENT} ?{_ARGUMENT}{_NO_DIGIT}"), r" \1\2/\3\4"),
+    (re.compile(rf"\\[dtc]?frac ?([0-9]) ?([0-9]){_NO_DIGIT}"), r" \1/\2"),
+    (re.compile(r"\\(?:boxed|fbox|underline) ?" + _IN_BRACES), r" \1 "),
     (re.compile(r"</?(?!(?:answer|reasoning|think)\b)[A-Za-z][^<>]{0,200}>"), " "),  # HTML; tags of the form are none
     (re.compile(r"(?<=[\d)])\*\*(?=[-+(]?\d)"), "^"),
     (re.compile(r"(?<![\w*])(\*{1,3}|_{1,2})(?! )([^*]{1,200})\1(?![\w*])"), r" \2 "),
     (re.compile(rf"\b(?:US|CA|HK|NZ|[ACSR])(?=\$)|\b{_CURRENCY}\.?(?= ?[-+]?[.\d])"), "$"),
     (re.compile(r"\$[ $]+"), "$"),
     (re.compile(r"\b(?:minus|negative) (?=\$?[.\d])", re.IGNORECASE), "-"),
-    (re.compile(r"\b[A-Za-z]\([^()]{1,50}\)"), " f "),
+    (re.compile(r"((?:\A|[=:(]) ?-) ?\( ?(\$?[.\d][\d.,/ ]{0,50})\)"), r"\1\2"),
+    (re.compile(r"(?<=\d) and (?:a|one) half\b"), " 1/2"),
+    (re.compile(r"\b[A-Za-z]'?\([^()]{1,50}\)"), " f"),
+    (re.compile(r"(?<=[\d)])!(?= ?[-+*/^=)]|[\w(])"), "^n"),  # a factorial, as any power that is no number
 ]
 
 
@@ -133,35 +165,95 @@ def _ascii(char: str) -> str:
 
 # Longer numbers are malformed: their exact value would cost time and memory that grow faster than the text.
 _MOST_DIGITS = 1000
-# Digits and separators between them, whether or not they make a number, then a power of ten.
-_RUN = r"(?:(?<![\w.])\.)?[0-9](?:[0-9]|[.,'_](?=[0-9])|[ ](?=[0-9]{3}(?![0-9])))*+(?:[eE][-+]?[0-9]{1,9}(?!\w|\.\d))?+"
+# Digits and separators between them, whether or not they make a number, then repeating decimals and a power of ten.
+_RUN = (
+    r"(?:(?<![\w.])\.)?[0-9](?:[0-9]|[.,'_](?=[0-9])|[ ](?=[0-9]{3}(?![0-9])))*+"
+    r"(?:\.?\x01[0-9]++)?+(?:[eE][-+]?[0-9]{1,9}(?!\w|\.\d))?+"
+)
 _POWER = r"\^(?P<%s>[-+]?[0-9]{1,9})"
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES |= {"mn": 10**6, "bn": 10**9, "lakh": 10**5, "crore": 10**7}
+# Without a currency before them, 'm' and 'b' are metres and bits, and a letter after a space is kelvin and the like.
+_LETTERS = {"k": 10**3, "m": 10**6, "b": 10**9}
+_SCALE = re.compile("|".join(_SCALES))
 # All after the first run is optional and possessive, so that no text is read twice.
 _NUMBER = re.compile(
     rf"""
     (?P<sign>[-+][ ]?)?+ (?:(?P<money>\$)[ ]?(?P<inner_sign>[-+])?+)?+
-    (?:(?P<whole>[0-9]{{1,15}})[ ](?:and[ ])?(?=[0-9]{{1,15}}[ ]?/[ ]?[0-9]))?+
+    (?:(?P<whole>[0-9]{{1,15}})(?:[ ](?![0-9]{{3}}(?![0-9]))|[ ]and[ ])(?=[0-9]{{1,15}}[ ]?/[ ]?[0-9]))?+
     (?P<top>{_RUN}) (?:{_POWER % "top_power"})?+
-    (?:[ ]?/[ ]?(?P<bottom>{_RUN}) (?:{_POWER % "bottom_power"})?+)?+
+    (?:[ ]?/[ ]?(?P<under_sign>-)?+(?P<bottom>{_RUN}) (?:{_POWER % "bottom_power"})?+)?+
     (?:[ ]?[*xX][ ]?10{_POWER % "ten"})?+
-    (?:[ ]?(?P<scale>(?i:dozen|hundred|thousand|million|billion|trillion|mn|bn))s?\b
-      |(?P<letter>[ ]?[kKMmBb])(?![\w/^]))?+
+    (?:(?P<scales>(?:[ ]?(?i:{"|".join(_SCALES)})s?\b){{1,4}})
+      |(?P<letter>(?(money)[ ]?[kKMmBb](?![\w^])|[kKMB](?![\w/^]))))?+
     (?P<percent>[ ]?(?:%|(?i:percent|per[ ]cent|pct)\b))?+
     """,
     re.VERBOSE,
 )
 _DECIMAL = re.compile(
     r"([0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?:[ ][0-9]{3})+|[1-9][0-9]{0,2}(?:['_][0-9]{3})+|"
-    r"[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3})(?:\.([0-9]+))?(?:[eE]([-+]?[0-9]+))?"
+    r"[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3})(?:\.([0-9]*)(?:\x01([0-9]+))?)?(?:[eE]([-+]?[0-9]+))?"
 )
-_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SCALES |= {"mn": 10**6, "bn": 10**9}
-# Without a currency before them, these are metres and bits, or after a space kelvin and the like.
-_LETTERS_OF_MONEY = {"k": 10**3, "m": 10**6, "b": 10**9}
-_LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
-# Between two numbers, or after one: a calculation, a ratio, a range, or two numbers side by side.
-_JOINS = re.compile(r"[ ()]*(?:[-+*/^:]|x|X|times|plus|minus|over|divided by|to)[ ()]*|[)\]]?[\[(]?| ")
-_GOES_ON = re.compile(r" ?[+*^] ?[\w($-]| ?[-/] ?(?:\(|[A-Za-z](?![A-Za-z]))")
+# Between two numbers: a calculation, a ratio, a range, or two numbers side by side.
+_JOINS = re.compile(
+    r"[ ()]*(?:[-+*/^:,;]|x|X|(?:times|plus|minus|over|divided by|to|by|of|out of|in|per|mod|and)\b)[ ()]*"
+    r"|[)\]]?[\[(]?| "
+)
+_FUNCTIONS = r"(?:(?:arc)?(?:sin|cos|tan|cot)h?|sqrt|cbrt|log|ln|exp|abs)"
+# Abbreviations of one and two letters that follow a number; other short words after digits are unknowns.
+_UNITS_OF_1 = "[mgshlVWANJCF]"
+_UNITS_OF_2 = (
+    "(?:(?i:km|cm|mm|nm|kg|mg|lb|oz|ft|in|yd|mi|ml|dl|cl|hr|pm|am|st|nd|rd|th|hz|gb|mb|kb|tb|cc|ha|pt|qt|pc|px|pp|pg|gm"
+    "|gr|dm|sq|cu|mo|yr|wk|rs|ct|kr)|ms|us|ns|ly|AU|mW|kW|MW|GW|mV|kV|mA|kJ|kN|dB|Pa|eV)"
+)
+_UNKNOWNS = rf"(?:[abcxyz]{{3}}|[a-dw-z]{{4}}|[pqr]{{3}}|(?!{_UNITS_OF_2})[A-Za-z]{{2}})"
+_WHOLE = r"(?![^\W\d_])"  # no further letter
+_ENDS = r"(?=[ ]?(?:[-+*/^(),;:]|\.(?![A-Za-z])|\Z))"
+_ONES = "one|two|three|four|five|six|seven|eight|nine"
+# What follows a number and makes it a part of a calculation. '2x' and '2ab' have unknowns, but '2m' and '2cm' units;
+# '2 n' and '2 a + b' have unknowns, but '2 a day' words.
+_GOES_ON = re.compile(
+    rf"""
+    # operators, indices, and brackets
+    [ ]?[+*^][ ]?[\w($\{{-] | [ ]?[-/][ ]?(?:-?\(|-?[A-Za-z](?![A-Za-z])|pi\b) | _+[0-9{{]
+    | \([ ]?(?!{_UNITS_OF_1})[a-z][ ]?[-+*/^)]
+    # unknowns, constants and functions
+    | [)\]]?[ ]?(?:{_FUNCTIONS}|pi|theta|alpha|beta|lambda|[xyznie]|[xyz]{{2,3}}){_WHOLE}(?!\.[a-z]|-[A-Za-z]{{2}})
+    | [)\]]?(?:(?!{_UNITS_OF_1})[A-Za-z]|{_UNKNOWNS}|pi[a-z]){_WHOLE}
+    | [ ](?:(?!{_UNITS_OF_1}|[kbdtKMBGT](?![ ]?[-+*^]))[A-Za-z]|(?=[a-z]{{2}}){_UNKNOWNS}){_ENDS}(?!-[A-Za-z]{{2}})
+    | [ ]?[\u03b1-\u03bb\u03bd-\u03c9\u0394\u0398\u039b\u03a3\u03a6\u03a8]
+    # digits of another notation: 0x10, 1e3.5, 5C2, 5 R2; but 5 m2
+    | (?!(?:[cdkm]?m|in|ft)[23]\b)[A-Za-z]{{1,4}}_?[0-9] | [ ](?!m[23]\b)[a-zR]_?[0-9] | [xX][0-9A-Fa-f]+\b
+    # words
+    | [ ](?i:(?:and[ ](?:an?[ ]|one[ ])?|an?[ ]|one[ ])(?:half|third|quarter|fourth|fifth|tenth)\b
+      |(?:halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths|hundredths|thousandths|millionths)\b
+      |(?:squared|cubed|factorial|per[ ]?mille?)\b | to[ ]the[ ](?:power|second|third|[a-z]+th)\b)
+    | (?<=[a-z])[ ](?:and[ ])?(?i:{_ONES}|ten|eleven|twelve|[a-z]{{3,5}}teen|[a-z]{{3,5}}ty|{"|".join(_SCALES)})
+      (?:-(?:{_ONES}))?(?![-\w])
+    """,
+    re.VERBOSE,
+)
+# What makes a whole side a calculation: functions, absolute values, and brackets that are multiplied or negated.
+_FUNCTION = re.compile(
+    rf"""
+    (?<![A-Za-z])(?i:{_FUNCTIONS})(?:_?[0-9]+(?=[ ]?\(|[ ][0-9]))?[ ]?[-$]?(?:[(\[{{]|\.?[0-9])
+    | (?<=[A-Za-z][A-Za-z])\([^()0-9]*+[0-9] | [-+*/^][ ]?\( | \)(?=[0-9]) | \|
+    | \b(?i:(?:roots?|half|third|quarter|square|cube|absolute[ ]value|reciprocal|logarithm|factorial)[ ]of
+      |twice|thrice|double|triple)[ ][-$]?\.?[0-9]
+    """,
+    re.VERBOSE,
+)
+# Words after a number that are added or multiplied, as in '5 apples + x'.
+_ADDS = re.compile(
+    r"[A-Za-z)\]\u00b0] ?(?:\+|\*(?! ?(?:[cdk]?m|k?g|s|h)\b)) ?[A-Za-z(]|[A-Za-z)\]\u00b0] - [b-z](?![A-Za-z])"
+)
+# An unknown beside an operator or a coefficient, as in 'x + y', 'x^2' and '4ab', while '5 m + 3 m' has units. The
+# constants e and i are none.
+_LETTER = r"(?<![A-Za-z])[a-df-hjkn-rt-zA-Z]"
+_UNKNOWN = re.compile(
+    rf"{_LETTER} ?[-+*/^] ?[\w(]|[\w)] ?[-+*/^] ?{_LETTER}(?![A-Za-z])"
+    rf"|[0-9)](?:(?!{_UNITS_OF_1}|[kKMBei])[A-Za-z]|{_UNKNOWNS}){_WHOLE}"
+)
 
 
 class _MalformedError(Exception):
@@ -172,9 +264,11 @@ class _Side:
     """The numbers of a text without an equals sign.
 
     Attributes:
-      numbers: as they stand in it.
-      calculates: operators join its numbers, or a number and a letter, so that it is no number itself.
-      explains: it says in words what its number is, as '2 hours' does, and offers no alternatives.
+      numbers: every number that is written in the text, in the order of the text.
+      calculates: the text is a calculation and not a plain number: operators join two numbers, or it has an unknown,
+        a constant or a function.
+      explains: the text has words for what is counted, as '2 hours' has, so its number may differ from that of the
+        side after it ('2 hours = 120 minutes'). False where 'or', 'and', a comma or a semicolon lists several things.
     """
 
     def __init__(self, text: str) -> None:
@@ -184,7 +278,7 @@ class _Side:
           _MalformedError: it has digits that are no number.
         """
         self.numbers: list[Number] = []
-        self.calculates = False
+        self.calculates = _FUNCTION.search(text) is not None
         end = 0
         for match in _NUMBER.finditer(text):
             start = match.start()
@@ -201,6 +295,8 @@ class _Side:
             self.numbers.append(_number(match))
             end = match.end()
             self.calculates |= _GOES_ON.match(text, end) is not None
+            if len(self.numbers) == 1:
+                self.calculates |= _ADDS.search(text, end) is not None
         words = set(re.findall(r"[a-z]+", text.lower()))
         self.explains = bool(words) and not words & {"or", "and"} and "," not in text and ";" not in text
 
@@ -216,17 +312,16 @@ def _number(match: re.Match[str]) -> Number:
     top, bottom = _term(match["top"], match["top_power"])
     if match["bottom"]:
         over, under = _term(match["bottom"], match["bottom_power"])
-        if not over:
+        if not over or " " in match["top"]:  # '1 200/3' is 400, or 1 and 200/3
             raise _MalformedError
         top, bottom = top * under, bottom * over
     top += int(match["whole"] or 0) * bottom
     top, bottom = _shifted(top, bottom, match["ten"])
-    if match["scale"]:
-        top *= _SCALES[match["scale"].lower()]
-    elif match["letter"]:
-        letter = match["letter"]
-        top *= _LETTERS_OF_MONEY[letter.strip().lower()] if match["money"] else _LETTERS.get(letter, 1)
-    negative = (match["sign"] or "").startswith("-") != (match["inner_sign"] == "-")
+    for scale in _SCALE.findall((match["scales"] or "").lower()):
+        top *= _SCALES[scale]
+    if match["letter"]:
+        top *= _LETTERS[match["letter"].strip().lower()]
+    negative = sum("-" in (match[name] or "") for name in ("sign", "inner_sign", "under_sign")) % 2
     shared = math.gcd(top, bottom)
     return Number((-top if negative else top) // shared, bottom // shared, match["percent"] is not None)
 
@@ -236,8 +331,11 @@ def _term(run: str, power: str | None) -> tuple[int, int]:
     found = _DECIMAL.fullmatch(run)
     if found is None or len(run) > _MOST_DIGITS:
         raise _MalformedError
-    whole, part = re.sub(r"\D", "", found[1]), found[2] or ""
-    top, bottom = _shifted(int(whole + part), 10 ** len(part), found[3])
+    whole, part, repeated = re.sub(r"\D", "", found[1]), found[2] or "", found[3] or ""
+    top, bottom = int(whole + part or 0), 10 ** len(part)
+    if repeated:  # 0.1666... is (16 - 1) / 90
+        top, bottom = int(whole + part + repeated) - top, bottom * (10 ** len(repeated) - 1)
+    top, bottom = _shifted(top, bottom, found[4])
     exponent = 1 if power is None else int(power)
     if abs(exponent) * len(f"{top}{bottom}") > 2 * _MOST_DIGITS or (exponent < 0 and not top):
         raise _MalformedError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from podrl.rewards.answers import is_right, last_answer, number_of, vote
-from podrl.rewards.numbers import Number, read
+from podrl.rewards.numbers import Number, of_reference, read
 from podrl.runtime.plain import references
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -66,7 +66,9 @@ def number(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[
     """
     del prompts, fields
     found = zip(map(number_of, completions), answer, strict=True)
-    return [1.5 if any(_equal(guess, read(one)) for one in references(truth)) else 0.0 for guess, truth in found]
+    return [
+        1.5 if any(_equal(guess, of_reference(one)) for one in references(truth)) else 0.0 for guess, truth in found
+    ]
 
 
 def recipe_number(
@@ -104,7 +106,7 @@ def accuracies(completion: str, truth: Any, *, has_format: bool = True) -> dict[
     guess = None if given is None else read(given)
     right = close = False
     for one in references(truth):
-        target = read(one)
+        target = of_reference(one)
         right |= is_right(given, one)
         close |= guess is not None and target is not None and guess.close(target, 90, 110)
     scores = {"answer": float(right), "partial": float(right or close)}
@@ -138,7 +140,7 @@ def _answer_score(guess: str | None, truth: str) -> float:
         return 3.0
     if guess.strip() == truth.strip():
         return 1.5
-    value, target = read(guess), read(truth)
+    value, target = read(guess), of_reference(truth)
     if value is None or target is None:
         return -0.5
     if value.close(target, 90, 110):

@@ -71,6 +71,41 @@ TABLE = {
     "5(5)": None, "(5)(5)": None, "x - 5": None, "x-5": None, "x+5": None, "5+x": None, "5*x": None, "x/5": None,
     "5 - x": None,
     "x > 5": None, "\u2264 5": None, "\u221a5": None, "2\u03c0": None, r"\sqrt{5}": None, r"\pi": None,
+    # unknowns, constants and functions
+    "2x": None, "2y": None, "3x^2": None, "3xy": None, "3 y": None, "4ab": None, "4 ab": None, "3abc": None,
+    "2pi": None, "2 pi": None, "3i": None,
+    "5 n": None, "5n": None, "2 a + b": None, "2a": None, "2AB": None, "(5)x": None, r"\frac{1}{2}x": None,
+    r"\frac{1}{2}ab": None, r"\frac{1}{2} mv^2": None,
+    "2\u03b8": None, "2theta": None, "2pir": None, "y = 3x": None, "5m + n": None, "5 apples + x": None,
+    "5 - pi": None, "2^{x}": None, "2^{1/2}": None, "2(x)": None,
+    "f(2)+3": None, "x + (5)": None, "(x+1)2": None, "(x, 5)": None, "(5, 5)": None, "{5, 5}": None, "5C2": None,
+    "5 R2": None, "5!/3!": None, "5! = 120": "120",
+    "sqrt(2)": None, "sqrt 2": None, "2sqrt(3)": None, "log(8)": None, "log 8": None, "log_2(8)": None,
+    "log_2 8": None, "ln(5)": None, "sin 30": None, "max(3, 3)": None,
+    "floor(2.5)": None, "2 sin x": None, "half of 10": None, "square root of 16": None, "twice 5": None,
+    "5 squared": None, "5 mod 5": None, "5 and 5": None,
+    "sqrt(16) = 4": "4", "log_2(8) = 3": "3", "2x = 10": "10", "5 in": "5", "5 x 10^3": "5000", "5 nights": "5",
+    "5 e-mails": "5", "5 a day": "5", "5 p.m.": "5", "5 kr.": "5",
+    "12 fifth graders": "12", "3 quarters": "3", "5 one-dollar bills": "5", "12 egg(s)": "12", "12m2": "12",
+    "12in": "12", "1h30": None, "5ft3in": None, "$5k/month": "5000",
+    # signs and brackets
+    "-(5)": "-5", "-($5)": "-5", "x = -(1/2)": "-1/2", "-(-5)": None, "-(x)": None, "x - (5)": None, "x -(5)": None,
+    "|-5|": None, "abs(-5)": None, r"\left|-5\right|": None, "$(10)": "10",
+    "1/-2": "-1/2", "-1/-2": "1/2", r"\frac{1}{-2}": "-1/2",
+    # several words of size, and digits in other notations
+    "3 hundred thousand": "300000", "3 hundred million": "300000000", "100 thousand million": "100000000000",
+    "2 thousand five hundred": None, "2 hundred and fifty": None,
+    "2 thousand twenty-five": None, "2 and a half": "5/2", "2 and a half million": "2500000", "2 and a third": None,
+    "2 thirds": None, "5 hundredths": None, "5 lakh": "500000", "2 crore": "20000000",
+    "1 000/3": None, "1 200/3": None, "1 and 123/250": "373/250", "1e3.5": None, "1e5km": None, "0x10": None,
+    "0xFF": None, "0xDEADBEEF": None, "0b1": None, "0o17": None, "1__234": None, "101_{2}": None, "5 \u2030": "1/200",
+    # more of LaTeX and Markdown
+    r"\frac{1}2": "1/2", r"\frac1{2}": "1/2", r"\frac 1 2": "1/2", r"\frac{1}23": None, r"2\frac{1}{2}": "5/2",
+    r"\displaystyle 5": "5", r"\displaystyle\frac12": "1/2", r"\underline{5}": "5",
+    r"5\degree": "5", r"\boxed{12^\circ}": "12", r"0.\overline{3}": "1/3", r"0.1\overline{6}": "1/6",
+    r"-2.\bar3": "-7/3", r"5\overline{3}": None, "0.3\u0305": None, "* 5": "5", "\u2022 5": "5", "* 5 * 3": None,
+    "5 i.e. five": "5", "5 z\u0142": "5", "5 N*m": "5", "5 kg*m/s^2": "5", "5 x-rays": "5", "5 T-shirts": "5",
+    "12 eggs (a dozen)": "12", "5 c\u00b0 - x": None,
     # none
     "": None, "four": None, "nan": None, "inf": None, "no number": None, "\uff11\uff12": "12", "\u0661\u0662": "12",
 }  # fmt: skip
@@ -168,6 +203,37 @@ def test_rewards_and_accuracies_read_the_same_numbers():
         assert reference.accuracies(completion, f"-{abs(number.top) + 1}")["answer"] == 0.0, text
 
 
+# A reference, and an answer that is wrong though it has the reference's first number.
+ALGEBRA = [
+    ("2x", "2"), ("2x", "2y"), (r"\frac{1}{2}x", "1/2"), ("3x^2", "3"), ("3xy", "3 y"), ("4ab", "4"), ("2pi", "2"),
+    ("3i", "3"), ("sqrt(2)", "2"), ("log(8)", "8"), ("5!", "5"), ("y=3x", "3"), ("y=3x", "y=3"), ("x^2+y^2=25", "25"),
+    ("x + y = 7", "7"), ("(5, 5)", "5"), ("|-5|", "-5"), ("-(5)", "5"), ("5 \u2030", "5"), ("2 hundred and five",
+    "200"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("truth", "said"), ALGEBRA)
+def test_algebra_is_not_the_number_in_it(truth, said):
+    completion = f"<reasoning>r</reasoning><answer>{said}</answer>"
+    assert reference.number([""], [completion], [truth]) == [0.0]
+    assert reference.accuracies(completion, truth)["answer"] == 0.0
+    assert reference.answer([""], [completion], [truth])[0] < 0.5
+    itself = f"<reasoning>r</reasoning><answer>{truth}</answer>"
+    assert reference.accuracies(itself, truth)["answer"] == 1.0
+    assert reference.answer([""], [itself], [truth]) == [3.0]
+
+
+@given(
+    strategies.integers(2, 99),
+    strategies.sampled_from("xyznabcefijopqruvwXYZPQR"),
+    strategies.sampled_from(["{}{}", "{}{}^2", "{}{} + 1", "{} {}^2", r"\frac{{1}}{{{}}}{}", "({}){}", "-{}{}",
+    "{}*{}", "{}\u00b7{}",
+    "y = {}{}", "{}^{}", "sqrt({}){}", "{}sin({})", "{}{}_1", "{}{}/7", "{}({}+1)"]),
+)  # fmt: skip
+def test_a_coefficient_is_no_number(coefficient, unknown, form):
+    assert numbers.read(form.format(coefficient, unknown)) is None
+
+
 def test_references_that_are_no_numbers_are_compared_as_text():
     assert reference.accuracies("<answer> Paris.</answer>", "Paris")["answer"] == 1.0
     assert reference.accuracies("<answer>Rome</answer>", "Paris")["answer"] == 0.0
@@ -218,6 +284,12 @@ EQUATIONS = [
     ("10^{-9}\\pi", "10^{-10}\\pi", 0), ("1/3", "0.3333333333", 0), ("1234567", "1 234 567", 1), ("0.5", "50%", 1),
     ("(1,2)", "\\{1,2\\}", 0), ("\\{1,2\\}", "\\{2,1\\}", 1), ("(1,2)", "(1,2)", 1), ("\\sqrt{2}", "1.41421356", 0),
     ("\\infty", "-\\infty", 0), ("\\infty", "\\infty", 1), ("x^2+1", "1+x^2", 1), ("12", "12 or 13", 0),
+    ("2x", "x*2", 1), (r"\frac{1}{2}x", "x/2", 1), ("5!", "120", 1), ("120", "5!", 1), (r"\sqrt{4}", "2", 1), ("5",
+    "|-5|", 1),
+    ("-5", "-(5)", 1), ("y=3x", "y=3x", 1), ("12", "The answer is 12.", 1), ("12", "x = 12 cm", 1), ("x^2+y^2=25",
+    "y^2+x^2=25", 1),
+    ("4", "4ab", 0), ("10", "2x = 10", 1), ("1", "e^0", 1), ("ab", "ba", 1),
+    *((truth, said, 0) for truth, said in ALGEBRA if "and" not in truth and "\u2030" not in truth),
 ]  # fmt: skip
 
 
