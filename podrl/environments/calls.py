@@ -385,7 +385,7 @@ def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any], query: str) 
     between = arguments.get(QUERY)
     if QUERY in arguments and (between or (query in required and query not in named)):
         named[query] = between
-    return {name: _as(value, _kinds(properties.get(name))) for name, value in named.items()}
+    return {name: _as(value, properties.get(name)) for name, value in named.items()}
 
 
 def decoded(text: str) -> Any:
@@ -626,22 +626,38 @@ def _in_other_tags(said: str, tools: Sequence[str]) -> bool:
 
 
 def _kinds(property_: Any) -> list[Any]:
-    """The types that a property of a schema may have."""
-    if not isinstance(property_, Mapping):
+    """The types that a property of a schema may have, besides the values it lists."""
+    if not isinstance(property_, Mapping) or "enum" in property_:
         return []
     kind = property_.get("type")
     kinds = [kind] if isinstance(kind, str) else list(kind) if isinstance(kind, list) else []
-    for name in ("anyOf", "oneOf"):
-        for one in property_[name] if isinstance(property_.get(name), list) else ():
-            kinds += [one["type"]] if isinstance(one, Mapping) and isinstance(one.get("type"), str) else []
-    return kinds
+    return [*kinds, *(kind for one in _alternatives(property_) for kind in _kinds(one))]
 
 
-def _as(value: Any, kinds: Sequence[Any]) -> Any:
-    """A word of an attribute as the schema's type, where it is one; the tool's own message says so otherwise."""
-    if not isinstance(value, str) or "string" in kinds:
+def _alternatives(property_: Mapping[str, Any]) -> list[Any]:
+    """The schemas in a property of which one must hold."""
+    return [one for key in ("anyOf", "oneOf") if isinstance(property_.get(key), list) for one in property_[key]]
+
+
+def _choices(property_: Any) -> list[Any]:
+    """The values that a property of a schema lists."""
+    if not isinstance(property_, Mapping):
+        return []
+    own = property_["enum"] if isinstance(property_.get("enum"), list) else []
+    return [*own, *(choice for one in _alternatives(property_) for choice in _choices(one))]
+
+
+def _as(value: Any, property_: Any) -> Any:
+    """A word of an attribute as the schema's choice or type, where it is one; otherwise the tool says what is wrong."""
+    kinds, choices = _kinds(property_), _choices(property_)
+    if not isinstance(value, str) or value in choices:
         return value
-    for kind in kinds:
+    with contextlib.suppress(ValueError):
+        meant = decoded(value.lower()) if choices else value
+        for choice in choices:
+            if choice == meant and type(choice) in (type(meant), float):
+                return choice
+    for kind in kinds if "string" not in kinds else ():
         try:
             match kind:
                 case "integer":

@@ -10,7 +10,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from podrl.environments.protocol import Task
@@ -18,7 +18,8 @@ from podrl.runtime import child
 from podrl.runtime.user_objects import explain, extend_path, load_function
 
 MOST_CHARACTERS = 1 << 20
-_KINDS = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array", dict: "object"}
+_KINDS = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null", dict: "object"}
+_KINDS |= dict.fromkeys((list, tuple, set, frozenset, Sequence, Iterable), "array")
 
 
 def plain(value: Any) -> str:
@@ -64,8 +65,8 @@ def call(fn: Callable[..., Any], arguments: Mapping[str, Any], task: Mapping[str
     try:
         if taken := [name for name in own if name in arguments]:
             raise TypeError(f"got an unexpected keyword argument {taken[0]!r}")
-        made = {name: _member(name, value, hints.get(name)) for name, value in arguments.items()}
-        bound = inspect.signature(fn).bind(**made, **own)
+        made = {name: _taken(name, value, hints.get(name)) for name, value in arguments.items()}
+        bound = _bound(fn, {**made, **own})
     except (TypeError, ValueError) as error:
         return {"text": plain(f"{type(error).__name__}: {error}"[:1000]), "failed": "arguments"}
     try:
@@ -98,12 +99,16 @@ def _schema(hint: Any) -> dict[str, Any]:
         kinds = [_schema(one) for one in inner if one is not type(None)]
         return kinds[0] if len(kinds) == 1 or not all(kinds) else {"anyOf": kinds}
     if (values := _choices(hint)) is not None:
-        kinds = {_KINDS.get(type(value)) for value in values}
-        kind = kinds.pop() if len(kinds) == 1 else None
-        return ({"type": kind} if kind else {}) | {"enum": values}
+        kinds = list(dict.fromkeys(kind for value in values if (kind := _KINDS.get(type(value)))))
+        return ({"type": kinds[0] if len(kinds) == 1 else kinds} if kinds else {}) | {"enum": values}
     kind = _KINDS.get(origin or hint)  # pyright: ignore[reportArgumentType]
-    items = _schema(inner[0]) if kind == "array" and len(inner) == 1 else {}
+    items = _schema(inner[0]) if kind == "array" and inner and _is_uniform(hint) else {}
     return ({"type": kind} if kind else {}) | ({"items": items} if items else {})
+
+
+def _is_uniform(hint: Any) -> bool:
+    """False for a tuple that annotates each of its places: the items of all other arrays have one annotation."""
+    return typing.get_origin(hint) is not tuple or typing.get_args(hint)[1:] == (...,)
 
 
 def _choices(hint: Any) -> list[Any] | None:
@@ -118,21 +123,59 @@ def _choices(hint: Any) -> list[Any] | None:
     return None
 
 
-def _member(name: str, value: Any, hint: Any) -> Any:
-    """A value as a function takes it: a member of an enum by its value.
+def _lists_values(hint: Any) -> bool:
+    """True for an annotation with a Literal or an enum in it."""
+    return _choices(hint) is not None or any(map(_lists_values, typing.get_args(hint)))
+
+
+def _taken(name: str, value: Any, hint: Any) -> Any:
+    """A value as a function takes it: members of enums by their values, also in arrays, objects and unions.
 
     Raises:
       ValueError: the annotation lists values, and this is none of them.
     """
-    if typing.get_origin(hint) in (Annotated, typing.Union, types.UnionType):
-        inner = [one for one in typing.get_args(hint) if _choices(one) is not None]
-        return _member(name, value, inner[0]) if len(inner) == 1 and value is not None else value
-    if (values := _choices(hint)) is None:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if not _lists_values(hint):
         return value
-    if value not in values:
+    if (values := _choices(hint)) is not None:
+        for index, one in enumerate(values):
+            if one == value and isinstance(one, bool) == isinstance(value, bool):
+                return list(hint.__members__.values())[index] if isinstance(hint, enum.EnumMeta) else inner[index]
         raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}")
-    members: Any = list(hint.__members__.values()) if isinstance(hint, enum.EnumMeta) else typing.get_args(hint)
-    return members[values.index(value)]
+    if origin is Annotated:
+        return _taken(name, value, inner[0])
+    if origin in (typing.Union, types.UnionType):
+        wrong: list[str] = []
+        for one in inner if value is not None else ():
+            if _lists_values(one) and (isinstance(value, list | dict) or _choices(one) is not None):
+                try:
+                    return _taken(name, value, one)
+                except ValueError as error:
+                    wrong.append(str(error))
+        if wrong and all(_lists_values(one) or one is type(None) for one in inner):
+            raise ValueError("; or ".join(wrong))
+        return value
+    if isinstance(value, dict) and len(inner) == 2:
+        return {key: _taken(name, one, inner[1]) for key, one in value.items()}
+    if isinstance(value, list) and _is_uniform(hint):
+        made = [_taken(name, one, inner[0]) for one in value]
+        return origin(made) if origin in (tuple, set, frozenset) else made
+    return value
+
+
+def _bound(fn: Callable[..., Any], given: Mapping[str, Any]) -> inspect.BoundArguments:
+    """The arguments of a call by their names, also of parameters that functions take by their place alone.
+
+    Raises:
+      TypeError: the function does not take them.
+    """
+    signature, named, places = inspect.signature(fn), dict(given), []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            if parameter.name not in named and parameter.default is parameter.empty:
+                raise TypeError(f"missing a required argument: {parameter.name!r}")
+            places.append(named.pop(parameter.name, parameter.default))
+    return signature.bind(*places, **named)
 
 
 def _described(doc: str) -> dict[str, str]:
