@@ -23,7 +23,8 @@ _READ, _ADD = "outside/read", "outside/add"
 
 Record = dict[str, Any]  # {"index", "sample", "n", "request", "answer"}
 Records = dict[tuple[int, int, int], Record]  # by the first three
-_UNSEALED = {frozenset(("index", "sample", "n", "request", "answer"))}  # lines of before they had checksums
+# Lines of before they had checksums.
+_UNSEALED = ({"index": int, "sample": int, "n": int, "request": str, "answer": dict},)
 
 
 class Store(Protocol):

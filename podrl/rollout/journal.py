@@ -9,7 +9,8 @@ from podrl.runtime import sealed_lines
 from podrl.runtime.storage import sync_directory
 
 NAME = "batches.jsonl"
-_UNSEALED = {frozenset(("step", "again")), frozenset(("step", "groups", "queue"))}  # of before lines had checksums
+# Lines of before they had checksums.
+_UNSEALED = ({"step": int, "again": list}, {"step": int, "groups": list, "queue": dict})
 
 
 class WallJournal:

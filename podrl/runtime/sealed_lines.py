@@ -12,6 +12,7 @@ from podrl.runtime.seal import is_sealed, seal, unseal
 from podrl.runtime.storage import first_line
 
 _log = logging.getLogger("podrl.runtime")
+Shape = Mapping[str, type]  # the keys of a record, and the types of their values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +37,13 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return json.dumps(seal(record)).encode() + b"\n"
 
 
-def decode(content: bytes, unsealed: Collection[frozenset[str]]) -> SealedLines:
+def decode(content: bytes, unsealed: Collection[Shape]) -> SealedLines:
     """Reads lines.
 
     Args:
       content: bytes of the file.
-      unsealed: the sets of keys that records without a checksum may have, as earlier versions wrote them: exactly
-        these, so that a damaged name of the checksum does not make a line an old one.
+      unsealed: the shapes that records without a checksum may have, as earlier versions wrote them: exactly these
+        keys, so that a damaged name of the checksum does not make a line an old one, and values of these types.
     """
     *lines, last = content.split(b"\n")
     found = SealedLines([], [], [], 0)
@@ -51,7 +52,7 @@ def decode(content: bytes, unsealed: Collection[frozenset[str]]) -> SealedLines:
             record = json.loads(line.decode())
             if not isinstance(record, dict):
                 raise ValueError(f"it holds {type(record).__name__}, no object")
-            if frozenset(record) in unsealed:
+            if any(_has(record, shape) for shape in unsealed):
                 found.unsealed.append(number)
             elif is_sealed(record):
                 record = unseal(record)
@@ -66,7 +67,7 @@ def decode(content: bytes, unsealed: Collection[frozenset[str]]) -> SealedLines:
     return found
 
 
-def read(path: pathlib.Path, unsealed: Collection[frozenset[str]]) -> SealedLines:
+def read(path: pathlib.Path, unsealed: Collection[Shape]) -> SealedLines:
     """Reads a file, as `decode`, and warns of lines without a checksum; a file that is not there is empty."""
     found = decode(path.read_bytes() if path.exists() else b"", unsealed)
     if found.torn:
@@ -80,7 +81,7 @@ def read(path: pathlib.Path, unsealed: Collection[frozenset[str]]) -> SealedLine
     return found
 
 
-def open_to_append(path: pathlib.Path, unsealed: Collection[frozenset[str]]) -> BinaryIO:
+def open_to_append(path: pathlib.Path, unsealed: Collection[Shape]) -> BinaryIO:
     """Opens a file for further lines, after cutting off a torn last one and ending one without its newline."""
     file = path.open("ab+")
     size = file.seek(0, os.SEEK_END)
@@ -93,6 +94,10 @@ def open_to_append(path: pathlib.Path, unsealed: Collection[frozenset[str]]) -> 
             file.write(b"\n")
             file.flush()
     return file
+
+
+def _has(record: Mapping[str, Any], shape: Shape) -> bool:
+    return record.keys() == shape.keys() and all(type(record[key]) is kind for key, kind in shape.items())
 
 
 def _whole(line: bytes) -> bool:

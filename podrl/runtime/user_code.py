@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import threading
 from collections.abc import Mapping, MutableMapping
 
 from podrl.config import Count, section
@@ -13,6 +14,7 @@ from podrl.config import Count, section
 # Named as variables are that hold something to keep: PODRL_SECRET, HF_TOKEN, WANDB_API_KEY, AWS_ACCESS_KEY_ID.
 _SECRET = re.compile(r"(^|_)(SECRETS?|TOKENS?|PASS(WD|WORD|PHRASE)?|CREDENTIALS?|(API)?KEYS?|AUTH)(_|$)", re.IGNORECASE)
 _OF_THE_JOB = re.compile(r"PODRL_SECRET(_FILE)?")
+_hiding, _hidden = threading.Lock(), set[str]()  # of hide_secrets: names that are done
 
 
 @section("reward.limits")
@@ -84,20 +86,30 @@ def forget(environment: MutableMapping[str, str], name: str) -> None:
     users run under the same user.
     """
     if environment is os.environ:
-        with contextlib.suppress(AttributeError, OSError):  # a system without /proc has nothing to hide there
-            getenv = ctypes.CDLL(None).getenv
-            getenv.restype, getenv.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-            if (at := getenv(name.encode())) is not None:
-                ctypes.memset(at, ord("*"), len(ctypes.string_at(at)))
+        _overwrite(name)
     environment.pop(name, None)
 
 
 def hide_secrets() -> None:
-    """Takes secrets out of what the kernel shows of this process's environment; os.environ and children keep them."""
-    for name in filter(is_secret, list(os.environ)):
-        value = os.environ[name]
-        forget(os.environ, name)
-        os.environ[name] = value  # in memory of its own
+    """Takes secrets out of what the kernel shows of this process's environment; os.environ and children keep them.
+
+    Each name is done once: the kernel shows the environment a process was started with, and no value set later.
+    """
+    with _hiding:
+        for name in [name for name in os.environ if is_secret(name) and name not in _hidden]:
+            value = os.environ[name]
+            _overwrite(name)
+            os.environ[name] = value  # in memory of its own; other threads find it in os.environ throughout
+            _hidden.add(name)
+
+
+def _overwrite(name: str) -> None:
+    """Writes asterisks over a variable's value in the memory that the kernel shows."""
+    with contextlib.suppress(AttributeError, OSError):  # a system without /proc has nothing to hide there
+        getenv = ctypes.CDLL(None).getenv
+        getenv.restype, getenv.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+        if (at := getenv(name.encode())) is not None:
+            ctypes.memset(at, ord("*"), len(ctypes.string_at(at)))
 
 
 def _tasks_of_user() -> int | None:

@@ -135,6 +135,26 @@ assert b"s3cret-text" not in here.read_bytes() and b"NEXT=whole" in here.read_by
     assert other == {}
 
 
+def test_hidden_secrets_stay_in_this_process_throughout():
+    """Another thread may read a token while a worker is started."""
+    program = """
+import os, pathlib
+from podrl.runtime.user_code import hide_secrets
+set_, puts = os.putenv, []
+def put(name, value):
+    assert os.environ["MY_TOKEN"] == "s3cret-text"
+    puts.append(name)
+    set_(name, value)
+os.putenv, os.unsetenv = put, None  # a variable that is taken out, even for a moment, raises a TypeError
+hide_secrets()
+assert b"s3cret-text" not in pathlib.Path("/proc/self/environ").read_bytes() and os.environ["MY_TOKEN"] == "s3cret-text"
+hide_secrets()
+assert puts.count(b"MY_TOKEN") == 1
+"""
+    environment = os.environ | {"MY_TOKEN": "s3cret-text"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE_S)
+
+
 def test_a_worker_cannot_read_secrets_in_its_parents_environment(tmp_path):
     (tmp_path / "reads.py").write_text(
         "import os\n"

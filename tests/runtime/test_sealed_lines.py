@@ -10,7 +10,7 @@ from podrl.environments.journal import Files
 from podrl.rollout.journal import NAME, WallJournal
 from podrl.runtime import sealed_lines
 
-KEYS = {frozenset(("index", "sample", "n", "request", "answer"))}
+SHAPES = ({"index": int, "sample": int, "n": int, "request": str, "answer": dict},)
 RECORDS = [
     {"index": 2, "sample": 0, "n": 0, "request": "a0", "answer": {"text": "4"}},
     {"index": 2, "sample": 1, "n": 0, "request": "b1", "answer": {"text": '{"é": 1e3}', "more": [None, 0.5]}},
@@ -27,7 +27,7 @@ def flips(content):
 
 def test_every_flipped_bit_is_noticed_or_harmless():
     for place, damaged in flips(CONTENT):
-        found = sealed_lines.decode(damaged, KEYS)
+        found = sealed_lines.decode(damaged, SHAPES)
         records = [record for _, record in found.records]
         assert not found.unsealed and not found.torn
         assert all(record in RECORDS for record in records), f"a flip at {place} made another record"
@@ -41,12 +41,12 @@ def test_a_last_line_is_torn_at_every_byte_and_nothing_else_is_cut(tmp_path):
     path, whole = tmp_path / "7.jsonl", len(CONTENT) - len(sealed_lines.encode(RECORDS[-1]))
     for size in range(whole, len(CONTENT)):
         path.write_bytes(CONTENT[:size])
-        found = sealed_lines.read(path, KEYS)
+        found = sealed_lines.read(path, SHAPES)
         kept = 3 if size == len(CONTENT) - 1 else 2  # without its newline the last line is whole
         assert len(found.records) == kept and not found.damaged and found.torn == (size - whole if kept == 2 else 0)
-        with sealed_lines.open_to_append(path, KEYS) as file:
+        with sealed_lines.open_to_append(path, SHAPES) as file:
             file.write(sealed_lines.encode(RECORDS[0]))
-        again = sealed_lines.read(path, KEYS)
+        again = sealed_lines.read(path, SHAPES)
         assert [record for _, record in again.records] == [*RECORDS[:kept], RECORDS[0]] and not again.damaged
 
 
@@ -56,16 +56,27 @@ def test_a_damaged_line_stays_in_the_file_when_more_is_written(tmp_path):
         if place % 7:
             continue  # files are slow
         path.write_bytes(damaged)
-        before = sealed_lines.read(path, KEYS)
-        with sealed_lines.open_to_append(path, KEYS) as file:
+        before = sealed_lines.read(path, SHAPES)
+        with sealed_lines.open_to_append(path, SHAPES) as file:
             file.write(sealed_lines.encode(RECORDS[0]))
         assert path.read_bytes().startswith(damaged)
-        assert sealed_lines.read(path, KEYS).records[:-1] == before.records
+        assert sealed_lines.read(path, SHAPES).records[:-1] == before.records
+
+
+@pytest.mark.parametrize("key", RECORDS[0])
+@pytest.mark.parametrize("value", [[], {"a": 1}, None, True, 0.5, "x", 3])
+def test_an_old_line_has_values_of_its_types(key, value, tmp_path):
+    old = {**RECORDS[0], key: value}
+    good = isinstance(value, SHAPES[0][key]) and not isinstance(value, bool)
+    (tmp_path / "7.jsonl").write_bytes(CONTENT + json.dumps(old).encode() + b"\n")
+    assert len(asyncio.run(Files(tmp_path).read("7"))) == (3 if key == "request" or key == "answer" or not good else 4)
+    found = sealed_lines.read(tmp_path / "7.jsonl", SHAPES)
+    assert [number for number, _ in found.damaged] == ([] if good else [4])
 
 
 @pytest.mark.parametrize("line", [b"[]", b"{}", b"7", b"\xff", b"\x00{}", b"[" * 100_000, b"9" * 5000, b""])
 def test_what_is_no_record_is_damaged(line):
-    found = sealed_lines.decode(CONTENT + line + b"\n" + CONTENT, KEYS)
+    found = sealed_lines.decode(CONTENT + line + b"\n" + CONTENT, SHAPES)
     assert [number for number, _ in found.damaged] == [4] and len(found.records) == 6
 
 
