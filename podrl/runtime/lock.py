@@ -6,6 +6,7 @@ Whoever finds the lease of an owner that is alive on this machine gives up; of o
 over at once; of one elsewhere it waits for `EXPIRY_S` seconds whether the lease is renewed.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -16,8 +17,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Iterator
 
 from podrl.runtime.detect import on_network
 from podrl.runtime.storage import Place, StorageError, first_line, is_remote
@@ -37,30 +37,28 @@ class Owner:
 
     Attributes:
       token: of this owner alone.
-      host: its machine, for the user.
+      shown: its process, host and start, for the user.
       pid: its process.
       machine: boot and process namespace in which `pid` means something; '' where the system does not tell.
       born: when the process started, in the kernel's ticks, because numbers of processes are used again.
-      since: when it took the directory, for the user.
       beat: grows with every renewal.
     """
 
     token: str
-    host: str
+    shown: str
     pid: int
     machine: str
     born: str
-    since: str
     beat: int = 0
 
     @classmethod
     def me(cls) -> "Owner":
         pid = os.getpid()
-        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-        return cls(uuid.uuid4().hex, socket.gethostname(), pid, _machine(), _born(pid) or "", since)
+        shown = f"process {pid} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
+        return cls(uuid.uuid4().hex, shown, pid, _machine(), _born(pid))
 
     @classmethod
-    def parse(cls, text: str | bytes) -> "Owner | None":
+    def parse(cls, text: bytes) -> "Owner | None":
         """Parses `text`; None for anything else, such as the rest of an interrupted write."""
         try:
             return cls(**json.loads(text))
@@ -68,18 +66,12 @@ class Owner:
             return None
 
     def text(self) -> str:
-        return json.dumps(dataclasses.asdict(self)) + "\n"
+        """Writes the record, as long after every renewal: a reader never finds a shorter one's remains behind it."""
+        return json.dumps(dataclasses.asdict(self)).ljust(510) + "\n"
 
-    def is_dead(self) -> bool:
-        """True if the owner is known to have ended: it ran on this machine and does no more."""
-        return bool(self.machine) and self.machine == _machine() and _born(self.pid) != self.born
-
-    def is_here(self) -> bool:
-        """True if the owner is known to run on this machine."""
-        return bool(self.machine) and self.machine == _machine() and _born(self.pid) == self.born
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since}"
+    def alive(self) -> bool | None:
+        """Tells whether the owner still runs; None where it ran on another machine, or nobody knows on which."""
+        return _born(self.pid) == self.born if self.machine and self.machine == _machine() else None
 
 
 class Lock:
@@ -100,234 +92,195 @@ class Lock:
         self._shown, self._owner = shown, Owner.me()
         self._lost: Owner | None = None
         self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._held: _Held
-        if is_remote(workdir):
-            self._held, self._renewed = _Object(workdir), True
-        else:
-            path = pathlib.Path(workdir).absolute() / NAME
-            network = on_network(str(path), _mounts())
-            self._held = _File(path, self._refuse, network=network)
-            self._renewed = network or not self._held.locked
+        self._record = _Object(workdir) if is_remote(workdir) else _File(pathlib.Path(workdir).absolute() / NAME)
         try:
             self._take()
         except BaseException:
-            self._held.close()
+            self._record.close()
             raise
-        if self._renewed:
-            self._thread = threading.Thread(target=self._renew, name="podrl-lock", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._renew, name="podrl-lock", daemon=True)
+        self._thread.start()
 
     def check(self) -> None:
         """Raises ValueError if another process has taken the directory over because this one showed no life."""
         if self._lost is not None:
             raise ValueError(
-                f"--workdir={self._shown} was taken over by {self._lost} after this process had given no sign of life "
-                f"for {EXPIRY_S:.0f} s: this one ends without writing any more. Give another --workdir to run both."
+                f"--workdir={self._shown} was taken over by {self._lost.shown} after this process had given no sign of "
+                f"life for {EXPIRY_S:.0f} s: this one ends without writing any more. Give another --workdir to run "
+                "both."
             )
 
     def release(self) -> None:
         """Releases the directory; nothing of the lock stays in it."""
         self._done.set()
-        if self._thread is not None:
-            self._thread.join(timeout=_ANSWER_S)
-        if self._lost is None:
-            self._held.remove(self._owner)
-        self._held.close()
+        self._thread.join(timeout=_ANSWER_S)
+        try:
+            found = self._record.read()
+            if found is not None and found.token == self._owner.token:
+                self._record.remove()
+        except Exception as error:  # noqa: BLE001 - it ends with this process, or expires
+            _log.warning("The lock of %s could not be removed: %s", self._shown, first_line(error))
+        self._record.close()
 
     def _take(self) -> None:
-        other = self._held.read()
-        end = time.monotonic() + _GRACE_S
-        while other is not None and self._renewed and other.is_here():
-            if time.monotonic() > end:
+        started, first = time.monotonic(), None
+        while True:
+            free, other = self._record.lock(), self._record.read()
+            alive, waited = other and other.alive(), time.monotonic() - started
+            if self._record.leased and other is not None and alive is None:  # its kernel lock may outlive its machine
+                if first is None:
+                    asked = "%s was last written to by %s: waiting for up to %.0f s whether it still is."
+                    _log.warning(asked, self._shown, other.shown, EXPIRY_S)
+                first = first or other
+                if other != first:
+                    self._refuse(other)
+                if waited > EXPIRY_S:
+                    break
+            elif free and not (self._record.leased and alive):
+                break
+            elif waited > (_DYING_S if alive is False else _GRACE_S):
                 self._refuse(other)
-            time.sleep(0.05)
-        if other is not None and not other.is_dead() and self._renewed:
-            self._await_expiry(other)
-        if not self._held.write(self._owner):
-            self._refuse(self._held.read())
-
-    def _await_expiry(self, other: Owner) -> None:
-        _log.warning(
-            "%s was last written to by %s: waiting for up to %.0f s whether it still is.", self._shown, other, EXPIRY_S
-        )
-        end, gone = time.monotonic() + EXPIRY_S, 0
-        while time.monotonic() < end and gone < 2:  # once may be a look while it was written
-            time.sleep(min(1.0, BEAT_S / 4))
-            now = self._held.read()
-            gone += now is None
-            if now is not None and now != other:
-                self._refuse(now)
+            time.sleep(min(1.0, BEAT_S / 4) if self._record.leased else 0.05)
+        if not self._record.write(self._owner):
+            self._refuse(self._record.read())
 
     def _refuse(self, other: Owner | None) -> None:
         raise ValueError(
-            f"--workdir={self._shown} is in use by {other or 'another process'}: wait until it has ended, stop it, or "
-            "give another --workdir."
+            f"--workdir={self._shown} is in use by {other.shown if other else 'another process'}: wait until it has "
+            "ended, stop it, or give another --workdir."
         )
 
     def _renew(self) -> None:
-        while not self._done.wait(BEAT_S):
+        while self._record.leased and not self._done.wait(BEAT_S):
             try:
-                other = self._held.read()
+                other = self._record.read()
                 if other is not None and other.token != self._owner.token:
                     self._lost = other
                     return
                 renewed = dataclasses.replace(self._owner, beat=self._owner.beat + 1)
-                if self._held.write(renewed):
+                if self._record.write(renewed):
                     self._owner = renewed
             except Exception as error:  # noqa: BLE001 - storage that is away for a while ends no run
                 _log.warning("The lease of %s could not be renewed: %s", self._shown, first_line(error))
 
 
-class _Held(Protocol):
-    """The record of the owner."""
-
-    def read(self) -> Owner | None: ...
-
-    def write(self, owner: Owner) -> bool:
-        """Writes the record; False if somebody else wrote first."""
-        ...
-
-    def remove(self, owner: Owner) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _File:
-    """A file under an exclusive flock; the file alone, where flock is missing or meaningless.
+    """The owner's record in a file.
 
     Attributes:
-      locked: whether the kernel keeps others out.
+      leased: whether the kernel's lock may mean nothing to other writers, or may be that of a machine which is gone.
     """
 
-    def __init__(self, path: pathlib.Path, refuse: Callable[[Owner | None], None], *, network: bool):
-        """Opens and locks the file.
+    def __init__(self, path: pathlib.Path):
+        self._path, self._opened = path, -1
+        self.leased = on_network(str(path), _proc("self/mounts"))
 
-        Args:
-          path: the lock file.
-          refuse: raises; called with the owner where that one is alive, or its lock outlives it for long.
-          network: whether the lock may be that of a machine which is gone; its lease then decides.
-        """
-        self._path, self.locked = path, False
-        started = time.monotonic()
-        while not self.locked:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.locked = _same_file(self._file, path)
-            except BlockingIOError:
-                other = self.read()
-                known = other is not None and (other.is_here() or other.is_dead())
-                if network and other is not None and not known:
-                    return
-                patience = _DYING_S if other is not None and other.is_dead() else _GRACE_S
-                if time.monotonic() - started > patience:
-                    os.close(self._file)
-                    refuse(other)
-                time.sleep(0.05)
-            except OSError as error:
-                _log.warning("%s cannot be locked (%s): it is only marked as in use.", path, error.strerror)
-                return
-            if not self.locked:
-                os.close(self._file)
+    def lock(self) -> bool:
+        """Asks the kernel for the file that is at the path now; False while another process has it."""
+        self.close()
+        self._opened = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if not self.leased:
+                _log.warning("%s cannot be locked (%s): it is only marked as in use.", self._path, error.strerror)
+            self.leased = True
+        return os.path.exists(self._path) and os.path.samestat(os.fstat(self._opened), os.stat(self._path))
 
     def read(self) -> Owner | None:
-        return Owner.parse(os.pread(self._file, 1 << 16, 0))
+        try:
+            return Owner.parse(self._path.read_bytes())  # opened anew, so that a network file system asks its server
+        except FileNotFoundError:
+            return None
 
     def write(self, owner: Owner) -> bool:
+        """Writes the record; False if somebody else wrote first, which a file does not tell."""
         content = owner.text().encode()
-        os.pwrite(self._file, content, 0)
-        os.ftruncate(self._file, len(content))
+        os.pwrite(self._opened, content, 0)
+        os.ftruncate(self._opened, len(content))
+        if self.leased:
+            os.fsync(self._opened)
         return True
 
-    def remove(self, owner: Owner) -> None:
-        found = self.read()
-        if found is not None and found.token == owner.token and _same_file(self._file, self._path):
-            self._path.unlink(missing_ok=True)
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        os.close(self._file)
+        if self._opened >= 0:
+            os.close(self._opened)
+        self._opened = -1
 
 
 class _Object:
-    """An object of a bucket, replaced only in the version read last."""
+    """The owner's record in an object of a bucket, replaced only in the version read last."""
+
+    leased = True
 
     def __init__(self, workdir: Place):
-        import google.cloud.storage as gcs
-
-        bucket, _, folder = str(workdir).partition("://")[2].partition("/")
-        try:
-            self._blob = gcs.Client().bucket(bucket).blob(f"{folder.strip('/')}/{NAME}".lstrip("/"))
-        except Exception as error:
-            raise StorageError(f"{workdir} cannot be reached: {first_line(error)}") from error
         self._workdir, self._version = workdir, 0
+        bucket, _, folder = str(workdir).partition("://")[2].partition("/")
+        with self._reaching("opened"):
+            import google.cloud.storage as gcs
+
+            self._blob = gcs.Client().bucket(bucket).blob(f"{folder.strip('/')}/{NAME}".lstrip("/"))
+
+    def lock(self) -> bool:
+        return True
 
     def read(self) -> Owner | None:
         from google.api_core.exceptions import NotFound
 
-        try:
-            self._blob.reload(timeout=_ANSWER_S)
-            self._version = int(self._blob.generation or 0)
-            return Owner.parse(self._blob.download_as_bytes(timeout=_ANSWER_S))
-        except NotFound:
-            self._version = 0
-            return None
-        except Exception as error:
-            raise StorageError(f"{self._workdir}/{NAME} cannot be read: {first_line(error)}") from error
+        with self._reaching("read"):
+            try:
+                self._blob.reload(timeout=_ANSWER_S)
+                self._version = int(self._blob.generation or 0)
+                return Owner.parse(self._blob.download_as_bytes(timeout=_ANSWER_S))
+            except NotFound:
+                self._version = 0
+                return None
 
     def write(self, owner: Owner) -> bool:
         from google.api_core.exceptions import PreconditionFailed
 
-        try:
-            self._blob.upload_from_string(owner.text(), if_generation_match=self._version, timeout=_ANSWER_S)
-        except PreconditionFailed:
-            return False
-        except Exception as error:
-            raise StorageError(f"{self._workdir}/{NAME} cannot be written: {first_line(error)}") from error
-        self._version = int(self._blob.generation or 0)
-        return True
+        with self._reaching("written"):
+            try:
+                self._blob.upload_from_string(owner.text(), if_generation_match=self._version, timeout=_ANSWER_S)
+            except PreconditionFailed:
+                return False
+            self._version = int(self._blob.generation or 0)
+            return True
 
-    def remove(self, owner: Owner) -> None:
-        try:
-            found = self.read()
-            if found is not None and found.token == owner.token:
-                self._blob.delete(if_generation_match=self._version, timeout=_ANSWER_S)
-        except Exception as error:  # noqa: BLE001 - it expires
-            _log.warning("The lease of %s could not be given back: %s", self._workdir, first_line(error))
+    def remove(self) -> None:
+        with self._reaching("removed"):
+            self._blob.delete(if_generation_match=self._version, timeout=_ANSWER_S)
 
     def close(self) -> None:
         return None
 
-
-def _same_file(opened: int, path: pathlib.Path) -> bool:
-    """True if a path still leads to an open file."""
-    try:
-        there = os.stat(path)
-    except FileNotFoundError:
-        return False
-    mine = os.fstat(opened)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+    @contextlib.contextmanager
+    def _reaching(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise StorageError(f"{self._workdir}/{NAME} cannot be {what}: {first_line(error)}") from error
 
 
 def _machine() -> str:
+    boot = _proc("sys/kernel/random/boot_id").strip()
+    return boot and f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _born(pid: int) -> str:
+    """Returns when a process started; '' when it is gone, a zombie included."""
+    fields = _proc(f"{pid}/stat").rpartition(")")[2].split()
+    return "" if not fields or fields[0] in "ZX" else fields[19]
+
+
+def _proc(name: str) -> str:
+    """Reads a file of /proc; '' where it is not there."""
     try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _born(pid: int) -> str | None:
-    """Returns when a process started; None when it is gone, a zombie included."""
-    try:
-        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _mounts() -> str:
-    try:
-        return pathlib.Path("/proc/self/mounts").read_text()
+        return pathlib.Path("/proc", name).read_text()
     except OSError:
         return ""

@@ -43,7 +43,7 @@ def _record(place, owner: Owner) -> None:
 
 
 def _elsewhere() -> Owner:
-    return dataclasses.replace(Owner.me(), machine="another", host="far")
+    return dataclasses.replace(Owner.me(), machine="another", shown="process 7 on far since 2026")
 
 
 def test_the_second_is_refused_in_one_sentence_that_names_the_first(tmp_path, holder):
@@ -73,10 +73,9 @@ def test_any_remains_of_a_lock_are_taken_over(tmp_path, left):
 
 def test_the_owner_of_a_process_number_that_is_used_again_is_dead(tmp_path):
     me = Owner.me()
-    assert me.is_here() and not me.is_dead()
+    assert me.alive() is True
     earlier = dataclasses.replace(me, born="1")
-    assert earlier.is_dead() and not earlier.is_here()
-    assert not _elsewhere().is_dead() and not _elsewhere().is_here()
+    assert earlier.alive() is False and _elsewhere().alive() is None
     _record(tmp_path, earlier)
     Lock(tmp_path, "run").release()
 
@@ -126,7 +125,9 @@ def shared(request, tmp_path, quick, monkeypatch):
                 return bucket.read(f"{folder}/{lock.NAME}")
 
         return locate(f"gs://bucket/{folder}"), Record()
-    monkeypatch.setattr(lock, "_mounts", lambda: f"server:/x {tmp_path} nfs4 rw 0 0\n")
+    mounts = f"server:/x {tmp_path} nfs4 rw 0 0\n"
+    proc = lock._proc
+    monkeypatch.setattr(lock, "_proc", lambda name: mounts if name == "self/mounts" else proc(name))
 
     class File(pathlib.PosixPath):
         def read(self):
@@ -191,22 +192,41 @@ def test_an_owner_whose_lease_was_taken_over_ends(shared):
     assert Owner.parse(record.read()) is not None, "the lease of the other stays"
 
 
+def test_a_lease_of_elsewhere_that_is_given_back_is_free_before_it_expires(tmp_path, monkeypatch):
+    """Its file is gone then; whoever waited takes the file that is at the path now."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    proc = lock._proc
+    mounts = f"server:/x {tmp_path} nfs4 rw 0 0\n"
+    monkeypatch.setattr(lock, "_proc", lambda name: mounts if name == "self/mounts" else proc(name))
+    _record(tmp_path, _elsewhere())
+    pause = time.sleep
+
+    def leave(seconds):
+        (tmp_path / lock.NAME).unlink(missing_ok=True)
+        pause(seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.time, "sleep", leave)
+        taken = Lock(tmp_path, "run")
+    owner = Owner.parse((tmp_path / lock.NAME).read_bytes())
+    assert owner is not None and owner.alive()
+    taken.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_of_those_that_claim_a_free_bucket_at_once_one_gets_it(bucket, quick, tmp_path):
     """All have looked before the first writes; a bucket takes what is written over the version that was seen."""
     place = locate(f"gs://bucket/runs/{tmp_path.name}")
-    claims = [(lock._Object(place), dataclasses.replace(Owner.me(), host=f"host {n}")) for n in range(4)]
+    claims = [(lock._Object(place), dataclasses.replace(Owner.me(), token=str(n), shown=f"host {n}")) for n in range(4)]
     assert [held.read() for held, _ in claims] == [None] * 4
     with concurrent.futures.ThreadPoolExecutor(len(claims)) as pool:
         got = list(pool.map(lambda claim: claim[0].write(claim[1]), claims))
     assert sorted(got) == [False, False, False, True]
     winner, owner = claims[got.index(True)]
     assert all(held.read() == owner for held, _ in claims)
-    for held, other in claims:
-        if other is not owner:
-            held.remove(other)  # leaves the lease of another
-    with pytest.raises(ValueError, match=rf"in use by process {os.getpid()} on {owner.host} since"):
+    with pytest.raises(ValueError, match=f"in use by {owner.shown}: "):
         Lock(place, "run")
-    winner.remove(owner)
+    winner.remove()
     Lock(place, "run").release()
 
 
