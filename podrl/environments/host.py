@@ -88,8 +88,12 @@ class Host:
         """Starts nothing; see `open`.
 
         Args:
-          config, limits, journal, called, said: as of podrl.environments.workers.Episodes.
-          emit: told what happens: {"say": episode, ...}, {"done": episode, ...}, or what is wrong.
+          config: the settings of the environments and their tools.
+          limits: resources that each process with user code may take, and environment variables that it may see.
+          journal: the recorded answers of tools and services; None records nothing.
+          emit: called with each event, {"say": episode, ...} or {"done": episode, ...}, and with each error.
+          called: called with each tool call that is made, but for the calls that the journal answers; None for nobody.
+          said: directory of the files with the standard error of MCP servers; None writes to this process's.
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
         self._called = called

@@ -193,7 +193,7 @@ class _Given:
             yield file
 
     def last_lines(self) -> str:
-        """What the command said last, once it has ended."""
+        """The last lines that the command wrote to its standard error; waits until it has ended."""
         if self._reader is not None:
             self._reader.join(_PING_S)  # a process that it left behind may hold the other end
         return "".join(self._last).rstrip()

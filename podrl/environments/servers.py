@@ -16,7 +16,7 @@ from podrl.environments.config import MCPServer
 from podrl.environments.link import Link
 from podrl.runtime.service import ServiceError
 from podrl.runtime.user_code import Limits, is_of_the_job
-from podrl.runtime.workers import Worker
+from podrl.runtime.workers import LOAD_S, Worker
 
 _log = logging.getLogger("podrl.environments")
 _LIVES = 3  # of the process without an answer between them
@@ -49,7 +49,7 @@ class Servers:
         Raises:
           ValueError: it cannot be started, ends at its start, or is to be given a variable that is not set; or package
             mcp is missing.
-          ServiceError: it did not answer for `deadline_s`.
+          ServiceError: it did not answer for `deadline_s`, or the process that connects to it does not answer at all.
         """
         key = _key(server)
         if key not in self._open:
@@ -59,7 +59,11 @@ class Servers:
             if self._link is None:
                 self._start()
             self._send_open(key)
-        return await asyncio.shield(self._open[key][1])
+        opened = self._open[key][1]
+        # The process watches `deadline_s` itself; here it gets the time that its own start may take besides.
+        if not (await asyncio.wait({opened}, timeout=self._deadline_s + LOAD_S))[0]:
+            raise self._silent(server, self._deadline_s + LOAD_S)
+        return opened.result()
 
     async def call(self, server: MCPServer, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """'text' and 'failed' of a call; waits while the server is away."""
@@ -69,12 +73,22 @@ class Servers:
         self._calls[number] = (frame, future)
         assert self._link is not None
         self._link.send(frame)
+        longest_s = (server.retries + 1) * (server.deadline_s + self._deadline_s + LOAD_S)
         try:
+            if not (await asyncio.wait({future}, timeout=longest_s))[0]:
+                self._on_gone(self._silent(server, longest_s))
             return await future
         finally:
             del self._calls[number]
-            if future.cancelled():
+            if not future.done() and self._link is not None:
                 self._link.send({"drop": number})
+
+    def _silent(self, server: MCPServer, waited_s: float) -> ServiceError:
+        return ServiceError(
+            f"The process that talks to MCP server {server.target} said nothing for {waited_s:g} s: it is "
+            "stopped, or this host is overloaded. The same command goes on when it is well; env.server_deadline_s "
+            "says how long to wait."
+        )
 
     def close(self) -> list[Worker]:
         return [self._link.leave()] if self._link is not None else []
@@ -99,7 +113,7 @@ class Servers:
         return str(self._said / f"{list(self._open).index(key)}-{word}.txt")
 
     def _list_withheld(self, server: MCPServer) -> None:
-        """Says which variables a command is started without."""
+        """Warns of the environment variables that a server's command does not get, because their names sound secret."""
         withheld = [name for name in self._limits.withheld(os.environ) if name not in server.environment]
         if (names := [name for name in withheld if not is_of_the_job(name)]) and not server.is_url:
             _log.warning(
@@ -145,7 +159,10 @@ class Servers:
         self._link.close()
         if self._deaths >= _LIVES:
             self._link = None
-            self._on_gone(ServiceError(f"The process that talks to MCP servers died {_LIVES} times in a row: {death}"))
+            error = ServiceError(f"The process that talks to MCP servers died {_LIVES} times in a row: {death}")
+            for key in self._open:
+                self._opened(key, [], error)
+            self._on_gone(error)
             return
         self._start()
         for key in self._open:

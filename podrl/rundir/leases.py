@@ -340,7 +340,10 @@ class Given(Leases):
         self._pod.channel.serve("host leaves", self._on_leaves)
 
     def _begins(self, step: int, start: Callable[[], dict[str, Any]]) -> None:
-        """Sets what processes are told that enter from now on, which is the step before: others may be there still."""
+        """Sets `start`, whose result is the answer to a process that enters the job at `step`.
+
+        The function of the step before is kept, because some hosts may still be at that step.
+        """
         self._starts[step] = start
         for old in [s for s in self._starts if s < step - 1]:
             del self._starts[old]

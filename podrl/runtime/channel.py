@@ -209,7 +209,11 @@ class Channel:
         self._do(lambda: self._link((address, 0)).watch(lost, within_s))
 
     def give_up(self, number: str) -> None:
-        """Serves an endpoint nothing any more: whatever it asks, or has asked, is answered by that."""
+        """Serves an endpoint nothing from now on: each request of it, also one that waits, is answered by a refusal.
+
+        Args:
+          number: the other endpoint's `number`.
+        """
         self._do(lambda: self._give_up(bytes.fromhex(number)))
 
     def is_given_up(self, address: str) -> bool:

@@ -260,17 +260,23 @@ class Pod:
 
     def _joined(self, message: Message) -> Message:
         who: Mapping[str, Any] = message.value
-        process, address = int(who["process"]), str(who["address"])
+        process, address, endpoint = int(who["process"]), str(who["address"]), str(who["endpoint"])
         with self._changed:
             returned = process in self._addresses
-            if returned and self._addresses[process] == address:
-                return Message()  # asked twice
+            if returned and self._endpoints.get(process) == endpoint:
+                return self._differences(who)  # asked twice
+            if (taken := next((one for one, there in self._addresses.items() if there == address), None)) is not None:
+                raise ValueError(
+                    f"{self.seat.hosts.name(process)} (host {process}) listens at {address}, the address that "
+                    f"{self.seat.hosts.name(taken)} (host {taken}) had before it, and connections to it are still of "
+                    "that process: start it again, with another port of its own choice."
+                )
             if returned and not self._comes_and_goes(process):
                 raise ValueError(f"{self.seat.hosts.name(process)} is in the job already, from another process.")
             if self.seat.hosts.count <= process and process not in self._given:
                 raise ValueError(f"host {process} is not of this job: a new host asks for its number.")
             self._addresses[process] = address
-            former, self._endpoints[process] = self._endpoints.get(process, ""), str(who["endpoint"])
+            former, self._endpoints[process] = self._endpoints.get(process, ""), endpoint
             self.ids[process] = (int(who["pid"]), str(who["host"]))
             self._gone.discard(process)
             self._left.discard(process)
@@ -285,6 +291,11 @@ class Pod:
             self.channel.give_up(former)
             self._tell_lost(process)
         self.channel.watch(address, lambda: self._lost(process, address))
+        return self._differences(who)
+
+    def _differences(self, who: Mapping[str, Any]) -> Message:
+        """Says what a process of the first ones was started with that is not as here; None where nothing is."""
+        process = int(who["process"])
         if process >= self.seat.hosts.count:
             return Message()
         here, there = f"{self.name} (host {LEADER}, {socket.gethostname()})", f"(host {process}, {who['host']})"
@@ -443,7 +454,7 @@ class Pod:
         self._end(EXIT_INFRASTRUCTURE, f"{name} is gone: its connection broke and did not come back")
 
     def _lost_leader(self) -> None:
-        """Handles, on every other process, a leader that is gone, or for which this process is."""
+        """Ends this process when its leader cannot be reached any more, or serves this process nothing any more."""
         if self._ended.is_set():
             return
         what = "is gone: its connection broke"

@@ -1,5 +1,6 @@
 """Tools of MCP servers over stdio, sse and streamable http: DR-Tulu's formats, failures, and servers that go away."""
 
+import asyncio
 import contextlib
 import http.server
 import json
@@ -18,6 +19,7 @@ from processes import await_end
 from servers import serving
 from test_played_episodes import call, most_at_once, outputs, play, processes
 
+from podrl.environments import servers
 from podrl.environments.config import EnvironmentConfig, MCPServer
 from podrl.environments.protocol import Task, Turn
 from podrl.environments.workers import Episodes
@@ -324,6 +326,29 @@ def test_what_is_no_server_is_refused(settings, said):
     with pytest.raises(ValueError, match=said) as error:
         MCPServer(**settings)
     assert "sk-" not in str(error.value)
+
+
+def test_a_process_of_the_sessions_that_is_stopped_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(servers, "LOAD_S", 0.2)
+    server, gone = MCPServer(STDIO, deadline_s=0.1, retries=0), []
+
+    async def ask():
+        sessions = servers.Servers(Limits(), 0.1, gone.append, None)
+        opening = asyncio.create_task(sessions.open(server))
+        await asyncio.sleep(0)
+        os.kill(sessions._link.worker._process.pid, signal.SIGSTOP)
+        with pytest.raises(ServiceError, match=r"mcp_server.py stdio said nothing for 0.3 s.*env.server_deadline_s"):
+            await opening
+        asked = asyncio.create_task(sessions.call(server, "add", {}))
+        while not gone:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.wait({asked})
+        sessions._link.close()
+
+    asyncio.run(ask())
+    (error,) = gone
+    assert isinstance(error, ServiceError) and "said nothing for 0.4 s" in str(error)
 
 
 def test_a_variable_that_is_not_set_is_named():

@@ -133,6 +133,44 @@ def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch
     assert ended == [1]
 
 
+@pytest.mark.parametrize("process", [1, 2], ids=["its own", "another's"])
+def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
+    """The leader would believe that its predecessor asked twice, and no roster would tell of it."""
+    with joined(Hosts((0,), (1, 2)), disposable=True) as (leader, first, _):
+        port = int(first.channel.address.rpartition(":")[2])
+        me = {"process": 1, "address": first.channel.address, "host": "h", "pid": 7, "job": first.seat.told()}
+        again = {**me, "endpoint": first.channel.number}
+        assert first.channel.call(leader.channel.address, "join", Message(again), deadline_s=PATIENCE_S).value is None
+        first.channel.close()
+        other = Channel(f"rollout {process - 1}", secret="s", host="127.0.0.1", port=port)
+        try:
+            assert other.address == first.channel.address
+            with pytest.raises(ChannelError, match=r"\(host 1\) had before it.*start it again, with another port"):
+                said = {**me, "process": process, "endpoint": other.number}
+                other.call(leader.channel.address, "join", Message(said), deadline_s=PATIENCE_S)
+        finally:
+            other.close()
+        successor = Channel(f"rollout {process - 1}", secret="s", host="127.0.0.1")
+        try:
+            said = {**me, "process": 1, "address": successor.address, "endpoint": successor.number}
+            assert successor.call(leader.channel.address, "join", Message(said), deadline_s=PATIENCE_S).value is None
+            assert leader.is_at(1, successor.address) and leader._changes == 1
+        finally:
+            successor.close()
+
+
+def test_a_process_of_another_job_is_told_so_each_time_it_asks(three):
+    """Its first answer may be lost on the way."""
+    leader, trainer, _ = three
+    other = Seat(1, Hosts((0,), (1, 2)), leader.channel.address, "s")
+    said = {"process": 1, "address": trainer.channel.address, "endpoint": trainer.channel.number, "host": "h", "pid": 7}
+    for _ in range(2):
+        answer = trainer.channel.call(
+            leader.channel.address, "join", Message({**said, "job": other.told()}), deadline_s=PATIENCE_S
+        )
+        assert "was started for another job" in answer.value
+
+
 def test_one_process_of_a_job_says_in_full_why_it_fails(three):
     leader, trainer, rollout = three
     assert [pod.first_to_fail() for pod in (trainer, leader, rollout, trainer)] == [True, False, False, True]
