@@ -23,7 +23,7 @@ import numpy as np
 
 from podrl import generate
 from podrl.config import build, hint_at
-from podrl.data import shape
+from podrl.data import shape, sources
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards, without_outputs
 from podrl.rewards.reference import accuracies, majority, pass_at_k
 from podrl.rundir import intervals
@@ -68,9 +68,10 @@ def main(argv: Sequence[str]) -> int:
         # Functions that cannot be loaded, and programs that cannot be isolated, are refused before anything is sampled.
         with Rewards(config) if config.fns else contextlib.nullcontext() as rewards:
             score = Scoring(rewards, config, args.right, args.n)
+            records = {name: score.read(path) for name, path in sets.items()}
             if not any(arg.partition("=")[0] == "--stop" for arg in rest):
                 rest += [f"--stop={text}" for text in stop_strings(models.values())]
-            found = {name: _scored(name, path, sets, args, rest, score) for name, path in models.items()}
+            found = {name: _scored(name, path, sets, records, args, rest, score) for name, path in models.items()}
     except (ValueError, OSError, ImportError, RewardError, StorageError) as error:
         sys.stderr.write(f"podrl.evaluate: error: {error}\n")
         return 1
@@ -180,9 +181,18 @@ def reward_config(fns: str, given: Sequence[str]) -> RewardConfig:
 
 
 def _scored(
-    name: str, path: str, sets: Mapping[str, str], args: argparse.Namespace, rest: Sequence[str], score: "Scoring"
+    name: str,
+    path: str,
+    sets: Mapping[str, str],
+    records: Mapping[str, Sequence[shape.Record]],
+    args: argparse.Namespace,
+    rest: Sequence[str],
+    score: "Scoring",
 ) -> dict[str, tuple[Scores, list[str]]]:
-    """Completes every set with one model; returns each one's scores, and where its records are from."""
+    """Completes every set with one model; returns each one's scores, and where its records are from.
+
+    The records are those of the set's own file: in the output, a number has no more digits than a float.
+    """
     directory = model_directory(name, path, args.out)
     found = {}
     for one, prompts in sets.items():
@@ -190,8 +200,9 @@ def _scored(
         given = [f"--model={directory}", f"--prompts={prompts}", f"--out={out}", f"--n={args.n}", *rest]
         if generate.main([*given, f"--devices={args.devices}"]):
             raise ValueError(f"--sets: {one} was not completed, as said above.")
-        records = [json.loads(line) for line in out.read_bytes().splitlines()]  # texts have more ends of lines
-        found[one] = (score(records), [str(record.get(args.by, "")) for record in records])
+        lines = map(json.loads, out.read_bytes().splitlines())  # texts have more ends of lines
+        told = [{**own, "completions": line["completions"]} for own, line in zip(records[one], lines, strict=True)]
+        found[one] = (score(told), [str(record.get(args.by, "")) for record in told])
     return found
 
 
@@ -229,11 +240,34 @@ class Scoring:
         """
         self._rewards, self._config, self._right, self._n = rewards, config, right, n
 
-    def __call__(self, records: Sequence[Mapping[str, Any]]) -> Scores:
-        """Scores every completion of every record.
+    def read(self, path: str) -> Sequence[shape.Record]:
+        """Reads the records of a set.
 
         Raises:
-          ValueError: a record lacks the answer that it is scored by.
+          ValueError: a record that cannot be scored; names its file and line.
+        """
+        source = generate.read_prompts(path)
+        records = [source[i] for i in range(len(source))]
+        given = {"turns": "", "model_text": "", "sample_text": ""}  # of episodes, and of every completion
+        fields_of = sources.made(source, lambda record: given | shape.fields(record))
+        asked = [(source.place(i), fields) for i, fields in enumerate(fields_of)]
+        lacks = [
+            f"{place} lacks 'answer' (it has {', '.join(record)})"
+            for (place, fields), record in zip(asked, records, strict=True)
+            if "answer" not in fields
+        ]
+        if self._rewards is not None:
+            self._rewards.check_answers([(lacks[0], ())] if lacks else [])
+            self._rewards.check_fields(asked, (), set[str]().union(*(fields for _, fields in asked)))
+        elif lacks:
+            raise ValueError(f"{lacks[0]}: give it, or --fns=FUNCTION.")
+        return records
+
+    def __call__(self, records: Sequence[Mapping[str, Any]]) -> Scores:
+        """Scores every completion of every record, which `read` has accepted.
+
+        Raises:
+          ValueError: a function gave no reward.
           RewardError: a reward function failed.
         """
         texts = [one["text"] for record in records for one in record["completions"]]
@@ -245,11 +279,7 @@ class Scoring:
             first = next(iter(scores))
             scores = {"right": (scores[first] >= self._right).astype(float), **scores}
         else:
-            truths = [fields.get("answer") for fields in asked for _ in range(self._n)]
-            if None in truths:
-                raise ValueError(
-                    f"record {truths.index(None) // self._n} of a set has no 'answer': give it, or --fns=FUNCTION."
-                )
+            truths = [fields["answer"] for fields in asked for _ in range(self._n)]
             found = [accuracies(text, truth) for text, truth in zip(own, truths, strict=True)]
             scores = {key: np.array([one[key] for one in found]) for key in found[0]}
             scores["right"] = scores.pop("answer")

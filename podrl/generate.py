@@ -184,10 +184,11 @@ def read_prompts(path: str | os.PathLike) -> sources.Records:
 
 
 def _check_record(record: shape.Record, place: str) -> None:
-    """Refuses a record that asks nothing, or whose field would be lost in the output."""
+    """Refuses a record that asks nothing, or with a field that the output cannot hold."""
     shape.check(record, place)
     if "completions" in record:
         raise ValueError(f"{place} has a field 'completions', which the output's own would replace: rename it.")
+    sources.check_json(record, place)
 
 
 def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "") -> dict[str, Any]:

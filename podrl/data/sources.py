@@ -7,10 +7,14 @@ held is where each begins, so a file of many gigabytes takes a few bytes per rec
 import array
 import bisect
 import collections
+import contextlib
 import csv
+import datetime
+import decimal
 import io
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -26,6 +30,7 @@ Record = Mapping[str, Any]
 Check = Callable[[Record, str], None]  # of a record and its place; raises ValueError
 _JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
 _MARK = b"\xef\xbb\xbf"  # some programs begin UTF-8 files with it
+csv.field_size_limit(1 << 30)  # characters; the library's own limit is shorter than long documents
 Made = TypeVar("Made")
 
 
@@ -54,6 +59,22 @@ def make(source: Source, index: int, writer: Callable[[Record], Made]) -> Made:
 def made(source: Source, writer: Callable[[Record], Made]) -> Iterator[Made]:
     """Makes something of every record, in order; errors as in `make`."""
     return (make(source, i, writer) for i in range(len(source)))
+
+
+def check_json(record: Record, place: str) -> None:
+    """Refuses a record with a value that JSON does not hold, as workers and files are given records as JSON.
+
+    Raises:
+      ValueError: names the place, the field and its value.
+    """
+    for name, value in record.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{place}: the field {name!r} is {repr(value)[:80]}, which JSON does not hold ({error}): leave it out "
+                "of the file, or write it as text."
+            ) from None
 
 
 class Records(Sequence[Record]):
@@ -216,8 +237,11 @@ def identity(path: str, split: str = "") -> tuple[Any, ...]:
     """Identifies the content of a path's files: changes when they do; errors as in `read`."""
     if not path or path.startswith("tfds:"):
         return ()
-    found = [(str(file), file.stat()) for file in files(of_split(path, split))]
-    return tuple((name, stat.mtime, stat.length) for name, stat in found)
+    found = files(of_split(path, split))
+    if is_remote(path):
+        return tuple((str(file), file.stat().mtime, file.stat().length) for file in found)
+    stats = [(str(file), os.stat(file)) for file in found]  # of the time, etils has whole seconds
+    return tuple((name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats)
 
 
 def size(file: epath.Path) -> int:
@@ -395,7 +419,7 @@ class _Table(Records):
 
     def _row(self, record: Record) -> Record:
         exact = {name: shorten(record[name]) for name, shorten in self._exact.items()}
-        return {name: _without_nulls(exact.get(name, value)) for name, value in record.items()}
+        return {name: _as_json(exact.get(name, value)) for name, value in record.items()}
 
     def place(self, index: int) -> str:
         return f"{self.name} row {index}"
@@ -420,11 +444,26 @@ def _parquet(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
     return records
 
 
-def _without_nulls(value: Any) -> Any:
-    """Drops the nulls inside a value, by which Arrow gives all objects of a column the same keys."""
+def _as_json(value: Any) -> Any:
+    """A value of Arrow as the same value in JSON: decimals are numbers, times are texts in ISO's form.
+
+    The nulls inside objects are dropped, by which Arrow gives all objects of a column the same keys. Bytes that are no
+    text stay bytes, which reward functions and outputs refuse.
+    """
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: _as_json(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else plain.json_float(format(value, "f"))
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return str(value)
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
+    return value
 
 
 def _shortest(kind: Any) -> Callable[[Any], Any] | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from podrl.config import Natural, Positive, section
 from podrl.data.cache import Cache, key
-from podrl.data.sources import Record, Records
+from podrl.data.sources import Record, Records, check_json
 from podrl.runtime import plain
 from podrl.runtime.storage import Place
 from podrl.runtime.user_code import Limits
@@ -97,7 +97,7 @@ def transformed(
     if counts.exists() and file.exists():
         return file, json.loads(counts.read_text())
     dropped: collections.Counter[str] = collections.Counter()
-    items: Iterator[tuple[str, Record]] = ((source.place(i), source[i]) for i in range(len(source)))
+    items = _items(source)
     workers: set[Worker] = set()
     try:
         for step in steps:
@@ -110,6 +110,18 @@ def transformed(
     cache.write(file, lines)
     cache.write(counts, json.dumps(dropped).encode())
     return file, dropped
+
+
+def _items(source: Records) -> Iterator[tuple[str, Record]]:
+    """Yields place and record, of every record of a source.
+
+    Raises:
+      ValueError: a record with a value that JSON does not hold.
+    """
+    for i in range(len(source)):
+        place, record = source.place(i), source[i]
+        check_json(record, place)
+        yield place, record
 
 
 def _step(

@@ -122,4 +122,7 @@ def _shown(part: Part, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]
     source: Any = part.train
     place = (lambda i: f"{part.config.path} record {i}") if part.config.path in EMBEDDED_TASKS else source.place
     rendered = itertools.islice(sources.made(source, PartRenderer(part, tokenizer)), _LOOK)
-    return [(place(i), dict(fields)) for i, (_, fields) in enumerate(rendered)]
+    shown = [(place(i), dict(fields)) for i, (_, fields) in enumerate(rendered)]
+    for where, fields in shown:
+        sources.check_json(fields, where)
+    return shown

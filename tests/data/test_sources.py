@@ -1,5 +1,7 @@
 """Files of records: every format gives the same records, and a bad file is named with line and reason."""
 
+import datetime
+import decimal
 import importlib.util
 import json
 import os
@@ -12,6 +14,7 @@ from array_record.python import array_record_module
 
 from podrl.data import shape, sources
 from podrl.data.pipeline import DataConfig, PromptStream
+from podrl.runtime import plain
 
 ROWS = [{"question": 'Two, and "two"?', "answer": "x\n#### 4"}, {"question": "é?", "answer": "#### 1,200"}]
 ASKS = ("question", "prompt", "messages")
@@ -237,3 +240,39 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"several columns are called 'answer'"):
         sources.read(str(tmp_path / "a.parquet"))
+
+
+def test_values_of_arrow_are_those_of_json(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    when = datetime.datetime(2024, 5, 1, 12, 30)
+    row = {"question": b"q", "at": when, "day": when.date(), "hour": when.time(), "for": datetime.timedelta(hours=2)}
+    row |= {
+        "cost": decimal.Decimal("1.50"),
+        "count": decimal.Decimal("3.00"),
+        "more": [{"day": when.date(), "no": None}],
+    }
+    row |= {"exact": decimal.Decimal("12345678901234567.25")}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    (found,) = everything(sources.read(str(tmp_path / "a.parquet"), ASKS, check))
+    times = {"at": "2024-05-01T12:30:00", "day": "2024-05-01", "hour": "12:30:00", "for": "2:00:00"}
+    assert found == {"question": "q", **times, "cost": 1.5, "count": 3, "more": [{"day": "2024-05-01"}]} | {
+        "exact": 12345678901234567.25
+    }
+    assert plain.text(found["exact"]) == "12345678901234567.25" and isinstance(found["count"], int)
+    sources.check_json(found, "row 0")
+    with pytest.raises(ValueError, match=r"row 0: the field 'image' is .*, which JSON does not hold"):
+        sources.check_json({"image": {"bytes": b"\xff"}}, "row 0")
+
+
+def test_a_long_document_in_a_table(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer\n" + "a" * 200_000 + ",4\n")
+    assert len(sources.read(str(tmp_path / "a.csv"), ASKS, check)[0]["question"]) == 200_000
+
+
+def test_a_file_that_is_written_again_is_read_again(tmp_path):
+    before = None
+    for i in range(3):  # within a second, and of the same size
+        (tmp_path / "a.jsonl").write_text(json.dumps({"question": str(i)}) + "\n")
+        os.utime(tmp_path / "a.jsonl", ns=(10**18, 10**18 + i))
+        assert sources.identity(str(tmp_path / "a.jsonl")) != before
+        before = sources.identity(str(tmp_path / "a.jsonl"))

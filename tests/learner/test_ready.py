@@ -71,6 +71,17 @@ def test_weights_of_a_reward_model(model, capsys):
     refused(values(reward={"model": str(model)}), r"reward\.model=.* is not a complete safetensors file", capsys)
 
 
+def test_a_field_that_no_reward_function_can_be_given_is_found_at_the_start(tmp_path, capsys):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = {"question": ["2+2?"] * 3, "answer": ["4"] * 3, "image": [{"bytes": b"\xff\x00"}] * 3}
+    parquet.write_table(pyarrow.table(table), tmp_path / "d.parquet")
+    data = records(tmp_path) | {"path": str(tmp_path / "d.parquet")}
+    refused(values(data=data), r"d\.parquet row 0: the field 'image' is .*, which JSON does not hold", capsys)
+    data |= {"sources": ({"path": data.pop("path"), "transforms": ({"rename": {"image": "picture"}},)},)}
+    with pytest.raises(ValueError, match=r"d\.parquet row 0: the field 'image' is .*, which JSON does not hold"):
+        job.dry_run(values(data=data), "runs/x")
+
+
 REWARDS = {
     "no such built-in": ("nubmer", "did you mean 'number'"),
     "no file": ("{0}/no.py:scored", "no.py does not exist"),

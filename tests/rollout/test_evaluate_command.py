@@ -116,8 +116,21 @@ def test_answers_are_those_of_training():
     with Rewards(config) as rewards:
         found = evaluate.Scoring(rewards, config, 1.0, 1)(records)
     assert found["number"].tolist() == [[1.5]] * 6 and found["exact_match"].tolist() == [[1.0]] * 5 + [[1.0]]
-    with pytest.raises(ValueError, match="record 1 of a set has no 'answer'"):
-        plain([record("5", "5"), record("", "5")])
+
+
+def test_records_that_cannot_be_scored_are_named_before_anything_is_sampled(tmp_path, capsys):
+    sets = tmp_path / "set.jsonl"
+    sets.write_text('{"question": "q", "answer": "5"}\n{"question": "q", "answer": ""}\n')
+    arguments = [f"--model={tmp_path}", f"--sets=one={sets}", f"--out={tmp_path / 'out'}"]
+    for more, said in (
+        ([], r"set\.jsonl line 2 lacks 'answer' \(it has question, answer\): give it, or --fns=FUNCTION"),
+        (["--fns=number"], r"set\.jsonl line 2 lacks 'answer' .*, which number of reward\.fns needs"),
+        (["--fns=regex"], r"set\.jsonl line 1 has no field 'pattern'"),
+    ):
+        assert evaluate.main([*arguments, *more]) == 1
+        assert re.search(said, capsys.readouterr().err)
+    sets.write_text('{"question": "q", "answer": [["5"]]}\n')
+    assert evaluate.main(arguments) == 1 and "line 1: A record: 'answer' is [['5']]" in capsys.readouterr().err
 
 
 def test_what_a_tool_said_is_no_answer_and_no_vote():
@@ -141,7 +154,9 @@ def test_a_completion_without_a_reward_is_named(tmp_path):
 
 def test_lines_of_completions_end_where_json_lines_do(tmp_path, monkeypatch):
     """Other ends of lines, such as U+2028, may stand inside a text."""
-    odd = record("5", "5", note="a\u2028b\u2029c\x85d")
+    exact = 12345678901234567.25  # which a float only rounds
+    odd = record(exact, "12345678901234567.25", note="a\u2028b\u2029c\x85d")
+    (tmp_path / "p.jsonl").write_text('{"question": "q", "answer": 12345678901234567.25}\n')
     monkeypatch.setattr(evaluate, "model_directory", lambda *_: "model")
 
     def complete(argv):
@@ -152,8 +167,10 @@ def test_lines_of_completions_end_where_json_lines_do(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate.generate, "main", complete)
     args = types.SimpleNamespace(out=tmp_path, n=1, devices=1, by="dataset")
     score = evaluate.Scoring(None, RewardConfig(), 1.0, 1)
-    scores, _ = evaluate._scored("model", "model", {"one": "p.jsonl"}, args, [], score)["one"]  # pyright: ignore[reportArgumentType]
-    assert scores["right"].tolist() == [[1.0]]
+    sets = {"one": str(tmp_path / "p.jsonl")}
+    records = {"one": score.read(sets["one"])}
+    scores, _ = evaluate._scored("model", "model", sets, records, args, [], score)["one"]  # pyright: ignore[reportArgumentType]
+    assert scores["right"].tolist() == [[1.0]]  # of the file's own digits
 
 
 def test_gsm8k_as_it_is_published():

@@ -1,3 +1,5 @@
+import datetime
+import decimal
 import json
 import math
 import pathlib
@@ -143,3 +145,18 @@ def test_the_prompts_are_never_overwritten(tmp_path, capsys):
         assert generate.main([f"--model={TINY}", f"--prompts={prompts}", f"--out={tmp_path / out}"]) == 1
         assert "is the file of --prompts" in capsys.readouterr().err
     assert prompts.read_text() == '{"prompt": "a"}\n'
+
+
+def test_columns_of_a_table_are_written_as_json(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    when, cost = datetime.datetime(2024, 5, 1), decimal.Decimal("1.50")
+    table = {"prompt": ["9"], "when": [when], "cost": [cost], "raw": [b"text"], "more": [{"day": when.date()}]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "p.parquet")
+    arguments = [f"--model={TINY}", f"--prompts={tmp_path / 'p.parquet'}", f"--out={tmp_path / 'o.jsonl'}"]
+    assert generate.main([*arguments, "--max_new=1"]) == 0
+    (found,) = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
+    assert (found["when"], found["cost"], found["raw"]) == ("2024-05-01T00:00:00", 1.5, "text")
+    assert found["more"] == {"day": "2024-05-01"}
+    parquet.write_table(pyarrow.table({"prompt": ["9"], "image": [{"bytes": b"\xff\x00"}]}), tmp_path / "p.parquet")
+    with pytest.raises(ValueError, match=r"p\.parquet row 0: the field 'image' is .*, which JSON does not hold"):
+        generate.read_prompts(tmp_path / "p.parquet")
