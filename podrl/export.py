@@ -71,7 +71,7 @@ def export_params(
         "eos_token_id": list(tokenizer.eos_ids),
         "pad_token_id": tokenizer.pad_id,
     }
-    texts = {path.name: path.read_bytes() for path in tokenizer.files}
+    texts = {name: (tokenizer.directory / name).read_bytes() for name in tokenizer.files}
     generation = json.loads(texts.get("generation_config.json", "{}"))
     generation = {**(generation or {name: i for name, i in ids.items() if i is not None})} | {
         "eos_token_id": list(tokenizer.eos_ids)

@@ -95,7 +95,7 @@ def _generate(args: argparse.Namespace) -> int:
     from podrl.learner.playing import offered
     from podrl.mesh.build import check_decodes, make_mesh
     from podrl.models import hf_load
-    from podrl.models.pretrained import check_positions
+    from podrl.models.pretrained import check_positions, check_vocab
     from podrl.rollout.config import RolloutConfig
     from podrl.rollout.rollout import RolloutWorker
     from podrl.types import Policy
@@ -114,6 +114,7 @@ def _generate(args: argparse.Namespace) -> int:
     if left:
         model, params = hf_load.load(args.model, mesh, dtype)
         longest = max(map(len, rows))
+        check_vocab(model, tokenizer.vocab_size)
         check_positions(model, longest, longest + (args.max_response or args.max_new))
         config = RolloutConfig(
             max_tokens_to_generate=args.max_new,

@@ -146,11 +146,20 @@ class _Writing:
             try:
                 self.whole = self.write(self.messages, add_generation_prompt=False)
                 self._check_written()
-                return
+                break
             except ValueError as error:
                 fault = fault or error
-        assert fault is not None
-        raise fault
+        else:
+            assert fault is not None
+            raise fault
+        if tools and self.whole == tokenizer.apply_chat_template(self.messages, add_generation_prompt=False, tools=()):
+            told = _json([message.get("content") for message in messages if message["role"] != "assistant"])
+            names = [str(_function(tool).get("name", "")) for tool in tools]
+            if lost := [name for name in names if name not in told]:
+                raise ValueError(
+                    f"The chat template of {tokenizer.directory} passes over 'tools', and no message names "
+                    f"{', '.join(lost)}: describe them in a system message, or leave 'tools' out."
+                )
 
     def fault(self, i: int, why: str) -> ValueError:
         """Makes the error about a message that the template does not write as it must."""
@@ -486,8 +495,9 @@ def prompt(
     """Renders a record as the text that the model goes on from.
 
     Args:
-      record: `messages`, or a `prompt` that is a list, are put by the model's chat template; a `prompt` of text is
-        used as it is; a question is wrapped as `template.wrap` does.
+      record: `messages`, or a `prompt` that is a list, are put by the model's chat template, with the schemas in
+        `tools` where the job has no tools; a `prompt` of text is used as it is; a question is wrapped as
+        `template.wrap` does.
       tokenizer: of the model.
       system: instructions before a question; '' for none.
       form: of a question.
@@ -499,7 +509,8 @@ def prompt(
     name = shape.asked(record, question_field)
     value = record[name]
     if isinstance(value, list):
-        return Part(render(tokenizer, shape.conversation(record, name)), rendered=True)
+        tools = None if tokenizer.tools else shape.schemas(record)  # those of the job are offered in every prompt
+        return Part(render(tokenizer, shape.conversation(record, name), tools=tools), rendered=True)
     if name == "prompt" and question_field != "prompt":
         return Part(value)
     asks = plain.text(value).strip()

@@ -101,11 +101,21 @@ def tools_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
         tools = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         tools = None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, Mapping) and isinstance(tool.get("function", tool), Mapping) for tool in tools
+    ):
         raise ValueError(
             f"'tools' is {str(value)[:80]!r} and must be a list of the functions' schemas, or its JSON text"
         )
     return tools
+
+
+def schemas(record: Record) -> Sequence[Mapping[str, Any]] | None:
+    """The schemas in the field 'tools' of a record that asks; None where it holds something else, or nothing."""
+    try:
+        return tools_of(record.get("tools"))
+    except ValueError:
+        return None
 
 
 def _is_call(call: Any) -> bool:

@@ -21,7 +21,8 @@ from podrl.runtime.storage import locate
 # Read where a file exists; a model's exporter copies those that do, to keep the directory loadable elsewhere.
 FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json"),
-    *("special_tokens_map.json", "chat_template.jinja", "generation_config.json"),
+    *("special_tokens_map.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    "additional_chat_templates/tool_use.jinja",
 )
 ORDINARY = -1  # stands for a token that is not special, where it does not matter which
 _ANCHORS = ("\n", "0", ".", "a")  # a text is encoded behind the first of these that does not join with it
@@ -58,7 +59,7 @@ class Tokenizer:
 
     Attributes:
       directory: where it was read from.
-      files: the tokenizer files found there.
+      files: names of the tokenizer files found there.
       vocab_size: largest id that `encode` gives, plus one; a model's embedding may have more rows.
       pad_id: fills rows; the first end id where the model names none.
       bos_id: the start token; None where the model names none. `start_ids` says whether a text begins with it.
@@ -84,7 +85,7 @@ class Tokenizer:
             raise FileNotFoundError(
                 f"Tokenizer directory {self.directory} does not exist: model.path must be a Hugging Face directory."
             )
-        self.files = tuple(self.directory / name for name in FILES if (self.directory / name).exists())
+        self.files = tuple(name for name in FILES if (self.directory / name).exists())
         self._config = _read_json(self.directory / "tokenizer_config.json")
         self._backend = _open_backend(self.directory, self._config)
         model = _read_json(self.directory / "config.json")
@@ -149,11 +150,11 @@ class Tokenizer:
 
     def _encode_behind(self, text: str, token: int) -> list[int]:
         """Ids of a text that goes on behind a token."""
+        anchors = (self._backend.token_text(token),) if token in self._special else _ANCHORS
         ids = self._backend.encode(text)
-        if not self._puts_spaces:
+        if not self._changed_by(anchors):
             return ids
-        special = [self._backend.token_text(token)] if token in self._special else []
-        found = (self._split_behind(anchor, text) for anchor in special or _ANCHORS)
+        found = (self._split_behind(anchor, text) for anchor in anchors)
         return next((own for own in found if own is not None), ids)
 
     def _split_behind(self, anchor: str, text: str) -> list[int] | None:
@@ -161,11 +162,11 @@ class Tokenizer:
         before, ids = self._backend.encode(anchor), self._backend.encode(anchor + text)
         return ids[len(before) :] if ids[: len(before)] == before else None
 
-    @functools.cached_property
-    def _puts_spaces(self) -> bool:
-        """True where the tokens of a text depend on whether it begins."""
-        words = [(word, self._backend.encode(word)) for word in ("a", "1", "(")]
-        behind = [(self._split_behind(anchor, word), ids) for anchor in _ANCHORS for word, ids in words]
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - of the few tokenizers of a process
+    def _changed_by(self, anchors: tuple[str, ...]) -> bool:
+        """True where texts have other tokens behind one of some anchors than alone: special tokens may take space."""
+        words = [(word, self._backend.encode(word)) for word in ("a", "1", "(", " a", "\n\na")]
+        behind = [(self._split_behind(anchor, word), ids) for anchor in anchors for word, ids in words]
         return any(own is not None and own != ids for own, ids in behind)
 
     def _within(self, text: str, ids: list[int]) -> list[int]:
@@ -382,9 +383,15 @@ class Tokenizer:
         return tuple(self._checked("start token of the post-processor", i) for i in given)
 
     def _read_templates(self) -> dict[str, ChatTemplate]:
-        """Reads the chat templates by their names: 'default', and 'tool_use' where tools have one of their own."""
-        file = self.directory / "chat_template.jinja"
-        source = _read_text(file) if file.exists() else self._config.get("chat_template")
+        """Reads the chat templates by their names: 'default', and 'tool_use' where tools have one of their own.
+
+        As in transformers a file of its own comes before tokenizer_config.json. chat_template.json is where directories
+        of models that also see keep the only one.
+        """
+        files = {name: self.directory / name for name in self.files if name.endswith(".jinja")}
+        file, tools = files.get("chat_template.jinja"), files.get("additional_chat_templates/tool_use.jinja")
+        elsewhere = _read_json(self.directory / "chat_template.json")
+        source = _read_text(file) if file else self._config.get("chat_template", elsewhere.get("chat_template"))
         listed = source if isinstance(source, list) else [{"name": "default", "template": source}]
         try:
             named = {str(entry["name"]): entry["template"] for entry in listed}
@@ -395,6 +402,7 @@ class Tokenizer:
                 f"{self.directory} has chat_template={str(wrong[0])[:80]!r} in tokenizer_config.json: it must be a "
                 "text, or a list of objects with the texts 'name' and 'template'."
             )
+        named |= {"tool_use": _read_text(tools)} if tools else {}
         given = {name: text for name in ("default", "tool_use") if isinstance(text := named.get(name), str)}
         return {name: ChatTemplate(text, str(self.directory)) for name, text in given.items()}
 

@@ -65,6 +65,7 @@ def save(
         write_entries(partial, wanted or entries(config), params, np.dtype(dtype), max_file_bytes=max_file_bytes)
         if partial is not None:
             for file, content in (extra_files or {}).items():
+                (partial / file).parent.mkdir(exist_ok=True)
                 (partial / file).write_bytes(content)
             (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 

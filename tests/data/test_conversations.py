@@ -6,6 +6,7 @@ here have none, unless a test says so.
 
 import dataclasses
 import json
+import re
 
 import jinja2
 import jinja2.ext
@@ -47,6 +48,12 @@ def call(**arguments):
 
 def tool(content):
     return {"role": "tool", "content": content}
+
+
+def tools_for(name, messages=({"tool_calls": []},)):
+    """The schemas for a conversation that calls, where the family's template writes schemas."""
+    writes = re.search(r"\btools\b", FAMILIES[name].template)
+    return TOOLS if writes and any("tool_calls" in message for message in messages) else None
 
 
 SYSTEM = {"role": "system", "content": "Antworte kurz ✓."}
@@ -169,9 +176,9 @@ def test_a_conversation_is_the_templates_text_and_the_assistants_turns_are_learn
     messages = FORMS[form]
     if not takes(FAMILIES[name], messages):
         with pytest.raises(ValueError, match=r"refuses roles|messages\[\d\]"):
-            parts(made[name, False], messages, tools=TOOLS)
+            parts(made[name, False], messages)
         return
-    check(made, name, messages, TOOLS if any("tool_calls" in message for message in messages) else None)
+    check(made, name, messages, tools_for(name, messages))
 
 
 PIECES = (
@@ -210,7 +217,7 @@ def dialogues(draw, family: Family):
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_conversations_of_any_words(made, name, data):
-    check(made, name, data.draw(dialogues(FAMILIES[name])), TOOLS if "tool" in FAMILIES[name].roles else None)
+    check(made, name, data.draw(dialogues(FAMILIES[name])), tools_for(name))
 
 
 @pytest.mark.parity
@@ -223,7 +230,7 @@ def test_tokens_and_masks_are_those_of_transformers(made, name):
         # transformers leaves out all but the first token of a character of several bytes that ends a generation.
         if not takes(FAMILIES[name], messages) or (name, form) == ("glm", "unicode"):
             continue
-        tools = TOOLS if any("tool_calls" in message for message in messages) else None
+        tools = tools_for(name, messages)
         example = encode_chat(parts(ours, messages, tools=tools), ours, LIMIT)
         wanted = theirs.apply_chat_template(
             as_given(name, messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
@@ -253,8 +260,8 @@ def shown(tokenizer, messages, **more):
 def test_a_call_is_learned_in_the_templates_form_however_it_is_given(made, name, blank, arguments):
     called = {"role": "assistant", **blank, "tool_calls": [{"function": {"name": "calc", "arguments": arguments}}]}
     plain = said("", tool_calls=[call(x="1")])
-    text = shown(made[name, False], [user("?"), called, tool("1"), said("1")], tools=TOOLS)
-    assert text == shown(made[name, False], [user("?"), plain, tool("1"), said("1")], tools=TOOLS)
+    text = shown(made[name, False], [user("?"), called, tool("1"), said("1")], tools=tools_for(name))
+    assert text == shown(made[name, False], [user("?"), plain, tool("1"), said("1")], tools=tools_for(name))
     assert "calc" in text and "\\" not in text and "None" not in text
 
 
@@ -324,6 +331,24 @@ def test_the_header_of_a_first_turn_is_not_learned(tmp_path):
     )
     tokenizer = Tokenizer(written(tmp_path / "model", Family(template, ("<|endoftext|>",))))
     assert shown(tokenizer, [said("1"), user("a"), said("2")]) == "1<|endoftext|>2<|endoftext|>"
+
+
+@pytest.mark.parametrize("name", ["phi4", "gemma2", "r1"])
+def test_tools_that_a_template_passes_over_are_refused_unless_a_message_names_them(made, name):
+    tokenizer = made[name, False]
+    chat = [user("2+2?"), said("4")]
+    with pytest.raises(ValueError, match=rf"{name}False passes over 'tools', and no message names calc: describe"):
+        parts(tokenizer, chat, tools=TOOLS)
+    assert shown(tokenizer, [user("2+2? Call calc."), said("4")], tools=TOOLS) == shown(tokenizer, chat, tools=[])
+
+
+@pytest.mark.parametrize("tools", ["x", 3, [3], [{"function": "calc"}], '{"name": "calc"}', "[[1]]"])
+def test_tools_that_are_none_are_refused_with_their_place(made, tmp_path, tools):
+    data = rows(tmp_path, {"messages": [user("?"), said("1")], "tools": tools})
+    with pytest.raises(
+        ValueError, match=r"line 1 has messages, tools: .*'tools' is .* must be a list of the functions'"
+    ):
+        SFTStream(data, SFTConfig(batch_size=1), made["qwen25", False])
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -530,6 +555,21 @@ def test_prompts_hold_the_calls_of_their_conversations(made):
         True
     ] * 3
     assert all('{"name": "calc", "arguments": {"x": "2+2"}}' in text for text in batch.text)
+
+
+def test_prompts_name_the_tools_of_their_records(made):
+    tokenizer, chat = made["qwen25", False], [user("2+2?")]
+    records = [{"messages": chat, "tools": TOOLS}, {"prompt": chat, "tools": json.dumps(TOOLS)}]
+    records += [{"messages": chat, "tools": ["calc"]}, {"messages": chat}]
+    given = {"prompts_per_step": 4, "max_prompt_length": 900}
+    batch = next(PromptStream.from_list(records, tokenizer, **given))
+    wanted = tokenizer.apply_chat_template(chat, tools=TOOLS)
+    assert batch.text == [wanted, wanted, *[tokenizer.apply_chat_template(chat)] * 2]
+    own = Tokenizer(tokenizer.directory, tools=[{"type": "function", "function": {"name": "other"}}])
+    batch = next(PromptStream.from_list(records[:1] * 4, own, **given))
+    assert "other" in batch.text[0] and "calc" not in batch.text[0]
+    with pytest.raises(ValueError, match=r"record 0: The chat template of .*phi4False passes over 'tools'"):
+        next(PromptStream.from_list(records[:1] * 4, made["phi4", False], **given))
 
 
 NO_TURNS = (

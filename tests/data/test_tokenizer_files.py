@@ -282,7 +282,7 @@ def test_tokens_beyond_the_pieces_of_a_sentencepiece_model(tmp_path):
     assert tokenizer.encode_spans("1<think>")[1][-1] == (1, 8) and tokenizer.token_text(122) == "<think>"
     older = Tokenizer(directory("b", {"add_bos_token": False}, {text: int(i) for i, (text, _) in ends.items()}))
     assert older.encode("<|im_start|>1<think><|im_end|>") == ids and older.start_ids == ()
-    assert "added_tokens.json" in [file.name for file in older.files]
+    assert "added_tokens.json" in older.files
     for name, wrong in (("c", {"7": "<|im_end|>"}), ("d", {"130": "<eos>"}), ("e", {"-1": "<x>"})):
         config = {"added_tokens_decoder": {i: {"content": text, "special": True} for i, text in wrong.items()}}
         with pytest.raises(ValueError, match="its id must be that of its piece, or beyond all"):
@@ -334,6 +334,43 @@ def test_damaged_files_are_refused_in_a_sentence(tmp_path):
         except ValueError as error:
             assert len(str(error)) < 500
         (where / file).write_text(before)
+
+
+@pytest.mark.parametrize("jinja", [False, True])
+def test_chat_templates_in_files_of_their_own(tmp_path, jinja):
+    where = _directory(tmp_path / "model")
+    name, content = (
+        ("chat_template.jinja", _CHATML) if jinja else ("chat_template.json", json.dumps({"chat_template": _CHATML}))
+    )
+    (where / name).write_text(content)
+    (where / "additional_chat_templates").mkdir()
+    tools = [{"type": "function", "function": {"name": "calc", "parameters": {}}}]
+    (where / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.name }}" + _CHATML)
+    tokenizer, asks = Tokenizer(where), [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(asks) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(asks, tools=tools).startswith("calc<|im_start|>user")
+    assert tokenizer.turn_end_id == IM_END
+    assert {name, "additional_chat_templates/tool_use.jinja"} <= set(tokenizer.files)
+
+
+def test_space_that_a_special_token_takes_is_no_token_behind_it(tmp_path):
+    """Phi 3's marks take the line's end behind them: an observation has the tokens of the whole conversation."""
+    taking = [AddedToken(text, special=True, normalized=False, rstrip=True) for text in ("<|end|>", "<|user|>")]
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    where = _directory(tmp_path / "model", template=template, change=lambda made: made.add_special_tokens(taking))
+    tokenizer = Tokenizer(where)
+    asks, says, more = (
+        {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))
+    )
+    end = tokenizer.turn_end_id
+    assert tokenizer.token_text(end) == "<|end|>"
+    sample = [*tokenizer.encode(tokenizer.apply_chat_template([asks])), *tokenizer.encode("b"), end]
+    sample += Dialogue(tokenizer).encode("c", "user", last=end)
+    assert sample == tokenizer.encode(tokenizer.apply_chat_template([asks, says, more]))
+    assert sample == [*sample[:-1], *tokenizer.encode("\n")] and tokenizer.decode(sample).count("\n") == 2
 
 
 def _beginning_with_a_space(where, kind):
