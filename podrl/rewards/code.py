@@ -11,13 +11,24 @@ from podrl.config import Count, Natural, Positive, Workers, section
 from podrl.rewards.answers import closed_answer
 from podrl.rewards.sandbox.host import Sandboxes
 
-# A fence that opens a block: its language, if any, ends the line. One that closes it stands alone, or before a tag.
-_OPENS = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`]*+$")
+# A fence that opens a block, where no backtick follows on its line: the fence, the language, the rest of the line. A
+# fence that closes a block stands alone, or before a tag.
+_OPENS = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[ \t]*+([^`]*+)$")
 _CLOSES = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+(?:<.*)?$")
-_PYTHON = re.compile(r"\W*(?:i?python|py)[0-9.]*\W*", re.IGNORECASE)
-_LIKE_CODE = re.compile(
-    r"(?m)^[ \t]*+(?:(?:async )?def \w+\(|class \w+[:(]|import \w|from [\w.]+ import |print\(|\w+ ?=(?!=))"
+_QUOTE = re.compile(r" {0,3}> ?")  # the mark of a line in a block quote
+_ONE_LINE = re.compile(
+    r"(?<!`)(`{3,}+)(?!`)([^`\n]++)\1(?!`)|(?<!~)(~{3,}+)(?!~)([^~\n]++)\3(?!~)"  # a block that ends on its first line
 )
+_PYTHON = re.compile(r"\W*+(?:i?python|py)[0-9.]*+\W*+", re.IGNORECASE)
+# Names that say that a block is not Python; others, such as 'solution' and 'sage', leave it open.
+_OTHER_LANGUAGE = re.compile(
+    r"\W*+(?:(?:ba|z|fi)?sh|shell\w*+|console|terminal|cmd|powershell|output|stdout|result|log|json\w*+|ya?ml|toml|ini|csv|"
+    r"xml|html|css|markdown|md|latex|tex|diff|sql|java|javascript|js|typescript|ts|c|h|c\+\+|cpp|c#|cs|csharp|go|golang|"
+    r"rust|rs|ruby|rb|php|perl|lua|r|julia|kotlin|swift|scala|haskell|dockerfile|makefile|pycon|mermaid)\W*+",
+    re.IGNORECASE,
+)
+_DEFINES = re.compile(r"(?m)^[ \t]*+(?:@\w|(?:async )?def \w+\(|class \w+[:(]|import \w|from [\w.]+ import )")
+_LIKE_CODE = re.compile(_DEFINES.pattern + r"|^[ \t]*+(?:print\(|\w+ ?=(?!=))")
 _log = logging.getLogger(__name__)
 _LEAVE_S = 5.0  # of every sandbox after its programs
 _START_S = 60.0  # of all sandboxes of a call, on a busy machine
@@ -110,7 +121,14 @@ class CodeTests:
         return rewards
 
     def _tell(self, verdict: Mapping[str, Any]) -> None:
-        """Says once that tests may be unusable: whether they are depends on what the program answered before."""
+        """Warns, once in a job, that a test failed for a reason that may lie in the test and not in the program.
+
+        Such a reason is a test that gives the program a value that is not plain data, such as a function. The test is
+        not refused, because with another program it may never come to that.
+
+        Args:
+          verdict: what the sandbox said about one sample; has 'unusable', the reason, if there was one.
+        """
         if verdict.get("unusable") and not self._told:
             self._told = True
             _log.warning(
@@ -125,60 +143,113 @@ class CodeTests:
 
 
 def code_of(completion: str) -> str:
-    """The program in a completion: its last fenced block of Python, those between the last answer tags before others.
+    """Finds the program in a completion: its last block of Python, blocks between the last answer tags before others.
 
-    Without a block of Python it is the last block without a language, those that look like code before others; then the
-    last block of any language. Without blocks it is what is between the answer tags, or all of the completion.
+    Without a block of Python it is the last block of the highest `_rank`. Without blocks it is what stands
+    between fences on one line, or between the answer tags, or all of the completion.
     """
     answer = closed_answer(completion)
-    if answer is not None and not _blocks(answer) and _LIKE_CODE.search(answer):
+    if answer is not None and not _blocks(answer) and not _ONE_LINE.search(answer) and _LIKE_CODE.search(answer):
         return answer
     if blocks := _blocks(answer or "") or _blocks(completion):
         return blocks[max(range(len(blocks)), key=lambda i: (_rank(*blocks[i]), i))][1]
+    inline = [_inline(found) for text in (answer or "", completion) for found in _ONE_LINE.finditer(text)]
+    if inline:
+        return max(reversed(inline), key=lambda block: _rank(*block))[1]
     return completion if answer is None else answer
 
 
 def _rank(language: str, body: str) -> int:
-    """How likely a fenced block is the program."""
+    """Orders fenced blocks: the higher, the more likely the block is the program. From 0 to 4.
+
+    4: the block says that it is Python. 3: it defines or imports something, and 2: it looks like code otherwise, while
+    its language is not known to be another than Python. 1: it names no language. 0: all other blocks.
+    """
     if _PYTHON.fullmatch(language):
-        return 3
-    return 0 if language else 2 if _LIKE_CODE.search(body) else 1
+        return 4
+    if not _OTHER_LANGUAGE.fullmatch(language):
+        if _DEFINES.search(body):
+            return 3
+        if _LIKE_CODE.search(body):
+            return 2
+    return 0 if language else 1
+
+
+def _inline(found: re.Match[str]) -> tuple[str, str]:
+    """The language and the program of a block that ends on its first line; the language is '' where it is not named."""
+    text = (found[2] or found[4]).strip()
+    language, _, rest = text.partition(" ")
+    named = (
+        bool(rest) and not _LIKE_CODE.match(text) and (_PYTHON.fullmatch(language) or _LIKE_CODE.match(rest.strip()))
+    )
+    return (language, rest.strip() + "\n") if named else ("", text + "\n")
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
     """The fenced blocks of Markdown that hold anything, by language and text.
 
     As in CommonMark, a fence closes a block of the same or a shorter fence, and is not indented by more than 3 further
-    spaces. A fence with a language opens a block even where another was not closed. A block that no line closes ends
-    with the first of its lines that ends in a fence, or where the next block or the end of the text is.
+    spaces, and a block in a block quote has lines that begin with '>'. A fence with a language opens a block even where
+    another was not closed. Code that follows the language on the line of the fence is the first line of the block. A
+    block that no line closes ends with the first of its lines that ends in a fence, or where the next block or the end
+    of the text is.
     """
     found: list[_Block] = []
-    for line in text.split("\n"):
-        spaces = len(line) - len(line.lstrip())
-        opens, closes = _OPENS.search(line), _CLOSES.match(line)
+    for quoted in text.split("\n"):
         inside = found[-1] if found and not found[-1].closed else None
+        line, depth = _unquoted(quoted, inside.quotes if inside else len(quoted))
+        spaces = len(line) - len(line.lstrip())
+        opens, closes = _opens(line), _CLOSES.match(line)
         if inside is None:
             if opens:
-                found.append(_Block(opens[1], opens[2], spaces))
+                found.append(_Block(opens[1], opens[2], spaces, depth, lines=_first_lines(opens[3])))
             continue
         mine = spaces <= inside.indent + 3
         if mine and closes and closes[1].startswith(inside.fence):
             inside.closed = True
         elif mine and opens and opens[2] and opens[1].startswith(inside.fence) and not line[: opens.start()].strip():
-            found.append(_Block(opens[1], opens[2], spaces))
+            found.append(_Block(opens[1], opens[2], spaces, inside.quotes, lines=_first_lines(opens[3])))
         else:
             inside.lines.append(line[min(inside.indent, spaces) :].removesuffix("\r"))
     return [(block.language, body) for block in found if (body := block.body()).strip()]
 
 
+def _unquoted(line: str, most: int) -> tuple[str, int]:
+    """A line without the '>' of block quotes at its start, at most so many, and how many there were."""
+    end = count = 0
+    while count < most and (mark := _QUOTE.match(line, end)):
+        end, count = mark.end(), count + 1
+    return line[end:], count
+
+
+def _opens(line: str) -> re.Match[str] | None:
+    """The fence that opens a block; it is looked for from the last backticks on, so that time is linear."""
+    return _OPENS.search(line, len(line[: line.rfind("`") + 1].rstrip("`")))
+
+
+def _first_lines(rest: str) -> list[str]:
+    """The line of code that follows a fence and its language; none where it is something else, such as 'title=a.py'."""
+    return [rest.removesuffix("\r")] if _DEFINES.match(rest) else []
+
+
 @dataclasses.dataclass
 class _Block:
-    """A fenced block: its fence, language and indentation in spaces, its lines, and whether a line closed it."""
+    """A fenced block of a completion, while it is read.
+
+    Attributes:
+      fence: backticks or tildes that opened the block.
+      language: first word after the fence; '' where there is none.
+      indent: spaces before the fence.
+      quotes: number of block quotes that the block stands in; so many '>' begin each line, and are no part of it.
+      lines: lines of the block, without the fences.
+      closed: True once a line has closed the block.
+    """
 
     fence: str
     language: str
     indent: int
-    lines: list[str] = dataclasses.field(default_factory=list)
+    quotes: int
+    lines: list[str]
     closed: bool = False
 
     def body(self) -> str:

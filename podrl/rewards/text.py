@@ -19,7 +19,7 @@ from podrl.runtime.regular import regular
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _WORDS = re.compile(r"\w+|[^\w\s]")
-_FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)```\s*\Z", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"\A\s*```(?:json)?[^\S\n]*+\n(.*?)```\s*\Z", re.DOTALL | re.IGNORECASE)
 
 
 @section("reward.text")
@@ -63,7 +63,10 @@ class TextConfig:
         return (found[0][1 if found[0].re.groups else 0] or "").strip() if found else None
 
     def vote_of(self, completion: str) -> str:
-        """What a completion votes for in a majority: its answer, or all of it where it gives none."""
+        """The text that stands for a completion when a majority vote counts equal answers.
+
+        It is the answer that `extract` finds; else the text after the last `<answer>`; else the whole completion.
+        """
         return self.answer_of(completion) or last_answer(completion) or completion
 
     def words(self, text: str) -> list[str]:
@@ -126,7 +129,7 @@ def json_schema(answer: str, schema: Any, config: TextConfig) -> float:
     validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
     try:
         return float(validator.is_valid(value))
-    except RecursionError:  # of an answer that is nested too deeply to be compared
+    except (RecursionError, ArithmeticError):  # the answer is nested too deeply, or has numbers that no float holds
         return 0.0
 
 
@@ -215,7 +218,14 @@ class TextReward:
         return rewards
 
     def _references(self, value: Any) -> Sequence[Any]:
-        """What an answer is compared with: texts of which any will do; of 'json_schema' also a schema as an object."""
+        """The references of one record, of which the best counts: a list of texts, or one JSON schema as an object.
+
+        Args:
+          value: content of the record's field.
+
+        Raises:
+          ValueError: the field holds no text, no list of texts and no schema.
+        """
         if isinstance(value, dict | bool) and self._field == "schema":
             return [value]
         try:

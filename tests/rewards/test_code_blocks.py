@@ -40,6 +40,23 @@ F, PY = "def f():\n    return 2\n", "```python\ndef f():\n    return 2\n```"
         (f"```python\nx = 1\n```<answer>{F}</answer>", F),
         (f"{PY}\n<answer>see above</answer>", F),
         (f"```solution\n{F}```", F),
+        ("```python def f(): return 1```", "def f(): return 1\n"),
+        ("So: ```def f(): return 1``` or ```x```", "def f(): return 1\n"),
+        ("~~~py def f(): return 1~~~", "def f(): return 1\n"),
+        ("<answer>```python def f(): return 1```</answer>", "def f(): return 1\n"),
+        ("```pip install x```\n" + PY, F),
+        ("```python def f():\n    return 2\n```", F),
+        ("> So:\n> ```python\n> def f():\n>     return 2\n> ```\n> Done.", F),
+        (">```python\n>def f():\n>     return 2\n>```", F),
+        ("> > ```\n> > def f():\n> >     return 2\n> > ```", F),
+        ("> ```python\n> def f():\n>     '''\n>     >>> f()\n>     '''\n> ```",
+        "def f():\n    '''\n    >>> f()\n    '''\n"),
+        ("```python\ndef f():\n    return (2\n> 1)\n```", "def f():\n    return (2\n> 1)\n"),
+        (f"```\n{F}```\nOutput:\n```\nx = 1\n```", F),
+        ("```\nimport x\n```\n```\nx = 1\n```", "import x\n"),
+        *((f"```{name}\n{F}```\nOutput:\n```\n2\n```", F) for name in ("cpython", "sage", "text", "Code")),
+        (f"```\n{F}```\n```java\nimport x;\n```", F),
+        ("```\n2\n```\n```javascript\nimport x\n```", "2\n"),
         ("x", "x"),
         ("", ""),
         ("```", "```"),
@@ -55,10 +72,33 @@ def test_no_text_of_fences_raises(text):
 
 
 @pytest.mark.parametrize(
-    "piece", ["`", "~", "```", "```\n", "```a\n", "```a\nx```\n", "` ", "```x`", " ", "<answer>", "```a x"]
+    "piece",
+    [
+        "`",
+        "~",
+        "```",
+        "```\n",
+        "```a\n",
+        "```a\nx```\n",
+        "` ",
+        "```x`",
+        " ",
+        "<answer>",
+        "```a x",
+        "~~~x",
+        "~~~x`",
+        "> ",
+        ">",
+        "> ```\n",
+        "```python x```",
+        "~~~x~~",
+        "`````x````",
+    ],
 )
 def test_fences_are_read_in_linear_time(piece):
     """A quadratic reader would take minutes for texts of this length."""
     start = time.process_time()
-    code_of(piece * (300_000 // len(piece)))
+    for tail in ("", "`", "x"):
+        code_of(piece * (100_000 // len(piece)) + tail)
+    code_of("```py" + piece * (100_000 // len(piece)) + "x\nx\n```")
     assert time.process_time() - start < 20

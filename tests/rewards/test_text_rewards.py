@@ -4,6 +4,8 @@ import dataclasses
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from podrl.rewards import text
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
@@ -54,8 +56,8 @@ def test_the_answer_is_the_last_match():
 
 def test_schemas():
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-    for given in (schema, json.dumps(schema)):
-        assert [text.json_schema(a, given, PLAIN) for a in ("[1]", "```json\n[1]\n```", "[]", "['a']")] == [1, 1, 0, 0]
+    for form in (schema, json.dumps(schema)):
+        assert [text.json_schema(a, form, PLAIN) for a in ("[1]", "```json\n[1]\n```", "[]", "['a']")] == [1, 1, 0, 0]
     with pytest.raises(ValueError, match="no JSON schema"):
         text.json_schema("[1]", {"type": "nothing"}, PLAIN)
     for no_json in ("NaN", "[Infinity]", "-Infinity", "1e999", "[" * 100_000, "nan"):
@@ -66,6 +68,47 @@ def test_schemas():
 
     with pytest.raises(referencing.exceptions.Unresolvable):  # and not a request
         text.json_schema("[1]", {"$ref": "http://127.0.0.1:9/schema.json"}, PLAIN)
+
+
+SCHEMAS = [
+    {"multipleOf": 0.1}, {"multipleOf": 3}, {"multipleOf": 1e-300}, {"multipleOf": 1e308},
+    {"minimum": 0.5, "maximum": 1e308},
+    {"exclusiveMinimum": -1e308}, {"type": "integer"}, {"enum": [0.1, 10**400, None]}, {"const": 1e308},
+    {"uniqueItems": True},
+    {"contains": {"const": 1}, "minContains": 2}, {"minLength": 1, "maxLength": 3}, {"pattern": "^a+$"},
+    {"format": "date"},
+    {"properties": {"a": {"multipleOf": 0.01}}, "additionalProperties": {"type": "number"}},
+    {"propertyNames": {"minLength": 1}},
+    {"patternProperties": {"^a": {"multipleOf": 0.1}}}, {"dependentRequired": {"a": ["b"]}},
+    {"unevaluatedProperties": False},
+    {"prefixItems": [{"multipleOf": 0.1}], "unevaluatedItems": False}, {"oneOf": [{"multipleOf": 0.1},
+    {"type": "object"}]},
+    {"if": {"multipleOf": 0.1}, "then": {"minimum": 1}}, {"not": {"multipleOf": 0.1}},
+    {"anyOf": [{"$ref": "#/$defs/x"}],
+    "$defs": {"x": {"multipleOf": 0.1}}}, {"$schema": "http://json-schema.org/draft-04/schema#", "multipleOf": 0.1},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}, "items": [{"divisibleBy": 1}]},
+]  # fmt: skip
+NUMBERS = st.sampled_from(
+    [10**400, -(10**400), 10**308, 0, 1, 0.1, -0.0, 1e308, 5e-324, 2**53 + 1, True, None, "a", "", "\ud800", "\0"]
+)
+
+
+@given(
+    st.sampled_from(SCHEMAS),
+    st.recursive(
+        NUMBERS,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["", "a", "b", "\ud800"]), inner),
+        max_leaves=5,
+    ),
+)
+def test_no_answer_makes_a_schema_raise(schema, value):
+    assert text.json_schema(json.dumps(value), schema, PLAIN) in (0, 1)
+
+
+@pytest.mark.parametrize("answer", ["1" * 400, "-" + "9" * 400, "1" * 4300, "1" * 5000, f"[{'1' * 400}]"])
+def test_a_number_that_no_float_holds_is_a_wrong_answer(answer):
+    schema = {"multipleOf": 0.1}
+    assert text.json_schema(answer, {**schema, "items": schema}, PLAIN) == 0
 
 
 def test_references_of_every_form(tmp_path):

@@ -71,13 +71,43 @@ def test_every_parser_takes_linear_time_and_never_raises(name):
     parse, chosen = PARSERS[name], random.Random(0)
     texts = [lambda n, piece=piece: piece * (n // len(piece)) for piece in DEGENERATE]
     for _ in range(20):
-        head, body, tail = ("".join(chosen.choices(DEGENERATE, k=k)) for k in (2, 2, 3))
-        texts.append(lambda n, head=head, body=body, tail=tail: head + body * (n // len(body)) + tail)
+        texts.append(_repeats(*("".join(chosen.choices(DEGENERATE, k=k)) for k in (2, 2, 3))))
+    _check_that_time_is_linear(parse, texts)
+
+
+# What the patterns of a parser look for, piece by piece.
+FRAGMENTS = {
+    "code_of": ["`", "```", "~~~", "py", "python", ".", "3", " ", "\n", "> ", "x", "=", "def f(", "import x", "<", "title=a"],
+    "json_schema": ["```", "json", "\n", " ", "\t", "x", "[", "]", "1", ",", "\"", "{", "}"],
+    "vote": [
+        *("1", "1 ", "000", "/", ".", ",", "'", "_", "^", "{", "}", "(", ")", "|", "-", "+", "*", "!", "$", "%", "=", "e", "x", "0x", "ab"),
+        *("\\frac", "\\overline{", "\\bar", "\\degree", "\\text{", "\x01", " thousand", " and ", "a half", " to the ", "th", "log", "sqrt(", "cm", ";"),
+    ],
+    "choice": ["A", "B", "'", " ", "a", "(", ")"],
+    "extract": ["<", "answer", "<answer>", "</answer>", ">", "/", "x"],
+    "exact_format": ["<", "<reasoning>", "</reasoning>", "<answer>", "</answer>", " ", "\n", "x"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_repeats_of_what_a_pattern_knows_take_linear_time(name):
+    chosen = random.Random(name)
+    texts = [_repeats(*("".join(chosen.choices(FRAGMENTS[name], k=k)) for k in (2, size, 2))) for size in (1, 2, 3) * 8]
+    texts += [lambda n: "~~~x" * (n // 4) + "`", lambda n: "```json" + "\n" * n + "x"]
+    texts += [lambda n: "```py" + "." * n + "x\nx\n```"]
+    _check_that_time_is_linear(PARSERS[name], texts)
+
+
+def _repeats(head, body, tail):
+    return lambda n: head + body * (n // len(body)) + tail
+
+
+def _check_that_time_is_linear(parse, texts):
     for make in texts:
         short, long = make(4_000), make(40_000)
         parse(short)
         took = [_took(parse, short), _took(parse, long)]
-        assert took[1] < 40 * took[0] + 0.05, (long[:60], took)
+        assert took[1] < 40 * took[0] + 0.05, (long[:60], long[-60:], took)
 
 
 def _took(parse, completion):
