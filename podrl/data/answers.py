@@ -119,6 +119,9 @@ def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> 
     first = 0 if not all(whole) else _shared(answers)
     if not all(any(map(shape.is_learned, answer[first:])) for answer in answers):
         return "each answer must have a turn of the assistant to learn" + (" that the other has not" if first else "")
+    if all(whole) and any(answer[first]["role"] != "assistant" for answer in answers):
+        asks = " and ".join(str(dict(answer[first]))[:80] for answer in answers)
+        return f"both must ask the same, and differ in {asks} before any turn of the assistant"
     return ""
 
 

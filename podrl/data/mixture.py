@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from podrl.data import sources
+from podrl.data import shape, sources
 from podrl.data.cache import Cache, key
 from podrl.data.config import EMBEDDED, DataConfig, SourceConfig
 from podrl.data.notes import Notes, Subset
@@ -128,7 +128,7 @@ def _opened(asked: _Key) -> Opened:
     evaluation, notes = None, Notes(config.question_field, config.answer_field)
     unanswered: list[tuple[str, Sequence[str]]] = []
     if config.eval_path:
-        evaluation = _read(config, config.eval_path, "", notes, cache, None)
+        evaluation = _read(config, config.eval_path, "", notes, cache, asked.form, asks=True)
         unanswered.append((notes.unanswered(evaluation), ()))
     files = [_file(single, source, cache, asked.form) for single, source in _pairs(config)]
     held = np.unique(np.concatenate([notes.hashes, *(file.hashes[file.is_held] for file in files if file)]))
@@ -222,11 +222,22 @@ def _contents(path: str, part: str, cache: Cache) -> list[str]:
     return [cache.content(file) for file in sources.files(sources.of_split(path, part))]
 
 
-def _read(config: DataConfig, path: str, part: str, notes: Notes, cache: Cache, form: Form | None) -> sources.Records:
-    """Reads a file's records and takes notes of them, from the cache where the file is large and was read before."""
+def _read(
+    config: DataConfig, path: str, part: str, notes: Notes, cache: Cache, form: Form | None, *, asks: bool = False
+) -> sources.Records:
+    """Reads a file's records and takes notes of them, from the cache where the file is large and was read before.
+
+    Args:
+      config: settings of the source alone.
+      path, part: the file.
+      notes: of its records.
+      cache: see podrl.data.cache.
+      form: refuses records that are not of a form; None for records that must ask.
+      asks: whether records that ask need no form, as those of an evaluation, which may be prompts or given answers.
+    """
 
     def check(record: Record, place: str) -> None:
-        if form is None:
+        if form is None or (asks and shape.asked(record, config.question_field)):
             notes.check(record, place)
         else:
             form(record, place, config)
@@ -236,7 +247,7 @@ def _read(config: DataConfig, path: str, part: str, notes: Notes, cache: Cache, 
         if sources.size(file) < WORTH:
             read()
             return
-        name = key("lines", cache.content(file), notes.key, getattr(form, "__module__", ""))
+        name = key("lines", cache.content(file), notes.key, getattr(form, "__module__", ""), asks)
         if (stored := cache.load(name)) is not None:
             lines.restore(stored)
             notes.extend(stored)

@@ -105,6 +105,11 @@ class _Writer:
         chosen, rejected = made
         if isinstance(chosen, TooLong) or isinstance(rejected, TooLong):
             return TooLong()
+        if chosen.tokens == rejected.tokens:
+            raise ValueError(
+                f"'chosen' and 'rejected' are the same tokens ({chosen.text[-80:]!r}): they must differ in more than "
+                "the chat template leaves out."
+            )
         return _Pair(chosen, rejected)
 
 

@@ -22,7 +22,7 @@ from podrl.data.config import DataConfig
 from podrl.data.conversation import parts, render
 from podrl.data.dialogue import Dialogue
 from podrl.data.labels import LabelStream
-from podrl.data.pairs import PairStream
+from podrl.data.pairs import PairStream, held_out_pairs
 from podrl.data.pipeline import PromptStream
 from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.stream import Limit
@@ -514,6 +514,14 @@ def as_pieces(tokenizer):
             "that the other has not",
         ),
         (
+            {"chosen": [user("a?"), said("x")], "rejected": [user("b?"), said("y")]},
+            r"both must ask the same, and differ in .*'a\?'.* and .*'b\?'",
+        ),
+        (
+            {"chosen": [SYSTEM, user("a?"), said("x")], "rejected": [user("a?"), said("y")]},
+            "both must ask the same, and differ in .*system.* and .*user",
+        ),
+        (
             {"prompt": [user("a?")], "chosen": [said(3)], "rejected": [said("y")]},
             r"'content' of turn 0 \(assistant\) is '3'",
         ),
@@ -523,6 +531,22 @@ def as_pieces(tokenizer):
 def test_pairs_that_do_not_fit_are_refused_at_the_start(made, tmp_path, record, message):
     with pytest.raises(ValueError, match=f"rows.jsonl line 1 has .*{message}"):
         PairStream(rows(tmp_path, record), made["qwen25", False], pairs=1, max_length=200)
+
+
+def test_pairs_that_the_template_makes_equal_are_refused(made, tmp_path):
+    data = rows(tmp_path, {"prompt": [user("a?")], "chosen": [said("x")], "rejected": [said("x\n")]})
+    next(PairStream(data, made["qwen25", False], pairs=1, max_length=200))
+    with pytest.raises(ValueError, match=r"line 1: 'chosen' and 'rejected' are the same tokens \('.*x<\|eot_id\|>'\)"):
+        next(PairStream(data, made["llama3", False], pairs=1, max_length=200))
+
+
+def test_held_out_pairs_may_be_whole_conversations(made, tmp_path):
+    pairs = [{"chosen": [user(ask), said("x")], "rejected": [user(ask), said("y")]} for ask in ("a", "b")]
+    (tmp_path / "held.jsonl").write_text(json.dumps(pairs[1]) + "\n")
+    data = dataclasses.replace(rows(tmp_path, pairs[0]), eval_path=str(tmp_path / "held.jsonl"))
+    (held,) = held_out_pairs(data, made["phi4", False], count=4, pairs=2, max_length=99, key="reward_model.max_length")
+    assert [text.count("b<|im_end|>") for text in held.text] == [1, 1]
+    assert "a<|im_end|>" in next(PairStream(data, made["phi4", False], pairs=1, max_length=99)).text[0]
 
 
 def test_labelled_turns_and_their_unrelated_answers(made, tmp_path):
