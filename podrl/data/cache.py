@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import pathlib
 import secrets
 import tempfile
 import time
@@ -20,7 +21,6 @@ from etils import epath
 from podrl.runtime.storage import Place, is_remote, locate
 
 AUTO = "auto"
-_FORM = 2  # of what is kept; another number is another cache
 _SETTLED_S = 2.0  # a file changed within its clock's grain of now may change again and keep its time
 
 
@@ -96,5 +96,13 @@ def _temporary() -> "tempfile.TemporaryDirectory[str]":
 
 
 def key(*parts: Any) -> str:
-    """The checksum of values that JSON holds."""
-    return hashlib.sha256(json.dumps([_FORM, *parts]).encode()).hexdigest()
+    """The checksum of values that JSON holds, and of the code: what another version of it kept is not used."""
+    return hashlib.sha256(json.dumps([_code(), *parts]).encode()).hexdigest()
+
+
+@functools.cache
+def _code() -> str:
+    """Checksum of the code that reads records, checks them and takes notes of them."""
+    here = pathlib.Path(__file__).parent
+    files = [*sorted(here.glob("*.py")), here.parent / "runtime" / "plain.py"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

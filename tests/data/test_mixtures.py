@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from podrl.data import mixture
+from podrl.data import cache, mixture
 from podrl.data.mixture import split
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts, longest_prompt
 from podrl.data.sft import check_form
@@ -140,6 +140,9 @@ def test_what_was_read_is_cached_by_content(files, monkeypatch):
     (files / "a.jsonl").write_text((files / "a.jsonl").read_text() + '{"question": "new", "answer": "1"}\n')
     changed = found()
     assert len(read) == 181 and {"question": "new", "answer": "1"} in changed[0] and changed[1] == first[1]
+    assert found() == changed and len(read) == 181
+    monkeypatch.setattr(cache, "_code", lambda: "of another version, which may refuse what this one accepts")
+    assert found() == changed and len(read) == 181 + 121
 
 
 def test_files_and_cache_may_lie_in_a_bucket(files, bucket, monkeypatch):
