@@ -108,28 +108,39 @@ _OTHER_FORMS = str.maketrans(
     | dict.fromkeys("\u00d7\u22c5\u00b7\u2217", "*")
     | dict.fromkeys("\u2260\u2264\u2265\u00b1\u03c0\u221a\u221b\u221c\u221e\u2211\u220f\u222b\u2202", "\0")
     | dict.fromkeys("\u0305\u0307", "\0")  # a bar or a point over a repeating digit
+    | dict.fromkeys("\u2308\u2309\u230a\u230b\u2223", "|")
     | {"\u2030": "/1000", "\u2031": "/10000"}
 )
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 # What is written differently in LaTeX, HTML and Markdown; every pattern is tried at bounded cost at each place.
 _REWRITTEN = [
     (re.compile(r"\A\s*[*\u2022][ \t]+"), ""),  # the mark of a list
-    (re.compile(r"\s+|\\(?:left|right|q?quad|(?:display|text)style)(?![A-Za-z])|\\[ ()\[\]]"), " "),
+    (
+        re.compile(
+            r"\s+|\\(?:left|right|q?quad|(?:display|text)style|[Ll]arge|LARGE|[Hh]uge|small)(?![A-Za-z])|\\[ ()\[\]]"
+        ),
+        " ",
+    ),
     (re.compile(r"\\[,!;:]|(?<=\d)\{(?=,\})|(?<=\d\{,)\}"), ""),
     (re.compile(r"\\([%$#&_])"), r"\1"),
+    (re.compile(r"\\(?:text)?color ?\{[^{}]{1,50}\}"), ""),
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
     (re.compile(r"\\div(?![A-Za-z])"), "/"),
     (re.compile(r"\\approx(?![A-Za-z])"), "="),
     (re.compile(r"\^ ?[{(] ?([-+]?[0-9]{1,9}) ?[})]"), r"^\1"),
+    (re.compile(r"(?<=\d) ?\^ ?(?=[-+]?\d)"), "^"),
     (re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"), "\u00b0"),
     (re.compile(r"(?<=\d)(\.\d{0,99})\\(?:overline|bar|dot) ?(?:\{ ?(\d{1,99}) ?\}|(\d))"), "\\1\x01\\2\\3"),
     (
-        re.compile(r"\\(?:text(?:bf|rm|it|sf|tt)?|math(?:rm|bf|it|sf|tt)|mbox|emph|bm|boldsymbol) ?" + _IN_BRACES),
+        re.compile(
+            r"\\(?:text(?:bf|rm|it|sf|tt)?|math(?:rm|bf|it|sf|tt)|mbox|emph|bm|boldsymbol|bold|underline) ?"
+            + _IN_BRACES
+        ),
         r" \1",
     ),
-    (re.compile(rf"\\[dtc]?frac ?{_ARGUMENT} ?{_ARGUMENT}{_NO_DIGIT}"), r" \1\2/\3\4"),
-    (re.compile(rf"\\[dtc]?frac ?([0-9]) ?([0-9]){_NO_DIGIT}"), r" \1/\2"),
-    (re.compile(r"\\(?:boxed|fbox|underline) ?" + _IN_BRACES), r" \1 "),
+    (re.compile(rf"\\(?:[dtcs]|nice)?frac ?{_ARGUMENT} ?{_ARGUMENT}{_NO_DIGIT}"), r" \1\2/\3\4"),
+    (re.compile(rf"\\(?:[dtcs]|nice)?frac ?([0-9]) ?([0-9]){_NO_DIGIT}"), r" \1/\2"),
+    (re.compile(r"\\(?:boxed|fbox) ?" + _IN_BRACES), r" \1 "),
     (re.compile(r"</?(?!(?:answer|reasoning|think)\b)[A-Za-z][^<>]{0,200}>"), " "),  # HTML; tags of the form are none
     (re.compile(r"(?<=[\d)])\*\*(?=[-+(]?\d)"), "^"),
     (re.compile(r"(?<![\w*])(\*{1,3}|_{1,2})(?! )([^*]{1,200})\1(?![\w*])"), r" \2 "),
@@ -180,7 +191,7 @@ _SCALE = re.compile("|".join(_SCALES))
 _NUMBER = re.compile(
     rf"""
     (?P<sign>[-+][ ]?)?+ (?:(?P<money>\$)[ ]?(?P<inner_sign>[-+])?+)?+
-    (?:(?P<whole>[0-9]{{1,15}})(?:[ ](?![0-9]{{3}}(?![0-9]))|[ ]and[ ])(?=[0-9]{{1,15}}[ ]?/[ ]?[0-9]))?+
+    (?:(?P<whole>[0-9]{{1,15}})(?:[ ](?![0-9]{{3}}(?![0-9]))|[ ]and[ ])(?=[1-9][0-9]{{0,14}}[ ]?/[ ]?[0-9]))?+
     (?P<top>{_RUN}) (?:{_POWER % "top_power"})?+
     (?:[ ]?/[ ]?(?P<under_sign>-)?+(?P<bottom>{_RUN}) (?:{_POWER % "bottom_power"})?+)?+
     (?:[ ]?[*xX][ ]?10{_POWER % "ten"})?+
@@ -199,9 +210,9 @@ _JOINS = re.compile(
     r"[ ()]*(?:[-+*/^:,;]|x|X|(?:times|plus|minus|over|divided by|to|by|of|out of|in|per|mod|and)\b)[ ()]*"
     r"|[)\]]?[\[(]?| "
 )
-_FUNCTIONS = r"(?:(?:arc)?(?:sin|cos|tan|cot)h?|sqrt|cbrt|log|ln|exp|abs)"
+_FUNCTIONS = r"(?:(?:arc)?(?:sin|cos|tan|cot)h?|sqrt|cbrt|log|ln|lg|exp|abs)"
 # Abbreviations of one and two letters that follow a number; other short words after digits are unknowns.
-_UNITS_OF_1 = "[mgshlVWANJCF]"
+_UNITS_OF_1 = "[mgshlLVWANJCF]"
 _UNITS_OF_2 = (
     "(?:(?i:km|cm|mm|nm|kg|mg|lb|oz|ft|in|yd|mi|ml|dl|cl|hr|pm|am|st|nd|rd|th|hz|gb|mb|kb|tb|cc|ha|pt|qt|pc|px|pp|pg|gm"
     "|gr|dm|sq|cu|mo|yr|wk|rs|ct|kr)|ms|us|ns|ly|AU|mW|kW|MW|GW|mV|kV|mA|kJ|kN|dB|Pa|eV)"
@@ -216,16 +227,17 @@ _GOES_ON = re.compile(
     rf"""
     # operators, indices, and brackets
     [ ]?[+*^][ ]?[\w($\{{-] | [ ]?[-/][ ]?(?:-?\(|-?[A-Za-z](?![A-Za-z])|pi\b) | _+[0-9{{]
-    | \([ ]?(?!{_UNITS_OF_1})[a-z][ ]?[-+*/^)]
+    | [)\]]?\([ ]?(?!{_UNITS_OF_1})[a-z][ ]?[-+*/^)]
     # unknowns, constants and functions
     | [)\]]?[ ]?(?:{_FUNCTIONS}|pi|theta|alpha|beta|lambda|[xyznie]|[xyz]{{2,3}}){_WHOLE}(?!\.[a-z]|-[A-Za-z]{{2}})
     | [)\]]?(?:(?!{_UNITS_OF_1})[A-Za-z]|{_UNKNOWNS}|pi[a-z]){_WHOLE}
     | [ ](?:(?!{_UNITS_OF_1}|[kbdtKMBGT](?![ ]?[-+*^]))[A-Za-z]|(?=[a-z]{{2}}){_UNKNOWNS}){_ENDS}(?!-[A-Za-z]{{2}})
     | [ ]?[\u03b1-\u03bb\u03bd-\u03c9\u0394\u0398\u039b\u03a3\u03a6\u03a8]
     # digits of another notation: 0x10, 1e3.5, 5C2, 5 R2; but 5 m2
-    | (?!(?:[cdkm]?m|in|ft)[23]\b)[A-Za-z]{{1,4}}_?[0-9] | [ ](?!m[23]\b)[a-zR]_?[0-9] | [xX][0-9A-Fa-f]+\b
+    | (?!(?:[cdkm]?m|in|ft)[23]\b)[A-Za-z]{{1,4}}_?[0-9] | \.[eE][-+]?[0-9]
+    | [ ](?!m[23]\b)[a-zER]_?[0-9] | [xX][0-9A-Fa-f]+\b
     # words
-    | [ ](?i:(?:and[ ](?:an?[ ]|one[ ])?|an?[ ]|one[ ])(?:half|third|quarter|fourth|fifth|tenth)\b
+    | [ ](?i:and[ ](?:{_ONES})\b|(?:and[ ](?:an?[ ]|one[ ])?|an?[ ]|one[ ])(?:half|third|quarter|fourth|fifth|tenth)\b
       |(?:halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths|hundredths|thousandths|millionths)\b
       |(?:squared|cubed|factorial|per[ ]?mille?)\b | to[ ]the[ ](?:power|second|third|[a-z]+th)\b)
     | (?<=[a-z])[ ](?:and[ ])?(?i:{_ONES}|ten|eleven|twelve|[a-z]{{3,5}}teen|[a-z]{{3,5}}ty|{"|".join(_SCALES)})
@@ -237,7 +249,7 @@ _GOES_ON = re.compile(
 _FUNCTION = re.compile(
     rf"""
     (?<![A-Za-z])(?i:{_FUNCTIONS})(?:_?[0-9]+(?=[ ]?\(|[ ][0-9]))?[ ]?[-$]?(?:[(\[{{]|\.?[0-9])
-    | (?<=[A-Za-z][A-Za-z])\([^()0-9]*+[0-9] | [-+*/^][ ]?\( | \)(?=[0-9]) | \|
+    | (?<=[A-Za-z][A-Za-z])\([^()0-9]*+[0-9] | [-+*/^][ ]?\$?[ ]?[(\[{{] | \)(?=[0-9]) | \|
     | \b(?i:(?:roots?|half|third|quarter|square|cube|absolute[ ]value|reciprocal|logarithm|factorial)[ ]of
       |twice|thrice|double|triple)[ ][-$]?\.?[0-9]
     """,

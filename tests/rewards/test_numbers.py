@@ -106,6 +106,10 @@ TABLE = {
     r"-2.\bar3": "-7/3", r"5\overline{3}": None, "0.3\u0305": None, "* 5": "5", "\u2022 5": "5", "* 5 * 3": None,
     "5 i.e. five": "5", "5 z\u0142": "5", "5 N*m": "5", "5 kg*m/s^2": "5", "5 x-rays": "5", "5 T-shirts": "5",
     "12 eggs (a dozen)": "12", "5 c\u00b0 - x": None,
+    "(2)(x)": None, "lg 100": None, "\u230a2.5\u230b": None, "2 and three quarters": None, "1 00/3": None,
+    "5.e3": None, "5 E3": None, "-[5]": None, "-{5}": None, "-$(5)": None, r"\boxed{\underline{5}}": "5",
+    r"\textcolor{red}{5}": "5", r"\color{red}5": "5", r"\nicefrac{1}{2}": "1/2", r"\Large 5": "5",
+    "5 \u00d7 10 ^ 3": "5000", "5 permille": None, "5 ft-lb": "5", "2 L": "2", "0.5L": "1/2", "5 R2 units": None,
     # none
     "": None, "four": None, "nan": None, "inf": None, "no number": None, "\uff11\uff12": "12", "\u0661\u0662": "12",
 }  # fmt: skip
