@@ -313,8 +313,10 @@ class _Writing:
         """
         if not alone:
             raise self.fault(i, "writes nothing of the turn")
-        said = alone.removesuffix(self._closing)
-        mark = next((said[a:b] for a, b in self._tokenizer.special_spans(said) if b == len(said)), "")
+        mark, closing = self._ending
+        said = alone.removesuffix(closing)
+        if mark is None or self.messages[i].get("tool_calls"):  # calls may end otherwise
+            mark = next((said[a:b] for a, b in self._tokenizer.special_spans(said) if b == len(said)), "")
         said = said.removesuffix(mark)
         whole = self.whole[start:]
         stop = len(said)
@@ -357,17 +359,26 @@ class _Writing:
         raise self.fault(i, f"writes {said!r} of the turn alone and {whole[: len(said)]!r} as others follow")
 
     @functools.cached_property
-    def _closing(self) -> str:
-        """The text that the template writes behind the end mark of the last turn of a conversation."""
+    def _ending(self) -> tuple[str | None, str]:
+        """What the template writes behind the words of a conversation's last turn: (end mark, text behind that).
+
+        The mark is the special token that ends the turn, the last one where two do; '' where there is none, and None
+        where the template takes no such turn.
+        """
         said = [_ASK, {"role": "assistant", "content": self._word}]
         try:
             last, earlier = (self.write(turns, add_generation_prompt=False) for turns in (said, [*said, _ASK]))
         except ValueError:
-            return ""
+            return None, ""
         last, earlier = (text.partition(self._word)[2] for text in (last, earlier))
-        shared = _shared(last, earlier)
-        ends = [end for _, end in self._tokenizer.special_spans(last) if end <= shared]
-        return last[ends[-1] :] if ends else ""
+        shared, mark, ends, closing = _shared(last, earlier), "", 0, ""
+        for start, end in self._tokenizer.special_spans(last):
+            # Behind other text it is no mark, as where a prompt is always written; nor is what only a last turn has.
+            if mark and (start > ends or ends <= shared < end):
+                break
+            mark, ends = last[start:end], end
+            closing = last[end:] if end <= shared else closing
+        return mark, closing
 
     def _check_written(self) -> None:
         """Raises ValueError where the template passes a message or a call over, or writes arguments as text in text."""

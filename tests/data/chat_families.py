@@ -151,6 +151,11 @@ PHI3 = (
     + "{{ '\\n' }}{% else %}{{ m.content + '<|end|>\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"
 )  # fmt: skip
+PHI4_MINI = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}" + G + "{{ m.content + '<|end|>' }}" + E
+    + "{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
+)  # fmt: skip
 # DeepSeek R1 distilled: thoughts are never written, the prompt opens one, nothing opens the turn after a tool's.
 R1 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}"
@@ -275,6 +280,7 @@ FAMILIES = {
     "mistral7": Family(MISTRAL7, ("</s>",), (*_INST, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), "<s>"),
     "phi4": Family(PHI4, ("<|im_end|>",), (*_IM, "<|im_sep|>"), roles=("system",)),
     "phi3": Family(PHI3, ("<|endoftext|>", "<|end|>"), ("<|user|>", "<|assistant|>", "<|system|>"), roles=("system",)),
+    "phi4_mini": Family(PHI4_MINI, ("<|endoftext|>", "<|end|>"), ("<|user|>", "<|assistant|>", "<|system|>"), roles=("system",)),
     "r1": Family(R1, ("<｜end▁of▁sentence｜>",), _R1, "<｜begin▁of▁sentence｜>"),
     "glm": Family(GLM, ("<|endoftext|>", "<|user|>", "<|observation|>"), ("[gMASK]", "<sop>", "<|assistant|>", "<|system|>")),
     "harmony": Family(HARMONY, ("<|return|>", "<|call|>"), _PIPES, calls=1),

@@ -1,4 +1,4 @@
-"""Conversations in the forms of eighteen families: the text is the template's, and the assistant's turns are learned.
+"""Conversations in the forms of nineteen families: the text is the template's, and the assistant's turns are learned.
 
 What is learned is compared with marks that stand in the templates of chat_families.py; the templates that podrl reads
 here have none, unless a test says so.
@@ -196,20 +196,20 @@ PIECES = (
     "{",
     '"',
 )
-CONTENTS = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
 
 
 @st.composite
 def dialogues(draw, family: Family):
     """Turns of a user and the assistant, with calls and thoughts where the family has them."""
+    contents = st.lists(st.sampled_from((*PIECES, *family.ends, *family.special)), max_size=5).map("".join)
     messages = [SYSTEM] if "system" in family.roles and draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
-        messages.append(user(draw(CONTENTS)))
+        messages.append(user(draw(contents)))
         while family.roles[-1:] == ("tool",) and draw(st.booleans()):
-            calls = [call(x=draw(CONTENTS)) for _ in range(draw(st.integers(1, family.calls)))]
-            messages += [said(draw(CONTENTS), tool_calls=calls), *(tool(draw(CONTENTS)) for _ in calls)]
-        thoughts = {"reasoning_content": draw(CONTENTS)} if draw(st.booleans()) else {}
-        messages.append(said(draw(CONTENTS), **thoughts))
+            calls = [call(x=draw(contents)) for _ in range(draw(st.integers(1, family.calls)))]
+            messages += [said(draw(contents), tool_calls=calls), *(tool(draw(contents)) for _ in calls)]
+        thoughts = {"reasoning_content": draw(contents)} if draw(st.booleans()) else {}
+        messages.append(said(draw(contents), **thoughts))
     return messages
 
 
@@ -331,6 +331,24 @@ def test_the_header_of_a_first_turn_is_not_learned(tmp_path):
     )
     tokenizer = Tokenizer(written(tmp_path / "model", Family(template, ("<|endoftext|>",))))
     assert shown(tokenizer, [said("1"), user("a"), said("2")]) == "1<|endoftext|>2<|endoftext|>"
+
+
+def test_the_header_of_a_prompt_that_is_always_written_is_not_learned(tmp_path):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\\n' }}"
+    )
+    tokenizer = Tokenizer(written(tmp_path / "model", Family(template, ("<|im_end|>",), ("<|im_start|>",))))
+    assert shown(tokenizer, [user("a"), said("1"), user("b"), said("2")]) == "1<|im_end|>2<|im_end|>"
+
+
+def test_words_that_end_with_a_special_token_end_no_turn(made):
+    chat = [user("a"), said("<sop>"), user("b"), said("1<|endoftext|>"), user("c"), said("2")]
+    assert shown(made["glm", False], chat) == "".join(
+        f"\n<think></think>\n{words}" for words in ("<sop><|user|>", "1<|endoftext|><|user|>", "2")
+    )
+    chat = [user("a"), said("1<|im_end|>"), user("b"), said("<|endoftext|>")]
+    assert shown(made["phi4", False], chat) == "1<|im_end|><|im_end|><|endoftext|><|im_end|>"
 
 
 @pytest.mark.parametrize("name", ["phi4", "gemma2", "r1"])
