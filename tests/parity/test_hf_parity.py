@@ -15,8 +15,9 @@ from podrl.models.tensor_files import scan_directory  # noqa: E402
 
 pytestmark = [
     pytest.mark.parity,
-    pytest.mark.filterwarnings("ignore"),
-]  # torch and transformers warn about themselve, pytest.mark.nightly("podrl/models")]
+    pytest.mark.filterwarnings("ignore"),  # torch and transformers warn about themselves
+    pytest.mark.nightly("podrl/models", "tests/parity"),
+]
 
 TIME, NEW = 20, 32
 

@@ -14,7 +14,11 @@ from podrl.job.config import TINY  # noqa: E402
 from podrl.mesh import build  # noqa: E402
 from podrl.models import Decoder, LoraConfig, from_pretrained  # noqa: E402
 
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore"), pytest.mark.nightly("podrl/models")]
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.nightly("podrl/models", "podrl/export.py", "tests/parity"),
+]
 
 BY_NAME = {name: (config_class, changes) for name, config_class, changes in hf_cases.CASES}
 LORA = LoraConfig(rank=3, alpha=12.0)
