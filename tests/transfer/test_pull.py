@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl.mesh.build import make_mesh
-from podrl.runtime.channel import Channel, ChannelError
+from podrl.runtime.channel import Channel, ChannelError, LateError
 from podrl.runtime.message import Message
 from podrl.transfer.pull.fetch import PullReceiver, TransferTimeoutError, VersionGoneError
 from podrl.transfer.pull.serve import PullServer
@@ -144,8 +144,10 @@ def test_versions_are_waited_for_kept_and_gone(asks):
     values, params = trainer(1)
     tree = server.serve("all", params, target_dtype=jnp.bfloat16, keep=2)
     receiver = PullReceiver("all", wanted(), asks(server))
-    hasty = PullReceiver("all", wanted(), asks(server), timeout=3.0)
-    with pytest.raises(TransferTimeoutError, match=r"process 0 offered nothing of 'all' within 3 s"):
+    hasty = PullReceiver("all", wanted(), asks(server), timeout=1.0)
+    with pytest.raises(
+        TransferTimeoutError, match=r"did not offer version 0 or later of 'all' within 1 s; it holds none"
+    ):
         hasty.receive(1)
     for version in (1, 2, 3):
         tree.offer(params, version)
@@ -159,6 +161,25 @@ def test_versions_are_waited_for_kept_and_gone(asks):
     for late in (hasty.receive, hasty.await_version):
         with pytest.raises(TransferTimeoutError, match=r"did not offer version 4 of 'all' .* it holds 2, 3"):
             late(4)
+
+
+def test_a_trainer_that_has_nothing_yet_and_answers_late_is_told_by_what_it_said(asks):
+    """The last question before the deadline gets no answer any more."""
+    server, questions = PullServer(), []
+    server.serve("all", trainer(1)[1], target_dtype=jnp.bfloat16)
+    ask = asks(server)
+
+    class Never:
+        def wait(self, deadline_s, what):
+            raise LateError(f"No answer within {deadline_s:g} s from {what}.")
+
+    def once(process, request):
+        questions.append(request["op"])
+        return ask(process, request) if len(questions) == 1 else Never()
+
+    with pytest.raises(TransferTimeoutError, match=r"did not offer version 0 or later of 'all' .* it holds none"):
+        PullReceiver("all", wanted(), once).receive(1)
+    assert questions == ["join", "join"]
 
 
 def test_a_version_that_is_held_stays_beside_the_newest_until_another_is(asks):

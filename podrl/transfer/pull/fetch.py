@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from podrl.runtime.message import Message
+from podrl.runtime.request import LateError
 from podrl.transfer.boxes import Joiner, Slots
 from podrl.transfer.move import Move, drive
 from podrl.transfer.pull.handshake import Ask, Reads, Reply, Side, Words, pull_plan
@@ -136,13 +137,6 @@ class PullReceiver:
     def _join(self) -> "_Joined":
         me = {"target": self._side.message(), "process": jax.process_index()}
         first = self._ask(0, "join", **me)
-        while not first["versions"]:
-            if time.monotonic() > self._deadline:
-                raise TransferTimeoutError(
-                    f"Trainer process 0 offered nothing of {self._name!r} within {self._timeout:g} s."
-                )
-            time.sleep(_POLL_S)
-            first = self._ask(0, "join", **me)
         source = Side.read(first["source"])
         replies = {p: first if p == 0 else self._ask(p, "join", **me) for p in source.processes}
         return _Joined(replies, source, self._side, self._devices, self._shardings)
@@ -167,12 +161,23 @@ class _Asked:
         self._reply: Reply = ask(process, request)
 
     def result(self) -> Message:
-        """Waits for the reply until the deadline."""
+        """Waits for the reply until the deadline.
+
+        Raises:
+          TransferTimeoutError: the trainer process does not have what was asked for, by what it said last.
+          LateError: it has said nothing.
+        """
         name, asked = self._request["tree"], self._request
         what = f"trainer process {self.process}: {asked['op']} of {name!r}"
+        held: Sequence[int] | None = None  # the trainer's versions as of its last reply, without the one asked for
         while True:
             left = self._deadline - time.monotonic()
-            message = self._reply.wait(max(left, _POLL_S), what)
+            try:
+                message = self._reply.wait(max(left, _POLL_S), what)
+            except LateError:  # also a trainer that has nothing yet may answer late at the very end
+                if held is None:
+                    raise
+                raise self._not_offered(held) from None
             reply = message.value
             if "error" in reply:
                 raise ValueError(f"Trainer process {self.process} refuses to serve {name!r}: {reply['error']}")
@@ -185,13 +190,18 @@ class _Asked:
                 )
             if "wait" not in reply:
                 return message
+            held = reply["wait"]
             if left <= 0:
-                raise TransferTimeoutError(
-                    f"Trainer process {self.process} did not offer version {asked.get('version', '0 or later')} of "
-                    f"{name!r} within {self._timeout:g} s; it holds {_words(reply['wait'])}."
-                )
+                raise self._not_offered(held)
             time.sleep(_POLL_S)
             self._reply = self._ask(self.process, self._request)
+
+    def _not_offered(self, held: Sequence[int]) -> TransferTimeoutError:
+        name, version = self._request["tree"], self._request.get("version", "0 or later")
+        return TransferTimeoutError(
+            f"Trainer process {self.process} did not offer version {version} of {name!r} within {self._timeout:g} s; "
+            f"it holds {_words(held)}."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

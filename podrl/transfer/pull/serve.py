@@ -65,7 +65,7 @@ class PullServer:
                 return {} if max(known, default=-1) >= int(request["version"]) else {"wait": known}
             if request["op"] == "join":
                 reply = tree.join(Side.read(request["target"]), int(request["process"]))
-                return {"session": self._session, **reply}
+                return {"session": self._session, **reply} if reply["versions"] else {"wait": []}
             if request["session"] != self._session:
                 return {"rejoin": True}
             receiver = int(request["receiver"])
