@@ -38,8 +38,10 @@ ABOUT = {
 }
 TOOLS = pytest.mark.nightly("podrl/environments", "podrl/rollout/episodes.py")
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as users' are
-# Steps that a process is killed after; a rollout host of a split pod takes nobody along, mostly.
+# Steps that a process is killed after, by night all, otherwise one of them; a rollout host of a split pod takes nobody
+# along, mostly.
 STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
+ALL_STEPS = pytest.mark.nightly("tests/adversity/kills.py", "podrl/runtime/checkpoint.py", "podrl/rundir/run.py")
 
 
 def _cases(names):
@@ -64,12 +66,15 @@ def _combination(topology: str) -> str:
     return names[(_commit() + 3 * list(STEPS_OF).index(topology)) % len(names)]
 
 
+@pytest.mark.parametrize("count", [1, pytest.param(None, marks=ALL_STEPS, id="all")])
 @pytest.mark.parametrize("topology", _cases(STEPS_OF))
-def test_runs_killed_after_their_steps_end_as_undisturbed_ones(topology, tmp_path):
-    variant = _combination(topology)
+def test_runs_killed_after_their_steps_end_as_undisturbed_ones(topology, count, tmp_path):
+    """With every commit a process dies after one step, another one with each; by night after all steps."""
+    variant, rng = _combination(topology), random.Random(_commit())
     whole = undisturbed(variant, tmp_path / "whole")
     _knows_all_versions(whole.workdir)
-    kills = killed_after_steps(variant, tmp_path, whole, random.Random(variant), STEPS_OF[topology])
+    steps = STEPS_OF[topology] if count is None else rng.sample(STEPS_OF[topology], count)
+    kills = killed_after_steps(variant, tmp_path, whole, rng, steps)
     assert kills, f"No kill met a live run of {variant}."
     print(f"{variant}: {kills}")  # noqa: T201 - which one it was
 

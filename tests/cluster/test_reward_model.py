@@ -166,6 +166,7 @@ def test_it_may_not_share_devices_with_the_actor():
             ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=generation)
 
 
+@pytest.mark.nightly("podrl/models", "podrl/cluster/reward_model.py")
 @pytest.mark.parity
 def test_same_scores_as_transformers(directory):
     torch = pytest.importorskip("torch")

@@ -135,6 +135,7 @@ def directory(request, tmp_path):
     return tmp_path
 
 
+@pytest.mark.nightly("podrl/data")
 @pytest.mark.parity
 def test_conversations_are_those_of_transformers(directory):
     transformers = pytest.importorskip("transformers")

@@ -220,6 +220,7 @@ def test_conversations_of_any_words(made, name, data):
     check(made, name, data.draw(dialogues(FAMILIES[name])), tools_for(name))
 
 
+@pytest.mark.nightly("podrl/data")
 @pytest.mark.parity
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_and_masks_are_those_of_transformers(made, name):

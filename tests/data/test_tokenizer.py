@@ -196,6 +196,7 @@ def test_broken_sentencepiece_model(tmp_path):
         Tokenizer(tmp_path)
 
 
+@pytest.mark.nightly("podrl/data")
 @pytest.mark.parity
 def test_transformers_reads_the_embedded_tokenizer(tiny):
     transformers = pytest.importorskip("transformers")

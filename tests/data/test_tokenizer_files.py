@@ -131,6 +131,7 @@ def test_one_rule_gives_the_start_token_everywhere(tmp_path, case, template):
     assert tokenizer.encode("<|begin_of_text|>1", start=True) == tokenizer.encode("<|begin_of_text|>1")
 
 
+@pytest.mark.nightly("podrl/data")
 @pytest.mark.parity
 @pytest.mark.parametrize("case", _STARTS)
 def test_transformers_begins_plain_texts_alike(tmp_path, case):
@@ -142,6 +143,7 @@ def test_transformers_begins_plain_texts_alike(tmp_path, case):
         assert ours.encode(text, start=True) == theirs(text)["input_ids"]
 
 
+@pytest.mark.nightly("podrl/data")
 @pytest.mark.parity
 @pytest.mark.parametrize("name", ["tiny", "tiny_tools"])
 def test_transformers_begins_plain_texts_of_the_embedded_checkpoints_alike(name):

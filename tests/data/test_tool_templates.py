@@ -184,6 +184,7 @@ def made(tmp_path_factory):
     return {name: written(place / name, name, plain=tags if name == "qwen3" else ()) for name in FAMILIES}
 
 
+@pytest.mark.nightly("podrl/data")
 @pytest.mark.parity
 @pytest.mark.parametrize("family", FAMILIES)
 def test_conversations_with_tools_are_those_of_transformers(family, made):

@@ -82,6 +82,7 @@ def test_killed_they_go_on_where_they_were(alone, scorer, tmp_path):
     same_end(tmp_path / "run", alone.workdir)
 
 
+@pytest.mark.nightly("podrl/cluster", "podrl/learner/ppo.py", "podrl/learner/pods")
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_a_pod_trains_them_as_one_process_does(topology, alone, scorer, tmp_path):
     """Two trainer hosts have a device each for actor and critic; two rollout hosts, for decoding and scoring."""

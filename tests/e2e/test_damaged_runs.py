@@ -13,6 +13,7 @@ from processes import TWO_DEVICES, job, run, same_end, trained_steps
 from podrl.runtime.checkpoint import read_state
 
 pytestmark = pytest.mark.e2e
+CHECKPOINT = "podrl/runtime/checkpoint.py"
 PLAIN = ("--config.eval.problems=0", TWO_DEVICES)
 
 
@@ -29,7 +30,10 @@ def data_files(checkpoint: pathlib.Path) -> list[pathlib.Path]:
     return sorted(files, key=lambda p: p.stat().st_size, reverse=True)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "emptied", "deleted"])
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", *(pytest.param(how, marks=pytest.mark.nightly(CHECKPOINT)) for how in ("emptied", "deleted"))],
+)
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage, whole, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(whole, workdir)

@@ -132,7 +132,17 @@ def get_config():
 """
 
 
-@pytest.mark.parametrize("hosts", [("0", "1", "2", "3"), ("1",), ("3",)], ids=["all", "trainer 1", "rollout 1"])
+WHO_TELLS = pytest.mark.nightly("podrl/launch.py", "podrl/runtime", "podrl/learner/pods")
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param(("0", "1", "2", "3"), id="all", marks=WHO_TELLS),
+        pytest.param(("1",), id="trainer 1"),
+        pytest.param(("3",), id="rollout 1", marks=WHO_TELLS),
+    ],
+)
 def test_an_error_on_one_host_or_on_all_is_shown_once(hosts, tmp_path, descendants):
     (tmp_path / "failing.py").write_text(f"HOSTS, BASE = {hosts!r}, {find_config('grpo_gemma.py')!r}\n{_FAILING}")
     with job(tmp_path / "run", *FOUR, "--config=failing.py") as running:
@@ -145,7 +155,7 @@ def test_an_error_on_one_host_or_on_all_is_shown_once(hosts, tmp_path, descendan
     _end_of(descendants)
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", [pytest.param(0, marks=WHO_TELLS), 1])
 def test_a_trainer_that_dies_in_a_collective_is_told_in_a_line(host, tmp_path, descendants):
     with job(tmp_path / "run", *FOUR) as running:
         running.wait_for_step(1)

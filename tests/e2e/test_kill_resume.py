@@ -53,17 +53,12 @@ def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:
     return lambda started: started.wait_for("a checkpoint being written", lambda: caught(started), every_s=0.0)
 
 
-def test_killed_after_a_step_between_two_checkpoints(uninterrupted, tmp_path):
+def test_killed_before_the_first_checkpoint_between_two_during_one_and_before_the_last_evaluation(
+    uninterrupted, tmp_path
+):
     workdir = tmp_path / "run"
-    killed(workdir, lambda started: started.wait_for_step(3), *EVALUATING)
-    resumed = run(workdir, *EVALUATING)
-    assert "Resumed after step" in resumed.stdout
-    same_end(workdir, uninterrupted)
-
-
-def test_killed_before_the_first_checkpoint_then_during_one_then_before_the_last_evaluation(uninterrupted, tmp_path):
-    workdir = tmp_path / "run"
-    killed(workdir, lambda started: started.wait_for_step(1), *EVALUATING)
+    for step in (1, 3):
+        killed(workdir, lambda started, step=step: started.wait_for_step(step), *EVALUATING)
     killed(workdir, while_writing_a_checkpoint(after=2), *EVALUATING)
     left = [name for name in os.listdir(workdir / "checkpoints") if not name.isdigit()]
     assert left, "the kill came too late: no unfinished checkpoint is left"
@@ -73,7 +68,8 @@ def test_killed_before_the_first_checkpoint_then_during_one_then_before_the_last
 
     killed(workdir, last_step_saved, *EVALUATING)
     assert not (workdir / "summary.json").exists()
-    run(workdir, *EVALUATING)
+    resumed = run(workdir, *EVALUATING)
+    assert "Resumed after step" in resumed.stdout
     same_end(workdir, uninterrupted)
     assert (workdir / "summary.json").exists()
     with contextlib.suppress(FileNotFoundError):
@@ -96,6 +92,7 @@ VARIANTS = {"stale-lora": STALE_LORA, "mu2-mini-batches": SEVERAL_UPDATES, "seq"
 
 
 ABOUT = {
+    "stale-lora": ("podrl/models/lora.py", "podrl/rollout/windows.py", "podrl/learner/generation.py"),
     "mu2-mini-batches": ("podrl/trainer", "podrl/learner/grpo.py"),
     "seq": ("podrl/trainer", "podrl/models/time_cut.py"),
 }
@@ -103,10 +100,7 @@ ABOUT = {
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        pytest.param(flags, id=name, marks=[pytest.mark.nightly(*ABOUT[name])] if name in ABOUT else [])
-        for name, flags in VARIANTS.items()
-    ],
+    [pytest.param(flags, id=name, marks=[pytest.mark.nightly(*ABOUT[name])]) for name, flags in VARIANTS.items()],
 )
 def test_variants_of_the_loop_resume_too(variant, tmp_path):
     whole, workdir = tmp_path / "whole" / "run", tmp_path / "killed" / "run"

@@ -60,6 +60,8 @@ PODS = {
 EVERY_TIME = ("shared, 2 hosts", "split, 4 hosts")
 MESHES = pytest.mark.nightly("podrl/mesh", "podrl/transfer", "podrl/cluster", "podrl/runtime/roles.py")
 SPLIT = PODS["split, 4 hosts"]
+# Where no numbers are compared: a process with one device starts in half of the time.
+SHARED = (*PODS["shared, 2 hosts"], "--fake_devices=1", "--config.eval.problems=4")
 REPLICA = (
     *(*SPLIT, "--fake_devices=1", "--config.trainer.max_steps=5", "--config.eval.problems=0"),
     *("--config.roles.trainer.mesh=seq=2", "--config.roles.rollout.mesh=tensor=2"),
@@ -284,15 +286,6 @@ def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     assert coefs[1] == pytest.approx(coefs[0], rel=1e-5)
 
 
-def test_a_killed_rollout_is_replaced_and_nothing_else_changes(tmp_path, undisturbed):
-    with job(tmp_path / "run", *SPLIT) as running:
-        running.wait_for_step(1)
-        os.kill(process(running.process.pid, 3), signal.SIGKILL)
-        running.finish()
-    assert "rollout 1 ended with signal SIGKILL; it is started again" in running.stderr
-    same_end(running.workdir, undisturbed.workdir)
-
-
 @pytest.mark.nightly("podrl/cluster/replica.py", "podrl/runtime/joining.py", "podrl/learner/pods")
 def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypatch):
     """Its second host is killed, then the trainer: nothing is different from a run of one process, nor from one whole.
@@ -336,32 +329,54 @@ def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypa
     same_end(again.workdir, whole.workdir)
 
 
-def test_a_killed_trainer_ends_the_job_and_the_same_command_resumes_it(tmp_path, undisturbed):
-    """The second trainer host dies; then, in the run that goes on, the leader does."""
-    for host, said in ((1, "Roles"), (0, "Resumed after step")):
-        with job(tmp_path / "run", *SPLIT) as running:
+# Of each start of a pod: the step after which a process is sent a signal, and its host; None is the launcher. The last
+# one has two more steps, so that the run does not end before the signal comes.
+SIGNALS = ((1, signal.SIGTERM, None), (3, signal.SIGKILL, 1), (3, signal.SIGKILL, 0), (4, signal.SIGKILL, 3))
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory) -> list[Job]:
+    """Starts one split pod four times: it is preempted, loses its second trainer, its leader, and a rollout host.
+
+    The last start goes on to the end. Each has ended, and each has an output of its own.
+    """
+    folder, ended = tmp_path_factory.mktemp("lives"), []
+    for step, number, host in SIGNALS:
+        with job(folder / "run", *SPLIT, logs=folder / str(len(ended))) as running:
+            said = "Resumed after step" if ended else "Roles"
             running.wait_for(said, lambda said=said, running=running: said in running.stdout)
-            running.wait_for_step(3 if host else 4)
-            os.kill(process(running.process.pid, host), signal.SIGKILL)
-            assert running.end() == 42, running.stderr
-        assert f"trainer {host} ended with signal SIGKILL" in running.stderr
-        assert "is gone: its connection broke" in running.stderr
-    same_end(run(tmp_path / "run", *SPLIT).workdir, undisturbed.workdir)
+            running.wait_for_step(step)
+            os.kill(running.process.pid if host is None else process(running.process.pid, host), number)
+            running.end()
+        ended.append(running)
+        assert trained_steps(running.workdir)[-1] < 6 or len(ended) == len(SIGNALS), "the signal came too late"
+    return ended
 
 
-def test_a_preempted_pod_saves_and_exits_75(tmp_path, undisturbed):
-    with job(tmp_path / "run", *SPLIT) as running:
-        running.wait_for_step(2)
-        running.signal(signal.SIGTERM)
-        assert running.end() == 75, running.stderr
-    assert "Resume with: python -m podrl.launch --config=grpo_gemma.py" in running.stdout
-    assert "--local_processes=4 --topology=split" in running.stdout
-    assert 2 <= trained_steps(running.workdir)[-1] < 6
-    same_end(run(tmp_path / "run", *SPLIT).workdir, undisturbed.workdir)
+def test_a_preempted_pod_saves_and_exits_75(lives):
+    assert lives[0].process.returncode == 75, lives[0].stderr
+    assert "Resume with: python -m podrl.launch --config=grpo_gemma.py" in lives[0].stdout
+    assert "--local_processes=4 --topology=split" in lives[0].stdout
+
+
+def test_a_killed_trainer_ends_the_job(lives):
+    for killed, host in ((lives[1], 1), (lives[2], 0)):
+        assert killed.process.returncode == 42, killed.stderr
+        assert f"trainer {host} ended with signal SIGKILL" in killed.stderr
+        assert "is gone: its connection broke" in killed.stderr
+
+
+def test_a_killed_rollout_is_replaced_and_the_job_goes_on(lives):
+    assert lives[3].process.returncode == 0, lives[3].stderr
+    assert "rollout 1 ended with signal SIGKILL; it is started again" in lives[3].stderr
+
+
+def test_what_the_same_command_resumes_ends_as_an_undisturbed_pod(lives, undisturbed):
+    same_end(lives[3].workdir, undisturbed.workdir)
 
 
 def test_a_dead_rollout_ends_a_shared_job(tmp_path):
-    with job(tmp_path / "run", "--local_processes=2") as running:
+    with job(tmp_path / "run", *SHARED) as running:
         running.wait_for_step(1)
         os.kill(process(running.process.pid, 1), signal.SIGKILL)
         assert running.end() == 42, running.stderr
@@ -369,7 +384,7 @@ def test_a_dead_rollout_ends_a_shared_job(tmp_path):
 
 
 def test_nothing_outlives_a_pod_that_is_killed(tmp_path):
-    with job(tmp_path / "run", "--local_processes=2") as running:
+    with job(tmp_path / "run", *SHARED) as running:
         running.wait_for_step(1)
         hosts = running.children()
         assert len(hosts) == 2
@@ -378,7 +393,7 @@ def test_nothing_outlives_a_pod_that_is_killed(tmp_path):
 
 
 def test_ctrl_c_on_a_pod_saves_and_leaves_nobody_behind(tmp_path):
-    with job(tmp_path / "run", "--local_processes=2") as running:
+    with job(tmp_path / "run", *SHARED) as running:
         running.wait_for_step(1)
         hosts = running.children()
         running.signal(signal.SIGINT)
@@ -387,9 +402,9 @@ def test_ctrl_c_on_a_pod_saves_and_leaves_nobody_behind(tmp_path):
     await_end(hosts)
 
 
-@pytest.mark.parametrize(("good", "step"), [(5, 3), (8, 6)], ids=["training", "evaluation"])
+@pytest.mark.parametrize(("good", "step"), [(3, 1), (4, 2)], ids=["training", "evaluation"])
 def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path, good, step):
-    """The first evaluation takes two calls, each of the six steps one; the last evaluation comes after them."""
+    """The first evaluation takes two calls, each of the two steps one; the last evaluation comes after them."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import pathlib\n"
@@ -402,7 +417,7 @@ def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path, goo
         "    return [float(len(c) % 3) for c in completions]\n"
     )
     fns = ("--config.reward.calls=batch", f"--config.reward.fns=('{rewards}:brittle',)")
-    with job(tmp_path / "run", "--local_processes=2", *fns) as running:
+    with job(tmp_path / "run", *SHARED, "--config.trainer.max_steps=2", *fns) as running:
         assert running.end() == 1, running.stderr
     assert "Reward function brittle failed" in running.stderr and "no verdict" in running.stderr
     assert f"Saved after step {step}" in running.stdout

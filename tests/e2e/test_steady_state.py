@@ -52,22 +52,41 @@ LONG = [f"Ana buys {n} books and {n + 1} pens. " + "Then she loses 2 pens. " * 3
 PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
 
 
+# Whatever they may compile late is in these.
+UPDATES = pytest.mark.nightly("podrl/trainer", "podrl/cluster", "podrl/learner/grpo.py", "podrl/rollout/engine.py")
+
+
 @pytest.mark.parametrize(
     ("lora", "settings", "algorithm"),
     [
-        (None, {}, {"beta": 0.04}),
-        (None, {"mini_batch_size": 2, "max_steps": 20}, {"beta": 0.0, "num_iterations": 2}),
-        (LoraConfig(rank=4), {"rollout": {"top_k": 20}}, {"beta": 0.04, "max_staleness": 1}),
-        (LoraConfig(rank=4), {"rollout": {"merge_adapters": True}}, {"beta": 0.04}),
-        (None, {}, {"beta": 0.04, "kl_target": 0.01, "kl_horizon": 50.0}),
-        (None, {"reference": TINY}, {"beta": 0.0, "teacher_coef": 1.0, "teacher_kl": "full"}),
-        (
+        pytest.param(None, {}, {"beta": 0.04}, id="plain"),
+        pytest.param(
+            *(None, {"mini_batch_size": 2, "max_steps": 20}, {"beta": 0.0, "num_iterations": 2}),
+            id="mu2-mini-batches",
+            marks=UPDATES,
+        ),
+        pytest.param(
+            LoraConfig(rank=4), {"rollout": {"top_k": 20}}, {"beta": 0.04, "max_staleness": 1}, id="stale-lora"
+        ),
+        pytest.param(
+            *(LoraConfig(rank=4), {"rollout": {"merge_adapters": True}}, {"beta": 0.04}),
+            id="merged-lora",
+            marks=UPDATES,
+        ),
+        pytest.param(None, {}, {"beta": 0.04, "kl_target": 0.01, "kl_horizon": 50.0}, id="steered", marks=UPDATES),
+        pytest.param(
+            *(None, {"reference": TINY}, {"beta": 0.0, "teacher_coef": 1.0, "teacher_kl": "full"}),
+            id="teacher",
+            marks=UPDATES,
+        ),
+        pytest.param(
             LoraConfig(rank=4),
             {"reference": TINY},
             {"beta": 0.0, "teacher_coef": 1.0, "teacher_kl": "top_k", "teacher_top_k": 8},
+            id="teacher-lora",
+            marks=UPDATES,
         ),
     ],
-    ids=["plain", "mu2-mini-batches", "stale-lora", "merged-lora", "steered", "teacher", "teacher-lora"],
 )
 def test_nothing_compiles_after_the_first_step(lora, settings, algorithm):
     cluster = make_cluster(lora, **settings)

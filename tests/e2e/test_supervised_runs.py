@@ -24,7 +24,11 @@ def base(name):
     return (f"--config={name}_tiny.py", *SMALL, f"--config.{name}.batch_size=8")
 
 
-@pytest.fixture(scope="module", params=["dpo", "sft"])
+# A pod passes the answers of both on as it passes samples on (tests/e2e/test_pods.py).
+OF_ANSWERS = pytest.mark.nightly("podrl/learner/answers", "podrl/learner/pods", "podrl/trainer")
+
+
+@pytest.fixture(scope="module", params=["dpo", pytest.param("sft", marks=OF_ANSWERS)])
 def whole(request, tmp_path_factory):
     """Runs each algorithm undisturbed in one process: (algorithm, run)."""
     return request.param, run(tmp_path_factory.mktemp(request.param) / "run", base=base(request.param))
@@ -46,6 +50,7 @@ def test_a_killed_run_ends_as_one_that_never_was(whole, tmp_path):
     assert done.returncode == 0 and (tmp_path / "model" / "model.safetensors").exists(), done.stderr
 
 
+@OF_ANSWERS
 def test_a_pod_learns_as_one_process_does_and_resumes_after_a_kill(whole, tmp_path):
     """Two trainer hosts take the same answers; two rollout hosts get the weights for evaluations."""
     name, alone = whole
@@ -76,7 +81,7 @@ def scores_samples(workdir, folder):
     assert record["reward/reward_model"] != 0.0
 
 
-@pytest.mark.parametrize("name", ["kto", "reward_model"])
+@pytest.mark.parametrize("name", ["kto", pytest.param("reward_model", marks=OF_ANSWERS)])
 def test_a_pod_of_two_learns_what_one_process_does(name, tmp_path):
     """One trainer host, one rollout host; whole runs that are resumed are in tests/learner/."""
     base = (f"--config={name}_tiny.py", *SMALL, f"--config.{name}.batch_size=8", "--config.trainer.max_steps=3")

@@ -66,6 +66,8 @@ def test_calls_are_answered_by_the_calculator(done):
 # Over MCP: the first steps of the same run.
 OVER_MCP = ("--config=grpo_tools.py:mcp", *SHORT, "--config.trainer.max_steps=4", "--config.eval.problems=1")
 
+OVER_HTTP = pytest.mark.nightly("podrl/environments")
+
 
 def served(kind, port):
     """The calculator as a server on a port of this machine."""
@@ -92,6 +94,7 @@ def test_the_calculator_over_stdio_to_a_pod_gives_the_same_run(done, pod):
     assert steps_of(pod.workdir) == steps_of(done.workdir)
 
 
+@pytest.mark.nightly("podrl/view", "podrl/rundir", "tests/view")
 @pytest.mark.skipif(not chromium.CHROMIUM, reason="needs a browser: Debian's package chromium")
 def test_the_page_shows_a_run_of_two_hosts_with_tools(pod, tmp_path):
     shown = {
@@ -115,6 +118,7 @@ def test_the_page_shows_a_run_of_two_hosts_with_tools(pod, tmp_path):
         assert page.said == []
 
 
+@OVER_HTTP
 def test_the_calculator_over_sse_gives_the_same_run(done, tmp_path):
     pytest.importorskip("mcp")
     (port,) = free_ports(1)
@@ -123,6 +127,7 @@ def test_the_calculator_over_sse_gives_the_same_run(done, tmp_path):
     assert steps_of(other.workdir) == steps_of(done.workdir)
 
 
+@OVER_HTTP
 def test_a_server_that_is_gone_ends_the_run_and_the_same_command_goes_on(done, tmp_path):
     """Over streamable http: killed in the middle, gone for good as the run says, and there again for the next start."""
     pytest.importorskip("mcp")
@@ -139,6 +144,7 @@ def test_a_server_that_is_gone_ends_the_run_and_the_same_command_goes_on(done, t
     assert steps_of(last.workdir) == steps_of(done.workdir)
 
 
+@pytest.mark.nightly("configs/sft_tools.py", "podrl/learner/answers")
 def test_the_checkpoint_is_trained_by_its_command(tmp_path):
     """A few steps of it, calls first and then guesses too; all of them take minutes (see configs/sft_tools.py)."""
     few = ("--config.trainer.max_steps=4", "--config.sft.full_steps=2", "--config.log.to=()")
@@ -151,6 +157,7 @@ BY_HEART = {"path": "sums", "name": "by_heart", "env": "none", "system_prompt": 
 MIXED = (f"--config.data.sources={({'path': 'sums'}, BY_HEART)!r}", "--config.env.others=('none',)")
 
 
+@pytest.mark.nightly("podrl/environments", "podrl/rollout/episodes.py", "podrl/learner/ppo.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [("--config.model.lora.rank=4",), ("--config.algorithm=ppo", "--config.ppo.beta=0.0")], ids=["lora", "ppo"]

@@ -112,6 +112,7 @@ def run_and_resume(values, workdir):
     return first
 
 
+@pytest.mark.nightly("podrl/learner/answers", "podrl/algorithms/kto.py")
 @pytest.mark.slow
 def test_a_short_run_of_kto_learns_and_resumes_bitwise(tmp_path):
     steps = run_and_resume(configured("kto", kto={"batch_size": 8}), tmp_path / "run")
@@ -119,6 +120,7 @@ def test_a_short_run_of_kto_learns_and_resumes_bitwise(tmp_path):
     assert steps[2]["kto/loss"] < steps[0]["kto/loss"]
 
 
+@pytest.mark.nightly("podrl/learner/answers", "podrl/cluster/reward_model.py", "podrl/export.py")
 @pytest.mark.slow
 def test_a_reward_model_learns_resumes_bitwise_and_scores_once_exported(tmp_path):
     values = configured(

@@ -120,6 +120,7 @@ def test_the_room_of_an_environment_is_to_be_set(tmp_path):
     podrl.GRPOLearner(cluster, podrl.GRPOConfig(), "answer")
 
 
+@pytest.mark.nightly("podrl/learner/playing.py", "podrl/rollout/episodes.py", "podrl/learner/learner.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
 def test_a_run_from_python_trains_on_turns(kind, tmp_path):

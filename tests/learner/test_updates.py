@@ -189,8 +189,9 @@ def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, mon
 
 
 def rarely(names, often):
-    """Cases of a long table: all run in CI, those of `often` in the default run too."""
-    return [pytest.param(name, marks=[] if name in often else pytest.mark.slow) for name in names]
+    """Cases of a long table: those of `often` run always, the others where what they combine has changed."""
+    seldom = [pytest.mark.slow, pytest.mark.nightly("podrl/algorithms", "podrl/trainer", "podrl/learner/grpo.py")]
+    return [pytest.param(name, marks=[] if name in often else seldom) for name in names]
 
 
 # Distillation needs a teacher, and has its own tests: test_distillation.py.

@@ -197,6 +197,7 @@ def test_what_the_kernel_does_not_take_is_refused():
         attention(q, k, v, segment_BT, **options)
 
 
+@pytest.mark.nightly("podrl/models")
 @pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])

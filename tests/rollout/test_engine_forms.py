@@ -22,6 +22,9 @@ CONFIG = RolloutConfig(
 SMALL = {"vocab_size": 300, "num_layers": 2, "model_dim": 16, "ffn_dim": 16, "window": 6}
 
 
+FORMS = pytest.mark.nightly("podrl/rollout", "podrl/models")
+
+
 def generate(tiny, check, prompts_of, config=CONFIG, atol=1e-4):
     sampling = Sampling(max_new=20)
     worker = tiny.worker(config, warm=False)
@@ -33,6 +36,7 @@ def generate(tiny, check, prompts_of, config=CONFIG, atol=1e-4):
     return rollouts
 
 
+@FORMS
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (2, 1, 128), (1, 1, 256)])
 def test_head_sizes(tiny_on, check, prompts_of, heads, kv_heads, head_dim):
@@ -55,6 +59,7 @@ def test_bfloat16(tiny_on, check, prompts_of):
     assert np.abs(error).max() > 1e-5  # it did run in bfloat16
 
 
+@FORMS
 @pytest.mark.slow
 def test_more_layers_than_are_unrolled(tiny_on, check, prompts_of):
     """Deep models scan over stacked layers; adapters and both kinds of window are stacked too."""
@@ -71,8 +76,8 @@ def test_more_layers_than_are_unrolled(tiny_on, check, prompts_of):
     ("mesh", "layers"),
     [
         ("fsdp=2", 14),
-        pytest.param("tensor=2", 2, marks=pytest.mark.slow),
-        pytest.param("data=2,fsdp=2,tensor=2", 14, marks=pytest.mark.slow),
+        pytest.param("tensor=2", 2, marks=[FORMS, pytest.mark.slow]),
+        pytest.param("data=2,fsdp=2,tensor=2", 14, marks=[FORMS, pytest.mark.slow]),
     ],
 )
 def test_meshes(tiny_on, check, prompts_of, mesh, layers):

@@ -150,7 +150,9 @@ def batches(case, row, rows):
         (32, "fsdp=2,seq=4", 0),
         # Rows of 1,100 are three blocks of attention, of which the samples fill less than one.
         *(
-            pytest.param(row, spec, lora, marks=pytest.mark.slow)
+            pytest.param(
+                row, spec, lora, marks=[pytest.mark.slow, pytest.mark.nightly("podrl/trainer", "podrl/models")]
+            )
             for row, spec, lora in [
                 (64, "fsdp=1", 2),
                 (24, "fsdp=2,tensor=2", 0),

@@ -138,6 +138,7 @@ def collective_bytes(hlo):
     return total
 
 
+@pytest.mark.nightly("podrl/transfer")
 @pytest.mark.slow
 def test_compiles_for_tpu(monkeypatch):
     """v5e 4x4 is split into 8 trainers and 8 rollouts; every value crosses once, as bfloat16."""

@@ -14,6 +14,7 @@ from podrl.view.__main__ import main
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly("podrl/view", "podrl/rundir", "tests/view"),
     pytest.mark.skipif(not CHROMIUM, reason="needs a browser: Debian's package chromium"),
 ]
 # Smallest contrast of any text with what is behind it (WCAG 2.1, 1.4.3), and that text; colours over each other mixed.
