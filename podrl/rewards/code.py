@@ -16,6 +16,7 @@ from podrl.rewards.sandbox.host import Sandboxes
 _OPENS = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[ \t]*+([^`]*+)$")
 _CLOSES = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+(?:<.*)?$")
 _QUOTE = re.compile(r" {0,3}> ?")  # the mark of a line in a block quote
+_LIST_ITEM = re.compile(r"[ \t]*+(?:[-*+]|\d{1,9}[.)])[ \t>]++")
 _ONE_LINE = re.compile(
     r"(?<!`)(`{3,}+)(?!`)([^`\n]++)\1(?!`)|(?<!~)(~{3,}+)(?!~)([^~\n]++)\3(?!~)"  # a block that ends on its first line
 )
@@ -27,8 +28,11 @@ _OTHER_LANGUAGE = re.compile(
     r"rust|rs|ruby|rb|php|perl|lua|r|julia|kotlin|swift|scala|haskell|dockerfile|makefile|pycon|mermaid)\W*+",
     re.IGNORECASE,
 )
-_DEFINES = re.compile(r"(?m)^[ \t]*+(?:@\w|(?:async )?def \w+\(|class \w+[:(]|import \w|from [\w.]+ import )")
-_LIKE_CODE = re.compile(_DEFINES.pattern + r"|^[ \t]*+(?:print\(|\w+ ?=(?!=))")
+_DEFINITION = r"(?:@\w|(?:async )?def \w+\(|class \w+[:(]|import \w|from [\w.]+ import )"
+_DEFINES = re.compile(rf"(?m)^[ \t]*+{_DEFINITION}")
+_LIKE_CODE = re.compile(rf"(?m)^[ \t]*+(?:{_DEFINITION}|print\(|\w+ ?=(?!=))")
+# Code on the line of the fence that opens its block, while 'title=a.py' is a setting of the block.
+_FIRST_LINE = re.compile(rf"{_DEFINITION}|print\(|\w+ = \S")
 _log = logging.getLogger(__name__)
 _LEAVE_S = 5.0  # of every sandbox after its programs
 _START_S = 60.0  # of all sandboxes of a call, on a busy machine
@@ -145,17 +149,18 @@ class CodeTests:
 def code_of(completion: str) -> str:
     """Finds the program in a completion: its last block of Python, blocks between the last answer tags before others.
 
-    Without a block of Python it is the last block of the highest `_rank`. Without blocks it is what stands
-    between fences on one line, or between the answer tags, or all of the completion.
+    Without a block of Python it is the last block of the highest `_rank`. Where no block looks like
+    code, what stands between fences on one line counts as well. Without blocks it is what stands between the answer
+    tags, or all of the completion.
     """
     answer = closed_answer(completion)
     if answer is not None and not _blocks(answer) and not _ONE_LINE.search(answer) and _LIKE_CODE.search(answer):
         return answer
-    if blocks := _blocks(answer or "") or _blocks(completion):
+    blocks = _blocks(answer or "") or _blocks(completion)
+    if all(_rank(*block) < 2 for block in blocks):  # none looks like code, but what stands on one line may
+        blocks = [_inline(found) for text in (completion, answer or "") for found in _ONE_LINE.finditer(text)] + blocks
+    if blocks:
         return blocks[max(range(len(blocks)), key=lambda i: (_rank(*blocks[i]), i))][1]
-    inline = [_inline(found) for text in (answer or "", completion) for found in _ONE_LINE.finditer(text)]
-    if inline:
-        return max(reversed(inline), key=lambda block: _rank(*block))[1]
     return completion if answer is None else answer
 
 
@@ -195,20 +200,22 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     of the text is.
     """
     found: list[_Block] = []
-    for quoted in text.split("\n"):
+    for whole in text.split("\n"):
         inside = found[-1] if found and not found[-1].closed else None
-        line, depth = _unquoted(quoted, inside.quotes if inside else len(quoted))
+        line, quotes = _unquoted(whole, inside.quotes if inside else len(whole))
         spaces = len(line) - len(line.lstrip())
-        opens, closes = _opens(line), _CLOSES.match(line)
+        opened, closes = _opened(line, spaces), _CLOSES.match(line)
         if inside is None:
-            if opens:
-                found.append(_Block(opens[1], opens[2], spaces, depth, lines=_first_lines(opens[3])))
+            if opened:
+                opened.quotes += quotes
+                found.append(opened)
             continue
         mine = spaces <= inside.indent + 3
         if mine and closes and closes[1].startswith(inside.fence):
             inside.closed = True
-        elif mine and opens and opens[2] and opens[1].startswith(inside.fence) and not line[: opens.start()].strip():
-            found.append(_Block(opens[1], opens[2], spaces, inside.quotes, lines=_first_lines(opens[3])))
+        elif mine and opened and opened.alone and opened.language and opened.fence.startswith(inside.fence):
+            opened.quotes = inside.quotes
+            found.append(opened)
         else:
             inside.lines.append(line[min(inside.indent, spaces) :].removesuffix("\r"))
     return [(block.language, body) for block in found if (body := block.body()).strip()]
@@ -222,14 +229,23 @@ def _unquoted(line: str, most: int) -> tuple[str, int]:
     return line[end:], count
 
 
-def _opens(line: str) -> re.Match[str] | None:
-    """The fence that opens a block; it is looked for from the last backticks on, so that time is linear."""
-    return _OPENS.search(line, len(line[: line.rfind("`") + 1].rstrip("`")))
+def _opened(line: str, indent: int) -> "_Block | None":
+    """The block that a line opens, with its first line of code where that follows the fence or the language."""
+    line = _ONE_LINE.sub("", line.removesuffix("\r"))
+    # Backticks before the last ones open nothing. Looking there, too, would take time with the square of the length.
+    fence = _OPENS.search(line, len(line[: line.rfind("`") + 1].rstrip("`")))
+    if fence is None:
+        return None
+    before, language, rest = line[: fence.start()], fence[2], fence[3]
+    if _FIRST_LINE.match(line, fence.start(2)):
+        language, rest = "", line[fence.start(2) :]
+    lines = [rest] if _FIRST_LINE.match(rest) else []
+    return _Block(fence[1], language, indent, _quotes_in_list(before), lines, alone=not before.strip())
 
 
-def _first_lines(rest: str) -> list[str]:
-    """The line of code that follows a fence and its language; none where it is something else, such as 'title=a.py'."""
-    return [rest.removesuffix("\r")] if _DEFINES.match(rest) else []
+def _quotes_in_list(before: str) -> int:
+    """Number of block quotes that a list item begins with before a fence, such as 1 for '- > '."""
+    return before.count(">") if _LIST_ITEM.fullmatch(before) else 0
 
 
 @dataclasses.dataclass
@@ -242,6 +258,7 @@ class _Block:
       indent: spaces before the fence.
       quotes: number of block quotes that the block stands in; so many '>' begin each line, and are no part of it.
       lines: lines of the block, without the fences.
+      alone: True if nothing stands before the fence on its line.
       closed: True once a line has closed the block.
     """
 
@@ -250,6 +267,7 @@ class _Block:
     indent: int
     quotes: int
     lines: list[str]
+    alone: bool
     closed: bool = False
 
     def body(self) -> str:
