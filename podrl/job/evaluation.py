@@ -3,48 +3,75 @@
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.config import DataConfig
 from podrl.data.mixture import split
+from podrl.data.pairs import held_out_pairs
 from podrl.data.pipeline import has_format, held_out_prompts, set_prompts
-from podrl.job.config import Job
+from podrl.data.tokenizer import Tokenizer
+from podrl.job.config import Job, pair_settings
 from podrl.learner.evaluate import Evaluator, HeldOut, Scorer, SetConfig, stop_texts
 from podrl.rewards.reference import accuracies
 from podrl.rollout.config import Sampling
-from podrl.types import Prompts
 
 _log = logging.getLogger(__name__)
 
 
 def make_evaluator(cluster: RLCluster, job: Job) -> Evaluator | None:
     """Builds the evaluation on held-out records; None when it is off or has none."""
-    data, limit = job.data, job.rollout.max_prompt_length
-    batches: Sequence[Prompts] = ()
-    if job.eval.problems:
-        try:
-            unanswered = split(data).unanswered
-            if job.kind.given and unanswered and not data.eval_path:
-                raise ValueError(f"{unanswered[0][0]}: without it nothing can be held out. Give it, or data.eval_path.")
-            batches = held_out_prompts(data, cluster.tokenizer, count=job.eval.problems, max_prompt_length=limit)
-        except ValueError as error:
-            error.add_note(
-                f"the evaluation reads it, which eval.problems={job.eval.problems} asks for and 0 leaves out"
-            )
-            raise
+    data, batches = job.data, held_out(job, cluster.tokenizer)
     sets = [_held_out_set(one, cluster, job) for one in job.eval.sets]
-    if job.eval.problems and not batches:
-        _log.warning(
-            "There is no evaluation on records held out from data.path=%s: none fits rollout.max_prompt_length=%d. "
-            "Give data.eval_path, raise data.eval_fraction=%s, or set eval.problems=0.",
-            *(data.path, limit, data.eval_fraction),
-        )
     if not batches and not sets:
         return None
     every, updates = job.trainer.eval_every_n_steps, job.updates_per_step
     nth = lambda step: step * updates // every if every and step < job.max_steps else 0  # noqa: E731
     scorer = _scorer(job, data)
     return Evaluator(cluster, batches, job.eval, scorer=scorer, sets=sets, nth=nth, groups=data.groups)
+
+
+def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
+    """Makes the batches of the evaluation on held-out records: prompts, or pairs where a reward model is trained.
+
+    Warns where there are none though eval.problems asks for some.
+
+    Raises:
+      ValueError: a record that cannot be used; says that eval.problems asks for it.
+    """
+    data, count = job.data, job.eval.problems
+    if not count:
+        return ()
+    if job.kind.scores:
+        found: Sequence[Any] = held_out_pairs(data, tokenizer, count=count, **pair_settings(job))
+        why = f"none fits {job.section}.max_length={job.algo.max_length}"
+        if not data.eval_path and (lacks := split(data, job.kind.form).unanswered):
+            why = f"{lacks[0][0]}, and where pairs have no answer, none are held out"
+    else:
+        limit, why = (
+            job.rollout.max_prompt_length,
+            f"none fits rollout.max_prompt_length={job.rollout.max_prompt_length}",
+        )
+        try:
+            unanswered = split(data).unanswered
+            if job.kind.given and unanswered and not data.eval_path:
+                raise ValueError(f"{unanswered[0][0]}: without it nothing can be held out. Give it, or data.eval_path.")
+            found = held_out_prompts(data, tokenizer, count=count, max_prompt_length=limit)
+        except ValueError as error:
+            error.add_note(f"the evaluation reads it, which eval.problems={count} asks for and 0 leaves out")
+            raise
+    if not found:
+        _say_none(data.path, why, data.eval_fraction)
+    return found
+
+
+@functools.cache  # once, though the start looks first
+def _say_none(path: str, why: str, fraction: float) -> None:
+    _log.warning(
+        "There is no evaluation on records held out from data.path=%s: %s. Give data.eval_path, raise "
+        "data.eval_fraction=%s, or set eval.problems=0.",
+        *(path, why, fraction),
+    )
 
 
 def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:

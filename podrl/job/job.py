@@ -23,13 +23,12 @@ from podrl.config import build
 from podrl.data.chat import Tools
 from podrl.data.config import DataConfig
 from podrl.data.mixture import split
-from podrl.data.pairs import held_out_pairs
 from podrl.data.pipeline import has_format
 from podrl.data.tokenizer import Tokenizer, foreign
 from podrl.environments.config import EnvironmentConfig
 from podrl.job import alike, describe
-from podrl.job.config import SCRATCH, Job, ScratchModel, pair_settings, parse, unset, with_prompt_length
-from podrl.job.evaluation import make_evaluator
+from podrl.job.config import SCRATCH, Job, ScratchModel, parse, unset, with_prompt_length
+from podrl.job.evaluation import held_out, make_evaluator
 from podrl.job.placement import Meshes, meshes
 from podrl.job.ready import check_all, check_models, check_records, check_rewards
 from podrl.learner.evaluate import EvalConfig
@@ -135,13 +134,11 @@ def _train_scorer(job: Job, on: Meshes, link: PullLink | None, current: Run, pod
         return _follow(None, current, pod)
     with current.watchdog.stage("start-up"):
         cluster = build_scorer(job, on, None if link is None else link.trains)
-        stream, held_out = None, []
+        stream, held = None, ()
         if cluster.trains:
-            stream = job.kind.stream(job, cluster.tokenizer)
-            if count := job.eval.problems:
-                held_out = held_out_pairs(job.data, cluster.tokenizer, count=count, **pair_settings(job))
+            stream, held = job.kind.stream(job, cluster.tokenizer), held_out(job, cluster.tokenizer)
     shape = job.pack_shape(on.trainer)
-    step = learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, None, pod, held_out)
+    step = learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, None, pod, held)
     _write_sources(current, job, {} if stream is None else stream.too_long)
     return step
 

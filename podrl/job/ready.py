@@ -13,6 +13,7 @@ from podrl.data.pipeline import PartRenderer
 from podrl.data.tokenizer import Tokenizer
 from podrl.environments.workers import Episodes
 from podrl.job.config import EMBEDDED, SCRATCH, Job
+from podrl.job.evaluation import held_out
 from podrl.learner.playing import environment_config
 from podrl.models import orbax_files
 from podrl.models.hf_config import read_config
@@ -82,12 +83,15 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
 
 
 def check_records(job: Job, tokenizer: Tokenizer) -> None:
-    """Makes the first records of every source into what is trained on, and warns of those that are too long.
+    """Makes the first records of every source into what is trained on, and the held-out ones into an evaluation.
+
+    Warns of those that are too long, and where none are held out though eval.problems asks for some.
 
     Raises:
       ValueError: one cannot be made, as where the chat template does not write a turn; names its place.
     """
     job.kind.stream(job, tokenizer).look(_FEW)
+    held_out(job, tokenizer)
 
 
 def check_all(job: Job) -> None:

@@ -164,17 +164,33 @@ GIVEN["reward_model"] = GIVEN["dpo"]
 @pytest.mark.parametrize("algorithm", GIVEN)
 def test_a_given_answer_that_cannot_be_rendered_is_found_at_the_start(tmp_path, algorithm, caplog, capsys):
     good, bad = GIVEN[algorithm]
-    made = values(algorithm, data=records(tmp_path, *[good] * 3))
+    made = values(algorithm, data=records(tmp_path, *[good] * 3), eval={"problems": 0})
     assert job.dry_run(made, "runs/x") == EXIT_DONE
     long = {"data": records(tmp_path, *[good] * 3), algorithm: {"max_length": 2}}
     assert job.dry_run(merge(made, long), "runs/x") == EXIT_DONE
     assert f"3 of the first 3 records are longer than 2 tokens, which is {algorithm}.max_length" in caplog.text
-    made = values(algorithm, data=records(tmp_path, good, good, bad))
+    made = values(algorithm, data=records(tmp_path, good, good, bad), eval={"problems": 0})
     fault = r"d\.jsonl line 3: messages\[1\] \(assistant\): the chat template .* does not write its call of 'add'"
     refused(made, fault, capsys)
     with pytest.raises(ValueError, match=fault):
         job.run(made, str(tmp_path / "run"), command="podrl")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("algorithm", GIVEN)
+def test_an_evaluation_that_cannot_be_is_found_at_the_start(tmp_path, algorithm, capsys, caplog):
+    made = values(algorithm, data=records(tmp_path, *[GIVEN[algorithm][0]] * 3), eval={"problems": 4})
+    if algorithm == "reward_model":  # which is evaluated on pairs
+        assert job.dry_run(made, "runs/x") == EXIT_DONE
+        assert "lacks 'answer' (it has prompt, chosen, rejected), and where pairs have no answer, none" in caplog.text
+        return
+    refused(made, r"d\.jsonl line 1 lacks 'answer' .* without it nothing can be held out", capsys)
+    with pytest.raises(ValueError, match="without it nothing can be held out"):
+        job.run(made, str(tmp_path / "run"), command="podrl")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "held.jsonl").write_text(json.dumps({"messages": [ASKED, UNCALLED, ASKED]}) + "\n")
+    made = merge(made, {"data": {"eval_path": str(tmp_path / "held.jsonl")}})
+    refused(made, r"held\.jsonl line 1: messages\[1\] \(assistant\): the chat template", capsys)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", *GIVEN])
