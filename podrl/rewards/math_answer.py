@@ -71,7 +71,8 @@ def _parsed(text: str) -> list[Any]:
         import math_verify
     except ImportError as error:
         raise ImportError("reward.fns='math_equal' needs math-verify: pip install 'podrl[math]'.") from error
-    return math_verify.parse(_SCIENTIFIC.sub(r"\1\\cdot10^{\2}", text), parsing_timeout=_LIMIT_S)
+    text = numbers.with_products(_SCIENTIFIC.sub(r"\1\\cdot10^{\2}", text))
+    return math_verify.parse(text, parsing_timeout=_LIMIT_S)
 
 
 def _same(gold: list[Any], found: list[Any]) -> bool:

@@ -91,6 +91,11 @@ def has_unknowns(text: str) -> bool:
     return _UNKNOWN.search(_plain(text)) is not None
 
 
+def with_products(text: str) -> str:
+    r"""Writes '4ab' as '4\cdot a\cdot b', because math-verify takes 'ab' for a unit and drops it."""
+    return _COEFFICIENT.sub(lambda found: "".join(rf"\cdot {letter}" for letter in found[0]), text)
+
+
 # What cannot be part of a plain number: roots, names of constants, inequalities, and LaTeX that was not rewritten.
 _UNREADABLE = re.compile(r"[\0\\]|!=|[<>]|\*\*")
 # A point, a set or an interval: brackets around all, and a comma that does not separate thousands.
@@ -266,6 +271,8 @@ _UNKNOWN = re.compile(
     rf"{_LETTER} ?[-+*/^] ?[\w(]|[\w)] ?[-+*/^] ?{_LETTER}(?![A-Za-z])"
     rf"|[0-9)](?:(?!{_UNITS_OF_1}|[kKMBei])[A-Za-z]|{_UNKNOWNS}){_WHOLE}"
 )
+# The letters after a coefficient, up to four; names of functions and constants are none.
+_COEFFICIENT = re.compile(rf"(?<=[0-9])(?!pi|ln|lg)(?:(?!{_UNITS_OF_1}|[kKMBei])[A-Za-z]|{_UNKNOWNS}){_WHOLE}(?!\()")
 
 
 class _MalformedError(Exception):

@@ -292,7 +292,8 @@ EQUATIONS = [
     "|-5|", 1),
     ("-5", "-(5)", 1), ("y=3x", "y=3x", 1), ("12", "The answer is 12.", 1), ("12", "x = 12 cm", 1), ("x^2+y^2=25",
     "y^2+x^2=25", 1),
-    ("4", "4ab", 0), ("10", "2x = 10", 1), ("1", "e^0", 1), ("ab", "ba", 1),
+    ("4", "4ab", 0), ("4ab", "4bc", 0), ("4ab", "4ba", 1), ("4ab", r"\sqrt{16}", 0),
+    (r"\sqrt{16}", "4ab", 0), ("10", "2x = 10", 1), ("1", "e^0", 1), ("ab", "ba", 1),
     *((truth, said, 0) for truth, said in ALGEBRA if "and" not in truth and "\u2030" not in truth),
 ]  # fmt: skip
 
