@@ -171,7 +171,12 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
         content = [path] if path.startswith("tfds:") else _contents(path, part, cache)
         file, dropped = transformed(raw, key(content), source.transforms, cache)
         path, part = str(file), ""
-    records = _read(config, path, part, notes, cache, form)
+    try:
+        records = _read(config, path, part, notes, cache, form)
+    except ValueError as error:
+        if source and source.transforms:
+            raise ValueError(f"{config.path}, as the transforms of data.sources leave it: {error}") from error
+        raise
     unanswered = notes.unanswered(records)
     holds_out = not config.eval_path and not (form is not None and unanswered)
     is_held = notes.held_out(config.eval_fraction if holds_out else 0.0)

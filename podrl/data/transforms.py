@@ -101,7 +101,7 @@ def transformed(
     workers: set[Worker] = set()
     try:
         for step in steps:
-            items = _step(step, items, dropped, workers)
+            items = _step(step, items, dropped, workers, source.name)
         lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for _, record in items)
     finally:
         close_all(workers)
@@ -125,12 +125,23 @@ def _items(source: Records) -> Iterator[tuple[str, Record]]:
 
 
 def _step(
-    step: Transform, items: Iterator[tuple[str, Record]], dropped: collections.Counter[str], workers: set[Worker]
+    step: Transform,
+    items: Iterator[tuple[str, Record]],
+    dropped: collections.Counter[str],
+    workers: set[Worker],
+    path: str,
 ) -> Iterator[tuple[str, Record]]:
+    """Makes one step of the records of `path`.
+
+    Raises:
+      ValueError: a function failed, or the step names a field that no record has.
+    """
     if step.map:
         yield from _mapped(step, items, dropped, workers)
         return
+    had = dict[str, None]()
     for place, record in items:
+        had |= dict.fromkeys(record)
         if step.length is None:
             renamed = {step.rename.get(name, name): value for name, value in record.items()}
             if len(renamed) < len(record):
@@ -143,6 +154,13 @@ def _step(
             yield place, record
         else:
             dropped["length"] += 1
+    named = list(step.rename) if step.length is None else [step.length.field]
+    if had and (lacks := [name for name in named if name not in had]):
+        what = "rename" if step.length is None else "length"
+        raise ValueError(
+            f"data.sources: {what} names {', '.join(map(repr, lacks))}, which no record of {path} has "
+            f"(they have {', '.join(had)})."
+        )
 
 
 def _mapped(

@@ -107,6 +107,19 @@ def test_transforms_rename_drop_and_map_and_are_counted(tokenizer, files):
     assert longest_prompt(made, tokenizer) == 64
 
 
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (({"length": {"field": "qestion", "most": 9}},), r"length names 'qestion', which no record of .*a\.jsonl has"),
+        (({"rename": {"nope": "x"}},), r"rename names 'nope', which no record of .*a\.jsonl has \(they have question,"),
+        (({"rename": {"question": "q"}},), r"a\.jsonl, as the transforms of data\.sources leave it: .*line 1 has q,"),
+    ],
+)
+def test_transforms_that_do_nothing_or_take_the_question_are_refused(files, steps, message):
+    with pytest.raises(ValueError, match=message):
+        split(config(files, {"path": "a", "transforms": steps}))
+
+
 def test_a_failing_map_names_the_record(files):
     def opened(name, **more):
         return split(config(files, {"path": "a", "transforms": ({"map": f"{files / 'mine.py'}:{name}", **more},)}))
