@@ -8,7 +8,7 @@ import math
 import pathlib
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from podrl.config import section
@@ -123,13 +123,15 @@ def json_schema(answer: str, schema: Any, config: TextConfig) -> float:
     del config
     fenced = _FENCE.match(answer)
     try:
-        value = json.loads(fenced[1] if fenced else answer, parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(
+            fenced[1] if fenced else answer, parse_constant=_refuse, parse_float=_finite, parse_int=_whole
+        )
     except (ValueError, RecursionError):
         return 0.0
     validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
     try:
         return float(validator.is_valid(value))
-    except (RecursionError, ArithmeticError):  # the answer is nested too deeply, or has numbers that no float holds
+    except RecursionError:  # of an answer that is nested too deeply to be compared
         return 0.0
 
 
@@ -141,6 +143,21 @@ def _refuse(constant: str) -> float:
 def _finite(number: str) -> float:
     """Reads a number of JSON; one that no float holds, such as 1e999, is refused."""
     return value if math.isfinite(value := float(number)) else _refuse(number)
+
+
+def _whole(number: str) -> int:
+    """Reads a whole number of JSON; one that no float holds is refused, as in most other readers of JSON."""
+    _finite(number)
+    return int(number)
+
+
+def _same_if_equal(value: Any) -> Any:
+    """A key for sets and dictionaries that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
+    if isinstance(value, dict):
+        return "object", frozenset((key, _same_if_equal(one)) for key, one in value.items())
+    if isinstance(value, list):
+        return "array", tuple(map(_same_if_equal, value))
+    return ("boolean", value) if isinstance(value, bool) else value
 
 
 @functools.cache
@@ -155,6 +172,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _validator(schema: str) -> Any:
     """A validator that fetches nothing from a network."""
     try:
+        import fractions
+
         import jsonschema.validators
         import referencing
     except ImportError as error:
@@ -165,7 +184,20 @@ def _validator(schema: str) -> Any:
         kind.check_schema(content)
     except (ValueError, TypeError, jsonschema.SchemaError) as error:
         raise ValueError(f"{schema[:120]!r} is no JSON schema: {str(error).splitlines()[0]}") from None
-    return kind(content, registry=referencing.Registry())
+
+    def multiple_of(validator: Any, step: float, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
+        """Compares decimals as they are written: for jsonschema, 19.99 is no multiple of 0.01."""
+        if validator.is_type(value, "number") and fractions.Fraction(str(value)) % fractions.Fraction(str(step)):
+            yield jsonschema.ValidationError(f"no multiple of {step}")
+
+    def unique_items(validator: Any, wanted: bool, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
+        """Takes time linear in the number of items; jsonschema compares all pairs of lists and objects."""
+        if wanted and validator.is_type(value, "array") and len(set(map(_same_if_equal, value))) < len(value):
+            yield jsonschema.ValidationError("equal items")
+
+    own = {"multipleOf": multiple_of, "divisibleBy": multiple_of, "uniqueItems": unique_items}
+    known = {name: check for name, check in own.items() if name in kind.VALIDATORS}
+    return jsonschema.validators.extend(kind, known)(content, registry=referencing.Registry())
 
 
 _Scored = Callable[[str, Any, TextConfig], float]

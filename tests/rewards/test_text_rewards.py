@@ -111,6 +111,25 @@ def test_a_number_that_no_float_holds_is_a_wrong_answer(answer):
     assert text.json_schema(answer, {**schema, "items": schema}, PLAIN) == 0
 
 
+@pytest.mark.parametrize(
+    ("schema", "answer", "allowed"),
+    [
+        ({"multipleOf": 0.01}, "19.99", 1),
+        ({"multipleOf": 0.01}, "19.999", 0),
+        ({"multipleOf": 0.1}, "1e300", 1),
+        ({"multipleOf": 0.1}, '"a"', 1),
+        ({"$schema": "http://json-schema.org/draft-03/schema#", "divisibleBy": 0.01}, "0.07", 1),
+        ({"uniqueItems": True}, '[1, true, [1], [true], {}, {"a": 1}, 0, false]', 1),
+        ({"uniqueItems": True}, "[1, 1.0]", 0),
+        ({"uniqueItems": True}, '[{"a": 1, "b": 2}, {"b": 2, "a": 1.0}]', 0),
+        ({"uniqueItems": False}, "[1, 1]", 1),
+        ({"uniqueItems": True}, str([[i] for i in range(20_000)]), 1),  # would take minutes with all pairs
+    ],
+)
+def test_decimals_are_exact_and_items_are_compared_once(schema, answer, allowed):
+    assert text.json_schema(answer, schema, PLAIN) == allowed
+
+
 def test_references_of_every_form(tmp_path):
     answers = ["<answer>b</answer>", "b"]
     assert TextReward("exact_match")(["q"] * 2, answers, answer=[["a", "B"], "b"]) == [1, 0]
