@@ -80,6 +80,10 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
             records = [(at, given | fields) for at, fields in _shown(part, tokenizer)]
             own = set[str]().union(*(fields for _, fields in records))
             rewards.check_fields(records, part.fields.get("reward_fns", ()), own)
+            shown.append((part, records))
+    # A source of a mixture gives all of its records one data set.
+    whole = all(len(part.train) <= _LOOK or job.reward.dataset_field in part.fields for part, _ in shown)
+    rewards.check_scored([record for _, records in shown for record in records], whole=whole)
 
 
 def check_records(job: Job, tokenizer: Tokenizer) -> None:

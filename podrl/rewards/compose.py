@@ -179,6 +179,7 @@ class Rewards:
         self._config = config
         self._functions = _functions(config)
         config.require(environment=bool(others))
+        self._has_others = bool(others or config.model)
         self.names = _names(self._functions, config, others or {})
         weights = [*(config.weights or [1.0] * len(config.fns)), *[1.0] * (len(self._functions) - len(config.fns))]
         weights = [*weights, *[config.model_weight] * bool(config.model)]
@@ -238,18 +239,44 @@ class Rewards:
         Raises:
           ValueError: names the record, the function and the field.
         """
-        needs = self._needs()
-        for function in (f for f in self._functions if f.scores(own) and not f.dataset):
+        needs, dataset = self._needs(), self._config.dataset_field
+        for function in (f for f in self._functions if f.scores(own)):
+            mine = [one for one in records if function.dataset in ("", str(one[1].get(dataset)))]
             # podrl's own functions refuse a record without the field; users' are given None.
             always = (function.spec or {}).get("module", "").startswith(f"{__package__}.")
             for name in needs[function.name]:
-                lacks = [(place, fields) for place, fields in records if fields.get(name) is None]
+                lacks = [(place, fields) for place, fields in mine if fields.get(name) is None]
                 if name != "answer" and lacks and (always or name not in given):
                     place, fields = lacks[0]
                     raise ValueError(
                         f"{place} has no field {name!r} (it has {', '.join(fields)}), which {function.name} of "
                         "reward.fns takes: name a field that the records have, or give the argument a default."
                     )
+
+    def check_scored(self, records: Sequence[tuple[str, Mapping[str, Any]]], *, whole: bool) -> None:
+        """Refuses records that nothing scores, and a function for a data set that no record is of.
+
+        Args:
+          records: place and fields of some records of every source.
+          whole: whether they show every data set there is; else an unknown one is only warned of.
+
+        Raises:
+          ValueError: names the record, or the function.
+        """
+        field = self._config.dataset_field
+        for place, fields in records:
+            own, dataset = fields.get("reward_fns"), str(fields.get(field))
+            if not self._has_others and not any(f.scores(own) and f.dataset in ("", dataset) for f in self._functions):
+                raise ValueError(
+                    f"{place} has {field}={fields.get(field)!r}, and no function of reward.fns scores it: name one for "
+                    "this data set, or for all."
+                )
+        known = sorted({str(fields.get(field)) for _, fields in records})
+        for function in (f for f in self._functions if f.dataset and f.dataset not in known):
+            text = f"reward.fns: {function.name} is for the data set {function.dataset!r}, and records are of"
+            if whole:
+                raise ValueError(f"{text} {', '.join(known)} (by their field {field!r}): correct the name.")
+            _log.warning("%s %s, as far as the first ones of every source show.", text, ", ".join(known))
 
     def _needs(self) -> dict[str, list[str]]:
         """The fields that each function cannot do without."""

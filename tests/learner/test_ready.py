@@ -104,6 +104,26 @@ def test_rewards_that_cannot_score(tmp_path, case, capsys):
     refused(values(data=records(tmp_path), reward={"fns": (name.format(tmp_path),)}), message, capsys)
 
 
+def test_functions_for_data_sets_that_there_are_not(tmp_path, capsys, caplog):
+    (tmp_path / "mine.py").write_text(MINE)
+    given = records(tmp_path)
+    (tmp_path / "e.jsonl").write_text(json.dumps(RECORD) + "\n")
+    mixed = given | {"sources": ({"path": given.pop("path")}, {"path": str(tmp_path / "e.jsonl")})}
+    own = f"{tmp_path}/mine.py:scored"
+    for fns, message in (
+        (("number", f"{own}@nope"), r"scored@nope is for the data set 'nope', and records are of d, e"),
+        ((f"{own}@d",), r"e\.jsonl line 1 has dataset='e', and no function of reward\.fns scores it"),
+        (("number", "code@e"), r"e\.jsonl line 1 has no field 'tests' .*, which code@e of reward\.fns takes"),
+    ):
+        refused(values(data=mixed, reward={"fns": fns}, eval={"problems": 0}), message, capsys)
+    made = values(data=mixed, reward={"fns": (f"{own}@d", "number@e")}, eval={"problems": 0})
+    assert job.dry_run(made, "runs/x") == EXIT_DONE
+    rows = [RECORD | {"dataset": "x"}] * (ready._LOOK + 1)
+    made = values(data=records(tmp_path, *rows), reward={"fns": ("number", "number@y")}, eval={"problems": 0})
+    assert job.dry_run(made, "runs/x") == EXIT_DONE
+    assert "number@y is for the data set 'y', and records are of x, as far as the first" in caplog.text
+
+
 def test_one_record_without_tests_is_named(tmp_path, capsys):
     rows = [{"question": "q", "tests": ["assert f()"]}, {"question": "q2", "tests": None}]
     made = values(data=records(tmp_path, *rows), reward={"fns": ("code",)})
