@@ -73,6 +73,7 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
     everywhere = set[str]().union(*(fields for _, records in shown for _, fields in records))
     for part, records in shown:
         rewards.check_fields(records, part.fields.get("reward_fns", ()), everywhere)
+    sets: list[tuple[Part, list[tuple[str, dict[str, Any]]]]] = []
     for one in job.eval.sets:
         opened = split(one.data(job.data))
         rewards.check_answers(opened.unanswered)
@@ -80,10 +81,11 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
             records = [(at, given | fields) for at, fields in _shown(part, tokenizer)]
             own = set[str]().union(*(fields for _, fields in records))
             rewards.check_fields(records, part.fields.get("reward_fns", ()), own)
-            shown.append((part, records))
+            sets.append((part, records))
     # A source of a mixture gives all of its records one data set.
-    whole = all(len(part.train) <= _LOOK or job.reward.dataset_field in part.fields for part, _ in shown)
-    rewards.check_scored([record for _, records in shown for record in records], whole=whole)
+    whole = all(len(part.train) <= _LOOK or job.reward.dataset_field in part.fields for part, _ in (*shown, *sets))
+    trained, others = ([record for _, records in parts for record in records] for parts in (shown, sets))
+    rewards.check_scored(trained, others, whole=whole)
 
 
 def check_records(job: Job, tokenizer: Tokenizer) -> None:

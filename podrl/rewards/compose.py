@@ -253,11 +253,18 @@ class Rewards:
                         "reward.fns takes: name a field that the records have, or give the argument a default."
                     )
 
-    def check_scored(self, records: Sequence[tuple[str, Mapping[str, Any]]], *, whole: bool) -> None:
+    def check_scored(
+        self,
+        records: Sequence[tuple[str, Mapping[str, Any]]],
+        others: Sequence[tuple[str, Mapping[str, Any]]] = (),
+        *,
+        whole: bool,
+    ) -> None:
         """Refuses records that nothing scores, and a function for a data set that no record is of.
 
         Args:
           records: place and fields of some records of every source.
+          others: the same of sets that are evaluated on; they need no rewards.
           whole: whether they show every data set there is; else an unknown one is only warned of.
 
         Raises:
@@ -271,7 +278,7 @@ class Rewards:
                     f"{place} has {field}={fields.get(field)!r}, and no function of reward.fns scores it: name one for "
                     "this data set, or for all."
                 )
-        known = sorted({str(fields.get(field)) for _, fields in records})
+        known = sorted({str(fields.get(field)) for _, fields in (*records, *others)})
         for function in (f for f in self._functions if f.dataset and f.dataset not in known):
             text = f"reward.fns: {function.name} is for the data set {function.dataset!r}, and records are of"
             if whole:
