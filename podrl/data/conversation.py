@@ -79,6 +79,8 @@ def parts(
             for span in spans
             if span.start >= begin and not any(turn.start <= span.start < turn.end for turn in given)
         ]
+        if not any(span.end > span.start for span in spans):
+            raise writing.fault(turns[-1], "marks nothing of the turns that are to be learned as the model's words")
     else:
         spans = [writing.turn(i) for i in turns]
         for i, before, span in zip(turns[1:], spans, spans[1:], strict=False):

@@ -389,6 +389,16 @@ def test_a_turn_of_weight_0_is_not_learned(made, tmp_path, marked):
         LabelStream(rows(tmp_path, record), tokenizer, answers=1, max_length=99)
 
 
+def test_marks_that_leave_nothing_to_learn_are_refused(tmp_path):
+    template = FAMILIES["phi4"].marked.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.last %}")
+    family = dataclasses.replace(FAMILIES["phi4"], marked=template)
+    tokenizer = Tokenizer(written(tmp_path / "model", family, marked=True))
+    chat = [user("1?"), said("1"), user("2?"), said("2")]
+    assert shown(tokenizer, chat) == "2<|im_end|>"  # as the template says
+    with pytest.raises(ValueError, match=r"messages\[1\] \(assistant\): .* marks nothing of the turns"):
+        parts(tokenizer, [*chat[:3], chat[3] | {"weight": 0}])
+
+
 SILENT = "{% for m in messages %}{% if m.role in ROLES and not m.tool_calls %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"  # fmt: skip # noqa: E501
 
 
