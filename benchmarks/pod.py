@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from podrl.groups import complete
 from podrl.learner.loop import Schedule, Start, train
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
@@ -174,6 +175,7 @@ def experience(args: argparse.Namespace, rank: int) -> Experience:
     )
     rollouts = Rollouts(
         prompts=prompts,
+        group_B=complete(P, B // P),
         length_B=length_B,
         mask_BT=real_BT.astype(np.float32),
         turn_reward_BT=np.zeros((B, T), np.float32),

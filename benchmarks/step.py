@@ -81,6 +81,7 @@ def _make_update(args: argparse.Namespace) -> _Update:
     import jax
 
     from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
+    from podrl.groups import complete
     from podrl.mesh.build import make_mesh, parse_mesh
     from podrl.models import decoder
     from podrl.trainer import packing, step
@@ -110,7 +111,8 @@ def _make_update(args: argparse.Namespace) -> _Update:
         max_prompt_length=args.prompt_len[1],
     )
     samples = [_samples(args, seed) for seed in range(args.seed, args.seed + args.steps + 1)]
-    prefixes = [packing.SharedPrefixes.of_prompts(sample["prompt_P"], args.prompts * args.group) for sample in samples]
+    group_B = complete(args.prompts, args.group)
+    prefixes = [packing.SharedPrefixes.of_prompts(sample["prompt_P"], group_B) for sample in samples]
     placements = [packing.place(s["length_B"], shape, alike) for s, alike in zip(samples, prefixes, strict=True)]
     batches = [
         state_lib.put_batch(_pack(sample, placement), mesh)

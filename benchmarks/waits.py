@@ -115,7 +115,9 @@ class _Seen:
             )
         samples = len(prompt_B)
         lanes = engine_shape(rollout, shards).lanes * shards
-        self.load = Load(rollout, lanes, shards, samples, first.group_size, round(float(prompt_B.mean())))
+        group_B = first.samples["group"].tolist()
+        group_size = max(map(group_B.count, set(group_B)))
+        self.load = Load(rollout, lanes, shards, samples, group_size, round(float(prompt_B.mean())))
 
     def mean(self, name: str) -> float:
         """The mean of a number of metrics.jsonl."""

@@ -23,6 +23,7 @@ from podrl.algorithms.estimator import AdvantageEstimator
 from podrl.algorithms.gae import outcome_reward
 from podrl.algorithms.policy_loss import PolicyLoss, with_old
 from podrl.algorithms.policy_rows import PolicyRows, ReferencedRows
+from podrl.groups import complete
 from podrl.learner.settings import GRPOConfig
 from podrl.types import Layout, Ratio
 
@@ -157,6 +158,7 @@ def check_extremes(loss: Loss) -> None:
 # Properties of an advantage.
 
 _REWARD_B: Any = np.array([1.0, 0.0, 0.5, 0.5, 3.0, 1.0, 1.0, 1.0])  # two prompts, four samples each
+_GROUP_B = complete(2, 4)
 _MASK_BT: Any = np.tril(np.ones((8, 8)))  # row b has b + 1 sampled tokens
 
 
@@ -182,14 +184,14 @@ def check_padding(estimate: AdvantageEstimator) -> None:
     plain_BT = _advantages(estimate, _REWARD_B, _MASK_BT)
     wide_BT: Any = np.pad(np.where(_MASK_BT > 0, reward_BT, np.nan), ((0, 0), (2, 3)), constant_values=np.nan)
     wide_mask_BT: Any = np.pad(_MASK_BT, ((0, 0), (2, 3)))
-    padded_BT = estimate(wide_BT, _REWARD_B * 0, wide_mask_BT, group_size=4)
+    padded_BT = estimate(wide_BT, _REWARD_B * 0, wide_mask_BT, group_B=_GROUP_B)
     np.testing.assert_allclose(padded_BT[:, 2:-3], plain_BT, atol=1e-12, err_msg="padding matters")
     assert np.all(padded_BT[:, :2] == 0) and np.all(padded_BT[:, -3:] == 0), "padding has an advantage"
 
 
 def _advantages(estimate: AdvantageEstimator, reward_B: Any, mask_BT: Any) -> np.ndarray:
     baseline_B: Any = np.zeros_like(reward_B)
-    return np.asarray(estimate(outcome_reward(reward_B, mask_BT), baseline_B, mask_BT, group_size=4))
+    return np.asarray(estimate(outcome_reward(reward_B, mask_BT), baseline_B, mask_BT, group_B=_GROUP_B))
 
 
 # A small batch of sequences in two layouts.

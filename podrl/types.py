@@ -1,7 +1,7 @@
 """Types that cross layers, and the dimension key: the letters that end every array name of podrl.
 
 Dimension key:
-  P prompts        G samples per prompt    B sequences or packed rows (samples are group-major: b = p * G + g)
+  P prompts        G samples per prompt    B sequences or packed rows (podrl.groups: the prompt of each sample)
   T tokens         S cache length          R decode lanes           C tokens of a page of the key/value pool
   V vocabulary     D model                 F feed-forward           L layers
   N query heads    K key/value heads       H head dimension         A micro-batches (gradient accumulation)
@@ -95,7 +95,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """B = P * G finished samples on the host; prompt and completion in one right-padded row.
+    """B finished samples of P prompts on the host; prompt and completion in one right-padded row.
 
     A field whose type has a `Column` is a row of the tables TOKENS and DRAWN below. Sessions, checkpoints of partial
     samples, messages between hosts and the trace go by these tables, so a new number per token is one field here, a
@@ -104,6 +104,7 @@ class Rollouts:
     Attributes:
       prompts: what was asked.
       tokens_BT: prompt then completion, padded with the pad id.
+      group_B: row of each sample's prompt in `prompts`; a group is found by it alone, and may be incomplete.
       length_B: prompt plus completion tokens.
       mask_BT: 1 where the policy sampled the token (the end token included), 0 on prompt, tool output and padding.
       logprob_BT: log-probability at the sampling temperature over the whole vocabulary, nats: the distribution the
@@ -125,6 +126,7 @@ class Rollouts:
 
     prompts: Prompts
     tokens_BT: Annotated[Int[np.ndarray, "B T"], Column(np.int32, 0, drawn=False)]
+    group_B: Int[np.ndarray, " B"]
     length_B: Int[np.ndarray, " B"]
     mask_BT: Float[np.ndarray, "B T"]
     logprob_BT: Annotated[Float[np.ndarray, "B T"], Column(np.float32, 0.0)]

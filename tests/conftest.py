@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 
+import hypothesis
 import nightly
 import pytest
 from quick_runs import NO_EMITTERS, QUICK_RUNS
@@ -21,6 +22,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="podrl-compiled-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+hypothesis.settings.register_profile("podrl", deadline=None, print_blob=True)  # no example fails by its time
+hypothesis.settings.load_profile("podrl")
 
 
 def pytest_xdist_auto_num_workers(config):

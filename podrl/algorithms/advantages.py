@@ -1,35 +1,52 @@
 """Advantage estimators for outcome rewards: each one's baseline and scale.
 
-Rows are group-major: `p * group_size + g` is sample g of prompt p. Everything here takes numpy arrays or jax arrays and
-answers in kind, in the precision it was given (integers become floats: a reward of 0.5 stays 0.5).
+Everything here takes numpy arrays or jax arrays and answers in kind, in the precision it was given (integers become
+floats: a reward of 0.5 stays 0.5). Groups may be incomplete, of different sizes, and in any order.
 
-Singleton groups (`group_size` 1) have no baseline of their own: their advantage is 0, so that they teach nothing. verl
-keeps the bare reward instead; `singleton="raw"` does so. The arguments the estimators share:
+Groups of one have no baseline of their own: their advantage is 0, so that they teach nothing. verl keeps the bare
+reward instead; `singleton="raw"` does so. The arguments the estimators share:
   reward_B: task rewards, any range.
   mask_BT: 1 on tokens the policy sampled.
-  group_size: samples per prompt. ValueError where B is not a multiple of it.
+  group_B: number of each sample's group, a numpy array (`podrl.groups`). ValueError where its length is not B.
   singleton: what a group of one gets, "zero" or "raw". ValueError for any other.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from podrl.algorithms.gae import discounted_return, masked_whiten, namespace
+from podrl.groups import by_size
 from podrl.types import Mask
 
+GroupIndex = Int[np.ndarray, " B"]
 
-def _grouped(reward_B: Any, group_size: int) -> Any:
-    size = reward_B.shape[0]
-    if group_size < 1 or size % group_size:
-        raise ValueError(
-            f"Batch of {size} samples does not split into groups of {group_size}: the number of rewards must be a "
-            "multiple of grpo.num_generations."
-        )
-    xp = namespace(reward_B)
-    if not xp.issubdtype(reward_B.dtype, xp.floating):
-        reward_B = reward_B.astype(xp.float32)
-    return reward_B.reshape(-1, group_size)
+
+def by_group(estimate: Callable[..., Any], group_B: GroupIndex, *values_B: Any) -> Any:
+    """Applies an estimator to the groups of each size, and puts what it makes in the place of the samples.
+
+    Args:
+      estimate: (values_PG, ...) -> (P, G) of P groups of G samples.
+      group_B: see above.
+      values_B: arrays of the samples; the first are the rewards.
+
+    Raises:
+      ValueError: there are not as many samples as `group_B` has numbers.
+    """
+    size = values_B[0].shape[0]
+    if len(group_B) != size:
+        raise ValueError(f"{size} rewards do not fit the groups of {len(group_B)} samples: there must be as many.")
+    xp = namespace(values_B[0])
+    if not xp.issubdtype(values_B[0].dtype, xp.floating):
+        values_B = (values_B[0].astype(xp.float32), *values_B[1:])
+    sizes = by_size(group_B)
+    order_B = np.concatenate([rows_PG.ravel() for rows_PG in sizes])
+    if len(sizes) == 1 and np.array_equal(order_B, np.arange(size)):  # what podrl's engine makes: nothing moves
+        return estimate(*(values.reshape(sizes[0].shape) for values in values_B)).reshape(-1)
+    made = [estimate(*(values[rows_PG] for values in values_B)).reshape(-1) for rows_PG in sizes]
+    return xp.concatenate(made)[np.argsort(order_B)]
 
 
 def _centred(reward_PG: Any, baseline_PG: Any) -> Any:
@@ -45,14 +62,14 @@ def _singleton(reward_PG: Any, advantage_PG: Any, singleton: str) -> Any:
     if singleton not in ("zero", "raw"):
         raise ValueError(f"grpo.singleton={singleton!r}: use 'zero' (teach nothing) or 'raw' (keep the reward).")
     if reward_PG.shape[1] > 1:
-        return advantage_PG.reshape(-1)
-    return reward_PG.reshape(-1) if singleton == "raw" else namespace(reward_PG).zeros_like(reward_PG).reshape(-1)
+        return advantage_PG
+    return reward_PG if singleton == "raw" else namespace(reward_PG).zeros_like(reward_PG)
 
 
 def group_relative(
     reward_B: Float[Array, " B"],
     *,
-    group_size: int,
+    group_B: GroupIndex,
     scale: str = "std",
     ddof: int = 1,
     eps: float = 1e-6,
@@ -70,82 +87,103 @@ def group_relative(
       Advantages, unitless, mean 0 in every group.
 
     Raises:
-      ValueError: unknown `scale`.
+      ValueError: unknown `scale` or `ddof`.
     """
-    reward_PG = _grouped(reward_B, group_size)
-    advantage_PG = _centred(reward_PG, reward_PG.mean(axis=1, keepdims=True))
     if scale not in ("std", "none"):
         raise ValueError(f"grpo.advantage_scale={scale!r}: use 'std' or 'none'.")
-    if scale == "std":
-        if group_size == 1:
+    if scale == "std" and ddof not in (0, 1):
+        raise ValueError(f"grpo.advantage_ddof={ddof}: use 1 (sample) or 0 (population).")
+
+    def estimate(reward_PG: Any) -> Any:
+        advantage_PG = _centred(reward_PG, reward_PG.mean(axis=1, keepdims=True))
+        if scale == "std" and reward_PG.shape[1] == 1:
             return _singleton(reward_PG / (1.0 + eps), advantage_PG, singleton)
-        if ddof not in (0, 1):
-            raise ValueError(f"grpo.advantage_ddof={ddof}: use 1 (sample) or 0 (population).")
-        advantage_PG = advantage_PG / (reward_PG.std(axis=1, ddof=ddof, keepdims=True) + eps)
-    return _singleton(reward_PG, advantage_PG, singleton)
+        if scale == "std":
+            advantage_PG = advantage_PG / (reward_PG.std(axis=1, ddof=ddof, keepdims=True) + eps)
+        return _singleton(reward_PG, advantage_PG, singleton)
+
+    return by_group(estimate, group_B, reward_B)
 
 
-def leave_one_out(reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero") -> Float[Array, " B"]:
+def leave_one_out(reward_B: Float[Array, " B"], *, group_B: GroupIndex, singleton: str = "zero") -> Float[Array, " B"]:
     """Subtracts the mean reward of the group's other samples (RLOO, arXiv 2402.14740)."""
-    reward_PG = _grouped(reward_B, group_size)
-    others = max(group_size - 1, 1)
-    baseline_PG = (reward_PG.sum(axis=1, keepdims=True) - reward_PG) / others
-    return _singleton(reward_PG, _centred(reward_PG, baseline_PG), singleton)
+
+    def estimate(reward_PG: Any) -> Any:
+        others = max(reward_PG.shape[1] - 1, 1)
+        baseline_PG = (reward_PG.sum(axis=1, keepdims=True) - reward_PG) / others
+        return _singleton(reward_PG, _centred(reward_PG, baseline_PG), singleton)
+
+    return by_group(estimate, group_B, reward_B)
 
 
 def opo(
-    reward_B: Float[Array, " B"], length_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero"
+    reward_B: Float[Array, " B"], length_B: Float[Array, " B"], *, group_B: GroupIndex, singleton: str = "zero"
 ) -> Float[Array, " B"]:
     """Subtracts the length-weighted mean reward of the group (OPO, arXiv 2505.23585, eq. 8).
 
     Args:
       length_B: sampled tokens of each completion.
     """
-    reward_PG = _grouped(reward_B, group_size)
-    length_PG = _grouped(length_B, group_size).astype(reward_PG.dtype)
-    total_P1 = namespace(reward_PG).maximum(length_PG.sum(axis=1, keepdims=True), 1.0)
-    baseline_P1 = (length_PG * reward_PG).sum(axis=1, keepdims=True) / total_P1
-    return _singleton(reward_PG, _centred(reward_PG, baseline_P1), singleton)
+
+    def estimate(reward_PG: Any, length_PG: Any) -> Any:
+        length_PG = length_PG.astype(reward_PG.dtype)
+        total_P1 = namespace(reward_PG).maximum(length_PG.sum(axis=1, keepdims=True), 1.0)
+        baseline_P1 = (length_PG * reward_PG).sum(axis=1, keepdims=True) / total_P1
+        return _singleton(reward_PG, _centred(reward_PG, baseline_P1), singleton)
+
+    return by_group(estimate, group_B, reward_B, length_B)
 
 
-def gpg(reward_B: Float[Array, " B"], *, group_size: int, singleton: str = "zero") -> Float[Array, " B"]:
+def gpg(reward_B: Float[Array, " B"], *, group_B: GroupIndex, singleton: str = "zero") -> Float[Array, " B"]:
     """Scales centred rewards by B / (B - M), M the samples in groups of equal rewards (GPG, arXiv 2504.02546, eq. 8).
 
     The factor makes up for the groups that contribute no gradient. (verl counts samples of reward 0 as M instead.)
     """
-    reward_PG = _grouped(reward_B, group_size)
-    xp = namespace(reward_PG)
-    equal_P1 = reward_PG.max(axis=1, keepdims=True) == reward_PG.min(axis=1, keepdims=True)
-    useful = xp.maximum((~equal_P1).sum() * group_size, 1).astype(reward_PG.dtype)
-    advantage_PG = _centred(reward_PG, reward_PG.mean(axis=1, keepdims=True))
-    return _singleton(reward_PG, advantage_PG * (reward_PG.size / useful), singleton)
+    unequal_B = by_group(_unequal, group_B, reward_B)
+    useful = namespace(reward_B).maximum(unequal_B.sum(), 1)
+
+    def estimate(reward_PG: Any) -> Any:
+        advantage_PG = _centred(reward_PG, reward_PG.mean(axis=1, keepdims=True))
+        factor = len(group_B) / useful.astype(reward_PG.dtype)
+        return _singleton(reward_PG, advantage_PG * factor, singleton)
+
+    return by_group(estimate, group_B, reward_B)
+
+
+def _unequal(reward_PG: Any) -> Any:
+    """1 for the samples of groups whose rewards differ."""
+    some_P1 = reward_PG.max(axis=1, keepdims=True) != reward_PG.min(axis=1, keepdims=True)
+    return namespace(reward_PG).zeros_like(reward_PG) + some_P1
 
 
 def pass_at_k(
-    reward_B: Float[Array, " B"], *, group_size: int, scale: str = "std", eps: float = 1e-6
+    reward_B: Float[Array, " B"], *, group_B: GroupIndex, scale: str = "std", eps: float = 1e-6
 ) -> Float[Array, " B"]:
     """Gives the best sample of a group its lead over the second best, others 0 (pass@k with k = G, arXiv 2503.19595).
 
     Args:
-      group_size: samples per prompt, at least 2; must divide B.
+      group_B: see above; at least 2 samples of each prompt.
       scale: "std" divides by the group's sample standard deviation + eps, "none" does not.
       eps: as above.
 
     Raises:
       ValueError: a group of one, or an unknown `scale`.
     """
-    if group_size < 2:
-        raise ValueError(f"pass@k needs at least 2 samples per prompt, got grpo.num_generations={group_size}.")
     if scale not in ("std", "none"):
         raise ValueError(f"grpo.advantage_scale={scale!r}: use 'std' or 'none'.")
-    reward_PG = _grouped(reward_B, group_size)
-    xp = namespace(reward_PG)
-    ranked_PG = xp.sort(reward_PG, axis=1)
-    lead_P1 = ranked_PG[:, -1:] - ranked_PG[:, -2:-1]
-    if scale == "std":
-        lead_P1 = lead_P1 / (reward_PG.std(axis=1, ddof=1, keepdims=True) + eps)
-    # Where two share the lead it is 0, so that marking both changes nothing.
-    return xp.where(reward_PG == ranked_PG[:, -1:], lead_P1, 0.0).reshape(-1)
+
+    def estimate(reward_PG: Any) -> Any:
+        xp, size = namespace(reward_PG), reward_PG.shape[1]
+        if size < 2:
+            raise ValueError(f"pass@k needs at least 2 samples per prompt, got grpo.num_generations={size}.")
+        ranked_PG = xp.sort(reward_PG, axis=1)
+        lead_P1 = ranked_PG[:, -1:] - ranked_PG[:, -2:-1]
+        if scale == "std":
+            lead_P1 = lead_P1 / (reward_PG.std(axis=1, ddof=1, keepdims=True) + eps)
+        # Where two share the lead it is 0, so that marking both changes nothing.
+        return xp.where(reward_PG == ranked_PG[:, -1:], lead_P1, 0.0)
+
+    return by_group(estimate, group_B, reward_B)
 
 
 def remax(reward_B: Float[Array, " B"], greedy_reward_B: Float[Array, " B"]) -> Float[Array, " B"]:
@@ -175,7 +213,7 @@ def reinforce_plus_plus(
 
 
 def reinforce_plus_plus_baseline(
-    reward_B: Float[Array, " B"], mask_BT: Mask, *, group_size: int, singleton: str = "zero"
+    reward_B: Float[Array, " B"], mask_BT: Mask, *, group_B: GroupIndex, singleton: str = "zero"
 ) -> Float[Array, "B T"]:
     """Centres rewards within the group, then whitens over all sampled tokens of the batch (arXiv 2501.03262).
 
@@ -183,5 +221,5 @@ def reinforce_plus_plus_baseline(
       mask_BT: 1 on tokens the policy sampled; longer completions weigh more in the whitening.
       singleton: what a group of one gets before whitening, "zero" or "raw".
     """
-    centred_B = group_relative(reward_B, group_size=group_size, scale="none", singleton=singleton)
+    centred_B = group_relative(reward_B, group_B=group_B, scale="none", singleton=singleton)
     return masked_whiten(centred_B[:, None] * mask_BT.astype(centred_B.dtype), mask_BT)

@@ -150,7 +150,12 @@ class AdvantageEstimator:
         return f"advantage: {text}"
 
     def __call__(
-        self, reward_BT: Float[Array, "B T"], greedy_reward_B: Float[Array, " B"], mask_BT: Mask, *, group_size: int
+        self,
+        reward_BT: Float[Array, "B T"],
+        greedy_reward_B: Float[Array, " B"],
+        mask_BT: Mask,
+        *,
+        group_B: advantages.GroupIndex,
     ) -> Float[Array, "B T"]:
         """Computes every sampled token's advantage, one sequence per row, 0 where mask is 0; numpy or jax arrays.
 
@@ -160,10 +165,10 @@ class AdvantageEstimator:
           greedy_reward_B: reward of the greedy completion of each sample's prompt; zeros unless `needs_greedy`.
           mask_BT: 1 on tokens the policy sampled. Filters that drop samples from the loss come after this call, so
             that their rewards still count in their groups.
-          group_size: samples per prompt; must divide B.
+          group_B: number of each sample's group (`podrl.groups`).
 
         Raises:
-          ValueError: B is not a multiple of `group_size`; a group too small for the estimator.
+          ValueError: `group_B` is not of as many samples; a group too small for the estimator.
         """
         assert not self.needs_critic, "gae needs a critic's values"
         xp, settings = namespace(reward_BT), self._group
@@ -175,9 +180,9 @@ class AdvantageEstimator:
         )  # a silent sample's reward is on a token of its prompt
         reward_B = xp.where(counted_BT, reward_BT, 0.0).sum(axis=1)
         if self.own is not None:
-            advantage_B = self._given(reward_B, keep_BT.sum(axis=1), group_size)
+            advantage_B = self._given(reward_B, keep_BT.sum(axis=1), group_B)
             return xp.where(keep_BT, advantage_B[:, None], 0.0)
-        group = {"group_size": group_size, "singleton": settings.singleton}
+        group = {"group_B": group_B, "singleton": settings.singleton}
         scale = {"scale": settings.advantage_scale, "eps": settings.advantage_eps}
         match self.kind:
             case "grpo":
@@ -194,23 +199,27 @@ class AdvantageEstimator:
                 advantage_B = advantages.gpg(reward_B, **group)
             case _:
                 assert self.kind == "pass_at_k", self.kind
-                advantage_B = advantages.pass_at_k(reward_B, group_size=group_size, **scale)
+                advantage_B = advantages.pass_at_k(reward_B, group_B=group_B, **scale)
         return xp.where(keep_BT, advantage_B[:, None], 0.0)
 
-    def _given(self, reward_B: Any, length_B: Any, group_size: int) -> Any:
-        """Asks the user's function.
+    def _given(self, reward_B: Any, length_B: Any, group_B: advantages.GroupIndex) -> Any:
+        """Asks the user's function, once for the groups of each size.
 
         Raises:
           ValueError: it returned something else than a finite number for every sample.
         """
         assert self.own is not None
-        xp = namespace(reward_B)
-        shape = (-1, group_size)
-        made_PG = xp.asarray(self.own(reward_B.reshape(shape), length_PG=length_B.reshape(shape)), reward_B.dtype)
-        if made_PG.size != reward_B.size or not bool(xp.isfinite(made_PG).all()):
-            raise ValueError(
-                f"{self.settings.section}.advantage_estimator={self.kind} returned shape {made_PG.shape} with "
-                f"{int((~xp.isfinite(made_PG)).sum())} values that are not finite: it must return a finite number for "
-                f"each of {reward_B.size // group_size} prompts x {group_size} samples."
-            )
-        return made_PG.reshape(-1)
+        own = self.own
+
+        def estimate(reward_PG: Any, length_PG: Any) -> Any:
+            xp, (P, G) = namespace(reward_PG), reward_PG.shape
+            made_PG = xp.asarray(own(reward_PG, length_PG=length_PG), reward_PG.dtype)
+            if made_PG.size != reward_PG.size or not bool(xp.isfinite(made_PG).all()):
+                raise ValueError(
+                    f"{self.settings.section}.advantage_estimator={self.kind} returned shape {made_PG.shape} with "
+                    f"{int((~xp.isfinite(made_PG)).sum())} values that are not finite: it must return a finite number "
+                    f"for each of {P} prompts x {G} samples."
+                )
+            return made_PG
+
+        return advantages.by_group(estimate, group_B, reward_B, length_B)

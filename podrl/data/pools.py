@@ -172,7 +172,7 @@ class Curriculum:
     def __init__(self, config: CurriculumConfig, records: int) -> None:
         """Nothing is known yet."""
         self.config, self.records = config, records
-        self._lag, self._row, self._group = 0, -1, 1
+        self._lag, self._row = 0, -1
         self._lock = threading.Lock()
         self._at = 0  # steps whose results are not known apart any more
         self._newer: dict[int, Results] = {}  # by step, from `_at` on
@@ -185,13 +185,13 @@ class Curriculum:
         """Steps whose results come too late for a batch."""
         return self._lag
 
-    def begin(self, *, lag: int, names: Sequence[str], group_size: int) -> None:
-        """Sets what a run does not change: the staleness, its reward functions, the samples of a prompt.
+    def begin(self, *, lag: int, names: Sequence[str]) -> None:
+        """Sets what a run does not change: the staleness and its reward functions.
 
         Raises:
           ValueError: data.curriculum.metric names no reward function.
         """
-        self._lag, self._group = lag, group_size
+        self._lag = lag
         if self.config.metric != "reward":
             if self.config.metric not in names:
                 raise ValueError(
@@ -209,10 +209,10 @@ class Curriculum:
         ids_P = np.asarray(drawn["ids"], np.int64)[index_P - drawn["first"]]
         value_B = experience.reward_B if self._row < 0 else experience.reward_FB[self._row]
         counted_B = experience.rewarded() & ~np.isnan(value_B)
-        passed_PG = (counted_B & (value_B >= self.config.pass_at)).reshape(len(ids_P), self._group)
-        count_P = counted_B.reshape(passed_PG.shape).sum(axis=1)
+        group_B, passed_B = experience.rollouts.group_B, counted_B & (value_B >= self.config.pass_at)
+        count_P, passed_P = (np.bincount(group_B[own_B], minlength=len(ids_P)) for own_B in (counted_B, passed_B))
         kept_P = count_P > 0
-        rate_P = (passed_PG.sum(axis=1)[kept_P] / count_P[kept_P]).astype(np.float32)
+        rate_P = (passed_P[kept_P] / count_P[kept_P]).astype(np.float32)
         self._add(step, Results(ids_P[kept_P], rate_P))
 
     def word(self, step: int) -> dict[str, Any] | None:

@@ -111,7 +111,7 @@ class EvalConfig:
 # (completion, reference answer) -> named 0/1 scores: answer, partial, format.
 Scorer = Callable[[str, Any], dict[str, float]]
 # (samples, samples per prompt) -> rewards of every sample: 'reward' in all, 'reward/NAME' of a function; NaN for none.
-RewardsOf = Callable[[Rollouts, int], Mapping[str, np.ndarray]]
+RewardsOf = Callable[[Rollouts], Mapping[str, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Evaluator:
             while batches:
                 piece, batches = _cut(batches, 1 + held.samples, most())
                 for scores, rollouts in zip((greedy, sampled), self._drawn(policy, piece, held), strict=False):
-                    scores.add(rollouts, self.rewards(rollouts, scores.samples) if self.rewards else {}, self._show)
+                    scores.add(rollouts, self.rewards(rollouts) if self.rewards else {}, self._show)
                 yield
             scored = greedy.by_metric() | sampled.by_metric()
             if held.name:
@@ -246,7 +246,7 @@ class Evaluator:
         G = held.samples
         if isinstance(self._cluster.config.rollout_engine, str):
             both = self._draw(policy, prompts, dataclasses.replace(held.sampled, greedy=1), 1 + G)
-            return [places(both, slice(0, 1), 1 + G), *([places(both, slice(1, None), 1 + G)] if G else [])]
+            return [places(both, slice(0, 1)), *([places(both, slice(1, None))] if G else [])]
         greedy = dataclasses.replace(held.sampled, temperature=0.0)
         drawn = [self._draw(policy, prompts, greedy, 1)]
         return [*drawn, *([self._draw(policy, prompts, held.sampled, G)] if G else [])]
@@ -269,8 +269,7 @@ class _Scores:
         """Scores the samples of further prompts; `show`: samples to keep as text, of all."""
         held, prompts, values = self._held, rollouts.prompts, self._values
         texts = [scored_text(*sample) for sample in zip(rollouts.completions, rollouts.episodes, strict=True)]
-        for b, completion in enumerate(rollouts.completions):
-            p = b // self.samples
+        for b, (p, completion) in enumerate(zip(rollouts.group_B.tolist(), rollouts.completions, strict=True)):
             record = {"evaluation": self._name, "prompt": prompts.text[p], "completion": completion}
             found: dict[str, float] = {}
             if held.scorer is not None:
@@ -286,8 +285,9 @@ class _Scores:
         if held.name and self.samples > 1 and held.scorer is not None:
             votes = [_ANSWERS.vote_of(text) for text in texts]
             right = values["answer"][-len(votes) :]
-            groups = [slice(b, b + self.samples) for b in range(0, len(votes), self.samples)]
-            values.setdefault(_MAJORITY, []).extend(majority(votes[own], right[own]) for own in groups)
+            for rows_B in (np.flatnonzero(rollouts.group_B == p) for p in range(len(prompts.length_P))):
+                voted = majority([votes[b] for b in rows_B], [right[b] for b in rows_B])
+                values.setdefault(_MAJORITY, []).append(voted)
 
     def by_metric(self) -> dict[str, np.ndarray]:
         """Metric -> score of every sample of every prompt, (P, G)."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from podrl import groups
 from podrl.rewards.compose import RewardServiceError
 from podrl.rollout.partial import Partial, of_message, take_prompts
 from podrl.runtime.message import Message
@@ -30,16 +31,18 @@ def share_of(prompts: Prompts, index: int, count: int) -> Prompts:
     return take_prompts(prompts, np.arange(bounds[index], bounds[index + 1]))
 
 
-def select(rollouts: Rollouts, groups_P: Int[np.ndarray, " P"], group_size: int) -> Rollouts:
+def select(rollouts: Rollouts, groups_P: Int[np.ndarray, " P"]) -> Rollouts:
     """Selects the samples of some prompts, in the order given."""
-    rows_B = (groups_P[:, None] * group_size + np.arange(group_size)).ravel()
-    return dataclasses.replace(rollouts, prompts=take_prompts(rollouts.prompts, groups_P), **_rows_of(rollouts, rows_B))
+    chosen = _rows_of(rollouts, groups.rows_of(rollouts.group_B, groups_P))
+    chosen["group_B"] = np.argsort(groups_P).astype(np.int32)[np.searchsorted(np.sort(groups_P), chosen["group_B"])]
+    return dataclasses.replace(rollouts, prompts=take_prompts(rollouts.prompts, groups_P), **chosen)
 
 
-def places(rollouts: Rollouts, chosen: slice, group_size: int) -> Rollouts:
+def places(rollouts: Rollouts, chosen: slice) -> Rollouts:
     """Selects some places of every group of samples."""
-    rows_B = np.arange(len(rollouts.stop_B)).reshape(-1, group_size)[:, chosen].ravel()
-    return dataclasses.replace(rollouts, **_rows_of(rollouts, rows_B))
+    member_B = groups.member_of(rollouts.group_B)
+    wanted = np.arange(member_B.max(initial=-1) + 1)[chosen]
+    return dataclasses.replace(rollouts, **_rows_of(rollouts, np.flatnonzero(np.isin(member_B, wanted))))
 
 
 def _rows_of(rollouts: Rollouts, rows_B: Int[np.ndarray, " B"]) -> dict[str, Any]:
@@ -64,6 +67,7 @@ def join(parts: Sequence[Rollouts], prompts: Prompts) -> Rollouts:
         for field in dataclasses.fields(parts[0])
         if isinstance(getattr(parts[0], field.name), np.ndarray)
     }
+    arrays["group_B"] = joined_groups([part.group_B for part in parts], [len(part.prompts.length_P) for part in parts])
     asked = sum(len(part.prompts.length_P) for part in parts)
     return dataclasses.replace(
         parts[0],
@@ -73,6 +77,12 @@ def join(parts: Sequence[Rollouts], prompts: Prompts) -> Rollouts:
         seconds=sum(part.seconds for part in parts),
         **arrays,
     )
+
+
+def joined_groups(parts: Sequence[Int[np.ndarray, " B"]], prompts: Sequence[int]) -> Int[np.ndarray, " B"]:
+    """Joins the indexes of parts whose prompts, so many of each, are joined in the same order."""
+    firsts = np.cumsum([0, *prompts[:-1]])
+    return np.concatenate([part + first for part, first in zip(parts, firsts, strict=True)]).astype(np.int32)
 
 
 def header(experience: Experience) -> Message:
@@ -89,6 +99,7 @@ def header(experience: Experience) -> Message:
         ],
     }
     arrays = {
+        "group_B": rollouts.group_B,
         "length_B": rollouts.length_B,
         "stop_B": rollouts.stop_B,
         "mask_bits": np.packbits(rollouts.mask_BT != 0, axis=1),
@@ -146,6 +157,7 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
     )
     rollouts = Rollouts(
         prompts=prompts,
+        group_B=joined_groups([_group(h) for h in headers], [len(h.arrays["length_P"]) for h in headers]),
         length_B=length_B,
         mask_BT=np.concatenate(masks),
         turn_reward_BT=_turn_rewards(headers, B, width),
@@ -180,11 +192,12 @@ def fill_prompts(experience: Experience, held: Int[np.ndarray, " n"]) -> None:
     Packing has the samples of a prompt share its tokens, also in rows of other hosts, which are not sent anywhere.
     """
     tokens_BT, length_P = experience.rollouts.tokens_BT, experience.rollouts.prompts.length_P
-    held_PG = np.isin(np.arange(len(tokens_BT)), held).reshape(len(length_P), -1)
-    tokens_PGT = tokens_BT.reshape(*held_PG.shape, -1)
-    for p in np.flatnonzero(held_PG.any(axis=1) & ~held_PG.all(axis=1)):
-        prompt = tokens_PGT[p, int(held_PG[p].argmax()), : length_P[p]]
-        tokens_PGT[p, ~held_PG[p], : length_P[p]] = prompt
+    group_B, held_B = experience.rollouts.group_B, np.isin(np.arange(len(tokens_BT)), held)
+    first_P, of_held = np.unique(group_B[held_B], return_index=True)
+    source_P = dict(zip(first_P.tolist(), np.flatnonzero(held_B)[of_held].tolist(), strict=True))
+    for b in np.flatnonzero(~held_B & groups.any_of(held_B, group_B)):
+        prompt = int(group_B[b])
+        tokens_BT[b, : length_P[prompt]] = tokens_BT[source_P[prompt], : length_P[prompt]]
 
 
 def with_texts(experience: Experience, messages: Sequence[Message]) -> Experience:
@@ -270,6 +283,12 @@ def _real(length_n: np.ndarray, width: int) -> np.ndarray:
 def _unpacked(message: Message, width: int) -> np.ndarray:
     mask_BT = np.unpackbits(message.arrays["mask_bits"], axis=1, count=message.value["width"]).astype(np.float32)
     return np.pad(mask_BT, ((0, 0), (0, width - mask_BT.shape[1])))
+
+
+def _group(message: Message) -> np.ndarray:
+    """The prompt of each sample; old checkpoints, which do not say it, have equally many samples of each."""
+    prompts, samples = len(message.arrays["length_P"]), len(message.arrays["length_B"])
+    return message.arrays.get("group_B", groups.complete(prompts, samples // max(prompts, 1)))
 
 
 def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:

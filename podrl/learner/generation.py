@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from podrl import groups
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.environments.config import EnvironmentConfig
 from podrl.learner.experience import join, select, take_prompts
@@ -127,7 +128,7 @@ class Generator:
         self, prompts: Prompts, asked: Prompts, step: int, quantum: int = 0, partial: Partial | None = None
     ) -> Making:
         player = self._cluster.rollout.player(asked, group_size=self._group_size, step=step, partial=partial)
-        return Making(prompts, step, quantum, player, self._open(asked, self._group_size))
+        return Making(prompts, step, quantum, player, self._open(asked, self._index(asked)))
 
     def play(
         self,
@@ -159,7 +160,7 @@ class Generator:
         started = time.monotonic()
         try:
             rollouts = self._cluster.rollout.rows(making.player, making.seconds)
-            reward_FB = self._rewards_of(rollouts, self._group_size, making.rewards)
+            reward_FB = self._rewards_of(rollouts, making.rewards)
         finally:
             making.rewards.cancel()
         scored = (rollouts, reward_FB, time.monotonic() - started)
@@ -188,7 +189,7 @@ class Generator:
         try:
             parts = [self._cluster.rollout.rows(making.player, 0.0) for making in makings]
             each = zip(parts, makings, strict=True)
-            rewards = [self._rewards_of(part, self._group_size, making.rewards) for part, making in each]
+            rewards = [self._rewards_of(part, making.rewards) for part, making in each]
         finally:
             for making in makings:
                 making.rewards.cancel()
@@ -199,6 +200,10 @@ class Generator:
         """Ends what a batch has under way."""
         making.player.abandon()
         making.rewards.cancel()
+
+    def _index(self, prompts: Prompts, group_size: int = 0) -> np.ndarray:
+        """The index of the samples that are asked for, which are equally many of each prompt."""
+        return groups.complete(len(prompts.length_P), group_size or self._group_size)
 
     def _asked(self, prompts: Prompts) -> Prompts:
         """The prompts of a batch that are sampled first."""
@@ -221,9 +226,9 @@ class Generator:
         reward_B = self._config.shaped(self._rewards.combine(reward_FB), rollouts, self._limit)
         greedy_B = np.zeros_like(reward_B)
         if self._greedy:
-            greedy_B, more = self._greedy_rewards(rollouts.prompts, policy, step)
-            seconds += more
-        reward_B = of_the_others(reward_B, rollouts, self._group_size)
+            greedy_P, more = self._greedy_rewards(rollouts.prompts, policy, step)
+            greedy_B, seconds = greedy_P[rollouts.group_B], seconds + more
+        reward_B = of_the_others(reward_B, rollouts)
         turn_reward_BT = np.float32(self._environment_weight) * rollouts.turn_reward_BT
         rollouts = dataclasses.replace(rollouts, turn_reward_BT=turn_reward_BT)
         lost_B = self._lost(rollouts, reward_B, greedy_B)
@@ -248,8 +253,8 @@ class Generator:
             LeftOut.NO_REWARD: unknown_B,
         }
         own_B = np.select([*found.values()], [*found], LeftOut.NOT)
-        group_B = np.repeat(own_B.reshape(-1, self._group_size).any(axis=1), self._group_size)
-        return np.where(group_B & (own_B == LeftOut.NOT), LeftOut.GROUP, own_B).astype(np.int32)
+        with_them_B = groups.any_of(own_B != LeftOut.NOT, rollouts.group_B)
+        return np.where(with_them_B & (own_B == LeftOut.NOT), LeftOut.GROUP, own_B).astype(np.int32)
 
     def _scored(
         self, prompts: Prompts, policy: Policy, step: int, *, group_size: int = 0, sampling: Sampling | None = None
@@ -260,7 +265,7 @@ class Generator:
           Samples; the reward of each function, NaN for a failed sample; seconds of scoring after the last one ended.
         """
         group_size = group_size or self._group_size
-        batch = self._open(prompts, group_size)
+        batch = self._open(prompts, self._index(prompts, group_size))
 
         def ended(sample: Finished) -> None:
             self._take(batch, sample, group_size)
@@ -270,7 +275,7 @@ class Generator:
             rollouts = self._cluster.generate(prompts, policy, **more)
             self._count_work()
             started = time.monotonic()
-            return rollouts, self._rewards_of(rollouts, group_size, batch), time.monotonic() - started
+            return rollouts, self._rewards_of(rollouts, batch), time.monotonic() - started
         finally:
             batch.cancel()
 
@@ -280,24 +285,23 @@ class Generator:
             added = self._cluster.rollout.stats.metrics()
             self._worked = {name: self._worked.get(name, 0.0) + value for name, value in added.items()}
 
-    def judged(self, rollouts: Rollouts, group_size: int, *, at_once: int) -> dict[str, np.ndarray]:
+    def judged(self, rollouts: Rollouts, *, at_once: int) -> dict[str, np.ndarray]:
         """Scores samples that are not trained on: 'reward' as in training, 'reward/NAME' of each function.
 
         Args:
           rollouts: samples, NaN being the reward of those that failed.
-          group_size: samples of a prompt.
           at_once: prompts whose samples reward functions are given together.
         """
-        groups = np.arange(len(rollouts.prompts.length_P))
-        cuts = [select(rollouts, groups[i : i + at_once], group_size) for i in range(0, len(groups), at_once)]
-        reward_FB = np.concatenate([self._rewards_of(cut, group_size) for cut in cuts], axis=1)
+        prompts_P = np.arange(len(rollouts.prompts.length_P))
+        cuts = [select(rollouts, prompts_P[i : i + at_once]) for i in range(0, len(prompts_P), at_once)]
+        reward_FB = np.concatenate([self._rewards_of(cut) for cut in cuts], axis=1)
         total_B = self._config.shaped(self._rewards.combine(reward_FB), rollouts, self._limit)
         named = zip(self._rewards.names, reward_FB, strict=True)
         return {"reward": total_B} | {f"reward/{name}": reward_B for name, reward_B in named}
 
-    def _open(self, prompts: Prompts, group_size: int) -> OpenBatch:
-        texts, fields = repeated(prompts.text, prompts.fields, group_size)
-        return self._rewards.open(texts, fields, group_size=group_size)
+    def _open(self, prompts: Prompts, group_B: np.ndarray) -> OpenBatch:
+        texts, fields = repeated(prompts.text, prompts.fields, group_B)
+        return self._rewards.open(texts, fields, group_B=group_B)
 
     def _take(self, batch: OpenBatch, sample: Finished, group_size: int) -> None:
         own = [token for token, version in zip(sample.tokens, sample.versions, strict=True) if version >= 0]
@@ -317,22 +321,22 @@ class Generator:
         else:
             batch.add(b, text, said)
 
-    def _rewards_of(self, rollouts: Rollouts, group_size: int, batch: OpenBatch | None = None) -> np.ndarray:
+    def _rewards_of(self, rollouts: Rollouts, batch: OpenBatch | None = None) -> np.ndarray:
         """Rewards of samples by every function, the reward model and their environments; NaN for a failed sample."""
-        batch = batch or self._open(rollouts.prompts, group_size)
+        batch = batch or self._open(rollouts.prompts, rollouts.group_B)
         for b in batch.missing():  # of no tokens, or of an engine that does not tell
             own = rollouts.tokens_BT[b, rollouts.mask_BT[b] > 0].tolist()
             self._end(batch, b, rollouts.stop_B[b], rollouts.completions[b], rollouts.episodes[b], own)
         more = []
         if self._cluster.reward_model is not None:
-            fields = repeated(rollouts.prompts.text, rollouts.prompts.fields, group_size)[1]
+            fields = repeated(rollouts.prompts.text, rollouts.prompts.fields, rollouts.group_B)[1]
             more.append(self._cluster.reward_model.score_samples(rollouts, fields))
         if self._cluster.partner is not None:
             more.append(rollouts.turn_reward_BT.sum(axis=1, dtype=np.float64))
         scored_FB = batch.result()
         failed_B = (rollouts.stop_B == STOP_FAILED) | np.isnan(scored_FB).any(axis=0)
         rows = [scored_FB, *(np.where(failed_B, np.nan, row_B)[None] for row_B in more)]
-        return of_the_others(np.concatenate(rows), rollouts, group_size)
+        return of_the_others(np.concatenate(rows), rollouts)
 
     def _scored_first(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
         return self._scored(self._asked(prompts), policy, step)
@@ -369,8 +373,9 @@ class Generator:
     def _signals_known(self, making: Making) -> np.ndarray:
         """Marks the groups whose rewards differ, of those of a request whose rewards are there."""
         reward_FB, known_B = making.rewards.known()
-        known_P = known_B.reshape(-1, self._group_size).all(axis=1)
-        return self._signal(reward_FB[:, np.repeat(known_P, self._group_size)])
+        group_B = self._index(making.player.request.prompts)
+        whole_B = ~groups.any_of(~known_B, group_B)
+        return self._signal(reward_FB[:, whole_B], group_B[whole_B])
 
     def _refilled(
         self, prompts: Prompts, policy: Policy, step: int, first: tuple[Rollouts, np.ndarray, float]
@@ -382,18 +387,17 @@ class Generator:
         """
         wanted = len(self._asked(prompts).length_P)
         parts, seconds = [first], first[2]
-        signal = self._signal(first[1])
+        signal = self._signal(first[1], first[0].group_B)
         asked = len(signal)
         while signal.sum() < wanted and asked < len(prompts.length_P):
             rows = np.arange(asked, min(asked + _further(signal, wanted, asked), len(prompts.length_P)))
             parts.append(self._scored(take_prompts(prompts, rows), policy, step))
-            signal = np.concatenate([signal, self._signal(parts[-1][1])])
+            signal = np.concatenate([signal, self._signal(parts[-1][1], parts[-1][0].group_B)])
             seconds += parts[-1][2]
             asked += len(rows)
         rollouts = join([part[0] for part in parts], prompts)
         reward_FB = np.concatenate([part[1] for part in parts], axis=1)
         chosen = np.sort(np.concatenate([np.flatnonzero(signal)[:wanted], np.flatnonzero(~signal)])[:wanted])
-        samples = (chosen[:, None] * self._group_size + np.arange(self._group_size)).ravel()
         drawn = int(chosen[-1]) + 1 if signal[chosen].all() else asked
         counts = {
             "dynamic_sampling/groups_drawn": float(drawn),
@@ -404,20 +408,21 @@ class Generator:
             counts[f"loss/left_out/{LeftOut.DYNAMIC_SAMPLING.name.lower()}"] = float(
                 (drawn - wanted) * self._group_size
             )
-        return select(rollouts, chosen, self._group_size), reward_FB[:, samples], seconds, counts
+        rows_B = groups.rows_of(rollouts.group_B, chosen)
+        return select(rollouts, chosen), reward_FB[:, rows_B], seconds, counts
 
-    def _signal(self, reward_FB: np.ndarray) -> np.ndarray:
-        """Marks the groups whose rewards differ."""
-        return np.ptp(self._rewards.combine(reward_FB).reshape(-1, self._group_size), axis=1) > 0
+    def _signal(self, reward_FB: np.ndarray, group_B: np.ndarray) -> np.ndarray:
+        """Marks the groups whose rewards differ, in order."""
+        return groups.spread(self._rewards.combine(reward_FB), group_B)[groups.member_of(group_B) == 0] > 0
 
     def _greedy_rewards(self, prompts: Prompts, policy: Policy, step: int) -> tuple[np.ndarray, float]:
-        """Samples each prompt greedily and repeats that completion's reward for every sample of the prompt."""
+        """Samples each prompt greedily; returns the reward of each prompt's completion, and the seconds it took."""
         sampling = Sampling(
             temperature=0.0, max_new=self._limit, stop_strings=self._cluster.config.rollout().stop_strings
         )
         rollouts, reward_FB, seconds = self._scored(prompts, policy, step, group_size=1, sampling=sampling)
         reward_P = self._config.shaped(self._rewards.combine(reward_FB), rollouts, self._limit)
-        return np.repeat(reward_P, self._group_size), seconds + rollouts.seconds
+        return reward_P, seconds + rollouts.seconds
 
 
 def _further(signal: np.ndarray, wanted: int, asked: int) -> int:
@@ -427,7 +432,7 @@ def _further(signal: np.ndarray, wanted: int, asked: int) -> int:
     return max(0, math.ceil(lacking / share))
 
 
-def of_the_others(reward_XB: np.ndarray, rollouts: Rollouts, group_size: int) -> np.ndarray:
+def of_the_others(reward_XB: np.ndarray, rollouts: Rollouts) -> np.ndarray:
     """Rewards of samples out of time replaced by the mean of their group's others, which keeps the group's baseline.
 
     NaN where there are no others.
@@ -435,20 +440,19 @@ def of_the_others(reward_XB: np.ndarray, rollouts: Rollouts, group_size: int) ->
     late_B = rollouts.stop_B == STOP_DEADLINE
     if not late_B.any():
         return reward_XB
-    late_PG = late_B.reshape(-1, group_size)
-    reward_XPG = reward_XB.reshape(*reward_XB.shape[:-1], *late_PG.shape)
-    count_P = (~late_PG).sum(axis=1)
-    total_XP = np.where(late_PG, 0.0, reward_XPG).sum(axis=-1)
-    mean_XP = np.where(count_P > 0, total_XP / np.maximum(count_P, 1), np.nan)
-    return np.where(late_PG, mean_XP[..., None], reward_XPG).reshape(reward_XB.shape)
+    replaced_XB = np.array(reward_XB, dtype=np.result_type(reward_XB, np.float64))
+    for rows_PG in groups.by_size(rollouts.group_B):
+        late_PG, reward_XPG = late_B[rows_PG], reward_XB[..., rows_PG]
+        count_P = (~late_PG).sum(axis=1)
+        total_XP = np.where(late_PG, 0.0, reward_XPG).sum(axis=-1)
+        mean_XP = np.where(count_P > 0, total_XP / np.maximum(count_P, 1), np.nan)
+        replaced_XB[..., rows_PG] = np.where(late_PG, mean_XP[..., None], reward_XPG)
+    return replaced_XB
 
 
 def repeated(
-    text: Sequence[str], fields: Mapping[str, Sequence[Any]], group_size: int
+    text: Sequence[str], fields: Mapping[str, Sequence[Any]], group_B: np.ndarray
 ) -> tuple[list[str], dict[str, list[Any]]]:
-    """Repeats prompts and their fields for every sample, group-major."""
-
-    def repeat(values: Sequence[Any]) -> list[Any]:
-        return [value for value in values for _ in range(group_size)]
-
-    return repeat(text), {name: repeat(values) for name, values in fields.items()}
+    """Gives every sample the text and the fields of its prompt."""
+    of_samples = {name: groups.repeated(values, group_B) for name, values in fields.items()}
+    return groups.repeated(text, group_B), of_samples

@@ -103,10 +103,10 @@ class GRPO:
         self, experience: Experience, scores: Scores, rewards: np.ndarray
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Computes every sampled token's advantage over the other samples of its prompt, and by its teacher."""
-        mask_BT, group_size = experience.rollouts.mask_BT, self._config.num_generations
+        mask_BT, group_B = experience.rollouts.mask_BT, experience.rollouts.group_B
         teacher = self._distillation
         if teacher is None or teacher.reward_coef:
-            advantage_BT = self._estimator(rewards, experience.greedy_reward_B, mask_BT, group_size=group_size)
+            advantage_BT = self._estimator(rewards, experience.greedy_reward_B, mask_BT, group_B=group_B)
         else:
             advantage_BT = np.zeros_like(mask_BT)
         if teacher is None:
@@ -220,7 +220,7 @@ class GRPO:
         """Lists the samples of the first groups, a share of all, that `token_scores` scores: at least one group."""
         group_size = self._config.num_generations
         groups = max(1, int(share * len(experience.rollouts.length_B)) // group_size)
-        return np.arange(min(groups, self.mini_batch_size // group_size) * group_size)
+        return np.flatnonzero(experience.rollouts.group_B < min(groups, self.mini_batch_size // group_size))
 
     def token_scores(self, experience: Experience, share: float) -> Callable[[], Mapping[str, np.ndarray]]:
         """Starts scoring the samples that `scored` lists under the present weights, on all trainer hosts together.

@@ -64,7 +64,6 @@ class Traced:
         self,
         algorithm: Any,
         run: Run,
-        group_size: int,
         reward_names: Sequence[str],
         config: GRPOConfig | PPOConfig,
         curriculum: Curriculum | None = None,
@@ -72,7 +71,7 @@ class Traced:
         """Of GRPO or PPO, in a run whose files may be open later."""
         self._config, self._counted = config, {}
         self._algorithm, self._run, self._curriculum = algorithm, run, curriculum
-        self._group_size, self._names, self._warm = group_size, reward_names, False
+        self._names, self._warm = reward_names, False
         self._noted: tuple[Experience, trace.Noted] | None = None
         self.rewards, self.advantages = algorithm.rewards, algorithm.advantages
         self.state, self.restore = algorithm.state, algorithm.restore
@@ -97,7 +96,7 @@ class Traced:
             scores_of = self._algorithm.token_scores(experience, traced.share)  # all hosts that train, which one writes
             if tracing is not None:
                 columns = self._algorithm.columns(experience, advantages)
-                noted = trace.Noted(self._group_size, self._names, columns, scores_of)
+                noted = trace.Noted(self._names, columns, scores_of)
                 tracing.note(done, noted)
                 self._noted = (experience, noted)
         elif traced is not None and traced.ever and not self._warm:
@@ -346,7 +345,7 @@ class SampleLearner:
             if (curriculum := train_ds.curriculum) is not None:
                 self.config.check_curriculum(self.cluster.config.rollout())
                 of_run: Any = {"lag": self.config.max_staleness, "names": rewards.names}
-                curriculum.begin(group_size=self.config.num_generations, **of_run)
+                curriculum.begin(**of_run)
             return fit(
                 self.cluster,
                 train_ds,
@@ -380,15 +379,16 @@ class SampleLearner:
             return None
         return Evaluator(self.cluster, [next(self._listed(items, len(items)))], EvalConfig(), rewards=self.rewards_of)
 
-    def rewards_of(self, rollouts: Rollouts, group_size: int) -> dict[str, np.ndarray]:
+    def rewards_of(self, rollouts: Rollouts) -> dict[str, np.ndarray]:
         """Scores samples by the reward functions of the training that runs, in batches of its size.
 
         Returns:
           'reward' of every sample, as a training step counts it, and 'reward/NAME' of each function; NaN for none.
         """
         assert self._generate is not None, "reward functions run while `train` does, where samples are generated"
-        at_once = max(1, self._prompts * self.config.num_generations // group_size)
-        return self._generate.judged(rollouts, group_size, at_once=at_once)
+        prompts, samples = len(rollouts.prompts.length_P), len(rollouts.group_B)
+        at_once = max(1, self._prompts * self.config.num_generations * prompts // max(samples, 1))
+        return self._generate.judged(rollouts, at_once=at_once)
 
     def _schedule(self, stream: PromptStream, run: Run, save_every: int | None) -> Schedule:
         training, prompts = self.cluster.training_config, stream.prompts_per_step // self.config.prompt_batches
@@ -437,7 +437,7 @@ class SampleLearner:
             curriculum=stream.curriculum,
             groups=stream.groups,
         )
-        traced = Traced(algorithm, run, self.config.num_generations, reward_names, self.config, stream.curriculum)
+        traced = Traced(algorithm, run, reward_names, self.config, stream.curriculum)
         return Trained(traced, report, traced.needed)
 
 

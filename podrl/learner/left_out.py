@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from podrl import groups
 from podrl.learner.settings import AlgorithmConfig, PPOConfig
 from podrl.types import Experience, LeftOut
 
@@ -21,8 +22,7 @@ def left_out(
       advantage_BT: advantages of the sampled tokens.
     """
     masked_B = config.masked_out(experience)
-    reward_PG = experience.reward_B.reshape(-1, config.num_generations)
-    equal_B = np.repeat(np.ptp(reward_PG, axis=1) == 0, config.num_generations)
+    equal_B = groups.spread(experience.reward_B, experience.rollouts.group_B) == 0
     idle_B = ~((advantage_BT != 0) & (experience.rollouts.mask_BT > 0)).any(axis=1) & config.advantage_alone
     warmup = config.critic_warmup if isinstance(config, PPOConfig) else 0
     found: dict[Any, Any] = {

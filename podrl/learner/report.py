@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from podrl import groups
 from podrl.algorithms.mismatch import derived, divided
 from podrl.data.pools import Curriculum
 from podrl.learner.control import MismatchGate
@@ -80,20 +81,20 @@ class SampleReport:
         return metrics | counts | self._of_the_user(experience)
 
     def _of_rewards(self, experience: Experience, counted_B: np.ndarray) -> dict[str, float]:
-        reward_PG = experience.reward_B[counted_B].reshape(-1, self._config.num_generations)
+        reward_B, group_B = experience.reward_B[counted_B], experience.rollouts.group_B
+        spread_P = groups.spread(reward_B, group_B[counted_B])[groups.member_of(group_B[counted_B]) == 0]
         each = dict(zip(self._names, experience.reward_FB, strict=True))
         metrics = {
-            "reward/mean": float(reward_PG.mean()),
-            "reward/std": float(reward_PG.std()),
-            "reward/groups_without_signal": float((np.ptp(reward_PG, axis=1) == 0).mean()),
-            **{f"reward/{name}": float(reward_B[counted_B].mean()) for name, reward_B in each.items()},
+            "reward/mean": float(reward_B.mean()),
+            "reward/std": float(reward_B.std()),
+            "reward/groups_without_signal": float((spread_P == 0).mean()),
+            **{f"reward/{name}": float(each_B[counted_B].mean()) for name, each_B in each.items()},
         }
-        G = self._config.num_generations
-        group_P = self._groups_of(experience.rollouts)
+        named_P = self._groups_of(experience.rollouts)
         for group in self._groups:
-            if (own_B := counted_B & np.repeat([given == group for given in group_P], G)).any():
+            if (own_B := counted_B & np.array([named == group for named in named_P])[group_B]).any():
                 metrics[f"group/{group}/reward"] = float(experience.reward_B[own_B].mean())
-                metrics[f"group/{group}/prompts"] = float(own_B.sum() / G)
+                metrics[f"group/{group}/prompts"] = float(len(np.unique(group_B[own_B])))
                 metrics |= {f"group/{group}/reward/{name}": float(r_B[own_B].mean()) for name, r_B in each.items()}
         return metrics
 
@@ -106,19 +107,19 @@ class SampleReport:
 
     def samples(self, experience: Experience) -> Sequence[Mapping[str, Any]]:
         """Records the first sample of every prompt whose samples are in the loss, with its rewards and its group."""
-        rollouts, G, rewarded_B = experience.rollouts, self._config.num_generations, experience.rewarded()
-        group_P = self._groups_of(rollouts)
+        rollouts, rewarded_B, named_P = experience.rollouts, experience.rewarded(), self._groups_of(experience.rollouts)
+        first_B = groups.member_of(rollouts.group_B) == 0
         return [
             {
-                "prompt": rollouts.prompts.text[b // G],
+                "prompt": rollouts.prompts.text[p],
                 "completion": rollouts.completions[b],
-                **({"group": group_P[b // G]} if group_P[b // G] else {}),
+                **({"group": named_P[p]} if named_P[p] else {}),
                 "reward": float(experience.reward_B[b]),
                 **_turns(rollouts.episodes[b]),
                 **{name: float(r_B[b]) for name, r_B in zip(self._names, experience.reward_FB, strict=True)},
             }
-            for b in range(0, len(rollouts.completions), G)
-            if rewarded_B[b]
+            for b, p in enumerate(rollouts.group_B.tolist())
+            if first_B[b] and rewarded_B[b]
         ]
 
     def _groups_of(self, rollouts: Rollouts) -> Sequence[Any]:
@@ -137,7 +138,7 @@ class SampleReport:
         if not self._metric_fns:
             return {}
         asked, counted = experience.rollouts.prompts, np.flatnonzero(experience.rewarded()).tolist()
-        prompts, fields = repeated(asked.text, asked.fields, self._config.num_generations)
+        prompts, fields = repeated(asked.text, asked.fields, experience.rollouts.group_B)
         chosen = {name: [values[b] for b in counted] for name, values in fields.items()}
         named: dict[str, float] = {}
         for fn in self._metric_fns:

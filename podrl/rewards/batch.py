@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from podrl.types import BatchError
 
@@ -110,25 +110,33 @@ class Asked:
         return "; ".join(f"{what}, for {now - since:.0f} s" for since, what in sorted(list(self._calls.values()))[:3])
 
 
+Whole = Literal["sample", "group", "batch"]
+
+
 class Scorer(NamedTuple):
     """A reward function, run in the background.
 
     Attributes:
-      whole: consecutive samples of a batch that it is given in one call, with others or without; 0 for all of them.
+      whole: the samples that it is given in one call, with others or without: each alone, those of a prompt, or all.
       parallel: calls at once.
       submit: starts a call.
     """
 
-    whole: int
+    whole: Whole
     parallel: int
     submit: Callable[[Part], Future[list[float]]]
 
 
 @dataclasses.dataclass
 class _Line:
-    """Samples on their way to one function: those that wait, and calls under way and made, by their rows."""
+    """Samples on their way to one function: those that wait, and calls under way and made, by their rows.
+
+    Attributes:
+      unit_B: samples of one unit are given in one call.
+    """
 
     scorer: Scorer
+    unit_B: Int[np.ndarray, " B"]
     ready: list[int] = dataclasses.field(default_factory=list)
     jobs: list[tuple[list[int], Future[list[float]]]] = dataclasses.field(default_factory=list)
 
@@ -139,14 +147,21 @@ class OpenBatch:
     A call holds all that waits, or what falls to one of several calls at once: where calls are dear they are few.
     """
 
-    def __init__(self, scorers: Sequence[Scorer], prompts: Sequence[str], fields: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(
+        self,
+        scorers: Sequence[Scorer],
+        prompts: Sequence[str],
+        fields: Mapping[str, Sequence[Any]],
+        group_B: Int[np.ndarray, " B"],
+    ) -> None:
         """Of B samples, none of which has ended; `fields` are known before, B values each."""
         for name, values in fields.items():
             if len(values) != len(prompts):
                 raise ValueError(f"{name} has {len(values)} values for {len(prompts)} prompts: they must match.")
         self._prompts, self._fields = prompts, fields
         self._ended: dict[int, tuple[str, Mapping[str, Any]] | None] = {}
-        self._lines = [_Line(scorer) for scorer in scorers]
+        units = {"sample": np.arange(len(prompts)), "group": group_B, "batch": np.zeros(len(prompts), np.int64)}
+        self._lines = [_Line(scorer, units[scorer.whole]) for scorer in scorers]
         self._given_up = False
         self._changed = threading.Condition(threading.RLock())
 
@@ -212,22 +227,19 @@ class OpenBatch:
             assert sample not in self._ended, sample
             self._ended[sample] = ended
             for line in self._lines:
-                size = line.scorer.whole or len(self._prompts)
-                first = sample - sample % size
-                rows = range(first, min(first + size, len(self._prompts)))
+                rows = np.flatnonzero(line.unit_B == line.unit_B[sample]).tolist()
                 if all(b in self._ended for b in rows):
                     line.ready += [b for b in rows if self._ended[b] is not None]
                     self._go_on(line)
 
     def _go_on(self, line: _Line) -> None:
         """Starts calls with what waits, as many as there may be at once."""
-        size = line.scorer.whole or len(self._prompts)
         running = sum(not job.done() for _, job in line.jobs)
         while line.ready and running < line.scorer.parallel and not self._given_up:
-            groups = list(dict.fromkeys(b // size for b in line.ready))
-            chosen = set(groups[: -(-len(groups) // line.scorer.parallel)])
-            rows = sorted(b for b in line.ready if b // size in chosen)
-            line.ready = [b for b in line.ready if b // size not in chosen]
+            units = list(dict.fromkeys(int(line.unit_B[b]) for b in line.ready))
+            chosen = set(units[: -(-len(units) // line.scorer.parallel)])
+            rows = sorted(b for b in line.ready if int(line.unit_B[b]) in chosen)
+            line.ready = [b for b in line.ready if int(line.unit_B[b]) not in chosen]
             job = line.scorer.submit(self._part(rows))
             line.jobs.append((rows, job))
             running += 1

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from podrl.config import Finite, Positive, Workers, section
 from podrl.rewards import formats, math_answer, reference, text, turns, worker
@@ -318,21 +318,23 @@ class Rewards:
         rewards = [job.result() for job in jobs]
         return np.array(rewards, np.float64).reshape(len(rewards), len(completions))
 
-    def open(self, prompts: Sequence[str], fields: Mapping[str, Sequence[Any]], *, group_size: int) -> OpenBatch:
+    def open(
+        self, prompts: Sequence[str], fields: Mapping[str, Sequence[Any]], *, group_B: Int[np.ndarray, " B"]
+    ) -> OpenBatch:
         """A batch that is sampled now, which functions score while it is.
 
         Args:
-          prompts: of each of its B samples, group-major.
+          prompts: the prompt of each of its B samples.
           fields: task fields by name, B values each.
-          group_size: samples of a prompt.
+          group_B: samples of equal numbers have one prompt.
         """
-        sizes = {"sample": 1, "group": group_size, "batch": 0}
         scorers = []
         for function in self._functions:
-            whole = 1 if isinstance(function.here, _Judge) else 0 if function.here else sizes[self._config.calls]
+            whole: Any = "batch" if function.here else self._config.calls
+            whole = "sample" if isinstance(function.here, _Judge) else whole
             parallel = 1 if function.here else self._config.workers
             scorers.append(Scorer(whole, parallel, functools.partial(self._submit, function)))
-        return OpenBatch(scorers, prompts, fields)
+        return OpenBatch(scorers, prompts, fields, group_B)
 
     def combine(self, reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, " B"]:
         """The weighted sum over functions, and over the rows of the reward model and of others where there are.

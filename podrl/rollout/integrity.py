@@ -20,8 +20,7 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
       max_staleness: updates that samples may be old.
     """
     prompts = rollouts.prompts
-    group_size = len(rollouts.length_B) // len(prompts.length_P)
-    asked_B = np.repeat(prompts.length_P, group_size)
+    asked_B = prompts.length_P[rollouts.group_B]
     place_T = np.arange(rollouts.tokens_BT.shape[1])
     usable_B1 = (rollouts.stop_B != STOP_FAILED)[:, None]
     sampled_BT = rollouts.version_BT >= 0
@@ -30,7 +29,7 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
     trained_BT = rollouts.mask_BT > 0
     wrong_BT = (trained_BT != sampled_BT) | (trained_BT & ~(completion_BT & likely_BT))
     width = min(prompts.tokens_PT.shape[1], len(place_T))
-    given_BT = np.repeat(prompts.tokens_PT[:, :width], group_size, axis=0)
+    given_BT = prompts.tokens_PT[rollouts.group_B, :width]
     altered_BT = (rollouts.tokens_BT[:, :width] != given_BT) & (place_T[:width] < asked_B[:, None])
     counts = {
         "rollout/faulty_tokens": (wrong_BT & usable_B1).sum() + altered_BT.sum(),

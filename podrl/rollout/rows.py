@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from podrl.groups import complete
 from podrl.rollout.episodes import Episode, Request
 from podrl.rollout.session import Track
 from podrl.types import NO_EPISODE, STOP_LENGTH, Prompts, Rollouts, blank_columns
@@ -65,13 +66,14 @@ def collect(
     B, T = P * group_size, width + longest
     columns = blank_columns((B, T), pad_id=pad_id)
     mask_BT, turn_reward_BT = np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
-    length_B = np.repeat(np.asarray(prompts.length_P, np.int32), group_size)
+    group_B = complete(P, group_size)
+    length_B = np.asarray(prompts.length_P, np.int32)[group_B]
     stop_B = np.full(B, STOP_LENGTH, np.int32)
     completions = [""] * B
     for b in range(B):
         track = tracks.get(b)
         n = length_B[b]
-        columns["tokens_BT"][b, :n] = prompts.tokens_PT[b // group_size, :n]
+        columns["tokens_BT"][b, :n] = prompts.tokens_PT[group_B[b], :n]
         if track is None:
             continue
         assert track.stop is not None, track.handle
@@ -86,9 +88,10 @@ def collect(
         assert episode.stop is not None, b
         records[b], completions[b], stop_B[b] = episode.record(), episode.text, episode.stop
         for place, reward in episode.rewards:
-            turn_reward_BT[b, prompts.length_P[b // group_size] + place] += reward
+            turn_reward_BT[b, prompts.length_P[group_B[b]] + place] += reward
     return Rollouts(
         prompts=prompts,
+        group_B=group_B,
         length_B=length_B,
         mask_BT=mask_BT,
         turn_reward_BT=turn_reward_BT,

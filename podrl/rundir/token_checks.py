@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from podrl.groups import member_of
 from podrl.rundir.checks import check
 from podrl.rundir.history import Past, Record
 from podrl.rundir.trace import TracedStep
@@ -126,6 +127,6 @@ def _token(step: TracedStep, bad_X: np.ndarray, at: int | None = None) -> str:
     """Describes the place of a token: by default the first of those that are bad."""
     at = int(np.argmax(bad_X)) if at is None else at
     sample = int(np.searchsorted(step.first, at, side="right")) - 1
-    group, member = divmod(sample, step.group_size)
+    group, member = step.samples["group"][sample], member_of(step.samples["group"])[sample]
     piece = step.pieces.get(int(step.tokens["tokens"][at]), "")
     return f"prompt {group}, sample {member}, token {at - int(step.first[sample])} ({piece!r})"

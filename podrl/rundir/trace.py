@@ -16,7 +16,7 @@ from podrl.runtime.storage import Place, locate
 from podrl.types import TOKENS, Experience, Rollouts
 
 FOLDER = "trace"
-FORMAT = 1
+FORMAT = 2  # 1 had equally many samples of each prompt, and no column `group`
 _FILE = re.compile(r"step_(\d{8,})\.npz")
 _HEADER = "header"
 _LARGEST = 1 << 31  # bytes that a file may unpack to
@@ -31,7 +31,13 @@ _OF_ROLLOUTS: Mapping[str, Any] = {
 SCORES = ("trainer_logprob", "entropy")
 # What the updates of a step make of every token where log.trace='updates': columns of `Noted`.
 WEIGHTS = ("weight", "clipped")
-_OF_SAMPLES: Mapping[str, Any] = {"length": np.int32, "prompt_length": np.int32, "stop": np.int8, "reward": np.float64}
+_OF_SAMPLES: Mapping[str, Any] = {
+    "group": np.int32,
+    "length": np.int32,
+    "prompt_length": np.int32,
+    "stop": np.int8,
+    "reward": np.float64,
+}
 
 
 def file_name(step: int) -> str:
@@ -52,7 +58,6 @@ class Noted:
     """Contents of a step's trace beside the samples.
 
     Attributes:
-      group_size: samples of a prompt.
       reward_names: of the reward functions.
       columns: further numbers of every token, in the sample layout, by name: advantage, trained (1 where the token
         counts in the loss), return under PPO, and WEIGHTS where the updates are traced.
@@ -60,7 +65,6 @@ class Noted:
         update; None where there are none.
     """
 
-    group_size: int
     reward_names: Sequence[str]
     columns: Mapping[str, Float[np.ndarray, "B T"]]
     scores: Callable[[], Mapping[str, Float[np.ndarray, "B T"]]] | None = None
@@ -72,18 +76,17 @@ class TracedStep:
 
     Attributes:
       step: of metrics.jsonl.
-      group_size: samples of a prompt; sample b belongs to prompt b // group_size.
       reward_names: of the reward functions.
       prompts: text of each prompt; `fields` what its record says beside, by name.
       completions, episodes: of each sample, as in podrl.types.Rollouts.
       pieces: text of every token id that occurs.
-      samples: arrays over samples: length, prompt_length, stop, reward, and (functions, samples) rewards.
+      samples: arrays over samples: group (row of its prompt in `prompts`), length, prompt_length, stop, reward, and
+        (functions, samples) rewards.
       tokens: arrays over all tokens, sample after sample without padding: tokens, mask, logprob, raw_logprob, kept,
         version, turn_reward, advantage, trained, trainer_logprob and entropy (NaN where not computed), ...
     """
 
     step: int
-    group_size: int
     reward_names: Sequence[str]
     prompts: Sequence[str]
     fields: Mapping[str, Sequence[Any]]
@@ -111,8 +114,8 @@ def content(step: int, experience: Experience, noted: Noted, piece: Callable[[in
         if name in scores:
             score_BT[: len(scores[name]), : scores[name].shape[1]] = scores[name]
         columns[f"token.{name}"] = np.where(rollouts.mask_BT > 0, score_BT, np.nan)[keep_BT].astype(np.float32)
-    prompt_length_B = np.repeat(rollouts.prompts.length_P, noted.group_size)
-    of_samples = (rollouts.length_B, prompt_length_B, rollouts.stop_B, experience.reward_B)
+    prompt_length_B = rollouts.prompts.length_P[rollouts.group_B]
+    of_samples = (rollouts.group_B, rollouts.length_B, prompt_length_B, rollouts.stop_B, experience.reward_B)
     samples = {
         f"sample.{name}": np.asarray(x_B).astype(kind)
         for (name, kind), x_B in zip(_OF_SAMPLES.items(), of_samples, strict=True)
@@ -120,7 +123,6 @@ def content(step: int, experience: Experience, noted: Noted, piece: Callable[[in
     header = {
         "format": FORMAT,
         "step": step,
-        "group_size": noted.group_size,
         "reward_names": list(noted.reward_names),
         "prompts": list(rollouts.prompts.text),
         "fields": {name: list(values) for name, values in rollouts.prompts.fields.items()},
@@ -164,18 +166,19 @@ def _parsed(packed: bytes) -> TracedStep:
     with np.load(io.BytesIO(packed), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     header = json.loads(arrays.pop(_HEADER).tobytes().decode())
-    if header["format"] != FORMAT:
-        raise ValueError(f"its format is {header['format']}, not {FORMAT}")
+    if header["format"] not in (1, FORMAT):
+        raise ValueError(f"its format is {header['format']}, not 1 or {FORMAT}")
     parts = {part: {n.removeprefix(part): x for n, x in arrays.items() if n.startswith(part)} for part in _PARTS}
     samples, tokens = parts.values()
     length_B = samples["length"]
     if (length_B < 0).any() or any(x.shape != (length_B.sum(),) for x in tokens.values()):
         raise ValueError("its columns do not belong together")
+    if header["format"] == 1:
+        samples["group"] = np.arange(len(length_B)) // max(int(header["group_size"]), 1)
     if any(x.shape[-1:] != length_B.shape for x in samples.values()) or len(header["completions"]) != len(length_B):
         raise ValueError("its columns do not belong together")
     return TracedStep(
         step=int(header["step"]),
-        group_size=max(int(header["group_size"]), 1),
         reward_names=header["reward_names"],
         prompts=header["prompts"],
         fields=header["fields"],

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from podrl.groups import member_of
 from podrl.rundir.trace import WEIGHTS, TracedStep
 
 COUNTS = ("advantage", "tokens", "clipped", "clipped now", "mean |weight|", "mean |weight| now", "weight changed")
@@ -57,10 +58,10 @@ def compare(before: TracedStep, now: TracedStep, *, most: int = 10) -> Compared:
         counts.append([sign, str(int(of_X.sum())), *clipped, *means, str(int((changed_X[of_X] > 0).sum()))])
     order_X = np.argsort(-changed_X, kind="stable")[:most]
     sample_X = np.repeat(np.arange(len(before.first)), before.samples["length"])
-    rows = []
+    group_B, member_B, rows = before.samples["group"], member_of(before.samples["group"]), []
     for x in (int(x) for x in order_X if changed_X[x] > 0):
         b = int(sample_X[x])
-        where = [str(b // before.group_size), str(b % before.group_size), str(x - int(before.first[b]))]
+        where = [str(group_B[b]), str(member_B[b]), str(x - int(before.first[b]))]
         numbers = [f"{float(of_X[x]):.4g}" for of_X in (advantage_X, old_X, new_X, old_clip_X, new_clip_X)]
         rows.append([repr(before.pieces[int(before.tokens["tokens"][x])]), *where, *numbers])
     return Compared(counts, rows)

@@ -26,17 +26,11 @@ class SharedPrefixes:
     length_B: Int[np.ndarray, " B"]
 
     @staticmethod
-    def of_prompts(length_P: Int[np.ndarray, " P"], samples: int) -> "SharedPrefixes":
-        """Returns the shared prefixes of samples in prompt order, equally many of each prompt.
+    def of_prompts(length_P: Int[np.ndarray, " P"], group_B: Int[np.ndarray, " B"]) -> "SharedPrefixes":
+        """Returns the shared prefixes of samples; `group_B` says which of the prompts each has.
 
         The last token of a prompt is not among those shared: what it predicts is another token in each sample.
-
-        Raises:
-          ValueError: samples that are not as many of each prompt.
         """
-        if samples % max(len(length_P), 1):
-            raise ValueError(f"{samples} samples of {len(length_P)} prompts are not as many of each.")
-        group_B = np.arange(samples) // max(samples // max(len(length_P), 1), 1)
         return SharedPrefixes(group_B, np.maximum(np.asarray(length_P, np.int64)[group_B] - 1, 0))
 
     def chosen(self, index_n: Int[np.ndarray, " n"]) -> "SharedPrefixes":
@@ -244,7 +238,7 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPre
 
 def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: PackShape) -> Placement:
     """Applies `place` to some of a batch's samples; those of one prompt share its tokens."""
-    prefixes = SharedPrefixes.of_prompts(rollouts.prompts.length_P, len(rollouts.length_B))
+    prefixes = SharedPrefixes.of_prompts(rollouts.prompts.length_P, rollouts.group_B)
     return place(rollouts.length_B[chosen_n], shape, prefixes.chosen(chosen_n))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from podrl.groups import member_of, spread
 from podrl.rundir import gauges, trace
 from podrl.rundir import spans as spans_file
 from podrl.rundir.about import NAME as ABOUT
@@ -209,13 +210,13 @@ class RunFiles:
           ValueError: there is no trace of the step, or no such group in it.
         """
         traced = self.step(step)
-        size = traced.group_size
-        groups = len(traced.completions) // size
+        group_B, reward_B = traced.samples["group"], traced.samples["reward"]
+        groups = len(traced.prompts)
         if group in (None, -1) and groups:
-            group = int(np.nan_to_num(np.ptp(traced.samples["reward"].reshape(groups, size), axis=1)).argmax())
+            group = int(group_B[np.nan_to_num(spread(reward_B, group_B)).argmax()])
         if group is None or not 0 <= group < groups:
             raise ValueError(f"step {step} has groups 0 to {groups - 1}, and no {group}.")
-        members = range(group * size, (group + 1) * size)
+        members = np.flatnonzero(group_B == group).tolist()
         return {
             "step": step,
             "group": group,
@@ -226,7 +227,7 @@ class RunFiles:
             "reward_names": list(traced.reward_names),
             "clip": self._clip(),
             "samples": [_sample(traced, b) for b in members],
-            "rewards": [_mean(traced.samples["reward"][g * size : (g + 1) * size]) for g in range(groups)],
+            "rewards": [_mean(reward_B[group_B == g]) for g in range(groups)],
         }
 
     def _clip(self) -> list[float]:
@@ -367,13 +368,13 @@ def _sample(traced: trace.TracedStep, b: int) -> dict[str, Any]:
 
 
 def _rows(traced: trace.TracedStep) -> list[dict[str, Any]]:
-    size = traced.group_size
+    group_B, member_B = traced.samples["group"].tolist(), member_of(traced.samples["group"]).tolist()
     return [
         {
             "step": traced.step,
-            "group": b // size,
-            "sample": b % size,
-            "prompt": traced.prompts[b // size],
+            "group": group_B[b],
+            "sample": member_B[b],
+            "prompt": traced.prompts[group_B[b]],
             "completion": completion,
             "reward": _number(traced.samples["reward"][b]),
             "rewards": {
@@ -432,7 +433,8 @@ def _at(content: Any, *path: str) -> float | None:
 def _scored(traced: trace.TracedStep) -> int:
     """Counts the groups, from the first on, that the trainer scored for the trace."""
     known = np.flatnonzero(np.isfinite(traced.tokens["trainer_logprob"]))
-    return int(np.searchsorted(traced.first, known[-1], side="right") - 1) // traced.group_size + 1 if known.size else 0
+    last = int(np.searchsorted(traced.first, known[-1], side="right") - 1) if known.size else -1
+    return int(traced.samples["group"][last]) + 1 if known.size else 0
 
 
 def _mean(values: np.ndarray) -> float | None:

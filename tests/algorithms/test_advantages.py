@@ -16,10 +16,15 @@ MASK_BT = np.tril(np.ones((8, 8)))  # row b has b + 1 sampled tokens
 OUTCOME = [kind for kind in KINDS if kind not in ("gae", "remax")]
 
 
+def of(reward_B, size):
+    """The index of samples in groups of one size, group after group."""
+    return np.arange(len(reward_B)) // size
+
+
 def estimate(kind, reward_B, mask_BT=MASK_BT, group_size=4, **fields):
     estimator = AdvantageEstimator(GroupSettings(advantage_estimator=kind, **fields))
     reward_BT = outcome_reward(reward_B, mask_BT)
-    return estimator(reward_BT, np.zeros_like(reward_B), mask_BT, group_size=group_size)
+    return estimator(reward_BT, np.zeros_like(reward_B), mask_BT, group_B=of(reward_BT, group_size))
 
 
 @pytest.mark.parametrize(
@@ -33,20 +38,26 @@ def estimate(kind, reward_B, mask_BT=MASK_BT, group_size=4, **fields):
     ],
 )
 def test_group_relative_by_hand(fields, expected):
-    np.testing.assert_allclose(advantages.group_relative(REWARD_B, group_size=4, **fields), expected, atol=1e-8)
+    np.testing.assert_allclose(
+        advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 4), **fields), expected, atol=1e-8
+    )
 
 
 def test_the_others_by_hand():
-    loo = advantages.leave_one_out(REWARD_B, group_size=4)
+    loo = advantages.leave_one_out(REWARD_B, group_B=of(REWARD_B, 4))
     np.testing.assert_allclose(loo, [2 / 3, -2 / 3, 0, 0, 2, -2 / 3, -2 / 3, -2 / 3])
     length_B = np.array([1, 1, 1, 1, 3, 1, 1, 1])
-    opo = advantages.opo(REWARD_B, length_B, group_size=4)  # second group: (9 + 3) / 6 = 2
+    opo = advantages.opo(REWARD_B, length_B, group_B=of(REWARD_B, 4))  # second group: (9 + 3) / 6 = 2
     np.testing.assert_allclose(opo, [0.5, -0.5, 0, 0, 1, -1, -1, -1])
     reward_B = np.array([1.0, 0.0, 2.0, 2.0])  # the second group teaches nothing: factor 4 / 2
-    np.testing.assert_allclose(advantages.gpg(reward_B, group_size=2), [1.0, -1.0, 0, 0])
-    best = advantages.pass_at_k(np.array([1.0, 0.0, 3.0, 7.0]), group_size=4, scale="none")
+    np.testing.assert_allclose(advantages.gpg(reward_B, group_B=of(reward_B, 2)), [1.0, -1.0, 0, 0])
+    best = advantages.pass_at_k(
+        np.array([1.0, 0.0, 3.0, 7.0]), group_B=of(np.array([1.0, 0.0, 3.0, 7.0]), 4), scale="none"
+    )
     np.testing.assert_allclose(best, [0, 0, 0, 4.0])
-    np.testing.assert_allclose(advantages.pass_at_k(np.array([5.0, 1.0, 5.0]), group_size=3), [0, 0, 0])
+    np.testing.assert_allclose(
+        advantages.pass_at_k(np.array([5.0, 1.0, 5.0]), group_B=of(np.array([5.0, 1.0, 5.0]), 3)), [0, 0, 0]
+    )
     np.testing.assert_allclose(advantages.remax(np.array([1.0, 0.25]), np.array([0.5, 0.5])), [0.5, -0.25])
 
 
@@ -90,20 +101,22 @@ def test_every_estimator_passes_the_checks_for_those_of_users(kind):
     testing.check_advantage(kind)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(-100, 100), min_size=8, max_size=8), st.floats(-50, 50))
 def test_group_relative_is_centred_and_shift_invariant(rewards, shift):
     reward_B = np.array(rewards)
-    advantage_B = advantages.group_relative(reward_B, group_size=4, eps=1e-3)
+    advantage_B = advantages.group_relative(reward_B, group_B=of(reward_B, 4), eps=1e-3)
     np.testing.assert_allclose(advantage_B.reshape(2, 4).sum(axis=1), 0.0, atol=1e-8)
-    shifted_B = advantages.group_relative(reward_B + shift, group_size=4, eps=1e-3)
+    shifted_B = advantages.group_relative(reward_B + shift, group_B=of(reward_B + shift, 4), eps=1e-3)
     np.testing.assert_allclose(advantage_B, shifted_B, atol=1e-6)
 
 
 def test_half_a_point_stays_half_a_point():
-    advantage_B = advantages.group_relative(np.array([0.5, 0.0], np.float32), group_size=2, scale="none")
+    advantage_B = advantages.group_relative(
+        np.array([0.5, 0.0], np.float32), group_B=of(np.array([0.5, 0.0], np.float32), 2), scale="none"
+    )
     np.testing.assert_array_equal(advantage_B, np.array([0.25, -0.25], np.float32))
-    whole = advantages.group_relative(np.array([1, 0, 0, 0]), group_size=4, scale="none")
+    whole = advantages.group_relative(np.array([1, 0, 0, 0]), group_B=of(np.array([1, 0, 0, 0]), 4), scale="none")
     np.testing.assert_array_equal(whole, np.array([0.75, -0.25, -0.25, -0.25], np.float32))
     assert whole.dtype == np.float32
 
@@ -144,12 +157,14 @@ def test_whitening():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: advantages.group_relative(REWARD_B[:5], group_size=2), "Batch of 5 samples .* groups of 2"),
-        (lambda: advantages.leave_one_out(REWARD_B, group_size=0), "groups of 0"),
-        (lambda: advantages.pass_at_k(REWARD_B, group_size=1), "grpo.num_generations=1"),
-        (lambda: advantages.group_relative(REWARD_B, group_size=4, scale="var"), "advantage_scale='var'"),
-        (lambda: advantages.group_relative(REWARD_B, group_size=4, ddof=2), "advantage_ddof=2"),
-        (lambda: advantages.group_relative(REWARD_B, group_size=1, singleton="no"), "singleton='no'"),
+        (
+            lambda: advantages.group_relative(REWARD_B[:5], group_B=of(REWARD_B, 2)),
+            "5 rewards do not fit .* of 8 samples",
+        ),
+        (lambda: advantages.pass_at_k(REWARD_B, group_B=of(REWARD_B, 1)), "grpo.num_generations=1"),
+        (lambda: advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 4), scale="var"), "advantage_scale='var'"),
+        (lambda: advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 4), ddof=2), "advantage_ddof=2"),
+        (lambda: advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 1), singleton="no"), "singleton='no'"),
         (lambda: GroupSettings(advantage_estimator="grpo2"), "grpo.advantage_estimator='grpo2' .* rloo"),
         (lambda: GAESettings(gamma=1.5), "ppo.gamma=1.5"),
         (lambda: GAESettings(gae_lambda=-1.0), "gae_lambda=-1.0"),

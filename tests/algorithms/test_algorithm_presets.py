@@ -14,6 +14,11 @@ from podrl.algorithms.presets import PRESETS, preset
 from podrl.testing import policy_rows
 
 
+def of(reward_B, size):
+    """The index of samples in groups of one size, group after group."""
+    return np.arange(len(reward_B)) // size
+
+
 def build(name):
     found = preset(name)
     scale = {"loss_agg_scale": 8.0} if "scale" in found.loss["loss_agg_mode"] else {}
@@ -30,7 +35,7 @@ def test_every_preset_pushes_the_better_sample_up(name):
     else:
         reward_BT = outcome_reward(reward_B, mask_BT)
         greedy_B = np.full(2, 0.5, np.float32)
-        advantage_BT = estimator(reward_BT, greedy_B, mask_BT, group_size=2)
+        advantage_BT = estimator(reward_BT, greedy_B, mask_BT, group_B=of(reward_BT, 2))
     logprob_BT = jnp.full((2, 4), -1.0)
     length_BT = jnp.where(mask_BT > 0, mask_BT.sum(axis=1, keepdims=True), 1.0)
 

@@ -34,6 +34,11 @@ PRESET_ADVANTAGES = {
 TOLERANCE = {np.float64: 1e-9, np.float32: 1e-5}
 
 
+def of(reward_B, size):
+    """The index of samples in groups of one size, group after group."""
+    return np.arange(len(reward_B)) // size
+
+
 @pytest.fixture(params=[np.float64, np.float32], ids=["float64", "float32"])
 def dtype(request):
     with jax.enable_x64(True) if request.param is np.float64 else contextlib.nullcontext():
@@ -89,7 +94,7 @@ def test_outcome_advantages(key, settings, dtype, xp):
     x = Inputs(dtype, xp)
     expected = VECTORS["advantages"][key]
     estimator = AdvantageEstimator(GroupSettings(**settings))
-    advantage_BT = estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_size=2)
+    advantage_BT = estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_B=of(x.token_level_rewards, 2))
     assert isinstance(advantage_BT, np.ndarray) == (xp is np)
     close(advantage_BT, expected["adv"] if isinstance(expected, dict) else expected, dtype)
 
@@ -100,14 +105,16 @@ def test_advantages_of_presets(name, dtype):
     key, changes = PRESET_ADVANTAGES[name]
     expected = VECTORS["advantages"][key]
     estimator = preset(name).advantage_estimator(**changes)
-    advantage_BT = estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_size=2)
+    advantage_BT = estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_B=of(x.token_level_rewards, 2))
     close(advantage_BT, expected["adv"] if isinstance(expected, dict) else expected, dtype)
 
 
 def test_singleton_group_of_verl(dtype):
     x = Inputs(dtype)
     estimator = preset("verl_grpo").advantage_estimator()
-    advantage_BT = estimator(x.token_level_rewards[3:], x.remax_baseline[3:], x.mask[3:], group_size=1)
+    advantage_BT = estimator(
+        x.token_level_rewards[3:], x.remax_baseline[3:], x.mask[3:], group_B=of(x.token_level_rewards[3:], 1)
+    )
     close(advantage_BT, VECTORS["advantages"]["grpo singleton group z"][3:], dtype)
 
 
@@ -115,8 +122,10 @@ def test_singleton_group(dtype):
     # The file's groups are a, a, a, z here.
     reward_B = Inputs(dtype).reward_B
     expected_BT = np.array(VECTORS["advantages"]["grpo singleton group z"])
-    close(advantages.group_relative(reward_B[:3], group_size=3), expected_BT[:3, 0], dtype)
-    close(advantages.group_relative(reward_B[3:], group_size=1, singleton="raw"), expected_BT[3:, 0], dtype)
+    close(advantages.group_relative(reward_B[:3], group_B=of(reward_B[:3], 3)), expected_BT[:3, 0], dtype)
+    close(
+        advantages.group_relative(reward_B[3:], group_B=of(reward_B[3:], 1), singleton="raw"), expected_BT[3:, 0], dtype
+    )
 
 
 def test_returns(dtype):
@@ -200,7 +209,7 @@ POLICY_LOSSES = {
 
 def _group_advantage(x):
     estimator = AdvantageEstimator()
-    return estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_size=2)
+    return estimator(x.token_level_rewards, x.remax_baseline, x.mask, group_B=of(x.token_level_rewards, 2))
 
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["plain", "tis"])

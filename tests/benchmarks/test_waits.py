@@ -12,7 +12,7 @@ from podrl.job.config import complete
 from podrl.rundir import identity, trace
 
 LENGTH, SAMPLES = 100, 4
-HEADER = {"format": trace.FORMAT, "group_size": 2, "reward_names": ["r"], "fields": {}, "pieces": {"1": "a"}}
+HEADER = {"format": trace.FORMAT, "reward_names": ["r"], "fields": {}, "pieces": {"1": "a"}}
 HEADER |= {"prompts": ["p", "q"], "completions": ["a"] * SAMPLES, "episodes": [{}] * SAMPLES}
 
 
@@ -43,6 +43,7 @@ def _write(run, steps, *, staleness=2, decode_steps=60, prefill_calls=2, **value
         text = json.dumps(HEADER | {"step": step}).encode()
         ones = np.ones(SAMPLES * LENGTH, np.float32)
         arrays = {"sample.length": np.full(SAMPLES, LENGTH), "sample.prompt_length": np.full(SAMPLES, 50)}
+        arrays["sample.group"] = np.arange(SAMPLES) // 2
         arrays |= {"token.mask": ones.astype(np.uint8), "token.tokens": ones.astype(np.int32)}
         np.savez(packed := io.BytesIO(), header=np.frombuffer(text, np.uint8), **arrays)
         (folder / trace.file_name(step)).write_bytes(packed.getvalue())

@@ -102,7 +102,7 @@ def answered():
     zeros_BT, length_B = np.zeros((B, T), np.float32), np.array([len(row) for row in rows])
     prompts = Prompts(tokens_BT[:, :1], np.ones(B, np.int32), np.arange(B), [PROMPT] * B, {}, b"")
     rows = blank_columns((B, T), pad_id=policy.pad_id) | {"tokens_BT": tokens_BT, "mask_BT": zeros_BT}
-    rows |= {"turn_reward_BT": zeros_BT, "length_B": length_B, "stop_B": length_B}
+    rows |= {"group_B": np.arange(B), "turn_reward_BT": zeros_BT, "length_B": length_B, "stop_B": length_B}
     rollouts = Rollouts(prompts=prompts, completions=COMPLETIONS, episodes=[NO_EPISODE] * B, seconds=1.0, **rows)
     return rollouts, {"question": [QUESTION] * B, "system_prompt": ["Be brief."] * B, "answer": ["4"] * B}
 

@@ -28,7 +28,7 @@ NUMBERS = st.one_of(
 )
 SCALARS = st.one_of(NUMBERS, WORDS)
 ANSWERS = st.one_of(SCALARS, st.lists(SCALARS, min_size=1, max_size=3))
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def arrives(got, written):
@@ -233,7 +233,7 @@ ROWS = st.lists(
 
 
 @pytest.mark.parametrize("form", [None, sft.check_form, pairs.check_form, labels.check_form])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=ROWS, fraction=st.sampled_from([0.0, 0.4]))
 @example(rows=[{"prompt": [{"role": 1}, "hi"], "question": "q", "answer": 0}], fraction=0.0)
 @example(rows=[{"messages": ["hi"], "prompt": "p", "completion": "c", "label": True}], fraction=0.4)

@@ -214,7 +214,7 @@ def dialogues(draw, family: Family):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(data=st.data())
 def test_conversations_of_any_words(made, name, data):
     check(made, name, data.draw(dialogues(FAMILIES[name])), tools_for(name))

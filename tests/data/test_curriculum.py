@@ -25,7 +25,7 @@ def stream(tokenizer, files, *, rows=6, lag=0, limit=64, sources=(), **curriculu
     data = DataConfig(**where, system_prompt="", eval_fraction=0.0, cache="", curriculum=curriculum)
     made = PromptStream.from_config(data, tokenizer, prompts_per_step=rows, max_prompt_length=limit)
     assert made.curriculum is not None
-    made.curriculum.begin(lag=lag, names=["answer"], group_size=4)
+    made.curriculum.begin(lag=lag, names=["answer"])
     return made
 
 
@@ -219,7 +219,7 @@ def test_settings_that_contradict_each_other_are_refused(tokenizer, files):
     with pytest.raises(
         ValueError, match=r"data\.curriculum\.metric='asnwer' is no reward function.*'reward', or 'answer'"
     ):
-        made.begin(lag=0, names=["answer"], group_size=2)
+        made.begin(lag=0, names=["answer"])
 
 
 def test_a_position_with_a_curriculum_and_one_without_are_not_taken_for_each_other(tokenizer, files):

@@ -95,7 +95,7 @@ def test_special_tokens_among_stop_strings(tiny):
         Dialogue(tiny).stops(("x<end_of_turn>",))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parts=INJECTED, role=st.sampled_from(["raw", "user", "tool"]))
 def test_special_tokens_in_an_observation_stay_text(dialogue, parts, role):
     """A tool cannot end the model's turn, nor open another: only what the template writes has special tokens."""

@@ -224,7 +224,7 @@ OUTPUTS = st.lists(st.text(max_size=12).filter(lambda text: text == text.strip()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama31", "hermes"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(texts=OUTPUTS, ended=st.booleans())
 def test_only_the_templates_delta_is_appended(family, made, texts, ended):
     """Prompt, sampled words and delta are the conversation as the template writes it, whatever tools give."""

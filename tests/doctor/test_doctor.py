@@ -197,7 +197,7 @@ VALUES = st.none() | st.floats() | st.sampled_from([0.0, 1.0, "text", [], True])
 RECORDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     config=st.dictionaries(
         st.sampled_from(["algorithm", "grpo", "rollout", "trainer", "model"]), st.none() | st.just({})

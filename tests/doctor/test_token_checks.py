@@ -26,6 +26,7 @@ def healthy():
     prompts = Prompts(tokens_PT=np.ones((2, 3), np.int32), length_P=length_P, index_P=np.arange(2), **texts)
     rollouts = Rollouts(
         prompts=prompts,
+        group_B=np.array([0, 0, 1, 1], np.int32),
         length_B=length_B,
         mask_BT=mask_BT,
         turn_reward_BT=np.zeros_like(mask_BT),
@@ -48,7 +49,7 @@ def diagnosed(folder, plant=lambda rollouts, columns: None, damage=False):
     experience, columns = healthy()
     plant(experience.rollouts, columns)
     trainer_BT = columns.pop("trainer_logprob")
-    noted = trace.Noted(2, ["answer"], columns, lambda: {"trainer_logprob": trainer_BT})
+    noted = trace.Noted(["answer"], columns, lambda: {"trainer_logprob": trainer_BT})
     run = recorded.run("stale")
     assert run["config"]["grpo"]["max_staleness"] == STALENESS
     directory = recorded.write(run, folder / "run")

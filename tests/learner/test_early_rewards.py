@@ -68,7 +68,12 @@ class Engine:
             ended(Finished(b // G, b % G, stop=int(stop_B[b]), completion=f"said {b}", episode=NO_EPISODE, **own))
         ones_BT = np.ones((B, 2), np.float32)
         rows = blank_columns((B, 2), pad_id=1) | {"mask_BT": ones_BT, "turn_reward_BT": ones_BT}
-        rows |= {"length_B": np.full(B, 2), "stop_B": stop_B, "version_BT": ones_BT.astype(np.int32)}
+        rows |= {
+            "group_B": np.arange(B) // G,
+            "length_B": np.full(B, 2),
+            "stop_B": stop_B,
+            "version_BT": ones_BT.astype(np.int32),
+        }
         texts = [f"said {b}" for b in range(B)]
         return Rollouts(prompts=prompts, completions=texts, episodes=[NO_EPISODE] * B, seconds=1.0, **rows)
 

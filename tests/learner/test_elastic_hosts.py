@@ -64,7 +64,7 @@ class Chosen(Stream):
     def __init__(self, staleness: int):
         config = CurriculumConfig(retire_after=1, postpone_after=1, postpone_steps=3, hard_share=0.25)
         self.curriculum = Curriculum(config, 300)
-        self.curriculum.begin(lag=staleness, names=[], group_size=G)
+        self.curriculum.begin(lag=staleness, names=[])
         more = {"curriculum": self.curriculum}
         self._stream = ChosenStream(range(300), lambda i, record: record, 0, Limit(1, "none", "error"), **more)
 
@@ -149,6 +149,7 @@ def experience_of(prompts, tokens_BT, version_BT, reward_B, seconds=0.0) -> Expe
     B, zeros_BT = len(version_BT), np.zeros(version_BT.shape, np.float32)
     rollouts = Rollouts(
         prompts=prompts,
+        group_B=np.arange(B) // (B // len(prompts.length_P)),
         length_B=1 + (version_BT >= 0).sum(axis=1).astype(np.int32),
         mask_BT=(version_BT >= 0).astype(np.float32),
         turn_reward_BT=zeros_BT,

@@ -32,6 +32,7 @@ def samples_of(prompts: Prompts, completions: list[str]) -> Rollouts:
     zeros_BT = np.zeros((B, 4), np.float32)
     return Rollouts(
         prompts=prompts,
+        group_B=np.arange(B) // (B // len(prompts.length_P)),
         length_B=np.full(B, 4),
         mask_BT=zeros_BT + 1,
         turn_reward_BT=zeros_BT,
@@ -81,7 +82,7 @@ def test_a_policy_is_scored_greedily_and_sampled_by_the_rewards_of_the_run():
     with Rewards(RewardConfig(fns=(lambda *a, **k: length(*a, **k),), weights=(0.5,))) as rewards:
         generator = Generator(cluster, rewards, GRPOConfig(num_generations=2))  # pyright: ignore[reportArgumentType]
         evaluate = Evaluator(cluster, [prompts_with("12x")], EvalConfig(samples=2, show=1), scorer=right)  # pyright: ignore[reportArgumentType]
-        evaluate.rewards = lambda rollouts, G: generator.judged(rollouts, G, at_once=2)
+        evaluate.rewards = lambda rollouts: generator.judged(rollouts, at_once=2)
         metrics, shown = evaluate("policy", 7)  # pyright: ignore[reportArgumentType]
     assert cluster.asked == [("policy", 1, 0.0, LIMIT), ("policy", 2, 1.0, LIMIT)]
     assert BATCHES == [2, 1, 4, 2]  # never more prompts at once than a training step has
@@ -102,7 +103,7 @@ def test_a_policy_is_scored_greedily_and_sampled_by_the_rewards_of_the_run():
 def test_a_task_without_answers_has_rewards_and_no_accuracies():
     cluster = Cluster(["a", "bb"], ["a", "lost", "bb", "bb"])
     batch = dataclasses.replace(prompts_with("12"), fields={})
-    given = lambda rollouts, G: {  # noqa: E731
+    given = lambda rollouts: {  # noqa: E731
         "reward": np.where(rollouts.stop_B == STOP_FAILED, np.nan, [float(len(text)) for text in rollouts.completions])
     }
     evaluate = Evaluator(cluster, [batch], EvalConfig(samples=2), rewards=given)  # pyright: ignore[reportArgumentType]

@@ -25,6 +25,7 @@ def _experience(seed: int) -> Experience:
     )
     rollouts = Rollouts(
         prompts=prompts,
+        group_B=np.array([0, 0, 1, 1], np.int32),
         tokens_BT=np.where(real_BT, rng.integers(0, 9, (4, 8)), PAD).astype(np.int32),
         length_B=length_B,
         mask_BT=rng.integers(0, 2, (4, 8)).astype(np.float32),

@@ -55,6 +55,7 @@ class Engine:
         floats_BT = np.zeros((B, T), np.float32)
         rows = blank_columns((B, T), pad_id=0) | {"tokens_BT": tokens_BT, "version_BT": version_BT}
         rows |= {"kept_BT": floats_BT + 0.5, "turn_reward_BT": floats_BT, "length_B": np.full(B, 4), "mask_BT": mask_BT}
+        rows["group_B"] = np.arange(B) // group_size
         told = {"stop_B": stop_B, "completions": texts, "episodes": [NO_EPISODE] * B, "seconds": 1.0}
         return Rollouts(prompts=batch, **rows, **told)
 
@@ -92,8 +93,8 @@ class Grader:
         self._differ = differ
         self.asked: list[tuple[int, int]] = []
 
-    def open(self, texts, fields, *, group_size):
-        return OpenBatch([Scorer(group_size, 1, self._submit)], texts, fields)
+    def open(self, texts, fields, *, group_B):
+        return OpenBatch([Scorer("group", 1, self._submit)], texts, fields, group_B)
 
     def _submit(self, part):
         rewards = []
@@ -186,7 +187,7 @@ def test_remax_compares_with_the_greedy_completion_of_the_prompt():
     np.testing.assert_array_equal(experience.reward_B, [0, 0, 0, 2, 0, 0])
     reward_BT: Any = np.zeros((6, 7)) + experience.reward_B[:, None] * (np.arange(7) == 3)
     arrays: Any = reward_BT, experience.greedy_reward_B, experience.rollouts.mask_BT
-    advantage_BT = config.estimator()(*arrays, group_size=G)
+    advantage_BT = config.estimator()(*arrays, group_B=np.arange(len(arrays[0])) // G)
     np.testing.assert_array_equal(advantage_BT[:, 2], [0, 0, -2, 0, -4, -4])
 
 
@@ -216,7 +217,7 @@ def test_the_group_of_a_failed_sample_leaves_the_loss_and_moves_no_baseline():
     for batch in (whole, experience):
         reward_BT = batch.reward_B[:, None] * (np.arange(7) == 3) * batch.rollouts.mask_BT
         arrays: Any = reward_BT, batch.greedy_reward_B, batch.rollouts.mask_BT
-        advantages.append(config.estimator()(*arrays, group_size=G))
+        advantages.append(config.estimator()(*arrays, group_B=np.arange(len(arrays[0])) // G))
     np.testing.assert_array_equal(advantages[1][rest], advantages[0][rest])
     np.testing.assert_array_equal(advantages[1][2:4], 0)
 

@@ -51,6 +51,7 @@ class Engine:
         stops = [STOP_EOS, STOP_LENGTH, STOP_ENV, STOP_DEADLINE, STOP_FAILED]
         return Rollouts(
             prompts=batch,
+            group_B=np.arange(B) // group_size,
             tokens_BT=np.ones((B, T), np.int32),
             length_B=PROMPT + length_B,
             mask_BT=mask_BT,
@@ -74,8 +75,8 @@ class Grader:
     def __init__(self, rng):
         self._rng = rng
 
-    def open(self, texts, fields, *, group_size):
-        return OpenBatch([Scorer(group_size, 1, self._submit)], texts, fields)
+    def open(self, texts, fields, *, group_B):
+        return OpenBatch([Scorer("group", 1, self._submit)], texts, fields, group_B)
 
     def _submit(self, part):
         values = self._rng.choice([0.0, 1.0, np.nan], len(part.prompts), p=[0.6, 0.38, 0.02])
@@ -109,7 +110,7 @@ def counted(config: Any, experience: Experience) -> tuple[dict[str, float], np.n
     algorithm.update = lambda *of: {}
     algorithm.state = algorithm.restore = None
     run: Any = types.SimpleNamespace(tracing=None, traced=None, spans=Spans())
-    traced = Traced(algorithm, run, config.num_generations, ["fn"], config)
+    traced = Traced(algorithm, run, ["fn"], config)
     rewards, _ = traced.rewards(experience, None)
     if isinstance(config, PPOConfig):
         advantage_BT = np.where(experience.rollouts.mask_BT > 0, 0.5, 0.0)
@@ -172,7 +173,13 @@ def test_a_silent_sample_counts_in_its_group_and_takes_nobody_out(estimator):
     config: Any = GRPOConfig(num_generations=4, beta=0.0, advantage_estimator=estimator, advantage_scale="none")
     mask_BT = np.array([[0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]], np.float32)
     asked = Prompts(np.ones((1, PROMPT), np.int32), np.full(1, PROMPT), np.arange(1), ["p"], {}, b"{}")
-    arrays: Any = (np.ones((4, 4), np.int32), PROMPT + mask_BT.sum(axis=1).astype(int), mask_BT, -mask_BT)
+    arrays: Any = (
+        np.ones((4, 4), np.int32),
+        np.zeros(4, np.int32),
+        PROMPT + mask_BT.sum(axis=1).astype(int),
+        mask_BT,
+        -mask_BT,
+    )
     more: Any = (np.ones((4, 4)), -mask_BT, np.zeros((4, 4), np.int32))
     turn_reward_BT = np.zeros((4, 4), np.float32)
     turn_reward_BT[1, PROMPT - 1] = 2.0  # what its environment gave; 1 came from a reward function

@@ -36,12 +36,12 @@ class Twice:
 
 def test_a_sample_out_of_time_gets_the_mean_of_the_others():
     stops = np.array([STOP_ENV, STOP_DEADLINE, STOP_ENV, STOP_DEADLINE, STOP_DEADLINE, STOP_DEADLINE])
-    rollouts = types.SimpleNamespace(stop_B=stops)
+    rollouts = types.SimpleNamespace(stop_B=stops, group_B=np.array([0, 0, 0, 1, 1, 1]))
     reward_FB = np.array([[1.0, 9.0, 4.0, 5.0, 6.0, 7.0], [0.0, 9.0, 1.0, 5.0, 6.0, 7.0]])
     nan = np.nan
     expected_FB = [[1.0, 2.5, 4.0, nan, nan, nan], [0.0, 0.5, 1.0, nan, nan, nan]]
-    np.testing.assert_array_equal(of_the_others(reward_FB, rollouts, 3), expected_FB)
-    np.testing.assert_array_equal(of_the_others(reward_FB[0], rollouts, 3), expected_FB[0])
+    np.testing.assert_array_equal(of_the_others(reward_FB, rollouts), expected_FB)
+    np.testing.assert_array_equal(of_the_others(reward_FB[0], rollouts), expected_FB[0])
 
 
 def test_metrics_of_episodes_count_by_tool():

@@ -135,7 +135,7 @@ def test_a_run_computes_the_advantages_of_the_vectors(name):
     config = parse(ConfigDict(complete(values)).to_dict()).algo
     given = {field: np.array(VECTORS["inputs"][field]) for field in VECTORS["inputs"]}
     arrays = given["token_level_rewards"], given["remax_baseline"], given["response_mask"]
-    found_BT = config.estimator()(*arrays, group_size=2)
+    found_BT = config.estimator()(*arrays, group_B=np.arange(len(arrays[0])) // 2)
     expected = VECTORS["advantages"][key]
     expected_BT = np.array(expected["adv"] if isinstance(expected, dict) else expected)
     np.testing.assert_allclose(found_BT, expected_BT, rtol=1e-9, atol=1e-9)

@@ -27,6 +27,7 @@ def rollouts(lengths, stops, limit=8, prompt=2):
     )
     return Rollouts(
         prompts=prompts,
+        group_B=np.arange(B),
         length_B=prompt + np.asarray(lengths),
         mask_BT=mask_BT,
         turn_reward_BT=np.zeros((B, T), np.float32),
@@ -160,7 +161,7 @@ def test_a_group_of_one_is_refused_where_it_teaches_nothing(estimator, singleton
     if learns:
         mask_BT = np.array([[0, 1, 1], [0, 1, 0]], np.float32)
         arrays: Any = np.array([[0, 0, 1.0], [0, 0.25, 0]]), np.zeros(2), mask_BT
-        advantage_BT = GRPOConfig(**values).estimator()(*arrays, group_size=1)
+        advantage_BT = GRPOConfig(**values).estimator()(*arrays, group_B=np.arange(len(arrays[0])))
         assert np.any(advantage_BT != 0)
         return
     with pytest.raises(ValueError, match=f"num_generations=1 with grpo.advantage_estimator='{estimator}'") as error:
@@ -170,7 +171,7 @@ def test_a_group_of_one_is_refused_where_it_teaches_nothing(estimator, singleton
         return
     estimated = GRPOConfig(**(values | {"num_generations": 2})).estimator()
     advantage_BT = estimated(
-        np.array([[0, 0, 1.0], [0, 0.25, 0]]), np.zeros(2), np.array([[0, 1.0, 1], [0, 1, 0]]), group_size=1
+        np.array([[0, 0, 1.0], [0, 0.25, 0]]), np.zeros(2), np.array([[0, 1.0, 1], [0, 1, 0]]), group_B=np.arange(2)
     )
     assert not np.any(advantage_BT)
 

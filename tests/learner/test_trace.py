@@ -33,7 +33,7 @@ def noted(experience, rows=2):
     value_BT = np.arange(experience.rollouts.tokens_BT.size, dtype=np.float32).reshape(4, 8)
     columns = {"advantage": value_BT, "trained": experience.rollouts.mask_BT}
     scores = {"trainer_logprob": np.full((rows, 8), -0.5, np.float32), "entropy": np.full((rows, 8), 1.5, np.float32)}
-    return trace.Noted(2, ["a", "b", "c"], columns, lambda: scores)
+    return trace.Noted(["a", "b", "c"], columns, lambda: scores)
 
 
 def tracing(path, start=0, **settings):
@@ -64,7 +64,7 @@ def test_a_step_is_read_back_as_it_was(tmp_path):
     np.testing.assert_array_equal(read.tokens["entropy"], np.where(scored_BT, 1.5, np.nan)[keep_BT])
     assert read.samples["length"].tolist() == rollouts.length_B.tolist() and read.first.tolist() == [0, 8, 15, 21]
     assert read.samples["prompt_length"].tolist() == [3, 3, 5, 5] and read.samples["rewards"].shape == (3, 4)
-    assert (read.step, read.group_size, list(read.reward_names)) == (10, 2, ["a", "b", "c"])
+    assert (read.step, read.samples["group"].tolist(), list(read.reward_names)) == (10, [0, 0, 1, 1], ["a", "b", "c"])
     assert read.prompts == ["a é", "b"] and read.fields["answer"] == ["1", "2"] and read.completions[1] == "y"
     assert read.episodes[0]["turns"][0]["text"] == "é"
     assert read.pieces[3] == " w3" and read.pieces.get(0, "<pad>") == "<pad>"

@@ -93,6 +93,7 @@ class Bench:
         prompts = Prompts(tokens_BT[::G, :PROMPT], np.full(P, PROMPT), np.arange(P), ["p"] * P, {}, b"{}")
         rollouts = Rollouts(
             prompts=prompts,
+            group_B=np.arange(B) // G,
             length_B=length_B,
             mask_BT=mask_BT,
             turn_reward_BT=np.zeros((B, T), np.float32),
@@ -153,7 +154,7 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
     kept = {}
     run = SimpleNamespace(tracing=SimpleNamespace(note=kept.__setitem__), spans=Spans())
     run.traced = TraceSteps(LogConfig(trace="updates"))
-    traced = Traced(made, run, G, ["fn"], described.algo)
+    traced = Traced(made, run, ["fn"], described.algo)
     found = [fetched_means(learn(traced, step, bench.experience)) for step in range(2)]
     assert found == [{**metrics, "loss/samples": float(B)} for metrics in plain]
     for a, b in zip(jax.tree.leaves(actor), jax.tree.leaves(jax.device_get(cluster.state.params)), strict=True):
@@ -177,7 +178,7 @@ def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, mon
     found = {}
     for name, tracing in {"leader": SimpleNamespace(note=lambda *of: None), "other": None}.items():
         run = SimpleNamespace(tracing=tracing, spans=Spans(), traced=TraceSteps(LogConfig(trace="updates")))
-        traced = Traced(made, run, G, ["fn"], parsed("grpo", {}).algo)
+        traced = Traced(made, run, ["fn"], parsed("grpo", {}).algo)
         for step in range(2):
             traced.pack(step, bench.experience, None, bench.experience.rollouts.mask_BT)
             traced.update(step, ())
@@ -343,7 +344,7 @@ def test_a_resumed_run_compiles_what_traces_in_its_first_step():
     algorithm, experience = GRPO(fresh.cluster, parsed("grpo", {}).algo, samples=B, say=print), fresh.experience
     spans = Spans()
     run = SimpleNamespace(tracing=SimpleNamespace(note=lambda *of: None), traced=TraceSteps(LogConfig()), spans=spans)
-    traced = Traced(algorithm, run, G, ["fn"], parsed("grpo", {}).algo)
+    traced = Traced(algorithm, run, ["fn"], parsed("grpo", {}).algo)
     compiled = {}
     with spans.compiles():
         for step in (7, 8, 9):
@@ -361,7 +362,7 @@ def test_the_trace_is_told_of_every_token(name, bench):
     kept = {}
     chosen = SimpleNamespace(wants=lambda step: step == 8, ever=True, share=0.5, weighs=lambda step: False)
     run = SimpleNamespace(tracing=SimpleNamespace(note=kept.__setitem__), traced=chosen, spans=Spans())
-    traced = Traced(algorithm, run, G, ["fn"], config.algo)
+    traced = Traced(algorithm, run, ["fn"], config.algo)
     scores = traced.score(7, experience)
     advantages, _ = traced.advantages(experience, scores, traced.rewards(experience, scores)[0])
     traced.pack(7, experience, scores, advantages)

@@ -3,6 +3,7 @@
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 
 from podrl.environments import calls
@@ -55,7 +56,9 @@ def test_accuracies_read_the_models_words():
     whole = whole.replace("&lt;", "<")  # an environment of a user makes no tags harmless
     held: Any = types.SimpleNamespace(scorer=accuracies, name="")
     scores = _Scores(held, "greedy", 1)
-    prompts = types.SimpleNamespace(text=["q"], fields={"answer": ["42"]})
-    rollouts: Any = types.SimpleNamespace(completions=[whole], episodes=[said], prompts=prompts)
+    prompts = types.SimpleNamespace(text=["q"], length_P=np.array([1]), fields={"answer": ["42"]})
+    rollouts: Any = types.SimpleNamespace(
+        completions=[whole], episodes=[said], prompts=prompts, group_B=np.zeros(1, np.int32)
+    )
     scores.add(rollouts, {}, show=1)
     assert scores.by_metric()["eval/greedy_answer"].tolist() == [[0.0]]

@@ -238,7 +238,7 @@ plain = st.recursive(
 )  # fmt: skip
 
 
-@examples(max_examples=300, deadline=None)
+@examples(max_examples=300)
 @given(st.dictionaries(st.sampled_from(["names", "value", "arguments", "raised", "text"]), plain, max_size=3) | plain)
 def test_a_message_is_a_value_an_exception_or_malformed(message):
     for operation in ("names", "ask"):

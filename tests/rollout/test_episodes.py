@@ -107,7 +107,7 @@ def play(tight, policy, prompts_of):
     return run
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4), group_size=st.integers(1, 4))
 def test_rows_hold_what_was_sampled_and_given(tiny, tight, play, lengths, group_size):
     """Row = prompt, sampled ids, encoded observations, in order; masks, versions and log-probabilities fit."""

@@ -14,7 +14,7 @@ from podrl.rollout.sizes import engine_shape
 from podrl.types import STOP_LENGTH, STOP_STRING, Policy
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7),
     group_size=st.integers(1, 7),
@@ -150,7 +150,7 @@ def test_stop_string_truncates_exactly(tight, policy, prompts_of):
 STOPS = ("aba", "bcb", "ca")
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 @given(data=st.data())
 def test_extended_samples_equal_full_forward(tiny, tight, policy, prompts_of, data):
     """Samples get random tokens, pause at a stop string, an end or a limit, go on: all agrees with the full forward."""

@@ -100,7 +100,7 @@ def test_samples_follow_the_distribution(sampling):
     assert statistic < freedom + 4.5 * np.sqrt(2 * freedom) + 5, (statistic, freedom)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     scale=st.sampled_from([0.0, 0.5, 4.0, 60.0]),

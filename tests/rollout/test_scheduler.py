@@ -107,7 +107,7 @@ def run(scheduler, shape, wanted, prompt) -> Device:
     return device
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_everything_finishes_and_nothing_leaks(data):
     """Schedules random groups, up to a shard's longest sample, with far more tokens than the pool holds at once."""
@@ -124,7 +124,7 @@ def test_everything_finishes_and_nothing_leaks(data):
     run(scheduler, SHAPE, wanted, prompt_of)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_samples_that_pause_and_are_given_tokens_finish_too(data):
     """Random pauses, given tokens and waits over a pool that one long sample fills: everything ends, nothing leaks."""

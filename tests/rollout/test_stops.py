@@ -82,7 +82,7 @@ def found(strings, decode, tokens, sizes):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     parts=st.lists(TEXT, min_size=1, max_size=14),
     stops=st.lists(TEXT, min_size=1, max_size=3),
@@ -101,7 +101,7 @@ def test_a_stop_string_is_found_at_its_first_token(name, parts, stops, place, si
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), sizes=st.lists(st.integers(1, 16), min_size=1, max_size=4))
 def test_any_tokens_at_all(name, data, sizes):
     """Draws any tokens a model may: no characters, special tokens without text, stop strings in pieces."""

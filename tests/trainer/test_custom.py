@@ -18,6 +18,7 @@ from podrl.algorithms.surrogates import token_ratio
 from podrl.job.config import complete, parse
 
 HERE = __file__
+PAIRS = np.array([0, 0, 1, 1])
 
 
 def my_clip(logprob_BT, old_logprob_BT, advantage_BT, *, reach=0.2):
@@ -62,10 +63,10 @@ def test_an_advantage_of_the_user_is_as_good_as_the_same_one_built_in():
     more = {"num_generations": 2, "advantage_scale": "none"}
     mine = podrl.GRPOConfig(advantage_estimator=centred, **more).estimator()
     ours = podrl.GRPOConfig(**more).estimator()
-    made, expected = (estimate(reward_BT, reward_B, mask_BT, group_size=2) for estimate in (mine, ours))
+    made, expected = (estimate(reward_BT, reward_B, mask_BT, group_B=PAIRS) for estimate in (mine, ours))
     np.testing.assert_array_equal(made, expected)
     squared = podrl.GRPOConfig(advantage_estimator=centred, advantage_args={"power": 2.0}, **more).estimator()
-    np.testing.assert_array_equal(squared(reward_BT, reward_B, mask_BT, group_size=2).sum(axis=1), [0.25, -0.5, 0, 0])
+    np.testing.assert_array_equal(squared(reward_BT, reward_B, mask_BT, group_B=PAIRS).sum(axis=1), [0.25, -0.5, 0, 0])
 
 
 @pytest.mark.parametrize("loss", [my_clip, tanh_clip, by_sequence, f"{HERE}:tanh_clip"])
@@ -161,7 +162,7 @@ def test_an_advantage_that_is_not_finite_ends_the_step():
     estimate = podrl.GRPOConfig(advantage_estimator=inverse, num_generations=2).estimator()
     mask_BT = np.ones((2, 1))
     with pytest.raises(ValueError, match=r"2 values that are not finite"):
-        estimate(np.zeros((2, 1)), np.zeros(2), mask_BT, group_size=2)
+        estimate(np.zeros((2, 1)), np.zeros(2), mask_BT, group_B=PAIRS[:2])
 
 
 def test_the_numbers_of_a_function_are_keys_of_the_configuration():

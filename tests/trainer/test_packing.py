@@ -41,7 +41,7 @@ def test_golden_placement():
     assert placement.padding_share() == pytest.approx(1 - 25 / 40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.sampled_from([30, 37, 64]), st.sampled_from([1, 2, 4]))
 def test_every_token_is_packed_once_and_comes_back(lengths, row, shards):
     length_B, samples = _samples(lengths)

@@ -62,7 +62,7 @@ def test_any_two_meshes(source, target, bucket_bytes):
     assert not any(x.is_deleted() for x in placed)
 
 
-@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(transfers(disjoint=True), st.sampled_from([0, 1 << 20]))
 def test_any_layout_to_any_layout(case, flat_bytes):
     leaves, before, after, dtype, bucket_bytes = case

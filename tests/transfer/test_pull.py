@@ -103,7 +103,7 @@ def test_arrives_bit_for_bit(asks, source, target, bucket_bytes):
     arrived(receiver.receive(2), values)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(transfers(disjoint=True))
 def test_any_layout_to_any_layout(asks, case):
     leaves, before, after, dtype, bucket_bytes = case

@@ -24,7 +24,7 @@ def by_a_service(plan, before, after):
 
 
 @pytest.mark.parametrize("kind", [LocalTransport, InPlaceTransport, CollectiveTransport, by_a_service])
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=transfers(disjoint=True))
 def test_successors_of_any_layout(kind, case):
     leaves, before, after, dtype, bucket_bytes = case

@@ -20,7 +20,7 @@ from podrl.transfer.publish import reshard, transport_for
 
 
 @pytest.mark.parametrize("kind", [LocalTransport, InPlaceTransport])
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=transfers())
 def test_any_layout_to_any_layout(kind, case):
     leaves, before, after, dtype, bucket_bytes = case
