@@ -192,7 +192,7 @@ class _Asked:
                 return message
             held = reply["wait"]
             if left <= 0:
-                raise self._not_offered(held)
+                raise self._not_offered(reply["wait"])
             time.sleep(_POLL_S)
             self._reply = self._ask(self.process, self._request)
 
