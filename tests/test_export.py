@@ -114,6 +114,8 @@ def test_the_export_lists_every_end_of_a_turn(tmp_path):
     """The tokenizer ends texts with one id and the chat template's turns with another: both files list both."""
     base = tmp_path / "base"
     shutil.copytree(TINY, base)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.name }}")
     generation = {"eos_token_id": 1, "temperature": 0.6}
     for kept in (generation, None):
         if kept is None:
@@ -128,3 +130,5 @@ def test_the_export_lists_every_end_of_a_turn(tmp_path):
         written = json.loads((out / "generation_config.json").read_text())
         rest = {"bos_token_id": 2, "pad_token_id": 0} if kept is None else {"temperature": 0.6}
         assert written == {"eos_token_id": ends, **rest}
+        named = Tokenizer(out).apply_chat_template([], tools=[{"function": {"name": "calc"}}])
+        assert named == "calc"  # by the template for tools, which has a file of its own
