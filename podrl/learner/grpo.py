@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from podrl.algorithms.distill import TaughtRows, TopKRows
 from podrl.algorithms.gae import outcome_reward
 from podrl.algorithms.policy_loss import starting_from, with_old
 from podrl.algorithms.policy_rows import AgedRows, PolicyRows
@@ -21,7 +20,6 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.control import LossKL, RewardKL
 from podrl.learner.scoring import ReferencedScores, Scores, policy_scores
 from podrl.learner.settings import GRPOConfig, PPOConfig
-from podrl.rundir import trace
 from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape, pack_shape
 from podrl.trainer.state import local_rows
@@ -34,8 +32,10 @@ class GRPO:
     PPO updates its policy by the same lines, on advantages of its own.
 
     Attributes:
+      cluster: the actor and its reference.
       mini_batch_size: samples of an update.
       old: what the ratio starts from: 'current', 'trainer' or 'sampler'.
+      shape: packed shape of a mini-batch on the actor's mesh.
       layouts: packed shapes that samples are brought into, and the meshes these lie on.
     """
 
@@ -48,34 +48,40 @@ class GRPO:
           samples: of a step.
           say: told of settings that are probably not meant.
         """
-        self._cluster, self._config, self._samples = cluster, config, samples
+        self.cluster, self._config, self._samples = cluster, config, samples
         self.mini_batch_size = (cluster.training_config.mini_batch_size or 0) * config.num_generations or samples
         updates = len(packing.mini_batches(np.arange(samples), self.mini_batch_size)) * config.num_iterations
         self.old = config.old_source(updates)
         self._estimator: Any = config.estimator()  # its functions take numpy as well as jax arrays, and answer in kind
-        loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate)
+        self._loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate)
         self._reward_kl, self._loss_kl = RewardKL(config), LossKL(config)
-        self._loss, self._distillation = loss, config.distillation
-        self._exact = self._distillation is not None and not self._distillation.sampled
-        self._scored_first = self._reward_kl.active or (self._distillation is not None and not self._exact)
-        self._needs_reference = loss.needs_reference() or self._scored_first or self._exact
+        self._scored_first, needs_reference = self._reference_use()
         for warning in config.warnings(updates):
             say(f"Warning: {warning}")
-        if self._distillation is not None and not cluster.directories["reference"]:
-            raise ValueError(
-                f"grpo.teacher_coef={self._distillation.coef:g} needs a teacher, and the cluster has none: give "
-                "model.reference (reference=, of RLCluster), or set grpo.teacher_coef=0."
-            )
-        if self._needs_reference:
+        if needs_reference:
             cluster.keep_reference()
+        self._needs_reference = needs_reference
+        self._prepare()
+        self.shape = self.pack_shape(cluster.actor_mesh)
+        self.layouts: list[tuple[PackShape, Mesh]] = [(self.shape, cluster.actor_mesh)]
+
+    def _reference_use(self) -> tuple[bool, bool]:
+        """Returns whether the reference scores before `pack`, and whether a reference is needed at all."""
+        scored_first = self._reward_kl.active
+        return scored_first, scored_first or self._loss.needs_reference()
+
+    def _prepare(self) -> None:
+        """Sets the actor's loss, and the weights of tokens that it reports to the trace."""
 
         def weigh(logprob_BT: Any, rows: Any) -> Any:
-            policy = rows.policy if self._exact else rows
-            return loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, policy))
+            return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, rows))
 
-        cluster.actor.prepare(with_old(loss, self.old), weigh, self._distillation)
-        self._shape = self.pack_shape(cluster.actor_mesh)
-        self.layouts: list[tuple[PackShape, Mesh]] = [(self._shape, cluster.actor_mesh)]
+        self.cluster.actor.prepare(with_old(self._loss, self.old), weigh)
+
+    @property
+    def policy(self) -> "GRPO":
+        """The algorithm whose packed mini-batches update the policy: this one."""
+        return self
 
     # The loop's lines.
 
@@ -86,7 +92,7 @@ class GRPO:
             return Scores(rollouts.logprob_BT)
         mini_batches = self.mini_batches(step, 0, len(rollouts.length_B))
         old = "sampler" if self.old == "sampler" else "trainer"
-        return policy_scores(self._cluster, rollouts, self._shape, mini_batches, old=old)
+        return policy_scores(self.cluster, rollouts, self.shape, mini_batches, old=old)
 
     def rewards(self, experience: Experience, scores: Scores) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Rewards of turns where they lie, the rest on the last token, less the KL to the reference on every token."""
@@ -102,20 +108,10 @@ class GRPO:
     def advantages(
         self, experience: Experience, scores: Scores, rewards: np.ndarray
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Computes every sampled token's advantage over the other samples of its prompt, and by its teacher."""
-        mask_BT, group_B = experience.rollouts.mask_BT, experience.rollouts.group_B
-        teacher = self._distillation
-        if teacher is None or teacher.reward_coef:
-            advantage_BT = self._estimator(rewards, experience.greedy_reward_B, mask_BT, group_B=group_B)
-        else:
-            advantage_BT = np.zeros_like(mask_BT)
-        if teacher is None:
-            return advantage_BT, {}
-        own_BT = teacher.rewards(advantage_BT, mask_BT)
-        if self._exact:
-            return own_BT, {}
-        theirs_BT, metrics = teacher.advantages(*self._compared(scores), mask_BT)
-        return own_BT + theirs_BT, metrics
+        """Computes every sampled token's advantage over the other samples of its prompt."""
+        rollouts = experience.rollouts
+        greedy_B, group_B = experience.greedy_reward_B, rollouts.group_B
+        return self._estimator(rewards, greedy_B, rollouts.mask_BT, group_B=group_B), {}
 
     def pack(
         self, step: int, experience: Experience, scores: Scores, advantages: np.ndarray
@@ -137,7 +133,7 @@ class GRPO:
         loss_mask_BT = self._config.loss_mask(experience)
         batches = []
         for chosen in self.mini_batches(step, iteration, len(advantage_BT)):
-            placement = packing.place_samples(rollouts, chosen, self._shape)
+            placement = packing.place_samples(rollouts, chosen, self.shape)
             mask_BT, length_BT = placement.loss_tokens(loss_mask_BT[chosen])
             put = functools.partial(placement.scatter, where_BT=loss_mask_BT[chosen])
             rows = PolicyRows(
@@ -152,45 +148,29 @@ class GRPO:
             if self._loss.by_age:
                 age_BT = (step - rollouts.version_BT[chosen]).astype(np.float32)
                 rows = AgedRows(**vars(rows), age_BT=put(age_BT))
-            if self._exact:
-                share = self._loss.token_share(loss_mask_BT[chosen])
-                batches.append(self._taught(placement.batch(TaughtRows(rows, share))))
-                continue
-            batch = self._cluster.actor.put(placement.batch(rows))
-            rows = self._with_old(batch.rows, batch.layout())
-            if self._loss.needs_reference():
-                rows = rows.with_reference(self._cluster.actor.reference_logprobs(batch.layout()))
-            batches.append(Batch(rows, batch.micro_batches))
+            batches.append(self._placed(placement, rows, loss_mask_BT[chosen]))
         return batches
-
-    def _with_old(self, rows: PolicyRows, layout: Batch[Layout]) -> PolicyRows:
-        if self.old != "trainer" or self._scored_first:
-            return rows
-        return dataclasses.replace(rows, old_logprob_BT=self._cluster.actor.logprobs(layout))
-
-    # The part of a teacher.
-
-    def _compared(self, scores: Scores) -> tuple[np.ndarray, np.ndarray]:
-        return scores.old_logprob_BT, cast(ReferencedScores, scores).ref_logprob_BT
 
     def _of_update(
         self, advantage_BT: np.ndarray, scores: Scores, loss_mask_BT: np.ndarray, chosen: np.ndarray
     ) -> np.ndarray:
-        """Selects the advantages of an update; a teacher's part in them is divided by tokens, whatever the loss is."""
-        if self._distillation is None or self._exact:
-            return advantage_BT[chosen]
-        own_BT, their_BT = self._compared(scores)
-        theirs_BT, _ = self._distillation.advantages(own_BT[chosen], their_BT[chosen], loss_mask_BT[chosen])
-        return advantage_BT[chosen] + (self._loss.as_token_mean(loss_mask_BT[chosen]) - 1.0) * theirs_BT
+        """Selects the advantages of an update's samples."""
+        del scores, loss_mask_BT
+        return advantage_BT[chosen]
 
-    def _taught(self, host: Batch[TaughtRows]) -> Batch[Any]:
-        """Puts rows on the mesh, with what the update reads of the teacher beside its weights."""
-        actor, batch = self._cluster.actor, self._cluster.actor.put(host)
-        rows = dataclasses.replace(batch.rows, policy=self._with_old(batch.rows.policy, batch.layout()))
-        if self._distillation is not None and self._distillation.kl == "top_k":
-            id_ABTK, theirs_ABTK = actor.teaching(batch.layout())
-            rows = TopKRows(**vars(rows), id_BTK=id_ABTK, teacher_logprob_BTK=theirs_ABTK)
+    def _placed(self, placement: packing.Placement, rows: Any, loss_mask_BT: np.ndarray) -> Batch[Any]:
+        """Puts the rows of an update on the mesh, with log-probabilities that are computed there."""
+        del loss_mask_BT
+        batch = self.cluster.actor.put(placement.batch(rows))
+        rows = self._with_old(batch.rows, batch.layout())
+        if self._loss.needs_reference():
+            rows = rows.with_reference(self.cluster.actor.reference_logprobs(batch.layout()))
         return Batch(rows, batch.micro_batches)
+
+    def _with_old(self, rows: PolicyRows, layout: Batch[Layout]) -> PolicyRows:
+        if self.old != "trainer" or self._scored_first:
+            return rows
+        return dataclasses.replace(rows, old_logprob_BT=self.cluster.actor.logprobs(layout))
 
     def update(
         self, step: int, batches: Sequence[Batch[PolicyRows]], weighed: list[Any] | None = None
@@ -202,99 +182,57 @@ class GRPO:
         found = []
         for batch in batches:
             if weighed is not None:
-                weighed.append(self._cluster.actor.token_weights(batch))
-            found.append(self._cluster.update_actor(batch))
+                weighed.append(self.cluster.actor.token_weights(batch))
+            found.append(self.cluster.update_actor(batch))
         metrics: dict[str, Any] = gathered(found)
-        jax.block_until_ready(self._cluster.state.step)
+        jax.block_until_ready(self.cluster.state.step)
         if self._loss_kl.active:
             metrics |= self._loss_kl.trained(metrics["actor/kl"], self._samples)
         return metrics
-
-    # What the trace of a step tells of its tokens (podrl/rundir/trace.py).
-
-    def columns(self, experience: Experience, advantages: np.ndarray) -> dict[str, np.ndarray]:
-        """Numbers of every token beside those of the samples."""
-        return {"advantage": advantages, "trained": self._config.loss_mask(experience)}
-
-    def scored(self, experience: Experience, share: float) -> np.ndarray:
-        """Lists the samples of the first groups, a share of all, that `token_scores` scores: at least one group."""
-        group_size = self._config.num_generations
-        groups = max(1, int(share * len(experience.rollouts.length_B)) // group_size)
-        return np.flatnonzero(experience.rollouts.group_B < min(groups, self.mini_batch_size // group_size))
-
-    def token_scores(self, experience: Experience, share: float) -> Callable[[], Mapping[str, np.ndarray]]:
-        """Starts scoring the samples that `scored` lists under the present weights, on all trainer hosts together.
-
-        They are packed into the shape of a mini-batch, however many they are: one program scores them.
-        """
-        rollouts, chosen = experience.rollouts, self.scored(experience, share)
-        placement = packing.place_samples(rollouts, chosen, self._shape)
-        batch = self._cluster.actor.put(placement.batch(placement.layout(rollouts.tokens_BT[chosen])))
-        scores = self._cluster.actor.token_scores(batch)
-
-        def fetched() -> dict[str, np.ndarray]:
-            longest, names = rollouts.tokens_BT.shape[1], trace.SCORES
-            return {n: placement.unpack(np.asarray(x_ABT), longest) for n, x_ABT in zip(names, scores, strict=True)}
-
-        return fetched
-
-    def weights(self, step: int, experience: Experience, weighed: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Numbers of every token that `update` noted: its weight, and whether it was clipped; means over the passes."""
-        rollouts = experience.rollouts
-        found = {name: np.zeros(rollouts.tokens_BT.shape, np.float32) for name in trace.WEIGHTS}
-        passes = self._config.num_iterations
-        chosen = (x for i in range(passes) for x in self.mini_batches(step, i, len(rollouts.length_B)))
-        for sample_B, arrays in zip(chosen, weighed, strict=True):
-            placement = packing.place_samples(rollouts, sample_B, self._shape)
-            for name, x_ABT in zip(trace.WEIGHTS, arrays, strict=True):
-                found[name][sample_B] += placement.unpack(np.asarray(x_ABT), rollouts.tokens_BT.shape[1]) / passes
-        return found
 
     # Shapes and splits for the methods above.
 
     def pack_shape(self, mesh: Mesh) -> PackShape:
         """Computes the shape of a packed mini-batch on a mesh."""
         return pack_shape(
-            self._cluster.training_config,
+            self.cluster.training_config,
             mesh,
             sequences=self.mini_batch_size,
-            max_length=self._cluster.config.longest,
+            max_length=self.cluster.config.longest,
             group_size=self._config.num_generations,
-            max_prompt_length=self._cluster.config.rollout().max_prompt_length,
+            max_prompt_length=self.cluster.config.rollout().max_prompt_length,
         )
 
     def mini_batches(self, step: int, iteration: int, samples: int) -> list[np.ndarray]:
         """Splits a pass into the samples of each update."""
         order_B = np.arange(samples)
         if self.mini_batch_size < samples:
-            order_B = np.random.default_rng((self._cluster.seed, step, iteration)).permutation(order_B)
+            order_B = np.random.default_rng((self.cluster.seed, step, iteration)).permutation(order_B)
         return packing.mini_batches(order_B, self.mini_batch_size)
 
-    def needed(self, step: int, experience: Experience, share: float = 0.0) -> np.ndarray:
-        """Lists the samples whose packed rows lie on this process's devices, in any pass of the step.
+    def needed(self, step: int, experience: Experience) -> np.ndarray:
+        """Lists the samples whose packed rows lie on this process's devices, in any pass of the step."""
+        passes, samples = range(self._config.num_iterations), len(experience.rollouts.length_B)
+        updates = [chosen for i in passes for chosen in self.mini_batches(step, i, samples)]
+        held = [self.held(experience, chosen, *layout) for layout in self.layouts for chosen in updates]
+        return np.unique(np.concatenate(held))
 
-        Those too that are scored for the trace, where that is of a `share` of all.
-        """
-        rollouts = experience.rollouts
-        needed = [
-            chosen[np.isin(packing.place_samples(rollouts, chosen, shape).row_B, local_rows(shape, mesh))]
-            for shape, mesh in self.layouts
-            for i in range(self._config.num_iterations)
-            for chosen in self.mini_batches(step, i, len(rollouts.length_B))
-        ]
-        if share:
-            shape, mesh = self.layouts[0]
-            chosen = self.scored(experience, share)
-            placement = packing.place_samples(rollouts, chosen, shape)
-            needed.append(chosen[np.isin(placement.row_B, local_rows(shape, mesh))])
-        return np.unique(np.concatenate(needed))
+    @staticmethod
+    def held(experience: Experience, chosen: np.ndarray, shape: PackShape, mesh: Mesh) -> np.ndarray:
+        """Selects, of samples that are packed together, those whose rows lie on this process's devices."""
+        placement = packing.place_samples(experience.rollouts, chosen, shape)
+        return chosen[np.isin(placement.row_B, local_rows(shape, mesh))]
+
+    def columns(self, advantages: np.ndarray) -> dict[str, np.ndarray]:
+        """Names, for the trace, what `advantages` computed of every token."""
+        return {"advantage": advantages}
 
     def watched(self) -> list[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
         kl = "reward/kl" if self._reward_kl.active else "actor/kl" if self._needs_reference else "actor/approx_kl"
         return [
             ("reward/mean", "reward"),
-            ("opd/reverse_kl" if self._distillation else kl, "kl"),
+            (kl, "kl"),
             ("accuracy/answer", "accuracy"),
             ("rollout/tokens_per_s", "tok/s"),
         ]

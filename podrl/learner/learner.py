@@ -14,10 +14,9 @@ from podrl.data.pools import Curriculum
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
+from podrl.learner.distilled import grpo
 from podrl.learner.evaluate import EvalConfig, Evaluator
 from podrl.learner.generation import Generator
-from podrl.learner.grpo import GRPO
-from podrl.learner.left_out import counted, left_out
 from podrl.learner.loop import Schedule
 from podrl.learner.place import evaluate_alone, place_of
 from podrl.learner.playing import REWARD_NAME, environment_config, playing
@@ -26,9 +25,9 @@ from podrl.learner.recorder import HostRecorder, Recorder, Report
 from podrl.learner.report import MetricFn, SampleReport
 from podrl.learner.rollouts import Generate, GivenAnswers
 from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.learner.traced import Traced
 from podrl.learner.unmoved import unmoved, unmoved_by_samples
 from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
-from podrl.rundir import trace
 from podrl.rundir.run import Run
 from podrl.runtime.pod import Pod
 from podrl.runtime.roles import EVAL
@@ -55,67 +54,6 @@ class Trained:
     report: Report
     needed: Callable[[int, Experience], Any] | None = None
     evaluate: recorder.Evaluate | None = None
-
-
-class Traced:
-    """Implements podrl.learner.loop.Algorithm by another; counts what leaves the loss, informs trace and curriculum."""
-
-    def __init__(
-        self,
-        algorithm: Any,
-        run: Run,
-        reward_names: Sequence[str],
-        config: GRPOConfig | PPOConfig,
-        curriculum: Curriculum | None = None,
-    ):
-        """Of GRPO or PPO, in a run whose files may be open later."""
-        self._config, self._counted = config, {}
-        self._algorithm, self._run, self._curriculum = algorithm, run, curriculum
-        self._names, self._warm = reward_names, False
-        self._noted: tuple[Experience, trace.Noted] | None = None
-        self.rewards, self.advantages = algorithm.rewards, algorithm.advantages
-        self.state, self.restore = algorithm.state, algorithm.restore
-
-    def needed(self, step: int, experience: Experience) -> Any:
-        """Lists the samples whose rows this process needs, those that are scored for the trace among them."""
-        traced = self._run.traced
-        share = traced.share if traced is not None and traced.wants(step + 1) else 0.0
-        return self._algorithm.needed(step, experience, share)
-
-    def score(self, step: int, experience: Experience) -> Any:
-        if self._curriculum is not None:
-            self._curriculum.see(step, experience)
-        with self._run.spans.span("score", lane="trainer"):
-            return self._algorithm.score(step, experience)
-
-    def pack(self, step: int, experience: Experience, scores: Any, advantages: Any) -> Any:
-        advantage_BT = self._algorithm.columns(experience, advantages)["advantage"]
-        self._counted = counted(left_out(self._config, step, experience, advantage_BT))
-        tracing, traced, done = self._run.tracing, self._run.traced, step + 1
-        if traced is not None and traced.wants(done):
-            scores_of = self._algorithm.token_scores(experience, traced.share)  # all hosts that train, which one writes
-            if tracing is not None:
-                columns = self._algorithm.columns(experience, advantages)
-                noted = trace.Noted(self._names, columns, scores_of)
-                tracing.note(done, noted)
-                self._noted = (experience, noted)
-        elif traced is not None and traced.ever and not self._warm:
-            self._algorithm.token_scores(experience, 0.0)  # a run that resumes compiles in its first step, not later
-        self._warm = True
-        with self._run.spans.span("score", lane="trainer"):
-            return self._algorithm.pack(step, experience, scores, advantages)
-
-    def update(self, step: int, batches: Any) -> Mapping[str, Any]:
-        tracing, traced, noted = self._run.tracing, self._run.traced, self._noted
-        self._noted = None
-        if traced is None or not traced.weighs(step + 1):
-            return {**self._algorithm.update(step, batches), **self._counted}
-        weighed: list[Any] = []
-        metrics = self._algorithm.update(step, batches, weighed)
-        if weighed and tracing is not None and noted is not None:
-            columns = {**noted[1].columns, **self._algorithm.weights(step, noted[0], weighed)}
-            tracing.note(step + 1, dataclasses.replace(noted[1], columns=columns))
-        return {**metrics, **self._counted}
 
 
 class NoTraining:
@@ -471,7 +409,7 @@ class GRPOLearner(SampleLearner):
             one, and neither `reward_fns` nor `reward_config`, its rewards are all there are.
         """
         more = (reward_config, pod, environment)
-        super().__init__(GRPO, rl_cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
+        super().__init__(grpo, rl_cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
 
 
 class PPOLearner(SampleLearner):

@@ -41,26 +41,24 @@ class PPO:
     def __init__(self, cluster: RLCluster, config: PPOConfig, *, samples: int, say: Callable[[str], None]):
         """Makes the critic if the cluster has none; arguments as in GRPO."""
         self._cluster, self._config = cluster, config
-        self._policy = GRPO(cluster, config, samples=samples, say=say)
+        self.policy = GRPO(cluster, config, samples=samples, say=say)
         critic = cluster.make_critic()
         assert critic is not None, "a trainer's process has devices of the critic's mesh"
         self._critic = critic
         loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate).settings
         clip, scale = config.clip_range_value, loss.loss_agg_scale or 1.0
         critic.prepare(functools.partial(value_loss, clip_range=clip, mode=loss.mode, scale=scale))
-        self._critic_shape = self._policy.pack_shape(critic.mesh)
-        self._policy.layouts.append((self._critic_shape, critic.mesh))
-        self.needed, self.token_scores = self._policy.needed, self._policy.token_scores
-        self.weights = self._policy.weights
-        self.state, self.restore = self._policy.state, self._policy.restore
+        self._critic_shape = self.policy.pack_shape(critic.mesh)
+        self.policy.layouts.append((self._critic_shape, critic.mesh))
+        self.state, self.restore = self.policy.state, self.policy.restore
 
     # The loop's lines.
 
     def score(self, step: int, experience: Experience) -> PPOScores:
         """Scores log-probabilities as GRPO does, and the critic's value before every token."""
-        scores, rollouts = self._policy.score(step, experience), experience.rollouts
+        scores, rollouts = self.policy.score(step, experience), experience.rollouts
         value_BT = np.zeros(rollouts.tokens_BT.shape, np.float32)
-        for chosen in self._policy.mini_batches(step, 0, len(rollouts.length_B)):
+        for chosen in self.policy.mini_batches(step, 0, len(rollouts.length_B)):
             placement = packing.place_samples(rollouts, chosen, self._critic_shape)
             batch = placement.batch(placement.layout(rollouts.tokens_BT[chosen]))
             value_BT[chosen] = placement.unpack(self._critic.values(batch), len(value_BT[0]))
@@ -68,7 +66,7 @@ class PPO:
 
     def rewards(self, experience: Experience, scores: PPOScores) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Computes token rewards as GRPO does; the KL to the reference is always in the reward."""
-        return self._policy.rewards(experience, scores.policy)
+        return self.policy.rewards(experience, scores.policy)
 
     def advantages(
         self, experience: Experience, scores: PPOScores, rewards: np.ndarray
@@ -98,7 +96,7 @@ class PPO:
         ]
         if step < self._config.critic_warmup:
             return PPOBatches(critic, self._compared_batches(step, experience, scores.policy, advantage_BT))
-        return PPOBatches(critic, self._policy.pack(step, experience, scores.policy, advantage_BT))
+        return PPOBatches(critic, self.policy.pack(step, experience, scores.policy, advantage_BT))
 
     def update(self, step: int, batches: PPOBatches, weighed: list[Any] | None = None) -> Mapping[str, Any]:
         """Updates the critic, then the actor; `weighed` as in GRPO, empty while only the critic learns."""
@@ -107,16 +105,16 @@ class PPO:
             metrics |= gathered(compared(batches.actor))
             jax.block_until_ready(self._cluster.state.step)
             return metrics
-        return metrics | {**self._policy.update(step, batches.actor, weighed)}
+        return metrics | {**self.policy.update(step, batches.actor, weighed)}
 
     def watched(self) -> list[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
-        reward, kl, *others = self._policy.watched()
+        reward, kl, *others = self.policy.watched()
         return [reward, kl, ("critic/explained_variance", "critic"), *others]
 
-    def columns(self, experience: Experience, advantages: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
-        """Numbers of every token for the trace, as GRPO's, and the return that the critic learns."""
-        return self._policy.columns(experience, advantages[0]) | {"return": advantages[1]}
+    def columns(self, advantages: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
+        """Names, for the trace, what `advantages` computed of every token: the return is what the critic learns."""
+        return self.policy.columns(advantages[0]) | {"return": advantages[1]}
 
     # Parts of the methods above.
 
@@ -124,8 +122,8 @@ class PPO:
         self, step: int, experience: Experience, scores: Scores, advantage_BT: np.ndarray
     ) -> list[Batch[PolicyRows]]:
         """Packs a step's first pass with the trainer's old log-probabilities."""
-        batches = self._policy.pack_pass(step, 0, experience, scores, advantage_BT)
-        if self._policy.old == "trainer":
+        batches = self.policy.pack_pass(step, 0, experience, scores, advantage_BT)
+        if self.policy.old == "trainer":
             return batches
         score = self._cluster.actor.logprobs
         rows = (dataclasses.replace(batch.rows, old_logprob_BT=score(batch.layout())) for batch in batches)
@@ -137,7 +135,7 @@ class PPO:
         rollouts = experience.rollouts
         loss_mask_BT = self._config.loss_mask(experience)
         batches = []
-        for chosen in self._policy.mini_batches(step, iteration, len(rollouts.length_B)):
+        for chosen in self.policy.mini_batches(step, iteration, len(rollouts.length_B)):
             placement = packing.place_samples(rollouts, chosen, self._critic_shape)
             mask_BT, length_BT = placement.loss_tokens(loss_mask_BT[chosen])
             rows = CriticRows(

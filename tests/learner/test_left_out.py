@@ -9,9 +9,9 @@ import pytest
 
 from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
-from podrl.learner.learner import Traced
 from podrl.learner.report import SampleReport
 from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.learner.traced import Traced
 from podrl.rewards.batch import OpenBatch, Scorer
 from podrl.rollout.config import RolloutConfig
 from podrl.rundir.spans import Spans
@@ -104,7 +104,7 @@ def made(config: Any, seed: int, prompts=6) -> Experience:
 def counted(config: Any, experience: Experience) -> tuple[dict[str, float], np.ndarray]:
     """Metrics of a step's samples, and the weight of every token in the gradient, by the algorithm's own lines."""
     algorithm: Any = object.__new__(GRPO)
-    algorithm._config, algorithm._distillation, algorithm._exact = config, None, False
+    algorithm._config = config
     algorithm._estimator, algorithm._reward_kl = config.estimator(), types.SimpleNamespace(active=False)
     algorithm.pack = lambda *of: []
     algorithm.update = lambda *of: {}

@@ -14,11 +14,11 @@ from podrl.job import job
 from podrl.job.config import complete, parse, section_of
 from podrl.job.placement import Meshes
 from podrl.learner.grpo import GRPO
-from podrl.learner.learner import Traced
 from podrl.learner.loop import learn
 from podrl.learner.ppo import PPO
 from podrl.learner.recorder import fetched_means
 from podrl.learner.report import SampleReport
+from podrl.learner.traced import Traced
 from podrl.mesh.backlog import Backlog
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
@@ -172,7 +172,7 @@ def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, mon
     """Their programs are those of one mesh: a host that left one out would stop the others."""
     made = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, say=print)
     asked = []
-    monkeypatch.setattr(made, "token_scores", lambda experience, share: asked.append(share))
+    monkeypatch.setattr(Traced, "_token_scores", lambda self, experience, share: asked.append(share))
     monkeypatch.setattr(made, "pack", lambda *of: ())
     monkeypatch.setattr(made, "update", lambda step, batches, weighed=None: asked.append(weighed) or {})
     found = {}

@@ -1,0 +1,100 @@
+"""On-policy distillation: GRPO's updates, drawn to a teacher, with or without rewards.
+
+The teacher is the cluster's reference, of any architecture. It gives every sampled token an advantage, or the exact
+divergence from its distribution is added to the loss.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from podrl.algorithms.distill import TaughtRows, TopKRows
+from podrl.algorithms.policy_loss import starting_from, with_old
+from podrl.cluster.rl_cluster import RLCluster
+from podrl.learner.grpo import GRPO
+from podrl.learner.scoring import ReferencedScores, Scores
+from podrl.learner.settings import GRPOConfig
+from podrl.trainer import packing
+from podrl.types import Batch, Experience
+
+
+def grpo(cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None]) -> GRPO:
+    """Makes the algorithm of a configuration: with a teacher where `teacher_coef` is set; arguments as of GRPO."""
+    return (GRPO if config.distillation is None else Distilled)(cluster, config, samples=samples, say=say)
+
+
+class Distilled(GRPO):
+    """Implements podrl.learner.loop.Algorithm for a policy that learns from a teacher as well."""
+
+    def __init__(self, cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None]):
+        """Keeps the teacher; arguments as of GRPO.
+
+        Raises:
+          ValueError: the cluster has no reference, or one that cannot teach this policy.
+        """
+        assert config.distillation is not None
+        self._teacher = config.distillation
+        self._exact = not self._teacher.sampled
+        if not cluster.directories["reference"]:
+            raise ValueError(
+                f"grpo.teacher_coef={self._teacher.coef:g} needs a teacher, and the cluster has none: give "
+                "model.reference (reference=, of RLCluster), or set grpo.teacher_coef=0."
+            )
+        super().__init__(cluster, config, samples=samples, say=say)
+
+    def _reference_use(self) -> tuple[bool, bool]:
+        return self._reward_kl.active or not self._exact, True
+
+    def _prepare(self) -> None:
+        def weigh(logprob_BT: Any, rows: Any) -> Any:
+            policy = rows.policy if self._exact else rows
+            return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, policy))
+
+        self.cluster.actor.prepare(with_old(self._loss, self.old), weigh, self._teacher)
+
+    def advantages(
+        self, experience: Experience, scores: Scores, rewards: np.ndarray
+    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+        """Computes every sampled token's advantage by its teacher, and by rewards where these have weight."""
+        mask_BT = experience.rollouts.mask_BT
+        by_reward_BT = np.zeros_like(mask_BT)
+        if self._teacher.reward_coef:
+            by_reward_BT, _ = super().advantages(experience, scores, rewards)
+        own_BT = self._teacher.rewards(by_reward_BT, mask_BT)
+        if self._exact:
+            return own_BT, {}
+        theirs_BT, metrics = self._teacher.advantages(*_compared(scores), mask_BT)
+        return own_BT + theirs_BT, metrics
+
+    def _of_update(
+        self, advantage_BT: np.ndarray, scores: Scores, loss_mask_BT: np.ndarray, chosen: np.ndarray
+    ) -> np.ndarray:
+        """Selects the advantages of an update; a teacher's part in them is divided by tokens, whatever the loss is."""
+        if self._exact:
+            return advantage_BT[chosen]
+        own_BT, their_BT = _compared(scores)
+        theirs_BT, _ = self._teacher.advantages(own_BT[chosen], their_BT[chosen], loss_mask_BT[chosen])
+        return advantage_BT[chosen] + (self._loss.as_token_mean(loss_mask_BT[chosen]) - 1.0) * theirs_BT
+
+    def _placed(self, placement: packing.Placement, rows: Any, loss_mask_BT: np.ndarray) -> Batch[Any]:
+        """Puts rows on the mesh, with what the update reads of the teacher beside its weights."""
+        if not self._exact:
+            return super()._placed(placement, rows, loss_mask_BT)
+        actor = self.cluster.actor
+        batch = actor.put(placement.batch(TaughtRows(rows, self._loss.token_share(loss_mask_BT))))
+        taught = dataclasses.replace(batch.rows, policy=self._with_old(batch.rows.policy, batch.layout()))
+        if self._teacher.kl == "top_k":
+            id_ABTK, theirs_ABTK = actor.teaching(batch.layout())
+            taught = TopKRows(**vars(taught), id_BTK=id_ABTK, teacher_logprob_BTK=theirs_ABTK)
+        return Batch(taught, batch.micro_batches)
+
+    def watched(self) -> list[tuple[str, str]]:
+        reward, _, *others = super().watched()
+        return [reward, ("opd/reverse_kl", "kl"), *others]
+
+
+def _compared(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
+    """The policy's log-probabilities before the step, and the teacher's."""
+    return scores.old_logprob_BT, cast(ReferencedScores, scores).ref_logprob_BT

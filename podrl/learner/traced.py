@@ -1,0 +1,125 @@
+"""Training that is watched: tokens for the trace, rewards for the curriculum, and counts of what leaves the loss.
+
+What the trace of a step holds is in podrl/rundir/trace.py.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from podrl.data.pools import Curriculum
+from podrl.learner.left_out import counted, left_out
+from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.rundir import trace
+from podrl.rundir.run import Run
+from podrl.trainer import packing
+from podrl.types import Experience
+
+
+class Traced:
+    """Implements podrl.learner.loop.Algorithm by another; counts what leaves the loss, informs trace and curriculum."""
+
+    def __init__(
+        self,
+        algorithm: Any,
+        run: Run,
+        reward_names: Sequence[str],
+        config: GRPOConfig | PPOConfig,
+        curriculum: Curriculum | None = None,
+    ):
+        """Reads and writes nothing yet.
+
+        Args:
+          algorithm: GRPO, or PPO, which updates its policy by a GRPO of its own.
+          run: its trace may be opened later.
+          reward_names: names of the reward functions.
+          config: the algorithm's settings.
+          curriculum: chooses prompts by their rewards; None where nothing does.
+        """
+        self._config, self._counted = config, {}
+        self._algorithm, self._policy = algorithm, algorithm.policy
+        self._run, self._curriculum = run, curriculum
+        self._names, self._warm = reward_names, False
+        self._noted: tuple[Experience, trace.Noted] | None = None
+        self.rewards, self.advantages = algorithm.rewards, algorithm.advantages
+        self.state, self.restore = algorithm.state, algorithm.restore
+
+    def needed(self, step: int, experience: Experience) -> np.ndarray:
+        """Lists the samples whose rows this process needs, those that are scored for the trace among them."""
+        needed, traced = self._policy.needed(step, experience), self._run.traced
+        if traced is None or not traced.wants(step + 1):
+            return needed
+        chosen = self._scored(experience, traced.share)
+        return np.union1d(needed, self._policy.held(experience, chosen, *self._policy.layouts[0]))
+
+    def score(self, step: int, experience: Experience) -> Any:
+        if self._curriculum is not None:
+            self._curriculum.see(step, experience)
+        with self._run.spans.span("score", lane="trainer"):
+            return self._algorithm.score(step, experience)
+
+    def pack(self, step: int, experience: Experience, scores: Any, advantages: Any) -> Any:
+        columns = self._algorithm.columns(advantages)
+        self._counted = counted(left_out(self._config, step, experience, columns["advantage"]))
+        tracing, traced, done = self._run.tracing, self._run.traced, step + 1
+        if traced is not None and traced.wants(done):
+            scores_of = self._token_scores(experience, traced.share)  # by all hosts that train, one of which writes
+            if tracing is not None:
+                trained = {"trained": self._config.loss_mask(experience)}
+                noted = trace.Noted(self._names, columns | trained, scores_of)
+                tracing.note(done, noted)
+                self._noted = (experience, noted)
+        elif traced is not None and traced.ever and not self._warm:
+            self._token_scores(experience, 0.0)  # a run that resumes compiles in its first step, not later
+        self._warm = True
+        with self._run.spans.span("score", lane="trainer"):
+            return self._algorithm.pack(step, experience, scores, advantages)
+
+    def update(self, step: int, batches: Any) -> Mapping[str, Any]:
+        tracing, traced, noted = self._run.tracing, self._run.traced, self._noted
+        self._noted = None
+        if traced is None or not traced.weighs(step + 1):
+            return {**self._algorithm.update(step, batches), **self._counted}
+        weighed: list[Any] = []
+        metrics = self._algorithm.update(step, batches, weighed)
+        if weighed and tracing is not None and noted is not None:
+            columns = {**noted[1].columns, **self._weights(step, noted[0], weighed)}
+            tracing.note(step + 1, dataclasses.replace(noted[1], columns=columns))
+        return {**metrics, **self._counted}
+
+    def _scored(self, experience: Experience, share: float) -> np.ndarray:
+        """Lists the samples of the first groups, a share of all, that `_token_scores` scores: at least one group."""
+        group_size = self._config.num_generations
+        groups = max(1, int(share * len(experience.rollouts.length_B)) // group_size)
+        most = self._policy.mini_batch_size // group_size
+        return np.flatnonzero(experience.rollouts.group_B < min(groups, most))
+
+    def _token_scores(self, experience: Experience, share: float) -> Callable[[], Mapping[str, np.ndarray]]:
+        """Starts scoring the samples that `_scored` lists under the present weights, on all trainer hosts together.
+
+        They are packed into the shape of a mini-batch, however many they are: one program scores them.
+        """
+        rollouts, chosen = experience.rollouts, self._scored(experience, share)
+        placement = packing.place_samples(rollouts, chosen, self._policy.shape)
+        actor = self._policy.cluster.actor
+        scores = actor.token_scores(actor.put(placement.batch(placement.layout(rollouts.tokens_BT[chosen]))))
+
+        def fetched() -> dict[str, np.ndarray]:
+            longest, names = rollouts.tokens_BT.shape[1], trace.SCORES
+            return {n: placement.unpack(np.asarray(x_ABT), longest) for n, x_ABT in zip(names, scores, strict=True)}
+
+        return fetched
+
+    def _weights(self, step: int, experience: Experience, weighed: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Numbers of every token that `update` noted: its weight, and whether it was clipped; means over the passes."""
+        rollouts = experience.rollouts
+        found = {name: np.zeros(rollouts.tokens_BT.shape, np.float32) for name in trace.WEIGHTS}
+        passes, samples = self._config.num_iterations, len(rollouts.length_B)
+        chosen = (x for i in range(passes) for x in self._policy.mini_batches(step, i, samples))
+        for sample_B, arrays in zip(chosen, weighed, strict=True):
+            placement = packing.place_samples(rollouts, sample_B, self._policy.shape)
+            for name, x_ABT in zip(trace.WEIGHTS, arrays, strict=True):
+                found[name][sample_B] += placement.unpack(np.asarray(x_ABT), rollouts.tokens_BT.shape[1]) / passes
+        return found
