@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
+from podrl.cluster.engines import ENGINES
 from podrl.config import section
 from podrl.mesh.build import AXES, with_own_axes
 from podrl.rollout.config import RolloutConfig
@@ -48,7 +49,8 @@ class ClusterConfig:
         the actor's mesh; the critic's is the actor's where none is given, the reward model's the rollout's.
       training_config: steps, optimizer, batch sizes.
       rollout_config: sampling and engine settings; may differ between training and evaluation.
-      rollout_engine: 'vanilla' or 'podrl' (two names of podrl's engine), or a class with RolloutWorker's methods.
+      rollout_engine: 'vanilla' or 'podrl' (two names of podrl's engine), or a class with
+        the methods of podrl.rollout.interface.RolloutEngine.
     """
 
     role_to_mesh: Mapping[Role, Mesh]
@@ -89,10 +91,10 @@ class ClusterConfig:
                 "role_to_mesh puts Role.REWARD on devices of Role.ACTOR: samples are scored while the actor trains, so "
                 "give the reward model the rollout's mesh or devices of its own."
             )
-        if isinstance(self.rollout_engine, str) and self.rollout_engine not in ("vanilla", "podrl"):
+        if isinstance(self.rollout_engine, str) and self.rollout_engine not in ENGINES:
             raise ValueError(
                 f"rollout_engine={self.rollout_engine!r} is not an engine podrl has: use 'vanilla' or a class with the "
-                "methods of podrl.rollout.rollout.RolloutWorker."
+                "methods of podrl.rollout.interface.RolloutEngine."
             )
 
     def roles_of(self, process: int) -> tuple[bool, bool]:

@@ -13,6 +13,7 @@ from podrl.algorithms.value_loss import CriticRows
 from podrl.cluster.actor import Actor
 from podrl.cluster.config import ClusterConfig, Mode, Role
 from podrl.cluster.critic import Critic
+from podrl.cluster.engines import able
 from podrl.cluster.pull_link import PullLink
 from podrl.cluster.reward_model import RewardModel
 from podrl.cluster.weights import WeightSync
@@ -26,6 +27,7 @@ from podrl.models.config import LoraConfig
 from podrl.models.pretrained import Decoder, check_positions, check_vocab, directories_of, on_this_host
 from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
+from podrl.rollout.interface import RolloutEngine
 from podrl.runtime.metrics import MetricsLogger, UserMetrics
 from podrl.types import Batch, Policy, Prompts, Rollouts, TrainState
 
@@ -192,7 +194,7 @@ class RLCluster:
         self.partner = self.rollout.partner = partner
 
     @functools.cached_property
-    def rollout(self) -> Any:
+    def rollout(self) -> RolloutEngine:
         """The decoding engine's worker, built when it is first used."""
         places = (self.rollout_mesh, self._local_mesh)
         return rollout_worker(self.config, self.weights.model, *places, self.tokenizer, seed=self.seed)
@@ -223,7 +225,7 @@ class RLCluster:
           group_size: samples per prompt.
           step: part of every sample's random key.
           sampling: overrides the configuration's sampling.
-          ended: told of each sample when it ends; not by an engine that is not podrl's.
+          ended: told of each sample when it ends, by an engine that is able to (podrl.rollout.interface).
         """
         if not isinstance(prompts, Prompts):
             limit = self.config.rollout().max_prompt_length
@@ -231,8 +233,8 @@ class RLCluster:
         if sampling is None and mode is Mode.EVAL:
             sampling = self.config.rollout(mode).sampling()
         policy = self.sync_weights() if policy is None else policy
-        ours = isinstance(self.config.rollout_engine, str)
-        more: Any = ({"mode": mode.value} if ours or self.partner else {}) | ({"ended": ended} if ours else {})
+        tells = able(self.config.rollout_engine, "tells")
+        more: Any = ({"mode": mode.value} if tells or self.partner else {}) | ({"ended": ended} if tells else {})
         return self.rollout.generate(policy, prompts, group_size=group_size, step=step, sampling=sampling, **more)
 
     def buffer_metrics(self, metrics: Mapping[str, float], mode: Mode = Mode.TRAIN) -> None:

@@ -1,35 +1,33 @@
 """The decoding engine's worker of a cluster: its share of the lanes, and the ids at which its samples end."""
 
 import dataclasses
-from typing import Any
 
 from jax.sharding import Mesh
 
 from podrl.cluster.config import ClusterConfig
+from podrl.cluster.engines import engine_class
 from podrl.data.dialogue import Dialogue
 from podrl.data.tokenizer import Tokenizer
 from podrl.mesh.build import check_decodes
 from podrl.models.config import ModelConfig
+from podrl.rollout.interface import RolloutEngine
 
 
 def rollout_worker(
     cluster: ClusterConfig, model: ModelConfig, mesh: Mesh, local_mesh: Mesh, tokenizer: Tokenizer, *, seed: int
-) -> Any:
+) -> RolloutEngine:
     """A worker on this process's part of the rollout mesh; nothing is allocated yet.
 
     Raises:
       ValueError: sizes that do not fit together, rows cut along time, or a stop string that no text contains.
     """
-    from podrl.rollout.rollout import RolloutWorker
-
     check_decodes(mesh, key="role_to_mesh[Role.ROLLOUT]")
-    config, engine = cluster.rollout(), cluster.rollout_engine
+    config = cluster.rollout()
     if local_mesh is not mesh:  # as many lanes per device, whatever the hosts
         share = mesh.shape["data"] // local_mesh.shape["data"]
         config = dataclasses.replace(config, lanes=max(config.lanes // share, 1))
     texts, ids = Dialogue(tokenizer).stops(config.stop_strings)
-    worker_class = RolloutWorker if isinstance(engine, str) else engine
-    return worker_class(
+    return engine_class(cluster.rollout_engine)(
         model,
         local_mesh,
         dataclasses.replace(config, stop_strings=texts),

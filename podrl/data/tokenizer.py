@@ -260,8 +260,9 @@ class Tokenizer:
             raise ValueError(
                 f"{self.directory} has no chat template: add chat_template.jinja or set data.template=plain."
             )
-        more: Any = {"tokens": self._tokens, "tools": tools, "marks": marks}
-        return template.render(messages, add_generation_prompt=add_generation_prompt, **more)
+        return template.render(
+            messages, add_generation_prompt=add_generation_prompt, tokens=self._tokens, tools=tools, marks=marks
+        )
 
     @functools.cached_property
     def tools_digest(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from podrl.cluster.config import Mode
+from podrl.cluster.engines import able
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import Count, Natural, NonNegative, section
 from podrl.data.config import AUTO, DataConfig, SourceConfig
@@ -242,9 +243,9 @@ class Evaluator:
         return found, shown
 
     def _drawn(self, policy: Policy, prompts: Prompts, held: HeldOut) -> list[Rollouts]:
-        """Draws the greedy sample of each prompt, and the others; both at once by podrl's engine."""
+        """Draws the greedy sample of each prompt, and the others; both at once by an engine that is able to."""
         G = held.samples
-        if isinstance(self._cluster.config.rollout_engine, str):
+        if able(self._cluster.config.rollout_engine, "greedy_members"):
             both = self._draw(policy, prompts, dataclasses.replace(held.sampled, greedy=1), 1 + G)
             return [places(both, slice(0, 1)), *([places(both, slice(1, None))] if G else [])]
         greedy = dataclasses.replace(held.sampled, temperature=0.0)
@@ -252,8 +253,9 @@ class Evaluator:
         return [*drawn, *([self._draw(policy, prompts, held.sampled, G)] if G else [])]
 
     def _draw(self, policy: Policy, prompts: Prompts, sampling: Sampling, group_size: int) -> Rollouts:
-        how: Any = {"mode": Mode.EVAL, "step": _EVAL_STEP, "sampling": sampling}
-        return self._cluster.generate(prompts, policy, group_size=group_size, **how)
+        return self._cluster.generate(
+            prompts, policy, mode=Mode.EVAL, group_size=group_size, step=_EVAL_STEP, sampling=sampling
+        )
 
 
 class _Scores:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from podrl import groups
+from podrl.cluster.engines import able
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.environments.config import EnvironmentConfig
 from podrl.learner.experience import join, select, take_prompts
@@ -270,9 +271,10 @@ class Generator:
         def ended(sample: Finished) -> None:
             self._take(batch, sample, group_size)
 
-        more: Any = {"group_size": group_size, "step": step, "sampling": sampling, "ended": ended}
         try:
-            rollouts = self._cluster.generate(prompts, policy, **more)
+            rollouts = self._cluster.generate(
+                prompts, policy, group_size=group_size, step=step, sampling=sampling, ended=ended
+            )
             self._count_work()
             started = time.monotonic()
             return rollouts, self._rewards_of(rollouts, batch), time.monotonic() - started
@@ -280,8 +282,8 @@ class Generator:
             batch.cancel()
 
     def _count_work(self) -> None:
-        """Adds what the engine counted in its last call to the batch's metrics, where the engine is podrl's."""
-        if isinstance(self._cluster.config.rollout_engine, str):
+        """Adds what the engine counted in its last call to the batch's metrics, where it counts."""
+        if able(self._cluster.config.rollout_engine, "tells"):
             added = self._cluster.rollout.stats.metrics()
             self._worked = {name: self._worked.get(name, 0.0) + value for name, value in added.items()}
 
@@ -345,7 +347,7 @@ class Generator:
         """True where the rewards of a group are all known while others are sampled."""
         if not self._config.dynamic_sampling or self._cluster.reward_model or self._cluster.partner:
             return False
-        return isinstance(self._cluster.config.rollout_engine, str)  # another engine makes whole batches
+        return able(self._cluster.config.rollout_engine, "windows")
 
     def _refilling(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
         """Samples a batch, and meanwhile further prompts in the place of groups that are found without a signal."""

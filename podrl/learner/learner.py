@@ -10,7 +10,6 @@ import numpy as np
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import known_arguments
 from podrl.data.pipeline import PromptStream
-from podrl.data.pools import Curriculum
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
@@ -18,12 +17,12 @@ from podrl.learner.distilled import grpo
 from podrl.learner.evaluate import EvalConfig, Evaluator
 from podrl.learner.generation import Generator
 from podrl.learner.loop import Schedule
-from podrl.learner.place import evaluate_alone, place_of
+from podrl.learner.place import Makes, evaluate_alone, place_of
 from podrl.learner.playing import REWARD_NAME, environment_config, playing
 from podrl.learner.ppo import PPO
 from podrl.learner.recorder import HostRecorder, Recorder, Report
 from podrl.learner.report import MetricFn, SampleReport
-from podrl.learner.rollouts import Generate, GivenAnswers
+from podrl.learner.rollouts import GivenAnswers
 from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.learner.traced import Traced
 from podrl.learner.unmoved import unmoved, unmoved_by_samples
@@ -80,16 +79,11 @@ def fit(
     stream: recorder.Stream | None,
     run: Run,
     schedule: Schedule,
+    makes: Makes,
     *,
     trained: Trained | None,
-    generate: Generate | None,
-    evaluator: Any,
     given: bool,
     pod: Pod | None,
-    prompts: int = 0,
-    group_size: int = 0,
-    whole: bool = False,
-    curriculum: Curriculum | None = None,
 ) -> int:
     """Runs the loop for this process; returns the step reached.
 
@@ -98,39 +92,48 @@ def fit(
       stream: the data; None on a rollout host that needs none.
       run: files, checkpoints and signals, entered.
       schedule: when the loop does what.
-      trained: None on a rollout host.
-      generate: makes experience of prompts, where this process generates.
-      evaluator: scores the policy on (this process's share of) held-out prompts, or None.
+      makes: samples and evaluations of the job.
+      trained: the algorithm and its report; None on a rollout host.
       given: batches are data, and nothing is generated but for evaluations.
       pod: the job's processes where there are several.
-      prompts: of a batch that is generated.
-      group_size: samples of each.
-      whole: what is made of a prompt may depend on the others of a host's share of a batch.
-      curriculum: of the data.
 
     Raises:
       BatchError: a reward function, or too many samples, failed; the steps before are saved.
     """
     on_hosts = pod is not None and bool(pod.seat.hosts.eval)  # evaluations, which do nothing else
     if pod is not None and pod.seat.hosts.role(pod.seat.process) == EVAL:
-        return evaluate_alone(cluster, evaluator, run, pod)
-    evaluator = None if on_hosts and trained is None else evaluator
-    shared: Any = {"prompts": prompts, "whole": whole, "group_size": group_size}
-    chosen: Any = {"curriculum": curriculum}
-    made = (generate, evaluator, pod, given, shared, curriculum)
-    place, stopping = place_of(cluster, stream, run, schedule, trained, *made)
+        return evaluate_alone(cluster, makes.evaluator, run, pod)
+    if on_hosts and trained is None:
+        makes = dataclasses.replace(makes, evaluator=None)
+    place, stopping = place_of(cluster, stream, run, schedule, makes, trained, pod, given=given)
     rollouts = GivenAnswers(place) if given else place
-    evaluate = (trained and trained.evaluate) or (None if evaluator is None else rollouts.evaluate)
+    evaluate = (trained and trained.evaluate) or (None if makes.evaluator is None else rollouts.evaluate)
     records: Any
     if trained is None:
         assert pod is not None
-        entering: Any = {"enter": place.enter, "evaluate": evaluate, "stopping": stopping}
-        records = HostRecorder(stream, run, schedule, **entering, **chosen)
+        records = HostRecorder(
+            stream,
+            run,
+            schedule,
+            enter=place.enter,
+            evaluate=evaluate,
+            stopping=stopping,
+            curriculum=makes.curriculum,
+        )
     else:
         assert stream is not None
-        said: Any = {"report": trained.report, "controllers": trained.algorithm, "stopping": stopping, **chosen}
-        said["beside"] = place if on_hosts else None
-        records = Recorder(cluster, stream, run, schedule, evaluate=evaluate, **said)
+        records = Recorder(
+            cluster,
+            stream,
+            run,
+            schedule,
+            report=trained.report,
+            controllers=trained.algorithm,
+            evaluate=evaluate,
+            stopping=stopping,
+            beside=place if on_hosts else None,
+            curriculum=makes.curriculum,
+        )
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.spans.compiles())
         stack.callback(rollouts.close)
@@ -181,17 +184,7 @@ def learn_answers(
     with run:
         for text in unmoved(training):
             run.console.print(f"Warning: {text}")
-        return fit(
-            cluster,
-            stream,
-            run,
-            schedule,
-            trained=trained,
-            generate=None,
-            evaluator=evaluator,
-            given=True,
-            pod=pod,
-        )
+        return fit(cluster, stream, run, schedule, Makes(None, evaluator), trained=trained, given=True, pod=pod)
 
 
 class SampleLearner:
@@ -282,23 +275,17 @@ class SampleLearner:
                 rewards = NamedRewards(self._reward_config, others)
             if (curriculum := train_ds.curriculum) is not None:
                 self.config.check_curriculum(self.cluster.config.rollout())
-                of_run: Any = {"lag": self.config.max_staleness, "names": rewards.names}
-                curriculum.begin(**of_run)
-            return fit(
-                self.cluster,
-                train_ds,
-                run,
-                schedule,
-                trained=self._trained(train_ds, rewards.names, run) if self.cluster.trains else None,
-                generate=self._generate,
-                evaluator=evaluator,
-                given=False,
-                pod=self._pod,
+                curriculum.begin(lag=self.config.max_staleness, names=rewards.names)
+            makes = Makes(
+                self._generate,
+                evaluator,
                 prompts=train_ds.prompts_per_step,
                 group_size=self.config.num_generations,
                 whole=self._whole(),
                 curriculum=curriculum,
             )
+            trained = self._trained(train_ds, rewards.names, run) if self.cluster.trains else None
+            return fit(self.cluster, train_ds, run, schedule, makes, trained=trained, given=False, pod=self._pod)
 
     def _listed(self, items: Sequence[Any], size: int, *, shuffle_seed: int | None = None) -> PromptStream:
         limit = self.cluster.config.rollout().max_prompt_length

@@ -1,8 +1,10 @@
 """Chooses the source of this process's batches: itself, or by its role in a pod."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+from podrl.cluster.engines import able
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
@@ -20,29 +22,49 @@ from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 
 
+@dataclasses.dataclass(frozen=True)
+class Makes:
+    """The samples and evaluations of a job, and how they are made.
+
+    Attributes:
+      generate: makes experience of prompts, where this process generates.
+      evaluator: scores the policy on (this process's share of) held-out prompts, or None.
+      prompts: number of prompts of a batch that is generated.
+      group_size: number of samples of each prompt.
+      whole: what is made of a prompt may depend on the others of a host's share of a batch.
+      curriculum: chooses the prompts; None where nothing does.
+    """
+
+    generate: Generate | None
+    evaluator: Any
+    prompts: int = 0
+    group_size: int = 0
+    whole: bool = False
+    curriculum: Curriculum | None = None
+
+
 def place_of(
     cluster: RLCluster,
     stream: Stream | None,
     run: Run,
     schedule: Schedule,
+    makes: Makes,
     trained: Any,
-    generate: Generate | None,
-    evaluator: Any,
     pod: Pod | None,
+    *,
     given: bool,
-    shared: Mapping[str, Any],
-    curriculum: Curriculum | None = None,
 ) -> tuple[Any, Callable[[], bool]]:
     """Makes the source of this process's batches; returns it, and what says that the run was asked to stop.
 
-    Arguments as of `fit`; `shared` says how hosts share a batch.
+    Arguments as of `fit`.
     """
     deadline_s = 4 * run.log_config.stall_s
     clock = _clock(cluster, schedule, run, pod, given=given)
-    makes: Any = {"generate": generate, "evaluator": evaluator}
     if pod is None:
         assert stream is not None and clock is not None
-        place: Any = LocalRollouts(cluster, stream, run, clock=clock, **makes)
+        place: Any = LocalRollouts(
+            cluster, stream, run, generate=makes.generate, evaluator=makes.evaluator, clock=clock
+        )
         return place, run.stopping
     share_spans(pod, run)
     accord = Accord(pod, run, deadline_s)
@@ -60,13 +82,26 @@ def place_of(
             clock=clock,
             rows=rows,
             begun=schedule.begun,
-            curriculum=curriculum,
-            **shared,
+            prompts=makes.prompts,
+            whole=makes.whole,
+            group_size=makes.group_size,
+            curriculum=makes.curriculum,
         )
     else:
-        host: Any = makes | {"deadline_s": deadline_s, "curriculum": curriculum, "last": schedule.max_steps}
-        host |= {"windows": isinstance(clock, TokenClock) and clock.used, "wall": not isinstance(clock, TokenClock)}
-        place = HostRollouts(cluster, stream, run, pod, accord, **host)
+        place = HostRollouts(
+            cluster,
+            stream,
+            run,
+            pod,
+            accord,
+            generate=makes.generate,
+            evaluator=makes.evaluator,
+            deadline_s=deadline_s,
+            windows=isinstance(clock, TokenClock) and clock.used,
+            wall=not isinstance(clock, TokenClock),
+            curriculum=makes.curriculum,
+            last=schedule.max_steps,
+        )
     return place, accord.stopping
 
 
@@ -78,9 +113,9 @@ def _clock(
     Raises:
       ValueError: a run by the wall clock cannot be here.
     """
-    own = isinstance(cluster.config.rollout_engine, str)  # another engine makes whole batches
+    windows = able(cluster.config.rollout_engine, "windows")
     if given or cluster.config.rollout().clock == "tokens":
-        return TokenClock(cluster.config.rollout(), staleness=schedule.max_staleness if own else 1)
+        return TokenClock(cluster.config.rollout(), staleness=schedule.max_staleness if windows else 1)
     if pod is not None and pod.seat.hosts.replica > 1:
         raise ValueError(
             "rollout.clock='wall' needs a whole copy of the weights on each rollout host, and here "
@@ -89,7 +124,7 @@ def _clock(
         )
     if run.workdir is None and (pod is None or pod.leads):
         raise ValueError("rollout.clock='wall' keeps a journal: give --workdir, or set rollout.clock='tokens'.")
-    if not own:
+    if not windows:
         raise ValueError("rollout.clock='wall' needs podrl's own engine: set rollout.clock='tokens' for another.")
     if pod is not None and not pod.leads:
         return None

@@ -321,5 +321,6 @@ class _Ends:
 
 def _engine(setting: Setting, mesh: Mesh) -> Engine:
     shape = engine_shape(setting.job.rollout, mesh.shape["data"] * mesh.shape["fsdp"])
-    how: Any = {"several_hosts": spreads_copies(mesh), "kernel": setting.job.rollout.page_kernel}
-    return Engine(setting.rollout_model, mesh, shape, setting.rollout_dtype(), **how)
+    several_hosts, kernel = spreads_copies(mesh), setting.job.rollout.page_kernel
+    model, dtype = setting.rollout_model, setting.rollout_dtype()
+    return Engine(model, mesh, shape, dtype, several_hosts=several_hosts, kernel=kernel)

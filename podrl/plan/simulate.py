@@ -7,7 +7,6 @@ import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -237,9 +236,9 @@ def outlook(
     chips = setting.trainer_mesh().size, mesh.size
     samples, lanes = job.samples_per_step, min(shape.lanes * shards, job.samples_per_step)
     load = Load(job.rollout, lanes, shards, samples, job.algo.num_generations, job.rollout.max_prompt_length)
-    how: Any = {"load": load, "staleness": job.algo.max_staleness}
-    planned = simulate(lengths_N, speeds, **how)
-    best = balance(lengths_N, speeds, chips=chips, **how)[0]
+    staleness = job.algo.max_staleness
+    planned = simulate(lengths_N, speeds, load=load, staleness=staleness)
+    best = balance(lengths_N, speeds, chips=chips, load=load, staleness=staleness)[0]
     return Outlook(len(lengths_N), float(lengths_N.mean()), int(lengths_N.max()), chips, planned, best)
 
 

@@ -6,7 +6,6 @@ places in the pool or on neighbours.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.struct
 import jax
@@ -168,8 +167,18 @@ def kernel_attention(
             r.shared_count_U,
         )
         for name, runs in (("shared_pages", shared), ("own_pages", own)):
-            how: Any = {"window": window, "softcap": softcap, "name": name, "interpret": interpret}
-            part = page_attention(q_RNH, layer, key_LMKCH, value_LMKCH, runs, position_R, **how)
+            part = page_attention(
+                q_RNH,
+                layer,
+                key_LMKCH,
+                value_LMKCH,
+                runs,
+                position_R,
+                window=window,
+                softcap=softcap,
+                name=name,
+                interpret=interpret,
+            )
             result = result.merge(Partial(*part))
         return result.result(q_RNH.dtype).reshape(R, -1, H)
 

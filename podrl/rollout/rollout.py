@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.rollout.device import Device, Tell, compile_all, tell_nobody
 from podrl.rollout.engine import Engine
 from podrl.rollout.episodes import Episode, Partner, Pump, Request
+from podrl.rollout.interface import Ability
 from podrl.rollout.keys import sample_keys
 from podrl.rollout.partial import Partial
 from podrl.rollout.players import Chosen, Player, Unanswered, play
@@ -77,6 +78,8 @@ class RolloutWorker:
       several_hosts: the mesh has devices of other processes.
       tell: tells these what to run.
     """
+
+    abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
 
     def __init__(
         self,
@@ -266,8 +269,9 @@ class RolloutWorker:
         """The samples of a request, all of which have ended; `seconds` are those that it took."""
         asked = player.request
         longest = asked.response if self.partner else asked.sampling.max_new or 0
-        how: Any = {"longest": longest, "pad_id": self._pad_id, "seconds": seconds}
-        return self._lengths.noted(asked, collect(asked, player.done, answered=bool(self.partner), **how))
+        answered, pad_id = bool(self.partner), self._pad_id
+        made = collect(asked, player.done, answered=answered, longest=longest, pad_id=pad_id, seconds=seconds)
+        return self._lengths.noted(asked, made)
 
     def session(self, policy: Policy) -> Session:
         """Opens a session for callers that submit, pause and extend samples themselves; call `close` when done."""
@@ -406,8 +410,8 @@ class RolloutWorker:
     def _get_engine(self, params: PyTree) -> Engine:
         if self._engine is None:
             dtype = jnp.dtype(self.config.data_type or params["embed"].dtype)
-            how: Any = {"several_hosts": self.several_hosts, "kernel": self.config.page_kernel}
-            engine = Engine(self.model, self.mesh, self._shape, dtype, **how)
+            kernel, several_hosts = self.config.page_kernel, self.several_hosts
+            engine = Engine(self.model, self.mesh, self._shape, dtype, several_hosts=several_hosts, kernel=kernel)
             check_memory(engine.pool_bytes, self.mesh, self.config, self._shape)
             self._engine = engine
         return self._engine

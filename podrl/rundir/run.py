@@ -335,8 +335,14 @@ class Run:
         config = json.loads(json.dumps(self.config, default=_name))
         directory = locate(self.place) / "checkpoints"
         given = self.checkpoint_config
-        keeps: Any = {"keep": given.keep, "keep_every": given.keep_every, "keep_hours": given.keep_hours}
-        return Checkpoints(directory, processes=savers, config=config, **keeps)
+        return Checkpoints(
+            directory,
+            processes=savers,
+            config=config,
+            keep=given.keep,
+            keep_every=given.keep_every,
+            keep_hours=given.keep_hours,
+        )
 
 
 def _name(value: Any) -> str:

@@ -82,9 +82,16 @@ class HostRollouts:
         self._leases = Told(pod, deadline_s, changed=self._take_over)
         self._wall = None
         if wall:
-            serves: Any = {"held": self._held, "offer": self._offer, "deadline_s": deadline_s}
-            serves["taking"] = run.tell_taking
-            self._wall = WallHost(generate, self._thread, pod, self._leases, **serves)
+            self._wall = WallHost(
+                generate,
+                self._thread,
+                pod,
+                self._leases,
+                held=self._held,
+                offer=self._offer,
+                taking=run.tell_taking,
+                deadline_s=deadline_s,
+            )
         self._windows: Any = self._wall or Windows(generate, self._thread, run, done=self._done, held=self._held)
         self._lock, self._closed = threading.Lock(), False
         self._tasks: dict[str, Prompts | None] = {}  # begun here: of a batch, its prompts

@@ -86,14 +86,23 @@ class RemoteRollouts:
         )
         self._rows, self._apart = rows, bool(pod.seat.hosts.eval)
         self._shares = max(len(pod.seat.hosts.heads), 1)  # all may come later
-        cut: Any = {"pieces": prompts, "whole": self._shares if whole else 0, "ending": accord.ending}
-        self._given = Given(pod, deadline_s, **cut) if pod.leads else None
+        self._given = None
+        if pod.leads:
+            shares = self._shares if whole else 0
+            self._given = Given(pod, deadline_s, pieces=prompts, whole=shares, ending=accord.ending)
         self._told = None if pod.leads else Told(pod, deadline_s)
         self._leases: Any = self._given or self._told
         self._queue = None
         if isinstance(clock, WallClock) and self._given is not None:
-            of_groups: Any = {"size": prompts, "group_size": group_size, "deadline_s": deadline_s}
-            self._queue = WallQueue(pod, self._given, clock, read=self.next_batch, **of_groups)
+            self._queue = WallQueue(
+                pod,
+                self._given,
+                clock,
+                size=prompts,
+                group_size=group_size,
+                deadline_s=deadline_s,
+                read=self.next_batch,
+            )
         done = lambda step: self._start.evaluated.add(step)  # noqa: E731 - for hosts that come from then on
         self._shares_apart = EvaluationShares(pod, deadline_s, accord.ending) if pod.leads and self._apart else None
         scores: Any = (self._given, deadline_s, self._scores, done)

@@ -1,0 +1,23 @@
+"""The decoding engines that a configuration can name, and what each is able to do."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from podrl.rollout.interface import Ability
+
+# The engines that ClusterConfig.rollout_engine can name: 'module:class' of each.
+ENGINES: Mapping[str, str] = dict.fromkeys(("vanilla", "podrl"), "podrl.rollout.rollout:RolloutWorker")
+
+
+def engine_class(engine: str | type) -> Any:
+    """Returns the class of an engine, which a name of ENGINES or the class itself stands for."""
+    if not isinstance(engine, str):
+        return engine
+    module, _, name = ENGINES[engine].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def able(engine: str | type, ability: Ability) -> bool:
+    """Returns whether an engine has an ability (podrl.rollout.interface)."""
+    return ability in getattr(engine_class(engine), "abilities", ())
