@@ -96,7 +96,7 @@ class GroupSettings(AdvantageSettings):
 class GAESettings(AdvantageSettings):
     """Settings of generalised advantage estimation; `gae_lambda` is its lambda, per sampled token."""
 
-    advantage_estimator: str = "gae"
+    advantage_estimator: str | Callable[..., Any] = "gae"
     gae_lambda: Share = 0.95
 
 

@@ -97,11 +97,11 @@ class Pairs(NamedTuple):
 
     Attributes:
       code_n: row << 20 | block that stays << 10 | block that changes; -1 behind the last.
-      count: how many.
+      number: the number of pairs.
     """
 
     code_n: Int[Array, " n"]
-    count: Int[Array, ""]
+    number: Int[Array, ""]
 
 
 def _block(T: int, width: int, block: int) -> int:
@@ -399,7 +399,7 @@ class _Call:
             functools.partial(body, static=static),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
-                grid=(self._groups, self._pairs.count),
+                grid=(self._groups, self._pairs.number),
                 in_specs=list(specs),
                 out_specs=[spec for *_, spec in results],
                 scratch_shapes=[pltpu.VMEM((*shape, static.size), jnp.float32) for shape in scratch],

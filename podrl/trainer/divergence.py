@@ -235,7 +235,7 @@ def _pull_divergence(
     top_X1, log_X1, their_top_X1, their_log_X1 = (x_X[:, None] for x_X in sums)
 
     def dlogits(logits_XC: Array, chunk: Chunk) -> Array:
-        their_chunk = chunk_of(theirs_VE, chunk.index, their_hidden_XE.dtype, their_head)
+        their_chunk = chunk_of(theirs_VE, chunk.number, their_hidden_XE.dtype, their_head)
         their_logits_XC, _ = _logits(their_hidden_XE, their_chunk, their_head)
         centred_XC = logits_XC - top_X1 - log_X1
         ratio_XC = centred_XC - (their_logits_XC - their_top_X1 - their_log_X1)

@@ -185,14 +185,14 @@ class Chunk(NamedTuple):
       start: the first of them in this device's part of the matrix.
       new_C: False on rows that the chunk before had, too: the last chunk is moved back to end with the vocabulary.
       first: token id of the first.
-      index: number of the chunk.
+      number: place of the chunk among all of them.
     """
 
     weight_CD: Array
     start: Array
     new_C: Array
     first: Array
-    index: Array
+    number: Array
 
     def offset(self, id_X: Array) -> Array:
         """Returns the place of each id in the chunk; outside [0, C) for ids of other chunks."""

@@ -55,7 +55,7 @@ class Optimizer:
 class AdamState(NamedTuple):
     """Moments of AdamW, the float32 master copy of narrower parameters, and the number of updates made."""
 
-    count: Int[Array, ""]
+    count: Int[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride] - the name in checkpoints
     mu: PyTree
     nu: PyTree
     master: PyTree
