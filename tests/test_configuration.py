@@ -157,6 +157,7 @@ def test_annotated_numbers_keep_their_own_ranges():
 CHECKS = re.compile(r"__post_init__|check|_check_\w+|describe|warnings")
 ELSEWHERE = {
     "Job.compile_cache": "podrl.launch reads it from the configuration before jax is imported",
+    "Job.fake_devices": "podrl.launch reads it from the configuration before jax is imported",
     "RolloutConfig.return_logprobs": "log-probabilities are always returned, so both values are honoured",
 }
 

@@ -203,8 +203,11 @@ class WallClock:
         """
         if (known := self.journal.batch(step)) is None:
             ready = sum(group.ended for group in left)
-            queue = {"running": len(left) - ready, "ready": ready, "cancelled": self._cancelled}
-            queue = {f"queue/{name}": float(count) for name, count in queue.items()}
+            queue = {
+                "queue/running": float(len(left) - ready),
+                "queue/ready": float(ready),
+                "queue/cancelled": float(self._cancelled),
+            }
             known = {"step": step, "groups": [group.record() for group in chosen], "queue": queue}
             self.journal.write(known)
         return known["queue"]
