@@ -15,7 +15,7 @@ from etils import epath
 from jaxtyping import Int
 
 from podrl.data.chat import ChatTemplate, Message, Tools
-from podrl.runtime.regular import load_json, regular
+from podrl.runtime.regular import load_object, regular
 from podrl.runtime.storage import locate
 
 # Read where a file exists; a model's exporter copies those that do, to keep the directory loadable elsewhere.
@@ -439,18 +439,7 @@ def _read_text(path: epath.Path) -> str:
 
 def _read_json(path: epath.Path) -> dict[str, Any]:
     """Reads the object in a JSON file, {} when there is no such file."""
-    if not path.exists():
-        return {}
-    text = _read_text(path)
-    try:
-        content = load_json(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} line {error.lineno} is not JSON: {error.msg}.") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not an object.")
-    return content
+    return load_object(path) if path.exists() else {}
 
 
 def _open_backend(directory: epath.Path, config: Mapping[str, Any]) -> _Backend:

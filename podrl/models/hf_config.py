@@ -9,7 +9,7 @@ from typing import Any
 from podrl.models.config import GLOBAL_WINDOW, ModelConfig, RopeScaling
 from podrl.models.hf_fields import COMPUTED, reads, refuse_unknown, refuse_unread
 from podrl.models.tensor_files import has_own_head
-from podrl.runtime.regular import load_json, regular
+from podrl.runtime.regular import load_object
 from podrl.runtime.storage import locate
 
 
@@ -85,14 +85,7 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     path = locate(directory) / "config.json"
     if not path.exists():
         raise ValueError(f"{directory} has no config.json: point model.path at a Hugging Face model directory.")
-    text = regular(path).read_bytes()
-    try:
-        raw = load_json(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a {type(raw).__name__}, not an object.")
-    config = config_from_hf(raw, where=str(path))
+    config = config_from_hf(load_object(path), where=str(path))
     # A head of its own in the file counts more than the flag, as in transformers.
     own_head = config.tie_embeddings and has_own_head(locate(directory))
     return dataclasses.replace(config, tie_embeddings=False) if own_head else config

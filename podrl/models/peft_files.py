@@ -17,7 +17,7 @@ from podrl.models.hf_load import load_entries, single_device_mesh
 from podrl.models.hf_names import entries, module_of
 from podrl.models.hf_save import finished_directory, is_writer, write_entries
 from podrl.models.tensor_files import scan_file
-from podrl.runtime.regular import load_json, regular
+from podrl.runtime.regular import load_object
 from podrl.types import PyTree
 
 CONFIG_NAME = "adapter_config.json"
@@ -102,13 +102,7 @@ def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
     path = pathlib.Path(directory) / CONFIG_NAME
     if not path.exists():
         raise ValueError(f"{directory} has no {CONFIG_NAME}: give a directory written by PEFT or podrl.export.")
-    text = regular(path).read_bytes()
-    try:
-        raw = load_json(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a {type(raw).__name__}, not an object.")
+    raw = load_object(path)
     for key, allowed in _FIXED.items():
         if key in raw and raw[key] not in allowed:
             raise ValueError(f"{path} has {key}={raw[key]!r}, which podrl does not compute: it must be {allowed[0]!r}.")

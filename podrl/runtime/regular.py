@@ -7,6 +7,8 @@ import pathlib
 import stat
 from typing import Any, TypeVar
 
+from etils import epath
+
 File = TypeVar("File", bound=os.PathLike)
 
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -42,6 +44,25 @@ def load_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_once)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def load_object(file: pathlib.Path | epath.Path) -> dict[str, Any]:
+    """Reads the JSON object that a user's file holds.
+
+    Raises:
+      ValueError: no text in UTF-8, no JSON, or something else than an object; names the file, and the line.
+    """
+    try:
+        content = load_json(regular(file).read_bytes())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8: {error.reason} at byte {error.start}.") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} line {error.lineno} is not JSON: {error.msg}.") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not an object.")
+    return content
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

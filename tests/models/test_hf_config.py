@@ -265,7 +265,7 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA)[:-3])
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"config\.json line 1 is not JSON"):
         read_config(tmp_path)
 
 
