@@ -26,6 +26,17 @@ hosts = Hosts((0,), tuple(range(1, 1 + int(rollouts))))
 pod = local_pod.LocalPod(command, hosts, replace_rollouts=replace == "True", environment=os.environ)
 sys.exit(pod.run())
 """
+# Some end first; the others wait until these are about to, and two seconds more.
+_TURNS = """
+def turns(folder, first):
+    folder = pathlib.Path(folder)
+    folder.mkdir(exist_ok=True)
+    if index in first:
+        return (folder / str(index)).touch()
+    while len(list(folder.iterdir())) < len(first):
+        time.sleep(0.02)
+    time.sleep(2)
+"""
 _PREAMBLE = "import os, pathlib, signal, sys, time\nindex = int(os.environ['PODRL_PROCESS_INDEX'])\n"
 
 
@@ -139,11 +150,16 @@ while index == 0 and not (started.exists() and len(started.read_text()) == 3):
     failing = "sys.exit(42) if index == 2 else time.sleep(600 if index == 0 else 0)"
     code, _, err = _run(failing, replace_rollouts=True, grace_s=0.3)
     assert code == 42 and err.count("it is started again") == 5
-    code, _, err = _run("time.sleep(2) if index else None\nsys.exit(42 if index == 2 else 0)", replace_rollouts=True)
+    code, _, err = _run(
+        f"{_TURNS}\nturns({str(tmp_path / 'a')!r}, first=(0,))\nsys.exit(42 if index == 2 else 0)",
+        replace_rollouts=True,
+    )
     assert code == 0 and "rollout 1 ended with exit code 42 after the job had ended." in err
     code, _, err = _run("sys.exit(1 if index == 2 else 0)", replace_rollouts=True)
     assert code == 1 and "started again" not in err
-    code, _, err = _run("sys.exit(75) if index == 2 else time.sleep(2)", replace_rollouts=True)
+    code, _, err = _run(
+        f"{_TURNS}\nturns({str(tmp_path / 'b')!r}, first=(2,))\nsys.exit(75 * (index == 2))", replace_rollouts=True
+    )
     assert code == 0 and "rollout 1 ended with exit code 75, as it was asked to." in err
     pod = _start(
         "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2 * (index == 0)), sys.exit(75 if index else 0)))\n"
@@ -155,7 +171,7 @@ while index == 0 and not (started.exists() and len(started.read_text()) == 3):
     pod.send_signal(signal.SIGTERM)
     code, _, err = _end(pod)
     assert code == 0 and err.count("as it was asked to") == 2 and "killed" not in err, "the leader saves first"
-    code, _, err = _run("sys.exit(75) if index else time.sleep(1) or sys.exit(75)", replace_rollouts=True)
+    code, _, err = _run(f"{_TURNS}\nturns({str(tmp_path / 'c')!r}, first=(1, 2))\nsys.exit(75)", replace_rollouts=True)
     assert code == 75 and err.count("as it was asked to") == 2 and "started again" not in err
 
 
