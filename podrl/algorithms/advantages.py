@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from podrl.algorithms.gae import discounted_return, masked_whiten, namespace
 from podrl.groups import by_size
-from podrl.types import Mask
+from podrl.types import BatchError, Mask
 
 GroupIndex = Int[np.ndarray, " B"]
 
@@ -78,7 +78,8 @@ def group_relative(
     """Centres and scales each reward within its group (GRPO, arXiv 2402.03300, section 4.1.2).
 
     Args:
-      scale: "std" divides by the group's standard deviation + eps; "none" only centres (Dr. GRPO, arXiv 2503.20783).
+      scale: "std" divides by the group's standard deviation + eps, "batch" by that of all rewards + eps (arXiv
+        2508.08221); "none" only centres (Dr. GRPO, arXiv 2503.20783).
       ddof: 1 is the sample standard deviation (Tunix, TRL, verl), 0 the population's (NumPy, open-instruct).
       eps: added to the standard deviation; a group of equal rewards gives exactly 0.
       singleton: what a group of one gets, "zero" or "raw" (the reward / (1 + eps) when scaled).
@@ -89,9 +90,9 @@ def group_relative(
     Raises:
       ValueError: unknown `scale` or `ddof`.
     """
-    if scale not in ("std", "none"):
-        raise ValueError(f"grpo.advantage_scale={scale!r}: use 'std' or 'none'.")
-    if scale == "std" and ddof not in (0, 1):
+    if scale not in ("std", "batch", "none"):
+        raise ValueError(f"grpo.advantage_scale={scale!r}: use 'std', 'batch' or 'none'.")
+    if scale != "none" and ddof not in (0, 1):
         raise ValueError(f"grpo.advantage_ddof={ddof}: use 1 (sample) or 0 (population).")
 
     def estimate(reward_PG: Any) -> Any:
@@ -102,6 +103,37 @@ def group_relative(
             advantage_PG = advantage_PG / (reward_PG.std(axis=1, ddof=ddof, keepdims=True) + eps)
         return _singleton(reward_PG, advantage_PG, singleton)
 
+    advantage_B = by_group(estimate, group_B, reward_B)
+    if scale == "batch" and len(group_B) > 1:
+        advantage_B = advantage_B / (reward_B.astype(advantage_B.dtype).std(ddof=ddof) + eps)
+    return advantage_B
+
+
+def maxrl(
+    reward_B: Float[Array, " B"], *, group_B: GroupIndex, eps: float = 1e-6, singleton: str = "zero"
+) -> Float[Array, " B"]:
+    """Centres each reward within its group and divides by the group's mean + eps (MaxRL, arXiv 2602.02710).
+
+    With rewards of 0 and 1 this weighs a prompt by one over its success rate, as the likelihood of success does.
+
+    Args:
+      reward_B: task rewards, 0 or more.
+      eps: added to the mean; a group of equal rewards gives exactly 0.
+
+    Raises:
+      BatchError: a negative reward: the mean is no success rate then, and may be 0 where rewards differ.
+    """
+
+    def estimate(reward_PG: Any) -> Any:
+        mean_P1 = reward_PG.mean(axis=1, keepdims=True)
+        return _singleton(reward_PG, _centred(reward_PG, mean_P1) / (mean_P1 + eps), singleton)
+
+    if isinstance(reward_B, np.ndarray) and (reward_B < 0).any():
+        raise BatchError(
+            f"maxrl divides by the mean reward of a group, and a reward is {reward_B.min():g}: rewards must be 0 or "
+            "more, such as 1 for a right answer. Change reward.fns or reward.weights, or take another "
+            "grpo.advantage_estimator."
+        )
     return by_group(estimate, group_B, reward_B)
 
 

@@ -20,6 +20,7 @@ CORRECTIONS = {
     "none": (0.0, float("inf"), "1"),
     "tis": (0.0, 2.0, "min(w, high)"),
     "sequence_tis": (0.0, 2.0, "min(product of w over the sequence, high)"),
+    "sequence_mask": (0.0, 3.0, "product of w over the sequence if low <= it <= high else 0"),
     "icepop": (0.5, 5.0, "w if low <= w <= high else 0"),
     "geometric_mask": (0.999, 1.001, "1 if low <= (product of w over the sequence)^(1/n) <= high else 0"),
 }
@@ -46,8 +47,8 @@ def importance_weight(
     """Computes the factor on each token's policy loss; 1 on masked tokens, no gradient.
 
     Aggregation goes on dividing by all loss tokens, those of weight 0 included. Sources: TIS (truncated importance
-    sampling, fengyao.notion.site/off-policy-rl), IcePop (arXiv 2510.18855), geometric-mean masking of sequences
-    (yingru.notion.site, "When speed kills stability").
+    sampling, fengyao.notion.site/off-policy-rl), IcePop (arXiv 2510.18855), TRL's sequence mask, geometric-mean
+    masking of sequences (yingru.notion.site, "When speed kills stability").
 
     Args:
       old_logprob_BT: trainer's log-probabilities under the weights that sampled.
@@ -55,7 +56,7 @@ def importance_weight(
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
       segment_BT: sequence numbers.
-      kind: none, tis, sequence_tis, icepop or geometric_mask.
+      kind: none, tis, sequence_tis, sequence_mask, icepop or geometric_mask.
       low: lower bound; unused by the two truncations.
       high: upper bound.
     """
@@ -65,10 +66,10 @@ def importance_weight(
     if kind == "geometric_mask":
         mean_BT = sequence_mean(log_w_BT, mask_BT, length_BT, segment_BT)
         return jnp.where(mask_BT.astype(bool), within(mean_BT, low, high).astype(log_w_BT.dtype), 1.0)
-    if kind == "sequence_tis":
+    if kind in ("sequence_tis", "sequence_mask"):
         log_w_BT = segment_sum(log_w_BT, segment_BT)
     weight_BT = jnp.exp(jnp.clip(log_w_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    if kind == "icepop":
+    if kind in ("icepop", "sequence_mask"):
         weight_BT = jnp.where(within(log_w_BT, low, high), weight_BT, 0.0)
     else:
         assert kind in ("tis", "sequence_tis"), kind

@@ -21,10 +21,11 @@ KINDS = {
     "opo": "R - length-weighted mean of the group",
     "gpg": "(R - mean of the group) B / (samples in groups with a spread)",
     "pass_at_k": "best of the group: R - second best; others: 0",
+    "maxrl": "(R - mean of the group) / (mean of the group + {advantage_eps:g})",
     "gae": "generalised advantage over sampled tokens (gamma {gamma:g}, lambda {gae_lambda:g})",
 }
 # Compare a sample with its group, so that in a group of one `singleton` decides.
-_OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
+_OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl")
 ALIASES = {"group_relative": "grpo", "leave_one_out": "rloo", "grpo_passk": "pass_at_k"}
 
 
@@ -34,9 +35,9 @@ class AdvantageSettings:
     """Settings of the advantage that every algorithm shares.
 
     Attributes:
-      advantage_estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg, pass_at_k, or
-        gae, which needs a critic's values (`podrl.algorithms.gae`); or a function of the user's, 'file.py:function'
-        (docs/algorithms.md).
+      advantage_estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg, pass_at_k,
+        maxrl or gae, which needs a critic's values (`podrl.algorithms.gae`); or a function of the user's,
+        'file.py:function' (docs/algorithms.md).
       advantage_args: numbers of such a function, by the names of its keywords.
       gamma: discount per sampled token; reinforce_plus_plus and gae only.
     """
@@ -79,16 +80,26 @@ class GroupSettings(AdvantageSettings):
     """Settings of advantages that compare the samples of a prompt.
 
     Attributes:
-      advantage_scale: "std" divides grpo and pass_at_k by the group's standard deviation, "none" does not (Dr. GRPO).
+      advantage_scale: "std" divides grpo and pass_at_k by the group's standard deviation, "batch" grpo by that of the
+        whole batch, "none" by nothing (Dr. GRPO).
       advantage_ddof: 1 for the sample standard deviation, 0 for the population's; grpo only.
       advantage_eps: added to the standard deviation.
       singleton: what a group of one gets, "zero" or "raw".
     """
 
-    advantage_scale: Literal["std", "none"] = "std"
+    advantage_scale: Literal["std", "batch", "none"] = "std"
     advantage_ddof: Annotated[int, Range("[0, 1]")] = 1
     advantage_eps: Positive = 1e-6
     singleton: Literal["zero", "raw"] = "zero"
+
+    def check_advantage(self) -> None:
+        super().check_advantage()
+        name = self.advantage_estimator
+        if self.advantage_scale == "batch" and (not isinstance(name, str) or ALIASES.get(name, name) != "grpo"):
+            raise ValueError(
+                f"{self.section}.advantage_scale='batch' is for {self.section}.advantage_estimator='grpo', and not for "
+                f"{name!r}: use 'std' or 'none'."
+            )
 
 
 @section("ppo")
@@ -147,6 +158,9 @@ class AdvantageEstimator:
         if self.kind in ("grpo", "pass_at_k") and self._group.advantage_scale == "std":
             ddof = 1 if self.kind == "pass_at_k" else self._group.advantage_ddof
             text += f", divided by (standard deviation of the group (ddof {ddof}) + {self._group.advantage_eps:g})"
+        if self.kind == "grpo" and self._group.advantage_scale == "batch":
+            ddof, eps = self._group.advantage_ddof, self._group.advantage_eps
+            text += f", divided by (standard deviation of all rewards (ddof {ddof}) + {eps:g})"
         return f"advantage: {text}"
 
     def __call__(
@@ -197,6 +211,8 @@ class AdvantageEstimator:
                 advantage_B = advantages.opo(reward_B, keep_BT.sum(axis=1), **group)
             case "gpg":
                 advantage_B = advantages.gpg(reward_B, **group)
+            case "maxrl":
+                advantage_B = advantages.maxrl(reward_B, **group, eps=settings.advantage_eps)
             case _:
                 assert self.kind == "pass_at_k", self.kind
                 advantage_B = advantages.pass_at_k(reward_B, group_B=group_B, **scale)

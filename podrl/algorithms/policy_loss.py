@@ -33,6 +33,9 @@ KINDS = {
     "covariance of A and logprob",
     "dppo": "-r A, 0 where A > 0 and p - p_old > {epsilon_high:g}, or A < 0 and p_old - p > {epsilon_low:g}, "
     "p = exp(logprob), p_old = exp(old_logprob); + {dppo_kl_coef:g} (log r)^2",
+    "ipo": "-r A, 0 where p - p_old > {epsilon_high:g} or p_old - p > {epsilon_low:g}, p = exp(logprob), "
+    "p_old = exp(old_logprob); + {dppo_kl_coef:g} (log r)^2",
+    "dro": "-A logprob + {dro_beta:g} / 2 (log r)^2",
     "reinforce": "-A logprob",
 }
 ALIASES = {"grpo": "clip", "ppo": "clip", "gspo-token": "gspo_token", "gpg": "reinforce", "geo_mean": "gmpo"}
@@ -82,10 +85,10 @@ class LossSettings:
     """Settings of the policy loss that every algorithm shares; `KLLossSettings` adds the KL to the reference.
 
     Attributes:
-      policy_loss_fn: clip (grpo, ppo), gspo, gspo_token, cispo, sapo, gmpo, clip_cov, kl_cov, dppo or reinforce (gpg);
-        or a function of the user's, 'file.py:function' (docs/algorithms.md).
+      policy_loss_fn: clip (grpo, ppo), gspo, gspo_token, cispo, sapo, gmpo, clip_cov, kl_cov, dppo, ipo, dro or
+        reinforce (gpg); or a function of the user's, 'file.py:function' (docs/algorithms.md).
       policy_loss_args: numbers of such a function, by the names of its keywords.
-      epsilon: how far the ratio may leave 1 on either side; of dppo, a token's probability that it had.
+      epsilon: how far the ratio may leave 1 on either side; of dppo and ipo, the probability of a token its old one.
       epsilon_low: lower side when it differs; None for epsilon.
       epsilon_high: upper side when it differs (clip-higher); None for epsilon.
       epsilon_c: dual clip, the largest ratio that counts where the advantage is negative; None for none; `clip` only.
@@ -95,13 +98,15 @@ class LossSettings:
       clip_cov_low: covariances below are left alone by clip_cov.
       clip_cov_high: covariances above are left alone by clip_cov.
       kl_cov_coef: weight of |log r| on the tokens kl_cov singles out.
-      dppo_kl_coef: weight of (log r)^2 on every loss token under dppo.
+      dppo_kl_coef: weight of (log r)^2 on every loss token under dppo and ipo.
+      dro_beta: twice the weight of (log r)^2 on every loss token under dro.
       kl_clamp_value: bound on the absolute value of a token's KL to the reference; None for none.
       entropy_coef: weight of the entropy bonus; None is 0.
       loss_agg_mode: how token losses become one number (`podrl.algorithms.aggregate`).
       loss_agg_scale: fixed length of the two scale modes, tokens; a run takes rollout.max_tokens_to_generate for None.
       length_eps: added to sequence lengths; 1e-8 is verl's arithmetic.
-      sampler_correction: none, tis, sequence_tis, icepop or geometric_mask (`podrl.algorithms.corrections`).
+      sampler_correction: none, tis, sequence_tis, sequence_mask, icepop or geometric_mask
+        (`podrl.algorithms.corrections`).
       correction_low: its lower bound; None for its usual value.
       correction_high: its upper bound; None for its usual value.
     """
@@ -119,12 +124,13 @@ class LossSettings:
     clip_cov_high: Finite = 5.0
     kl_cov_coef: NonNegative = 1.0
     dppo_kl_coef: NonNegative = 1e-3
+    dro_beta: NonNegative = 0.05
     kl_clamp_value: Positive | None = None
     entropy_coef: Finite | None = 0.0
     loss_agg_mode: str = "sequence-mean-token-mean"
     loss_agg_scale: Positive | None = None
     length_eps: NonNegative = 0.0
-    sampler_correction: Literal["none", "tis", "sequence_tis", "icepop", "geometric_mask"] = "none"
+    sampler_correction: Literal["none", "tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"] = "none"
     correction_low: NonNegative | None = None
     correction_high: NonNegative | None = None
 
@@ -174,7 +180,7 @@ class LossSettings:
         low, high = self.correction_bounds
         low_name = "correction_low" if self.correction_low is not None else "correction_high"
         self._check(low < high, low_name, f"must give 0 <= low < high, have low {low:g}, high {high:g}")
-        if kind == "geometric_mask" or kind == "icepop":
+        if kind in ("geometric_mask", "icepop", "sequence_mask"):
             self._check(low <= 1 <= high, low_name, f"must leave 1 (no mismatch) within [{low:g}, {high:g}]")
         self._check(
             not (self.kind == "gmpo" and kind == "icepop"),
@@ -480,6 +486,10 @@ class PolicyLoss:
                 return surrogates.kl_cov(*policy, mask_BT, fraction=settings.cov_fraction, coef=settings.kl_cov_coef)
             case "dppo":
                 return surrogates.dppo(*policy, **bounds, coef=settings.dppo_kl_coef)
+            case "ipo":
+                return surrogates.ipo(*policy, **bounds, coef=settings.dppo_kl_coef)
+            case "dro":
+                return surrogates.dro(*policy, beta=settings.dro_beta)
             case _:
                 assert settings.kind == "reinforce", settings.kind
                 return surrogates.reinforce(*policy)

@@ -143,6 +143,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             loss=_loss("dppo", _TOKENS),
             learner={"old_logprob": "sampler"},
         ),
+        "ipo": _preset(
+            "Tokens masked by how far their probability has moved either way",
+            "prime-rl's default of August 2026",
+            advantage={"advantage_scale": "none"},
+            loss=_loss("ipo", _TOKENS, epsilon=0.1),
+            learner={"old_logprob": "sampler"},
+        ),
         "opd": _preset(
             "On-policy distillation: a teacher, model.reference, in the place of rewards",
             "arXiv 2306.13649; Thinking Machines, October 2025",

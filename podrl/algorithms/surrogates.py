@@ -28,7 +28,7 @@ class Surrogate(NamedTuple):
     Attributes:
       loss_BT: loss of each token.
       clipped_BT: True where the clip took the token's gradient away (or, for CISPO, changed its weight).
-      clipped_low_BT: True where the dual clip did (GMPO: clipped with a negative advantage).
+      clipped_low_BT: True where the dual clip did (GMPO: clipped with a negative advantage; IPO: the token fell).
       ratio_BT: the probability ratio the loss used.
     """
 
@@ -223,6 +223,55 @@ def dppo(
     log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     loss_BT = jnp.where(cut_BT, 0.0, -advantage_BT * ratio_BT) + coef * log_r_BT**2
     return Surrogate(loss_BT, cut_BT, cut_low_BT, ratio_BT)
+
+
+def ipo(
+    logprob_BT: Float[Array, "B T"],
+    old_logprob_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    coef: float = 1e-3,
+) -> Surrogate:
+    """Takes -r A, 0 where the token's probability has moved too far either way; plus coef (log r)^2.
+
+    prime-rl's IPO, its default since August 2026: DPPO's mask without regard to the sign of A. Tokens that have moved
+    far are held where they are, also where A would bring them back; the penalty is on them as well, and does.
+
+    Args:
+      epsilon_low: how far exp(logprob) may fall below exp(old_logprob).
+      epsilon_high: how far it may rise above.
+      coef: weight of the penalty.
+    """
+    ratio_BT = token_ratio(logprob_BT, old_logprob_BT)
+    moved_BT = jax.lax.stop_gradient(jnp.exp(logprob_BT) - jnp.exp(old_logprob_BT))
+    cut_low_BT = moved_BT < -epsilon_low
+    cut_BT = (moved_BT > epsilon_high) | cut_low_BT
+    log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    loss_BT = jnp.where(cut_BT, 0.0, -advantage_BT * ratio_BT) + coef * log_r_BT**2
+    return Surrogate(loss_BT, cut_BT, cut_low_BT, ratio_BT)
+
+
+def dro(
+    logprob_BT: Float[Array, "B T"],
+    old_logprob_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    *,
+    beta: float = 0.05,
+) -> Surrogate:
+    """Takes -A logprob + beta / 2 (log r)^2, policy gradient held by a quadratic penalty (DRO, arXiv 2405.19107).
+
+    Without a ratio on A it serves samples of any policy; the penalty is all that holds the policy to that one. As in
+    Tinker's loss of that name, per token.
+
+    Args:
+      beta: weight of the penalty.
+    """
+    log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    never_BT = jnp.zeros(logprob_BT.shape, bool)
+    loss_BT = -advantage_BT * logprob_BT + 0.5 * beta * log_r_BT**2
+    return Surrogate(loss_BT, never_BT, never_BT, jax.lax.stop_gradient(token_ratio(logprob_BT, old_logprob_BT)))
 
 
 def reinforce(

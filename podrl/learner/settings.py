@@ -257,7 +257,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     @property
     def advantage_alone(self) -> bool:
         """True if a token whose advantage is 0 does not move the policy."""
-        return self.policy_alone and not self.own_loss and self.kind not in ("kl_cov", "dppo")
+        return self.policy_alone and not self.own_loss and self.kind not in ("kl_cov", "dppo", "ipo", "dro")
 
     def describe(self, max_tokens: int) -> list[str]:
         """Describes what happens beside the loss, one plain line each, for the dry run."""

@@ -10,6 +10,7 @@ from podrl import testing
 from podrl.algorithms import advantages
 from podrl.algorithms.estimator import KINDS, AdvantageEstimator, GAESettings, GroupSettings
 from podrl.algorithms.gae import discounted_return, gae, masked_whiten, outcome_reward
+from podrl.types import BatchError
 
 REWARD_B = np.array([1.0, 0.0, 0.5, 0.5, 3.0, 1.0, 1.0, 1.0])  # two prompts, four samples each
 MASK_BT = np.tril(np.ones((8, 8)))  # row b has b + 1 sampled tokens
@@ -41,6 +42,25 @@ def test_group_relative_by_hand(fields, expected):
     np.testing.assert_allclose(
         advantages.group_relative(REWARD_B, group_B=of(REWARD_B, 4), **fields), expected, atol=1e-8
     )
+
+
+def test_maxrl_by_hand():
+    reward_B = np.array([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0])  # success rates 1/4 and 3/4
+    found_B = advantages.maxrl(reward_B, group_B=of(reward_B, 4), eps=0.0)
+    np.testing.assert_allclose(found_B, [3, -1, -1, -1, 1 / 3, 1 / 3, -1, 1 / 3])
+    assert np.all(advantages.maxrl(np.zeros(4), group_B=np.zeros(4)) == 0)
+    assert np.all(advantages.maxrl(np.ones(4), group_B=np.zeros(4)) == 0)
+    with pytest.raises(BatchError, match=r"a reward is -0\.5: rewards must be 0 or more"):
+        advantages.maxrl(np.array([1.0, -0.5]), group_B=np.zeros(2))
+
+
+def test_rewards_scaled_by_the_batch():
+    reward_B = np.array([1.0, 0.0, 4.0, 2.0])
+    found_B = advantages.group_relative(reward_B, group_B=of(reward_B, 2), scale="batch", eps=1e-4)
+    np.testing.assert_allclose(found_B, np.array([0.5, -0.5, 1.0, -1.0]) / (reward_B.std(ddof=1) + 1e-4))
+    for name in ("rloo", "pass_at_k"):
+        with pytest.raises(ValueError, match=r"advantage_scale='batch' is for grpo\.advantage_estimator='grpo'"):
+            GroupSettings(advantage_estimator=name, advantage_scale="batch")
 
 
 def test_the_others_by_hand():

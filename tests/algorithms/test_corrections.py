@@ -47,6 +47,20 @@ def test_weights_by_hand(kind, low, high, expected):
     np.testing.assert_allclose(weight_BT[0], expected, rtol=1e-12)
 
 
+def test_a_sequence_beyond_the_bound_is_left_out():
+    """Three sequences of two tokens: products of weights 4, 2 and 0.25; the last token of all is masked."""
+    log_w_BT = jnp.log(jnp.array([[2.0, 2.0, 4.0, 0.5, 0.5, 0.5, 7.0]]))
+    mask_BT = jnp.array([[1.0, 1, 1, 1, 1, 1, 0]])
+    where = (mask_BT, jnp.array([[2.0] * 6 + [1.0]]), jnp.array([[1, 1, 2, 2, 3, 3, 0]]))
+
+    def weights(low, high):
+        found_BT = importance_weight(log_w_BT, jnp.zeros_like(log_w_BT), *where, "sequence_mask", low=low, high=high)
+        return found_BT[0].tolist()
+
+    assert weights(0.0, 3.0) == pytest.approx([0, 0, 2, 2, 0.25, 0.25, 1])
+    assert weights(0.5, 5.0) == pytest.approx([4, 4, 2, 2, 0, 0, 1])
+
+
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_weights_carry_no_gradient(kind):
     low, high, _ = CORRECTIONS[kind]

@@ -50,6 +50,12 @@ SETTINGS = {
     "dppo": PolicyLoss(
         KLLossSettings(policy_loss_fn="dppo", epsilon_low=0.05, epsilon_high=0.1, sampler_correction="tis", beta=0.0)
     ),
+    "ipo": PolicyLoss(
+        KLLossSettings(
+            policy_loss_fn="ipo", epsilon=0.1, sampler_correction="sequence_mask", correction_low=0.2, beta=0.0
+        )
+    ),
+    "dro": PolicyLoss(KLLossSettings(policy_loss_fn="dro", dro_beta=0.3, loss_agg_mode="token-mean", beta=0.0)),
     "reinforce": PolicyLoss(
         KLLossSettings(policy_loss_fn="gpg", loss_agg_mode="sequence-mean-token-scale", loss_agg_scale=40)
     ),
@@ -145,6 +151,39 @@ def test_dppo_masks_by_probability_and_draws_back():
     assert np.count_nonzero(found(dppo_kl_coef=0.0, epsilon=0.5)[1]) == 5
 
 
+def test_ipo_masks_what_moved_either_way_and_draws_back():
+    # Probabilities .1 -> .25, .5 -> .35, .2 -> .25, .9 -> .5, .01 -> .04, by more than .1 all but the third and fifth.
+    old, new = np.array([0.1, 0.5, 0.2, 0.9, 0.01]), np.array([0.25, 0.35, 0.25, 0.5, 0.04])
+    advantage = np.array([1.0, 2.0, -0.5, 3.0, 1.0])
+    arguments = one_row(logprob=np.log(new), old_logprob=np.log(old), advantage=advantage)
+
+    def found(**changed):
+        settings = {"policy_loss_fn": "ipo", "epsilon": 0.1, "loss_agg_mode": "token-mean", "beta": 0.0}
+        loss = PolicyLoss(KLLossSettings(**(settings | changed)))
+        value, metrics = loss(*arguments)
+        grad_BT = jax.grad(lambda *xs: loss(*xs)[0].mean())(*arguments)
+        return float(value.mean()), np.asarray(grad_BT)[0, 1:], metrics
+
+    value, grad, metrics = found()
+    log_r, kept = np.log(new / old), np.array([0, 0, 1, 0, 1])
+    pushed = -advantage * new / old * kept
+    np.testing.assert_allclose(value, (0.5 * 1.25 - 4 + 1e-3 * (log_r**2).sum()) / 5, rtol=1e-12)
+    np.testing.assert_allclose(grad, (pushed + 2e-3 * log_r) / 5, rtol=1e-12, atol=1e-15)
+    assert float(metrics["actor/pg_clipfrac"].mean()) == pytest.approx(0.6)
+    np.testing.assert_allclose(found(dppo_kl_coef=0.0)[1], pushed / 5, rtol=1e-12, atol=1e-15)
+    assert np.count_nonzero(found(dppo_kl_coef=0.0, epsilon_low=0.2)[1]) == 3  # the second fell by .15
+
+
+def test_dro_is_the_policy_gradient_and_a_square():
+    old, new, advantage = np.array([-1.0, -2.0, -0.5]), np.array([-0.5, -2.0, -1.5]), np.array([2.0, -1.0, 0.5])
+    arguments = one_row(logprob=new, old_logprob=old, advantage=advantage)
+    loss = PolicyLoss(KLLossSettings(policy_loss_fn="dro", dro_beta=0.2, loss_agg_mode="token-mean", beta=0.0))
+    value, _ = loss(*arguments)
+    np.testing.assert_allclose(value.mean(), (1.0 - 2.0 + 0.75 + 0.1 * (0.25 + 1.0)) / 3, rtol=1e-12)
+    grad_BT = jax.grad(lambda *xs: loss(*xs)[0].mean())(*arguments)
+    np.testing.assert_allclose(grad_BT[0, 1:], (-advantage + 0.2 * (new - old)) / 3, rtol=1e-12)
+
+
 def test_clip_cov_cuts_the_largest_in_the_band():
     # Advantages 2, -1, -1 and logprobs -1, -2, -3 have means 0 and -2: covariances 2, 0, 1.
     arguments = one_row(logprob=[-1.0, -2.0, -3.0], old_logprob=[-1.0, -2.0, -3.0], advantage=[2.0, -1.0, -1.0])
@@ -201,13 +240,14 @@ def test_any_split_into_micro_batches_adds_up(kind):
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_no_advantage_no_gradient(kind):
     # The penalties of dppo and kl_cov do not ask for an advantage, and every covariance is tied at 0.
-    quiet = PolicyLoss(KLLossSettings(policy_loss_fn=kind, beta=0.0, dppo_kl_coef=0.0))
+    quiet = PolicyLoss(KLLossSettings(policy_loss_fn=kind, beta=0.0, dppo_kl_coef=0.0, dro_beta=0.0))
     testing.check_no_advantage(quiet, but=1 if kind == "kl_cov" else 0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kl_cov"])
 def test_every_loss_passes_the_checks_for_those_of_users(kind):
-    testing.check_policy_loss(kind, **({"dppo_kl_coef": 0.0} if kind == "dppo" else {}))
+    quiet = {"dppo": {"dppo_kl_coef": 0.0}, "ipo": {"dppo_kl_coef": 0.0}, "dro": {"dro_beta": 0.0}}
+    testing.check_policy_loss(kind, **quiet.get(kind, {}))
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -285,7 +325,9 @@ def test_gspo_forms_agree_with_one_advantage_per_sequence():
         assert same == constant
 
 
-@pytest.mark.parametrize("kind", ["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo", "reinforce"])
+@pytest.mark.parametrize(
+    "kind", ["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo", "ipo", "dro", "reinforce"]
+)
 def test_on_policy_gradient_is_the_policy_gradient(kind):
     # With old = current (no gradient flows through old) every surrogate has the gradient -A / n per token; the slope of
     # SAPO's gate at 1 is 1 as well.
@@ -325,7 +367,7 @@ def test_weights_are_the_gradient_of_the_policy_gradient_part(kind):
     assert max(shares) - 1e-9 <= clipped_BT.sum() / rows.mask_BT.sum() <= sum(shares) + 1e-9
 
 
-@pytest.mark.parametrize("correction", ["tis", "sequence_tis", "icepop", "geometric_mask"])
+@pytest.mark.parametrize("correction", ["tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"])
 def test_two_policies_are_never_corrected_twice(correction):
     tokens = sequences()
     tokens["old_logprob"] = tokens["sampler_logprob"]

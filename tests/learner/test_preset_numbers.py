@@ -34,6 +34,7 @@ NUMBERS = {
     "clip_cov": (("clip_cov", 0.2, 0.2, None), TOKENS, NO_KL, GRPO, None, {}),
     "kl_cov": (("kl_cov", 0.2, 0.2, None), TOKENS, NO_KL, GRPO, None, {}),
     "dppo": (("dppo", 0.2, 0.2, None), TOKENS, NO_KL, PLAIN, None, {}),
+    "ipo": (("ipo", 0.1, 0.1, None), TOKENS, NO_KL, PLAIN, None, {}),
     "opd": (CLIP, TOKENS, NO_KL, GRPO, None, {}),
     "rloo": (REINFORCE, SUMS, NO_KL, ("rloo", "std", 1e-6, "zero"), (0.05, "k1"), {}),
     "reinforce": (REINFORCE, TOKENS, NO_KL, PLAIN, None, {}),
@@ -81,7 +82,7 @@ def test_numbers(name):
     assert {field: True for field in BESIDE if getattr(config, field, None)} == beside
     assert (config.distillation is not None) == (name == "opd")
     assert name != "opd" or (config.teacher_coef, config.reward_coef) == (1.0, 0.0)
-    assert config.old_logprob == ("sampler" if name == "dppo" else "auto")
+    assert config.old_logprob == ("sampler" if name in ("dppo", "ipo") else "auto")
     # A run of that name trains with the settings of the Python preset.
     chosen = preset(name)
     scale = {"loss_agg_scale": 40.0} if loss.settings.loss_agg_scale else {}
