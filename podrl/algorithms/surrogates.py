@@ -216,13 +216,9 @@ def dppo(
       epsilon_high: how far it may rise above where A > 0.
       coef: weight of the penalty.
     """
-    ratio_BT = token_ratio(logprob_BT, old_logprob_BT)
-    moved_BT = jax.lax.stop_gradient(jnp.exp(logprob_BT) - jnp.exp(old_logprob_BT))
-    cut_low_BT = (advantage_BT < 0) & (moved_BT < -epsilon_low)
-    cut_BT = (advantage_BT > 0) & (moved_BT > epsilon_high) | cut_low_BT
-    log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    loss_BT = jnp.where(cut_BT, 0.0, -advantage_BT * ratio_BT) + coef * log_r_BT**2
-    return Surrogate(loss_BT, cut_BT, cut_low_BT, ratio_BT)
+    fell_BT, rose_BT = _moved(logprob_BT, old_logprob_BT, epsilon_low, epsilon_high)
+    cut_low_BT, cut_high_BT = fell_BT & (advantage_BT < 0), rose_BT & (advantage_BT > 0)
+    return _cut(logprob_BT, old_logprob_BT, advantage_BT, cut_low_BT, cut_high_BT, coef)
 
 
 def ipo(
@@ -244,10 +240,28 @@ def ipo(
       epsilon_high: how far it may rise above.
       coef: weight of the penalty.
     """
-    ratio_BT = token_ratio(logprob_BT, old_logprob_BT)
+    fell_BT, rose_BT = _moved(logprob_BT, old_logprob_BT, epsilon_low, epsilon_high)
+    return _cut(logprob_BT, old_logprob_BT, advantage_BT, fell_BT, rose_BT, coef)
+
+
+def _moved(
+    logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"], epsilon_low: float, epsilon_high: float
+) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+    """Marks the tokens whose probability fell by more than epsilon_low, and those where it rose by epsilon_high."""
     moved_BT = jax.lax.stop_gradient(jnp.exp(logprob_BT) - jnp.exp(old_logprob_BT))
-    cut_low_BT = moved_BT < -epsilon_low
-    cut_BT = (moved_BT > epsilon_high) | cut_low_BT
+    return moved_BT < -epsilon_low, moved_BT > epsilon_high
+
+
+def _cut(
+    logprob_BT: Float[Array, "B T"],
+    old_logprob_BT: Float[Array, "B T"],
+    advantage_BT: Float[Array, "B T"],
+    cut_low_BT: Bool[Array, "B T"],
+    cut_high_BT: Bool[Array, "B T"],
+    coef: float,
+) -> Surrogate:
+    """Takes -r A, 0 on the tokens that are cut, plus coef (log r)^2 on all."""
+    ratio_BT, cut_BT = token_ratio(logprob_BT, old_logprob_BT), cut_high_BT | cut_low_BT
     log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     loss_BT = jnp.where(cut_BT, 0.0, -advantage_BT * ratio_BT) + coef * log_r_BT**2
     return Surrogate(loss_BT, cut_BT, cut_low_BT, ratio_BT)

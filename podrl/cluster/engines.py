@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from podrl.rollout.interface import Ability
+from podrl.rollout.config import Ability
 
 # The engines that ClusterConfig.rollout_engine can name: 'module:class' of each.
 ENGINES: Mapping[str, str] = dict.fromkeys(("vanilla", "podrl"), "podrl.rollout.rollout:RolloutWorker")
@@ -19,5 +19,5 @@ def engine_class(engine: str | type) -> Any:
 
 
 def able(engine: str | type, ability: Ability) -> bool:
-    """Returns whether an engine has an ability (podrl.rollout.interface)."""
+    """Returns whether an engine has an ability (podrl.rollout.config.Ability)."""
     return ability in getattr(engine_class(engine), "abilities", ())

@@ -225,7 +225,7 @@ class RLCluster:
           group_size: samples per prompt.
           step: part of every sample's random key.
           sampling: overrides the configuration's sampling.
-          ended: told of each sample when it ends, by an engine that is able to (podrl.rollout.interface).
+          ended: told of each sample when it ends, by an engine that tells (podrl.rollout.config.Ability).
         """
         if not isinstance(prompts, Prompts):
             limit = self.config.rollout().max_prompt_length

@@ -30,7 +30,7 @@ from podrl.job.placement import RolesConfig
 from podrl.learner.answers.preferences import DPO, KTO, DPOConfig, KTOConfig
 from podrl.learner.answers.reward_modelling import RewardModelConfig, RewardModelling
 from podrl.learner.answers.supervised import SFT
-from podrl.learner.distilled import grpo
+from podrl.learner.distilled import make_grpo
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.ppo import PPO
 from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
@@ -166,7 +166,7 @@ def _labels(job: "Job", tokenizer: Tokenizer) -> LabelStream:
 # Given answers teach the distribution itself; at another temperature it is that of sampling which learns them.
 _PLAIN = {"rollout": {"temperature": 1.0}}
 KINDS: Mapping[str, Kind] = {
-    "grpo": Kind(GRPOConfig, grpo, _prompts),
+    "grpo": Kind(GRPOConfig, make_grpo, _prompts),
     "ppo": Kind(PPOConfig, PPO, _prompts),
     "sft": Kind(SFTConfig, SFT, _examples, form=sft.check_form, answers=1, base=_PLAIN),
     "dpo": Kind(DPOConfig, DPO, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),

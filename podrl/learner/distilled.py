@@ -20,7 +20,7 @@ from podrl.trainer import packing
 from podrl.types import Batch, Experience
 
 
-def grpo(cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None]) -> GRPO:
+def make_grpo(cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None]) -> GRPO:
     """Makes the algorithm of a configuration: with a teacher where `teacher_coef` is set; arguments as of GRPO."""
     return (GRPO if config.distillation is None else Distilled)(cluster, config, samples=samples, say=say)
 

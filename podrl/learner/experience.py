@@ -34,7 +34,8 @@ def share_of(prompts: Prompts, index: int, count: int) -> Prompts:
 def select(rollouts: Rollouts, groups_P: Int[np.ndarray, " P"]) -> Rollouts:
     """Selects the samples of some prompts, in the order given."""
     chosen = _rows_of(rollouts, groups.rows_of(rollouts.group_B, groups_P))
-    chosen["group_B"] = np.argsort(groups_P).astype(np.int32)[np.searchsorted(np.sort(groups_P), chosen["group_B"])]
+    sizes = [np.count_nonzero(rollouts.group_B == p) for p in groups_P]
+    chosen["group_B"] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     return dataclasses.replace(rollouts, prompts=take_prompts(rollouts.prompts, groups_P), **chosen)
 
 

@@ -13,7 +13,7 @@ from podrl.data.pipeline import PromptStream
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
-from podrl.learner.distilled import grpo
+from podrl.learner.distilled import make_grpo
 from podrl.learner.evaluate import EvalConfig, Evaluator
 from podrl.learner.generation import Generator
 from podrl.learner.loop import Schedule
@@ -396,7 +396,7 @@ class GRPOLearner(SampleLearner):
             one, and neither `reward_fns` nor `reward_config`, its rewards are all there are.
         """
         more = (reward_config, pod, environment)
-        super().__init__(grpo, rl_cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
+        super().__init__(make_grpo, rl_cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
 
 
 class PPOLearner(SampleLearner):

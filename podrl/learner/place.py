@@ -31,7 +31,8 @@ class Makes:
       evaluator: scores the policy on (this process's share of) held-out prompts, or None.
       prompts: number of prompts of a batch that is generated.
       group_size: number of samples of each prompt.
-      whole: what is made of a prompt may depend on the others of a host's share of a batch.
+      whole: whether one host must make a share of a batch as a whole, because reward functions or dynamic sampling
+        compare its prompts.
       curriculum: chooses the prompts; None where nothing does.
     """
 

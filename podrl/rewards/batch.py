@@ -1,5 +1,6 @@
 """Completions on their way to reward functions: scored while others of their batch are still made."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -132,11 +133,13 @@ class _Line:
     """Samples on their way to one function: those that wait, and calls under way and made, by their rows.
 
     Attributes:
-      unit_B: samples of one unit are given in one call.
+      unit_B: number of each sample's unit; the samples of a unit are given in one call.
+      left: samples of each unit that have not ended.
     """
 
     scorer: Scorer
-    unit_B: Int[np.ndarray, " B"]
+    unit_B: Sequence[int]
+    left: dict[int, int]
     ready: list[int] = dataclasses.field(default_factory=list)
     jobs: list[tuple[list[int], Future[list[float]]]] = dataclasses.field(default_factory=list)
 
@@ -161,7 +164,7 @@ class OpenBatch:
         self._prompts, self._fields = prompts, fields
         self._ended: dict[int, tuple[str, Mapping[str, Any]] | None] = {}
         units = {"sample": np.arange(len(prompts)), "group": group_B, "batch": np.zeros(len(prompts), np.int64)}
-        self._lines = [_Line(scorer, units[scorer.whole]) for scorer in scorers]
+        self._lines = [_Line(scorer, of := units[scorer.whole].tolist(), collections.Counter(of)) for scorer in scorers]
         self._given_up = False
         self._changed = threading.Condition(threading.RLock())
 
@@ -227,19 +230,20 @@ class OpenBatch:
             assert sample not in self._ended, sample
             self._ended[sample] = ended
             for line in self._lines:
-                rows = np.flatnonzero(line.unit_B == line.unit_B[sample]).tolist()
-                if all(b in self._ended for b in rows):
-                    line.ready += [b for b in rows if self._ended[b] is not None]
+                unit = line.unit_B[sample]
+                line.left[unit] -= 1
+                if not line.left[unit]:
+                    line.ready += [b for b, u in enumerate(line.unit_B) if u == unit and self._ended[b] is not None]
                     self._go_on(line)
 
     def _go_on(self, line: _Line) -> None:
         """Starts calls with what waits, as many as there may be at once."""
         running = sum(not job.done() for _, job in line.jobs)
         while line.ready and running < line.scorer.parallel and not self._given_up:
-            units = list(dict.fromkeys(int(line.unit_B[b]) for b in line.ready))
+            units = list(dict.fromkeys(line.unit_B[b] for b in line.ready))
             chosen = set(units[: -(-len(units) // line.scorer.parallel)])
-            rows = sorted(b for b in line.ready if int(line.unit_B[b]) in chosen)
-            line.ready = [b for b in line.ready if int(line.unit_B[b]) not in chosen]
+            rows = sorted(b for b in line.ready if line.unit_B[b] in chosen)
+            line.ready = [b for b in line.ready if line.unit_B[b] not in chosen]
             job = line.scorer.submit(self._part(rows))
             line.jobs.append((rows, job))
             running += 1

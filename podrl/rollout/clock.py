@@ -13,7 +13,7 @@ from podrl.rollout.config import RolloutConfig
 from podrl.rollout.journal import WallJournal
 from podrl.rollout.points import Points
 
-_LOOKED_AT = 4  # batches whose longest sample sets the quantum
+_LOOKED_AT = 4  # number of batches whose longest sample sets the quantum
 _SHARE = 0.7  # of the longest sample per window: less fills the last windows, more leaves long samples a late start
 
 
@@ -133,9 +133,9 @@ class WallClock:
         """Decides nothing yet.
 
         Args:
-          journal: what was decided before, and where decisions are written.
-          staleness: S.
-          place: of the run, for messages.
+          journal: the file of decisions: earlier ones are repeated, new ones are added.
+          staleness: S, the age in versions that a token may have.
+          place: the run's directory, for messages.
         """
         self.journal, self._staleness, self._place = journal, staleness, place
         self._cancelled = 0  # groups asked again for the newest step
@@ -168,10 +168,10 @@ class WallClock:
         """Returns the groups of a step's batch; none as long as too few have ended.
 
         Args:
-          step: that trains on the batch.
-          groups: the open ones.
-          size: groups of a batch.
-          over: nothing more is drawn before the batch, so that groups in the journal must have ended.
+          step: the step that trains on the batch.
+          groups: the open groups.
+          size: number of groups in a batch.
+          over: whether sampling for the batch has ended, so that all its groups in the journal must have ended, too.
 
         Raises:
           ValueError: a group has not become what the journal says of it.
@@ -194,8 +194,8 @@ class WallClock:
         """Writes a step's batch to the journal, unless it is there.
 
         Args:
-          step: that trains on it.
-          chosen: its groups.
+          step: the step that trains on the batch.
+          chosen: the groups of the batch.
           left: the other open groups.
 
         Returns:

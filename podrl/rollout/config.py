@@ -5,6 +5,13 @@ from typing import Annotated, Literal
 
 from podrl.config import Count, Natural, NonNegative, Range, Seed, Share, section
 
+# What an engine can do beyond making whole batches (podrl.rollout.interface):
+#   windows         several versions of the weights draw a sample, and further prompts join while others are sampled:
+#                   `player`, `advance` and `rows`
+#   greedy_members  the first samples of a group can be greedy: `Sampling.greedy`
+#   tells           `generate` takes `mode` and calls `ended` with each sample; `stats` counts the work of the last call
+Ability = Literal["windows", "greedy_members", "tells"]
+
 
 @section("rollout")
 @dataclasses.dataclass(frozen=True, kw_only=True)

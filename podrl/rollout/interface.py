@@ -6,9 +6,9 @@ has these attributes and methods, and is named in podrl.cluster.worker.ENGINES o
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
-from podrl.rollout.config import RolloutConfig, Sampling
+from podrl.rollout.config import Ability, RolloutConfig, Sampling
 from podrl.rollout.device import Device, Tell
 from podrl.rollout.episodes import Partner
 from podrl.rollout.partial import Partial
@@ -16,18 +16,13 @@ from podrl.rollout.players import Chosen, Player
 from podrl.rollout.stats import RolloutStats
 from podrl.types import Mode, Policy, Prompts, PyTree, Rollouts
 
-# windows: `player`, `advance` and `rows`, by which several versions of the weights draw a sample, and further prompts
-#   join while others are sampled.
-# greedy_members: `Sampling.greedy`, by which the first samples of a group are greedy ones.
-# tells: `generate` takes `mode`, calls `ended` with each sample, and `stats` counts the work of the last call.
-Ability = Literal["windows", "greedy_members", "tells"]
-
 
 class RolloutEngine(Protocol):
     """A decoding engine of one process's rollout mesh; the methods are documented in RolloutWorker.
 
     Attributes:
-      abilities: what the engine has beyond `generate`, `warm_up`, `sleep` and `wake`; empty where it does not say.
+      abilities: the engine's abilities beyond whole batches (`podrl.rollout.config.Ability`). An engine without this
+        attribute has none: it needs `generate`, `warm_up`, `sleep` and `wake` alone.
       config: settings of the engine, and of sampling.
       stats: counts of the work of the last call.
       partner: the environments of all samples; None where they have none.

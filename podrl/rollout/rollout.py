@@ -13,11 +13,10 @@ from jax.sharding import Mesh
 
 from podrl.mesh.build import describe_mesh, spreads_copies
 from podrl.models.config import ModelConfig
-from podrl.rollout.config import RolloutConfig, Sampling
+from podrl.rollout.config import Ability, RolloutConfig, Sampling
 from podrl.rollout.device import Device, Tell, compile_all, tell_nobody
 from podrl.rollout.engine import Engine
 from podrl.rollout.episodes import Episode, Partner, Pump, Request
-from podrl.rollout.interface import Ability
 from podrl.rollout.keys import sample_keys
 from podrl.rollout.partial import Partial
 from podrl.rollout.players import Chosen, Player, Unanswered, play

@@ -30,7 +30,7 @@ class Asked:
       number, asked, repeated: as in podrl.rollout.wall.Group.
       host: who makes it, or NOBODY.
       drawn: the oldest version that drew a token of it.
-      made: what the journal will say of it; None until it has ended.
+      made: the journal's entry of the group; None until it has ended.
       origin: what a checkpoint holds of it; None where it is begun from nothing.
     """
 

@@ -1,6 +1,7 @@
 """PolicyLoss: published constants, hand-worked numbers, and properties of every loss in every layout."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -127,19 +128,21 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     np.testing.assert_allclose(grad_BT[0], [0.0, -0.8 / 3, 1.0 / 3, -2.4 / 3], rtol=1e-12)
 
 
+def moved(old, new, advantage, **settings):
+    """(loss, gradient by token, metrics) of a sample whose tokens have gone from old to new probabilities."""
+    arguments = one_row(logprob=np.log(new), old_logprob=np.log(old), advantage=advantage)
+    loss = PolicyLoss(KLLossSettings(loss_agg_mode="token-mean", beta=0.0, **settings))
+    value, metrics = loss(*arguments)
+    grad_BT = jax.grad(lambda *xs: loss(*xs)[0].mean())(*arguments)
+    return float(value.mean()), np.asarray(grad_BT)[0, 1:], metrics
+
+
 def test_dppo_masks_by_probability_and_draws_back():
     # Probabilities .1 -> .4, .5 -> .1, .2 -> .2, .9 -> .5, .01 -> .04: the first two moved too far the way A pushes,
     # the fourth too far against it, and the ratio of the last, 4, is no matter at a difference of .03.
     old, new = np.array([0.1, 0.5, 0.2, 0.9, 0.01]), np.array([0.4, 0.1, 0.2, 0.5, 0.04])
     advantage = np.array([1.0, -2.0, 0.5, 3.0, 1.0])
-    arguments = one_row(logprob=np.log(new), old_logprob=np.log(old), advantage=advantage)
-
-    def found(**changed):
-        loss = PolicyLoss(KLLossSettings(policy_loss_fn="dppo", loss_agg_mode="token-mean", beta=0.0, **changed))
-        value, metrics = loss(*arguments)
-        grad_BT = jax.grad(lambda *xs: loss(*xs)[0].mean())(*arguments)
-        return float(value.mean()), np.asarray(grad_BT)[0, 1:], metrics
-
+    found = functools.partial(moved, old, new, advantage, policy_loss_fn="dppo")
     value, grad, metrics = found()
     log_r, kept = np.log(new / old), np.array([0, 0, 1, 1, 1])
     pushed = -advantage * new / old * kept
@@ -155,15 +158,7 @@ def test_ipo_masks_what_moved_either_way_and_draws_back():
     # Probabilities .1 -> .25, .5 -> .35, .2 -> .25, .9 -> .5, .01 -> .04, by more than .1 all but the third and fifth.
     old, new = np.array([0.1, 0.5, 0.2, 0.9, 0.01]), np.array([0.25, 0.35, 0.25, 0.5, 0.04])
     advantage = np.array([1.0, 2.0, -0.5, 3.0, 1.0])
-    arguments = one_row(logprob=np.log(new), old_logprob=np.log(old), advantage=advantage)
-
-    def found(**changed):
-        settings = {"policy_loss_fn": "ipo", "epsilon": 0.1, "loss_agg_mode": "token-mean", "beta": 0.0}
-        loss = PolicyLoss(KLLossSettings(**(settings | changed)))
-        value, metrics = loss(*arguments)
-        grad_BT = jax.grad(lambda *xs: loss(*xs)[0].mean())(*arguments)
-        return float(value.mean()), np.asarray(grad_BT)[0, 1:], metrics
-
+    found = functools.partial(moved, old, new, advantage, policy_loss_fn="ipo", epsilon=0.1)
     value, grad, metrics = found()
     log_r, kept = np.log(new / old), np.array([0, 0, 1, 0, 1])
     pushed = -advantage * new / old * kept

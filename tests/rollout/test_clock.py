@@ -1,4 +1,4 @@
-"""What the clocks decide, without an engine: versions by the formula, batches, and decisions that are repeated."""
+"""The clocks decide without an engine: versions follow the formula, batches take what ended, the journal repeats."""
 
 import dataclasses
 import random

@@ -8,7 +8,8 @@ import time
 
 import numpy as np
 import pytest
-from waits import PATIENCE_S
+import zmq
+from waits import PATIENCE_S, until
 
 from podrl.runtime.channel import Channel, ChannelError
 from podrl.runtime.local_pod import free_ports
@@ -66,23 +67,21 @@ def test_a_read_waits_for_what_is_offered(pair):
 
 def test_what_was_dropped_is_not_served_to_a_later_question(pair):
     a, b = pair
-    serving, goes_on = threading.Event(), threading.Event()
 
-    def busy(_):
-        serving.set()
-        goes_on.wait(PATIENCE_S)
+    def drops(_):
+        """Runs on the channel's thread: the question has come, and is the next message to be read."""
+        until(lambda: a._server.getsockopt(zmq.EVENTS) & zmq.POLLIN, "the question")
+        a.drop("old")
         return Message()
 
-    a.serve("busy", busy)
+    a.serve("drops", drops)
     a.put("old", Message(7))
-    call = b.request(a.address, "call", "busy", Message())
-    assert serving.wait(PATIENCE_S)
-    a.drop("old")
+    a.put("other", Message(8))
+    call = b.request(a.address, "call", "drops", Message())
     question = b.request(a.address, "get", "old", Message())
-    time.sleep(0.2)  # so that the question is there when the handler returns; if it is not, the test proves nothing
-    goes_on.set()
-    call.wait(PATIENCE_S, "busy")
-    assert not question.arrived(0.3)
+    call.wait(PATIENCE_S, "drops")
+    assert b.get(a.address, "other", deadline_s=PATIENCE_S).value == 8  # a later question on the same connection
+    assert not question.done
 
 
 def test_calls_answer_and_errors_come_back(pair):
