@@ -35,6 +35,11 @@ def member_of(group_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
     return member_B
 
 
+def first_of(group_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " P"]:
+    """Lists the first sample of each group that has one, in the order of the groups."""
+    return np.unique(group_B, return_index=True)[1]
+
+
 def any_of(flag_B: Bool[np.ndarray, " B"], group_B: Int[np.ndarray, " B"]) -> Bool[np.ndarray, " B"]:
     """Marks the samples of groups in which any sample is marked."""
     return np.isin(group_B, np.asarray(group_B)[flag_B])

@@ -414,8 +414,8 @@ class Generator:
         return select(rollouts, chosen), reward_FB[:, rows_B], seconds, counts
 
     def _signal(self, reward_FB: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-        """Marks the groups whose rewards differ, in order."""
-        return groups.spread(self._rewards.combine(reward_FB), group_B)[groups.member_of(group_B) == 0] > 0
+        """Marks the groups whose rewards differ, in the order of the groups."""
+        return groups.spread(self._rewards.combine(reward_FB), group_B)[groups.first_of(group_B)] > 0
 
     def _greedy_rewards(self, prompts: Prompts, policy: Policy, step: int) -> tuple[np.ndarray, float]:
         """Samples each prompt greedily; returns the reward of each prompt's completion, and the seconds it took."""

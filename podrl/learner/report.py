@@ -82,7 +82,7 @@ class SampleReport:
 
     def _of_rewards(self, experience: Experience, counted_B: np.ndarray) -> dict[str, float]:
         reward_B, group_B = experience.reward_B[counted_B], experience.rollouts.group_B
-        spread_P = groups.spread(reward_B, group_B[counted_B])[groups.member_of(group_B[counted_B]) == 0]
+        spread_P = groups.spread(reward_B, group_B[counted_B])[groups.first_of(group_B[counted_B])]
         each = dict(zip(self._names, experience.reward_FB, strict=True))
         metrics = {
             "reward/mean": float(reward_B.mean()),
@@ -108,7 +108,6 @@ class SampleReport:
     def samples(self, experience: Experience) -> Sequence[Mapping[str, Any]]:
         """Records the first sample of every prompt whose samples are in the loss, with its rewards and its group."""
         rollouts, rewarded_B, named_P = experience.rollouts, experience.rewarded(), self._groups_of(experience.rollouts)
-        first_B = groups.member_of(rollouts.group_B) == 0
         return [
             {
                 "prompt": rollouts.prompts.text[p],
@@ -118,8 +117,8 @@ class SampleReport:
                 **_turns(rollouts.episodes[b]),
                 **{name: float(r_B[b]) for name, r_B in zip(self._names, experience.reward_FB, strict=True)},
             }
-            for b, p in enumerate(rollouts.group_B.tolist())
-            if first_B[b] and rewarded_B[b]
+            for b, p in ((b, int(rollouts.group_B[b])) for b in groups.first_of(rollouts.group_B).tolist())
+            if rewarded_B[b]
         ]
 
     def _groups_of(self, rollouts: Rollouts) -> Sequence[Any]:

@@ -175,6 +175,8 @@ def _parsed(packed: bytes) -> TracedStep:
         raise ValueError("its columns do not belong together")
     if header["format"] == 1:
         samples["group"] = np.arange(len(length_B)) // max(int(header["group_size"]), 1)
+    if not np.isin(samples["group"], np.arange(len(header["prompts"]))).all():
+        raise ValueError("its samples have prompts that are not there")
     if any(x.shape[-1:] != length_B.shape for x in samples.values()) or len(header["completions"]) != len(length_B):
         raise ValueError("its columns do not belong together")
     return TracedStep(

@@ -64,6 +64,7 @@ def test_the_parts_of_groups(group_B, seed):
         assert (groups.spread(value_B, group_B)[own] == np.ptp(value_B[own])).all()
         assert (groups.any_of(flag_B, group_B)[own] == flag_B[own].any()).all()
         assert groups.rows_of(group_B, [p]).tolist() == own.tolist()
+    assert groups.first_of(group_B).tolist() == [members[p][0] for p in sorted(members)]
 
 
 def test_groups_of_one_size_in_order_give_the_bits_of_a_reshape():

@@ -75,6 +75,38 @@ def test_pieces_keep_their_space_and_special_tokens_their_name():
     assert [piece(2), piece(0)] == [" w2", "<pad>"]
 
 
+def rewritten(path, change):
+    """Changes the header and the arrays of a recorded step by `change`."""
+    file = path / trace.FOLDER / trace.file_name(10)
+    with np.load(file) as found:
+        arrays = dict(found)
+    header = json.loads(arrays["header"].tobytes())
+    change(header, arrays)
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    with file.open("wb") as out:
+        np.savez(out, **arrays)
+
+
+def test_a_file_of_format_1_has_groups_of_one_size(tmp_path):
+    recorded(tmp_path, [10])
+    before = trace.read_step(tmp_path, 10)
+
+    def older(header, arrays):
+        header |= {"format": 1, "group_size": 2}
+        del arrays["sample.group"]
+
+    rewritten(tmp_path, older)
+    read = trace.read_step(tmp_path, 10)
+    assert read.samples["group"].tolist() == before.samples["group"].tolist() == [0, 0, 1, 1]
+
+
+def test_a_sample_without_its_prompt_is_damage(tmp_path):
+    recorded(tmp_path, [10])
+    rewritten(tmp_path, lambda header, arrays: arrays.update({"sample.group": np.array([0, 0, 1, 2])}))
+    with pytest.raises(ValueError, match=r"cannot be read \(ValueError: its samples have prompts that are not there\)"):
+        trace.read_step(tmp_path, 10)
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
