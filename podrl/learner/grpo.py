@@ -55,12 +55,11 @@ class GRPO:
         self._estimator: Any = config.estimator()  # its functions take numpy as well as jax arrays, and answer in kind
         self._loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate)
         self._reward_kl, self._loss_kl = RewardKL(config), LossKL(config)
-        self._scored_first, needs_reference = self._reference_use()
+        self._scored_first, self._needs_reference = self._reference_use()
         for warning in config.warnings(updates):
             say(f"Warning: {warning}")
-        if needs_reference:
+        if self._needs_reference:
             cluster.keep_reference()
-        self._needs_reference = needs_reference
         self._prepare()
         self.shape = self.pack_shape(cluster.actor_mesh)
         self.layouts: list[tuple[PackShape, Mesh]] = [(self.shape, cluster.actor_mesh)]
