@@ -6,7 +6,7 @@ Neither knows of an engine, a thread or a host: docs/async.md says what both pro
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from podrl.rollout.config import RolloutConfig
@@ -120,6 +120,7 @@ class Candidate(Protocol):
 
 
 _C = TypeVar("_C", bound=Candidate)
+_G = TypeVar("_G")
 
 
 class WallClock:
@@ -233,13 +234,31 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
     return chosen if len(chosen) == size else []
 
 
-def recorded_points(group: Mapping[str, Any], version: int) -> Points:
-    """The tokens at which the samples of a group leave the weights of a version; none in those of their last token."""
+def in_sessions(recorded: Sequence[tuple[_G, Mapping[str, Any]]], version: int) -> Iterator[list[tuple[_G, Points]]]:
+    """Yields, for each session in which groups are drawn by a version, the groups and where their samples stop.
+
+    Args:
+      recorded: groups and their records.
+      version: of the weights.
+    """
+    points = [(group, _sessions(record, version)) for group, record in recorded]
+    for k in range(max((len(each) for _, each in points), default=0)):
+        yield [(group, each[k]) for group, each in points if k < len(each)]
+
+
+def _sessions(group: Mapping[str, Any], version: int) -> list[Points]:
+    """The tokens at which a recorded group's samples leave each session of a version; none in that of their last."""
+    ends = [[tokens for v, tokens in runs if v == version] for runs in group["runs"]]
+    return [_points(group, version, ends, k) for k in range(max([1, *map(len, ends)]))]
+
+
+def _points(group: Mapping[str, Any], version: int, ends: Sequence[Sequence[int]], k: int) -> Points:
     recorded, late = {}, {}
     for b, runs in enumerate(group["runs"]):
         last = runs[-1][0] if runs else 0
-        if version < last:
-            recorded[b] = max((tokens for v, tokens in runs if v <= version), default=0)
+        if version < last or k < len(ends[b]) - 1:
+            before = max((tokens for v, tokens in runs if v < version), default=0)
+            recorded[b] = ends[b][min(k, len(ends[b]) - 1)] if ends[b] else before
         elif b in group["late"]:
             late[b] = group["tokens"][b]
     return Points(recorded=recorded, late=late)

@@ -20,8 +20,8 @@ class WallJournal:
       {"step": 7, "groups": [...], "queue": {}} the batch that step 7 trains on, and the metrics of the queue
 
     A group is {"index": of the prompt, "asked": the step it was asked in, "runs": of each sample [[version, tokens],
-    ...], tokens sampled in all when the weights of a version were left, "tokens": of each, given ones included, "late":
-    samples whose environments ran out of time}. Later lines hold where two are of one step: a run that was killed may
+    ...], tokens sampled in all when a session was left (two of one version where it was interrupted), "tokens": of
+    each, given ones included, "late": samples whose environments ran out of time}. Later lines hold where two are of one step: a run that was killed may
     have decided what it did not live to act on.
     """
 
@@ -99,23 +99,33 @@ class WallJournal:
             self._again[line["step"]] = list(line["again"])
 
 
-def runs_of(versions: Sequence[int]) -> list[list[int]]:
-    """Counts, at each change of a sample's version, the tokens sampled until then: [[version, tokens], ...]."""
+def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
+    """Lists the sessions that drew a sample: [[version, tokens sampled when the session was left], ...].
+
+    Args:
+      versions: the version that drew each token; -1 for a given token.
+      breaks: numbers of sampled tokens at which another session went on under the same version (`Track.breaks`).
+    """
     runs: list[list[int]] = []
     sampled = 0
     for version in versions:
         if version >= 0:
-            sampled += 1
-            if not runs or runs[-1][0] != version:
+            if not runs or runs[-1][0] != version or sampled in breaks:
                 runs.append([version, 0])
+            sampled += 1
             runs[-1][1] = sampled
     return runs
 
 
-def agrees(group: Mapping[str, Any], versions: Sequence[Sequence[int]], step: int) -> bool:
-    """Returns True if samples whose tokens these versions drew before `step` can still become those recorded.
+def agrees(group: Mapping[str, Any], drawn: Sequence[Sequence[Sequence[int]]], step: int) -> bool:
+    """Returns True if samples that were drawn so far as `drawn` says can still become those recorded.
 
     They cannot where a host was lost, and with it what was drawn before: the group was begun anew then.
+
+    Args:
+      group: the record.
+      drawn: `runs_of` each sample, all of versions before `step`.
+      step: the step at which the samples go on.
     """
-    recorded = [[run for run in runs if run[0] < step] for runs in group["runs"]]
-    return recorded == [runs_of(each) for each in versions]
+    recorded = [[list(run) for run in runs if run[0] < step] for runs in group["runs"]]
+    return recorded == [[list(run) for run in runs] for runs in drawn]

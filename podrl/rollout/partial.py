@@ -1,5 +1,6 @@
 """A batch between two windows, as a checkpoint and other hosts hold it: what its samples have drawn so far."""
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from podrl.rollout.session import Track
 from podrl.runtime.message import Message
 from podrl.types import TOKENS, Prompts
 
-_FIELDS = ("sampled", "limit", "stop", "paused", "first", "text")  # of a sample's record, as JSON
+_FIELDS = ("sampled", "limit", "stop", "paused", "first", "text", "breaks")  # of a sample's record, as JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def of_tracks(
     """Takes a copy of the records of the first `asked` prompts' samples; `states` is what `Player.state` returns."""
     samples, lists, counts = [], {name: [] for name in TOKENS}, []
     for value, track in states:
-        drawn = {} if track is None else {name: getattr(track, name) for name in _FIELDS}
+        drawn = {} if track is None else copy.deepcopy({name: getattr(track, name) for name in _FIELDS})
         samples.append({"track": drawn or None, **value})
         counts.append(0 if track is None else len(track.tokens))
         for name, values in ({} if track is None else _columns(track)).items():

@@ -59,6 +59,8 @@ class Track:
       first: the first token sampled since it was extended.
       text: the completion without end tokens, cut after a stop string; while it is paused, what follows `first`.
       epoch: counts pauses, so that results of a dispatch that overran one are told apart.
+      breaks: numbers of sampled tokens at which it went on in another session under the same weights. Keys and values
+        were computed anew there, by prefill, which gives other last bits than decoding: who repeats it breaks there.
     """
 
     handle: int
@@ -82,6 +84,7 @@ class Track:
     first: int = 0
     text: str = ""
     epoch: int = 0
+    breaks: list[int] = dataclasses.field(default_factory=list)
 
     def leave_at(self, hold: int | None, *, recorded: bool) -> None:
         """Sets where it leaves the session that it is about to enter."""
@@ -185,6 +188,9 @@ class Session:
         for track in tracks:
             track.handle, track.held = self._count, False
             self._count += 1
+            newest = next((version for version in reversed(track.versions) if version >= 0), None)
+            if newest == self._version and track.breaks[-1:] != [track.sampled]:
+                track.breaks.append(track.sampled)
         self._tracks.update((t.handle, t) for t in tracks)
         handle, prompt = tracks[0].handle, tracks[0].prompt
         self._prompts[handle] = prompt

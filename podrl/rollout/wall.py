@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from podrl.rollout.clock import TokenClock, WallClock, recorded_points
+from podrl.rollout.clock import TokenClock, WallClock, in_sessions
 from podrl.rollout.journal import runs_of
 from podrl.rollout.partial import Partial, cut, join, of_tracks
 from podrl.rollout.points import Points
@@ -74,7 +74,7 @@ class Group:
     def record(self) -> dict[str, Any]:
         """Returns the journal's entry of the group, once it has ended (podrl.rollout.journal.WallJournal)."""
         states = self.making.player.state()
-        runs = [[] if track is None else runs_of(track.versions) for _, track in states]
+        runs = [[] if track is None else runs_of(track.versions, track.breaks) for _, track in states]
         late = [b for b, (value, _) in enumerate(states) if value.get("episode", {}).get("stop") == STOP_DEADLINE]
         tokens = [0 if track is None else len(track.tokens) for _, track in states]
         return {"index": self.index, "asked": self.asked, "runs": runs, "tokens": tokens, "late": late}
@@ -245,9 +245,10 @@ class Wall:
         """Plays a window as it is recorded: its batch, and what later ones drew in it."""
         step, journal = policy.version, self._clock.journal
         known = [(group, journal.group(group.index, group.asked, step)) for group in self._open]
-        rows = [group.row(recorded_points(record, step)) for group, record in known if record is not None]
-        if rows:
-            self._generator.play(rows, policy, halt=self._closing.is_set)
+        for chosen in in_sessions([(group, record) for group, record in known if record is not None], step):
+            rows = [group.row(points) for group, points in chosen if not group.ended]
+            if rows and not self._closing.is_set():
+                self._generator.play(rows, policy, halt=self._closing.is_set)
         if self._closing.is_set():
             return
         self._decide(step, self._clock.batch(step, self._open, self._sizes[step], over=True))

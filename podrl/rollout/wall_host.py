@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from podrl.rollout.clock import recorded_points
+from podrl.rollout.clock import in_sessions
 from podrl.rollout.partial import join
 from podrl.rollout.points import Points
 from podrl.rollout.wall import Group
@@ -215,8 +215,7 @@ class WallHost:
                 self._play_on(version, repeats)
                 if self._hurried(version):
                     continue
-                if repeats or self._window == version:
-                    self._pass(version)
+                self._pass(version)
                 self._report(last=True)
                 self._unfinished = None
                 return
@@ -230,18 +229,29 @@ class WallHost:
             raise
 
     def _play_on(self, version: int, repeats: bool) -> None:
-        rows = []
-        for group in [group for group in self._groups.values() if not group.ended]:
-            if group.recorded is not None:
-                rows.append(group.row(recorded_points(group.recorded, version)))
-            elif not repeats:
-                rows.append(group.row(Points(urgent=group.oldest is not None)))
+        self._repeat(list(self._groups.values()), version)
+        if repeats:
+            return
+        open_ = [group for group in self._groups.values() if group.recorded is None and not group.ended]
+        rows = [group.row(Points(urgent=group.oldest is not None)) for group in open_]
 
         def halted() -> bool:
-            return self._hurried(version) or (self._window != version and not repeats)
+            return self._hurried(version) or self._window != version
 
         if rows:
             self._generator.play(rows, self._held(Policy({}, version)), halt=halted, took=self._took)
+
+    def _repeat(self, groups: Sequence[Given], version: int) -> None:
+        """Plays recorded groups through a window, session by session: nothing else interrupts them.
+
+        An interruption would be another session, in which samples have other last bits than those recorded.
+        """
+        known = [(g, g.recorded) for g in groups if g.recorded is not None and g.since <= version and not g.ended]
+        for chosen in in_sessions(known, version):
+            rows = [group.row(points) for group, points in chosen if not group.ended]
+            if rows and not self._closed:
+                policy = self._held(Policy({}, version))
+                self._generator.play(rows, policy, halt=lambda: self._closed, took=self._took)
 
     def _hurried(self, version: int) -> bool:
         """True where something is to be done before samples go on."""
@@ -284,9 +294,7 @@ class WallHost:
         """Plays recorded groups, taken over from another host, through the windows before a version's."""
         late = [g for g in self._groups.values() if g.recorded is not None and g.since < version and not g.ended]
         for before in range(min((group.since for group in late), default=version), version):
-            rows = [g.row(recorded_points(g.recorded or {}, before)) for g in late if g.since <= before and not g.ended]
-            if rows:
-                self._generator.play(rows, self._held(Policy({}, before)), halt=lambda: self._closed, took=self._took)
+            self._repeat(late, before)
         for group in late:
             group.since = version
 

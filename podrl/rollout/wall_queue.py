@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from podrl.rollout.clock import WallClock
-from podrl.rollout.journal import agrees
+from podrl.rollout.journal import agrees, runs_of
 from podrl.rollout.partial import Partial, cut, join, of_message, of_tracks, take_prompts
 from podrl.rundir import leases
 from podrl.rundir.leases import NOBODY, Given
@@ -151,7 +151,7 @@ class WallQueue:
                 one = Asked(prompts, self._submitted, int(said["asked"]), bool(said["repeated"]))
                 origin = cut(part, prompts, p)
                 record = self._journal.group(*one.key, step)
-                if _begun(origin) and (record is None or agrees(record, _versions(origin), step)):
+                if _begun(origin) and (record is None or agrees(record, _runs(origin), step)):
                     one.origin = origin
                     one.drawn = min((int(v) for v in origin.rows["version_X"] if v >= 0), default=None)
                 self._open.append(one)
@@ -422,7 +422,8 @@ def _begun(part: Partial) -> bool:
     return any(sample["track"] is not None for sample in part.samples)
 
 
-def _versions(part: Partial) -> list[list[int]]:
-    """The versions that drew each sample's tokens."""
-    ends = np.cumsum(part.rows["count_B"])[:-1]
-    return [versions_X.tolist() for versions_X in np.split(part.rows["version_X"], ends)]
+def _runs(part: Partial) -> list[list[list[int]]]:
+    """The sessions that drew each sample, as in the journal."""
+    versions = np.split(part.rows["version_X"], np.cumsum(part.rows["count_B"])[:-1])
+    breaks = [(sample["track"] or {}).get("breaks", ()) for sample in part.samples]
+    return [runs_of(versions_X.tolist(), each) for versions_X, each in zip(versions, breaks, strict=True)]

@@ -47,7 +47,7 @@ class Player:
         self.tracks = []
         for g in range(G):
             length = random.Random(f"{self.index} {asked} {g}").randint(1, T - 1)
-            fields = {"sampled": 0, "limit": length, "stop": None, "paused": None, "first": 1, "text": ""}
+            fields = {"sampled": 0, "limit": length, "stop": None, "paused": None, "first": 1, "text": "", "breaks": []}
             self.tracks.append(
                 types.SimpleNamespace(**fields, tokens=[], versions=[], drawn={name: [] for name in DRAWN})
             )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import random
 import shutil
@@ -14,7 +15,7 @@ from test_episodes import Scripted, Words, dialogue_of
 
 from podrl.environments.workers import Done
 from podrl.learner.experience import join, take_prompts
-from podrl.rollout.clock import WallClock, recorded_points
+from podrl.rollout.clock import WallClock, in_sessions
 from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.journal import NAME, WallJournal, runs_of
@@ -70,6 +71,24 @@ class Maker:
         making.player.abandon()
 
 
+class Interrupted(Maker):
+    """Leaves a window that is not repeated after a few samples, and goes on under the same weights, as a host does."""
+
+    def play(self, makings, policy, *, halt, took=None):
+        left = self._clock.randint(0, 2) if took is not None else 0
+        while left:
+            left -= 1
+            heard = [0]
+
+            def halted(heard=heard, most=self._clock.randint(1, 3)):
+                heard[0] += 1
+                return heard[0] > most
+
+            for _ in self._worker.advance(policy, [(m.player, points) for m, points in makings], halt=halted):
+                took()
+        super().play(makings, policy, halt=halt, took=took)
+
+
 class Taking(Wall):
     """Tells the maker whether the batch of the window was taken."""
 
@@ -90,7 +109,20 @@ class Taking(Wall):
             self._generator.play = play
 
 
-def made(worker, policies, batches, sampling, directory, *, S, clock=0, begin=None, until=LAST, partner=lambda: None):
+def made(
+    worker,
+    policies,
+    batches,
+    sampling,
+    directory,
+    *,
+    S,
+    clock=0,
+    begin=None,
+    until=LAST,
+    partner=lambda: None,
+    maker=Maker,
+):
     """Plays steps of a run in `directory` from its beginning, or from (step, open groups), up to the step `until`.
 
     Returns:
@@ -100,7 +132,7 @@ def made(worker, policies, batches, sampling, directory, *, S, clock=0, begin=No
     worker.partner = partner()
     thread = ThreadPoolExecutor(1)
     run, clock_of = types.SimpleNamespace(watchdog=Watchdog(60.0)), WallClock(WallJournal(directory), S, str(directory))
-    wall = Taking(Maker(worker, sampling, random.Random(clock)), thread, run, clock_of)
+    wall = Taking(maker(worker, sampling, random.Random(clock)), thread, run, clock_of)
     first, pending = begin or (0, [])
     flying, found, saved = list(wall.resume(first, pending)), {}, {}
     submitted = first + len(flying)
@@ -181,6 +213,27 @@ def test_a_run_is_repeated_from_its_journal(tight, policies, batches, tmp_path, 
     other, _ = made(tight, policies, batches, sampling, tmp_path / "three", S=S, clock=99)
     assert (tmp_path / "three" / NAME).read_bytes() != journal
     assert_whole(other, S)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_sessions_within_one_version_are_repeated(tight, policies, batches, tmp_path, answered):
+    """Prefill gives other last bits than decoding: tokens after an interruption have them again only if it is repeated."""
+    sampling = Sampling(max_new=40, stop_ids=(17, 250))
+    seeds = iter(range(9))
+
+    def partner():
+        return Partner(Scripted(dialogue_of, next(seeds)), Words()) if answered else None
+
+    more = {"S": 2, "partner": partner}
+    whole, _ = made(tight, policies, batches, sampling, tmp_path / "one", **more, clock=3, maker=Interrupted)
+    assert_whole(whole, 2)
+    journal = WallJournal(tmp_path / "one")
+    every = [runs for step in whole for group in journal.batch(step)["groups"] for runs in group["runs"]]
+    assert any(one[0] == other[0] for runs in every for one, other in itertools.pairwise(runs))
+    (tmp_path / "two").mkdir()
+    shutil.copy(tmp_path / "one" / NAME, tmp_path / "two")
+    assert_equal(whole, made(tight, policies, batches, sampling, tmp_path / "two", **more, clock=99)[0])
+    assert (tmp_path / "two" / NAME).read_bytes() == (tmp_path / "one" / NAME).read_bytes()
 
 
 def test_groups_past_the_bound_are_asked_again(tight, policies, batches, tmp_path):
@@ -277,12 +330,21 @@ def test_a_failure_ends_the_waits_for_all(tight, policies, batches, tmp_path):
 
 
 def test_runs_and_points_of_a_sample():
-    assert runs_of([2, 2, -1, -1, 2, 4, 4, -1]) == [[2, 3], [4, 5]]
-    assert runs_of([-1]) == []
+    assert runs_of([2, 2, -1, -1, 2, 4, 4, -1], []) == [[2, 3], [4, 5]]
+    assert runs_of([2, 2, -1, -1, 2, 4, 4, -1], [2, 3]) == [[2, 2], [2, 3], [4, 5]]  # 3 is where the version changes
+    assert runs_of([-1], []) == []
     group = {"runs": [[[2, 3], [4, 5]], [], [[3, 7]]], "tokens": [5, 0, 8], "late": [1, 2]}
-    found = [recorded_points(group, version) for version in (1, 2, 3, 4)]
+    found = [list(in_sessions([("a", group)], version)) for version in (1, 2, 3, 4)]
+    assert [[name for name, _ in session] for each in found for session in each] == [["a"]] * 4
+    found = [points for each in found for [(_, points)] in each]
     assert [points.recorded for points in found] == [{0: 0, 2: 0}, {0: 3, 2: 0}, {0: 3}, {}]
     assert [points.late for points in found] == [{1: 0}, {1: 0}, {1: 0, 2: 8}, {1: 0, 2: 8}]
+    broken = {"runs": [[[2, 3], [2, 6], [4, 9]], [[2, 5]], [[2, 1], [2, 2], [2, 4]]], "tokens": [9, 5, 4], "late": [2]}
+    found = list(in_sessions([("a", group), ("b", broken)], 2))
+    assert [[name for name, _ in session] for session in found] == [["a", "b"], ["b"], ["b"]]
+    found = [session[-1][1] for session in found]
+    assert [points.recorded for points in found] == [{0: 3, 2: 1}, {0: 6, 2: 2}, {0: 6}]
+    assert [points.late for points in found] == [{}, {}, {2: 4}]
     assert Points(4, {1: 8}).hold(0, 5) == 9 and Points(4, {1: 8}).hold(1, 5) == 8 and Points().hold(2, 5) is None
 
 
