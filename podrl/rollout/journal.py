@@ -21,8 +21,8 @@ class WallJournal:
 
     A group is {"index": of the prompt, "asked": the step it was asked in, "runs": of each sample [[version, tokens],
     ...], tokens sampled in all when a session was left (two of one version where it was interrupted), "tokens": of
-    each, given ones included, "late": samples whose environments ran out of time}. Later lines hold where two are of one step: a run that was killed may
-    have decided what it did not live to act on.
+    each, given ones included, "late": samples whose environments ran out of time}. Later lines hold where two are of
+    one step: a run that was killed may have decided what it did not live to act on.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None):

@@ -78,15 +78,15 @@ class Interrupted(Maker):
         left = self._clock.randint(0, 2) if took is not None else 0
         while left:
             left -= 1
-            heard = [0]
-
-            def halted(heard=heard, most=self._clock.randint(1, 3)):
-                heard[0] += 1
-                return heard[0] > most
-
+            asked = itertools.count()
+            halted = functools.partial(self._heard, asked, self._clock.randint(1, 3))
             for _ in self._worker.advance(policy, [(m.player, points) for m, points in makings], halt=halted):
                 took()
         super().play(makings, policy, halt=halt, took=took)
+
+    @staticmethod
+    def _heard(asked, most):
+        return next(asked) >= most
 
 
 class Taking(Wall):
@@ -217,7 +217,7 @@ def test_a_run_is_repeated_from_its_journal(tight, policies, batches, tmp_path, 
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_sessions_within_one_version_are_repeated(tight, policies, batches, tmp_path, answered):
-    """Prefill gives other last bits than decoding: tokens after an interruption have them again only if it is repeated."""
+    """Prefill gives other last bits than decoding, so tokens after an interruption need it again to be the same."""
     sampling = Sampling(max_new=40, stop_ids=(17, 250))
     seeds = iter(range(9))
 
