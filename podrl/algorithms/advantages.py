@@ -137,15 +137,42 @@ def maxrl(
     return by_group(estimate, group_B, reward_B)
 
 
-def leave_one_out(reward_B: Float[Array, " B"], *, group_B: GroupIndex, singleton: str = "zero") -> Float[Array, " B"]:
-    """Subtracts the mean reward of the group's other samples (RLOO, arXiv 2402.14740)."""
+def leave_one_out(
+    reward_B: Float[Array, " B"],
+    *,
+    group_B: GroupIndex,
+    scale: str = "none",
+    eps: float = 1e-6,
+    singleton: str = "zero",
+) -> Float[Array, " B"]:
+    """Subtracts the mean reward of the group's other samples (RLOO, arXiv 2402.14740).
+
+    Args:
+      scale: "std" also divides by the sample standard deviation of the others + eps, where they differ (NeMo-RL's
+        GRPO); "none" does not.
+      eps: added to the standard deviation.
+    """
 
     def estimate(reward_PG: Any) -> Any:
         others = max(reward_PG.shape[1] - 1, 1)
         baseline_PG = (reward_PG.sum(axis=1, keepdims=True) - reward_PG) / others
-        return _singleton(reward_PG, _centred(reward_PG, baseline_PG), singleton)
+        advantage_PG = _centred(reward_PG, baseline_PG)
+        if scale == "std" and others > 1:
+            advantage_PG = advantage_PG / _spread_of_others(reward_PG, baseline_PG, eps)
+        return _singleton(reward_PG, advantage_PG, singleton)
 
     return by_group(estimate, group_B, reward_B)
+
+
+def _spread_of_others(reward_PG: Any, mean_PG: Any, eps: float) -> Any:
+    """Sample standard deviation + eps of the group's other rewards, whose mean is given; 1 where these are equal."""
+    xp, size = namespace(reward_PG), reward_PG.shape[1]
+    other_GG = ~np.eye(size, dtype=bool)
+    reward_P1G = reward_PG[:, None, :]
+    square_PGG = xp.where(other_GG, (reward_P1G - mean_PG[:, :, None]) ** 2, 0.0)
+    most_PG = xp.where(other_GG, reward_P1G, -np.inf).max(axis=2)
+    least_PG = xp.where(other_GG, reward_P1G, np.inf).min(axis=2)
+    return xp.where(most_PG > least_PG, (square_PGG.sum(axis=2) / (size - 2)) ** 0.5 + eps, 1.0)
 
 
 def opo(

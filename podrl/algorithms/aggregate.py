@@ -35,11 +35,11 @@ SCALED_MODES = ("sequence-mean-token-scale", "token-sum-scale")
 _VERL = {
     "seq-mean-token-mean": "sequence-mean-token-mean",
     "seq-mean-token-sum": "sequence-mean-token-sum",
-    "seq-mean-token-sum-norm": "token-sum-scale",
+    "seq-mean-token-sum-norm": "sequence-mean-token-scale",
 }
 DIALECTS = {
     "verl": _VERL,
-    "verl after January 2026": _VERL | {"seq-mean-token-sum-norm": "sequence-mean-token-scale"},
+    "verl until January 2026": _VERL | {"seq-mean-token-sum-norm": "token-sum-scale"},
     "trl": {
         "grpo": "sequence-mean-token-mean",
         "bnpo": "token-mean",

@@ -22,6 +22,11 @@ CORRECTIONS = {
     "sequence_tis": (0.0, 2.0, "min(product of w over the sequence, high)"),
     "sequence_mask": (0.0, 3.0, "product of w over the sequence if low <= it <= high else 0"),
     "icepop": (0.5, 5.0, "w if low <= w <= high else 0"),
+    "kpop": (
+        *(0.0, 0.1),
+        "w if both KL divergences of (p, 1 - p) and (q, 1 - q) are <= high else 0, p = exp(old_logprob), "
+        "q = exp(sampler_logprob)",
+    ),
     "geometric_mask": (0.999, 1.001, "1 if low <= (product of w over the sequence)^(1/n) <= high else 0"),
 }
 
@@ -47,8 +52,8 @@ def importance_weight(
     """Computes the factor on each token's policy loss; 1 on masked tokens, no gradient.
 
     Aggregation goes on dividing by all loss tokens, those of weight 0 included. Sources: TIS (truncated importance
-    sampling, fengyao.notion.site/off-policy-rl), IcePop (arXiv 2510.18855), TRL's sequence mask, geometric-mean
-    masking of sequences (yingru.notion.site, "When speed kills stability").
+    sampling, fengyao.notion.site/off-policy-rl), IcePop (arXiv 2510.18855), KPop (ringtech.notion.site/kpop), TRL's
+    sequence mask, geometric-mean masking of sequences (yingru.notion.site, "When speed kills stability").
 
     Args:
       old_logprob_BT: trainer's log-probabilities under the weights that sampled.
@@ -56,9 +61,9 @@ def importance_weight(
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
       segment_BT: sequence numbers.
-      kind: none, tis, sequence_tis, sequence_mask, icepop or geometric_mask.
-      low: lower bound; unused by the two truncations.
-      high: upper bound.
+      kind: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask.
+      low: lower bound; unused by the two truncations and by kpop.
+      high: upper bound; of kpop, nats.
     """
     log_w_BT = log_weight(old_logprob_BT, sampler_logprob_BT, mask_BT)
     if kind == "none":
@@ -71,10 +76,26 @@ def importance_weight(
     weight_BT = jnp.exp(jnp.clip(log_w_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     if kind in ("icepop", "sequence_mask"):
         weight_BT = jnp.where(within(log_w_BT, low, high), weight_BT, 0.0)
+    elif kind == "kpop":
+        logprobs = (masked(old_logprob_BT, mask_BT), masked(sampler_logprob_BT, mask_BT))
+        weight_BT = jnp.where(binary_divergence(*logprobs) <= high, weight_BT, 0.0)
     else:
         assert kind in ("tis", "sequence_tis"), kind
         weight_BT = jnp.minimum(weight_BT, high)
     return jnp.where(mask_BT.astype(bool), weight_BT, 1.0)
+
+
+def binary_divergence(logprob_BT: Float[Array, "B T"], other_logprob_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Computes the larger of D(p, q) and D(q, p), nats, without gradient; p, q the probabilities of the token.
+
+    D is the Kullback-Leibler divergence of two events, the token and any other: p log(p / q) + (1 - p) log((1 - p) / (1
+    - q)). Probabilities are held within 1e-6 of 0 and 1, so that a token the sampler was sure of stays finite.
+    """
+    logprobs = (jax.lax.stop_gradient(logprob_BT), jax.lax.stop_gradient(other_logprob_BT))
+    p_BT, q_BT = (jnp.clip(jnp.exp(logprob), 1e-6, 1 - 1e-6) for logprob in logprobs)
+    token_BT = jnp.log(p_BT) - jnp.log(q_BT)
+    other_BT = jnp.log1p(-p_BT) - jnp.log1p(-q_BT)
+    return jnp.maximum(p_BT * token_BT + (1 - p_BT) * other_BT, -q_BT * token_BT - (1 - q_BT) * other_BT)
 
 
 def stale_weight(age_BT: Float[Array, "B T"], mask_BT: Mask, bound: int) -> Float[Array, "B T"]:

@@ -15,6 +15,7 @@ from podrl.types import Mask
 KINDS = {
     "grpo": "R - mean of the group",
     "rloo": "R - mean of the group's other samples",
+    "rloo_std": "(R - mean of the group's other samples) / (their standard deviation + {advantage_eps:g})",
     "reinforce_plus_plus": "discounted return (gamma {gamma:g}), whitened over the batch's tokens",
     "reinforce_plus_plus_baseline": "R - mean of the group, whitened over the batch's tokens",
     "remax": "R - reward of the greedy completion",
@@ -25,7 +26,7 @@ KINDS = {
     "gae": "generalised advantage over sampled tokens (gamma {gamma:g}, lambda {gae_lambda:g})",
 }
 # Compare a sample with its group, so that in a group of one `singleton` decides.
-_OF_A_GROUP = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl")
+_OF_A_GROUP = ("grpo", "rloo", "rloo_std", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl")
 ALIASES = {"group_relative": "grpo", "leave_one_out": "rloo", "grpo_passk": "pass_at_k"}
 
 
@@ -35,8 +36,8 @@ class AdvantageSettings:
     """Settings of the advantage that every algorithm shares.
 
     Attributes:
-      advantage_estimator: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg, pass_at_k,
-        maxrl or gae, which needs a critic's values (`podrl.algorithms.gae`); or a function of the user's,
+      advantage_estimator: grpo, rloo, rloo_std, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg,
+        pass_at_k, maxrl or gae, which needs a critic's values (`podrl.algorithms.gae`); or a function of the user's,
         'file.py:function' (docs/algorithms.md).
       advantage_args: numbers of such a function, by the names of its keywords.
       gamma: discount per sampled token; reinforce_plus_plus and gae only.
@@ -203,6 +204,8 @@ class AdvantageEstimator:
                 advantage_B = advantages.group_relative(reward_B, **group, **scale, ddof=settings.advantage_ddof)
             case "rloo":
                 advantage_B = advantages.leave_one_out(reward_B, **group)
+            case "rloo_std":
+                advantage_B = advantages.leave_one_out(reward_B, **group, scale="std", eps=settings.advantage_eps)
             case "reinforce_plus_plus_baseline":
                 return advantages.reinforce_plus_plus_baseline(reward_B, mask_BT, **group)
             case "remax":

@@ -105,8 +105,8 @@ class LossSettings:
       loss_agg_mode: how token losses become one number (`podrl.algorithms.aggregate`).
       loss_agg_scale: fixed length of the two scale modes, tokens; a run takes rollout.max_tokens_to_generate for None.
       length_eps: added to sequence lengths; 1e-8 is verl's arithmetic.
-      sampler_correction: none, tis, sequence_tis, sequence_mask, icepop or geometric_mask
-        (`podrl.algorithms.corrections`).
+      sampler_correction: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask
+        (`podrl.algorithms.corrections`); auto for tis where samples may be older than the trained weights, else none.
       correction_low: its lower bound; None for its usual value.
       correction_high: its upper bound; None for its usual value.
     """
@@ -130,7 +130,9 @@ class LossSettings:
     loss_agg_mode: str = "sequence-mean-token-mean"
     loss_agg_scale: Positive | None = None
     length_eps: NonNegative = 0.0
-    sampler_correction: Literal["none", "tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"] = "none"
+    sampler_correction: Literal[
+        "auto", "none", "tis", "sequence_tis", "sequence_mask", "icepop", "kpop", "geometric_mask"
+    ] = "auto"
     correction_low: NonNegative | None = None
     correction_high: NonNegative | None = None
 
@@ -176,14 +178,14 @@ class LossSettings:
             raise ValueError(f"{self.section}.{name}={getattr(self, name)!r} {requirement}.")
 
     def _check_correction(self):
-        kind = self.sampler_correction
+        kind = self.correction
         low, high = self.correction_bounds
         low_name = "correction_low" if self.correction_low is not None else "correction_high"
         self._check(low < high, low_name, f"must give 0 <= low < high, have low {low:g}, high {high:g}")
         if kind in ("geometric_mask", "icepop", "sequence_mask"):
             self._check(low <= 1 <= high, low_name, f"must leave 1 (no mismatch) within [{low:g}, {high:g}]")
         self._check(
-            not (self.kind == "gmpo" and kind == "icepop"),
+            not (self.kind == "gmpo" and kind in ("icepop", "kpop")),
             "sampler_correction",
             "drops single tokens, which gmpo's one ratio per sequence cannot; use tis, sequence_tis or geometric_mask",
         )
@@ -215,9 +217,14 @@ class LossSettings:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
+    def correction(self) -> str:
+        """The sampler correction in use, a key of `CORRECTIONS`. A bare loss takes its samples for fresh."""
+        return "none" if self.sampler_correction == "auto" else self.sampler_correction
+
+    @property
     def correction_bounds(self) -> tuple[float, float]:
         """Bounds of the sampler correction, with defaults filled in."""
-        low, high, _ = CORRECTIONS[self.sampler_correction]
+        low, high, _ = CORRECTIONS[self.correction]
         return (
             low if self.correction_low is None else self.correction_low,
             high if self.correction_high is None else self.correction_high,
@@ -342,8 +349,8 @@ class PolicyLoss:
             token += f", at most {settings.epsilon_c:g} |A| where A < 0"
         low, high = settings.correction_bounds
         lines = [f"policy loss per token: {token}"]
-        if settings.sampler_correction != "none":
-            weight = CORRECTIONS[settings.sampler_correction][2].replace("high", f"{high:g}").replace("low", f"{low:g}")
+        if settings.correction != "none":
+            weight = CORRECTIONS[settings.correction][2].replace("high", f"{high:g}").replace("low", f"{low:g}")
             lines.append(f"times the sampler correction: {weight}, w = exp(old_logprob - sampler_logprob)")
         if self.stale_bound is not None:
             lines.append(f"times 0 for tokens drawn by weights more than {self.stale_bound} updates old")
@@ -397,7 +404,7 @@ class PolicyLoss:
             "sampler/weight": weight_BT,
             "sampler/kept": weight_BT > 0,
         }
-        if settings.sampler_correction != "none" or self.stale_bound is not None:
+        if settings.correction != "none" or self.stale_bound is not None:
             means["sampler/moment_weight"] = weight_BT * weight_BT
         metrics = {"actor/pg_loss": self._reduce(pg_BT, mask_BT, length_BT)}
         metrics |= {
@@ -436,9 +443,7 @@ class PolicyLoss:
         settings, where = self.settings, (rows.mask_BT, rows.length_BT, rows.layout.segment_BT)
         surrogate = self._surrogate(logprob_BT, old_BT, rows)
         low, high = settings.correction_bounds
-        weight_BT = importance_weight(
-            old_BT, rows.sampler_logprob_BT, *where, settings.sampler_correction, low=low, high=high
-        )
+        weight_BT = importance_weight(old_BT, rows.sampler_logprob_BT, *where, settings.correction, low=low, high=high)
         if self.stale_bound is not None:
             assert isinstance(rows, AgedRows), f"stale_bound={self.stale_bound} needs ages"
             weight_BT = weight_BT * stale_weight(rows.age_BT, rows.mask_BT, self.stale_bound)
@@ -496,7 +501,7 @@ class PolicyLoss:
 
     def _pool(self, weight_BT, mask_BT, length_BT, segment_BT) -> Float[Array, "B T"]:
         """Replaces correction weights by their geometric mean over the sequence for GMPO, which has one ratio each."""
-        if self.settings.kind != "gmpo" or self.settings.sampler_correction == "none":
+        if self.settings.kind != "gmpo" or self.settings.correction == "none":
             return weight_BT
         tiny = 1e-10  # a sequence masked out has weight 0
         log_BT = sequence_mean(jnp.log(weight_BT + tiny), mask_BT, length_BT, segment_BT, eps=self.settings.length_eps)

@@ -145,7 +145,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "ipo": _preset(
             "Tokens masked by how far their probability has moved either way",
-            "prime-rl's default of August 2026",
+            "prime-rl, August 2026",
             advantage={"advantage_scale": "none"},
             loss=_loss("ipo", _TOKENS, epsilon=0.1),
             learner={"old_logprob": "sampler"},
@@ -214,8 +214,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             learner={"beta": 0.04, "kl_method": "k3"},
         ),
         "verl_grpo": _preset(
-            "verl's arithmetic: adv_estimator=grpo with its KL loss (vanilla policy loss, January 2026)",
-            "verl core_algos.py",
+            "verl's GRPO: adv_estimator=grpo, use_kl_loss=True",
+            "verl 0.10.0.dev, 22 August 2026",
             advantage={"advantage_eps": 1e-6, "singleton": "raw"},
             loss=_loss(
                 "clip",
@@ -229,11 +229,60 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             dialect="verl",
         ),
         "trl_grpo": _preset(
-            "TRL's arithmetic: GRPOTrainer's defaults (loss_type='dapo', scale_rewards='group', beta=0)",
-            "TRL grpo_trainer.py",
+            "TRL's GRPOTrainer: loss_type='dapo', sequences left out by their sampler's mismatch",
+            "TRL 1.10.0.dev0, 24 July 2026",
             advantage={"advantage_eps": 1e-4},
-            loss=_loss("clip", _TOKENS, kl_loss_mode="k3"),
+            loss=_loss("clip", _TOKENS, kl_loss_mode="k3", sampler_correction="sequence_mask", correction_high=3.0),
             dialect="trl",
+        ),
+        "prime_rl": _preset(
+            "prime-rl's default: IPO on centred rewards, the ratio starting from the sampler",
+            "prime-rl 0.8.0, 27 August 2026",
+            advantage={"advantage_scale": "none"},
+            loss=_loss("ipo", _TOKENS, epsilon=0.1, dppo_kl_coef=1e-3),
+            learner={"old_logprob": "sampler"},
+        ),
+        "open_instruct_grpo": _preset(
+            "open-instruct's GRPO: clip-higher on centred rewards, token truncation of the sampler's mismatch",
+            "open-instruct, 20 August 2026",
+            advantage={"advantage_scale": "none"},
+            loss=_loss(
+                "clip",
+                _TOKENS,
+                epsilon_high=0.272,
+                beta=0.05,
+                kl_loss_mode="k3",
+                sampler_correction="tis",
+                correction_high=2.0,
+            ),
+        ),
+        "nemo_grpo": _preset(
+            "NeMo-RL's GRPO: leave-one-out baseline and spread, KL in the loss",
+            "NeMo-RL 0.7.0, 29 July 2026",
+            advantage={"advantage_estimator": "rloo_std", "advantage_eps": 1e-6},
+            loss=_loss("clip", _TOKENS, beta=0.01, kl_loss_mode="k3", kl_clamp_value=10.0),
+        ),
+        "slime_grpo": _preset(
+            "slime's GRPO: clip, mean over samples, no KL",
+            "slime 0.3.1, 21 August 2026",
+            advantage={"advantage_eps": 1e-6},
+            loss=_loss("clip", _SEQUENCES),
+        ),
+        "areal": _preset(
+            "AReaL's decoupled PPO on groups: the clip from the trainer's policy, tokens beyond a weight of 5 left out",
+            "AReaL 2.0.0, 22 August 2026, gsm8k_grpo.yaml",
+            advantage={"advantage_eps": 1e-5},
+            loss=_loss(
+                "clip", _TOKENS, epsilon=0.4, sampler_correction="icepop", correction_low=0.0, correction_high=5.0
+            ),
+            learner={"old_logprob": "trainer"},
+        ),
+        "tinker_ppo": _preset(
+            "Tinker's loss_fn='ppo' on centred rewards: summed over tokens, the ratio starting from the sampler",
+            "tinker-cookbook, 19 August 2026",
+            advantage={"advantage_scale": "none"},
+            loss=_loss("clip", "token-sum-scale", loss_agg_scale=1.0),
+            learner={"old_logprob": "sampler"},
         ),
         "tunix_grpo": _preset(
             "Tunix's arithmetic: GRPOConfig's defaults (version 0.1.7)",

@@ -134,8 +134,7 @@ class MismatchGate:
         if self._stale:
             causes.append(
                 f"samples are up to {self._section}.max_staleness updates old: lower it or trainer.learning_rate, or "
-                f"correct for it ({self._section}.sampler_correction='tis' with {self._section}.old_logprob='trainer': "
-                "where the ratio starts from the sampler, it corrects already and a correction is 1)"
+                f"leave out the tokens that are furthest off ({self._section}.sampler_correction='icepop')"
             )
         causes.append(
             "the engine computes in another precision: set rollout.data_type to trainer.dtype, or float32 for both"

@@ -32,7 +32,8 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
       old_logprob: where the ratio's denominator comes from. 'current': the policy itself, exact when a fresh batch
         makes one update. 'trainer': a forward pass before the first update. 'sampler': what the engine reported.
-        'auto': 'sampler' for stale samples, 'trainer' for several updates or a KL in the reward, else 'current'.
+        'auto': 'sampler' for stale samples without a correction, 'trainer' for several updates or a KL in the reward,
+        else 'current'.
       max_staleness: how many updates older than the trainer the sampling policy may be; 0 is strictly on-policy, 2 and
         more change the weights inside samples (docs/async.md).
       stale_bound: tokens drawn by weights more than this many updates old add nothing to the policy loss; denominators,
@@ -144,11 +145,17 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         key = f"{self.section}.policy_loss_fn"
         return custom.loss(self.policy_loss_fn, self.policy_loss_args, key) if self.own_loss else None
 
+    @property
+    def correction(self) -> str:
+        """The sampler correction in use: by default tis for stale samples, unless the ratio starts from the sampler."""
+        stale = self.max_staleness and self.old_logprob != "sampler"
+        return "tis" if self.sampler_correction == "auto" and stale else super().correction
+
     def old_source(self, updates_per_step: int) -> str:
         """Decides the source of old log-probabilities: 'current', 'trainer' or 'sampler'."""
         if self.old_logprob != "auto":
             return self.old_logprob
-        if self.max_staleness:
+        if self.max_staleness and self.correction == "none":
             return "sampler"
         scored = self.reward_kl.coef or (self.distillation is not None and self.distillation.sampled)
         return "current" if updates_per_step == 1 and not scored else "trainer"
@@ -157,12 +164,17 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         """Lists settings that are legal but probably a mistake, the loss's included, one sentence each."""
         name, old = self.section, self.old_source(updates_per_step)
         found = list(self.policy_loss(max_tokens=1).warnings())  # the limit plays no part in them
-        if old == "sampler" and self.sampler_correction != "none":
-            source = f"{name}.old_logprob={self.old_logprob!r}, {name}.max_staleness={self.max_staleness}"
+        if old == "sampler" and self.correction != "none":
             found.append(
                 f"{name}.sampler_correction={self.sampler_correction!r} does nothing: the ratio starts from the "
-                f"sampler already ({source}), so the correction is 1. Set {name}.old_logprob='trainer', or "
-                f"{name}.sampler_correction='none'."
+                f"sampler already ({name}.old_logprob='sampler'), so the correction is 1. Set {name}.old_logprob="
+                f"'auto', or {name}.sampler_correction='none'."
+            )
+        if old == "sampler" and self.kind == "reinforce":
+            found.append(
+                f"{name}.policy_loss_fn={self.policy_loss_fn!r} has no ratio, so {name}.old_logprob='sampler' corrects "
+                f"nothing: samples of older weights count as if they were new. Set {name}.old_logprob='auto' and "
+                f"{name}.sampler_correction='auto'."
             )
         if old == "current" and updates_per_step > 1:
             found.append(

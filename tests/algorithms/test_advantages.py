@@ -66,6 +66,11 @@ def test_rewards_scaled_by_the_batch():
 def test_the_others_by_hand():
     loo = advantages.leave_one_out(REWARD_B, group_B=of(REWARD_B, 4))
     np.testing.assert_allclose(loo, [2 / 3, -2 / 3, 0, 0, 2, -2 / 3, -2 / 3, -2 / 3])
+    # The others of (3, 0, 0): none differ for the first, (3, 0) with deviation 3 / sqrt(2) for each of the rest.
+    scaled = advantages.leave_one_out(np.array([3.0, 0, 0]), group_B=np.zeros(3, int), scale="std", eps=0.0)
+    np.testing.assert_allclose(scaled, [3, -1.5 / (3 / 2**0.5), -1.5 / (3 / 2**0.5)])
+    pair = advantages.leave_one_out(np.array([3.0, 1.0]), group_B=np.zeros(2, int), scale="std")
+    np.testing.assert_allclose(pair, [2, -2])  # one other has no deviation
     length_B = np.array([1, 1, 1, 1, 3, 1, 1, 1])
     opo = advantages.opo(REWARD_B, length_B, group_B=of(REWARD_B, 4))  # second group: (9 + 3) / 6 = 2
     np.testing.assert_allclose(opo, [0.5, -0.5, 0, 0, 1, -1, -1, -1])

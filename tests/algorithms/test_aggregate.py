@@ -57,7 +57,7 @@ NAMES = {  # (preset, name): what the framework's own code makes of the rows
     ("verl_grpo", "token-mean"): 12 / 3,
     ("verl_grpo", "seq-mean-token-mean"): (8 / 2 + 4) / 2,
     ("verl_grpo", "seq-mean-token-sum"): (8 + 4) / 2,
-    ("verl_grpo", "seq-mean-token-sum-norm"): (8 + 4) / 10,
+    ("verl_grpo", "seq-mean-token-sum-norm"): (8 + 4) / (2 * 10),
     ("trl_grpo", "grpo"): (8 / 2 + 4) / 2,
     ("trl_grpo", "bnpo"): 12 / 3,
     ("trl_grpo", "dapo"): 12 / 3,
@@ -79,7 +79,7 @@ def test_a_preset_speaks_the_names_of_its_framework(name, mode):
 
 @pytest.mark.parametrize("name", ["grpo", "trl_grpo", "tunix_grpo"])
 def test_a_name_with_two_meanings_is_refused_with_both(name):
-    with pytest.raises(ValueError, match=r"'token-sum-scale' .verl., 'sequence-mean-token-scale' .verl after January"):
+    with pytest.raises(ValueError, match=r"'sequence-mean-token-scale' .verl., 'token-sum-scale' .verl until January"):
         preset(name).policy_loss(loss_agg_mode="seq-mean-token-sum-norm", loss_agg_scale=10.0)
 
 

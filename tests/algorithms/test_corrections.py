@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from podrl.algorithms.aggregate import token_mean
-from podrl.algorithms.corrections import CORRECTIONS, importance_weight
+from podrl.algorithms.corrections import CORRECTIONS, binary_divergence, importance_weight
 from podrl.algorithms.mismatch import derived, mismatch, pearson
 from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.testing import policy_rows
@@ -59,6 +59,24 @@ def test_a_sequence_beyond_the_bound_is_left_out():
 
     assert weights(0.0, 3.0) == pytest.approx([0, 0, 2, 2, 0.25, 0.25, 1])
     assert weights(0.5, 5.0) == pytest.approx([4, 4, 2, 2, 0, 0, 1])
+
+
+def test_a_token_is_left_out_by_the_divergence_of_its_probability_not_by_its_ratio():
+    """Probabilities (.9, .6), (.6, .9), (.01, .001) and (.5, .3), trainer first.
+
+    D(.9, .6) = .9 log 1.5 + .1 log .25 = .22629 and D(.6, .9) = .6 log(2/3) + .4 log 4 = .31124; D(.01, .001) = .01 log
+    10 + .99 log(.99 / .999) = .01407; D(.5, .3) = .5 log(5/3) + .5 log(5/7) = .08718, D(.3, .5) = .08228.
+    """
+    p_BT = jnp.array([[0.9, 0.6, 0.01, 0.5, jnp.nan]])
+    q_BT = jnp.array([[0.6, 0.9, 0.001, 0.3, 0.5]])
+    found_BT = binary_divergence(jnp.log(p_BT), jnp.log(q_BT))
+    np.testing.assert_allclose(found_BT[0, :4], [0.3112387, 0.3112387, 0.0140665, 0.0871767], atol=1e-6)
+    where = (jnp.array([[1.0, 1, 1, 1, 0]]), jnp.array([[4.0] * 4 + [1]]), jnp.array([[1, 1, 1, 1, 0]]))
+    for high, expected in ((0.1, [0, 0, 10, 5 / 3, 1]), (0.08, [0, 0, 10, 0, 1]), (0.4, [1.5, 2 / 3, 10, 5 / 3, 1])):
+        weight_BT = importance_weight(jnp.log(p_BT), jnp.log(q_BT), *where, "kpop", low=0.0, high=high)
+        np.testing.assert_allclose(weight_BT[0], expected, rtol=1e-9)
+    sure_BT = binary_divergence(jnp.zeros((1, 2)), jnp.array([[0.0, -200.0]]))  # probabilities 1, and all but 0
+    assert sure_BT[0, 0] == 0 and 10 < sure_BT[0, 1] < 20
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)

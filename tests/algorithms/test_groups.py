@@ -1,6 +1,7 @@
 """Groups by index: any size, any order, incomplete; every estimator gives what it gives to each group alone."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from podrl.types import NO_EPISODE, Prompts, Rollouts, blank_columns
 ESTIMATORS = {
     "group_relative": advantages.group_relative,
     "leave_one_out": advantages.leave_one_out,
+    "leave_one_out, scaled": functools.partial(advantages.leave_one_out, scale="std"),
     "opo": lambda reward_B, **group: advantages.opo(reward_B, 1.0 + np.arange(len(reward_B)), **group),
     "gpg": advantages.gpg,
 }

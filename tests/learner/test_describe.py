@@ -90,7 +90,7 @@ def test_what_the_wall_clock_does_not_go_with_is_refused(name, changes, said):
 
 
 def test_a_correction_without_effect_is_told():
-    _, text = planned("dapo", grpo={"max_staleness": 1, "sampler_correction": "tis"})
+    _, text = planned("dapo", grpo={"old_logprob": "sampler", "sampler_correction": "tis"})
     assert "times the sampler correction" in text
     assert "Warning: grpo.sampler_correction='tis' does nothing" in " ".join(text.split())
     _, text = planned("dapo", grpo={"old_logprob": "current", "num_iterations": 2})
@@ -152,7 +152,8 @@ def test_a_configuration_keeps_its_batch_sizes_under_an_algorithm_of_the_other_k
 
 def test_an_aggregation_under_a_frameworks_name():
     found, text = planned("verl_grpo", grpo={"loss_agg_mode": "seq-mean-token-sum-norm"})
-    assert found.algo.loss_agg_mode == "token-sum-scale" and "token-sum-scale: sum over tokens / 40" in text
+    assert found.algo.loss_agg_mode == "sequence-mean-token-scale"
+    assert "sequence-mean-token-scale: mean over sequences of (sum over tokens / 40)" in text
     found, _ = planned("trl_grpo", grpo={"loss_agg_mode": "dr_grpo"})
     assert found.algo.loss_agg_mode == "sequence-mean-token-scale"
     with pytest.raises(ValueError, match=r"grpo.loss_agg_mode='seq-mean-token-sum-norm' has more than one meaning"):

@@ -50,8 +50,21 @@ NUMBERS = {
     "ppo": (CLIP, TOKENS, NO_KL, ("gae", None, None, None), (0.04, "k3"), {}),
     "verl_grpo": (("clip", 0.2, 0.2, 3.0), TOKENS, (1e-3, "k3", 10.0), ("grpo", "std", 1e-6, "raw"), None, {}),
     "trl_grpo": (CLIP, TOKENS, NO_KL, ("grpo", "std", 1e-4, "zero"), None, {}),
+    "prime_rl": (("ipo", 0.1, 0.1, None), TOKENS, NO_KL, PLAIN, None, {}),
+    "open_instruct_grpo": (("clip", 0.2, 0.272, None), TOKENS, (0.05, "k3", None), PLAIN, None, {}),
+    "nemo_grpo": (CLIP, TOKENS, (0.01, "k3", 10.0), ("rloo_std", "std", 1e-6, "zero"), None, {}),
+    "slime_grpo": (CLIP, SEQUENCES, NO_KL, GRPO, None, {}),
+    "areal": (("clip", 0.4, 0.4, None), TOKENS, NO_KL, ("grpo", "std", 1e-5, "zero"), None, {}),
+    "tinker_ppo": (CLIP, "token-sum-scale", NO_KL, PLAIN, None, {}),
     "tunix_grpo": (CLIP, SEQUENCES, K1, GRPO, None, {}),
 }
+# What the others have: no correction of fresh samples, and a ratio that starts where it is cheapest.
+CORRECTED = {
+    "trl_grpo": ("sequence_mask", (0.0, 3.0)),
+    "open_instruct_grpo": ("tis", (0.0, 2.0)),
+    "areal": ("icepop", (0.0, 5.0)),
+}
+RATIO_FROM = dict.fromkeys(("dppo", "ipo", "prime_rl", "tinker_ppo"), "sampler") | {"areal": "trainer"}
 BESIDE = (
     *("dynamic_sampling", "overlong_shaping", "overlong_filter", "no_stop_reward", "kl_target", "max_staleness"),
     *("whiten_rewards",),
@@ -82,18 +95,20 @@ def test_numbers(name):
     assert {field: True for field in BESIDE if getattr(config, field, None)} == beside
     assert (config.distillation is not None) == (name == "opd")
     assert name != "opd" or (config.teacher_coef, config.reward_coef) == (1.0, 0.0)
-    assert config.old_logprob == ("sampler" if name in ("dppo", "ipo") else "auto")
+    assert config.old_logprob == RATIO_FROM.get(name, "auto")
     # A run of that name trains with the settings of the Python preset.
     chosen = preset(name)
-    scale = {"loss_agg_scale": 40.0} if loss.settings.loss_agg_scale else {}
+    scale = {"loss_agg_scale": 40.0} if name == "dr_grpo" else {}
     assert told(chosen.policy_loss(**scale), chosen.advantage_estimator()) == tuple(expected)
     for found in (loss.settings, chosen.policy_loss(**scale).settings):
         assert (found.tau_positive, found.tau_negative, found.entropy_coef or 0.0) == (1.0, 1.05, 0.0)
         assert (found.cov_fraction, found.kl_cov_coef) == (2e-3 if name == "kl_cov" else 2e-4, 1.0)
-        assert (found.clip_cov_low, found.clip_cov_high, found.sampler_correction) == (1.0, 5.0, "none")
+        assert (found.clip_cov_low, found.clip_cov_high) == (1.0, 5.0)
+        corrected = (found.correction, found.correction_bounds)
+        assert corrected == CORRECTED.get(name, ("none", (0.0, float("inf"))))
         assert found.dppo_kl_coef == 1e-3
         assert found.length_eps == (1e-8 if name == "verl_grpo" else 0.0)
-        assert found.loss_agg_scale == (40.0 if name == "dr_grpo" else None)
+        assert found.loss_agg_scale == {"dr_grpo": 40.0, "tinker_ppo": 1.0}.get(name)
     for found in (estimator.settings, chosen.advantage_estimator().settings):
         rest = (found.gamma, getattr(found, "advantage_ddof", None), getattr(found, "gae_lambda", None))
         assert rest == ((1.0, None, 0.95) if name == "ppo" else (1.0, 1, None))

@@ -83,7 +83,7 @@ def test_the_ratio_starts_from_the_trainer_where_the_reward_needs_its_scores():
     assert GRPOConfig().old_source(1) == "current"
     assert GRPOConfig().old_source(2) == "trainer"
     assert GRPOConfig(kl_in_reward=0.1).old_source(1) == "trainer"
-    assert GRPOConfig(kl_in_reward=0.1, max_staleness=1).old_source(1) == "sampler"
+    assert GRPOConfig(kl_in_reward=0.1, max_staleness=1).old_source(1) == "trainer"
     assert PPOConfig().old_source(1) == "trainer" and PPOConfig(beta=0.0).old_source(1) == "current"
 
 
@@ -150,8 +150,8 @@ def test_bad_settings_name_the_key(cls, values, message):
 @pytest.mark.parametrize(
     ("estimator", "singleton", "learns"),
     [
-        *((name, "zero", False) for name in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")),
-        *((name, "raw", True) for name in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")),
+        *((name, "zero", False) for name in ("grpo", "rloo", "rloo_std", "opo", "gpg", "reinforce_plus_plus_baseline")),
+        *((name, "raw", True) for name in ("grpo", "rloo", "rloo_std", "opo", "gpg", "reinforce_plus_plus_baseline")),
         *(("pass_at_k", singleton, False) for singleton in ("zero", "raw")),
         *((name, "zero", True) for name in ("remax", "reinforce_plus_plus")),
     ],
@@ -178,16 +178,35 @@ def test_a_group_of_one_is_refused_where_it_teaches_nothing(estimator, singleton
 
 def test_settings_that_undo_each_other_are_told():
     corrected = {"sampler_correction": "tis", "max_staleness": 1}
-    (warning,) = GRPOConfig(beta=0.0, **corrected).warnings(1)
-    assert "grpo.sampler_correction='tis' does nothing" in warning and "grpo.old_logprob='trainer'" in warning
+    (warning,) = GRPOConfig(beta=0.0, old_logprob="sampler", **corrected).warnings(1)
+    assert "grpo.sampler_correction='tis' does nothing" in warning and "grpo.old_logprob='auto'" in warning
+    (warning,) = GRPOConfig(beta=0.0, policy_loss_fn="gpg", max_staleness=1, sampler_correction="none").warnings(1)
+    assert "grpo.policy_loss_fn='gpg' has no ratio" in warning and "grpo.sampler_correction='auto'" in warning
     (warning,) = PPOConfig(sampler_correction="icepop", old_logprob="sampler").warnings(1)
     assert "ppo.sampler_correction='icepop' does nothing" in warning
+    assert not GRPOConfig(beta=0.0, **corrected).warnings(1)
     assert not GRPOConfig(beta=0.0, old_logprob="trainer", **corrected).warnings(1)
     assert not GRPOConfig(beta=0.0, sampler_correction="tis").warnings(2)
     (warning,) = GRPOConfig(beta=0.0, old_logprob="current").warnings(4)
     assert "grpo.old_logprob='current' with 4 updates per step" in warning and "num_iterations=1" in warning
     assert not GRPOConfig(beta=0.0, old_logprob="current").warnings(1)
     assert GRPOConfig(kl_loss_mode="kl").warnings(1) == list(GRPOConfig(kl_loss_mode="kl").policy_loss(8).warnings())
+
+
+@pytest.mark.parametrize("settings_of", [GRPOConfig, PPOConfig])
+def test_stale_samples_are_corrected_by_default_and_fresh_ones_are_not(settings_of):
+    fresh, stale = settings_of(beta=0.0), settings_of(beta=0.0, max_staleness=1)
+    assert (fresh.correction, fresh.old_source(1), fresh.old_source(2)) == ("none", "current", "trainer")
+    assert (stale.correction, stale.old_source(1), stale.old_source(2)) == ("tis", "current", "trainer")
+    assert stale.correction_bounds == (0.0, 2.0)
+    assert "times the sampler correction: min(w, 2)" in stale.policy_loss(8).formula()
+    # Either of the two keys puts the clip around the policy that sampled, where a correction would be 1.
+    for changes in ({"old_logprob": "sampler"}, {"sampler_correction": "none"}):
+        bare = settings_of(beta=0.0, max_staleness=1, **changes)
+        assert (bare.correction, bare.old_source(1)) == ("none", "sampler")
+    for kind in ("sequence_mask", "kpop"):  # a correction that is asked for is used
+        asked = settings_of(beta=0.0, max_staleness=1, sampler_correction=kind)
+        assert (asked.correction, asked.old_source(1)) == (kind, "current")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +241,7 @@ def test_the_gate_stops_with_a_diagnosis():
     with pytest.raises(ValueError, match=r"step 3 in a row.*exp_diff 1.4.*max_staleness.*data_type") as error:
         gate.check(7, bad)
     assert "mismatch_bound=1000" in str(error.value)
-    assert "grpo.sampler_correction='tis' with grpo.old_logprob='trainer'" in str(error.value)
+    assert "grpo.sampler_correction='icepop'" in str(error.value)
     forgiving = MismatchGate(0.1, 0, section="ppo", stale=False)
     for step in range(9):
         forgiving.check(step, bad)
