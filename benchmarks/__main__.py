@@ -1,4 +1,4 @@
-"""Runs a benchmark: `python -m benchmarks {compiles,decode,pod,reshard,rollout,step,tools,trace,waits} [options]`."""
+"""Runs a benchmark: `python -m benchmarks NAME [options]`."""
 
 import importlib
 import json
@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 from podrl.config import nearest
 
-BENCHES = ("compiles", "decode", "pod", "reshard", "rollout", "step", "tools", "trace", "waits")
+BENCHES = (
+    *("agree", "compiles", "decode", "device", "grpo", "kernels", "on_chip", "pod", "reshard", "rollout", "step"),
+    *("tools", "trace", "waits"),
+)
 
 
 def main(argv: Sequence[str]) -> int:

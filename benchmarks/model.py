@@ -1,4 +1,4 @@
-"""Options shared by the benchmarks: a random Gemma-2-style model, and faked devices to run it on."""
+"""Options shared by the benchmarks: a random model, and faked devices to run it on."""
 
 import argparse
 import dataclasses
@@ -12,6 +12,7 @@ SMALL = {"layers": 3, "dim": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_d
 
 def add_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
     """Adds options for the model's sizes, with these defaults in place of SMALL's."""
+    parser.add_argument("--size", default="", help="a published size (podrl/models/sizes.py) in the place of these:")
     for name, default in (SMALL | sizes).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--window", type=int, default=4096, help="attention window of every other layer")
@@ -20,10 +21,29 @@ def add_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
 
 
 def model_of(args: argparse.Namespace) -> Any:
-    """Builds the ModelConfig that the options describe."""
-    from podrl.models.config import LoraConfig, gemma2_config
+    """Builds the ModelConfig that the options describe: a published size, or one like Gemma 2.
 
-    model = gemma2_config(
+    Raises:
+      ValueError: an unknown size.
+    """
+    from podrl.models.config import LoraConfig
+
+    model = _published(args) if args.size else _like_gemma2(args)
+    return dataclasses.replace(model, lora=LoraConfig(rank=args.lora_rank)) if args.lora_rank else model
+
+
+def _published(args: argparse.Namespace) -> Any:
+    from podrl.models import sizes
+
+    model = sizes.config_of(args.size)
+    args.vocab = model.vocab_size  # random tokens are drawn from it
+    return model
+
+
+def _like_gemma2(args: argparse.Namespace) -> Any:
+    from podrl.models.config import gemma2_config
+
+    return gemma2_config(
         vocab_size=args.vocab,
         num_layers=args.layers,
         model_dim=args.dim,
@@ -33,7 +53,6 @@ def model_of(args: argparse.Namespace) -> Any:
         head_dim=args.head_dim,
         window=args.window,
     )
-    return dataclasses.replace(model, lora=LoraConfig(rank=args.lora_rank)) if args.lora_rank else model
 
 
 def number_range(text: str) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ DEFAULTS = {"lanes": ", by default as many as there are samples, at most 128"}
 def make_parser(prog: str = "benchmarks rollout", description: str | None = __doc__) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=description)
     add_options(parser)
+    parser.add_argument(
+        "--embed_scale", type=float, default=0.1, help="of random embeddings: the larger, the less even distributions"
+    )
     parser.add_argument("--mesh", default="data=4", help="rollout mesh; faked CPU devices are made for it")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8, help="samples per prompt")
@@ -47,11 +50,13 @@ def make_parser(prog: str = "benchmarks rollout", description: str | None = __do
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Generates the same batch several times with a random Gemma-2-style model.
+    """Generates the same batch several times with a random model.
 
     The model draws nearly uniformly, so a sample ends with probability 1 / vocab per token: lengths have a long tail.
 
     Returns:
+      weight_bytes (of the whole model), kv_token_bytes (keys and values of a token), samples, prompt_tokens (of all
+      prompts),
       tokens (sampled per generation), seconds (median of a generation), tok_s, decode_steps (of the busiest shard),
       lane_utilisation, prefill_tokens, dispatches, spills, host_share (of the time, without a dispatch in flight),
       cpu_seconds (median CPU time of a generation: comparable where the machine is shared), compiles (programs built
@@ -66,9 +71,11 @@ class Bench:
     """A rollout job with the given options, which can be generated again and again.
 
     Attributes:
+      model: its ModelConfig.
       prompts: of the batch.
       warm_up_seconds: that compiling took.
       cpu_seconds: CPU time of the last generation.
+      kv_token_bytes: keys and values of a token, all layers.
     """
 
     def __init__(self, args: argparse.Namespace, response: int = 0, end_ids: Sequence[int] = (END_ID,)):
@@ -89,13 +96,15 @@ class Bench:
         self.args = args
         sizes = parse_mesh(args.mesh, key="--mesh")
         mesh = make_mesh(args.mesh, jax.devices() if -1 in sizes else jax.devices()[: math.prod(sizes)], key="--mesh")
-        model, dtype = model_of(args), jax.numpy.dtype(args.dtype)
+        self.model = model = model_of(args)
+        dtype = jax.numpy.dtype(args.dtype)
         abstract = decoder.abstract_params(model, mesh, dtype)
+        self.kv_token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
 
         def init(key: Any) -> Any:
             """Small embeddings make every token about as likely as any other, whatever the context."""
             params = decoder.init_params(model, key, dtype)
-            return {**params, "embed": params["embed"] * 0.1}
+            return {**params, "embed": params["embed"] * args.embed_scale}
 
         make = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))
         self.policy = Policy(make(jax.random.key(args.seed)), 0)
@@ -111,11 +120,15 @@ class Bench:
     def generate(self) -> Any:
         """Generates the batch and returns the worker's statistics."""
         before = time.process_time()
-        self.worker.generate(
-            self.policy, self.prompts, group_size=self.args.group, step=0, sampling=_sampling(self.args)
-        )
+        self.rollouts()
         self.cpu_seconds = time.process_time() - before
         return self.worker.stats
+
+    def rollouts(self) -> Any:
+        """Generates the batch and returns its samples."""
+        return self.worker.generate(
+            self.policy, self.prompts, group_size=self.args.group, step=0, sampling=_sampling(self.args)
+        )
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -146,6 +159,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "cpu_seconds": statistics.median(cpu),
         "compiles": sum(s.compiles for s in runs),
         "peak_bytes": memory,
+        "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(bench.policy.params)),
+        "kv_token_bytes": bench.kv_token_bytes,
+        "samples": args.prompts * args.group,
+        "prompt_tokens": int(bench.prompts.length_P.sum()),
         "warm_up_seconds": bench.warm_up_seconds,
         "mesh": args.mesh,
         "lanes": bench.worker.config.lanes,
@@ -186,3 +203,15 @@ def make_prompts(args: argparse.Namespace) -> Any:
     length_P = rng.integers(low, high + 1, P)
     tokens_PT[np.arange(high) >= length_P[:, None]] = 0
     return Prompts(tokens_PT, length_P, np.arange(P), [""] * P, {}, b"")
+
+
+def least_bytes(figures: Mapping[str, Any], devices: int) -> float:
+    """Bytes that a device must read: weights every step, and live keys and values, those of a prompt once a group.
+
+    Args:
+      figures: those of `run`; with samples of equal length that all have a lane, the count is exact.
+      devices: each of which has the whole weights and an equal part of the samples.
+    """
+    steps, samples = figures["decode_steps"], figures["samples"]
+    live = steps * figures["prompt_tokens"] + samples * steps * (steps - 1) / 2
+    return steps * figures["weight_bytes"] + live / devices * figures["kv_token_bytes"]

@@ -44,9 +44,9 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       seconds (median of an update, log-probabilities of the reference excluded), cpu_seconds (processor time of it,
       which means more than seconds where other programs run), logprob_seconds (scoring the same batch once),
       tokens_per_second (real tokens), completion_tokens_per_second, padding_share (of computed tokens), mfu (model
-      FLOP, real tokens, forward and backward, over `matmul_flops`), matmul_flops (this machine's rate, FLOP/s over the
-      mesh), peak_bytes (of one device in the compiled update), compiles (programs built after the first update), and
-      the shapes used.
+      FLOP, real tokens, forward and backward, over `matmul_flops`), matmul_flops (this machine's rate for `--dtype`,
+      FLOP/s over the mesh), peak_flops (the vendor's for bfloat16, 0 where it is not known), peak_bytes (of one device
+      in the compiled update), compiles (programs built after the first update), and the shapes used.
     """
     args = _parser().parse_args(argv)
     if args.seq:
@@ -132,7 +132,9 @@ def _make_update(args: argparse.Namespace) -> _Update:
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     import jax
 
+    from podrl.mesh.chips import peak_flops
     from podrl.models import decoder
+    from podrl.models.sizes import parameter_count
 
     job = _make_update(args)
     samples, placements, state = job.samples, job.placements, job.state
@@ -150,7 +152,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         processor.append(time.process_time() - busy)
         scoring.append(scored - start)
     built = len(compiles)
-    flops, parameters = _matmul_flops(job.mesh), parameter_count(job.model)
+    flops, parameters = matmul_flops(job.mesh, args.dtype), parameter_count(job.model)
     work = [
         _model_flops(job.model, parameters, sample["length_B"], placement.packed)
         for sample, placement in zip(samples, placements, strict=True)
@@ -166,6 +168,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "padding_share": statistics.mean(placements[i].padding_share() for i in timed),
         "mfu": rates(lambda i: work[i] / flops),
         "matmul_flops": flops,
+        "peak_flops": peak_flops(jax.devices()[0].device_kind) * job.mesh.size,
         "peak_bytes": memory.temp_size_in_bytes
         + memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -177,16 +180,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_row": job.shape.tokens,
         "micro_batches": statistics.mean(placements[i].micro_batches for i in timed),
     }
-
-
-def parameter_count(model: Any) -> int:
-    """Counts the model's parameters, adapters included."""
-    import jax
-
-    from podrl.models import decoder
-
-    specs = jax.tree.leaves(decoder.param_specs(model), is_leaf=decoder.is_param)
-    return sum(math.prod(spec.shape) for spec in specs)
 
 
 def _samples(args: argparse.Namespace, seed: int) -> dict[str, np.ndarray]:
@@ -236,17 +229,17 @@ def _model_flops(model: Any, parameters: int, length_B: np.ndarray, tokens: int)
     return 6.0 * parameters * tokens + attention
 
 
-def _matmul_flops(mesh: Any, size: int = 1024) -> float:
-    """Measures FLOP/s of float32 matmuls of `size` on all devices of the mesh at once, the best of several tries."""
+def matmul_flops(mesh: Any, dtype: str = "float32") -> float:
+    """Measures FLOP/s of large square matmuls on all devices of the mesh at once, the best of several tries."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as Spec
 
-    best = 0.0
+    best, size = 0.0, 1024 if mesh.devices.flat[0].platform == "cpu" else 8192
     for devices in ([mesh.devices.flat[0]], list(mesh.devices.flat)):
         line = jax.sharding.Mesh(np.asarray(devices), ("all",))
-        x = jax.device_put(jnp.ones((len(devices), size, size)), NamedSharding(line, Spec("all")))
+        x = jax.device_put(jnp.ones((len(devices), size, size), dtype), NamedSharding(line, Spec("all")))
         product = jax.jit(lambda a: jnp.einsum("nij,njk->nik", a, a) / size)
         product(x).block_until_ready()
         for _ in range(5):

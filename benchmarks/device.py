@@ -1,0 +1,77 @@
+"""Measures what a device can do at most, for others' figures to be compared with: `python -m benchmarks device`."""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.model import fake_devices
+from benchmarks.step import matmul_flops
+
+_COPIED = {"cpu": 1 << 27, "accelerator": 1 << 31}  # bytes of the array whose copy is timed
+
+
+def run(argv: Sequence[str]) -> dict[str, Any]:
+    """Detects the devices and measures their rates.
+
+    Returns:
+      platform, kind, devices, jax (version), topology (as podrl.plan takes it; empty where there is no TPU),
+      memory_bytes (that programs may use of one device; 0 where jax does not say), matmul_flops and matmul_flops_f32
+      (of all devices, bfloat16 and float32), peak_flops (the vendor's for bfloat16, of all devices; 0 where it is not
+      known), hbm_rate (bytes per second read and written by a copy on one device), hbm_rate_vendor (0 where it is not
+      known), launch_us (from the call of a small compiled program to its result).
+    """
+    parser = argparse.ArgumentParser(prog="benchmarks device", description=__doc__)
+    parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    fake_devices(args.devices)
+    return _measure()
+
+
+def _measure() -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from podrl.mesh.chips import chip_of, peak_flops
+
+    devices = jax.devices()
+    device = devices[0]
+    on_cpu = device.platform == "cpu"
+    everyone = jax.sharding.Mesh(np.asarray(devices), ("all",))
+    chip = chip_of(device.device_kind)
+    numbers = jax.device_put(jnp.zeros(_COPIED["cpu" if on_cpu else "accelerator"] // 4), device)
+    copy, small = jax.jit(lambda x: x + 1.0), jax.jit(lambda x: x + 1.0)
+    few = jax.device_put(jnp.zeros(8), device)
+    return {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "devices": len(devices),
+        "jax": jax.__version__,
+        "topology": f"{chip.name}:{_shape(devices, chip.dimensions)}" if chip else "",
+        "memory_bytes": (device.memory_stats() or {}).get("bytes_limit", 0),
+        "matmul_flops": matmul_flops(everyone, "float32" if on_cpu else "bfloat16"),
+        "matmul_flops_f32": matmul_flops(everyone),
+        "peak_flops": peak_flops(device.device_kind) * len(devices),
+        "hbm_rate": 2 * numbers.nbytes / _least_seconds(lambda: copy(numbers).block_until_ready()),
+        "hbm_rate_vendor": chip.hbm_rate if chip else 0.0,
+        "launch_us": 1e6 * _least_seconds(lambda: small(few).block_until_ready()),
+    }
+
+
+def _shape(devices: Sequence[Any], dimensions: int) -> str:
+    """The chips of this host's devices along each axis of the slice."""
+    places = np.asarray([device.coords for device in devices])[:, :dimensions]
+    return "x".join(map(str, places.max(axis=0) - places.min(axis=0) + 1))
+
+
+def _least_seconds(work: Callable[[], Any], tries: int = 20) -> float:
+    work()
+    seconds = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
