@@ -394,7 +394,7 @@ def parse(values: Mapping[str, Any]) -> Job:
         job.algo.check_curriculum(job.rollout)
     if not job.kind.given:
         job.reward.require(environment=job.env.used)
-        job.algo.check_clock(job.rollout, job.reward, job.env.calls_per_window)
+        job.algo.check_clock(job.rollout, job.env.calls_per_window)
     return job
 
 

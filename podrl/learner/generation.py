@@ -39,6 +39,7 @@ class Making:
       player: its samples.
       rewards: scores those that have ended.
       given: how many these are.
+      model_reward_B: of the reward model, once all samples have ended; None before, and where there is no such model.
       seconds: of the last window.
       worked: metrics of the engine's work in it.
     """
@@ -49,6 +50,7 @@ class Making:
     player: Player
     rewards: OpenBatch
     given: int = 0
+    model_reward_B: np.ndarray | None = None
     seconds: float = 0.0
     worked: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -150,6 +152,8 @@ class Generator:
             making = by_player[id(player)]
             self._take(making.rewards, sample, self._group_size)
             making.given += 1
+            if making.given == player.request.samples:
+                self._score_by_model(making)
             if making.given == len(player.done):  # else others ended with it, and come next
                 took()
         for making, _ in makings:
@@ -161,7 +165,7 @@ class Generator:
         started = time.monotonic()
         try:
             rollouts = self._cluster.rollout.rows(making.player, making.seconds)
-            reward_FB = self._rewards_of(rollouts, making.rewards)
+            reward_FB = self._rewards_of(rollouts, making)
         finally:
             making.rewards.cancel()
         scored = (rollouts, reward_FB, time.monotonic() - started)
@@ -190,7 +194,7 @@ class Generator:
         try:
             parts = [self._cluster.rollout.rows(making.player, 0.0) for making in makings]
             each = zip(parts, makings, strict=True)
-            rewards = [self._rewards_of(part, making.rewards) for part, making in each]
+            rewards = [self._rewards_of(part, making) for part, making in each]
         finally:
             for making in makings:
                 making.rewards.cancel()
@@ -277,7 +281,7 @@ class Generator:
             )
             self._count_work()
             started = time.monotonic()
-            return rollouts, self._rewards_of(rollouts, batch), time.monotonic() - started
+            return rollouts, self._scores(rollouts, batch), time.monotonic() - started
         finally:
             batch.cancel()
 
@@ -296,7 +300,7 @@ class Generator:
         """
         prompts_P = np.arange(len(rollouts.prompts.length_P))
         cuts = [select(rollouts, prompts_P[i : i + at_once]) for i in range(0, len(prompts_P), at_once)]
-        reward_FB = np.concatenate([self._rewards_of(cut) for cut in cuts], axis=1)
+        reward_FB = np.concatenate([self._scores(cut, self._open(cut.prompts, cut.group_B)) for cut in cuts], axis=1)
         total_B = self._config.shaped(self._rewards.combine(reward_FB), rollouts, self._limit)
         named = zip(self._rewards.names, reward_FB, strict=True)
         return {"reward": total_B} | {f"reward/{name}": reward_B for name, reward_B in named}
@@ -323,16 +327,31 @@ class Generator:
         else:
             batch.add(b, text, said)
 
-    def _rewards_of(self, rollouts: Rollouts, batch: OpenBatch | None = None) -> np.ndarray:
+    def _score_by_model(self, making: Making) -> None:
+        """Has the reward model score samples that have all ended, on the thread that uses the rollout mesh.
+
+        By the wall clock their batch is put together on another thread, while the engine goes on: programs that two
+        threads launch on the same devices could wait for each other.
+        """
+        if self._cluster.reward_model is not None:
+            making.model_reward_B = self._model_rewards(self._cluster.rollout.rows(making.player, 0.0))
+
+    def _model_rewards(self, rollouts: Rollouts) -> np.ndarray | None:
+        if self._cluster.reward_model is None:
+            return None
+        fields = repeated(rollouts.prompts.text, rollouts.prompts.fields, rollouts.group_B)[1]
+        return self._cluster.reward_model.score_samples(rollouts, fields)
+
+    def _rewards_of(self, rollouts: Rollouts, making: Making) -> np.ndarray:
+        return self._scores(rollouts, making.rewards, making.model_reward_B)
+
+    def _scores(self, rollouts: Rollouts, batch: OpenBatch, model_reward_B: np.ndarray | None = None) -> np.ndarray:
         """Rewards of samples by every function, the reward model and their environments; NaN for a failed sample."""
-        batch = batch or self._open(rollouts.prompts, rollouts.group_B)
         for b in batch.missing():  # of no tokens, or of an engine that does not tell
             own = rollouts.tokens_BT[b, rollouts.mask_BT[b] > 0].tolist()
             self._end(batch, b, rollouts.stop_B[b], rollouts.completions[b], rollouts.episodes[b], own)
-        more = []
-        if self._cluster.reward_model is not None:
-            fields = repeated(rollouts.prompts.text, rollouts.prompts.fields, rollouts.group_B)[1]
-            more.append(self._cluster.reward_model.score_samples(rollouts, fields))
+        model_reward_B = self._model_rewards(rollouts) if model_reward_B is None else model_reward_B
+        more = [] if model_reward_B is None else [model_reward_B]
         if self._cluster.partner is not None:
             more.append(rollouts.turn_reward_BT.sum(axis=1, dtype=np.float64))
         scored_FB = batch.result()

@@ -318,7 +318,7 @@ class SampleLearner:
     def _schedule(self, stream: PromptStream, run: Run, save_every: int | None) -> Schedule:
         training, prompts = self.cluster.training_config, stream.prompts_per_step // self.config.prompt_batches
         updates = self.config.num_iterations * max(prompts // (training.mini_batch_size or prompts), 1)
-        self.config.check_clock(self.cluster.config.rollout(), self._reward_config, self._environment.calls_per_window)
+        self.config.check_clock(self.cluster.config.rollout(), self._environment.calls_per_window)
         return Schedule(
             max_steps=training.steps(updates) or stream.steps_per_epoch,
             max_staleness=self.config.max_staleness,

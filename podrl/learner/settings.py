@@ -14,7 +14,6 @@ from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GA
 from podrl.algorithms.policy_loss import KLLossSettings, LossSettings, PolicyLoss
 from podrl.algorithms.shaping import overlong_penalty
 from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, section
-from podrl.rewards.compose import RewardConfig
 from podrl.rollout.config import RolloutConfig
 from podrl.trainer import custom
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, Experience, LeftOut, Rollouts
@@ -184,7 +183,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             )
         return found
 
-    def check_clock(self, rollout: RolloutConfig, reward: RewardConfig, calls_per_window: int | None) -> None:
+    def check_clock(self, rollout: RolloutConfig, calls_per_window: int | None) -> None:
         """Refuses what rollout.clock='wall' cannot be combined with.
 
         Raises:
@@ -201,7 +200,6 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             f"{name}.advantage_estimator='remax': its greedy samples need the engine for themselves, choose another": (
                 self.estimator().needs_greedy
             ),
-            "reward.model: it needs the engine's devices for itself, use reward functions": bool(reward.model),
             f"rollout.window_tokens={rollout.window_tokens}: windows end by the clock, leave it out": (
                 rollout.window_tokens is not None
             ),

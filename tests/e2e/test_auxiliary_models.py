@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from processes import CURRICULUM, SMALL, chose, comparable, job, run, same_end
+from processes import CURRICULUM, SMALL, TWO_DEVICES, chose, comparable, job, run, same_end, wall_clock_kept
 from safetensors.numpy import load_file, save_file
 
 from podrl.job.config import TINY
@@ -53,6 +53,15 @@ def auxiliary(scorer: pathlib.Path) -> tuple[str, ...]:
 def alone(tmp_path_factory, scorer):
     """Finishes a run in one process, each of the four models on its own devices."""
     return run(tmp_path_factory.mktemp("alone") / "run", *auxiliary(scorer), *APART, *CURRICULUM, base=PPO)
+
+
+def test_by_the_wall_clock_with_the_reward_model_on_the_engines_devices(tmp_path, scorer):
+    """Samples are scored between dispatches, on the thread that launches them, while their batch is waited for."""
+    more = ("--config.ppo.max_staleness=2", "--config.rollout.clock=wall", "--config.rollout.lanes=4", TWO_DEVICES)
+    done = run(tmp_path / "run", *auxiliary(scorer), *more, base=PPO)
+    records = [record for record in done.records() if "time/step" in record]
+    assert all("critic/vf_loss" in record and record["reward/reward_model"] for record in records)
+    wall_clock_kept(done.workdir, prompts=4, staleness=2)
 
 
 def test_a_critic_and_a_reward_model_on_meshes_of_their_own(alone):

@@ -1,10 +1,10 @@
-"""Runs by the wall clock, with adapters and with a critic, in a pod and in one process, keep what is promised."""
+"""A run by the wall clock in a pod, with adapters, keeps what is promised."""
 
 import os
 import signal
 
 import pytest
-from processes import SMALL, TWO_DEVICES, job, run, wall_clock_kept
+from processes import job, wall_clock_kept
 from test_pods import process
 
 pytestmark = pytest.mark.e2e
@@ -27,11 +27,3 @@ def test_a_pod_with_adapters_that_loses_a_host_keeps_what_is_promised(tmp_path):
     assert sum(record["pod/taken_over"] for record in records) >= 1
     assert any(record["rollout/mixed_samples"] > 0 for record in records)
     wall_clock_kept(workdir, *_POD, prompts=4, staleness=S)
-
-
-def test_a_critic_is_trained_by_the_wall_clock(tmp_path):
-    base = tuple(flag.replace("config.grpo.", "config.ppo.") for flag in SMALL)
-    more = ("--config.algorithm=ppo", f"--config.ppo.max_staleness={S}", "--config.eval.problems=0", TWO_DEVICES)
-    done = run(tmp_path / "run", *more, *_SLOW, base=base)
-    assert all("critic/vf_loss" in record for record in done.records())
-    wall_clock_kept(done.workdir, prompts=4, staleness=S)

@@ -80,7 +80,6 @@ def test_the_guarantee_of_a_killed_run_is_told():
         ("remax", {"grpo": {"max_staleness": 1}}, "remax"),
         ("ppo", {"ppo": {"max_staleness": 1}, "rollout": {"window_tokens": 8}}, "rollout.window_tokens=8"),
         ("grpo", {"grpo": {"max_staleness": 1}, "env": {"calls_per_window": 1}}, "env.calls_per_window=1"),
-        ("grpo", {"grpo": {"max_staleness": 1}, "reward": {"model": "DIR"}}, "reward.model"),
     ],
 )
 def test_what_the_wall_clock_does_not_go_with_is_refused(name, changes, said):
