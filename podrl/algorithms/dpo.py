@@ -13,11 +13,12 @@ from podrl.types import Layout, Mask, Ratio
 
 
 class Pairs(NamedTuple):
-    """DPO's loss, weights and margins for P pairs; column 0 is the chosen answer, column 1 the rejected one.
+    """Loss, weights and margins of P pairs; column 0 is the chosen answer, column 1 the rejected one.
 
     Attributes:
       loss_P: loss of each pair, nats.
-      margin_P: implicit reward of the chosen answer less that of the rejected one, beta times nats.
+      margin_P: how much the policy prefers the chosen answer: of DPO its implicit reward less that of the rejected one,
+        beta times nats.
       weight_P2: minus the derivative of each loss by the answers' log-probabilities, so that the gradient of the loss
         is that of -weight logprob with the weight held: a policy gradient whose advantages the pair itself gives.
     """

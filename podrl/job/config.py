@@ -1,7 +1,7 @@
 """A job as `--config` describes it: one dataclass for every algorithm, and the registry of algorithms.
 
-A configuration has one section under the name of the algorithm or its family (`grpo`, `ppo`, `sft`, `dpo`, `kto`),
-which the registry says how to read; everything else is the same for all.
+A configuration has one section under the name of the algorithm or its family (`grpo`, `ppo`, `sft`, `dpo`), which the
+registry says how to read; everything else is the same for all.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.environments.config import EnvironmentConfig
 from podrl.job.eval_checks import check_evaluation
 from podrl.job.placement import RolesConfig
-from podrl.learner.answers.preferences import DPO, KTO, DPOConfig, KTOConfig
+from podrl.learner.answers.preferences import DPO, KTO, ORPO, DPOConfig, KTOConfig, ORPOConfig
 from podrl.learner.answers.reward_modelling import RewardModelConfig, RewardModelling
 from podrl.learner.answers.supervised import SFT
 from podrl.learner.distilled import make_grpo
@@ -170,6 +170,7 @@ KINDS: Mapping[str, Kind] = {
     "ppo": Kind(PPOConfig, PPO, _prompts),
     "sft": Kind(SFTConfig, SFT, _examples, form=sft.check_form, answers=1, base=_PLAIN),
     "dpo": Kind(DPOConfig, DPO, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
+    "orpo": Kind(ORPOConfig, ORPO, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
     "kto": Kind(KTOConfig, KTO, _labels, form=labels.check_form, answers=1, base=_PLAIN),
     "reward_model": Kind(RewardModelConfig, RewardModelling, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
 }
@@ -194,7 +195,7 @@ class Job:
 
     Attributes:
       algo: the settings of the algorithm: the section under its name.
-      algorithm: 'sft', 'dpo', 'kto', 'reward_model', or a preset of podrl.algorithms.presets.
+      algorithm: 'sft', 'dpo', 'orpo', 'kto', 'reward_model', or a preset of podrl.algorithms.presets.
       fake_devices: CPU devices to fake; 0 for the machine's own.
       compile_cache: where compiled programs are kept: 'auto', a directory, or '' for nowhere.
       tokenizer: directory of the tokenizer, or the name of a checkpoint that comes with podrl; '' is that of the model

@@ -159,7 +159,7 @@ def learn_answers(
     """Trains on given answers until `training_config.max_steps`; returns the step reached.
 
     Args:
-      algorithm: SFT, DPO, KTO or RewardModelling.
+      algorithm: SFT, DPO, ORPO, KTO or RewardModelling.
       settings: its settings.
       shape: of a packed batch.
       cluster: the models.

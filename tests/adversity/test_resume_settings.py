@@ -100,7 +100,7 @@ def test_a_key_the_saved_run_does_not_know_had_its_default_there():
     assert identity.changes(theirs, mine, _DEFAULTS) == ([], [f"rollout.temperature was {default!r}, now 0.25"])
 
 
-@pytest.mark.parametrize("algorithm", [*PRESETS, "sft", "dpo", "kto", "reward_model"])
+@pytest.mark.parametrize("algorithm", [*PRESETS, "sft", "dpo", "orpo", "kto", "reward_model"])
 def test_any_section_may_be_new_whatever_the_algorithm_makes_its_defaults(algorithm):
     """Also where a preset, or training on given answers, has other defaults than the sections themselves."""
     given = {"algorithm": algorithm, "trainer": {"eval_every_n_steps": 0, "max_steps": 6}}

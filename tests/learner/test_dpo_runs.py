@@ -1,4 +1,4 @@
-"""DPO as a job: its update against the loss written out, its dry run, a run that learns and is resumed."""
+"""DPO and ORPO as jobs: their updates against the losses written out, a dry run, a run that learns and is resumed."""
 
 import shutil
 
@@ -16,7 +16,7 @@ from podrl.data.pipeline import DataConfig
 from podrl.job import job
 from podrl.job.config import TINY, complete
 from podrl.launch import find_config, load_config
-from podrl.learner.answers.preferences import DPO, DPOConfig
+from podrl.learner.answers.preferences import DPO, ORPO, DPOConfig, ORPOConfig
 from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
 from podrl.mesh.build import make_mesh
@@ -33,7 +33,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 PAIRS, LENGTH, BETA, SMOOTHING = 3, 112, 0.3, 0.1
 
 
-def trained(spec, devices, **packing):
+SETTINGS = {
+    DPO: DPOConfig(batch_size=PAIRS, max_length=LENGTH, beta=BETA, label_smoothing=SMOOTHING),
+    ORPO: ORPOConfig(batch_size=PAIRS, max_length=LENGTH, coef=0.4),
+}
+
+
+def trained(spec, devices, of=DPO, **packing):
     """Trains two steps of plain gradient descent: (parameters before, after, metrics of both, the two batches)."""
     mesh = make_mesh(spec, jax.devices()[:devices])
     training = RLTrainingConfig(
@@ -47,9 +53,8 @@ def trained(spec, devices, **packing):
     cluster = RLCluster(actor=TINY, cluster_config=config)
     stream = PairStream(DataConfig(), cluster.tokenizer, pairs=PAIRS, max_length=LENGTH)
     shape = pack_shape(training, mesh, sequences=2 * PAIRS, max_length=LENGTH)
-    dpo = DPOConfig(batch_size=PAIRS, max_length=LENGTH, beta=BETA, label_smoothing=SMOOTHING)
     before = jax.tree.map(np.array, cluster.state.params)
-    algorithm = DPO(cluster, dpo, shape)
+    algorithm = of(cluster, SETTINGS[of], shape)
     batches = [next(stream), next(stream)]
     metrics = [fetched_means(learn(algorithm, step, batch)) for step, batch in enumerate(batches)]
     return cluster.model, before, jax.device_get(cluster.state.params), metrics, batches
@@ -60,17 +65,42 @@ def once():
     return trained("fsdp=1", 1, max_tokens_per_row=LENGTH, train_micro_batch_size=1)
 
 
+def whole_answers(model, params, tokens_BT, mask_BT, length_B):
+    """Sums the log-probabilities of answers on padded rows, by all logits: (pairs, 2)."""
+    place_BT = jnp.tile(jnp.arange(LENGTH), (2 * PAIRS, 1))
+    segment_BT = (place_BT < length_B[:, None]).astype(jnp.int32)
+    hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, place_BT, model)
+    logp_BTV = jax.nn.log_softmax(decoder.unembed(params, hidden_BTD, model))
+    picked_BT = jnp.take_along_axis(logp_BTV[:, :-1], tokens_BT[:, 1:, None], axis=-1)[..., 0]
+    return (picked_BT * mask_BT[:, 1:]).sum(axis=1).reshape(PAIRS, 2)
+
+
+def test_the_update_of_orpo_is_the_gradient_of_its_loss():
+    """Compares with eq. 6 on padded rows with all logits, differentiated by jax; two rows of several answers."""
+    model, before, after, metrics, batches = trained("fsdp=1", 1, of=ORPO, max_tokens_per_row=2 * LENGTH)
+
+    def loss(params, tokens_BT, mask_BT, length_B):
+        mean_P2 = whole_answers(model, params, tokens_BT, mask_BT, length_B) / mask_BT.sum(axis=1).reshape(PAIRS, 2)
+        odds_P2 = jnp.exp(mean_P2) / (1 - jnp.exp(mean_P2))
+        return (-mean_P2[:, 0] - 0.4 * jnp.log(jax.nn.sigmoid(jnp.log(odds_P2[:, 0] / odds_P2[:, 1])))).mean()
+
+    step, params = jax.jit(jax.value_and_grad(loss)), jax.tree.map(jnp.asarray, before)
+    for batch, said in zip(batches, metrics, strict=True):
+        value, grads = step(params, batch.tokens_BT, batch.mask_BT, batch.length_B)
+        assert said["orpo/loss"] == pytest.approx(float(value), rel=1e-4)
+        assert said["actor/grad_norm"] == pytest.approx(float(optax.tree_utils.tree_norm(grads)), rel=1e-3)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    far = max(float(np.abs(x - y).max()) for x, y in zip(*map(jax.tree.leaves, (after, before)), strict=True))
+    for found, expected in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-3 * far)
+
+
 def test_the_update_is_the_gradient_of_the_loss(once):
     """Compares with eq. 7 on padded rows with all logits, differentiated by jax, from the reference's weights."""
     model, before, after, metrics, batches = once
 
-    def sums(params, tokens_BT, mask_BT, length_B):
-        place_BT = jnp.tile(jnp.arange(LENGTH), (2 * PAIRS, 1))
-        segment_BT = (place_BT < length_B[:, None]).astype(jnp.int32)
-        hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, place_BT, model)
-        logp_BTV = jax.nn.log_softmax(decoder.unembed(params, hidden_BTD, model))
-        picked_BT = jnp.take_along_axis(logp_BTV[:, :-1], tokens_BT[:, 1:, None], axis=-1)[..., 0]
-        return (picked_BT * mask_BT[:, 1:]).sum(axis=1).reshape(PAIRS, 2)
+    def sums(params, *batch):
+        return whole_answers(model, params, *batch)
 
     def loss(params, *batch):
         reward_P2 = BETA * (sums(params, *batch) - sums(start, *batch))

@@ -180,7 +180,7 @@ GIVEN = {
         {"prompt": [ASKED], "completion": [UNCALLED], "label": False},
     ),
 }
-GIVEN["reward_model"] = GIVEN["dpo"]
+GIVEN["orpo"] = GIVEN["reward_model"] = GIVEN["dpo"]
 
 
 @pytest.mark.parametrize("algorithm", GIVEN)

@@ -1,4 +1,4 @@
-"""Learns from judged answers: DPO from pairs of which one is preferred, KTO from answers labelled good or bad."""
+"""Learns from judged answers: DPO and ORPO from pairs of a better and a worse one, KTO from labelled ones."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ import numpy as np
 
 from podrl.algorithms.dpo import WeightedRows, dpo, weighted_likelihood
 from podrl.algorithms.kto import kto
+from podrl.algorithms.orpo import orpo
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import Count, Positive, Range, section
 from podrl.data.labels import LabelledBatch
@@ -39,6 +40,23 @@ class DPOConfig:
     label_smoothing: Annotated[float, Range("[0, 0.5)")] = 0.0
 
 
+@section("orpo")
+@dataclasses.dataclass(frozen=True)
+class ORPOConfig:
+    """Settings of odds ratio preference optimisation; see podrl.algorithms.orpo.
+
+    Attributes:
+      batch_size: pairs per step, which makes one update.
+      max_length: tokens of prompt and answer; pairs with a longer one are left out, or an error, as data.long_prompts
+        says.
+      coef: weight of the odds ratio beside the likelihood of the chosen answer.
+    """
+
+    batch_size: Count = 32
+    max_length: Annotated[int, Range("[2, 2147483647]")] = 96
+    coef: Positive = 0.1
+
+
 @section("kto")
 @dataclasses.dataclass(frozen=True)
 class KTOConfig:
@@ -64,31 +82,18 @@ class AnswerScores:
     """Log-probabilities of B whole answers, nats, and the places of their tokens in packed rows."""
 
     logprob_B: np.ndarray
-    ref_logprob_B: np.ndarray
     placement: packing.Placement
 
-    @staticmethod
-    def of(
-        cluster: RLCluster,
-        shape: PackShape,
-        tokens_BT: np.ndarray,
-        length_B: np.ndarray,
-        mask_BT: np.ndarray,
-    ) -> "AnswerScores":
-        """Scores answers under the policy and under the reference; `mask_BT` is 1 on their tokens."""
-        placement = packing.place(length_B, shape)
-        batch = cluster.actor.put(placement.batch(placement.layout(tokens_BT)))
 
-        def sums(values_ABT: Any) -> np.ndarray:
-            values_BT = placement.unpack(fetch(values_ABT, cluster.actor_mesh), tokens_BT.shape[1])
-            return np.where(mask_BT > 0, values_BT, 0.0).sum(axis=1)
+@dataclasses.dataclass(frozen=True)
+class ComparedScores(AnswerScores):
+    """AnswerScores plus `ref_logprob_B`, the log-probabilities of the answers under the reference, nats."""
 
-        logprob_B = sums(cluster.actor.logprobs(batch))
-        return AnswerScores(logprob_B, sums(cluster.actor.reference_logprobs(batch)), placement)
+    ref_logprob_B: np.ndarray
 
 
 class JudgedAnswers:
-    """The update that DPO and KTO share: a policy gradient on whole answers, each with a weight of its own.
+    """The update that DPO, ORPO and KTO share: a policy gradient on whole answers, each with a weight of its own.
 
     Their losses join several sequences, which packing may part. But a loss's gradient is that of -weight logprob with a
     weight per answer that depends on whole log-probabilities only, so scoring first gives the very gradient for any
@@ -96,16 +101,30 @@ class JudgedAnswers:
     """
 
     def __init__(self, cluster: RLCluster, shape: PackShape):
-        """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
+        """Sets the cluster's loss; `shape` is that of a packed batch."""
         self._cluster, self._shape = cluster, shape
-        cluster.keep_reference()
         cluster.actor.prepare(weighted_likelihood)
 
     def score(self, experience: SFTBatch) -> AnswerScores:
-        """Scores every answer under the policy and under the reference."""
-        return AnswerScores.of(
-            self._cluster, self._shape, experience.tokens_BT, experience.length_B, experience.mask_BT
-        )
+        """Scores every answer under the policy."""
+        actor, mask_BT = self._cluster.actor, experience.mask_BT
+        placement, batch = self._placed(experience.tokens_BT, experience.length_B)
+        return AnswerScores(self._sums(placement, mask_BT, actor.logprobs(batch)), placement)
+
+    def compare(self, tokens_BT: np.ndarray, length_B: np.ndarray, mask_BT: np.ndarray) -> ComparedScores:
+        """Scores answers under the policy and under the reference; `mask_BT` is 1 on their tokens."""
+        actor = self._cluster.actor
+        placement, batch = self._placed(tokens_BT, length_B)
+        logprob_B = self._sums(placement, mask_BT, actor.logprobs(batch))
+        return ComparedScores(logprob_B, placement, self._sums(placement, mask_BT, actor.reference_logprobs(batch)))
+
+    def _placed(self, tokens_BT: np.ndarray, length_B: np.ndarray) -> tuple[packing.Placement, Batch[Any]]:
+        placement = packing.place(length_B, self._shape)
+        return placement, self._cluster.actor.put(placement.batch(placement.layout(tokens_BT)))
+
+    def _sums(self, placement: packing.Placement, mask_BT: np.ndarray, values_ABT: Any) -> np.ndarray:
+        values_BT = placement.unpack(fetch(values_ABT, self._cluster.actor_mesh), mask_BT.shape[1])
+        return np.where(mask_BT > 0, values_BT, 0.0).sum(axis=1)
 
     def pack(
         self, experience: SFTBatch, placement: packing.Placement, weight_B: np.ndarray
@@ -128,6 +147,7 @@ class DPO:
     def __init__(self, cluster: RLCluster, config: DPOConfig, shape: PackShape):
         """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
         self._cluster, self._config = cluster, config
+        cluster.keep_reference()
         self._judged = JudgedAnswers(cluster, shape)
 
     @staticmethod
@@ -141,16 +161,16 @@ class DPO:
             "answer - that of the rejected)"
         )
 
-    def score(self, step: int, experience: SFTBatch) -> AnswerScores:
+    def score(self, step: int, experience: SFTBatch) -> ComparedScores:
         """Scores both answers of every pair under the policy and under the reference."""
-        return self._judged.score(experience)
+        return self._judged.compare(experience.tokens_BT, experience.length_B, experience.mask_BT)
 
     def rewards(self, experience: SFTBatch, scores: AnswerScores) -> tuple[None, Mapping[str, Any]]:
         """Returns no rewards: a pair says which answer is better, not how good it is."""
         return None, {}
 
     def advantages(
-        self, experience: SFTBatch, scores: AnswerScores, rewards: None
+        self, experience: SFTBatch, scores: ComparedScores, rewards: None
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
         config, logprob_P2 = self._config, scores.logprob_B.reshape(-1, 2)
@@ -185,12 +205,73 @@ class DPO:
         """Restores nothing: no state adapts between steps."""
 
 
+class ORPO:
+    """Implements podrl.learner.loop.Algorithm for pairs without a reference: DPO's lines, with ORPO's weights."""
+
+    def __init__(self, cluster: RLCluster, config: ORPOConfig, shape: PackShape):
+        """Sets the cluster's loss; `shape` is that of a packed batch."""
+        self._cluster, self._config = cluster, config
+        self._judged = JudgedAnswers(cluster, shape)
+
+    @staticmethod
+    def formula(config: ORPOConfig) -> str:
+        """Writes the loss, for the dry run."""
+        return (
+            f"mean over pairs of -l of the chosen answer - {config.coef:g} log sigmoid(log odds of the chosen - log "
+            "odds of the rejected), l = mean log-probability of an answer's tokens, odds = exp(l) / (1 - exp(l))"
+        )
+
+    def score(self, step: int, experience: SFTBatch) -> AnswerScores:
+        """Scores both answers of every pair under the policy."""
+        return self._judged.score(experience)
+
+    def rewards(self, experience: SFTBatch, scores: AnswerScores) -> tuple[None, Mapping[str, Any]]:
+        """Returns no rewards: a pair says which answer is better, not how good it is."""
+        return None, {}
+
+    def advantages(
+        self, experience: SFTBatch, scores: AnswerScores, rewards: None
+    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+        """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
+        logprob_P2 = scores.logprob_B.reshape(-1, 2)
+        length_P2: Any = np.maximum((experience.mask_BT > 0).sum(axis=1), 1).reshape(-1, 2).astype(np.float32)
+        given: Any = logprob_P2
+        found = jax.device_get(orpo(given, length_P2, coef=self._config.coef))
+        measured = {
+            "orpo/loss": float(found.loss_P.mean()),
+            "orpo/margin": float(found.margin_P.mean()),
+            "orpo/accuracy": float((found.margin_P > 0).mean()),
+            "orpo/chosen_logprob": float(logprob_P2[:, 0].mean()),
+            "orpo/rejected_logprob": float(logprob_P2[:, 1].mean()),
+        }
+        return 2.0 * found.weight_P2.ravel(), measured  # as in DPO, two answers to a pair
+
+    def pack(
+        self, step: int, experience: SFTBatch, scores: AnswerScores, advantages: np.ndarray
+    ) -> list[Batch[WeightedRows]]:
+        return self._judged.pack(experience, scores.placement, advantages)
+
+    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
+        return updated(self._cluster, batches)
+
+    def watched(self) -> Sequence[tuple[str, str]]:
+        """Lists (metric, label) pairs of the progress line."""
+        return (("orpo/loss", "loss"), ("orpo/accuracy", "accuracy"), ("orpo/margin", "margin"), ("actor/lr", "lr"))
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores nothing: no state adapts between steps."""
+
+
 class KTO:
     """Implements podrl.learner.loop.Algorithm for labelled answers, each compared with the policy's drift so far."""
 
     def __init__(self, cluster: RLCluster, config: KTOConfig, shape: PackShape):
         """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
-        self._cluster, self._config, self._shape = cluster, config, shape
+        self._cluster, self._config = cluster, config
+        cluster.keep_reference()
         self._judged = JudgedAnswers(cluster, shape)
 
     @staticmethod
@@ -202,17 +283,17 @@ class KTO:
             "the answer, z = max(0, mean of r over prompts with answers of others)"
         )
 
-    def score(self, step: int, experience: LabelledBatch) -> tuple[AnswerScores, AnswerScores]:
+    def score(self, step: int, experience: LabelledBatch) -> tuple[ComparedScores, ComparedScores]:
         """Scores every answer after its own prompt, and after that of another example."""
-        own = self._judged.score(experience)
-        return own, AnswerScores.of(self._cluster, self._shape, *experience.unrelated())
+        own = self._judged.compare(experience.tokens_BT, experience.length_B, experience.mask_BT)
+        return own, self._judged.compare(*experience.unrelated())
 
     def rewards(self, experience: LabelledBatch, scores: Any) -> tuple[None, Mapping[str, Any]]:
         """Returns no rewards: a label says on which side of the reference point an answer belongs, not how far."""
         return None, {}
 
     def advantages(
-        self, experience: LabelledBatch, scores: tuple[AnswerScores, AnswerScores], rewards: None
+        self, experience: LabelledBatch, scores: tuple[ComparedScores, ComparedScores], rewards: None
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
         config, good_B = self._config, experience.desirable_B
@@ -236,7 +317,7 @@ class KTO:
         self,
         step: int,
         experience: LabelledBatch,
-        scores: tuple[AnswerScores, AnswerScores],
+        scores: tuple[ComparedScores, ComparedScores],
         advantages: np.ndarray,
     ) -> list[Batch[WeightedRows]]:
         return self._judged.pack(experience, scores[0].placement, advantages)

@@ -1,0 +1,33 @@
+"""ORPO: pairs of answers to one prompt, of which one is preferred, without a reference (arXiv 2403.07691).
+
+Default: the checkpoint that comes with podrl learns to prefer the reference form of a solution to what a base model
+might write of it, on a CPU machine: greedy answers 25.0 -> 86.3 %, sampled 14.1 -> 62.5 %, in 40 steps.
+
+    python -m podrl.launch --config=orpo_tiny.py
+    python -m podrl.launch --config=orpo_tiny.py --config.model.path=DIR --config.data.path=FILE
+
+A line of FILE, a .jsonl: {"prompt": "...", "chosen": "...", "rejected": "..."}.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Returns the configuration, as plain data."""
+    config = ConfigDict()
+    config.algorithm = "orpo"
+    config.seed = 0
+    config.fake_devices = 1  # one device is the fastest form on a CPU
+    config.compile_cache = "auto"  # compiled programs are kept for the next start; "" keeps none, or a directory
+    config.model = ConfigDict({"path": "tiny", "reference": ""})
+    config.model.lora = ConfigDict({"rank": 0, "alpha": 16.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
+    config.roles = ConfigDict({"colocated": True})
+    config.data = ConfigDict({"path": "problems", "eval_path": "", "system_prompt": "auto", "seed": 42})
+    config.orpo = ConfigDict({"batch_size": 32, "max_length": 112, "coef": 0.1})
+    config.rollout = ConfigDict({"max_prompt_length": 64, "max_tokens_to_generate": 40})
+    config.trainer = ConfigDict({"max_steps": 40, "eval_every_n_steps": 40, "learning_rate": 1e-4})
+    config.trainer.update({"schedule": "constant", "max_grad_norm": 1.0, "b2": 0.99})
+    config.eval = ConfigDict({"problems": 256, "samples": 4})
+    config.checkpoint = ConfigDict({"every": 40, "keep": 2})
+    config.log = ConfigDict({"samples_every": 10})
+    return config
