@@ -163,6 +163,20 @@ class Tags:
             return Call("", problem=f"The call names no tool. Write {self._example()}.")
         return Call(name, {**attributes, QUERY: text[closed.end() :].strip()})
 
+    def before(self, text: str) -> str:
+        """The words of a turn that stand before its call."""
+        return text[: max((text.rfind(f"<{opening}") for opening in self._openings), default=-1)]
+
+    def written(self, name: str, arguments: Mapping[str, Any], query: str) -> str:
+        """A call as the model writes it; the argument `query` stands between the tags, the others in attributes."""
+        opening = name if self._legacy else f'{self._openings[0]} name="{html.escape(name)}"'
+        others = {key: value for key, value in arguments.items() if key != query}
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in others.items()}
+        attributes = "".join(f' {key}="{html.escape(text)}"' for key, text in texts.items())
+        between = arguments.get(query, "")
+        between = between if isinstance(between, str) else json.dumps(between)
+        return f"<{opening}{attributes}>{between}{f'</{name}>' if self._legacy else self.stop[0]}"
+
     def _example(self) -> str:
         if not self._openings:
             return "an answer: there are no tools"
@@ -220,6 +234,12 @@ class Json:
     def spoken(self, text: str) -> tuple[str, str]:
         """A turn's words outside of its thoughts, and the words of a thought that has no end; see `_spoken`."""
         return _spoken(text, _json_in(text)[0] if _THOUGHT.search(text) else ())
+
+    def before(self, text: str) -> str:
+        """The words of a turn that stand before its first call."""
+        begin = text.rfind("</think>") + 1
+        found = re.compile(re.escape(_OPEN) if self._tags else r"```|[\[{]|<\|python_tag\|>").search(text, begin)
+        return text[: found.start()] if found else text
 
     def _tagged(self, said: str) -> list[Call]:
         found: list[Call] = []

@@ -1,0 +1,423 @@
+"""The process of the front: `python -m podrl.environments.front_worker`, started by podrl.environments.front.
+
+An HTTP server whose requests go to the owner as frames, and whose answers come back as frames. It holds the keys of
+episodes, joins retries, and notices clients that hang up. It never imports jax.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import itertools
+import json
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, BinaryIO
+
+from podrl.environments.wire import chat, completions, generate
+from podrl.environments.wire.asks import ASIDE, Answer, Choice, Part, Refused, Wanted
+from podrl.runtime import child
+from podrl.runtime.frames import pack
+from podrl.runtime.sockets import raise_descriptor_limit
+
+_BEAT_S = 3.0  # between comments of a stream that has nothing to tell
+_BACKLOG, _KEEP_ALIVE_S, _END_S = 4096, 3600, 1
+_LARGE = 1 << 20  # bytes from which on bodies are read one after the other
+_DRAINED = 4  # bodies of the longest length that are read and thrown away, so that their client hears the refusal
+_KEPT = 32  # turns of an episode that retries may join
+_DIALECTS: Mapping[str, Any] = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/inference/v1/generate": generate,
+}
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+
+
+@dataclasses.dataclass(eq=False)
+class _Turn:
+    """A request that the owner has: what came of it so far, and who waits for it.
+
+    Attributes:
+      number: names it in frames.
+      wanted: what the client asked.
+      dialect: the module that writes its answers.
+      digest: of the path and the body.
+      parts: what was sampled so far, where parts are wanted.
+      outcome: the whole answer, or its refusal; None until it is there.
+      readers: connections that wait for it.
+      delivered: a client was there when the whole answer was sent.
+      changed: set at the next part, and at the outcome.
+    """
+
+    number: int
+    wanted: Wanted
+    dialect: Any
+    digest: bytes
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    outcome: Answer | Refused | None = None
+    readers: int = 0
+    delivered: bool = False
+    changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    def add(self, event: Part | Answer | Refused) -> None:
+        if self.outcome is None:
+            if isinstance(event, Part):
+                self.parts.append(event)
+            else:
+                self.outcome = event
+            self.changed.set()
+            self.changed = asyncio.Event()
+
+
+class _Episode:
+    """The requests of one key; `turns` are those that retries may join, the newest last."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self.name, self.open, self.ended = name, asyncio.Semaphore(most), False
+        self.turns: collections.OrderedDict[bytes, _Turn] = collections.OrderedDict()
+
+
+class _Client:
+    """One request of a connection: its headers, its body, and whether it is still there."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.path, self.method = str(scope["path"]), scope["method"]
+        self._headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
+        self._receive, self._send = receive, send
+        self.began = False
+
+    def header(self, name: str) -> str:
+        return self._headers.get(name.encode(), b"").decode("latin-1").strip()
+
+    @property
+    def key(self) -> str:
+        kind, _, key = self.header("authorization").partition(" ")
+        return key.strip() if kind.lower() == "bearer" else self.header("x-api-key")
+
+    async def body(self, most: int) -> bytes:
+        """The whole body.
+
+        Raises:
+          Refused: it is longer than `most`.
+          ConnectionError: the client hung up.
+        """
+        chunks: list[bytes] = []
+        length = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionError
+            length += len(message.get("body", b""))
+            if length > most:
+                chunks.clear()
+            else:
+                chunks.append(message.get("body", b""))
+            if length > _DRAINED * most or not message.get("more_body"):
+                break
+        if length > most:
+            raise Refused(413, "request_too_large", f"The body is longer than {most} bytes, the most that is read.")
+        return b"".join(chunks)
+
+    async def gone(self) -> None:
+        """Returns when the client has hung up; to be awaited once the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def json(self, status: int, body: Mapping[str, Any]) -> None:
+        """Answers with JSON."""
+        content = json.dumps(body).encode()
+        await self._start(status, "application/json", {"content-length": str(len(content))})
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def say(self, text: str, *, more: bool = True) -> None:
+        """Sends a piece of an answer of server-sent events."""
+        if not self.began:
+            await self._start(200, "text/event-stream; charset=utf-8", {"cache-control": "no-store"})
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+    async def _start(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
+        self.began = True
+        pairs = {"content-type": kind, "x-content-type-options": "nosniff", **headers}.items()
+        written = [(name.encode(), value.encode()) for name, value in pairs]
+        await self._send({"type": "http.response.start", "status": status, "headers": written})
+
+
+class Desk:
+    """The ASGI application: keys, requests of each, and what the owner says of them."""
+
+    def __init__(self, settings: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
+        """Takes the fields of podrl.environments.front.FrontSettings, and what sends a frame to the owner."""
+        self._models: list[str] = list(settings["models"])
+        self._parser: str = settings["parser"]
+        self._most_open: int = settings["max_requests"]
+        self._most_bytes: int = settings["body_bytes"]
+        self._context: int = settings["context_tokens"]
+        self._grace_s: float = settings["grace_s"]
+        self._tell = tell
+        self._episodes: dict[bytes, _Episode] = {}  # by the digest of their keys
+        self._digests: dict[str, bytes] = {}
+        self._turns: dict[int, tuple[_Episode, _Turn]] = {}
+        self._numbers = itertools.count()
+        self._large = asyncio.Lock()
+
+    # What the owner says.
+
+    def heard(self, frame: Mapping[str, Any]) -> None:
+        """Acts on a frame of the owner."""
+        match frame:
+            case {"open": name, "key": key}:
+                digest = self._digests[name] = _digest(key)
+                self._episodes[digest] = _Episode(name, self._most_open)
+            case {"close": name} if name in self._digests:
+                self._close(name)
+            case {"part": number, "said": said} if number in self._turns:
+                self._turns[number][1].add(Part(**{**said, "choice": Choice(**said["choice"])}))
+            case {"answer": number, "said": said} if number in self._turns:
+                self._turns[number][1].add(Answer.of(said))
+            case {"refuse": number, "said": said} if number in self._turns:
+                self._forget(*self._turns[number], Refused(**said))
+
+    def _close(self, name: str) -> None:
+        episode = self._episodes.pop(self._digests.pop(name))
+        episode.ended = True
+        for of, turn in list(self._turns.values()):
+            if of is episode:
+                self._forget(of, turn, _ended())
+
+    def _forget(self, episode: _Episode, turn: _Turn, why: Refused | None = None) -> None:
+        """Lets a request go: no retry joins it, and who still waits for it is refused."""
+        self._turns.pop(turn.number, None)
+        if episode.turns.get(turn.digest) is turn:
+            del episode.turns[turn.digest]
+        if why is not None:
+            turn.add(why)
+
+    # What clients ask.
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a connection's next request, as ASGI has it."""
+        if scope["type"] != "http":
+            return
+        client = _Client(scope, receive, send)
+        with contextlib.suppress(ConnectionError):  # it hung up
+            try:
+                await self._handle(client)
+            except Refused as refused:
+                if client.began:
+                    await client.say(_event(refused.error()), more=False)
+                else:
+                    await client.json(refused.status, refused.error())
+
+    async def _handle(self, client: _Client) -> None:
+        if client.path == "/health" and client.method == "GET":
+            await client.json(200, {"status": "ok"})
+            return
+        try:
+            episode = self._episode(client)
+            if client.path != "/v1/models" and client.path not in _DIALECTS:
+                served = ", ".join([*_DIALECTS, "/v1/models"])
+                raise Refused(404, "not_found", f"There is no {client.path[:80]!r} here, but {served}.")
+            if client.method != (method := "POST" if client.path in _DIALECTS else "GET"):
+                raise Refused(405, "method_not_allowed", f"{client.path} is asked with {method}.")
+        except Refused:
+            with contextlib.suppress(Refused):
+                await client.body(self._most_bytes)  # a client listens once it has sent all
+            raise
+        if client.path == "/v1/models":
+            await client.json(200, self._listed())
+            return
+        async with episode.open:  # before the body is read: what waits here takes no memory
+            await self._answer(client, episode)
+
+    def _episode(self, client: _Client) -> _Episode:
+        """The episode of a client's key.
+
+        Raises:
+          Refused: there is none.
+        """
+        # How long the search for a digest takes tells nothing about a key.
+        digest = _digest(client.key)
+        episode = self._episodes.get(digest)
+        known = self._digests[episode.name] if episode is not None else bytes(len(digest))
+        if not hmac.compare_digest(known, digest) or episode is None:
+            raise Refused(401, "invalid_api_key", "This key is of no episode that is open.")
+        return episode
+
+    def _listed(self) -> dict[str, Any]:
+        names = [name + end for name in self._models for end in ("", ASIDE)]
+        shared = {"object": "model", "created": 0, "owned_by": "podrl", "max_model_len": self._context}
+        return {"object": "list", "data": [{"id": name, **shared} for name in names]}
+
+    async def _answer(self, client: _Client, episode: _Episode) -> None:
+        declared = client.header("content-length")
+        small = declared.isdigit() and len(declared) < 10 and int(declared) <= _LARGE
+        async with contextlib.nullcontext() if small else self._large:
+            turn = self._joined(client, episode, await client.body(self._most_bytes))
+        turn.readers += 1
+        gone = asyncio.ensure_future(client.gone())
+        try:
+            await (self._stream if turn.wanted.stream else self._whole)(client, turn, gone)
+        finally:
+            gone.cancel()
+            turn.readers -= 1
+            self._left(episode, turn)
+
+    def _joined(self, client: _Client, episode: _Episode, body: bytes) -> _Turn:
+        """The request that a retry repeats; any other is given to the owner.
+
+        Raises:
+          Refused: it cannot be honoured.
+        """
+        digest = hashlib.sha256(client.path.encode() + b"\0" + body).digest()
+        if client.header("x-stainless-retry-count") not in ("", "0") and digest in episode.turns:
+            return episode.turns[digest]
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, "invalid_json", f"The body is no JSON: {error}.") from None
+        dialect = _DIALECTS[client.path]
+        wanted = dialect.read(value, self._models, self._parser)
+        if episode.ended:  # while the body came
+            raise _ended()
+        turn = _Turn(next(self._numbers), wanted, dialect, digest)
+        twin = episode.turns.pop(digest, None)
+        done = [one for one in episode.turns.values() if one.delivered and not one.readers]
+        for old in [*done[: max(len(episode.turns) - _KEPT, 0)], *([twin] if twin and twin.delivered else [])]:
+            self._forget(episode, old)
+        episode.turns[digest], self._turns[turn.number] = turn, (episode, turn)
+        self._tell({"ask": turn.number, "of": episode.name, "asked": dataclasses.asdict(wanted)})
+        return turn
+
+    def _left(self, episode: _Episode, turn: _Turn) -> None:
+        """Gives up a request whose last client has hung up, unless a retry joins it in time."""
+
+        def look() -> None:
+            if not turn.readers and not turn.delivered and turn.number in self._turns:
+                self._forget(episode, turn)
+                self._tell({"drop": turn.number})
+
+        if turn.delivered and episode.turns.get(turn.digest) is not turn:
+            self._turns.pop(turn.number, None)  # a twin is what retries join now
+        elif not turn.readers and not turn.delivered:
+            asyncio.get_running_loop().call_later(self._grace_s, look)
+
+    async def _whole(self, client: _Client, turn: _Turn, gone: "asyncio.Future[None]") -> None:
+        while turn.outcome is None:
+            await _either(turn.changed, gone, None)
+        if isinstance(turn.outcome, Refused):
+            raise turn.outcome
+        turn.delivered = True
+        await client.json(200, turn.dialect.write(turn.wanted, turn.outcome, self._parser))
+
+    async def _stream(self, client: _Client, turn: _Turn, gone: "asyncio.Future[None]") -> None:
+        stream, told = None, 0
+        while True:
+            if told == len(turn.parts) and turn.outcome is None:
+                if not await _either(turn.changed, gone, _BEAT_S):
+                    await client.say(": at work\n\n")
+                continue
+            if isinstance(turn.outcome, Refused):
+                raise turn.outcome
+            first = turn.parts[0] if turn.parts else turn.outcome
+            assert first is not None
+            if stream is None:
+                stream = turn.dialect.Stream(turn.wanted, first.id, first.created, self._parser)
+            new, told = turn.parts[told:], len(turn.parts)
+            chunks = [chunk for part in new for chunk in stream.part(part.index, part.choice)]
+            if turn.outcome is None:
+                await client.say("".join(map(_event, chunks)))
+                continue
+            if gone.done():
+                raise ConnectionError
+            turn.delivered = True
+            chunks += stream.end(turn.outcome)
+            await client.say("".join(map(_event, chunks)) + "data: [DONE]\n\n", more=False)
+            return
+
+
+async def _either(changed: asyncio.Event, gone: "asyncio.Future[None]", seconds: float | None) -> bool:
+    """Waits for a change; False where none comes within some seconds.
+
+    Raises:
+      ConnectionError: the client hung up.
+    """
+    change = asyncio.ensure_future(changed.wait())
+    try:
+        await asyncio.wait({change, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ConnectionError
+        return change.done()
+    finally:
+        change.cancel()
+
+
+def _event(body: Mapping[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def _ended() -> Refused:
+    return Refused(409, "episode_ended", "The episode of this key has ended.")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    loop = asyncio.get_running_loop()
+    pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies)  # never blocks: many clients wait for it
+
+    def tell(frame: Mapping[str, Any]) -> None:
+        pipe.write(pack(frame))
+
+    frames = child.frames(requests)
+    settings = (await anext(frames))["serve"]
+    try:
+        import uvicorn
+    except ImportError:
+        tell({"failed": "the front needs package uvicorn: pip install 'podrl[agents]'."})
+        return
+    try:
+        family = socket.AF_INET6 if ":" in settings["host"] else socket.AF_INET
+        listening = socket.create_server((settings["host"], settings["port"]), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        tell({"failed": f"the front cannot listen at {settings['host']}:{settings['port']}: {error}."})
+        return
+    raise_descriptor_limit()
+    desk = Desk(settings, tell)
+    config = uvicorn.Config(
+        desk,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_END_S,
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    tell({"listening": listening.getsockname()[1]})
+    async for frame in frames:
+        desk.heard(frame)
+    server.should_exit = True
+    await serving
+
+
+def main() -> None:
+    """Serves until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    requests, replies = child.begin()
+    asyncio.run(_serve(requests, replies))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""The dialect of /v1/chat/completions: messages in, a message out, with tool calls in the model's own format."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from podrl.environments.calls import fitted, format_of
+from podrl.environments.dr_tulu import query_of
+from podrl.environments.wire.asks import (
+    Answer,
+    Ask,
+    Choice,
+    Growing,
+    Refused,
+    Wanted,
+    finish_reason,
+    token_logprobs,
+    usage,
+)
+from podrl.environments.wire.fields import Fields
+
+OBJECT = "chat.completion"
+_ROLES = {"developer": "system"}
+_TAKEN = ("system", "user", "assistant", "tool")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
+    """Reads the body of a request.
+
+    Args:
+      body: the JSON.
+      models: names of models, the default one first.
+      parser: how the model writes a call (env.parser).
+
+    Raises:
+      Refused: a field that cannot be honoured; names it.
+    """
+    fields = Fields(body)
+    model, aside = fields.model(models)
+    given = fields.listed("messages")
+    if not given:
+        raise fields.wrong("messages", given, "must be a list of at least one message")
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.listed("tools") or [])]
+    if _choice(fields) == "none":
+        tools = []
+    if len(set(names(tools))) < len(tools):
+        raise fields.wrong("tools", names(tools), "names a tool twice")
+    form = format_of(parser, names(tools)) if tools else None
+    if form is None or form.role == "raw":  # then a turn ends with its first call
+        fields.flag("parallel_tool_calls")
+    stream, logprobs = fields.flag("stream"), fields.flag("logprobs")
+    fields.neutral("top_logprobs", 0)
+    as_ids, return_ids = fields.flag("return_tokens_as_token_ids"), fields.flag("return_token_ids")
+    fields.neutral("skip_special_tokens", True)
+    include_usage, stop = fields.usage(), fields.stop()
+    limits = [fields.whole(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
+    sampling = fields.sampling()
+    fields.end()
+    ask = Ask(
+        messages=messages,
+        tools=tools,
+        stop=tuple(dict.fromkeys((*stop, *(form.stop if form else ())))),
+        max_new=min((limit for limit in limits if limit is not None), default=None),
+        aside=aside,
+        pieces=logprobs and not as_ids,
+        parts=stream and not tools,  # calls are read from the whole answer
+        **sampling,
+    )
+    return Wanted(ask, model, stop, stream, include_usage, logprobs, return_ids, as_ids)
+
+
+def names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of tools."""
+    return [tool["function"]["name"] for tool in tools]
+
+
+def message(
+    choice: Choice, *, stop: Sequence[str], tools: Sequence[Mapping[str, Any]], parser: str, id: str
+) -> dict[str, Any]:
+    """The assistant's message of an answer.
+
+    Args:
+      choice: the answer.
+      stop: the client's stop strings; the text ends before the one that was met.
+      tools: those that were offered.
+      parser: how the model writes a call.
+      id: begins the ids of the calls.
+
+    Returns:
+      The message; it has `tool_calls` where every call in the text can be made. A text with a malformed call, with one
+      of a tool that was not offered, or with one that does not fit a strict schema, is content, as the model wrote it.
+    """
+    said = choice.text.removesuffix(choice.stop) if choice.stop in stop else choice.text
+    if tools:
+        form = format_of(parser, names(tools))
+        calls = form.calls(choice.text, choice.stop)
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        if calls and all(not call.problem and call.name in schemas for call in calls):
+            given = [fitted(call.arguments, schemas[call.name], query_of(schemas[call.name])) for call in calls]
+        else:
+            given = []
+        strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")}
+        pairs = list(zip(calls, given, strict=False))
+        if given and all(call.name not in strict or _fits(args, schemas[call.name]) for call, args in pairs):
+            made = []
+            for k, (call, arguments) in enumerate(pairs):
+                function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                made.append({"id": f"call_{id}_{k}", "type": "function", "function": function})
+            before = form.before(choice.text).rstrip() or None
+            return {"role": "assistant", "content": before, "refusal": None, "tool_calls": made}
+    return {"role": "assistant", "content": said, "refusal": None}
+
+
+def call_ids(answer: Answer, index: int) -> str:
+    """What the ids of the calls of a choice begin with."""
+    return f"{answer.id}_{index}"
+
+
+def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
+    """The body of the response."""
+    choices = []
+    for index, choice in enumerate(answer.choices):
+        said = _said(wanted, answer, index, parser)
+        reason = "tool_calls" if "tool_calls" in said else finish_reason(choice)
+        made = {"index": index, "message": said, "finish_reason": reason, "logprobs": token_logprobs(wanted, choice)}
+        choices.append(made | ({"token_ids": list(choice.tokens)} if wanted.return_ids else {}))
+    body = _head(wanted, answer.id, answer.created, OBJECT) | {"choices": choices, "usage": usage(answer)}
+    return body | ({"prompt_token_ids": list(answer.prompt_ids)} if wanted.return_ids else {})
+
+
+class Stream:
+    """Writes an answer as chunks."""
+
+    def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
+        self._wanted, self._parser = wanted, parser
+        self._head = _head(wanted, id, created, f"{OBJECT}.chunk")
+        self._growing = [Growing(wanted) for _ in range(wanted.ask.samples)]
+        self._begun: set[int] = set()
+
+    def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
+        """The chunks of a part of choice `index`."""
+        shown = self._growing[index].part(choice)
+        yield self._chunk(index, {"content": shown.text}, shown)
+
+    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """The chunks of what is left once the whole answer is there."""
+        for index, choice in enumerate(answer.choices):
+            left = self._growing[index].end(choice)
+            said = _said(self._wanted, answer, index, self._parser)
+            delta: dict[str, Any] = {"content": left.text}
+            reason = finish_reason(choice)
+            if "tool_calls" in said:
+                calls = [{"index": k, **call} for k, call in enumerate(said["tool_calls"])]
+                delta, reason = {"content": said["content"], "tool_calls": calls}, "tool_calls"
+            yield self._chunk(index, delta, left)
+            yield self._chunk(index, {}, Choice("", (), ()), reason)
+        yield from ending(self._wanted, self._head, answer)
+
+    def _chunk(self, index: int, delta: dict[str, Any], choice: Choice, reason: str | None = None) -> dict[str, Any]:
+        if index not in self._begun:
+            self._begun.add(index)
+            delta = {"role": "assistant", **delta}
+        made: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+        if choice.tokens:
+            made["logprobs"] = token_logprobs(self._wanted, choice)
+            if self._wanted.return_ids:
+                made["token_ids"] = list(choice.tokens)
+        return {**self._head, "choices": [made]}
+
+
+def ending(wanted: Wanted, head: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
+    """The last chunk of a stream, without choices: the prompt's ids and the numbers of tokens, as far as asked for."""
+    more = {"prompt_token_ids": list(answer.prompt_ids)} if wanted.return_ids else {}
+    if more or wanted.usage:
+        yield {**head, "choices": [], **more, **({"usage": usage(answer)} if wanted.usage else {})}
+
+
+def _said(wanted: Wanted, answer: Answer, index: int, parser: str) -> dict[str, Any]:
+    choice, tools = answer.choices[index], wanted.ask.tools
+    return message(choice, stop=wanted.stop, tools=tools, parser=parser, id=call_ids(answer, index))
+
+
+def _head(wanted: Wanted, id: str, created: int, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{id}", "object": kind, "created": created, "model": wanted.model}
+
+
+def _choice(fields: Fields) -> str:
+    """'auto' or 'none'."""
+    value = fields.take("tool_choice")
+    if value is not None and value not in ("auto", "none"):
+        raise fields.wrong("tool_choice", value, "cannot be honoured: only 'auto' or 'none' is served")
+    return value or "auto"
+
+
+def _message(given: Any, where: str) -> dict[str, Any]:
+    """A message with its content as text, its role as chat templates name it."""
+    fields = Fields(given, where)
+    role = fields.text("role") or ""
+    role = _ROLES.get(role, role)
+    if role not in _TAKEN:
+        raise fields.wrong("role", role, f"must be developer, {', '.join(_TAKEN)}")
+    made: dict[str, Any] = {"role": role, "content": _content(fields.take("content"), f"{where}.content")}
+    if (name := fields.text("name")) is not None:
+        made["name"] = name
+    if role == "assistant":
+        for thoughts in _THOUGHTS:
+            if (text := fields.text(thoughts)) is not None:
+                made["reasoning_content"] = text
+        calls = fields.listed("tool_calls")
+        if calls:
+            made["tool_calls"] = [_call(call, f"{where}.tool_calls[{k}]") for k, call in enumerate(calls)]
+        fields.neutral("annotations", [])
+        fields.neutral("refusal", "")
+    if role == "tool" and (number := fields.text("tool_call_id")) is not None:
+        made["tool_call_id"] = number
+    if made["content"] is None and "tool_calls" not in made:
+        if role != "assistant":
+            raise fields.wrong("content", None, "must be a text or a list of parts")
+        made["content"] = ""
+    fields.end()
+    return made
+
+
+def _content(value: Any, where: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise Refused(400, "invalid_type", f"{where} must be a text or a list of parts.", where)
+    texts = []
+    for i, part in enumerate(value):
+        fields = Fields(part, f"{where}[{i}]")
+        kind, text = fields.text("type"), fields.take("text")
+        if kind != "text" or not isinstance(text, str):
+            raise Refused(
+                400, "unsupported_parameter", f"{where}[{i}] is of type {kind!r}: the model reads text alone.", where
+            )
+        fields.take("cache_control")  # a label of other providers
+        fields.end()
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    """A call of an earlier turn, its arguments as JSON text."""
+    fields = Fields(given, where)
+    kind, id_ = fields.text("type"), fields.text("id")
+    if kind not in (None, "function"):
+        raise fields.wrong("type", kind, "cannot be honoured: only 'function' is served")
+    function = Fields(fields.take("function"), f"{where}.function")
+    name, arguments = function.text("name"), function.text("arguments")
+    if not name:
+        raise function.wrong("name", name, "must name a function")
+    function.end()
+    fields.take("index")  # of a streamed call, which some clients leave in
+    fields.end()
+    return {"id": id_ or "", "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
+
+
+def _tool(given: Any, where: str) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    fields = Fields(given, where)
+    kind = fields.text("type")
+    if kind != "function":
+        raise fields.wrong("type", kind, "cannot be honoured: only 'function' is served")
+    function = Fields(fields.take("function"), f"{where}.function")
+    name, description, parameters = function.text("name"), function.text("description"), function.take("parameters")
+    if not name:
+        raise function.wrong("name", name, "must name the function")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise function.wrong("parameters", parameters, "must be a JSON schema, an object")
+    properties = (parameters or {}).get("properties", {})
+    if not isinstance(properties, dict) or not isinstance((parameters or {}).get("required", []), list):
+        raise function.wrong("parameters", parameters, "must be a JSON schema: properties an object, required a list")
+    strict = {"strict": True} if function.flag("strict") else {}
+    function.end()
+    fields.end()
+    made = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
+    return {"type": "function", "function": made | strict}
+
+
+def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
+    """True where arguments are those of a strict schema: all that are required, no others, each of its type."""
+    properties = schema.get("properties", {})
+    if not set(schema.get("required", ())) <= set(arguments) <= set(properties):
+        return False
+    for name, value in arguments.items():
+        kinds = properties[name].get("type") if isinstance(properties[name], Mapping) else None
+        kinds = [kinds] if isinstance(kinds, str) else kinds or []
+        if kinds and not any(_is(kind, value) for kind in kinds):
+            return False
+    return True
+
+
+def _is(kind: Any, value: Any) -> bool:
+    """True for a value of a type of JSON schema."""
+    if isinstance(value, bool) or kind == "boolean":
+        return isinstance(value, bool) and kind == "boolean"
+    types = {"string": str, "number": (int, float), "integer": int, "array": list, "object": dict, "null": type(None)}
+    return isinstance(value, types.get(kind, object))

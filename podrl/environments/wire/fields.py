@@ -1,0 +1,184 @@
+"""Reads the fields of a client's JSON: each is honoured or refused by its name, and none is passed over."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from podrl.environments.wire.asks import ASIDE, Refused
+
+_MOST_SAMPLES, _MOST_STOPS, _SEEDS = 128, 16, 2**63
+# Labels: they say something to the provider of a service, and nothing about the answer.
+LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id")
+# Fields with values that ask for nothing beyond what is always done; every other value is refused.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "echo": (False,),
+    "suffix": ("",),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "structured_outputs": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "priority": (0,),
+}
+
+
+class Fields:
+    """The fields of one object of a request; a field that is null is as one that is not there."""
+
+    def __init__(self, body: Any, within: str = "") -> None:
+        """Takes the object, and the name of the field that it is the value of; '' for the body itself.
+
+        Raises:
+          Refused: it is no object.
+        """
+        self._within = f"{within}." if within else ""
+        if not isinstance(body, Mapping):
+            raise Refused(400, "invalid_type", f"{within or 'The body'} must be an object.", within or None)
+        self._left = {str(name): value for name, value in body.items() if value is not None}
+
+    def take(self, name: str) -> Any:
+        """The value of a field; None where it is not there."""
+        return self._left.pop(name, None)
+
+    def flag(self, name: str) -> bool:
+        """A field that is true or false; false where it is not there."""
+        value = self.take(name)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "must be true or false")
+        return value
+
+    def whole(self, name: str, low: int, high: int) -> int | None:
+        """A whole number from `low` to `high`."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(name, value, f"must be a whole number from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float = math.inf, *, above: bool = False) -> float | None:
+        """A finite number from `low`, or with `above` beyond `low`, to `high`."""
+        value = self.take(name)
+        if value is None:
+            return None
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not fits or not low <= value <= high or (above and value == low):
+            limits = f"{'above' if above else 'of at least'} {low:g}" + (f", at most {high:g}" * math.isfinite(high))
+            raise self.wrong(name, value, f"must be a number {limits}")
+        return float(value)
+
+    def text(self, name: str) -> str | None:
+        """A text."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(name, value, "must be a text")
+        return value
+
+    def listed(self, name: str) -> list[Any] | None:
+        """A list."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, list):
+            raise self.wrong(name, value, "must be a list")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...] | None:
+        """A list of token ids."""
+        value = self.listed(name)
+        if value is not None and not are_ids(value):
+            raise self.wrong(name, value, "must be a list of token ids")
+        return None if value is None else tuple(value)
+
+    def model(self, models: Sequence[str]) -> tuple[str, bool]:
+        """(Name of the model, whether it is answered aside); the first of `models` where the client names none.
+
+        Raises:
+          Refused: a name that is none of `models`, with or without ':aside' behind it.
+        """
+        name = self.text("model") or models[0]
+        if (own := name.removesuffix(ASIDE)) not in models:
+            raise Refused(404, "model_not_found", f"There is no model {name[:80]!r}: {', '.join(models)} is.", "model")
+        return name, own != name
+
+    def sampling(self) -> dict[str, Any]:
+        """The settings of sampling that all dialects have in common, as arguments of Ask."""
+        top_k = self.whole("top_k", -1, 2**31 - 1)  # -1 is off, as with vLLM
+        return {
+            "samples": self.whole("n", 1, _MOST_SAMPLES) or 1,
+            "seed": self.whole("seed", 0, _SEEDS - 1),
+            "temperature": self.number("temperature", 0.0),
+            "top_p": self.number("top_p", 0.0, 1.0, above=True),
+            "top_k": None if top_k is None else max(top_k, 0),
+            "min_p": self.number("min_p", 0.0, 1.0),
+            "stop_ids": self.ids("stop_token_ids") or (),
+        }
+
+    def stop(self) -> tuple[str, ...]:
+        """The stop strings: a text, or a list of texts."""
+        value = self.take("stop")
+        texts = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise self.wrong("stop", value, "must be a text or a list of texts, none of which is empty")
+        if len(texts) > _MOST_STOPS:
+            raise self.wrong("stop", value, f"has {len(texts)} texts: at most {_MOST_STOPS} may end an answer")
+        return tuple(texts)
+
+    def usage(self) -> bool:
+        """Whether `stream_options` asks for a chunk of token counts."""
+        if (value := self.take("stream_options")) is None:
+            return False
+        options = Fields(value, "stream_options")
+        wanted = options.flag("include_usage")
+        options.neutral("include_obfuscation", False)
+        options.end()
+        return wanted
+
+    def neutral(self, name: str, *values: Any) -> None:
+        """Refuses a field unless it has one of some values that change nothing."""
+        value = self.take(name)
+        if value is not None and not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
+        ):
+            only = f": only {' or '.join(map(repr, values))} is served" if values else ""
+            raise self.wrong(name, value, f"cannot be honoured{only}")
+
+    def end(self) -> None:
+        """Refuses the first field that was not taken."""
+        for name in LABELS:
+            self.take(name)
+        for name, values in NEUTRAL.items():
+            self.neutral(name, *values)
+        for name, value in self._left.items():
+            raise self.wrong(name, value, "is not a field that this endpoint can honour: leave it out")
+
+    def wrong(self, name: str, value: Any, why: str) -> Refused:
+        """The refusal of a field's value."""
+        name, shown = self._within + name, repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
+        return Refused(400, "unsupported_parameter", f"{name}={shown} {why}.", name)
+
+
+def are_ids(value: Sequence[Any]) -> bool:
+    """True for whole numbers that may be token ids."""
+    return all(type(one) is int and 0 <= one < 2**31 for one in value)
