@@ -1,5 +1,7 @@
 """Turns records into batches of prompts: order, length limit, resumable position, held-out records."""
 
+import contextlib
+import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -7,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from podrl.data import conversation, shape, sources, template
+from podrl.data.cache import Cache, key
 from podrl.data.config import AUTO, EMBEDDED, DataConfig
 from podrl.data.curriculum import ChosenStream
 from podrl.data.generated import Problem
@@ -223,7 +226,41 @@ def _fixed(
 
 
 def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192) -> int:
-    """Length of the longest of the first `look` training prompts, in tokens, rounded up to a multiple of 64."""
+    """Length of the longest of the first `look` training prompts, in tokens, rounded up to a multiple of 64.
+
+    It takes over a second, so it is kept in the cache of `config`.
+    """
+    cache = Cache(config.cache)
+    name = _made_of(config, tokenizer, look, cache)
+    if name and (stored := cache.load(name)) is not None:
+        return int(stored["longest"])
+    longest = _longest(config, tokenizer, look)
+    if name:
+        with contextlib.suppress(OSError):  # it only saves the next start time
+            cache.store(name, {"longest": np.asarray(longest)})
+    return longest
+
+
+def _made_of(config: DataConfig, tokenizer: Tokenizer, look: int, cache: Cache) -> str:
+    """The cache's key of all that the longest prompt depends on; '' where a source is not a file, or a user's code."""
+    if any(source.transforms for source in config.sources):
+        return ""
+    splits = [source.split for source in config.sources] or [""]
+    paths = [
+        (config.eval_path, ""),
+        *((single.path, part) for single, part in zip(config.singles(), splits, strict=True)),
+    ]
+    paths = [(path, part) for path, part in paths if path and path not in EMBEDDED]
+    if any(path.startswith("tfds:") for path, _ in paths):
+        return ""
+    files = [file for path, part in paths for file in sources.files(sources.of_split(path, part))]
+    files += [tokenizer.directory / file for file in (*tokenizer.files, "config.json")]
+    versions = [importlib.metadata.version(package) for package in ("tokenizers", "jinja2")]
+    contents = [cache.content(file) for file in files if file.exists()]
+    return key("longest prompt", look, repr(config), tokenizer.tools_digest, versions, contents)
+
+
+def _longest(config: DataConfig, tokenizer: Tokenizer, look: int) -> int:
     longest = 1
     for part in (opened := split(config)).parts:
         rendered = sources.made(part.train, Renderer(part.config, tokenizer))

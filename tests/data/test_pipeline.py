@@ -1,16 +1,19 @@
 """Streams of prompts: shape, order, exact resume, sharding, skipped and held-out records."""
 
+import dataclasses
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
 
 import podrl
 from podrl.config import build
-from podrl.data import problems, sources
+from podrl.data import pipeline, problems, sources
 from podrl.data.generated import held_out
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
+from podrl.data.tokenizer import Tokenizer
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
 GSM8K = pathlib.Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k_train.jsonl"
@@ -196,3 +199,33 @@ def test_the_real_gsm8k(tokenizer):
     (held,) = held_out_prompts(config, tokenizer, count=200, max_prompt_length=256)
     assert len(held.text) == 200
     assert len(sources.read(str(GSM8K))) > 7000
+
+
+def test_the_longest_prompt_is_looked_for_again_only_where_it_may_have_changed(tmp_path, tokenizer, monkeypatch):
+    looked = []
+
+    def look(config, tokenizer, look, real=pipeline._longest):
+        looked.append(config.path)
+        return real(config, tokenizer, look)
+
+    monkeypatch.setattr(pipeline, "_longest", look)
+    path, place = tmp_path / "d.jsonl", str(tmp_path / "cache")
+    write = lambda words: path.write_text(json.dumps({"question": "word " * words, "answer": "1"}) + "\n")  # noqa: E731
+    write(5)
+    config = DataConfig(path=str(path), system_prompt="", eval_fraction=0.0, cache=place)
+    assert pipeline.longest_prompt(config, tokenizer) == pipeline.longest_prompt(config, tokenizer) == 64
+    assert len(looked) == 1
+    write(200)
+    found = pipeline.longest_prompt(config, tokenizer)
+    assert found > 64 and len(looked) == 2
+    longer = dataclasses.replace(config, system_prompt="Say " * 50)
+    assert pipeline.longest_prompt(longer, tokenizer) > found and len(looked) == 3
+    other = tmp_path / "model"
+    shutil.copytree(tokenizer.directory, other)
+    text = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(text | {"chat_template": "{{ messages[-1].content * 2 }}"}))
+    assert pipeline.longest_prompt(config, Tokenizer(other)) > found and len(looked) == 4
+    assert pipeline.longest_prompt(config, tokenizer, look=1) == found and len(looked) == 5
+    for _ in range(2):
+        pipeline.longest_prompt(dataclasses.replace(config, cache=""), tokenizer)  # ends with the process
+    assert len(looked) == 6
