@@ -243,8 +243,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--temperature={args.temperature} must be 0 (greedy) or a positive number.")
 
 
-def _loaded(args: argparse.Namespace) -> tuple[Any, int]:
-    """Loads and compiles the model; returns what answers requests, and the most tokens of one."""
+def _loaded(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tuple[Any, int]:
+    """Loads and compiles the model; returns what answers requests, and the most tokens of one.
+
+    Args:
+      args: the command's arguments.
+      devices: where it runs; None for all devices of this process.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -257,7 +262,7 @@ def _loaded(args: argparse.Namespace) -> tuple[Any, int]:
     from podrl.types import Policy
 
     check_decodes(args.mesh, key="--mesh")
-    mesh = make_mesh(args.mesh, jax.local_devices(), key="--mesh", auto="data=-1")
+    mesh = make_mesh(args.mesh, devices or jax.local_devices(), key="--mesh", auto="data=-1")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     model, params, directory = _model(args.model, mesh, dtype)
     tokenizer = Tokenizer.load(directory)
