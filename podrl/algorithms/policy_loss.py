@@ -307,12 +307,16 @@ class PolicyLoss:
         """True if the loss reads reference log-probabilities."""
         return self.settings.loss_kl.coef > 0
 
+    def divisor(self, mask_BT: Float[np.ndarray, "B T"]) -> float:
+        """Returns the loss's divisor, of one update's samples: its loss tokens, its sequences with any, or 1."""
+        return aggregation.divisor(mask_BT, self.settings.mode)
+
     def token_share(self, mask_BT: Float[np.ndarray, "B T"]) -> float:
         """Returns the loss's divisor over the number of loss tokens, of one update's samples: a factor on a token sum.
 
         What is so weighed and added to the loss's numerator is divided by tokens, whatever the loss is divided by.
         """
-        return aggregation.divisor(mask_BT, self.settings.mode) / max(float((mask_BT > 0).sum()), 1.0)
+        return self.divisor(mask_BT) / max(float((mask_BT > 0).sum()), 1.0)
 
     def as_token_mean(self, mask_BT: Float[np.ndarray, "B T"]) -> Float[np.ndarray, "B 1"]:
         """Returns the factor on each sample's advantages by which their part of the loss is a mean over tokens."""

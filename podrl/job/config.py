@@ -432,6 +432,11 @@ def _check_models(job: Job) -> None:
             f"grpo.teacher_coef={job.algo.teacher_coef:g} distills a teacher, and model.reference, which names it, is "
             "empty: give --config.model.reference=DIR, or set grpo.teacher_coef=0."
         )
+    if job.section == "grpo" and job.algo.observation_coef and not job.env.used:
+        raise ValueError(
+            f"grpo.observation_coef={job.algo.observation_coef:g} learns what an environment answers, and there is "
+            "none: set env.environment (and env.tools), or grpo.observation_coef=0."
+        )
     critic, reward = job.roles.critic.mesh, job.roles.reward.mesh
     if job.kind.given and (critic, reward) != (TRAINER, ROLLOUT):
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from podrl.algorithms.distill import TaughtRows, TopKRows
-from podrl.algorithms.policy_loss import starting_from, with_old
+from podrl.algorithms.policy_loss import starting_from
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.grpo import GRPO
 from podrl.learner.scoring import ReferencedScores, Scores
@@ -49,10 +49,10 @@ class Distilled(GRPO):
 
     def _prepare(self) -> None:
         def weigh(logprob_BT: Any, rows: Any) -> Any:
-            policy = rows.policy if self._exact else rows
+            policy = rows.policy if self._exact or self._config.observed_weight else rows
             return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, policy))
 
-        self.cluster.actor.prepare(with_old(self._loss, self.old), weigh, self._teacher)
+        self.cluster.actor.prepare(self._token_loss(), weigh, self._teacher)
 
     def advantages(
         self, experience: Experience, scores: Scores, rewards: np.ndarray

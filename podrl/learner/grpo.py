@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from podrl.algorithms.echo import ObservedRows, with_observations
 from podrl.algorithms.gae import outcome_reward
 from podrl.algorithms.policy_loss import starting_from, with_old
 from podrl.algorithms.policy_rows import AgedRows, PolicyRows
@@ -73,9 +74,15 @@ class GRPO:
         """Sets the actor's loss, and the weights of tokens that it reports to the trace."""
 
         def weigh(logprob_BT: Any, rows: Any) -> Any:
-            return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, rows))
+            policy = rows.policy if self._config.observed_weight else rows
+            return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, policy))
 
-        self.cluster.actor.prepare(with_old(self._loss, self.old), weigh)
+        self.cluster.actor.prepare(self._token_loss(), weigh)
+
+    def _token_loss(self) -> Any:
+        """Builds the loss of an update's rows, with that of observed tokens where these have a weight."""
+        loss = with_old(self._loss, self.old)
+        return with_observations(loss) if self._config.observed_weight else loss
 
     @property
     def policy(self) -> "GRPO":
@@ -135,7 +142,7 @@ class GRPO:
             placement = packing.place_samples(rollouts, chosen, self.shape)
             mask_BT, length_BT = placement.loss_tokens(loss_mask_BT[chosen])
             put = functools.partial(placement.scatter, where_BT=loss_mask_BT[chosen])
-            rows = PolicyRows(
+            rows: Any = PolicyRows(
                 layout=placement.layout(rollouts.tokens_BT[chosen]),
                 mask_BT=mask_BT,
                 length_BT=length_BT,
@@ -147,6 +154,10 @@ class GRPO:
             if self._loss.by_age:
                 age_BT = (step - rollouts.version_BT[chosen]).astype(np.float32)
                 rows = AgedRows(**vars(rows), age_BT=put(age_BT))
+            if weight := self._config.observed_weight:
+                observed_BT = self._config.observed(experience)[chosen]
+                scale = self._loss.divisor(loss_mask_BT[chosen]) / max(float(observed_BT.sum()), 1.0)
+                rows = ObservedRows(rows, placement.scatter(weight * observed_BT), scale)
             batches.append(self._placed(placement, rows, loss_mask_BT[chosen]))
         return batches
 
@@ -161,10 +172,11 @@ class GRPO:
         """Puts the rows of an update on the mesh, with log-probabilities that are computed there."""
         del loss_mask_BT
         batch = self.cluster.actor.put(placement.batch(rows))
-        rows = self._with_old(batch.rows, batch.layout())
+        observed = self._config.observed_weight
+        rows = self._with_old(batch.rows.policy if observed else batch.rows, batch.layout())
         if self._loss.needs_reference():
             rows = rows.with_reference(self.cluster.actor.reference_logprobs(batch.layout()))
-        return Batch(rows, batch.micro_batches)
+        return Batch(dataclasses.replace(batch.rows, policy=rows) if observed else rows, batch.micro_batches)
 
     def _with_old(self, rows: PolicyRows, layout: Batch[Layout]) -> PolicyRows:
         if self.old != "trainer" or self._scored_first:

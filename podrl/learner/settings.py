@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from podrl.algorithms import kl
 from podrl.algorithms.aggregate import SCALED_MODES
 from podrl.algorithms.distill import Distillation, TeacherKL
+from podrl.algorithms.echo import observed
 from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GAESettings, GroupSettings
 from podrl.algorithms.policy_loss import KLLossSettings, LossSettings, PolicyLoss
 from podrl.algorithms.shaping import overlong_penalty
@@ -123,6 +124,17 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     def distillation(self) -> Distillation | None:
         """The teacher's part in the advantage; None without a teacher."""
         return None
+
+    @property
+    def observed_weight(self) -> float:
+        """Weight of a token that the environment gave; 0 if such tokens are not learned."""
+        return 0.0
+
+    def observed(self, experience: Experience) -> Float[np.ndarray, "B T"]:
+        """1 on the tokens that environments gave, of samples that count in the loss."""
+        rollouts = experience.rollouts
+        in_B = self.masked_out(experience) == LeftOut.NOT
+        return np.where(in_B[:, None], observed(rollouts.mask_BT, rollouts.length_B), np.float32(0))
 
     def kl_coefs(self) -> dict[str, float]:
         """Maps the fields that set a KL coefficient, in the loss or in the reward, to their values."""
@@ -260,9 +272,10 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def policy_alone(self) -> bool:
-        """True if nothing but the surrogate moves the policy: no KL or entropy in the loss, no teacher's divergence."""
+        """True if nothing but the surrogate moves the policy: no KL, entropy, observation or divergence."""
         teacher = self.distillation
-        return not (self.loss_kl.coef or self.entropy_coef or (teacher is not None and not teacher.sampled))
+        exact = teacher is not None and not teacher.sampled
+        return not (self.loss_kl.coef or self.entropy_coef or self.observed_weight or exact)
 
     @property
     def advantage_alone(self) -> bool:
@@ -274,6 +287,11 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         lines = []
         if self.distillation is not None:
             lines.append(self.distillation.formula())
+        if self.observed_weight:
+            lines.append(
+                f"loss + {self.observed_weight:g} x (-log p), mean over the tokens that environments gave after a "
+                "sample's first turn (ECHO)"
+            )
         if self.reward_kl.coef:
             lines.append(f"reward per token: - {self.reward_kl.coef:g} KL to the reference ({self.reward_kl.mode})")
         if self.kl_target is not None:
@@ -322,6 +340,8 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
         the vocabulary, in the loss. 'top_k': over the policy's likeliest ids, and all others as one.
       teacher_top_k: how many ids 'top_k' takes.
       reward_coef: weight of the rewards' advantage beside the teacher's.
+      observation_coef: weight of the cross-entropy on tokens that an environment gave after a sample's first turn, such
+        as the output of tools (ECHO), a mean over these tokens; 0 for none.
       Others: see the classes inherited from.
     """
 
@@ -334,6 +354,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     teacher_kl: TeacherKL = "sampled"
     teacher_top_k: Count = 64
     reward_coef: NonNegative = 1.0
+    observation_coef: NonNegative = 0.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -370,6 +391,12 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
                 f"grpo.reward_coef={self.reward_coef:g} weighs the rewards against a teacher, and there is none: set "
                 "grpo.teacher_coef above 0, or grpo.reward_coef=1."
             )
+        if self.teacher_kl != "sampled" and self.observation_coef:
+            raise ValueError(
+                f"grpo.observation_coef={self.observation_coef:g} does not go with grpo.teacher_kl="
+                f"{self.teacher_kl!r}, whose update has no room for a second term: set grpo.teacher_kl='sampled', or "
+                "grpo.observation_coef=0."
+            )
         if self.teacher_coef and any(self.kl_coefs().values()):
             used = ", ".join(f"grpo.{field}={coef:g}" for field, coef in self.kl_coefs().items() if coef)
             raise ValueError(
@@ -382,6 +409,10 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
         if not self.teacher_coef:
             return None
         return Distillation(self.teacher_coef, self.reward_coef, self.teacher_kl, self.teacher_top_k)
+
+    @property
+    def observed_weight(self) -> float:
+        return self.observation_coef
 
     @property
     def kind(self) -> str:

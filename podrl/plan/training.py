@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from podrl.algorithms.distill import Distillation, TaughtRows, TopKRows
+from podrl.algorithms.echo import ObservedRows, with_observations
 from podrl.algorithms.policy_loss import with_old
 from podrl.algorithms.policy_rows import PolicyRows
 from podrl.algorithms.value_loss import CriticRows, value_loss
@@ -66,9 +67,13 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         forward = Forward(config=model, temperature=job.rollout.temperature, mesh=mesh, dtype=training.dtype)
         how = taught(teacher, forward, cast(ModelConfig, setting.reference))
         batch = _with_teacher(batch, teacher, mesh)
+    joined: Any = with_old(loss, old)
+    if algo.observed_weight:
+        joined = with_observations(joined)
+        batch = Batch(ObservedRows(batch.rows, batch.rows.mask_BT, batch.rows.kl_scale), batch.micro_batches)
     update = make_train_step(
         model,
-        with_old(loss, old),
+        joined,
         optimizer,
         mesh,
         temperature=job.rollout.temperature,

@@ -112,7 +112,10 @@ def _mask(now: Record, past: Past) -> str:
 @check(
     "the trainer does not reproduce the sampler",
     meaning="the engine serves other weights than those trained, or computes them in another way",
-    key="rollout.data_type=trainer.dtype, float32 for both; SECTION.sampler_correction='tis'; fewer stale batches",
+    key=(
+        "rollout.data_type=trainer.dtype, float32 for both; SECTION.sampler_correction='tis', or 'kpop', "
+        "which leaves out the tokens that are far off; fewer stale batches"
+    ),
 )
 def _reproduced(now: Record, past: Past) -> str:
     value, bound = number(now, "sampler/abs_diff"), past.setting("algo.mismatch_bound", 0.2)
@@ -202,7 +205,11 @@ def _reward_saturated(now: Record, past: Past) -> str:
 @check(
     "groups without signal",
     meaning="all samples of most prompts get the same reward: their advantages are 0 and the work is wasted",
-    key="SECTION.dynamic_sampling=True, more SECTION.num_generations, or data nearer to what the model can do",
+    key=(
+        "SECTION.dynamic_sampling=True (algorithm=dapo has it), more SECTION.num_generations, data nearer to "
+        "what the model can do; where right answers are rare and rewards 0 or more, "
+        "SECTION.advantage_estimator='maxrl', too"
+    ),
 )
 def _signal(now: Record, past: Past) -> str:
     values = past.recent(now, "reward/groups_without_signal")
@@ -235,7 +242,9 @@ def _trained(now: Record, past: Past) -> str:
 @check(
     "answers get longer",
     meaning="the policy has stopped ending its answers, or length pays",
-    key="SECTION.overlong_shaping=True, SECTION.loss_agg_mode, a reward without a premium on length",
+    key=(
+        "SECTION.overlong_shaping=True (algorithm=dapo has it), algorithm=dr_grpo, a reward without a premium on length"
+    ),
 )
 def _length(now: Record, past: Past) -> str:
     values, start = past.recent(now, "completion/length_mean"), past.at_first("completion/length_mean")
@@ -312,7 +321,10 @@ def _spike(now: Record, past: Past) -> str:
 @check(
     "entropy collapse",
     meaning="the policy says one thing only: samples of a prompt are alike, and nothing new is tried",
-    key="SECTION.entropy_coef or SECTION.beta higher, SECTION.epsilon_high=0.28, trainer.learning_rate lower",
+    key=(
+        "SECTION.entropy_coef or SECTION.beta higher, SECTION.epsilon_high=0.28 (algorithm=dapo has it), "
+        "algorithm=clip_cov, trainer.learning_rate lower"
+    ),
 )
 def _entropy(now: Record, past: Past) -> str:
     values, start = past.recent(now, "actor/entropy"), past.at_first("actor/entropy")

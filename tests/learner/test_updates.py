@@ -277,6 +277,33 @@ def test_tokens_are_told_apart_by_age_and_old_ones_dropped(beta, bench):
     assert bounded["sampler/kept"] == pytest.approx(1.0 - plain["rollout/share_stale_2"])
 
 
+def test_observed_tokens_are_learned_beside_the_policy_loss(bench):
+    """Samples have two tokens of a tool each; with equal rewards and no KL yet, these alone make the gradient."""
+    whole, place_BT = bench.experience.rollouts, np.tile(np.arange(T), (B, 1))
+    seen_BT = (place_BT >= PROMPT + 1) & (place_BT < np.minimum(PROMPT + 3, whole.length_B - 1)[:, None])
+    mask_BT = np.where(seen_BT, np.float32(0), whole.mask_BT)
+    rollouts = dataclasses.replace(whole, mask_BT=mask_BT, logprob_BT=np.where(seen_BT, 0, whole.logprob_BT))
+    experience = dataclasses.replace(bench.experience, rollouts=rollouts, reward_B=np.ones(B))
+    bench.cluster.state = jax.device_put(bench.start, bench._placed)
+    logprob_BT = bench.cluster.get_actor_per_token_logps(whole.tokens_BT, whole.length_B)
+    sums = {"beta": 0.04, "loss_agg_mode": "sequence-mean-token-sum"}
+    plain, norms = parsed("grpo", {"beta": 0.0, "num_iterations": 1}).algo, []
+    for changes in ({"observation_coef": 0.1}, {"observation_coef": 0.2}, {"observation_coef": 0.1} | sums):
+        config = dataclasses.replace(plain, **changes)
+        bench.cluster.state = jax.device_put(bench.start, bench._placed)
+        metrics = fetched_means(learn(GRPO(bench.cluster, config, samples=B, say=print), 0, experience))
+        assert metrics["echo/nll"] == pytest.approx(-logprob_BT[seen_BT].mean(), rel=1e-5)
+        after_BT = bench.cluster.get_actor_per_token_logps(whole.tokens_BT, whole.length_B)
+        assert after_BT[seen_BT].mean() > logprob_BT[seen_BT].mean()
+        norms.append(metrics["actor/grad_norm"])
+    # The weight is a factor, and how the policy loss is aggregated changes nothing of the observations' part.
+    assert norms == pytest.approx([norms[0], 2 * norms[0], norms[0]], rel=1e-4)
+    config = dataclasses.replace(plain, observation_coef=0.1)
+    assert not config.advantage_alone and "0.1 x (-log p)" in "\n".join(config.describe(LIMIT))
+    with pytest.raises(ValueError, match=r"grpo\.observation_coef=0\.1 learns what an environment answers"):
+        parsed("grpo", {"observation_coef": 0.1})
+
+
 def test_a_group_with_a_failed_sample_teaches_nothing_and_is_not_reported(bench):
     algorithm = GRPO(bench.cluster, parsed("grpo", {"num_iterations": 1}).algo, samples=B, say=print)
     whole, stop_B = bench.experience.rollouts, np.where(np.arange(B) == 5, STOP_FAILED, STOP_EOS)

@@ -1,0 +1,69 @@
+"""ECHO: the policy also learns to predict what its environment answers, by a cross-entropy beside its policy loss.
+
+After arXiv 2605.24517. A token that an environment gave after the sample's first turn, such as the output of a tool, is
+known and not sampled: it has no advantage, and its probability is raised as in supervised fine-tuning.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from podrl.algorithms.aggregate import token_mean
+from podrl.algorithms.policy_loss import PolicyLossFn
+from podrl.algorithms.policy_rows import PolicyRows
+from podrl.algorithms.segments import masked
+from podrl.types import Layout, Ratio
+
+
+@flax.struct.dataclass
+class ObservedRows:
+    """Packed rows of an update that learns from observations, too.
+
+    Attributes:
+      policy: what the policy loss reads.
+      weight_BT: weight of each observed token in the cross-entropy, 0 on all others.
+      scale: divisor of the policy loss over the number of tokens with a weight. The cross-entropy's sum, added to that
+        loss before the division, is so divided by the tokens that it is over.
+    """
+
+    policy: PolicyRows
+    weight_BT: Float[Array, "B T"]
+    scale: Float[Array, ""] | float
+
+    @property
+    def layout(self) -> Layout:
+        """The tokens and where they lie."""
+        return self.policy.layout
+
+
+def observed(mask_BT: Float[np.ndarray, "B T"], length_B: Float[np.ndarray, " B"]) -> Float[np.ndarray, "B T"]:
+    """1 on the tokens that an environment gave after the first sampled token of a sample, one sample per row.
+
+    Args:
+      mask_BT: 1 on sampled tokens.
+      length_B: tokens of each sample; padding follows.
+    """
+    sampled_BT = np.asarray(mask_BT) > 0
+    begun_BT = np.cumsum(sampled_BT, axis=1) > 0
+    return (begun_BT & ~sampled_BT & (np.arange(sampled_BT.shape[1]) < length_B[:, None])).astype(np.float32)
+
+
+def with_observations(loss: PolicyLossFn):
+    """Adds to a policy loss the weighted cross-entropy of observed tokens, divided by their number.
+
+    The result reads ObservedRows. Its metric echo/nll is the mean of -log p over observed tokens, nats, not weighted.
+    """
+
+    def joined(
+        logprob_BT: Float[Array, "B T"], entropy_BT: Float[Array, "B T"], rows: ObservedRows
+    ) -> tuple[Ratio, dict[str, Ratio]]:
+        found, metrics = loss(logprob_BT, entropy_BT, rows.policy)
+        given_BT = (rows.weight_BT > 0).astype(logprob_BT.dtype)
+        nll_BT = -masked(logprob_BT, given_BT)
+        total = jnp.sum(rows.weight_BT * nll_BT)
+        told = jax.lax.stop_gradient(token_mean(nll_BT, given_BT))
+        return Ratio(found.total + rows.scale * total, found.count), {**metrics, "echo/nll": told}
+
+    return joined
