@@ -570,7 +570,7 @@ def prompts_of(
 
 def _rendered(given: Any, tokenizer: Tokenizer) -> str:
     turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    turns = list(turns) if isinstance(turns, tuple) else turns
+    turns = shape.normal_turns(turns) if isinstance(turns, list | tuple) else turns
     if fault := shape.turns_fault(turns):
         raise ValueError(fault)
     return render(tokenizer, turns)

@@ -167,7 +167,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
     dropped: Mapping[str, int] = {}
     path, part = config.path, source.split if source else ""
     if source and source.transforms:
-        raw = sources.read(path, split=part)
+        raw = sources.read(path, split=part, as_written=True)
         content = [path] if path.startswith("tfds:") else _contents(path, part, cache)
         file, dropped = transformed(raw, key(content), source.transforms, cache)
         path, part = str(file), ""
@@ -261,7 +261,7 @@ def _read(
         read()
         cache.store(name, lines.arrays() | notes.arrays(start))
 
-    one_of = () if form else (config.question_field, "prompt", "messages")
+    one_of = () if form else (config.question_field, "prompt", "messages", "conversations")
     return sources.read(path, one_of, check, split=part, known=known)
 
 

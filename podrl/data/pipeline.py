@@ -356,9 +356,10 @@ def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
 
 
 def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    record = {"prompt": item} if isinstance(item, str) else item
-    if not isinstance(record, Mapping):
+    given = {"prompt": item} if isinstance(item, str) else item
+    if not isinstance(given, Mapping):
         raise ValueError(f"Prompt {index} is {item!r}: it must be a text, or a record with 'prompt' or 'question'.")
+    record = shape.normal(given)
     shape.check(record, f"Prompt {index}")
     return record
 

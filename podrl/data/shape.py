@@ -14,6 +14,50 @@ Record = Mapping[str, Any]
 QUESTION, ANSWER = "question", "answer"
 
 
+_SPEAKERS = {"human": "user", "gpt": "assistant"} | {name: name for name in ("user", "assistant", "system", "tool")}
+_TEXTS = ("text", "input_text", "output_text")  # types of the parts of OpenAI's interfaces that hold text
+
+
+def normal(record: Record) -> Record:
+    """Writes a record's conversations in the one form that podrl reads: turns with the texts 'role' and 'content'.
+
+    ShareGPT's `conversations` become `messages`, with the text `system` as their first turn; its turns with 'from' and
+    'value' get a 'role' and a 'content', and content in parts becomes their text, wherever a conversation may stand.
+    Other forms stay as they are, for `turns_fault` to refuse.
+    """
+    made = dict(record)
+    if made.get("messages") is None and isinstance(made.get("conversations"), list):
+        made["messages"] = made.pop("conversations")
+        system = made.get("system")
+        if isinstance(system, str) and system.strip():
+            made["messages"] = [{"role": "system", "content": system}, *made["messages"]]
+            del made["system"]
+    for name in ("messages", "prompt", "completion", "chosen", "rejected"):
+        if isinstance(made.get(name), list):
+            made[name] = normal_turns(made[name])
+    return made
+
+
+def normal_turns(turns: Sequence[Any]) -> list[Any]:
+    """Writes turns in the form that podrl reads; see `normal`."""
+    return [_normal_turn(turn) if isinstance(turn, Mapping) else turn for turn in turns]
+
+
+def _normal_turn(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    speaker = turn.get("from")
+    if turn.keys() >= {"from", "value"} and isinstance(speaker, str) and not turn.keys() & {"role", "content"}:
+        others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+        turn = {"role": _SPEAKERS[speaker], "content": turn["value"], **others} if speaker in _SPEAKERS else turn
+    content = turn.get("content")
+    if isinstance(content, list) and content and all(map(_is_text_part, content)):
+        return {**turn, "content": "".join(part["text"] for part in content)}
+    return turn
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _TEXTS and isinstance(part.get("text"), str)
+
+
 def asked(record: Record, question_field: str = QUESTION) -> str:
     """Returns the field that asks: 'messages', else 'prompt', else the question; '' where there is none of them.
 
@@ -52,9 +96,9 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
     """Says what is wrong with the turns of a conversation; '' where nothing is.
 
     Args:
-      turns: a list of objects with the texts 'role' and 'content'. A turn of the assistant may have 'tool_calls', as
-        OpenAI's interface writes them, and then no content; its thoughts in the text 'reasoning_content'; and a
-        'weight', 0 where it is not to be learned.
+      turns: a list, as `normal_turns` leaves it, of objects with the texts 'role' and 'content'. A turn of the
+        assistant may have 'tool_calls', as OpenAI's interface writes them, and then no content; its thoughts in the
+        text 'reasoning_content'; and a 'weight', 0 where it is not to be learned.
       tools: schemas of functions that the conversation's model may call; see `tools`.
     """
     if not isinstance(turns, list) or not turns:
@@ -62,7 +106,9 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
     for i, turn in enumerate(turns):
         where = f"turn {i}"
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            return f"{where} is {str(turn)[:80]!r}, without the text 'role'"
+            known = isinstance(turn, Mapping) and "from" in turn
+            speaker = f" (the speakers that podrl knows in 'from' are {', '.join(_SPEAKERS)})" if known else ""
+            return f"{where} is {str(turn)[:80]!r}, without the text 'role'{speaker}"
         where = f"{where} ({turn['role']})"
         calls = turn.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
@@ -70,6 +116,9 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
         if calls and turn["role"] != "assistant":
             return f"{where} has 'tool_calls', which only the assistant's turns have"
         content = turn.get("content")
+        if isinstance(content, list) and (other := [part for part in content if not _is_text_part(part)]):
+            kind = other[0].get("type") if isinstance(other[0], Mapping) else other[0]
+            return f"'content' of {where} has a part of type {str(kind)[:80]!r}, and podrl reads texts alone"
         if not isinstance(content, str) and not (content is None and calls):
             return f"'content' of {where} is {str(content)[:80]!r} and must be text"
         if turn.get("weight", 1) not in (0, 1, None):

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from etils import epath
 
+from podrl.data import shape
 from podrl.runtime import hub, plain
 from podrl.runtime.regular import regular
 from podrl.runtime.storage import is_remote, locate
@@ -187,6 +188,20 @@ class _Joined(Records):
         return self._parts[which], index - (self._ends[which - 1] if which else 0)
 
 
+class _Normal(Records):
+    """Records with their conversations in the form that podrl reads; see podrl.data.shape.normal."""
+
+    def __init__(self, written: Records) -> None:
+        super().__init__(written.name, written)
+        self._written = written
+
+    def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return shape.normal(self._written[index])
+
+    def place(self, index: int) -> str:
+        return self._written.place(index)
+
+
 class Known(Protocol):
     """Facts about files that were read before."""
 
@@ -196,9 +211,15 @@ class Known(Protocol):
 
 
 def read(
-    path: str, one_of: Sequence[str] = (), check: Check | None = None, *, split: str = "", known: Known | None = None
+    path: str,
+    one_of: Sequence[str] = (),
+    check: Check | None = None,
+    *,
+    split: str = "",
+    known: Known | None = None,
+    as_written: bool = False,
 ) -> Records:
-    """Opens a file of records.
+    """Opens a file of records, with their conversations in one form (podrl.data.shape.normal).
 
     Args:
       path: a .jsonl, .csv (with a header, as Kaggle's GSM8K), .parquet or .array_record file, 'tfds:NAME/SPLIT', or
@@ -208,13 +229,21 @@ def read(
       check: called with every record, in their order, and its place; raises ValueError.
       split: of a directory, the beginning of the names of its files.
       known: spares reading JSON lines again.
+      as_written: leaves conversations in the form of the file.
 
     Raises:
       FileNotFoundError: nothing matches the path.
       ValueError: an unknown format, an empty file, or a record that does not hold what it must; names file and line.
       ImportError: the library of the format, or of gs://, is not installed; names the extra.
     """
-    accept = check or (lambda record, place: None)
+    accept: Check = check or (lambda record, place: None)
+    if not as_written:
+        written = _read(path, one_of, lambda record, place: accept(shape.normal(record), place), split, known)
+        return _Normal(written)
+    return _read(path, one_of, accept, split, known)
+
+
+def _read(path: str, one_of: Sequence[str], accept: Check, split: str, known: Known | None) -> Records:
     path = of_split(path, split)
     suffix = "" if path.startswith("tfds:") else _suffix(str(files(path)[0]) if path.startswith(hub.DATA) else path)
     if path.startswith("tfds:") or suffix == _ARRAY_RECORD:
@@ -222,6 +251,11 @@ def read(
         for i in range(len(records)):
             accept(records[i], records.place(i))
         return records
+    if suffix in _PACKED:
+        raise ValueError(
+            f"{path} is compressed, and records are read at any place of a file: unpack it (such as by 'gunzip -k'), "
+            "or write it as .parquet."
+        )
     if suffix not in _KNOWN:
         usable = ", ".join((*_KNOWN, _ARRAY_RECORD))
         raise ValueError(f"{path} ends in {suffix!r}, which is no known format: use {usable}, or tfds:NAME/SPLIT.")
@@ -493,6 +527,7 @@ _READERS: dict[str, Callable[[epath.Path, Sequence[str], Check], Records]] = {
     ".parquet": _parquet,
 }
 _KNOWN = (_JSONL, *_READERS)
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".lz4")
 
 
 def _array_record(path: str, found: Sequence[epath.Path]) -> Records:

@@ -10,11 +10,13 @@ import grain
 
 from podrl.data import sources
 from podrl.data.sources import Source
+from podrl.types import BatchError
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
 # So many items in a row that are too long are an error, so that a large source of them does not look like a hang.
 MOST_IN_A_ROW = 10_000
+_TOLD = 1000  # records between two messages of a check
 
 
 class TooLong:
@@ -143,13 +145,16 @@ class Stream(Generic[Item]):
         """Prepares record `number` of source `part` for a position of the walk.
 
         Raises:
-          ValueError: it cannot be prepared; names its place.
+          BatchError: it cannot be prepared; names its place. A run saves the steps before it, then ends.
         """
-        item = sources.make(
-            self._sources[part],
-            number,
-            lambda record: self._prepare(position, Sourced(part, record) if self._mixes else record),
-        )
+        try:
+            item = sources.make(
+                self._sources[part],
+                number,
+                lambda record: self._prepare(position, Sourced(part, record) if self._mixes else record),
+            )
+        except ValueError as error:
+            raise BatchError(str(error)) from error
         return TooLong(self._names[part]) if self._mixes and isinstance(item, TooLong) else item
 
     def look(self, most: int) -> None:
@@ -159,8 +164,12 @@ class Stream(Generic[Item]):
           ValueError: one cannot be prepared; names its place.
         """
         for part, (source, name) in enumerate(zip(self._sources, self._names, strict=True)):
-            looked = min(most, len(source))
-            if long := sum(isinstance(self.made(i, part, i), TooLong) for i in range(looked)):
+            looked, long = min(most, len(source)), 0
+            for i in range(looked):
+                long += isinstance(self.made(i, part, i), TooLong)
+                if (i + 1) % _TOLD == 0:
+                    _log.info("%d of %d records%s are checked.", i + 1, looked, f" of {name}" * bool(name))
+            if long:
                 _log.warning(
                     "%d of the first %d records%s are longer than %d tokens, which is %s, and are left out.",
                     *(long, looked, f" of {name}" * bool(name), self._limit.tokens, self._limit.key),

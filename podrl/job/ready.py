@@ -24,7 +24,9 @@ from podrl.runtime import hub, storage
 from podrl.runtime.service import ServiceError
 
 _LOOK = 256  # records of a source whose fields are looked at
-_FEW = 32  # records of a source that are made into what is trained on; a long conversation takes a second
+# Records of a source that are made into what is trained on: by a start, and by a dry run. A conversation of six turns
+# takes 10 ms, and a very long one a second.
+_FEW, _MANY = 32, 10_000
 
 
 def check_models(job: Job, keys: Collection[str]) -> None:
@@ -88,15 +90,16 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
     rewards.check_scored(trained, others, whole=whole)
 
 
-def check_records(job: Job, tokenizer: Tokenizer) -> None:
-    """Makes the first records of every source into what is trained on, and the held-out ones into an evaluation.
+def check_records(job: Job, tokenizer: Tokenizer, most: int = _FEW) -> None:
+    """Makes the first `most` records of every source into what is trained on, and held-out ones into an evaluation.
 
     Warns of those that are too long, and where none are held out though eval.problems asks for some.
 
     Raises:
       ValueError: one cannot be made, as where the chat template does not write a turn; names its place.
     """
-    job.kind.stream(job, tokenizer).look(_FEW)
+    in_files = any(one.path not in EMBEDDED_TASKS for one in job.data.singles())
+    job.kind.stream(job, tokenizer).look(most if in_files else _FEW)
     held_out(job, tokenizer)
 
 
@@ -115,7 +118,7 @@ def check_all(job: Job) -> None:
         with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
             pass
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
-    check_records(job, tokenizer)
+    check_records(job, tokenizer, _MANY)
     if not job.kind.given:
         others = {"environment": job.env.reward_weight} if job.env.used else {}
         with Rewards(job.reward, others) as rewards:

@@ -15,6 +15,7 @@ from podrl.job import job, ready
 from podrl.job.config import parse, unset
 from podrl.rewards.compose import Rewards
 from podrl.runtime.watchdog import EXIT_DONE
+from podrl.types import BatchError
 
 RECORD = {"question": "2+2?", "answer": "4", "level": "easy"}
 MINE = "def scored(prompts, completions, level):\n    return [0.0] * len(completions)\n"
@@ -225,8 +226,21 @@ def test_a_record_that_cannot_be_rendered_is_named_when_it_is_drawn(tmp_path, al
     made = parse(values(algorithm, data=data, rollout={"prompts_per_step": ready._FEW + 1}, **sizes))
     stream = made.kind.stream(made, Tokenizer(podrl.TINY))
     stream.look(ready._FEW)
-    with pytest.raises(ValueError, match=rf"d\.jsonl line {ready._FEW + 1}: .*(tool|call)"):
+    # The loop saves the steps before such an error.
+    with pytest.raises(BatchError, match=rf"d\.jsonl line {ready._FEW + 1}: .*(tool|call)"):
         next(stream)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", *GIVEN])
+def test_a_dry_run_renders_all_of_a_file(tmp_path, algorithm, caplog, capsys):
+    good, bad = GIVEN.get(algorithm, [RECORD] * 2)
+    bad = (
+        {"messages": [ASKED, {"role": "tool", "content": "no tools in this template"}, ASKED]} if bad is RECORD else bad
+    )
+    with caplog.at_level("INFO"):
+        made = values(algorithm, data=records(tmp_path, *[good] * 1001, bad, good), eval={"problems": 0})
+        refused(made, r"d\.jsonl line 1002: .*(tool|call)", capsys)
+    assert "1000 of 1003 records are checked." in caplog.text
 
 
 def test_the_start_of_a_run_makes_the_same_checks(tmp_path, model):
