@@ -19,6 +19,7 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "act": (),
     "batch": ("data", "fsdp"),
     "embed": ("fsdp", "seq"),
+    "expert": (),
     "head_dim": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

@@ -63,7 +63,7 @@ def attention(
       ValueError: 'splash' where segments share beginnings, which it cannot express, or 'prefix' where they do not.
     """
     if form == "auto":
-        form = _kernel(q_BTNH.shape, windows, shared=shared is not None) if _on_tpu(mesh) else "blockwise"
+        form = _kernel(q_BTNH.shape, windows, shared=shared is not None) if on_tpu(mesh) else "blockwise"
     if form == "dense":
         return dense(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=window, softcap=softcap, shared=shared)
     if form == "splash":
@@ -351,7 +351,8 @@ def _join(blocks: Array) -> Array:
 # --- TPU kernels ---
 
 
-def _on_tpu(mesh: Mesh | None) -> bool:
+def on_tpu(mesh: Mesh | None) -> bool:
+    """True if the devices of a mesh (by default, of this process) are TPUs."""
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     return device.platform == "tpu"
 

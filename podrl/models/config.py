@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from podrl.config import Natural, Positive, Range, section
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+ATTENTION_PROJECTIONS = PROJECTIONS[:4]
 QUANT_GROUP = 64  # inputs that share a scale in integer weights
 GLOBAL_WINDOW = 1 << 30  # a window no sequence reaches: the layer sees everything before it
 
@@ -86,6 +87,46 @@ class LoraConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """The routed feed-forwards of a layer, and the way a token's are chosen and weighted.
+
+    Attributes:
+      count: feed-forwards in each layer, E.
+      chosen: feed-forwards that compute each token, k.
+      ffn_dim: inner dimension of each, F.
+      score: function of the router's logits: 'softmax' over all experts, 'sigmoid' of each, or 'chosen': a softmax over
+        the chosen ones. The experts with the highest scores are chosen.
+      normalize: whether the weights of a token's experts are divided by their sum.
+      scale: factor of the weights.
+      selection_bias: whether a number per expert is added to the scores for choosing, but not to the weights. It has no
+        gradient.
+      shared_dim: inner dimension of one more feed-forward that computes every token; 0 is none.
+      shared_gate: whether its output is multiplied by a sigmoid of the token.
+    """
+
+    count: int
+    chosen: int
+    ffn_dim: int
+    score: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    selection_bias: bool = False
+    shared_dim: int = 0
+    shared_gate: bool = False
+
+    def __post_init__(self):
+        if not 1 <= self.chosen <= self.count:
+            raise ValueError(
+                f"{self.chosen} experts of {self.count} cannot be chosen for a token: num_experts_per_tok must be at "
+                "least 1 and at most the number of experts."
+            )
+        if self.score not in ("softmax", "sigmoid", "chosen"):
+            raise ValueError(f"Router score {self.score!r} is not known: softmax, sigmoid and chosen are.")
+        if self.shared_gate and not self.shared_dim:
+            raise ValueError("shared_gate=True without a shared feed-forward: shared_dim must be above 0.")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a decoder-only transformer.
 
@@ -108,6 +149,7 @@ class ModelConfig:
       rope_scaling_L: per layer, stretching of the frequencies.
       max_length: longest sequence the checkpoint was made for, tokens.
       lora: adapters beside the projections.
+      experts: routed feed-forwards in place of one of `ffn_dim`, in every layer; None where there are none.
     """
 
     family: str
@@ -134,8 +176,11 @@ class ModelConfig:
     rope_scaling_L: tuple[RopeScaling, ...]
     max_length: int
     lora: LoraConfig = LoraConfig()
+    experts: Experts | None = None
 
     def __post_init__(self):
+        if self.experts is not None:
+            self._check_adapters()
         for name in ("window_L", "rope_theta_L", "rope_scaling_L"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers.")
@@ -145,6 +190,39 @@ class ModelConfig:
             raise ValueError(
                 f"{self.num_heads} query heads do not split over {self.num_kv_heads} key/value heads: "
                 "num_attention_heads must be a multiple of num_key_value_heads."
+            )
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of the dense projections in a layer: with experts, only those of attention."""
+        return ATTENTION_PROJECTIONS if self.experts is not None else PROJECTIONS
+
+    @property
+    def active_ffn_dim(self) -> int:
+        """Inner dimension of all feed-forwards that compute one token in a layer."""
+        return (
+            self.ffn_dim
+            if self.experts is None
+            else self.experts.chosen * self.experts.ffn_dim + self.experts.shared_dim
+        )
+
+    @property
+    def chosen_share(self) -> float:
+        """Share of the routed experts that compute one token; 1 without experts."""
+        return 1.0 if self.experts is None else self.experts.chosen / self.experts.count
+
+    def _check_adapters(self) -> None:
+        """Refuses adapters and integer weights of experts; the default pattern means those of attention."""
+        own = [name for name in PROJECTIONS if name not in ATTENTION_PROJECTIONS and self.lora.covers(name)]
+        if own and (self.lora.pattern != LoraConfig.pattern):
+            raise ValueError(
+                f"lora.pattern={self.lora.pattern!r} matches {', '.join(own)}: the experts of a {self.family} model "
+                f"take no adapters yet. Make model.lora.pattern match {', '.join(ATTENTION_PROJECTIONS)} alone."
+            )
+        if self.lora.base_dtype:
+            raise ValueError(
+                f"lora.base_dtype={self.lora.base_dtype!r}: the experts of a {self.family} model are not stored as "
+                "integers yet. Set model.lora.base_dtype=''."
             )
 
     def inverse_frequencies(self) -> Float[np.ndarray, "L H/2"]:

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from podrl.mesh import rules
-from podrl.models.attention import ATTENTION_NAME, attention
+from podrl.models import moe
+from podrl.models.attention import ATTENTION_NAME, attention, on_tpu
 from podrl.models.config import QUANT_GROUP, ModelConfig
 from podrl.types import PyTree
 
@@ -54,6 +55,8 @@ class LayerInfo:
 # attend(q_BTNH, k_BTKH, v_BTKH, info) -> (out_BTNH, state): queries are scaled and rotated, keys rotated; `state` is
 # whatever the caller wants back from each layer (new keys and values, an updated cache).
 Attend = Callable[[Array, Array, Array, LayerInfo], tuple[Array, Any]]
+# routed(h_BTD, layer, info) -> (out_BTD, route_BTk): the feed-forward of a model with experts, and the experts it took.
+Routed = Callable[[Array, PyTree, LayerInfo], tuple[Array, Array]]
 
 _PROJECTIONS = {
     # name: (einsum, shape letters, logical axes)
@@ -89,7 +92,8 @@ def param_specs(config: ModelConfig) -> dict:
         layers[name] = Param((config.num_layers, *shape), ("layers", *axes), std, dtype)
 
     unit = 0.0 if config.norm_plus_one else -1.0  # std -1: ones
-    for name, (_, letters, axes) in _PROJECTIONS.items():
+    for name in config.projections:
+        _, letters, axes = _PROJECTIONS[name]
         shape = tuple(size[c] for c in letters)
         split = projection_inputs(name)
         fan_in = math.prod(shape[:split])
@@ -100,6 +104,9 @@ def param_specs(config: ModelConfig) -> dict:
         if config.lora.covers(name):
             layer(f"{name}_lora_a", (*shape[:split], config.lora.rank), (*axes[:split], "rank"), fan_in**-0.5)
             layer(f"{name}_lora_b", (config.lora.rank, *shape[split:]), ("rank", *axes[split:]), 0.0)
+    if config.experts is not None:
+        for name, (shape, axes, std) in moe.param_shapes(config).items():
+            layer(name, shape, axes, std)
     if config.qkv_bias:
         for name in ("q", "k", "v"):
             _, letters, axes = _PROJECTIONS[name]
@@ -156,12 +163,16 @@ def is_adapter(name: str) -> bool:
 
 
 def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree]:
-    """Splits parameters into (trainable, frozen): under LoRA adapters and base, else everything and an empty tree."""
-    if not config.lora.rank:
-        return params, {}
-    adapters = {k: v for k, v in params["layers"].items() if is_adapter(k)}
-    base = {k: v for k, v in params["layers"].items() if not is_adapter(k)}
-    return {"layers": adapters}, {**params, "layers": base}
+    """Splits parameters into (trainable, frozen): under LoRA adapters and base, else everything and an empty tree.
+
+    A router's selection bias has no gradient and is always frozen: weight decay would pull it to 0.
+    """
+    trains = is_adapter if config.lora.rank else lambda name: name != "selection_bias"
+    trainable = {k: v for k, v in params["layers"].items() if trains(k)}
+    rest = {k: v for k, v in params["layers"].items() if not trains(k)}
+    if config.lora.rank:
+        return {"layers": trainable}, {**params, "layers": rest}
+    return ({**params, "layers": trainable}, {"layers": rest}) if rest else (params, {})
 
 
 def join_trainable(trainable: PyTree, frozen: PyTree) -> PyTree:
@@ -255,13 +266,6 @@ def project(
     return y
 
 
-_ACTIVATIONS = {
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "silu": jax.nn.silu,
-}
-
-
 def block(
     x_BTD: Float[Array, "B T D"],
     layer: PyTree,
@@ -271,8 +275,13 @@ def block(
     attend: Attend,
     mesh: Mesh | None = None,
     drop: Drop = drop_nothing,
-) -> tuple[Float[Array, "B T D"], Any]:
-    """Applies one transformer layer; returns the residual stream and whatever `attend` returned."""
+    routed: Routed | None = None,
+) -> tuple[Float[Array, "B T D"], Any, Int[Array, "B T k"] | None]:
+    """Applies one transformer layer.
+
+    Returns:
+      (the residual stream, whatever `attend` returned, the experts that `routed` took; None without experts).
+    """
 
     cut = mesh is not None and bool(rules.axes_over("time", mesh))
 
@@ -296,10 +305,14 @@ def block(
     x_BTD = x_BTD + norm("post_attn_norm", out_BTD)
 
     h_BTD = norm("pre_mlp_norm", x_BTD)
-    gate_BTF = _ACTIVATIONS[config.activation](proj("gate", h_BTD))
+    if config.experts is not None:
+        assert routed is not None
+        out_BTD, route_BTk = routed(h_BTD, layer, info)
+        return x_BTD + norm("post_mlp_norm", keep(out_BTD, "batch", "time", "act")), state, route_BTk
+    gate_BTF = moe.ACTIVATIONS[config.activation](proj("gate", h_BTD))
     h_BTF = keep(gate_BTF * proj("up", h_BTD), "batch", "time", "mlp")
     out_BTD = keep(proj("down", h_BTF), "batch", "time", "act")
-    return x_BTD + norm("post_mlp_norm", out_BTD), state
+    return x_BTD + norm("post_mlp_norm", out_BTD), state, None
 
 
 def embed(
@@ -338,7 +351,7 @@ def _offload(prim: Any, *args: Any, **params: Any) -> Any:
     """Builds the remat policy that saves what "dots" saves, offloaded to host memory."""
     if prim.name == "name":
         kept = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=[moe.ROUTES_NAME],
             names_which_can_be_offloaded=[ATTENTION_NAME],
             offload_src="device",
             offload_dst=_HOST,
@@ -349,10 +362,10 @@ def _offload(prim: Any, *args: Any, **params: Any) -> Any:
 
 
 _REMAT = {
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "full": jax.checkpoint_policies.save_only_these_names(moe.ROUTES_NAME),
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME),
+        jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME, moe.ROUTES_NAME),
     ),
     "offload": _offload,
 }
@@ -380,6 +393,7 @@ def hidden(
     mesh: Mesh | None = None,
     dropout_key: PRNGKeyArray | None = None,
     prefix_BT: Int[Array, "B T"] | None = None,
+    route_LBTk: Int[Array, "L B T k"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Computes final normalised hidden states of packed rows.
 
@@ -393,6 +407,8 @@ def hidden(
       mesh: where given, activations are pinned to the batch sharding.
       dropout_key: turns on the adapters' dropout (training only); without it, or at rate 0, nothing is dropped.
       prefix_BT: where segments share beginnings, the segment each token sees before its own; 0 is none.
+      route_LBTk: the experts each token takes, as the sampler recorded them, see `podrl.models.moe.route`; None lets
+        every token choose.
 
     Raises:
       ValueError: 'offload' on devices that cannot reach the host's memory.
@@ -413,17 +429,22 @@ def hidden(
         )
         return out, None
 
-    def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo]) -> tuple[Array, None]:
-        layer, info = xs
+    def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[Array, None]:
+        layer, info, given_BTk = xs
         drop = drop_nothing
         if dropping and dropout_key is not None:
             drop = adapter_dropout(config, dropout_key, info.index)
-        return block(x_BTD, layer, info, position_BT, config, attend, mesh, drop)
+
+        def routed(h_BTD: Array, layer: PyTree, info: LayerInfo) -> tuple[Array, Array]:
+            return moe.feed_forward(h_BTD, layer, info.index, config, mesh=mesh, tpu=on_tpu(mesh), route_BTk=given_BTk)
+
+        x_BTD, _, _ = block(x_BTD, layer, info, position_BT, config, attend, mesh, drop, routed)
+        return x_BTD, None
 
     if remat == "offload":
         _check_offload(mesh)
     if remat != "none":
         step = jax.checkpoint(step, policy=_REMAT[remat], prevent_cse=False)
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)
-    x_BTD, _ = jax.lax.scan(step, x_BTD, (params["layers"], layer_infos(config)))
+    x_BTD, _ = jax.lax.scan(step, x_BTD, (params["layers"], layer_infos(config), route_LBTk))
     return rms_norm(x_BTD, params["final_norm"], config)

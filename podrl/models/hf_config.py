@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from podrl.models.config import GLOBAL_WINDOW, ModelConfig, RopeScaling
+from podrl.models.config import GLOBAL_WINDOW, Experts, ModelConfig, RopeScaling
 from podrl.models.hf_fields import COMPUTED, reads, refuse_unknown, refuse_unread
 from podrl.models.tensor_files import has_own_head
 from podrl.runtime.regular import load_object
@@ -61,6 +61,20 @@ _GEMMA2 = _GEMMA | {
     "final_logit_softcapping": 30.0,
 }
 _QWEN = _LLAMA | {"max_window_layers": 28, "use_sliding_window": False, "sliding_window": 4096}
+_QWEN3_MOE = _LLAMA | {
+    "num_key_value_heads": 4,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+}
+_MIXTRAL = _LLAMA | {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "num_experts_per_tok": 2,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "gemma": Family("gemma", "GemmaForCausalLM", True, False, False, False, _GEMMA),
@@ -68,8 +82,10 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", True, True, True, False, _GEMMA3),
     "llama": Family("llama", "LlamaForCausalLM", False, False, False, False, _LLAMA),
     "mistral": Family("mistral", "MistralForCausalLM", False, False, False, False, _LLAMA | {"sliding_window": 4096}),
+    "mixtral": Family("mixtral", "MixtralForCausalLM", False, False, False, False, _MIXTRAL),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", False, False, False, True, _QWEN),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", False, False, True, False, _QWEN | {"head_dim": 128}),
+    "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", False, False, True, False, _QWEN3_MOE),
 }
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "swish": "silu"}
@@ -143,7 +159,28 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         rope_theta_L=theta_L,
         rope_scaling_L=scaling_L,
         max_length=need("max_position_embeddings"),
+        experts=_experts(name, known, where),
     )
+
+
+def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
+    """Reads the experts of a family that has them."""
+    if not reads(name, "num_experts_per_tok"):
+        return None
+    counts = {key: known[key] for key in ("num_experts", "num_local_experts") if key in known}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"{where} has {' and '.join(f'{k}={v}' for k, v in counts.items())}: they must be the same.")
+    default = ("num_experts", 128) if reads(name, "num_experts") else ("num_local_experts", 8)
+    key, count = next(iter(counts.items()), default)
+    chosen = known["num_experts_per_tok"]
+    if chosen > count:
+        raise ValueError(
+            f"{where} has num_experts_per_tok={chosen} and {key}={count}: a token "
+            "cannot have more experts than there are."
+        )
+    if name == "mixtral":
+        return Experts(count, chosen, known["intermediate_size"])
+    return Experts(count, chosen, known["moe_intermediate_size"], normalize=known["norm_topk_prob"])
 
 
 def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
@@ -312,12 +349,25 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["query_pre_attn_scalar"] = _whole(config.query_scale**-2)
         raw["attn_logit_softcapping"] = config.attn_softcap or None
         raw["final_logit_softcapping"] = config.logit_softcap or None
-    raw |= _window_fields(config) | _rope_fields(config)
+    raw |= _window_fields(config) | _rope_fields(config) | _expert_fields(config)
     back = dataclasses.replace(config_from_hf(raw), lora=config.lora)
     same_scale = math.isclose(back.query_scale, config.query_scale, rel_tol=1e-6)
     if not same_scale or dataclasses.replace(back, query_scale=config.query_scale) != config:
         raise ValueError(f"This {config.family} configuration has no form in Hugging Face's config.json: {config}.")
     return raw
+
+
+def _expert_fields(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    if experts is None:
+        return {}
+    values = {
+        "num_experts" if reads(config.family, "num_experts") else "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.ffn_dim,
+        "norm_topk_prob": experts.normalize,
+    }
+    return {key: value for key, value in values.items() if reads(config.family, key)}
 
 
 def _whole(value: float) -> float | int:
@@ -330,7 +380,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if config.family in ("gemma2", "gemma3", "qwen2", "qwen3"):
         fields["layer_types"] = ["sliding_attention" if s else "full_attention" for s in sliding]
-    if config.family in ("qwen2", "qwen3"):
+    if reads(config.family, "use_sliding_window"):
         fields["use_sliding_window"] = any(sliding)
     if config.family not in ("gemma", "llama"):
         fields["sliding_window"] = window if any(sliding) else (4096 if config.post_norms else None)

@@ -5,9 +5,18 @@ from typing import Any
 
 from podrl.config import nearest
 
+# Fields of models with experts, and the families whose model reads each.
+EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "num_experts": ("qwen3_moe",),
+    "num_local_experts": ("mixtral", "qwen3_moe"),
+    "num_experts_per_tok": ("mixtral", "qwen3_moe"),
+    "moe_intermediate_size": ("qwen3_moe",),
+    "norm_topk_prob": ("qwen3_moe",),
+}
 # Fields podrl computes with.
 COMPUTED = frozenset(
     (
+        *EXPERT_FIELDS,
         "vocab_size",
         "hidden_size",
         "intermediate_size",
@@ -74,6 +83,8 @@ _IGNORABLE = frozenset(
         "use_return_dict",
         "bad_words_ids",
         "length_penalty",
+        "output_router_logits",
+        "router_aux_loss_coef",  # of a loss beside the model's, which podrl does not add
     )
 )
 # Fields that change the mathematics when they have another value than the one podrl computes.
@@ -88,6 +99,9 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
     "rope_interleaved": (False, None),
     "use_mrope": (False, None),
+    "decoder_sparse_step": (1, None),  # every layer has experts
+    "mlp_only_layers": ([], None),
+    "router_jitter_noise": (0, 0.0, None),
 }
 _GEMMA23 = ("gemma2", "gemma3")
 _QWEN = ("qwen2", "qwen3")
@@ -98,13 +112,14 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "query_pre_attn_scalar": _GEMMA23,
     "rope_local_base_freq": ("gemma3",),
     "hidden_activation": _GEMMA23,
-    "hidden_act": ("gemma", "llama", "mistral", *_QWEN),
+    "hidden_act": ("gemma", "llama", "mistral", "mixtral", "qwen3_moe", *_QWEN),
     "layer_types": (*_GEMMA23, *_QWEN),
-    "sliding_window": (*_GEMMA23, *_QWEN, "mistral"),
+    "sliding_window": (*_GEMMA23, *_QWEN, "mistral", "mixtral", "qwen3_moe"),
     "sliding_window_pattern": ("gemma3",),
     "_sliding_window_pattern": (),
-    "use_sliding_window": _QWEN,
+    "use_sliding_window": (*_QWEN, "qwen3_moe"),
     "max_window_layers": _QWEN,
+    **EXPERT_FIELDS,
 }
 
 
@@ -166,12 +181,13 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
             *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
             *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
             *("sliding_window_pattern", "_sliding_window_pattern"),
+            *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         ),
         _count,
     ),
     **dict.fromkeys(("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping"), _number),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"), _positive),
-    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), _flag),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), _flag),
     **dict.fromkeys(("hidden_act", "hidden_activation"), _text),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
     "layer_types": _texts,
@@ -225,6 +241,8 @@ def refuse_unread(
     """
 
     def agrees(key: str, value: Any) -> bool:
+        if key in EXPERT_FIELDS:
+            return False
         if key in ("attn_logit_softcapping", "final_logit_softcapping"):
             return value == 0
         if key == "query_pre_attn_scalar":

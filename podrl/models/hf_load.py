@@ -156,9 +156,10 @@ def _load_leaf(
         place = _place_whole(entry.shape, bool(entry.inputs), dtype, target)
         return jax.block_until_ready(place(_to_devices(tensors[0], raw_sharding, staging)))
     stack = _zeros(entry.param.shape, dtype, target)()
-    place = _place_layer(entry.shape, bool(entry.inputs), target)
-    for layer, tensor in enumerate(tensors):
-        stack = jax.block_until_ready(place(stack, _to_devices(tensor, raw_sharding, staging), np.int32(layer)))
+    place = _place_part(entry.shape, entry.stacked, bool(entry.inputs), target)
+    for index, tensor in zip(entry.places().values(), tensors, strict=True):
+        raw = _to_devices(tensor, raw_sharding, staging)
+        stack = jax.block_until_ready(place(stack, raw, np.asarray(index, np.int32)))
     return stack
 
 
@@ -186,7 +187,7 @@ class _Staging:
 def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
     """Derives, where dimensions line up, the sharding of a stored tensor that gives every device its final part."""
     axes = list(target.spec) + [None] * (len(entry.param.shape) - len(target.spec))
-    axes = axes[1:] if entry.stacked else axes
+    axes = entry.unstacked(axes)
     if entry.inputs:
         axes = [_merged(axes[entry.inputs :]), _merged(axes[: entry.inputs])]
     elif len(entry.stored_shape) < len(axes):
@@ -230,9 +231,12 @@ def _place_whole(shape: tuple[int, ...], transpose: bool, dtype: np.dtype, targe
 
 
 @functools.lru_cache(maxsize=64)
-def _place_layer(shape: tuple[int, ...], transpose: bool, target: NamedSharding):
-    def place(stack: Array, raw: Array, layer: Array) -> Array:
+def _place_part(shape: tuple[int, ...], stacked: tuple[int, ...], transpose: bool, target: NamedSharding):
+    def place(stack: Array, raw: Array, index: Array) -> Array:
         value = (raw.T if transpose else raw).reshape(shape).astype(stack.dtype)
-        return stack.at[layer].set(value)
+        start = [jnp.int32(0)] * stack.ndim
+        for dim, at in zip(stacked, index, strict=True):
+            start[dim] = at
+        return jax.lax.dynamic_update_slice(stack, jnp.expand_dims(value, stacked), start)
 
     return jax.jit(place, donate_argnums=0, out_shardings=target)

@@ -2,6 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from podrl.models.config import ModelConfig
 from podrl.models.decoder import Param, is_adapter, param_specs, projection_inputs
@@ -28,29 +32,53 @@ _POST_NORM_FAMILY = _NORMS | {
 }
 
 
+# Of each family with experts: leaf -> tensor name after the layer's prefix; '{}' stands for the expert. Two names are
+# those of gate and up.
+_EXPERTS = {
+    "qwen3_moe": {
+        "router": ("mlp.gate",),
+        "expert_in": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "expert_out": ("mlp.experts.{}.down_proj",),
+    },
+    "mixtral": {
+        "router": ("block_sparse_moe.gate",),
+        "expert_in": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        "expert_out": ("block_sparse_moe.experts.{}.w2",),
+    },
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """One parameter leaf and its tensors in a checkpoint.
 
     Attributes:
       leaf: path in the parameter tree, e.g. ('layers', 'q').
-      name: tensor name; '{}' stands for the layer.
-      stacked: the leaf is stacked over layers, one tensor each.
-      param: the leaf's shape and logical axes, the layer axis included.
-      inputs: leading dimensions (layers excluded) that a matrix contracts with its input; 0 for vectors and embeddings,
-        which are stored as they are. A matrix is stored as [outputs, inputs].
+      name: tensor name; each '{}' stands for the layer and then the expert. Where gate and up are parts of the leaf,
+        both names, of which the second is in `up_name`.
+      stacked: dimensions of the leaf that are stacked from tensors: () is one tensor, (0,) one for each layer, (0, 1)
+        one for each layer and expert.
+      param: the leaf's shape and logical axes, stacked dimensions included.
+      inputs: leading dimensions (those stacked excluded) that a matrix contracts with its input; 0 for vectors and
+        embeddings, which are stored as they are. A matrix is stored as [outputs, inputs].
+      up_name: name of the tensors at 1 of the last stacked dimension, which then has the size 2; '' is none.
     """
 
     leaf: tuple[str, ...]
     name: str
-    stacked: bool
+    stacked: tuple[int, ...]
     param: Param
     inputs: int
+    up_name: str = ""
+
+    def unstacked(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Leaves out the values of stacked dimensions from one value per dimension of the leaf."""
+        return tuple(value for dim, value in enumerate(values) if dim not in self.stacked)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's shape in one layer."""
-        return self.param.shape[1:] if self.stacked else self.param.shape
+        """The part of the parameter's shape that one tensor holds."""
+        return self.unstacked(self.param.shape)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -59,9 +87,27 @@ class Entry:
             return (math.prod(self.shape),) if self.leaf[-1].endswith("_bias") else self.shape
         return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
 
+    def places(self) -> dict[str, tuple[int, ...]]:
+        """Maps each tensor's name to its index in the stacked dimensions."""
+        named = (self.name, self.up_name or self.name)
+        return {
+            named[index[-1] if self.up_name else 0].format(*index): index
+            for index in np.ndindex(*(self.param.shape[dim] for dim in self.stacked))
+        }
+
     def names(self) -> list[str]:
-        """Lists tensor names, one per layer for stacked leaves."""
-        return [self.name.format(i) for i in range(self.param.shape[0])] if self.stacked else [self.name]
+        """Lists tensor names, in the order of `places`."""
+        return list(self.places())
+
+    def part(self, index: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the index of one tensor's part: `leaf[entry.part(entry.places()[name])]`."""
+        return part_of(self.stacked, index, len(self.param.shape))
+
+
+def part_of(stacked: Sequence[int], index: Sequence[Any], ndim: int) -> tuple[Any, ...]:
+    """Returns the index of an array that takes `index` in the stacked dimensions and all of the others."""
+    where = dict(zip(stacked, index, strict=True))
+    return tuple(where.get(dim, slice(None)) for dim in range(ndim))
 
 
 def module_of(projection: str) -> str:
@@ -75,15 +121,29 @@ def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
     found = []
     for key, param in specs["layers"].items():
         if is_adapter(key) == adapters:
-            name, inputs = _layer_name(key, config)
-            found.append(Entry(("layers", key), name, True, param, inputs))
+            found.append(_expert_entry(key, param, config) or _layer_entry(key, param, config))
     if adapters:
         return found
-    head = [Entry(("embed",), "model.embed_tokens.weight", False, specs["embed"], 0)]
-    tail = [Entry(("final_norm",), "model.norm.weight", False, specs["final_norm"], 0)]
+    head = [Entry(("embed",), "model.embed_tokens.weight", (), specs["embed"], 0)]
+    tail = [Entry(("final_norm",), "model.norm.weight", (), specs["final_norm"], 0)]
     if "unembed" in specs:
-        tail.append(Entry(("unembed",), "lm_head.weight", False, specs["unembed"], 1))
+        tail.append(Entry(("unembed",), "lm_head.weight", (), specs["unembed"], 1))
     return head + found + tail
+
+
+def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
+    """Returns the entry of a leaf of a router or of experts; None for other leaves."""
+    names = _EXPERTS.get(config.family, {}).get(key)
+    if names is None:
+        return None
+    first, *second = (f"model.layers.{{}}.{name}.weight" for name in names)
+    stacked = {"router": (0,), "expert_in": (0, 1, 3), "expert_out": (0, 1)}[key]
+    return Entry(("layers", key), first, stacked, param, 1, *second)
+
+
+def _layer_entry(key: str, param: Param, config: ModelConfig) -> Entry:
+    name, inputs = _layer_name(key, config)
+    return Entry(("layers", key), name, (0,), param, inputs)
 
 
 def _layer_name(key: str, config: ModelConfig) -> tuple[str, int]:

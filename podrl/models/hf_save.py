@@ -19,7 +19,7 @@ from jaxtyping import Array
 from podrl.models.config import ModelConfig
 from podrl.models.decoder import is_adapter
 from podrl.models.hf_config import config_to_hf
-from podrl.models.hf_names import Entry, entries
+from podrl.models.hf_names import Entry, entries, part_of
 from podrl.models.tensor_files import Outgoing, split_into_files, write_file, write_index
 from podrl.types import PyTree
 
@@ -85,7 +85,7 @@ def write_entries(
       partial: the directory to write into.
       single_name: one file of this name, whatever its size.
     """
-    source = {name: (entry, layer) for entry in wanted for layer, name in enumerate(entry.names())}
+    source = {name: (entry, index) for entry in wanted for name, index in entry.places().items()}
     outgoing = [Outgoing(name, entry.stored_shape, dtype) for name, (entry, _) in source.items()]
     files = {single_name: outgoing} if single_name else split_into_files(outgoing, max_file_bytes)
     for file, tensors in files.items():
@@ -134,7 +134,7 @@ def is_writer(params: PyTree) -> bool:
     return min(d.process_index for d in leaf.sharding.device_set) == jax.process_index()
 
 
-def _stored(params: PyTree, entry: Entry, layer: int, dtype: np.dtype) -> np.ndarray:
+def _stored(params: PyTree, entry: Entry, index: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Converts one tensor to its stored form, on the host."""
     leaf = functools.reduce(lambda node, key: node[key], entry.leaf, params)
     if tuple(leaf.shape) != entry.param.shape:
@@ -143,23 +143,27 @@ def _stored(params: PyTree, entry: Entry, layer: int, dtype: np.dtype) -> np.nda
             f"{entry.param.shape}: configuration and parameters are of different models."
         )
     if not isinstance(leaf, jax.Array):
-        value = np.asarray(leaf[layer] if entry.stacked else leaf).astype(dtype)
+        value = np.asarray(leaf[entry.part(index)]).astype(dtype)
         value = value.reshape(entry.stored_shape[::-1]).T if entry.inputs else value.reshape(entry.stored_shape)
         return np.ascontiguousarray(value)
     sharding = NamedSharding(leaf.sharding.mesh, Spec()) if isinstance(leaf.sharding, NamedSharding) else None
     take = _taking(entry.stored_shape, entry.stacked, bool(entry.inputs), dtype, sharding)
-    gathered = take(leaf, np.int32(layer))
+    gathered = take(leaf, np.asarray(index, np.int32))
     return np.asarray(gathered.addressable_data(0))
 
 
 @functools.lru_cache(maxsize=64)
 def _taking(
-    stored_shape: tuple[int, ...], stacked: bool, transpose: bool, dtype: np.dtype, sharding: NamedSharding | None
+    stored_shape: tuple[int, ...],
+    stacked: tuple[int, ...],
+    transpose: bool,
+    dtype: np.dtype,
+    sharding: NamedSharding | None,
 ):
-    """Builds a jitted function from a leaf and a layer to the stored tensor, whole on every device."""
+    """Builds a jitted function from a leaf and an index of its stacked dimensions to the stored tensor, whole."""
 
-    def take(leaf: Array, layer: Array) -> Array:
-        value = (leaf[layer] if stacked else leaf).astype(dtype)
+    def take(leaf: Array, index: Array) -> Array:
+        value = leaf[part_of(stacked, list(index), leaf.ndim)].astype(dtype)
         return value.reshape(stored_shape[::-1]).T if transpose else value.reshape(stored_shape)
 
     return jax.jit(take, out_shardings=sharding)

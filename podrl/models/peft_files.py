@@ -76,7 +76,7 @@ def save_adapters(
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
         "lora_dropout": config.lora.dropout,
-        "target_modules": [module_of(p).split(".")[-1] for p in PROJECTIONS if config.lora.covers(p)],
+        "target_modules": [module_of(p).split(".")[-1] for p in config.projections if config.lora.covers(p)],
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

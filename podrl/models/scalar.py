@@ -78,7 +78,7 @@ def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) 
 def stored_entries(config: ModelConfig) -> list[Entry]:
     """Lists the tensors of a sequence classification checkpoint with one label; the head is the last."""
     trunk = [entry for entry in entries(config) if entry.leaf != ("unembed",)]
-    return [*trunk, Entry((HEAD,), "score.weight", False, param_specs(config)[HEAD], 1)]
+    return [*trunk, Entry((HEAD,), "score.weight", (), param_specs(config)[HEAD], 1)]
 
 
 def load(

@@ -85,6 +85,19 @@ def _qwen3(dim: int, ffn: int, layers: int, heads: int, *, tied: bool) -> dict[s
     }
 
 
+def _qwen3_moe(dim: int, expert: int, layers: int, heads: int) -> dict[str, Any]:
+    """128 experts, 8 of them for each token; `expert` is the inner dimension of each."""
+    dense = _qwen3(dim, 3 * dim, layers, heads, tied=False)
+    return dense | {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": expert,
+        "norm_topk_prob": True,
+    }
+
+
 def _llama32(dim: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
     base = _llama31(dim, 8192, layers, heads)
     return base | {
@@ -138,6 +151,8 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
     "qwen3-14b": _qwen3(5120, 17_408, 40, 40, tied=False),
     "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 768, 48, 32),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 1536, 94, 64),
 }
 
 
@@ -155,3 +170,9 @@ def config_of(name: str) -> ModelConfig:
 def parameter_count(config: ModelConfig) -> int:
     """Counts the model's parameters, adapters included."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config), is_leaf=is_param))
+
+
+def expert_parameter_count(config: ModelConfig) -> int:
+    """Counts the parameters of routed experts, of which a token uses the share `config.chosen_share`."""
+    layers = param_specs(config)["layers"]
+    return sum(math.prod(layers[name].shape) for name in ("expert_in", "expert_out") if name in layers)

@@ -28,7 +28,7 @@ def least_bytes(side: str, setting: Setting) -> float:
     kept = model.model_dim
     if training.remat in ("none", "dots"):
         heads = model.num_heads + 2 * model.num_kv_heads
-        kept += (heads * model.head_dim + 2 * model.ffn_dim) / tensor
+        kept += (heads * model.head_dim + 2 * model.active_ffn_dim) / tensor
     activations = tokens * model.num_layers * kept * jnp.dtype(training.dtype).itemsize
     return device_bytes((state, frozen, setting.reference_params(mesh))) + activations
 
@@ -36,7 +36,7 @@ def least_bytes(side: str, setting: Setting) -> float:
 def _forward(model: ModelConfig) -> float:
     """Counts operations per token of a model's projections."""
     weights = model.model_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    return 2.0 * model.num_layers * (weights + 3 * model.ffn_dim * model.model_dim)
+    return 2.0 * model.num_layers * (weights + 3 * model.active_ffn_dim * model.model_dim)
 
 
 def least_trainer_seconds(setting: Setting) -> float:
@@ -50,7 +50,7 @@ def least_trainer_seconds(setting: Setting) -> float:
     shape = setting.job.pack_shape(mesh)
     forward, compared = _forward(model), _forward(setting.reference or model)
     backward = 2 * forward if not model.lora.rank else forward * (model.num_layers - 1) / model.num_layers
-    last = 2.0 * model.ffn_dim * model.model_dim * model.num_layers
+    last = 2.0 * model.active_ffn_dim * model.model_dim * model.num_layers
     again = forward - last if training.remat == "full" and model.num_layers > 1 else 0.0
     teacher = setting.job.algo.distillation
     within = compared if teacher is not None and teacher.kl == "full" else 0.0

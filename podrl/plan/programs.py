@@ -18,7 +18,7 @@ from podrl.mesh.build import make_mesh, spreads_copies
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
-from podrl.models.sizes import SIZES, config_of
+from podrl.models.sizes import SIZES, config_of, expert_parameter_count, parameter_count
 from podrl.plan.chips import Topology
 from podrl.plan.hlo import Trips
 from podrl.rollout.engine import Engine
@@ -175,15 +175,17 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work
     model, job = setting.rollout_model, setting.job
     tensor = mesh.shape["tensor"]
     item = setting.rollout_dtype().itemsize
-    specs = jax.tree.leaves(decoder.param_specs(model), is_leaf=decoder.is_param)
-    weights = sum(math.prod(spec.shape) for spec in specs) / tensor
+    weights, routed = parameter_count(model) / tensor, expert_parameter_count(model) / tensor
+    # Of the experts, those chosen compute a lane's token; those that no lane chose are not read.
+    active = weights - routed * (1 - model.chosen_share)
+    touched = weights - routed * (1 - model.chosen_share) ** lanes
     heads = model.num_kv_heads if model.num_kv_heads % tensor else model.num_kv_heads // tensor  # cut evenly or not
     token = 2 * model.num_layers * heads * model.head_dim * item
     prompt = job.rollout.max_prompt_length / min(job.algo.num_generations, job.rollout.members_per_read)
     seen = lanes * (prompt + setting.completion / 2)
     attended = lanes * (job.rollout.max_prompt_length + setting.completion / 2)
     attention = 4 * model.num_layers * model.num_heads / tensor * model.head_dim * attended
-    return Work(steps * (2 * weights * lanes + attention), steps * (weights * item + seen * token))
+    return Work(steps * (2 * active * lanes + attention), steps * (touched * item + seen * token))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ from jaxtyping import Array, Int
 
 from podrl.mesh import rules
 from podrl.mesh.build import check_decodes
-from podrl.models import decoder
+from podrl.models import decoder, moe
+from podrl.models.attention import on_tpu
 from podrl.models.config import ModelConfig
 from podrl.rollout import attention
 from podrl.rollout.page_attention import chosen
@@ -281,14 +282,26 @@ class Engine:
                 info = jax.tree.map(lambda a: a[i], infos)  # noqa: B023
                 x, carry = layer_fn(x, carry, self._gathered(layer, specs[i]), info, i)
             return x, carry
-        sliced = jax.tree.map(lambda s: Spec(*s[1:]), specs, is_leaf=lambda s: isinstance(s, Spec))
+        # Experts stay those of all layers, as a scan would copy a layer's for each step; not where they are gathered.
+        whole = {
+            name: x
+            for name, x in params["layers"].items()
+            if name in ("expert_in", "expert_out") and self.mesh.shape["fsdp"] == 1
+        }
+
+        scanned = {name: x for name, x in params["layers"].items() if name not in whole}
+        sliced = {name: Spec(*specs[name][1:]) for name in scanned}
 
         def body(state: tuple, xs: tuple) -> tuple:
             layer, info = xs
-            return layer_fn(*state, self._gathered(layer, sliced), info, info.index), None
+            return layer_fn(*state, self._gathered(layer, sliced) | whole, info, info.index), None
 
-        (x, carry), _ = jax.lax.scan(body, (x, carry), (params["layers"], infos))
+        (x, carry), _ = jax.lax.scan(body, (x, carry), (scanned, infos))
         return x, carry
+
+    def _routed(self, h_BTD: Array, layer: PyTree, info: decoder.LayerInfo) -> tuple[Array, Array]:
+        mesh = jax.sharding.get_abstract_mesh() if self.mesh.shape["tensor"] > 1 else None
+        return moe.feed_forward(h_BTD, layer, info.index, self.model, mesh=mesh, inside=True, tpu=on_tpu(self.mesh))
 
     def _ends(self, params: PyTree) -> PyTree:
         """Gathers embedding, final norm and output matrix along fsdp."""
@@ -393,7 +406,8 @@ class Engine:
                 )
                 return out[:, None], (tuple(new), used)
 
-            return decoder.block(x, layer, info, position_R[:, None], model, attend)
+            x, memory, _ = decoder.block(x, layer, info, position_R[:, None], model, attend, routed=self._routed)
+            return x, memory
 
         x_R1D = decoder.embed(ends, token_R[:, None], model, self.dtype)
         x_R1D, memory = self._layers(params, x_R1D, memory, layer_fn)
@@ -442,7 +456,8 @@ class Engine:
                 )  # fmt: skip
                 return out, new
 
-            return decoder.block(x, layer, info, position_BT, model, attend)
+            x, fresh, _ = decoder.block(x, layer, info, position_BT, model, attend, routed=self._routed)
+            return x, fresh
 
         x_BTD = decoder.embed(ends, tokens_BT, model, self.dtype)
         _, fresh = self._layers(params, x_BTD, fresh, layer_fn)

@@ -67,7 +67,17 @@ def test_logits_are_those_of_transformers(directory):
 
 
 def test_there_is_a_fixture_of_every_family():
-    assert [d.name for d in FIXTURES] == ["gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3"]
+    assert [d.name for d in FIXTURES] == [
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    ]
 
 
 def test_a_sharded_model_computes_what_one_device_computes():

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from podrl.models.config import GLOBAL_WINDOW, RopeScaling
+from podrl.models.config import GLOBAL_WINDOW, Experts, RopeScaling
 from podrl.models.hf_config import config_from_hf, config_to_hf, read_config
 from podrl.models.sizes import SIZES, config_of, parameter_count
 
@@ -51,6 +51,127 @@ QWEN25 = {
     "vocab_size": 151936,
 }
 
+# The published config.json of Qwen3-30B-A3B and of Mixtral-8x7B-v0.1.
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+
+
+def test_the_published_fields_of_models_with_experts_are_read():
+    qwen, mixtral = config_from_hf(QWEN3_30B), config_from_hf(MIXTRAL_8X7B)
+    assert qwen == config_of("qwen3-30b-a3b")
+    assert qwen.experts == Experts(128, 8, 768) and set(qwen.window_L) == {GLOBAL_WINDOW} and qwen.qk_norm
+    assert mixtral.experts == Experts(8, 2, 14336) and not mixtral.qk_norm
+    assert parameter_count(mixtral) == 46_702_792_704
+    for config in (qwen, mixtral):
+        assert config_from_hf(config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize("raw", [QWEN3_30B, MIXTRAL_8X7B], ids=lambda raw: raw["model_type"])
+def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
+    """Every field that may change the logits changes the configuration, or is refused by its name."""
+    changes = {
+        **{key: 3 for key in ("decoder_sparse_step", "max_window_layers")},
+        **{key: 1 for key in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")},
+        "norm_topk_prob": False,
+        "mlp_only_layers": [0],
+        "router_jitter_noise": 0.1,
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "intermediate_size": 7,
+        "rope_theta": 5.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rms_norm_eps": 0.5,
+        "layer_types": ["sliding_attention"] * raw["num_hidden_layers"],
+        "attn_logit_softcapping": 3.0,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 7,
+        "shared_expert_intermediate_size": 8,
+        "n_group": 2,
+        "routed_scaling_factor": 2.0,
+        "scoring_func": "sigmoid",
+    }
+    same = set()
+    for key, value in changes.items():
+        try:
+            if config_from_hf(raw | {key: value}) == config_from_hf(raw):
+                same.add(key)
+        except ValueError as error:
+            assert key in str(error), (key, error)
+    # Fields that say nothing while there is no window: the others must be given too.
+    assert same <= {"max_window_layers", "sliding_window", "use_sliding_window"}, same
+    if raw["model_type"] == "qwen3_moe":
+        windowed = config_from_hf(raw | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": None})
+        assert set(windowed.window_L) == {64}
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=500 and num_(local_)?experts="):
+        config_from_hf(raw | {"num_experts_per_tok": 500})
+    with pytest.raises(ValueError, match="num_experts=128 and num_local_experts=4: they must be the same"):
+        config_from_hf(QWEN3_30B | {"num_local_experts": 4})
+
 
 @pytest.mark.parametrize("directory", FIXTURES, ids=lambda d: d.name)
 def test_fixtures_survive_a_round_trip(directory):
@@ -78,6 +199,8 @@ def test_published_sizes_survive_a_round_trip(name):
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-14b", 14_768_307_200),
         ("qwen3-32b", 32_762_123_264),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
     ],
 )
 def test_published_sizes_have_the_published_number_of_parameters(name, count):
@@ -89,7 +212,7 @@ def test_gemma3_sizes_have_the_numbers_of_their_names():
 
 
 def test_an_unknown_size_lists_all():
-    with pytest.raises(ValueError, match=r"'gemma3-5b'\. Did you mean 'gemma3-4b'\?.*gemma2-2b, .*qwen3-32b\."):
+    with pytest.raises(ValueError, match=r"'gemma3-5b'\. Did you mean 'gemma3-4b'\?.*gemma2-2b, .*qwen3-235b-a22b\."):
         config_of("gemma3-5b")
 
 

@@ -81,6 +81,30 @@ CASES = [
     ("mistral_mqa", "MistralConfig", {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": 3}),
     ("mistral_tied", "MistralConfig", {"num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 9}),
     ("mistral_global", "MistralConfig", {"sliding_window": None, "head_dim": 16}),
+    (
+        "qwen3_moe_weighted",
+        "Qwen3MoeConfig",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": False},
+    ),
+    (
+        "qwen3_moe_windows",
+        "Qwen3MoeConfig",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "num_key_value_heads": 4,
+        },
+    ),
+    ("mixtral_window", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    (
+        "mixtral_one",
+        "MixtralConfig",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
+    ),
 ]
 BY_NAME = {name: changes for name, _, changes in CASES}
 # The sizes of the committed fixtures (tests/models/fixtures), one case per family.
@@ -93,6 +117,23 @@ FIXTURE_CASES = [
     ("qwen2", "Qwen2Config", {"num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True}),
     ("qwen3", "Qwen3Config", {"num_key_value_heads": 1}),
     ("mistral", "MistralConfig", {"num_key_value_heads": 1, "sliding_window": 5}),
+    (
+        "mixtral",
+        "MixtralConfig",
+        {"num_key_value_heads": 1, "num_hidden_layers": 2, "num_local_experts": 3, "num_experts_per_tok": 2},
+    ),
+    (
+        "qwen3_moe",
+        "Qwen3MoeConfig",
+        {
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6,
+            "norm_topk_prob": True,
+        },
+    ),
 ]
 
 
@@ -101,13 +142,14 @@ def make_model(config_class: str, changes: dict, *, seed: int = 0) -> "transform
     # No end token: greedy generation must not stop early.
     fields = SMALL | changes | {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
     config = getattr(transformers, config_class)(**fields)
+    config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
-            if value.ndim == 2:
-                value.copy_(noise * (0.5 if "embed" in name else 1.0) / value.shape[1] ** 0.5)
+            if value.ndim > 1:
+                value.copy_(noise * (0.5 if "embed" in name else 1.0) / value.shape[-1] ** 0.5)
             elif name.endswith("bias"):
                 value.copy_(noise * 0.3)
             else:

@@ -22,7 +22,7 @@ def main() -> None:
         config = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         wide = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
+            directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         tokens_BT = hf_cases.make_tokens((2, 12), config["vocab_size"])
         np.savez_compressed(

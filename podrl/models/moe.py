@@ -1,0 +1,389 @@
+"""Routed feed-forwards: the choice of each token's experts, and their exact computation (no token is dropped).
+
+Dimensions beside those of podrl/types.py: E experts, k chosen of them, X tokens of a call, P rows sorted by expert.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from podrl.mesh import rules
+from podrl.models.config import Experts, ModelConfig
+from podrl.types import PyTree
+
+ROUTES_NAME = "routes"  # the chosen experts, for remat policies: a second choice may differ in the last bit of a score
+UNKNOWN = 0  # in an array of routes: no experts are recorded for the token; expert e is recorded as e + 1
+_LEAST, _MOST = 8, 128  # rows in a block: fewer waste the weights' reads, more are mostly padding
+_TILE = 512  # rows of the TPU kernel's tile; its operand is padded to a multiple
+
+# name: (shape letters, logical axes)
+_WEIGHTS = {
+    "router": ("DE", ("norm", "norm")),
+    "expert_in": ("ED2F", ("expert", "embed", "norm", "mlp")),
+    "expert_out": ("EFD", ("expert", "mlp", "embed")),
+    "selection_bias": ("E", ("norm",)),
+    "shared_in": ("D2S", ("embed", "norm", "mlp")),
+    "shared_out": ("SD", ("mlp", "embed")),
+    "shared_gate": ("D", ("norm",)),
+}
+
+
+def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...], float]]:
+    """Declares the leaves of a layer's experts by name: (shape, logical axes, standard deviation at the start).
+
+    Gate and up are one leaf, `expert_in`, so that both are one product.
+    """
+    experts = config.experts
+    assert experts is not None
+    size = {"D": config.model_dim, "E": experts.count, "F": experts.ffn_dim, "S": experts.shared_dim, "2": 2}
+    std = dict.fromkeys(_WEIGHTS, config.model_dim**-0.5)
+    std |= {"expert_out": experts.ffn_dim**-0.5, "selection_bias": 0.0}
+    used = ["router", "expert_in", "expert_out"]
+    used += ["selection_bias"] if experts.selection_bias else []
+    used += ["shared_in", "shared_out"] if experts.shared_dim else []
+    used += ["shared_gate"] if experts.shared_gate else []
+    if experts.shared_dim:
+        std["shared_out"] = experts.shared_dim**-0.5
+    return {name: (tuple(size[c] for c in _WEIGHTS[name][0]), _WEIGHTS[name][1], std[name]) for name in used}
+
+
+def route_dtype(experts: Experts) -> jnp.dtype:
+    """Returns the smallest type for recorded routes: expert numbers plus 1, and `UNKNOWN`."""
+    return jnp.dtype(jnp.uint8 if experts.count < 256 else jnp.uint16)
+
+
+def route(
+    x_XD: Float[Array, "X D"], layer: PyTree, experts: Experts, route_Xk: Int[Array, "X k"] | None = None
+) -> tuple[Int[Array, "X k"], Float[Array, "X k"]]:
+    """Chooses the experts of each token: (expert numbers, their float32 weights).
+
+    Scores are float32 products of float32 inputs: in fewer bits, experts with nearly equal scores change places.
+
+    Args:
+      route_Xk: experts to take, as recorded by the sampler; tokens whose route is `UNKNOWN` choose for themselves. The
+        weights follow the router in any case, and give it its gradient.
+    """
+    logit_XE = jnp.dot(x_XD.astype(jnp.float32), layer["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    score_XE = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[experts.score](logit_XE)
+    choice_XE = lax.stop_gradient(score_XE)
+    if experts.selection_bias:
+        choice_XE = choice_XE + lax.stop_gradient(layer["selection_bias"].astype(jnp.float32))
+    expert_Xk = lax.top_k(choice_XE, experts.chosen)[1]
+    if route_Xk is not None:
+        given_Xk = route_Xk.astype(jnp.int32)
+        expert_Xk = jnp.where(given_Xk != UNKNOWN, given_Xk - 1, expert_Xk)
+    expert_Xk = checkpoint_name(expert_Xk, ROUTES_NAME)
+    weight_Xk = jnp.take_along_axis(score_XE, expert_Xk, axis=-1)
+    if experts.score == "chosen":
+        weight_Xk = jax.nn.softmax(weight_Xk)
+    if experts.normalize:
+        # The small number matters only for sigmoids that are all 0.
+        weight_Xk = weight_Xk / (jnp.sum(weight_Xk, axis=-1, keepdims=True) + 1e-20)
+    return expert_Xk, weight_Xk * experts.scale
+
+
+def feed_forward(
+    x_BTD: Float[Array, "B T D"],
+    layer: PyTree,
+    index: Int[Array, ""] | int,
+    config: ModelConfig,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    inside: bool = False,
+    tpu: bool = False,
+    route_BTk: Int[Array, "B T k"] | None = None,
+) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
+    """Applies the routed feed-forward of one layer.
+
+    Args:
+      layer: the layer's leaves. `expert_in` and `expert_out` may be those of all layers, (L, E, ...): then no copy of
+        a layer's is made.
+      index: number of the layer; read where leaves are those of all layers.
+      mesh: where given, each device computes its own rows, with the weights gathered over fsdp and summed over tensor.
+        None where the caller's device has the rows and whole weights.
+      inside: the caller is in a shard_map of `mesh` over all axes but tensor, and has gathered weights over fsdp.
+      tpu: compute with the TPU kernel.
+      route_BTk: experts to take, see `route`.
+
+    Returns:
+      (the output in x's dtype, the routes that were taken: expert numbers plus 1).
+    """
+    experts = config.experts
+    assert experts is not None
+    names = [name for name in ("router", "selection_bias") if name in layer]
+    weights = {name: layer[name] for name in (*names, "expert_in", "expert_out")}
+    given = [] if route_BTk is None else [route_BTk]
+
+    def local(
+        x_BTD: Array, weights: PyTree, index: Any, *given: Array, cuts: Mapping[str, Spec], tensor: tuple[str, ...] = ()
+    ):
+        # Gathered in here, so that each device adds up the gradient of its own part alone.
+        whole: dict[str, Array] = {name: _gathered(w, cuts.get(name, Spec())) for name, w in weights.items()}
+        x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        given_Xk = given[0].reshape(len(x_XD), -1) if given else None
+        expert_Xk, weight_Xk = route(x_XD, whole, experts, given_Xk)
+        first, stacked = 0, whole["expert_in"].ndim == 5
+        if stacked:
+            first = index * experts.count
+            whole |= {n: whole[n].reshape(-1, *whole[n].shape[2:]) for n in ("expert_in", "expert_out")}
+        w_in, w_out = whole["expert_in"].astype(x_BTD.dtype), whole["expert_out"].astype(x_BTD.dtype)
+        out_XD = _apply(x_XD, expert_Xk, weight_Xk, w_in, w_out, first, experts.count, config.activation, tpu)
+        out_XD = lax.psum(out_XD, tensor) if tensor else out_XD
+        return out_XD.astype(x_BTD.dtype).reshape(x_BTD.shape), expert_Xk.reshape(*x_BTD.shape[:2], -1)
+
+    if mesh is None or mesh.size == 1:
+        out_BTD, expert_BTk = local(x_BTD, weights, index, *given, cuts={})
+    else:
+        known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": ()} if inside else {})
+        rows = rules.spec_for(("batch", "time", "act"), x_BTD.shape, mesh, known)
+        axes = {name: ("layers", *_WEIGHTS[name][1])[-w.ndim :] for name, w in weights.items()}
+        cuts = {name: rules.spec_for(axes[name], w.shape, mesh, known) for name, w in weights.items()}
+        tensor = rules.axes_over("mlp", mesh) if experts.ffn_dim % mesh.shape["tensor"] == 0 else ()
+        out_BTD, expert_BTk = jax.shard_map(
+            functools.partial(local, cuts=cuts, tensor=tensor),
+            mesh=mesh,
+            in_specs=(rows, cuts, Spec(), *[rows] * len(given)),
+            out_specs=(rows, rows),
+            axis_names={"tensor"} if inside else set(mesh.axis_names),
+            check_vma=False,
+        )(x_BTD, weights, jnp.asarray(index, jnp.int32), *given)
+    if "shared_in" in layer:
+        out_BTD = out_BTD + _shared(x_BTD, layer, config)
+    return out_BTD, expert_BTk + 1
+
+
+def _shared(x_BTD: Array, layer: PyTree, config: ModelConfig) -> Array:
+    """Applies the feed-forward that computes every token."""
+    w_in, w_out = (layer[name].astype(x_BTD.dtype) for name in ("shared_in", "shared_out"))
+    h_BT2S = (x_BTD @ w_in.reshape(w_in.shape[0], -1)).reshape(*x_BTD.shape[:2], 2, -1)
+    out_BTD = (ACTIVATIONS[config.activation](h_BT2S[..., 0, :]) * h_BT2S[..., 1, :]) @ w_out
+    if "shared_gate" in layer:
+        out_BTD = out_BTD * jax.nn.sigmoid(x_BTD @ layer["shared_gate"].astype(x_BTD.dtype))[..., None]
+    return out_BTD
+
+
+def _gathered(x: Array, cut: Spec) -> Array:
+    """Gathers a weight over the axes that cut its model dimension (those of "embed")."""
+    model_axes = rules.DEFAULT_RULES["embed"]
+    for dim, entry in enumerate(cut):
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        if axes and set(axes) <= set(model_axes):
+            x = lax.all_gather(x, axes, axis=dim, tiled=True)
+    return x
+
+
+ACTIVATIONS = {
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "silu": jax.nn.silu,
+}
+
+
+class _Sorted(NamedTuple):
+    """Rows sorted by expert; each expert's rows begin at a multiple of the block.
+
+    Attributes:
+      count_E: rows of each expert, padding not counted.
+      token_P: the token of each row; 0 on padding.
+      live_P: False on padding.
+      row_Xk: the row of each token and choice.
+      block_N: the expert of each block of rows.
+      blocks: how many blocks hold rows.
+    """
+
+    count_E: Int[Array, " E"]
+    token_P: Int[Array, " P"]
+    live_P: Bool[Array, " P"]
+    row_Xk: Int[Array, "X k"]
+    block_N: Int[Array, " N"]
+    blocks: Int[Array, ""]
+
+    def rows(self, x_XD: Array) -> Array:
+        """Copies each token to its rows; padding is 0."""
+        return jnp.where(self.live_P[:, None], x_XD[self.token_P], 0)
+
+    def spread(self, value_Xk: Array) -> Array:
+        """Copies each value of a token and choice to its row; padding is 0."""
+        value_P = jnp.zeros(self.live_P.shape, value_Xk.dtype)
+        return value_P.at[self.row_Xk.reshape(-1)].set(value_Xk.reshape(-1), unique_indices=True)
+
+
+def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int) -> _Sorted:
+    """Sorts choices by expert, in the order of their tokens: equal choices give equal sums, bit for bit.
+
+    Args:
+      count: experts.
+      block: rows of a block; 1 leaves no padding between experts.
+      rows: P.
+    """
+    flat_Z = expert_Xk.reshape(-1)
+    order_Z = jnp.argsort(flat_Z, stable=True).astype(jnp.int32)
+    count_E = jnp.bincount(flat_Z, length=count).astype(jnp.int32)
+    blocks_E = -(-count_E // block)
+    end_E = jnp.cumsum(blocks_E)
+    begin_E, first_E = (end_E - blocks_E) * block, jnp.cumsum(count_E) - count_E
+    block_N = jnp.minimum(jnp.searchsorted(end_E, jnp.arange(rows // block), side="right"), count - 1)
+    expert_P = jnp.repeat(block_N, block)
+    offset_P = jnp.arange(rows) - begin_E[expert_P]
+    live_P = (offset_P < count_E[expert_P]) & (jnp.arange(rows) < end_E[-1] * block)
+    token_P = jnp.where(live_P, order_Z[jnp.minimum(first_E[expert_P] + offset_P, flat_Z.size - 1)], 0)
+    rank_Z = jnp.zeros_like(order_Z).at[order_Z].set(jnp.arange(flat_Z.size, dtype=jnp.int32), unique_indices=True)
+    row_Z = begin_E[flat_Z] + rank_Z - first_E[flat_Z]
+    k = expert_Xk.shape[1]
+    return _Sorted(count_E, token_P // k, live_P, row_Z.reshape(expert_Xk.shape), block_N, end_E[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _apply(
+    x_XD: Float[Array, "X D"],
+    expert_Xk: Int[Array, "X k"],
+    weight_Xk: Float[Array, "X k"],
+    in_GD2F: Float[Array, "G D 2 F"],
+    out_GFD: Float[Array, "G F D"],
+    first: Int[Array, ""] | int,
+    count: int,
+    activation: str,
+    tpu: bool,
+) -> Float[Array, "X D"]:
+    """Computes the weighted sum of each token's experts, float32.
+
+    The cost is that of the chosen experts, forward and backward. Residuals are the arguments: inner values are computed
+    again backward.
+
+    Args:
+      in_GD2F, out_GFD: experts of this layer, or of several layers one after another.
+      first: place of this layer's first expert among them.
+      count: E.
+    """
+    return _forward(x_XD, expert_Xk, weight_Xk, in_GD2F, out_GFD, first, count, activation, tpu)[0]
+
+
+def _plan(expert_Xk: Array, count: int, tpu: bool) -> _Sorted:
+    if tpu:
+        return _sort(expert_Xk, count, 1, -(-expert_Xk.size // _TILE) * _TILE)
+    block = _LEAST
+    while 4 * block * count <= expert_Xk.size and block < _MOST:
+        block *= 2
+    return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block)
+
+
+def _activated(h_PX: Array, activation: str) -> Array:
+    """Applies the gate: the first half of the columns is the gate, the other what it lets through."""
+    gate_PF, up_PF = jnp.split(h_PX, 2, axis=-1)
+    return ACTIVATIONS[activation](gate_PF) * up_PF
+
+
+def _forward(
+    x_XD: Array,
+    expert_Xk: Array,
+    weight_Xk: Array,
+    in_GD2F: Array,
+    out_GFD: Array,
+    first: Any,
+    count: int,
+    activation: str,
+    tpu: bool,
+) -> tuple[Array, tuple]:
+    plan = _plan(expert_Xk, count, tpu)
+    in_GDX, x_PD = in_GD2F.reshape(*in_GD2F.shape[:2], -1), plan.rows(x_XD)
+    if tpu:
+        dot = _kernels(plan, in_GDX.shape[0], first)[0]
+        y_PD = dot(_activated(dot(x_PD, in_GDX), activation), out_GFD)
+    else:
+        block = x_PD.shape[0] // plan.block_N.shape[0]
+
+        def body(n: Array, y_PD: Array) -> Array:
+            g = first + plan.block_N[n]
+            x_MD = lax.dynamic_slice_in_dim(x_PD, n * block, block)
+            y_MD = _activated(x_MD @ in_GDX[g], activation) @ out_GFD[g]
+            return lax.dynamic_update_slice_in_dim(y_PD, y_MD, n * block, 0)
+
+        y_PD = lax.fori_loop(0, plan.blocks, body, jnp.zeros_like(x_PD))
+    y_XkD = y_PD[plan.row_Xk].astype(jnp.float32)
+    out_XD = jnp.sum(y_XkD * weight_Xk[..., None], axis=1)
+    return out_XD, (x_XD, expert_Xk, weight_Xk, in_GD2F, out_GFD, first)
+
+
+def _backward(count: int, activation: str, tpu: bool, saved: tuple, dout_XD: Array) -> tuple:
+    x_XD, expert_Xk, weight_Xk, in_GD2F, out_GFD, first = saved
+    plan = _plan(expert_Xk, count, tpu)
+    in_GDX = in_GD2F.reshape(*in_GD2F.shape[:2], -1)
+    x_PD, dy_PD = plan.rows(x_XD), plan.rows(dout_XD.astype(x_XD.dtype))
+    weight_P = plan.spread(weight_Xk).astype(x_XD.dtype)
+    gate = functools.partial(_activated, activation=activation)
+    if tpu:
+        dot, outer = _kernels(plan, in_GDX.shape[0], first)
+        a_PF, back = jax.vjp(gate, dot(x_PD, in_GDX))
+        da_PF = dot(dy_PD, out_GFD, True)
+        dweight_P = jnp.sum(a_PF.astype(jnp.float32) * da_PF, axis=-1)
+        dout_GFD = outer(a_PF, dy_PD * weight_P[:, None])
+        (dh_PX,) = back(da_PF * weight_P[:, None])
+        dx_PD, din_GDX = dot(dh_PX, in_GDX, True), outer(x_PD, dh_PX)
+    else:
+        block = x_PD.shape[0] // plan.block_N.shape[0]
+
+        def body(n: Array, carry: tuple) -> tuple:
+            dx_PD, dweight_P, din_GDX, dout_GFD = carry
+            g = first + plan.block_N[n]
+            cut = lambda a: lax.dynamic_slice_in_dim(a, n * block, block)  # noqa: E731
+            put = lambda a, part: lax.dynamic_update_slice_in_dim(a, part, n * block, 0)  # noqa: E731
+            x_MD, dy_MD, w_M1 = cut(x_PD), cut(dy_PD), cut(weight_P)[:, None]
+            a_MF, back = jax.vjp(gate, x_MD @ in_GDX[g])
+            da_MF = dy_MD @ out_GFD[g].T
+            (dh_MX,) = back(da_MF * w_M1)
+            return (
+                put(dx_PD, dh_MX @ in_GDX[g].T),
+                put(dweight_P, jnp.sum(a_MF.astype(jnp.float32) * da_MF, axis=-1)),
+                din_GDX.at[g].add(_outer(x_MD, dh_MX)),
+                dout_GFD.at[g].add(_outer(a_MF, dy_MD * w_M1)),
+            )
+
+        zero = lambda a: jnp.zeros(a.shape, jnp.float32)  # noqa: E731
+        carry = (jnp.zeros_like(x_PD), zero(weight_P), zero(in_GDX), zero(out_GFD))
+        dx_PD, dweight_P, din_GDX, dout_GFD = lax.fori_loop(0, plan.blocks, body, carry)
+    dx_XD = jnp.sum(dx_PD[plan.row_Xk].astype(jnp.float32), axis=1).astype(x_XD.dtype)
+    din_GD2F = din_GDX.reshape(in_GD2F.shape).astype(in_GD2F.dtype)
+    dweight_Xk = dweight_P[plan.row_Xk].astype(weight_Xk.dtype)
+    return dx_XD, None, dweight_Xk, din_GD2F, dout_GFD.astype(out_GFD.dtype), None
+
+
+_apply.defvjp(_forward, _backward)
+
+
+def _outer(a_MX: Array, b_MY: Array) -> Float[Array, "X Y"]:
+    """Sums outer products over rows, in float32."""
+    return lax.dot_general(a_MX, b_MY, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _tile(size: int) -> int:
+    """Returns the largest tile that divides a dimension; the kernel masks the rest of one that none divides."""
+    return next((tile for tile in (1024, 768, 512, 384, 256, 128) if size % tile == 0), min(128, size))
+
+
+def _kernels(plan: _Sorted, groups: int, first: Any, *, interpret: bool = False) -> tuple[Any, Any]:
+    """Builds the products on TPU: dot(rows, weights, transposed) and outer(rows, rows), by group of rows.
+
+    Rows behind the last group are not computed; nothing reads them but `outer`, which stops at the last group.
+    """
+    size_G = lax.dynamic_update_slice(jnp.zeros(groups, jnp.int32), plan.count_E, (jnp.asarray(first, jnp.int32),))
+
+    def dot(a_PX: Array, w_GXY: Shaped[Array, "G X Y"], transposed: bool = False) -> Array:
+        x, y = w_GXY.shape[1:][:: -1 if transposed else 1]
+        return gmm(
+            a_PX, w_GXY, size_G, a_PX.dtype, (_TILE, _tile(x), _tile(y)), transpose_rhs=transposed, interpret=interpret
+        )
+
+    def outer(a_PX: Array, b_PY: Array) -> Array:
+        tiling = (_TILE, _tile(a_PX.shape[1]), _tile(b_PY.shape[1]))
+        return tgmm(a_PX.T, b_PY, size_G, jnp.float32, tiling, interpret=interpret)
+
+    return dot, outer

@@ -1,0 +1,265 @@
+"""Experts: the choice against its definition, values and gradients against a dense float64 sum over all experts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from podrl.mesh import build
+from podrl.models import decoder, moe
+from podrl.models.config import Experts, LoraConfig
+from podrl.models.hf_config import config_from_hf
+
+RAW = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 256,
+}
+CONFIG = config_from_hf(RAW)
+
+
+def config_with(**changes):
+    return dataclasses.replace(CONFIG, experts=Experts(**({"count": 8, "chosen": 2, "ffn_dim": 12} | changes)))
+
+
+def random_layer(config, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = moe.param_shapes(config)
+    return {
+        name: jnp.asarray(rng.normal(size=shape) * (std or 0.5), jnp.float32)
+        for name, (shape, _, std) in shapes.items()
+    }
+
+
+def random_params(config, seed=0):
+    params = decoder.init_params(config, jax.random.key(seed))
+    return params
+
+
+def reference(x_XD, layer, experts, expert_Xk):
+    """Every expert of every token in float64, weighted by the definition: 0 for those not chosen."""
+    silu = lambda a: a / (1 + jnp.exp(-a))  # noqa: E731
+    logit_XE = x_XD @ layer["router"]
+    score_XE = 1 / (1 + jnp.exp(-logit_XE)) if experts.score == "sigmoid" else jnp.exp(logit_XE)
+    mask_XE = jnp.zeros(logit_XE.shape).at[jnp.arange(len(x_XD))[:, None], expert_Xk].set(1.0)
+    if experts.score == "softmax":
+        score_XE = score_XE / score_XE.sum(-1, keepdims=True)
+    weight_XE = score_XE * mask_XE
+    if experts.normalize or experts.score == "chosen":
+        weight_XE = weight_XE / weight_XE.sum(-1, keepdims=True)
+    h_XE2F = jnp.einsum("XD,EDGF->XEGF", x_XD, layer["expert_in"])
+    y_XED = jnp.einsum("XEF,EFD->XED", silu(h_XE2F[:, :, 0]) * h_XE2F[:, :, 1], layer["expert_out"])
+    out_XD = experts.scale * jnp.einsum("XE,XED->XD", weight_XE, y_XED)
+    if experts.shared_dim:
+        h_X2S = jnp.einsum("XD,DGS->XGS", x_XD, layer["shared_in"])
+        shared_XD = (silu(h_X2S[:, 0]) * h_X2S[:, 1]) @ layer["shared_out"]
+        gate_X1 = 1 / (1 + jnp.exp(-x_XD @ layer["shared_gate"]))[:, None] if experts.shared_gate else 1.0
+        out_XD = out_XD + gate_X1 * shared_XD
+    return out_XD
+
+
+VARIANTS = {
+    "softmax": {},
+    "not_normalised": {"normalize": False},
+    "sigmoid_scaled": {"score": "sigmoid", "scale": 2.5},
+    "sigmoid_biased": {"score": "sigmoid", "selection_bias": True},
+    "softmax_of_the_chosen": {"score": "chosen", "normalize": False},
+    "shared": {"shared_dim": 10},
+    "shared_gated": {"shared_dim": 10, "shared_gate": True},
+    "one_chosen": {"chosen": 1, "normalize": False},
+    "all_chosen": {"chosen": 8},
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_and_gradients_are_those_of_all_experts_in_float64(variant, tokens):
+    check_against_reference(config_with(**VARIANTS[variant]), tokens, seed=len(variant))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 6), st.data(), st.integers(1, 40), st.integers(0, 3))
+def test_any_number_of_experts_and_tokens(count, data, tokens, seed):
+    chosen = data.draw(st.integers(1, count))
+    check_against_reference(config_with(count=count, chosen=chosen, ffn_dim=5), tokens, seed)
+
+
+def check_against_reference(config, tokens, seed):
+    rng = np.random.default_rng(seed)
+    layer, x_BTD = random_layer(config, seed), jnp.asarray(rng.normal(size=(1, tokens, 16)), jnp.float32)
+    cotangent = rng.normal(size=(tokens, 16))
+
+    def ours(layer, x_BTD):
+        out_BTD, route_BTk = moe.feed_forward(x_BTD, layer, 0, config)
+        return jnp.sum(out_BTD[0] * cotangent.astype(np.float32)), (out_BTD, route_BTk)
+
+    (_, (out_BTD, route_BTk)), got = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(layer, x_BTD)
+    expert_Xk = np.asarray(route_BTk[0]) - 1
+    assert all(len(set(row)) == config.experts.chosen for row in expert_Xk.tolist())
+    with jax.enable_x64(True):
+        wide, x_XD = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (layer, x_BTD[0]))
+
+        def theirs(layer, x_XD):
+            out_XD = reference(x_XD, layer, config.experts, expert_Xk)
+            return jnp.sum(out_XD * cotangent), out_XD
+
+        (_, want_XD), want = jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True)(wide, x_XD)
+        want_XD, want = jax.tree.map(np.asarray, (want_XD, want))
+    np.testing.assert_allclose(out_BTD[0], want_XD, atol=1e-5 * max(1, np.abs(want_XD).max()), rtol=0)
+    np.testing.assert_allclose(got[1][0], want[1], atol=1e-5 * max(1, np.abs(want[1]).max()), rtol=0)
+    for name, value in got[0].items():
+        scale = max(1, np.abs(want[0][name]).max())
+        np.testing.assert_allclose(value, want[0][name], atol=1e-5 * scale, rtol=0, err_msg=name)
+
+
+def test_the_experts_with_the_highest_scores_are_chosen():
+    config = config_with(score="sigmoid", selection_bias=True, chosen=3)
+    layer, x_XD = random_layer(config), jnp.asarray(np.random.default_rng(1).normal(size=(20, 16)), jnp.float32)
+    expert_Xk, weight_Xk = moe.route(x_XD, layer, config.experts)
+    score_XE = 1 / (1 + np.exp(-np.asarray(x_XD) @ np.asarray(layer["router"])))
+    want_Xk = np.argsort(-(score_XE + np.asarray(layer["selection_bias"])), axis=-1)[:, :3]
+    np.testing.assert_array_equal(expert_Xk, want_Xk)
+    weight = np.take_along_axis(score_XE, want_Xk, -1)  # the bias does not count here
+    np.testing.assert_allclose(weight_Xk, weight / weight.sum(-1, keepdims=True), atol=1e-6)
+
+
+def test_given_routes_are_taken_and_unknown_ones_chosen():
+    config = config_with()
+    layer, x_BTD = random_layer(config), jnp.asarray(np.random.default_rng(1).normal(size=(1, 6, 16)), jnp.float32)
+    own_BTk = np.asarray(moe.feed_forward(x_BTD, layer, 0, config)[1])
+    given_BTk = np.array([[[1, 8], [3, 4], [0, 0], [0, 0], [8, 7], [2, 1]]], np.uint8)
+    _, taken_BTk = moe.feed_forward(x_BTD, layer, 0, config, route_BTk=jnp.asarray(given_BTk))
+    np.testing.assert_array_equal(taken_BTk, np.where(given_BTk == moe.UNKNOWN, own_BTk, given_BTk))
+    again, _ = moe.feed_forward(x_BTD, layer, 0, config, route_BTk=jnp.asarray(own_BTk))
+    np.testing.assert_array_equal(again, moe.feed_forward(x_BTD, layer, 0, config)[0])
+
+    def loss(router):
+        return jnp.sum(moe.feed_forward(x_BTD, {**layer, "router": router}, 0, config, route_BTk=given_BTk)[0] ** 2)
+
+    assert np.abs(jax.grad(loss)(layer["router"])).max() > 1e-3  # the gate learns under replay
+
+
+def test_no_token_is_dropped_when_all_choose_the_same_experts():
+    config = config_with()
+    layer, x_BTD = random_layer(config), jnp.ones((1, 500, 16))
+    given_BTk = jnp.broadcast_to(jnp.asarray([3, 5]), (1, 500, 2))
+    out_BTD, _ = moe.feed_forward(x_BTD, layer, 0, config, route_BTk=given_BTk)
+    np.testing.assert_array_equal(out_BTD, jnp.broadcast_to(out_BTD[:, :1], out_BTD.shape))
+    assert np.abs(out_BTD).max() > 0.1
+
+
+def test_experts_of_all_layers_in_one_array_are_those_of_each():
+    config = config_with()
+    layers = [random_layer(config, seed) for seed in range(3)]
+    whole = {name: jnp.stack([layer[name] for layer in layers]) for name in ("expert_in", "expert_out")}
+    x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(1, 20, 16)), jnp.float32)
+    for index, layer in enumerate(layers):
+        want = moe.feed_forward(x_BTD, layer, 0, config)
+        got = moe.feed_forward(x_BTD, {**layer, **whole}, jnp.int32(index), config)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "data=1,fsdp=4,seq=2,tensor=1"])
+def test_a_mesh_changes_neither_logits_nor_gradients(spec):
+    params = random_params(CONFIG)
+    tokens_BT = np.random.default_rng(0).integers(0, 32, (4, 16)).astype(np.int32)
+    position_BT = np.broadcast_to(np.arange(16), (4, 16))
+
+    def loss(params, mesh):
+        hidden = decoder.hidden(
+            params, tokens_BT, np.ones_like(tokens_BT), position_BT, CONFIG, mesh=mesh, remat="full"
+        )
+        return jnp.sum(jnp.sin(decoder.unembed(params, hidden, CONFIG)))
+
+    mesh = build.make_mesh(spec, jax.devices())
+    placed = jax.tree.map(
+        lambda x, a: jax.device_put(x, a.sharding), params, decoder.abstract_params(CONFIG, mesh, jnp.dtype("float32"))
+    )
+    want, want_grad = jax.jit(jax.value_and_grad(lambda p: loss(p, None)))(params)
+    got, got_grad = jax.jit(jax.value_and_grad(lambda p: loss(p, mesh)))(placed)
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * max(1, np.abs(b).max())), got_grad, want_grad
+    )
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_rematerialisation_changes_no_gradient(remat):
+    params, tokens_BT = random_params(CONFIG), np.arange(24, dtype=np.int32)[None] % 32
+
+    def loss(params, remat):
+        position_BT = np.arange(24)[None]
+        hidden = decoder.hidden(params, tokens_BT, np.ones_like(tokens_BT), position_BT, CONFIG, remat=remat)
+        return jnp.sum(decoder.unembed(params, hidden, CONFIG) ** 2)
+
+    want = jax.jit(jax.grad(lambda p: loss(p, "none")))(params)
+    got = jax.jit(jax.grad(lambda p: loss(p, remat)))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max())), got, want)
+
+
+def test_the_cost_is_that_of_the_chosen_experts():
+    """Trip counts are data: blocks computed per token do not grow with the number of experts."""
+    rng = np.random.default_rng(0)
+    for count in (8, 64):
+        expert_Xk = np.argsort(rng.normal(size=(4096, count)), axis=-1)[:, :2]
+        plan = moe._plan(jnp.asarray(expert_Xk), count, False)
+        rows = int(plan.blocks) * (len(plan.token_P) // len(plan.block_N))
+        assert expert_Xk.size <= rows <= 1.5 * expert_Xk.size
+        np.testing.assert_array_equal(
+            np.asarray(plan.token_P)[np.asarray(plan.row_Xk)], np.arange(4096)[:, None] + [0, 0]
+        )
+
+
+def test_the_tpu_form_equals_the_blocks(monkeypatch):
+    config = config_with(count=4, ffn_dim=128)
+    config = dataclasses.replace(config, model_dim=128)
+    layer = random_layer(config)
+    x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(1, 40, 128)), jnp.float32)
+    kernels = moe._kernels
+    monkeypatch.setattr(moe, "_kernels", lambda *args: kernels(*args, interpret=True))
+
+    def loss(layer, x_BTD, tpu):
+        out_BTD, route_BTk = moe.feed_forward(x_BTD, layer, 0, config, tpu=tpu)
+        return jnp.sum(jnp.sin(out_BTD)), route_BTk
+
+    want = jax.value_and_grad(lambda *a: loss(*a, False), argnums=(0, 1), has_aux=True)(layer, x_BTD)
+    got = jax.value_and_grad(lambda *a: loss(*a, True), argnums=(0, 1), has_aux=True)(layer, x_BTD)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4), got, want)
+
+
+def test_selection_biases_do_not_train():
+    config = config_with(selection_bias=True)
+    params = random_params(config)
+    trainable, frozen = decoder.split_trainable(params, config)
+    assert list(frozen["layers"]) == ["selection_bias"] and "selection_bias" not in trainable["layers"]
+    assert jax.tree.structure(decoder.join_trainable(trainable, frozen)) == jax.tree.structure(params)
+
+
+def test_what_experts_do_not_have_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"lora.pattern='q\|up' matches up: the experts of a qwen3_moe model"):
+        dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, pattern="q|up"))
+    with pytest.raises(ValueError, match=r"lora.base_dtype='int8': the experts of a qwen3_moe model"):
+        dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, base_dtype="int8"))
+    default = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2))
+    adapters = {n for n in decoder.param_specs(default)["layers"] if decoder.is_adapter(n)}
+    assert adapters == {f"{n}_lora_{side}" for n in "qkvo" for side in "ab"}
+    with pytest.raises(ValueError, match="9 experts of 8 cannot be chosen"):
+        Experts(8, 9, 4)
+    with pytest.raises(ValueError, match="Router score 'max' is not known"):
+        Experts(8, 2, 4, score="max")
+    with pytest.raises(ValueError, match="shared_gate=True without"):
+        Experts(8, 2, 4, shared_gate=True)
