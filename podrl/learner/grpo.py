@@ -59,6 +59,11 @@ class GRPO:
         self._scored_first, self._needs_reference = self._reference_use()
         for warning in config.warnings(updates):
             say(f"Warning: {warning}")
+        if cluster.actor.model.experts is not None:
+            say(
+                "Warning: the model has experts, and the trainer chooses each token's anew. Where it differs from "
+                "the sampler, log-probabilities differ: watch sampler/abs_diff, and set sampler_correction='tis'."
+            )
         if self._needs_reference:
             cluster.keep_reference()
         self._prepare()

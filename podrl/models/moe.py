@@ -136,7 +136,7 @@ def feed_forward(
             first = index * experts.count
             whole |= {n: whole[n].reshape(-1, *whole[n].shape[2:]) for n in ("expert_in", "expert_out")}
         w_in, w_out = whole["expert_in"].astype(x_BTD.dtype), whole["expert_out"].astype(x_BTD.dtype)
-        out_XD = _apply(x_XD, expert_Xk, weight_Xk, w_in, w_out, first, experts.count, config.activation, tpu)
+        out_XD: Any = _apply(x_XD, expert_Xk, weight_Xk, w_in, w_out, first, experts.count, config.activation, tpu)
         out_XD = lax.psum(out_XD, tensor) if tensor else out_XD
         return out_XD.astype(x_BTD.dtype).reshape(x_BTD.shape), expert_Xk.reshape(*x_BTD.shape[:2], -1)
 
