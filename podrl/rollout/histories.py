@@ -62,7 +62,6 @@ class Histories:
             raise Refused(
                 400, "invalid_messages", f"The conversation cannot be rendered: {error}", "messages"
             ) from None
-        self._check_offered(offered, written)
         return self._encoded(written, None)
 
     def remember(self, messages: Sequence[Message], answer: Message, tools: Tools, ids: Sequence[int]) -> None:
@@ -168,17 +167,6 @@ class Histories:
             else:
                 ids += self._tokenizer.encode(text, behind=before)
         return ids
-
-    def _check_offered(self, tools: Tools, written: Sequence[tuple[str, bool]]) -> None:
-        text = "".join(text for text, _ in written)
-        if lost := [name for tool in tools if (name := tool["function"]["name"]) not in text]:
-            raise Refused(
-                400,
-                "unsupported_parameter",
-                f"The chat template of this model does not tell it of the tool {lost[0]!r}: leave tools out, or give "
-                "the model a chat template that knows tools.",
-                "tools",
-            )
 
 
 def canonical(message: Message) -> list[Any]:

@@ -1,14 +1,19 @@
 """Answers of podrl.serve: sampled together as alone, told in parts, and gone on from without encoding them again."""
 
+import contextlib
 import dataclasses
 import itertools
+import json
+import threading
 
 import jax
 import pytest
 
 from podrl import serve
+from podrl.environments.front import FrontSettings
 from podrl.environments.wire import chat, completions, generate
 from podrl.environments.wire.asks import Answer, Part, Refused
+from podrl.runtime.user_code import Limits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODELS = ["policy"]
@@ -168,3 +173,102 @@ def test_a_tools_answer_goes_on_with_the_sampled_ids(serving):
 
 def said(answer):
     return chat.message(answer.choices[0], stop=(), tools=[CALCULATOR], parser="call_tool", id=f"{answer.id}_0")
+
+
+# The client of OpenAI's interface that agent programs use.
+
+
+@pytest.fixture(scope="module")
+def desk(serving):
+    """A front whose requests `answering` answers."""
+    pytest.importorskip("openai", reason="needs package openai, of the extra [test]")
+    with serve.Desk(FrontSettings(parser="call_tool", context_tokens=160), Limits()) as desk:
+        yield desk
+
+
+@contextlib.contextmanager
+def answering(serving, desk):
+    """Runs podrl.serve's loop on a thread, and lets it end."""
+    ended = threading.Event()
+    thread = threading.Thread(target=serve.run, args=(serving, desk, ended.is_set))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        desk.wake()
+        thread.join()
+
+
+@contextlib.contextmanager
+def client(desk, **settings):
+    import openai
+
+    given = {"base_url": desk.address, "api_key": desk.key, "max_retries": 0, "timeout": 120}
+    with openai.OpenAI(**{**given, **settings}) as client:
+        yield client
+
+
+def test_openais_client_gets_answers(serving, desk):
+    import openai
+
+    asked = {"model": "policy", "messages": user("What is 4 + 5?"), "seed": 4, "n": 2, "max_tokens": 40}
+    with client(desk) as openai_client, answering(serving, desk):
+        assert [model.id for model in openai_client.models.list()] == ["policy", "policy:aside"]
+        whole = openai_client.chat.completions.create(**asked, logprobs=True, extra_body={"return_token_ids": True})
+        streamed = {0: "", 1: ""}
+        chunks = openai_client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        for chunk in chunks:
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.delta.content or ""
+            usage = chunk.usage
+        assert [streamed[i] for i in range(2)] == [choice.message.content for choice in whole.choices]
+        assert usage == whole.usage and usage.completion_tokens == sum(len(c.token_ids) for c in whole.choices)
+        for choice in whole.choices:
+            assert "".join(entry.token for entry in choice.logprobs.content).startswith(choice.message.content)
+        text = openai_client.completions.create(
+            model="policy", prompt=whole.prompt_token_ids, seed=4, max_tokens=40, n=2
+        )
+        assert [choice.text for choice in text.choices] == list(streamed.values())
+        aside = openai_client.chat.completions.create(**{**asked, "model": "policy:aside"})
+        assert [choice.message.content for choice in aside.choices] == list(streamed.values())
+        with pytest.raises(openai.BadRequestError, match="response_format"):
+            openai_client.chat.completions.create(**asked, response_format={"type": "json_object"})
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            openai_client.chat.completions.create(model="policy", messages=user("word " * 200))
+    with client(desk, api_key="podrl-x") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+
+
+def test_openais_client_calls_tools_until_it_is_told_the_answer(serving, desk):
+    before = serving.histories.extended
+    messages = user("What is 4821*7703?")
+    with client(desk) as openai_client, answering(serving, desk):
+        asked = {"model": "policy", "tools": [CALCULATOR], "seed": 1}
+        many = openai_client.chat.completions.create(**asked, messages=messages, n=64)
+        choice = next(choice for choice in many.choices if choice.message.tool_calls)
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        assert "expression" in json.loads(call.function.arguments)
+        messages.append(choice.message.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "37136163"})
+        final = openai_client.chat.completions.create(**asked, messages=messages)
+    assert final.choices[0].message.content and serving.histories.extended == before + 1
+
+
+def test_openais_client_that_retries_too_early_is_answered_once(serving, desk):
+    """Its timeout is shorter than the model takes; the retry joins the request that is under way."""
+    with client(desk, timeout=0.7, max_retries=5) as openai_client:
+        answers = []
+        asked = {"model": "policy", "prompt": "How", "max_tokens": 3}
+        thread = threading.Thread(target=lambda: answers.append(openai_client.completions.create(**asked)))
+        thread.start()
+        events = []
+        while not events:
+            events = desk.poll(0.05)
+        assert not desk.poll(1.5)  # it has retried, and asks nothing new
+        serving.ask(*events[0])
+        for number, told in run(serving).items():
+            desk.tell(number, told[-1])
+        thread.join()
+    assert len(answers) == 1 and not desk.poll(0.0)
