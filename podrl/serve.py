@@ -3,8 +3,9 @@
     python -m podrl.serve --model=DIR|RUN|tiny|tiny_tools [--port=8100 --context=8192 --parser=hermes ...]
 
 It prints the address and the key, and answers /v1/chat/completions, /v1/completions, /inference/v1/generate and
-/v1/models until Ctrl-C or SIGTERM, which let it finish no request. The model's name is 'policy'. Requests are sampled
-together in one running batch; each gets the tokens that it would get alone.
+/v1/models until Ctrl-C or SIGTERM, when requests that are open may finish for 10 seconds. The model's name is 'policy'.
+Requests are sampled together in one running batch; each gets the tokens that it would get alone. docs/agents.md says
+which fields are honoured, and what to set in the SDK of an agent.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -33,6 +35,7 @@ from podrl.runtime.workers import reap
 DTYPES = ("float32", "bfloat16", "float16")
 _EPISODE = "serve"
 _IDLE_S = 1.0  # between looks while nobody asks
+_FINISH_S = 10.0  # in which open requests may finish once the command is to end
 _CONTEXT = 8192  # tokens, at most, where --context does not say
 
 
@@ -98,32 +101,39 @@ def _serve(args: argparse.Namespace) -> int:
         ended = threading.Event()
         for number in signals.NUMBERS:
             signal.signal(number, lambda *_: ended.set() or desk.wake())
-        line = (
-            f"podrl.serve: {args.model} as model {settings.models[0]!r} at base_url={desk.address} api_key={desk.key}"
-        )
-        sys.stdout.write(line + "  (Ctrl-C ends)\n")
+        where = f"base_url={desk.address} api_key={desk.key}"
+        sys.stdout.write(f"{args.model} is served as model {settings.models[0]!r}: {where}  (Ctrl-C ends)\n")
         sys.stdout.flush()
         run(serving, desk, ended.is_set)
     return 0
 
 
 def run(serving: Any, desk: "Desk", ended: Callable[[], bool]) -> None:
-    """Answers the requests of a desk by a podrl.rollout.serving.Serving, until `ended` says so.
+    """Answers the requests of a desk by a podrl.rollout.serving.Serving.
+
+    Once `ended` is true, new requests are refused, and the call returns when the open ones are answered, after 10 s at
+    the latest.
 
     Raises:
       ServiceError: the front's process has died.
     """
+    last = math.inf
     try:
-        while not ended():
-            for event in desk.poll(0.0 if serving.busy else _IDLE_S):
-                match event:
-                    case (number, Wanted() as wanted):
-                        try:
-                            serving.ask(number, wanted)
-                        except Refused as refused:
-                            desk.tell(number, refused)
-                    case (number, None):
+        while serving.busy or last == math.inf:
+            if ended() and last == math.inf:
+                last = time.monotonic() + _FINISH_S
+            if time.monotonic() > last:
+                return
+            for number, wanted in desk.poll(0.0 if serving.busy or last < math.inf else _IDLE_S):
+                try:
+                    if wanted is None:
                         serving.drop(number)
+                    elif last < math.inf:
+                        raise Refused(503, "ending", "This server is about to end.")
+                    else:
+                        serving.ask(number, wanted)
+                except Refused as refused:
+                    desk.tell(number, refused)
             for number, said in serving.step():
                 desk.tell(number, said)
     finally:

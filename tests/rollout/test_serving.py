@@ -209,6 +209,27 @@ def client(desk, **settings):
         yield client
 
 
+class Polled:
+    """Stands for a desk: what comes at each poll, and what is told."""
+
+    def __init__(self, *events):
+        self._events, self.told = [*events], {}
+
+    def poll(self, timeout_s):
+        return self._events.pop(0) if self._events else []
+
+    def tell(self, number, said):
+        self.told[number] = said
+
+
+def test_what_is_open_may_finish_when_the_server_ends(serving):
+    wanted = completions.read({"prompt": "How", "max_tokens": 30, "seed": 1}, MODELS, "")
+    desk, asked = Polled([(-1, wanted)], [(-2, wanted)]), iter([False])
+    serve.run(serving, desk, lambda: next(asked, True))
+    assert isinstance(desk.told[-1], Answer) and desk.told[-2].status == 503
+    serve.run(serving, desk, lambda: True)  # nothing is open
+
+
 def test_openais_client_gets_answers(serving, desk):
     import openai
 
