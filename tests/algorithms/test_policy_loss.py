@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from podrl import testing
 from podrl.algorithms.mismatch import divided
-from podrl.algorithms.policy_loss import KINDS, KLLossSettings, PolicyLoss, with_old
+from podrl.algorithms.policy_loss import KINDS, KLLossSettings, LossSettings, PolicyLoss, with_old
 from podrl.algorithms.policy_rows import AgedReferencedRows
 from podrl.testing import lay_out, packed_layout, policy_rows, sequences
 
@@ -56,7 +56,11 @@ SETTINGS = {
             policy_loss_fn="ipo", epsilon=0.1, sampler_correction="sequence_mask", correction_low=0.2, beta=0.0
         )
     ),
-    "dro": PolicyLoss(KLLossSettings(policy_loss_fn="dro", dro_beta=0.3, loss_agg_mode="token-mean", beta=0.0)),
+    "dro": PolicyLoss(
+        KLLossSettings(
+            policy_loss_fn="dro", dro_beta=0.3, loss_agg_mode="token-mean", beta=0.0, sampler_correction="kpop"
+        )
+    ),
     "reinforce": PolicyLoss(
         KLLossSettings(policy_loss_fn="gpg", loss_agg_mode="sequence-mean-token-scale", loss_agg_scale=40)
     ),
@@ -523,3 +527,81 @@ def test_warnings_name_what_is_probably_not_meant():
     assert PolicyLoss(KLLossSettings(kl_loss_mode="k3")).warnings() == ()
     assert PolicyLoss(KLLossSettings(kl_loss_mode="kl", beta=0.0)).warnings() == ()
     assert "micro-batch" in PolicyLoss(KLLossSettings(policy_loss_fn="kl_cov", beta=0.0)).warnings()[0]
+
+
+def of_torch(torch, kind, correction, old_T, sampler_T, advantage_T, owner_T):
+    """Writes out a token loss and its correction: log-probabilities -> summed loss, in torch."""
+    p_T, q_T = old_T.exp(), sampler_T.exp()
+    w_T = (old_T - sampler_T).exp()
+    whole_T = torch.stack([(old_T - sampler_T)[owner_T == i].sum() for i in owner_T]).exp()
+    both_T = p_T * (p_T / q_T).log() + (1 - p_T) * ((1 - p_T) / (1 - q_T)).log()
+    back_T = q_T * (q_T / p_T).log() + (1 - q_T) * ((1 - q_T) / (1 - p_T)).log()
+    weight_T = {
+        "none": torch.ones_like(w_T),
+        "tis": w_T.clamp(max=1.2),
+        "sequence_mask": whole_T * (whole_T <= 1.5),
+        "icepop": w_T * ((w_T >= 0.5) & (w_T <= 1.2)),
+        "kpop": w_T * (torch.maximum(both_T, back_T) <= 0.02),
+    }[correction]
+
+    def loss(logprob_T):
+        log_r_T = logprob_T - old_T
+        r_T, moved_T = log_r_T.exp(), logprob_T.exp() - old_T.exp()
+        clipped_T = r_T.clamp(0.8, 1.2)
+        match kind:
+            case "clip":
+                token_T = torch.maximum(-r_T * advantage_T, -clipped_T * advantage_T)
+            case "cispo":
+                token_T = -clipped_T.detach() * advantage_T * logprob_T
+            case "ipo":
+                token_T = -r_T * advantage_T * (moved_T.detach().abs() <= 0.05) + 1e-3 * log_r_T**2
+            case "dro":
+                token_T = -advantage_T * logprob_T + 0.05 / 2 * log_r_T**2
+            case _:
+                token_T = -advantage_T * logprob_T
+        return (token_T * weight_T).sum()
+
+    return loss, weight_T
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "sequence_mask", "icepop", "kpop"])
+@pytest.mark.parametrize("kind", ["clip", "cispo", "ipo", "dro", "reinforce"])
+def test_gradients_are_those_of_torch(kind, correction):
+    """Sums token losses of one row of two sequences; the bounds are chosen so that some tokens are beyond them."""
+    torch = pytest.importorskip("torch")
+    with jax.enable_x64(True):
+        rng, size = np.random.default_rng(3), 12
+        old = -rng.uniform(0.2, 3.0, size)
+        sampler, logprob = old + rng.normal(scale=0.3, size=size), old + rng.normal(scale=0.3, size=size)
+        advantage, owner = rng.normal(size=size), np.repeat([1, 2], [5, 7])
+        given = [torch.tensor(values) for values in (old, sampler, advantage, owner)]
+        theirs, weight_T = of_torch(torch, kind, correction, *given)
+        x_T = torch.tensor(logprob, requires_grad=True)
+        expected = theirs(x_T)
+        expected.backward()
+        assert correction == "none" or bool((weight_T != (given[0] - given[1]).exp()).any())  # the bound matters
+        high = {"tis": 1.2, "sequence_mask": 1.5, "icepop": 1.2, "kpop": 0.02}.get(correction)
+        more = {"epsilon": 0.05} if kind == "ipo" else {}
+        settings = LossSettings(
+            policy_loss_fn=kind,
+            loss_agg_mode="token-sum-scale",
+            loss_agg_scale=1.0,
+            sampler_correction=correction,
+            correction_high=high,
+            **more,
+        )
+        length_BT = jnp.asarray(np.repeat([5.0, 7.0], [5, 7])[None])
+        arrays = {"old_logprob": old, "sampler_logprob": sampler, "advantage": advantage}
+        rows = policy_rows(
+            jnp.asarray(owner[None]),
+            jnp.ones((1, size)),
+            length_BT,
+            **{name: jnp.asarray(value[None]) for name, value in arrays.items()},
+        )
+
+        def mine(logprob_BT):
+            return PolicyLoss(settings)(logprob_BT, jnp.zeros((1, size)), rows)[0].mean()
+
+        value, slope_BT = jax.value_and_grad(mine)(jnp.asarray(logprob[None]))
+        assert float(value) == pytest.approx(float(expected.detach()), rel=1e-9)
+        np.testing.assert_allclose(slope_BT[0], x_T.grad, rtol=1e-9, atol=1e-12)
