@@ -8,7 +8,20 @@ from collections.abc import Sequence
 from podrl.config import nearest
 
 BENCHES = (
-    *("agree", "compiles", "decode", "device", "grpo", "kernels", "on_chip", "pod", "reshard", "rollout", "step"),
+    *(
+        "agree",
+        "compiles",
+        "decode",
+        "device",
+        "grpo",
+        "kernels",
+        "on_chip",
+        "peers",
+        "pod",
+        "reshard",
+        "rollout",
+        "step",
+    ),
     *("tools", "trace", "waits"),
 )
 
