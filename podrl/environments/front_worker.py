@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from podrl.environments.wire import chat, completions, generate
 from podrl.environments.wire.asks import ASIDE, Answer, Choice, Part, Refused, Wanted
+from podrl.environments.wire.fields import parse
 from podrl.runtime import child
 from podrl.runtime.frames import pack
 from podrl.runtime.sockets import raise_descriptor_limit
@@ -275,12 +276,8 @@ class Desk:
         digest = hashlib.sha256(client.path.encode() + b"\0" + body).digest()
         if client.header("x-stainless-retry-count") not in ("", "0") and digest in episode.turns:
             return episode.turns[digest]
-        try:
-            value = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise Refused(400, "invalid_json", f"The body is no JSON: {error}.") from None
         dialect = _DIALECTS[client.path]
-        wanted = dialect.read(value, self._models, self._parser)
+        wanted = dialect.read(parse(body), self._models, self._parser)
         if episode.ended:  # while the body came
             raise _ended()
         turn = _Turn(next(self._numbers), wanted, dialect, digest)

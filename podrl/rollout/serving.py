@@ -217,7 +217,7 @@ class Serving:
         elif track.stop == STOP_EOS:
             stop = request.stops.get(last, "eos")
         else:
-            stop = max((text for text in request.strings if track.text.endswith(text)), key=len)
+            stop = max((text for text in request.strings if track.text.endswith(text)), key=len, default="eos")
         return self._said(request, track, 0, track.text, stop)
 
     def _said(self, request: _Request, track: Track, begin: int, text: str, stop: str) -> Choice:

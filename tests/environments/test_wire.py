@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from podrl.environments.wire import chat, completions, generate
 from podrl.environments.wire.asks import Answer, Choice, Refused, Wanted
+from podrl.environments.wire.fields import parse
 
 MODELS = ["policy"]
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -223,6 +224,32 @@ def test_a_call_that_does_not_fit_a_strict_schema_stays_text(arguments):
     assert "tool_calls" not in answered(text, tools=[strict])[2]["message"]
     assert "tool_calls" in answered(text)[2]["message"]
     assert "tool_calls" in answered(GOOD, tools=[strict])[2]["message"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "a b"},
+        {"name": ""},
+        {"name": "f", "parameters": {"properties": {"x": 3}}},
+        {"name": "f", "parameters": {"properties": [], "required": []}},
+        {"name": "f", "parameters": {"required": [{}]}},
+        {"name": "f", "parameters": "{}"},
+        {"name": "f", "returns": {}},
+    ],
+)
+def test_tools_that_no_call_can_be_read_by_are_refused(function):
+    assert refusal(chat, HI | {"tools": [{"type": "function", "function": function}]}).param.startswith("tools[0].")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[" * 20000, b'{"a": NaN}', b'{"a": -Infinity}', b'"\\ud800"', b'"\xff"', b'{"a": "\\uDFFF x"}'],
+)
+def test_a_body_that_is_no_json_is_refused(body):
+    with pytest.raises(Refused, match="no JSON"):
+        parse(body)
+    assert parse(b'["\\ud83d\\ude00"]') == ["\U0001f600"]
 
 
 def test_without_tools_a_call_is_text():

@@ -1,6 +1,7 @@
 """The dialect of /v1/chat/completions: messages in, a message out, with tool calls in the model's own format."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from podrl.environments.wire.fields import Fields
 OBJECT = "chat.completion"
 _ROLES = {"developer": "system"}
 _TAKEN = ("system", "user", "assistant", "tool")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -266,13 +268,17 @@ def _tool(given: Any, where: str) -> dict[str, Any]:
         raise fields.wrong("type", kind, "cannot be honoured: only 'function' is served")
     function = Fields(fields.take("function"), f"{where}.function")
     name, description, parameters = function.text("name"), function.text("description"), function.take("parameters")
-    if not name:
-        raise function.wrong("name", name, "must name the function")
+    if not name or not _NAME.fullmatch(name):
+        raise function.wrong("name", name, "must be a name of letters, digits and _ . : / -, 128 at most")
     if parameters is not None and not isinstance(parameters, dict):
         raise function.wrong("parameters", parameters, "must be a JSON schema, an object")
-    properties = (parameters or {}).get("properties", {})
-    if not isinstance(properties, dict) or not isinstance((parameters or {}).get("required", []), list):
-        raise function.wrong("parameters", parameters, "must be a JSON schema: properties an object, required a list")
+    properties, required = (
+        (parameters or {}).get(key, kind()) for key, kind in (("properties", dict), ("required", list))
+    )
+    if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+        raise function.wrong("parameters", parameters, "must have 'properties', an object of schemas")
+    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+        raise function.wrong("parameters", parameters, "must have 'required', a list of names")
     strict = {"strict": True} if function.flag("strict") else {}
     function.end()
     fields.end()

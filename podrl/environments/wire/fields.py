@@ -1,5 +1,6 @@
 """Reads the fields of a client's JSON: each is honoured or refused by its name, and none is passed over."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,6 +41,25 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "priority": (0,),
 }
+
+
+def parse(body: bytes) -> Any:
+    """The JSON of a body.
+
+    Raises:
+      Refused: it is none, or holds NaN, an infinity, or half of a character, which no text of a model can hold.
+    """
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{word} is no number of JSON")
+
+    try:
+        value = json.loads(body, parse_constant=refuse)
+        if b"\\ud" in body or b"\\uD" in body:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "invalid_json", f"The body is no JSON: {error}.") from None
 
 
 class Fields:
