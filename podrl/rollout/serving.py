@@ -179,7 +179,8 @@ class Serving:
             strings, ids = self._dialogue.stops(ask.stop)
         except ValueError as error:
             raise Refused(400, "unsupported_parameter", str(error), "stop") from None
-        stop_ids = tuple(dict.fromkeys((*ask.stop_ids, *ids)))
+        ends = self._tokenizer.eos_ids  # end every answer anyway
+        stop_ids = tuple(dict.fromkeys(token for token in (*ask.stop_ids, *ids) if token not in ends))
         spare = self._open().spare_stop_ids(self._sampling)
         if len(stop_ids) > spare or any(token >= self._vocab for token in stop_ids):
             why = f"stop_token_ids has {len(stop_ids)} ids: at most {spare}, below {self._vocab}, may end an answer."
