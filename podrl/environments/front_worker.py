@@ -147,7 +147,7 @@ class _Client:
         await self._send({"type": "http.response.start", "status": status, "headers": written})
 
 
-class Desk:
+class Endpoint:
     """The ASGI application: keys, requests of each, and what the owner says of them."""
 
     def __init__(self, settings: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
@@ -386,9 +386,9 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
         tell({"failed": f"the front cannot listen at {settings['host']}:{settings['port']}: {error}."})
         return
     raise_descriptor_limit()
-    desk = Desk(settings, tell)
+    endpoint = Endpoint(settings, tell)
     config = uvicorn.Config(
-        desk,
+        endpoint,
         http="h11",
         ws="none",
         lifespan="off",
@@ -405,7 +405,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     tell({"listening": listening.getsockname()[1]})
     async for frame in frames:
-        desk.heard(frame)
+        endpoint.heard(frame)
     server.should_exit = True
     await serving
 
