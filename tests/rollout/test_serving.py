@@ -176,6 +176,24 @@ def said(answer):
     return chat.message(answer.choices[0], stop=(), tools=[CALCULATOR], parser="call_tool", id=f"{answer.id}_0")
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--lanes=0", "--lanes=0 must be at least 1"),
+        ("--context=1", "--context=1 must be at least 2"),
+        ("--port=70000", "--port=70000 must be from 0 to 65535"),
+        ("--seed=-1", "--seed=-1 must be at least 0"),
+        ("--temperature=nan", "--temperature=nan must be 0"),
+        ("--model=/nowhere", "--model=/nowhere is no directory"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(argument, message):
+    args = serve._parser().parse_args(["--model=tiny", argument])
+    with pytest.raises(ValueError, match=message):
+        serve._check(args)
+        serve._model(args.model, None, None)
+
+
 # The client of OpenAI's interface that agent programs use.
 
 
