@@ -362,7 +362,7 @@ class _Writing:
 
     @functools.cached_property
     def _ending(self) -> tuple[str | None, str]:
-        """What the template writes behind the words of a conversation's last turn: (end mark, text behind that).
+        """The text that the template writes after the words of a last turn: (end mark, text after the mark).
 
         The mark is the special token that ends the turn, the last one where two do; '' where there is none, and None
         where the template takes no such turn.
@@ -511,9 +511,9 @@ def prompt(
       record: `messages`, or a `prompt` that is a list, are put by the model's chat template, with the schemas in
         `tools` where the job has no tools; a `prompt` of text is used as it is; a question is wrapped as
         `template.wrap` does.
-      tokenizer: of the model.
+      tokenizer: the model's tokenizer, whose chat template is used.
       system: instructions before a question; '' for none.
-      form: of a question.
+      form: how a question is wrapped: as a turn of the chat template, or as plain text.
       question_field: see `podrl.data.shape.asked`.
 
     Raises:
@@ -543,8 +543,8 @@ def prompts_of(
 
     Args:
       given: a text, or a list of messages, for each prompt. Messages are put by the chat template.
-      tokenizer: of the model.
-      max_length: tokens that a prompt may have.
+      tokenizer: the model's tokenizer, whose chat template is used.
+      max_length: the most tokens that a prompt may have.
       chat: whether a text is a user's turn of a conversation; else it is what the model goes on from.
 
     Raises:

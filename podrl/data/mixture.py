@@ -234,8 +234,9 @@ def _read(
 
     Args:
       config: settings of the source alone.
-      path, part: the file.
-      notes: of its records.
+      path: the file, or a directory of files.
+      part: the split's name, with which the names of the files begin; '' where `path` is a file.
+      notes: takes the notes of the file's records.
       cache: see podrl.data.cache.
       form: refuses records that are not of a form; None for records that must ask.
       asks: whether records that ask need no form, as those of an evaluation, which may be prompts or given answers.

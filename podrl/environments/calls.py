@@ -535,7 +535,7 @@ def _json_in(text: str) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def _listed(text: str) -> list[Any]:
-    """What is called in a text: an object, a list, or several behind each other, in a fence or not.
+    """Reads the JSON of calls: an object, a list, or several of them in a row, with or without a code fence.
 
     Raises:
       ValueError: the text is no JSON.

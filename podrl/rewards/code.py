@@ -131,7 +131,7 @@ class CodeTests:
         not refused, because with another program it may never come to that.
 
         Args:
-          verdict: what the sandbox said about one sample; has 'unusable', the reason, if there was one.
+          verdict: the sandbox's result for one sample; 'unusable' holds the reason where the sandbox could not be used.
         """
         if verdict.get("unusable") and not self._told:
             self._told = True

@@ -596,7 +596,40 @@ _JUDGE, _RUBRIC, _CODE = "judge", "rubric", "code"
 MODEL_NAME = "reward_model"
 
 
+# Settings that podrl's own functions alone read, and these functions. (A majority vote reads reward.text.extract, too.)
+_COMPARED = ("choice", "exact_match", "token_f1", "rouge_l")
+_READ_BY = {
+    "text.answer": _COMPARED,
+    "text.normalise": _COMPARED[1:],
+    "text.choices": ("choice",),
+    "text.pattern": ("regex",),
+    "text.schema": ("json_schema",),
+    "judge": (_JUDGE, _RUBRIC),
+    "code": (_CODE,),
+}
+
+
+def _check_read(config: RewardConfig) -> None:
+    """Refuses a setting of functions that the configuration does not name: it would change nothing.
+
+    Raises:
+      ValueError: names the setting and the functions that read it.
+    """
+    used = {fn.partition("@")[0] for fn in (*config.fns, *config.named) if isinstance(fn, str)}
+    for key, functions in _READ_BY.items():
+        section, _, field = key.partition(".")
+        of_section = getattr(config, section)
+        for name in [field] if field else [field.name for field in dataclasses.fields(of_section)]:
+            value = getattr(of_section, name)
+            if value != getattr(type(of_section)(), name) and not used & set(functions):
+                raise ValueError(
+                    f"reward.{section}.{name}={value!r} is read by {' and '.join(functions)} alone, and reward.fns is "
+                    f"{tuple(map(str, config.fns))}: name one there, or leave the setting out."
+                )
+
+
 def _functions(config: RewardConfig) -> list[_Function]:
+    _check_read(config)
     named = [fn for fn in config.named if fn not in config.fns]
     found = [_resolve(fn, config) for fn in (*config.fns, *named)]
     told = zip(found, (*config.fns, *named), strict=True)

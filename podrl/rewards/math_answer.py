@@ -1,6 +1,7 @@
 """Scores mathematical equality with the reference answer, by math-verify (extra [math])."""
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,12 @@ _LIMIT_S = 5
 # math-verify rounds to six decimals, and takes its own decimals from 53 bits: values further apart than this differ.
 _RELATIVE = 1e-12
 _SCIENTIFIC = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,9})(?!\w|\.\d)")
+
+
+# Mathematics in Unicode, which math-verify passes over.
+_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
+_ROOT = re.compile("\u221a ?(?:([0-9]+|[A-Za-z])|\\(([^()]{1,200})\\))")
+_RELATIONS = str.maketrans({"\u2264": r"\le ", "\u2265": r"\ge ", "\u221e": r"\infty "})
 
 
 def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
@@ -71,6 +78,8 @@ def _parsed(text: str) -> list[Any]:
         import math_verify
     except ImportError as error:
         raise ImportError("reward.fns='math_equal' needs math-verify: pip install 'podrl[math]'.") from error
+    text = _RAISED.sub(lambda found: "^{" + unicodedata.normalize("NFKC", found[0]).replace("\u2212", "-") + "}", text)
+    text = _ROOT.sub(r"\\sqrt{\1\2}", text.translate(_RELATIONS))
     text = numbers.with_products(_SCIENTIFIC.sub(r"\1\\cdot10^{\2}", text))
     return math_verify.parse(text, parsing_timeout=_LIMIT_S)
 

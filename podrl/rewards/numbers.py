@@ -187,7 +187,15 @@ _RUN = (
     r"(?:\.?\x01[0-9]++)?+(?:[eE][-+]?[0-9]{1,9}(?!\w|\.\d))?+"
 )
 _POWER = r"\^(?P<%s>[-+]?[0-9]{1,9})"
-_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    "dozen": 12,
+    "doz": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 _SCALES |= {"mn": 10**6, "bn": 10**9, "lakh": 10**5, "crore": 10**7}
 # Without a currency before them, 'm' and 'b' are metres and bits, and a letter after a space is kelvin and the like.
 _LETTERS = {"k": 10**3, "m": 10**6, "b": 10**9}
@@ -220,7 +228,7 @@ _FUNCTIONS = r"(?:(?:arc)?(?:sin|cos|tan|cot)h?|sqrt|cbrt|log|ln|lg|exp|abs)"
 _UNITS_OF_1 = "[mgshlLVWANJCF]"
 _UNITS_OF_2 = (
     "(?:(?i:km|cm|mm|nm|kg|mg|lb|oz|ft|in|yd|mi|ml|dl|cl|hr|pm|am|st|nd|rd|th|hz|gb|mb|kb|tb|cc|ha|pt|qt|pc|px|pp|pg|gm"
-    "|gr|dm|sq|cu|mo|yr|wk|rs|ct|kr)|ms|us|ns|ly|AU|mW|kW|MW|GW|mV|kV|mA|kJ|kN|dB|Pa|eV)"
+    "|gr|dm|sq|cu|mo|yr|wk|rs|ct|kr|ea|kw)|ms|us|ns|ly|AU|mW|MW|GW|mV|kV|mA|kJ|kN|dB|Pa|eV)"
 )
 _UNKNOWNS = rf"(?:[abcxyz]{{3}}|[a-dw-z]{{4}}|[pqr]{{3}}|(?!{_UNITS_OF_2})[A-Za-z]{{2}})"
 _WHOLE = r"(?![^\W\d_])"  # no further letter
@@ -256,7 +264,8 @@ _FUNCTION = re.compile(
     (?<![A-Za-z])(?i:{_FUNCTIONS})(?:_?[0-9]+(?=[ ]?\(|[ ][0-9]))?[ ]?[-$]?(?:[(\[{{]|\.?[0-9])
     | (?<=[A-Za-z][A-Za-z])\([^()0-9]*+[0-9] | [-+*/^][ ]?\$?[ ]?[(\[{{] | \)(?=[0-9]) | \|
     | \b(?i:(?:roots?|half|third|quarter|square|cube|absolute[ ]value|reciprocal|logarithm|factorial)[ ]of
-      |twice|thrice|double|triple)[ ][-$]?\.?[0-9]
+      |twice|thrice|double|triple|not
+      |(?:more|less|greater|fewer|larger|smaller|higher|lower|other)[ ]than)[ ][-$]?\.?[0-9]
     """,
     re.VERBOSE,
 )

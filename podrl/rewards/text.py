@@ -197,7 +197,16 @@ def _validator(schema: str) -> Any:
 
     own = {"multipleOf": multiple_of, "divisibleBy": multiple_of, "uniqueItems": unique_items}
     known = {name: check for name, check in own.items() if name in kind.VALIDATORS}
-    return jsonschema.validators.extend(kind, known)(content, registry=referencing.Registry())
+    validator = jsonschema.validators.extend(kind, known)(content, registry=referencing.Registry())
+    try:
+        for probe in (None, 0, "", [], {}, [None], {"": None}):
+            validator.is_valid(probe)
+    except RecursionError:
+        raise ValueError(
+            f"the JSON schema {schema[:120]!r} refers to itself without looking further into the answer, so that no "
+            "answer can be compared with it"
+        ) from None
+    return validator
 
 
 _Scored = Callable[[str, Any, TextConfig], float]

@@ -294,7 +294,7 @@ class Pod:
         return self._differences(who)
 
     def _differences(self, who: Mapping[str, Any]) -> Message:
-        """Says what a process of the first ones was started with that is not as here; None where nothing is."""
+        """Lists how the start of one of the job's first processes differs from this process's; empty if it does not."""
         process = int(who["process"])
         if process >= self.seat.hosts.count:
             return Message()

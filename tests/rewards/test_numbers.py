@@ -303,3 +303,40 @@ def test_equality_as_mathematics(truth, said, equal):
     pytest.importorskip("math_verify")
     assert math_answer.math_equal([""], [f"<answer>{said}</answer>"], [truth]) == [float(equal)]
     assert math_answer.math_equal([""], [f"<answer>{said}</answer>"], [["\\pi+x", truth]]) == [float(equal)]
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        *[
+            (f"{word} 18", None)
+            for word in ("not", "more than", "Less than", "fewer than", "greater than", "other than")
+        ],
+        *[
+            (f"18 {unit}", "18")
+            for unit in ("kw", "ea", "kWh", "mph", "rpm", "tbsp", "gal", "mos", "wks", "kgs", "pcs")
+        ],
+        *[("2 doz", "24"), ("at least 18", "18"), ("5 more", "5"), ("18 ab", None), ("18 r 2", None)],
+    ],
+)
+def test_words_beside_a_number(said, wanted):
+    number = numbers.read(said)
+    assert (None if number is None else str(number)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("said", "truth"),
+    [
+        ("\u221a2", r"\sqrt{2}"),
+        ("2\u221a3", r"2\sqrt{3}"),
+        ("\u221a(x+1)", r"\sqrt{x+1}"),
+        ("x\u00b2", "x^2"),
+        ("x\u207b\u00b9\u2070", "x^{-10}"),
+        ("x \u2264 5", r"x \le 5"),
+        ("x\u00b2+1", "1+x^2"),
+    ],
+)
+def test_mathematics_in_unicode(said, truth):
+    pytest.importorskip("math_verify")
+    score = lambda said: math_answer.math_equal([""], [f"<answer>{said}</answer>"], [truth])  # noqa: E731
+    assert score(said) == [1.0] and score(f"{said}+y") == [0.0]

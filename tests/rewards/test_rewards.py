@@ -14,7 +14,10 @@ from waits import is_running, until
 
 import podrl
 from podrl.rewards import reference
+from podrl.rewards.code import CodeConfig
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
+from podrl.rewards.judge import JudgeConfig
+from podrl.rewards.text import TextConfig
 from podrl.runtime.service import ServiceError
 
 FILE = pathlib.Path(__file__).parent / "graders.py"
@@ -343,3 +346,25 @@ def test_tool_outputs_in_whole_texts_are_not_the_models_words(completion, own):
         return [float(c == own and fields.get("sample_text", [completion]) == [completion]) for c in completions]
 
     assert score(RewardConfig(fns=(same,)), completion).tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"text": TextConfig(schema="s.json")}, r"reward\.text\.schema='s\.json' is read by json_schema alone"),
+        ({"text": TextConfig(pattern="a+")}, r"reward\.text\.pattern='a\+' is read by regex alone"),
+        ({"text": TextConfig(answer="gold")}, r"reward\.text\.answer='gold'"),
+        ({"text": TextConfig(choices="AB")}, r"reward\.text\.choices='AB' is read by choice alone"),
+        ({"judge": JudgeConfig(url="http://localhost:1")}, r"reward\.judge\.url=.* is read by judge and "),
+        ({"code": CodeConfig(tests="checks")}, r"reward\.code\.tests='checks' is read by code alone"),
+    ],
+)
+def test_a_setting_that_no_named_function_reads_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Rewards(RewardConfig(fns=("number",), **settings))
+
+
+@pytest.mark.parametrize("fns", [{"fns": ("choice@mine", "number")}, {"named": ("choice",)}])
+def test_a_setting_is_read_by_a_function_of_one_data_set(fns):
+    with Rewards(RewardConfig(**fns, text=TextConfig(choices="AB"))) as rewards:
+        assert rewards.names

@@ -64,6 +64,13 @@ def test_schemas():
         assert text.json_schema(no_json, {}, PLAIN) == 0
     nested = {"type": "array", "items": {"$ref": "#"}}
     assert [text.json_schema("[" * n + "]" * n, nested, PLAIN) for n in (3, 900)] == [1, 0]
+    for endless in (
+        {"$ref": "#"},
+        {"items": {"$ref": "#/items"}},
+        {"properties": {"": {"anyOf": [{"$ref": "#/properties/"}]}}},
+    ):
+        with pytest.raises(ValueError, match="refers to itself"):
+            text.json_schema("1", endless, PLAIN)
     import referencing.exceptions
 
     with pytest.raises(referencing.exceptions.Unresolvable):  # and not a request

@@ -26,16 +26,15 @@ hosts = Hosts((0,), tuple(range(1, 1 + int(rollouts))))
 pod = local_pod.LocalPod(command, hosts, replace_rollouts=replace == "True", environment=os.environ)
 sys.exit(pod.run())
 """
-# Some end first; the others wait until these are about to, and two seconds more.
+# Some end first; the others wait until the launcher has seen these end: until then a process that ended has a number.
 _TURNS = """
 def turns(folder, first):
     folder = pathlib.Path(folder)
     folder.mkdir(exist_ok=True)
     if index in first:
-        return (folder / str(index)).touch()
-    while len(list(folder.iterdir())) < len(first):
+        return (folder / str(os.getpid())).touch()
+    while len(ended := os.listdir(folder)) < len(first) or any(os.path.exists('/proc/' + one) for one in ended):
         time.sleep(0.02)
-    time.sleep(2)
 """
 _PREAMBLE = "import os, pathlib, signal, sys, time\nindex = int(os.environ['PODRL_PROCESS_INDEX'])\n"
 
