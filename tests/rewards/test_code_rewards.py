@@ -210,6 +210,15 @@ def test_whatever_a_program_writes_is_data(sandboxes):
 
 
 @isolates
+def test_a_program_may_print_more_than_a_pipe_holds(sandboxes):
+    program = "print('p' * 300_000)\ndef f(x):\n    print('q' * 300_000)\n    return x + 1"
+    assert [one["passed"] for one in sandboxes.test([job(program, "assert f(1) == 2", "assert f(2) == 2")])] == [
+        [True, False]
+    ]
+    assert [one["passed"] for one in sandboxes.test([prints("print('p' * 300_000)", "p" * 300_000)])] == [[True]]
+
+
+@isolates
 def test_tests_have_the_names_that_they_mention_and_pythons_own(sandboxes):
     program = "math = __import__('math')\ndef f(x): return x\ndef g(x): return x"
     own = job(

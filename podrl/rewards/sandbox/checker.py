@@ -130,7 +130,6 @@ def _functions(control: socket.socket, request: Mapping[str, Any], limits: Mappi
     sources = [request["setup"], *request["tests"]]
     codes = [_compiled(sources[0], "the set-up"), *(_compiled(test, test) for test in sources[1:])]
     program = _Program(control, "functions", request["program"], "")
-    os.set_blocking(program.output, False)
     remote = _Remote(program, time.monotonic() + limits["wall_s"])
     passed, said = [], ""
     try:
