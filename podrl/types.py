@@ -106,6 +106,9 @@ class Rollouts:
       tokens_BT: prompt then completion, padded with the pad id.
       group_B: row of each sample's prompt in `prompts`; a group is found by it alone, and may be incomplete.
       length_B: prompt plus completion tokens.
+      piece_BT: number of the piece that each token belongs to, from 0 within its sample and ascending. A piece is a
+        token sequence with a context of its own: no token attends to another piece, and positions restart. Piece 0
+        begins with the prompt; 0 beyond the end.
       mask_BT: 1 where the policy sampled the token (the end token included), 0 on prompt, tool output and padding.
       logprob_BT: log-probability at the sampling temperature over the whole vocabulary, nats: the distribution the
         trainer computes too.
@@ -128,6 +131,7 @@ class Rollouts:
     tokens_BT: Annotated[Int[np.ndarray, "B T"], Column(np.int32, 0, drawn=False)]
     group_B: Int[np.ndarray, " B"]
     length_B: Int[np.ndarray, " B"]
+    piece_BT: Int[np.ndarray, "B T"]
     mask_BT: Float[np.ndarray, "B T"]
     logprob_BT: Annotated[Float[np.ndarray, "B T"], Column(np.float32, 0.0)]
     kept_BT: Annotated[Float[np.ndarray, "B T"], Column(np.float32, 1.0)]
@@ -153,13 +157,15 @@ DRAWN: Mapping[str, Column] = {name: column for name, column in TOKENS.items() i
 def blank_columns(shape: tuple[int, int], *, pad_id: int, written: Collection[str] | None = None) -> dict[str, Any]:
     """Makes every per-token column of Rollouts, by field name, with the values that stand where nothing was sampled.
 
+    All samples have one piece: `piece_BT` is 0, and always writable, as it travels with the header of a batch.
+
     Args:
       shape: (B, T) of each array.
       pad_id: fills the tokens.
       written: fields that the caller will write to; the others are read-only views of one value, which take no memory.
         None for all of them.
     """
-    blank: dict[str, Any] = {}
+    blank: dict[str, Any] = {"piece_BT": np.zeros(shape, np.int16)}
     for name, column in TOKENS.items():
         field, fill = f"{name}_BT", column.dtype(pad_id if name == "tokens" else column.fill)
         if written is not None and field not in written:
@@ -220,6 +226,13 @@ class Layout:
         """Segment id of the shared prefix that each token attends to besides its own segment."""
         return None
 
+    def sample(self) -> Int[Array, "B T"]:
+        """Number of each token's sample within the row, from 1, 0 on padding: its segment, unless samples have pieces.
+
+        Terms over whole samples go by it. Meaningless on shared prefixes, which count in no loss.
+        """
+        return self.segment_BT
+
 
 @flax.struct.dataclass
 class SharedLayout(Layout):
@@ -233,6 +246,20 @@ class SharedLayout(Layout):
 
     def prefix(self) -> Int[Array, "B T"] | None:
         return self.prefix_BT
+
+
+@flax.struct.dataclass
+class PiecesLayout(Layout):
+    """A layout in which all pieces of a sample lie in one row, so that terms over whole samples can be computed.
+
+    Attributes:
+      sample_BT: 1, 2, ... within a row; 0 is padding. A sample has one segment for each of its pieces.
+    """
+
+    sample_BT: Int[Array, "B T"]
+
+    def sample(self) -> Int[Array, "B T"]:
+        return self.sample_BT
 
 
 Rows = TypeVar("Rows")

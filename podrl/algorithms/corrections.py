@@ -30,6 +30,9 @@ CORRECTIONS = {
     "geometric_mask": (0.999, 1.001, "1 if low <= (product of w over the sequence)^(1/n) <= high else 0"),
 }
 
+# Those that multiply or average over a whole sample.
+SAMPLE_CORRECTIONS = ("sequence_tis", "sequence_mask", "geometric_mask")
+
 
 def log_weight(
     old_logprob_BT: Float[Array, "B T"], sampler_logprob_BT: Float[Array, "B T"], mask_BT: Mask

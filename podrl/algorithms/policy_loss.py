@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from podrl.algorithms import aggregate as aggregation
 from podrl.algorithms import kl, surrogates
-from podrl.algorithms.corrections import CORRECTIONS, importance_weight, stale_weight
+from podrl.algorithms.corrections import CORRECTIONS, SAMPLE_CORRECTIONS, importance_weight, stale_weight
 from podrl.algorithms.mismatch import mismatch, mismatch_by_age, ratios_by_age
 from podrl.algorithms.policy_rows import AgedReferencedRows, AgedRows, PolicyRows, ReferencedRows
 from podrl.algorithms.segments import masked, sequence_mean
@@ -39,6 +39,7 @@ KINDS = {
     "reinforce": "-A logprob",
 }
 ALIASES = {"grpo": "clip", "ppo": "clip", "gspo-token": "gspo_token", "gpg": "reinforce", "geo_mean": "gmpo"}
+SAMPLE_RATIOS = ("gspo", "gspo_token", "gmpo")  # kinds whose ratio is one number of a whole sample
 AGGREGATION_FORMULAS = {
     "token-mean": "sum over tokens / number of tokens",
     "sequence-mean-token-mean": "mean over sequences of (sum over tokens / tokens of the sequence)",
@@ -303,6 +304,13 @@ class PolicyLoss:
         """True if the loss ranks all tokens of one call, so that the number of micro-batches changes it."""
         return self.settings.kind in ("clip_cov", "kl_cov")
 
+    @property
+    def by_sample(self) -> bool:
+        """True if terms of the loss are computed over whole samples, so that all pieces of one must be in one row."""
+        settings = self.settings
+        whole = settings.kind in SAMPLE_RATIOS or settings.sampler_correction in SAMPLE_CORRECTIONS
+        return whole or self.own is not None
+
     def needs_reference(self) -> bool:
         """True if the loss reads reference log-probabilities."""
         return self.settings.loss_kl.coef > 0
@@ -444,7 +452,7 @@ class PolicyLoss:
         self, logprob_BT: Array, old_BT: Array, rows: PolicyRows
     ) -> tuple[surrogates.Surrogate, Array, Array]:
         """Computes surrogate, correction weight and policy-gradient loss of every token; `rows` are clean."""
-        settings, where = self.settings, (rows.mask_BT, rows.length_BT, rows.layout.segment_BT)
+        settings, where = self.settings, (rows.mask_BT, rows.length_BT, rows.layout.sample())
         surrogate = self._surrogate(logprob_BT, old_BT, rows)
         low, high = settings.correction_bounds
         weight_BT = importance_weight(old_BT, rows.sampler_logprob_BT, *where, settings.correction, low=low, high=high)
@@ -469,7 +477,7 @@ class PolicyLoss:
     def _surrogate(self, logprob_BT, old_BT, rows: PolicyRows) -> surrogates.Surrogate:
         settings, mask_BT = self.settings, rows.mask_BT
         policy = (logprob_BT, old_BT, rows.advantage_BT)
-        where = (mask_BT, rows.length_BT, rows.layout.segment_BT)
+        where = (mask_BT, rows.length_BT, rows.layout.sample())
         bounds = {"epsilon_low": settings.low, "epsilon_high": settings.high}
         if self.own is not None:
             names = ("mask_BT", "length_BT", "segment_BT")

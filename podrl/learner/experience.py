@@ -87,7 +87,7 @@ def joined_groups(parts: Sequence[Int[np.ndarray, " B"]], prompts: Sequence[int]
 
 
 def header(experience: Experience) -> Message:
-    """Packs what every trainer host needs of a rollout host's share of a batch: lengths, masks, rewards."""
+    """Packs what every trainer host needs of a rollout host's share of a batch: lengths, pieces, masks, rewards."""
     rollouts = experience.rollouts
     value = {
         "width": rollouts.tokens_BT.shape[1],
@@ -95,6 +95,7 @@ def header(experience: Experience) -> Message:
         "reward_s": experience.seconds,
         "data_state": rollouts.prompts.data_state.decode(),
         "counts": dict(experience.counts),
+        "pieces": np.argwhere(np.diff(rollouts.piece_BT, axis=1, prepend=0) > 0).tolist(),
         "turn_rewards": [
             [*at, float(rollouts.turn_reward_BT[*at])] for at in np.argwhere(rollouts.turn_reward_BT).tolist()
         ],
@@ -168,6 +169,7 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
         seconds=max(h.value["rollout_s"] for h in headers),
         **blank_columns((B, width), pad_id=pad_id, written=names),
     )
+    _write_pieces(rollouts, headers)
     reward_s = max(h.value["reward_s"] for h in headers)
     named = dict.fromkeys(name for h in headers for name in h.value["counts"])
     every = {name: [h.value["counts"].get(name, 0.0) for h in headers] for name in named}
@@ -296,6 +298,15 @@ def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:
     """Why samples left the loss; in an old checkpoint, which does not say it, one without tokens has lost its group."""
     silent_B = np.where(mask_BT.any(axis=1), LeftOut.NOT, LeftOut.GROUP).astype(np.int32)
     return message.arrays.get("lost_B", silent_B)
+
+
+def _write_pieces(rollouts: Rollouts, messages: Sequence[Message]) -> None:
+    """Numbers the pieces of samples by where they begin; an old checkpoint, which does not say it, has one each."""
+    first = 0
+    for message in messages:
+        for b, t in message.value.get("pieces", ()):
+            rollouts.piece_BT[first + b, t : rollouts.length_B[first + b]] += 1
+        first += len(message.arrays["length_B"])
 
 
 def _turn_rewards(headers: Sequence[Message], rows: int, width: int) -> np.ndarray:

@@ -210,7 +210,7 @@ class GRPO:
 
     def pack_shape(self, mesh: Mesh) -> PackShape:
         """Computes the shape of a packed mini-batch on a mesh."""
-        return pack_shape(
+        shape = pack_shape(
             self.cluster.training_config,
             mesh,
             sequences=self.mini_batch_size,
@@ -218,6 +218,7 @@ class GRPO:
             group_size=self._config.num_generations,
             max_prompt_length=self.cluster.config.rollout().max_prompt_length,
         )
+        return dataclasses.replace(shape, whole=self._loss.by_sample)
 
     def mini_batches(self, step: int, iteration: int, samples: int) -> list[np.ndarray]:
         """Splits a pass into the samples of each update."""
@@ -237,7 +238,8 @@ class GRPO:
     def held(experience: Experience, chosen: np.ndarray, shape: PackShape, mesh: Mesh) -> np.ndarray:
         """Selects, of samples that are packed together, those whose rows lie on this process's devices."""
         placement = packing.place_samples(experience.rollouts, chosen, shape)
-        return chosen[np.isin(placement.row_B, local_rows(shape, mesh))]
+        here_B = np.isin(placement.row_B, local_rows(shape, mesh))
+        return chosen[np.unique(placement.pieces.sample_B[here_B])]
 
     def columns(self, advantages: np.ndarray) -> dict[str, np.ndarray]:
         """Names, for the trace, what `advantages` computed of every token."""

@@ -9,8 +9,9 @@ from podrl.types import STOP_FAILED, Rollouts
 def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, float]:
     """Compares the arrays of a batch with each other; counts add over hosts, and those that are 0 are left out.
 
-      rollout/faulty_tokens    mask on a prompt's or a pad's place, or on a token without version or log-probability, or
-                               none on a sampled one; prompt tokens of a row that are not the prompt's
+      rollout/faulty_tokens    mask on a prompt's or a pad's place, on the first token of a piece, or on a token without
+                               version or log-probability, or none on a sampled one; prompt tokens of a row that are
+                               not the prompt's; pieces whose numbers do not count up from 0, or that divide a prompt
       rollout/unknown_version  sampled by weights that the trainer has not made
       rollout/stale_tokens     sampled by weights more than `max_staleness` updates old
 
@@ -27,12 +28,17 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
     completion_BT = (place_T >= asked_B[:, None]) & (place_T < rollouts.length_B[:, None])
     likely_BT = np.isfinite(rollouts.logprob_BT) & (rollouts.logprob_BT <= 1e-5)
     trained_BT = rollouts.mask_BT > 0
-    wrong_BT = (trained_BT != sampled_BT) | (trained_BT & ~(completion_BT & likely_BT))
+    step_BT = np.diff(rollouts.piece_BT.astype(np.int32), axis=1, prepend=0)
+    misnumbered_BT = (place_T < rollouts.length_B[:, None]) & (
+        (step_BT < 0) | (step_BT > 1) | ((step_BT != 0) & ~completion_BT)
+    )
+    predicted_BT = completion_BT & (step_BT == 0)  # the first token of a piece has no context
+    wrong_BT = (trained_BT != sampled_BT) | (trained_BT & ~(predicted_BT & likely_BT))
     width = min(prompts.tokens_PT.shape[1], len(place_T))
     given_BT = prompts.tokens_PT[rollouts.group_B, :width]
     altered_BT = (rollouts.tokens_BT[:, :width] != given_BT) & (place_T[:width] < asked_B[:, None])
     counts = {
-        "rollout/faulty_tokens": (wrong_BT & usable_B1).sum() + altered_BT.sum(),
+        "rollout/faulty_tokens": ((wrong_BT | misnumbered_BT) & usable_B1).sum() + altered_BT.sum(),
         "rollout/unknown_version": (rollouts.version_BT > step).sum(),
         "rollout/stale_tokens": (sampled_BT & (rollouts.version_BT < step - max_staleness)).sum(),
     }

@@ -24,6 +24,7 @@ _LARGEST = 1 << 31  # bytes that a file may unpack to
 # What is recorded of every token, beside what the algorithm adds: type of the column.
 _OF_ROLLOUTS: Mapping[str, Any] = {
     **{name: column.dtype for name, column in TOKENS.items()},
+    "piece": np.int16,
     "mask": np.uint8,
     "turn_reward": np.float32,
 }
@@ -82,8 +83,9 @@ class TracedStep:
       pieces: text of every token id that occurs.
       samples: arrays over samples: group (row of its prompt in `prompts`), length, prompt_length, stop, reward, and
         (functions, samples) rewards.
-      tokens: arrays over all tokens, sample after sample without padding: tokens, mask, logprob, raw_logprob, kept,
-        version, turn_reward, advantage, trained, trainer_logprob and entropy (NaN where not computed), ...
+      tokens: arrays over all tokens, sample after sample without padding: tokens, piece (number of the token's context
+        within its sample; not in traces of older runs), mask, logprob, raw_logprob, kept, version, turn_reward,
+        advantage, trained, trainer_logprob and entropy (NaN where not computed), ...
     """
 
     step: int

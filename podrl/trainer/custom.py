@@ -98,8 +98,8 @@ def loss(value: Any, arguments: Mapping[str, Any], key: str) -> Callable[..., An
 
     `function(logprob_BT, old_logprob_BT, advantage_BT, *, numbers...)` returns the loss of every token, finite wherever
     its inputs are; what it returns where the mask is 0 plays no part. It may ask for `mask_BT`, `length_BT` (loss
-    tokens of the token's sequence) and `segment_BT` (its number in the row) by keyword. KL, entropy, corrections and
-    the aggregation are added as to any other loss.
+    tokens of the token's sample) and `segment_BT` (the sample's number in the row) by keyword. KL, entropy, corrections
+    and the aggregation are added as to any other loss.
 
     Raises:
       ValueError: no such function, or it fails on arrays.

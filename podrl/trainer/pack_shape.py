@@ -29,6 +29,7 @@ class PackShape:
       tokens: T, tokens of one row.
       shards: data shards that split the rows of a micro-batch evenly.
       shared: whether sequences that begin alike may share those tokens in a row.
+      whole: whether all pieces of a sample must lie in one row, for a loss with terms over whole samples.
     """
 
     micro_batches: int
@@ -36,6 +37,7 @@ class PackShape:
     tokens: int
     shards: int = 1
     shared: bool = False
+    whole: bool = False
 
     @staticmethod
     def for_worst_case(

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
 from podrl.trainer.pack_shape import PackShape
-from podrl.types import Batch, Layout, Rollouts, Rows, SharedLayout
+from podrl.types import Batch, Layout, PiecesLayout, Rollouts, Rows, SharedLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,25 +39,69 @@ class SharedPrefixes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The B token sequences that samples consist of: each is a part of a sample's row.
+
+    Attributes:
+      samples: number of samples.
+      sample_B: sample of each sequence, ascending.
+      begin_B: where in the sample's row the sequence begins.
+      length_B: tokens of each sequence.
+    """
+
+    samples: int
+    sample_B: Int[np.ndarray, " B"]
+    begin_B: Int[np.ndarray, " B"]
+    length_B: Int[np.ndarray, " B"]
+
+    @staticmethod
+    def one_each(length_B: Int[np.ndarray, " B"]) -> "Pieces":
+        """Makes one sequence of each sample."""
+        return Pieces(len(length_B), np.arange(len(length_B)), np.zeros(len(length_B), np.int64), length_B)
+
+    @staticmethod
+    def of(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"]) -> "Pieces":
+        """Lists the pieces of some samples; one without sampled tokens is left out where its sample has another."""
+        length_n, piece_nT = np.asarray(rollouts.length_B[chosen_n], np.int64), rollouts.piece_BT[chosen_n]
+        if not piece_nT.any():
+            return Pieces.one_each(length_n)
+        real_nT = np.arange(piece_nT.shape[1]) < length_n[:, None]
+        begins_nT = np.diff(piece_nT, axis=1, prepend=-1) != 0
+        sample_X, begin_X = np.nonzero(begins_nT & real_nT)
+        last_X = np.append(sample_X[1:] != sample_X[:-1], True)
+        length_X = np.where(last_X, length_n[sample_X], np.roll(begin_X, -1)) - begin_X
+        sampled_nT = np.pad(np.cumsum(rollouts.mask_BT[chosen_n] > 0, axis=1), ((0, 0), (1, 0)))
+        sampled_X = sampled_nT[sample_X, begin_X + length_X] - sampled_nT[sample_X, begin_X]
+        silent_n = np.bincount(sample_X, sampled_X, minlength=len(length_n)) == 0
+        kept_X = (sampled_X > 0) | (silent_n[sample_X] & (begin_X == 0))
+        return Pieces(len(length_n), sample_X[kept_X], begin_X[kept_X], length_X[kept_X])
+
+
+@dataclasses.dataclass(frozen=True)
 class Placement:
     """The place of each of B sequences in the packed rows.
 
+    Methods take and return per-token values in the sample layout: one right-padded row per sample, which holds the
+    sample's sequences at the places that `pieces` says.
+
     Attributes:
       shape: of the packed arrays.
+      pieces: the sequences.
       micro_batches: micro-batches that hold tokens, at least 1.
       packed: tokens in all rows, those shared counted once a row.
-      length_B: tokens of each sequence.
       micro_B, row_B: micro-batch of each sequence and row in it.
       start_B: where in the row its own tokens begin.
       segment_B: segment id of its own tokens in the row, from 1.
       shared_B: how many tokens it shares with others, before its own.
       shared_start_B, prefix_B: where those begin in the row, and their segment id (0 where there are none).
+      number_B: number in the row of each sequence's sample, from 1, where all pieces of a sample lie in one row and
+        some sample has several; else empty.
     """
 
     shape: PackShape
+    pieces: Pieces
     micro_batches: int
     packed: int
-    length_B: Int[np.ndarray, " B"]
     micro_B: Int[np.ndarray, " B"]
     row_B: Int[np.ndarray, " B"]
     start_B: Int[np.ndarray, " B"]
@@ -65,6 +109,7 @@ class Placement:
     shared_B: Int[np.ndarray, " B"]
     shared_start_B: Int[np.ndarray, " B"]
     prefix_B: Int[np.ndarray, " B"]
+    number_B: Int[np.ndarray, " B"]
 
     def padding_share(self) -> float:
         """Share of the computed tokens (those of filled micro-batches) that hold no sequence."""
@@ -73,8 +118,9 @@ class Placement:
     @functools.cached_property
     def _tokens(self) -> tuple[Int[np.ndarray, " X"], Int[np.ndarray, " X"], Int[np.ndarray, " X"]]:
         """Lists (sequence, offset in it, index into the flattened packed array) of every real token, by sequence."""
-        sequence_X = np.repeat(np.arange(len(self.length_B)), self.length_B)
-        first_B = np.cumsum(self.length_B) - self.length_B
+        length_B = self.pieces.length_B
+        sequence_X = np.repeat(np.arange(len(length_B)), length_B)
+        first_B = np.cumsum(length_B) - length_B
         offset_X = np.arange(len(sequence_X)) - first_B[sequence_X]
         begin_B = np.where(self.shared_B > 0, self.shared_start_B, self.start_B)
         begin_X = np.where(
@@ -82,6 +128,12 @@ class Placement:
         )
         row_X = (self.micro_B * self.shape.rows + self.row_B)[sequence_X]
         return sequence_X, offset_X, row_X * self.shape.tokens + begin_X + offset_X
+
+    @functools.cached_property
+    def _source(self) -> tuple[Int[np.ndarray, " X"], Int[np.ndarray, " X"]]:
+        """Lists (sample, index in the sample's row) of the same tokens."""
+        sequence_X, offset_X, _ = self._tokens
+        return self.pieces.sample_B[sequence_X], self.pieces.begin_B[sequence_X] + offset_X
 
     @functools.cached_property
     def _own(self) -> Bool[np.ndarray, " X"]:
@@ -98,65 +150,68 @@ class Placement:
           where_BT: tokens at which it is 0 get the value 0, whatever they hold, NaN included.
 
         Raises:
-          ValueError: another number of rows than of placed sequences.
+          ValueError: another number of rows than of placed samples.
         """
-        sequence_X, offset_X, _ = self._tokens
-        values_X = self._checked(values_BT)[sequence_X, offset_X]
+        values_X = self._checked(values_BT)[self._source]
         if where_BT is not None:
-            values_X = np.where(self._checked(where_BT)[sequence_X, offset_X] != 0, values_X, 0)
+            values_X = np.where(self._checked(where_BT)[self._source] != 0, values_X, 0)
         return self._packed(values_X)
 
     def layout(self, tokens_BT: Int[np.ndarray, "B T"]) -> Layout:
-        """Packs the tokens of right-padded sequences, with their segments and positions.
+        """Packs the tokens of right-padded samples, with their segments and positions.
 
         Raises:
-          ValueError: sequences that do not begin alike where they share tokens, or not those that were placed.
+          ValueError: samples that do not begin alike where they share tokens, or not those that were placed.
         """
         sequence_X, offset_X, flat_X = self._tokens
-        tokens_X = self._checked(tokens_BT)[sequence_X, offset_X]
+        tokens_X = self._checked(tokens_BT)[self._source]
         tokens_ABT = self._packed(tokens_X)
         if (bad := np.flatnonzero(tokens_ABT.reshape(-1)[flat_X] != tokens_X)).size:
             raise ValueError(
-                f"Sequence {sequence_X[bad[0]]} has token {tokens_X[bad[0]]} at {offset_X[bad[0]]}, where another of "
+                f"Sequence {self._named(bad[0])} has token {tokens_X[bad[0]]} at {offset_X[bad[0]]}, where another of "
                 "its group has a different one: samples of a prompt must begin with that prompt; or set "
                 "trainer.share_prompts=False."
             )
         own_X, prefix_X = self._own, self.prefix_B[sequence_X]
         segment_ABT = self._packed(np.where(own_X, self.segment_B[sequence_X], prefix_X))
         position_ABT = self._packed(offset_X)
+        if len(self.number_B):
+            return PiecesLayout(tokens_ABT, segment_ABT, position_ABT, self._packed(self.number_B[sequence_X]))
         if not self.shape.shared:
             return Layout(tokens_ABT, segment_ABT, position_ABT)
         return SharedLayout(tokens_ABT, segment_ABT, position_ABT, self._packed(np.where(own_X, prefix_X, 0)))
 
     def loss_tokens(self, mask_BT: Shaped[np.ndarray, "B T"]) -> tuple[Any, Any]:
-        """Packs (1 where a token counts in the loss, number of such tokens in its sequence: at least 1, 1 on padding).
+        """Packs (1 where a token counts in the loss, number of such tokens in its sample: at least 1, 1 on padding).
+
+        A sample's tokens are counted over all its pieces.
 
         Args:
           mask_BT: not 0 where a token counts.
 
         Raises:
-          ValueError: a token that counts and is shared with other sequences, or not the placed sequences.
+          ValueError: a token that counts and is shared with other sequences, or not the placed samples.
         """
-        sequence_X, offset_X, _ = self._tokens
-        mask_X = self._checked(mask_BT)[sequence_X, offset_X] != 0
+        _, offset_X, _ = self._tokens
+        sample_X, _ = self._source
+        mask_X = self._checked(mask_BT)[self._source] != 0
         if (bad := np.flatnonzero(mask_X & ~self._own)).size:
             raise ValueError(
-                f"Token {offset_X[bad[0]]} of sequence {sequence_X[bad[0]]} counts in the loss and is shared with "
+                f"Token {offset_X[bad[0]]} of sequence {self._named(bad[0])} counts in the loss and is shared with "
                 "other sequences: only tokens without a loss can be."
             )
-        count_B = np.maximum(np.bincount(sequence_X, mask_X, minlength=len(self.length_B)), 1)
-        return self._packed(mask_X), self._packed(np.where(self._own, count_B[sequence_X], 1.0), fill=1.0)
+        count_B = np.maximum(np.bincount(sample_X, mask_X, minlength=self.pieces.samples), 1)
+        return self._packed(mask_X), self._packed(np.where(self._own, count_B[sample_X], 1.0), fill=1.0)
 
     def unpack(self, values_ABT: Shaped[np.ndarray, "A B T"], width: int) -> Shaped[np.ndarray, "B width"]:
-        """Gathers per-token values from packed rows back to the sample layout, 0 beyond each sequence.
+        """Gathers per-token values from packed rows back to the sample layout, 0 where no sequence lies.
 
         Args:
           values_ABT: one value per packed token, on the host.
-          width: T of the sample layout, at least the longest sequence.
+          width: T of the sample layout, at least the longest sample.
         """
-        sequence_X, offset_X, flat_X = self._tokens
-        out_BT = np.zeros((len(self.length_B), width), values_ABT.dtype)
-        out_BT[sequence_X, offset_X] = np.asarray(values_ABT).reshape(-1)[flat_X]
+        out_BT = np.zeros((self.pieces.samples, width), values_ABT.dtype)
+        out_BT[self._source] = np.asarray(values_ABT).reshape(-1)[self._tokens[2]]
         return out_BT
 
     def batch(self, rows: Rows) -> Batch[Rows]:
@@ -175,12 +230,22 @@ class Placement:
 
     def _checked(self, values_BT: Any) -> np.ndarray:
         values = np.asarray(values_BT)
-        if len(values) != len(self.length_B):
+        if len(values) != self.pieces.samples:
             raise ValueError(
-                f"{len(values)} rows of per-token values for {len(self.length_B)} placed sequences: pass those of the "
-                "sequences that were placed."
+                f"{len(values)} rows of per-token values for {self.pieces.samples} placed samples: pass those of the "
+                "samples that were placed."
             )
         return values
+
+    def _named(self, token: int) -> str:
+        """The sequence of a token in words; samples of one piece are sequences."""
+        sample, at = (int(x_X[token]) for x_X in self._source)
+        begin = at - int(self._tokens[1][token])
+        return f"{sample}, from its token {begin} on," if begin else str(sample)
+
+
+class _TooManyRowsError(ValueError):
+    """Sequences fill more rows than the shape has."""
 
 
 def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPrefixes | None = None) -> Placement:
@@ -197,7 +262,11 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPre
     Raises:
       ValueError: a sequence longer than a row, an empty sequence, or more rows than the shape has.
     """
-    length_B = np.asarray(length_B, np.int64)
+    return _place(Pieces.one_each(np.asarray(length_B, np.int64)), shape, prefixes)
+
+
+def _place(pieces: Pieces, shape: PackShape, prefixes: SharedPrefixes | None) -> Placement:
+    length_B = pieces.length_B
     if len(length_B) == 0:
         raise ValueError("There is no sequence to pack: a training batch needs at least one.")
     if length_B.min() < 1:
@@ -215,7 +284,7 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPre
         rows = _Rows(length_B, shape.tokens)
         rows.fill()
     if len(load := rows.load) > most:
-        raise ValueError(
+        raise _TooManyRowsError(
             f"{len(length_B)} sequences fill {len(load)} rows of {shape.tokens} tokens but the batch has "
             f"{shape.micro_batches} x {shape.rows}: check trainer.mini_batch_size and trainer.max_tokens_per_row."
         )
@@ -223,9 +292,9 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPre
     slot = _deal(load, micro_batches, shape)[rows.row_B]
     return Placement(
         shape,
+        pieces,
         micro_batches,
         sum(load),
-        length_B,
         slot // shape.rows,
         slot % shape.rows,
         start_B=rows.start_B,
@@ -233,13 +302,72 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPre
         shared_B=rows.shared_B,
         shared_start_B=rows.shared_start_B,
         prefix_B=rows.prefix_B,
+        number_B=np.zeros(0, np.int64),
     )
 
 
 def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: PackShape) -> Placement:
-    """Applies `place` to some of a batch's samples; those of one prompt share its tokens."""
+    """Applies `place` to some of a batch's samples; those of one prompt share its tokens.
+
+    Each piece of a sample is a sequence of its own, and may lie in another row than its sample's other pieces. They
+    stay in one row where the shape asks for whole samples, or where they would otherwise take more rows than it has.
+
+    Raises:
+      ValueError: as `place`; a sample that must stay whole is longer than a row.
+    """
+    pieces = Pieces.of(rollouts, chosen_n)
+    if not pieces.begin_B.any():
+        return _place(pieces, shape, _prefixes(rollouts, chosen_n, pieces))
+    total_n = np.bincount(pieces.sample_B, pieces.length_B, minlength=pieces.samples).astype(np.int64)
+    if shape.whole:
+        if total_n.max() > shape.tokens:
+            n = int(total_n.argmax())
+            raise ValueError(
+                f"Sample {int(chosen_n[n])} has {total_n[n]} tokens in {np.count_nonzero(pieces.sample_B == n)} pieces "
+                f"but a packed row holds {shape.tokens}, and the loss has terms over whole samples, whose pieces must "
+                "lie in one row: raise trainer.max_tokens_per_row, lower rollout.max_response_tokens, or choose a loss "
+                "and a sampler correction that go by token."
+            )
+        return _whole(pieces, total_n, shape)
+    try:
+        return _place(pieces, shape, _prefixes(rollouts, chosen_n, pieces))
+    except _TooManyRowsError:
+        if total_n.max() > shape.tokens:
+            raise
+        return _whole(pieces, total_n, shape)
+
+
+def _prefixes(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], pieces: Pieces) -> SharedPrefixes:
+    """The prompts that first pieces share; other pieces share nothing."""
     prefixes = SharedPrefixes.of_prompts(rollouts.prompts.length_P, rollouts.group_B)
-    return place(rollouts.length_B[chosen_n], shape, prefixes.chosen(chosen_n))
+    prefixes = prefixes.chosen(np.asarray(chosen_n)[pieces.sample_B])
+    return SharedPrefixes(prefixes.group_B, np.where(pieces.begin_B == 0, prefixes.length_B, 0))
+
+
+def _whole(pieces: Pieces, total_n: Int[np.ndarray, " n"], shape: PackShape) -> Placement:
+    """Places samples as wholes, and numbers their pieces as segments of the row."""
+    wholes = place(total_n, shape)
+    sample_B, length_B = pieces.sample_B, pieces.length_B
+    before_B = np.cumsum(length_B) - length_B
+    before_B = before_B - (np.cumsum(total_n) - total_n)[sample_B]
+    start_B, slot_B = (wholes.start_B[sample_B] + before_B), (wholes.micro_B * shape.rows + wholes.row_B)[sample_B]
+    order_B = np.lexsort((start_B, slot_B))
+    first_B = np.searchsorted(slot_B[order_B], slot_B[order_B])  # where each one's row begins in that order
+    segment_B = np.zeros_like(start_B)
+    segment_B[order_B] = np.arange(len(order_B)) - first_B + 1
+    none_B = np.zeros_like(start_B)
+    return dataclasses.replace(
+        wholes,
+        pieces=pieces,
+        micro_B=wholes.micro_B[sample_B],
+        row_B=wholes.row_B[sample_B],
+        start_B=start_B,
+        segment_B=segment_B,
+        shared_B=none_B,
+        shared_start_B=none_B,
+        prefix_B=none_B,
+        number_B=wholes.segment_B[sample_B] if shape.whole else wholes.number_B,
+    )
 
 
 class _Rows:

@@ -28,6 +28,7 @@ def _experience(seed: int) -> Experience:
         group_B=np.array([0, 0, 1, 1], np.int32),
         tokens_BT=np.where(real_BT, rng.integers(0, 9, (4, 8)), PAD).astype(np.int32),
         length_B=length_B,
+        piece_BT=np.where(real_BT & (np.arange(8) >= 6), [[0], [1], [0], [1]], 0).astype(np.int16),
         mask_BT=rng.integers(0, 2, (4, 8)).astype(np.float32),
         logprob_BT=np.where(real_BT, rng.normal(size=(4, 8)), 0.0).astype(np.float32),
         kept_BT=np.where(real_BT, rng.uniform(size=(4, 8)), 1.0).astype(np.float32),

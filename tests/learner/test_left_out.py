@@ -54,6 +54,7 @@ class Engine:
             group_B=np.arange(B) // group_size,
             tokens_BT=np.ones((B, T), np.int32),
             length_B=PROMPT + length_B,
+            piece_BT=np.zeros((B, T), np.int16),
             mask_BT=mask_BT,
             logprob_BT=-mask_BT,
             kept_BT=np.ones((B, T), np.float32),
@@ -177,6 +178,7 @@ def test_a_silent_sample_counts_in_its_group_and_takes_nobody_out(estimator):
         np.ones((4, 4), np.int32),
         np.zeros(4, np.int32),
         PROMPT + mask_BT.sum(axis=1).astype(int),
+        np.zeros((4, 4), np.int16),
         mask_BT,
         -mask_BT,
     )

@@ -126,7 +126,7 @@ def test_errors_name_values_and_keys():
     length_B, samples = _samples([5, 9])
     placement = place(length_B, PackShape(1, 1, 16))
     for pack in (placement.layout, placement.scatter, placement.loss_tokens):
-        with pytest.raises(ValueError, match=r"1 rows of per-token values for 2 placed sequences"):
+        with pytest.raises(ValueError, match=r"1 rows of per-token values for 2 placed samples"):
             pack(samples["tokens_BT"][:1])
 
 

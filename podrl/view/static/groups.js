@@ -57,8 +57,10 @@ podrl.views.groups = async (main, params, current) => {
       part.style.backgroundColor = sample.tokens.mask[i] ? shade(value(sample, i, by)) : "";
       part.dataset.i = i;
       parts.push(part);
+      const piece = sample.tokens.piece; // traces of older runs have none
+      if (piece && i > 0 && piece[i] !== piece[i - 1]) box.append(el("div", { className: "quiet" }, `piece ${piece[i]}, a context of its own`));
+      box.append(part);
     }
-    box.append(...parts);
     if (sample.length > from + LIMIT) box.append(el("span", { className: "quiet" }, ` … ${sample.length - from - LIMIT} more tokens`));
     let at = -1;
     const choose = (i) => { if (parts[at]) parts[at].classList.remove("at"); at = i; if (parts[at]) { parts[at].classList.add("at"); tell(sample, from + at); } };

@@ -1,0 +1,213 @@
+"""Samples of several pieces: each sampled token is trained once, with its piece's context and its sample's weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_rows import packed_rows
+
+from podrl.algorithms.policy_loss import LossSettings, PolicyLoss
+from podrl.algorithms.policy_rows import PolicyRows
+from podrl.mesh.rules import batch_shards
+from podrl.models import decoder
+from podrl.trainer import state as state_lib
+from podrl.trainer.pack_shape import PackShape
+from podrl.trainer.packing import place, place_samples
+from podrl.types import NO_EPISODE, Layout, PiecesLayout, Prompts, Rollouts, SharedLayout, blank_columns
+
+SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
+PROMPT = 3
+
+
+def made(pieces, *, group_size=2, vocabulary=40, seed=0):
+    """Draws samples of one prompt per group: for each a list of pieces, each (given tokens, sampled tokens).
+
+    The given tokens of the first piece are the prompt's, PROMPT of them.
+    """
+    rng = np.random.default_rng(seed)
+    B, P = len(pieces), -(-len(pieces) // group_size)
+    length_B = np.array([sum(given + sampled for given, sampled in sample) for sample in pieces], np.int32)
+    T = int(length_B.max())
+    group_B = np.arange(B, dtype=np.int32) // group_size
+    prompt_PT = rng.integers(0, vocabulary, (P, PROMPT)).astype(np.int32)
+    columns = blank_columns((B, T), pad_id=0)
+    columns["tokens_BT"][:] = rng.integers(0, vocabulary, (B, T))
+    mask_BT = np.zeros((B, T), np.float32)
+    for b, sample in enumerate(pieces):
+        columns["tokens_BT"][b, :PROMPT] = prompt_PT[group_B[b]]
+        at = 0
+        for k, (given_, sampled) in enumerate(sample):
+            columns["piece_BT"][b, at : at + given_ + sampled] = k
+            mask_BT[b, at + given_ : at + given_ + sampled] = 1
+            at += given_ + sampled
+    prompts = Prompts(prompt_PT, np.full(P, PROMPT), np.arange(P), ["p"] * P, {}, b"")
+    return Rollouts(
+        prompts=prompts,
+        group_B=group_B,
+        length_B=length_B,
+        mask_BT=mask_BT,
+        turn_reward_BT=np.zeros((B, T), np.float32),
+        stop_B=np.zeros(B, np.int32),
+        completions=["c"] * B,
+        episodes=[NO_EPISODE] * B,
+        seconds=1.0,
+        **columns,
+    )
+
+
+drawn_pieces = st.lists(
+    st.tuples(st.integers(0, 6), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=0, max_size=4)).map(
+        lambda drawn: [(PROMPT, drawn[0]), *drawn[1]]
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=100, derandomize=True)
+@given(drawn_pieces, st.sampled_from([60, 80, 128]), st.sampled_from([1, 2]), st.booleans(), st.booleans())
+def test_each_sampled_token_lies_in_the_packed_rows_once(pieces, row, shards, whole, shared):
+    """Segments are dense and each is one piece from its first token on; a whole sample lies in one row."""
+    rollouts = made(pieces)
+    B, T = rollouts.tokens_BT.shape
+    shape = PackShape.for_worst_case(B, 60, max_tokens_per_row=row, rows_per_micro_batch=2, shards=shards)
+    shape = PackShape(shape.micro_batches, shape.rows, row, shards, shared=shared, whole=whole)
+    placement = place_samples(rollouts, np.arange(B), shape)
+    layout = placement.layout(rollouts.tokens_BT)
+    number_BT = np.arange(1, B * T + 1).reshape(B, T)
+    packed = placement.scatter(number_BT, where_BT=rollouts.mask_BT)
+    assert sorted(packed[packed > 0]) == sorted(number_BT[rollouts.mask_BT > 0])
+    np.testing.assert_array_equal(placement.unpack(packed, T), np.where(rollouts.mask_BT > 0, number_BT, 0))
+    of_row = lambda x_ABT: np.asarray(x_ABT).reshape(-1, row)  # noqa: E731
+    at_XT = of_row(placement.scatter(number_BT)) - 1
+    columns = (at_XT, *map(of_row, (layout.segment_BT, layout.position_BT, layout.sample())))
+    for at_T, segment_T, position_T, sample_T in zip(*columns, strict=True):
+        segments = np.unique(segment_T[segment_T > 0])
+        np.testing.assert_array_equal(segments, np.arange(1, len(segments) + 1))
+        prefix = set(np.unique(layout.prefix_BT)) - {0} if isinstance(layout, SharedLayout) else ()
+        for segment in segments:
+            inside = np.flatnonzero(segment_T == segment)
+            b_X, t_X = np.divmod(at_T[inside], T)
+            if not len(prefix):
+                assert position_T[inside[0]] == 0 and len(set(b_X)) == 1
+                assert len(set(rollouts.piece_BT[b_X, t_X])) == 1
+            np.testing.assert_array_equal(np.diff(position_T[inside]), 1)
+        if whole and isinstance(layout, PiecesLayout):
+            assert all(len(set(at_T[sample_T == n] // T)) == 1 for n in set(sample_T[sample_T > 0]))
+            assert len(set(sample_T[sample_T > 0])) == len(set(at_T[segment_T > 0] // T))
+    mask_ABT, length_ABT = placement.loss_tokens(rollouts.mask_BT)
+    speaking = int(rollouts.mask_BT.any(axis=1).sum())
+    assert (mask_ABT / length_ABT).sum() == pytest.approx(speaking, rel=1e-6)
+
+
+def test_a_row_holds_the_longest_piece_and_not_the_sum():
+    """Contexts of 14 tokens that add up to 44 lie in rows of 16; a loss over whole samples says what it needs."""
+    rollouts = made([[(PROMPT, 5), (8, 6), (8, 6), (4, 4)]] * 2)
+    placement = place_samples(rollouts, np.arange(2), PackShape(4, 2, 16))
+    assert placement.packed == 2 * 44 and len(placement.row_B) == 8
+    with pytest.raises(ValueError, match=r"Sample 0 has 44 tokens in 4 pieces but a packed row holds 16.*per_row"):
+        place_samples(rollouts, np.arange(2), PackShape(4, 2, 16, whole=True))
+    with pytest.raises(ValueError, match="8 sequences fill 6 rows of 16"):
+        place_samples(rollouts, np.arange(2), PackShape(1, 2, 16))
+
+
+def test_samples_of_one_piece_are_placed_as_before():
+    lengths = [[(PROMPT, n)] for n in (5, 1, 9, 0, 4, 7)]
+    rollouts, shape = made(lengths), PackShape(2, 2, 24)
+    one, other = (place_samples(rollouts, np.arange(6), s) for s in (shape, PackShape(2, 2, 24, whole=True)))
+    plain = place(rollouts.length_B, shape)
+    for placement in (one, other):
+        assert type(placement.layout(rollouts.tokens_BT)) is Layout
+        for name in ("micro_B", "row_B", "start_B", "segment_B"):
+            np.testing.assert_array_equal(getattr(placement, name), getattr(plain, name))
+
+
+def test_a_piece_that_the_policy_did_not_speak_in_takes_no_room():
+    rollouts = made([[(PROMPT, 0), (4, 5)], [(PROMPT, 0), (4, 0)]])
+    placement = place_samples(rollouts, np.arange(2), PackShape(1, 1, 16))
+    assert placement.packed == 9 + PROMPT  # of the silent sample, its prompt
+
+
+CASE = made(
+    [
+        [(PROMPT, 4)],
+        [(PROMPT, 2), (5, 3), (2, 6)],
+        [(PROMPT, 0), (4, 6)],
+        [(PROMPT, 5), (1, 2)],
+        [(PROMPT, 7)],
+        [(PROMPT, 1), (3, 3), (3, 3), (2, 1)],
+    ]
+)
+LOSSES = {
+    "token": LossSettings(loss_agg_mode="token-mean"),
+    "sequence": LossSettings(loss_agg_mode="sequence-mean-token-mean"),
+    "gspo": LossSettings(policy_loss_fn="gspo", loss_agg_mode="sequence-mean-token-mean", epsilon=0.9),
+    "gmpo": LossSettings(policy_loss_fn="gmpo", loss_agg_mode="sequence-mean-token-mean", epsilon=0.9),
+    "sequence_tis": LossSettings(sampler_correction="sequence_tis"),
+    "sequence_mask": LossSettings(sampler_correction="sequence_mask", correction_high=1.05, correction_low=0.5),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_update_is_that_of_separate_rows(tiny, name):
+    """Compares with the loss on padded samples, whose log-probabilities come from one padded row for each piece."""
+    case, loss = tiny("fsdp=1"), PolicyLoss(LOSSES[name])
+    rng = np.random.default_rng(1)
+    B, T = CASE.tokens_BT.shape
+    old_BT = (-rng.uniform(3.6, 3.8, (B, T))).astype(np.float32)
+    values = {
+        "advantage_BT": np.repeat(rng.normal(size=(B, 1)), T, axis=1).astype(np.float32),
+        "old_logprob_BT": old_BT,
+        "sampler_logprob_BT": (old_BT + rng.normal(size=(B, T)) * 0.02).astype(np.float32),
+    }
+    sample_X, piece_X = np.nonzero(
+        np.stack([((CASE.piece_BT == k) & _real(CASE)).any(axis=1) for k in range(4)], axis=1)
+    )
+    in_XT = [(CASE.piece_BT[b] == k) & _real(CASE)[b] for b, k in zip(sample_X, piece_X, strict=True)]
+    tokens_XT, segment_XT = np.zeros((len(in_XT), T), np.int64), np.zeros((len(in_XT), T), np.int32)
+    for x, (b, in_T) in enumerate(zip(sample_X, in_XT, strict=True)):
+        tokens_XT[x, : in_T.sum()], segment_XT[x, : in_T.sum()] = CASE.tokens_BT[b, in_T], 1
+    count_B1 = CASE.mask_BT.sum(axis=1, keepdims=True)
+    real_BT = _real(CASE).astype(np.int32)
+    rows = PolicyRows(
+        layout=Layout(jnp.asarray(CASE.tokens_BT), jnp.asarray(real_BT), jnp.zeros((B, T), jnp.int32)),
+        mask_BT=jnp.asarray(CASE.mask_BT),
+        length_BT=jnp.asarray(np.where(real_BT, count_B1, 1).astype(np.float32)),
+        kl_scale=1.0,
+        **{key: jnp.asarray(x) for key, x in values.items()},
+    )
+
+    def naive(params):
+        hidden_XTD = decoder.hidden(
+            params, tokens_XT, segment_XT, jnp.tile(jnp.arange(T), (len(in_XT), 1)), case.config
+        )
+        logp_XTV = jax.nn.log_softmax(decoder.unembed(params, hidden_XTD, case.config))
+        next_XT = jnp.take_along_axis(logp_XTV[:, :-1], jnp.asarray(tokens_XT)[:, 1:, None], axis=-1)[..., 0]
+        logprob_BT = jnp.zeros((B, T), next_XT.dtype)
+        for x, (b, in_T) in enumerate(zip(sample_X, in_XT, strict=True)):
+            place_X = np.flatnonzero(in_T)
+            logprob_BT = logprob_BT.at[b, place_X[1:]].set(next_XT[x, : len(place_X) - 1])
+        found, _ = loss(logprob_BT, jnp.zeros_like(logprob_BT), rows)
+        return found.mean()
+
+    expected = jax.tree.map(np.asarray, jax.jit(jax.grad(naive))(case.params()))
+    assert max(np.abs(x).max() for x in jax.tree.leaves(expected)) > 1e-2
+    shape = PackShape.for_worst_case(
+        B, T, max_tokens_per_row=32, rows_per_micro_batch=2, shards=batch_shards(case.mesh)
+    )
+    shape = PackShape(
+        shape.micro_batches, shape.rows, 32, shape.shards, shared=not loss.by_sample, whole=loss.by_sample
+    )
+    placement = place_samples(CASE, np.arange(B), shape)
+    batch = packed_rows(PolicyRows, placement, tokens_BT=CASE.tokens_BT, mask_BT=CASE.mask_BT, **values)
+    before = jax.tree.map(np.asarray, case.state()[0].params)
+    state, _ = case.step(loss)(*case.state(), state_lib.put_batch(batch, case.mesh))
+    change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
+    for x, y in zip(jax.tree.leaves(change), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=SAME, atol=SAME)
+
+
+def _real(rollouts):
+    return np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[:, None]
