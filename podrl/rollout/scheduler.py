@@ -111,6 +111,13 @@ class Scheduler:
           (store, shard, the pages it held on the device) of what was given up.
         """
         sample = self.samples.pop(handle)
+        if sample.status is Status.WAITING:  # seldom: those that end by themselves were in a lane
+            piece = next((piece for piece in self._pieces if any(s is sample for s in piece)), None)
+            if piece is not None:  # on no shard yet: it holds nothing
+                piece[:] = [s for s in piece if s is not sample]
+                self._pieces = [piece for piece in self._pieces if piece]
+                sample.status = Status.DONE
+                return []
         self._lengths.setdefault(sample.prompt, []).append(grown)
         self._vacate(sample, live)
         if sample in self._shards[sample.shard].assigned:

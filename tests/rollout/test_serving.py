@@ -144,6 +144,14 @@ def test_a_request_that_is_dropped_leaves_the_batch(serving):
     )
 
 
+def test_requests_that_wait_for_lanes_may_be_dropped(serving):
+    asked = [ask(serving, completions, prompt=f"What {i}", max_tokens=20, temperature=3, n=6) for i in range(6)]
+    told = run(serving, until=1)
+    for number in asked[1:]:
+        serving.drop(number)
+    assert list(told | run(serving)) == asked[:1] and not serving._session.open and not serving._session.busy
+
+
 def test_a_tools_answer_goes_on_with_the_sampled_ids(serving):
     before = serving.histories.extended
     messages = user("What is 4821*7703?")
