@@ -18,18 +18,22 @@ if TYPE_CHECKING:
     from podrl.learner.learner import GRPOLearner, PPOLearner
     from podrl.learner.settings import GRPOConfig, PPOConfig
     from podrl.mesh.build import make_mesh
+    from podrl.models.config import LoraConfig
     from podrl.models.pretrained import from_pretrained
     from podrl.rewards.compose import RewardConfig
     from podrl.rollout.config import RolloutConfig, Sampling
+    from podrl.runtime.checkpoint import CheckpointConfig
     from podrl.trainer.config import RLTrainingConfig
 
 _HOME = {
+    "CheckpointConfig": "podrl.runtime.checkpoint",
     "ClusterConfig": "podrl.cluster.config",
     "Ended": "podrl.environments.protocol",
     "Environment": "podrl.environments.protocol",
     "EnvironmentConfig": "podrl.environments.config",
     "GRPOConfig": "podrl.learner.settings",
     "GRPOLearner": "podrl.learner.learner",
+    "LoraConfig": "podrl.models.config",
     "MCPServer": "podrl.environments.config",
     "Mode": "podrl.cluster.config",
     "Model": "podrl.environments.protocol",
@@ -55,12 +59,14 @@ _HOME = {
 
 __all__ = [
     "TINY",
+    "CheckpointConfig",
     "ClusterConfig",
     "Ended",
     "Environment",
     "EnvironmentConfig",
     "GRPOConfig",
     "GRPOLearner",
+    "LoraConfig",
     "MCPServer",
     "Mode",
     "Model",

@@ -24,6 +24,7 @@ import numpy as np
 from podrl import generate
 from podrl.config import build, hint_at
 from podrl.data import shape, sources
+from podrl.data.template import SYSTEM_PROMPT
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards, without_outputs
 from podrl.rewards.reference import accuracies, majority, pass_at_k
 from podrl.rundir import intervals
@@ -198,6 +199,12 @@ def _scored(
     for one, prompts in sets.items():
         out = args.out / f"{one}.{name}.jsonl"
         given = [f"--model={directory}", f"--prompts={prompts}", f"--out={out}", f"--n={args.n}", *rest]
+        if (
+            not args.fns
+            and not any(arg.startswith("--system_prompt") for arg in rest)
+            and not generate.asked_as(directory)
+        ):
+            given.append(f"--system_prompt={SYSTEM_PROMPT}")  # the accuracies look for its tags
         if generate.main([*given, f"--devices={args.devices}"]):
             raise ValueError(f"--sets: {one} was not completed, as said above.")
         lines = map(json.loads, out.read_bytes().splitlines())  # texts have more ends of lines
@@ -222,7 +229,7 @@ def model_directory(name: str, path: str, out: pathlib.Path) -> str:
     run, step, params = load_run(locate(path))
     target = out / f"{name}-step{step}"
     if not (target / "config.json").exists():
-        export_params(run.config, params, run.tokenizer, target, dtype=run.dtype)
+        export_params(run.config, params, run.tokenizer, target, dtype=run.dtype, prompts=run.prompts)
     return os.fspath(target)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from podrl.data import shape
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import KINDS, SCRATCH, ModelSource
 from podrl.mesh import build
@@ -49,6 +50,7 @@ def export_params(
     out: str | pathlib.Path,
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    prompts: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes weights (adapters merged), config.json and tokenizer files to `out`, complete or not at all.
 
@@ -57,6 +59,7 @@ def export_params(
       tokenizer_dir: where the tokenizer's files are copied from; its token ids go into config.json.
       out: must not exist, or be empty.
       dtype: of the written weights.
+      prompts: how a run put its questions, written to prompts.json for podrl.generate; None writes none.
 
     Raises:
       ValueError: `out` holds something already.
@@ -77,6 +80,8 @@ def export_params(
         "eos_token_id": list(tokenizer.eos_ids)
     }
     texts["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
+    if prompts is not None:
+        texts[shape.PROMPTS_FILE] = (json.dumps(prompts, indent=2) + "\n").encode()
     wanted = None
     if head:
         (causal,) = config_to_hf(config)["architectures"]
@@ -130,6 +135,7 @@ class RunModel:
       tokenizer: directory of its tokenizer.
       dtype: of the trained parameters.
       scores: it is a reward model.
+      prompts: how the run put its questions, under the names of `data`; None where its sources differ in it.
     """
 
     config: ModelConfig
@@ -137,6 +143,7 @@ class RunModel:
     tokenizer: Place
     dtype: str
     scores: bool = False
+    prompts: Mapping[str, Any] | None = None
 
 
 def read_run(workdir: Place) -> RunModel:
@@ -168,11 +175,29 @@ def _run_model(raw: Mapping[str, Any]) -> RunModel:
     source = ModelSource(raw["model"]["path"])
     tokenizer = source.tokenizer(raw.get("tokenizer", ""))
     scores = (name := raw.get("algorithm", "")) in KINDS and KINDS[name].scores
+    prompts = _prompts(raw.get("data"))
     if source.path == SCRATCH:
         config = gemma2_config(vocab_size=Tokenizer(tokenizer).vocab_size, **raw["scratch"])
-        return RunModel(dataclasses.replace(config, lora=adapters), None, tokenizer, dtype, scores)
+        return RunModel(dataclasses.replace(config, lora=adapters), None, tokenizer, dtype, scores, prompts)
     base = source.directory
-    return RunModel(dataclasses.replace(read_config(base), lora=adapters), base, tokenizer, dtype, scores)
+    return RunModel(dataclasses.replace(read_config(base), lora=adapters), base, tokenizer, dtype, scores, prompts)
+
+
+def _prompts(data: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The settings by which all of a run's sources put a question; None where they differ, or are not known."""
+    if data is None:
+        return None
+    names = ("system_prompt", "template", "question_field")
+
+    def of(source: Mapping[str, Any], name: str) -> str:
+        inherits = "auto" if name == "system_prompt" else ""
+        value = source.get(name, inherits)
+        return data.get(name, "") if value == inherits else value
+
+    first, *others = [{name: of(source, name) for name in names} for source in data.get("sources") or [data]]
+    if any(one != first for one in others):
+        return None
+    return first | {"system_prompt": "" if first["system_prompt"] == "auto" else first["system_prompt"]}
 
 
 def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, PyTree]:
@@ -222,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         if args.adapter:
             peft_files.save_adapters(out, run.config, params, base=str(run.base), dtype=dtype)
         else:
-            export_params(run.config, params, run.tokenizer, out, dtype=dtype)
+            export_params(run.config, params, run.tokenizer, out, dtype=dtype, prompts=run.prompts)
         pushed = ""
         if args.push:
             place = absolute(args.workdir)

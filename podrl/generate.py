@@ -3,13 +3,15 @@
     python -m podrl.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl [--n=8 --temperature=0.7 ...]
 
 Each record holds "prompt" (text), "messages" (a conversation for the model's chat template) or, as a task file does,
-"question", which is put as in training. Its other fields are copied to the output, which holds one line per prompt, in
-their order: "index" counts them, unless the record has a field of that name. Until all are there, what is done lies in
-FILE.jsonl.partial, and the same command goes on from there.
+"question": put as the run did that podrl.export wrote --model from, else in the chat template with nothing before it.
+Its other fields are copied to the output, which holds one line per prompt, in their order: "index" counts them, unless
+the record has a field of that name. Until all are there, what is done lies in FILE.jsonl.partial, and the same command
+goes on from there.
 """
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -38,7 +40,7 @@ _FREE = ("out", "prompts", "devices")
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="podrl.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", required=True, type=pathlib.Path, help="Hugging Face directory, or ORG/NAME of the hub"
+        "--model", required=True, help="Hugging Face directory, ORG/NAME of the hub, or the embedded tiny or tiny_tools"
     )
     parser.add_argument("--prompts", required=True, help="JSON lines; also .csv and what data.path may name")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="JSON lines; replaced when complete")
@@ -51,7 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_new", type=int, default=256, help="most new tokens per completion")
     parser.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt as a user's turn")
-    parser.add_argument("--system_prompt", default="auto", help='before a "question"; as data.system_prompt')
+    parser.add_argument(
+        "--system_prompt", default=None, help='before a "question"; default: that of the run that was exported'
+    )
+    parser.add_argument("--question_field", default=None, help="field that asks; default: that of the run")
     parser.add_argument("--env", default="", help="environment of every completion: file.py:Name or module:Name")
     parser.add_argument("--tool", action="append", default=[], help="a tool it may call; may be given several times")
     parser.add_argument("--parser", choices=get_args(env.Parser), default="call_tool", help="how a tool is called")
@@ -85,9 +90,14 @@ def _say(line: str) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    args.model = pathlib.Path(hub.local(os.fspath(args.model)))
+    from podrl.job.config import EMBEDDED
+
+    args.model = EMBEDDED.get(args.model) or pathlib.Path(hub.local(args.model))
     _check(args)
-    records = read_prompts(args.prompts)
+    known = asked_as(args.model)
+    args.system_prompt = known.get("system_prompt", "") if args.system_prompt is None else args.system_prompt
+    args.question_field = args.question_field or known.get("question_field", shape.QUESTION)
+    records = read_prompts(args.prompts, args.question_field)
     import jax
     import jax.numpy as jnp
 
@@ -169,7 +179,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--model={args.model} is not a directory: give a Hugging Face directory.")
 
 
-def read_prompts(path: str | os.PathLike) -> sources.Records:
+def asked_as(model: str | os.PathLike) -> dict[str, str]:
+    """How the run that a directory was exported from put its questions; empty where the directory does not say."""
+    path = pathlib.Path(model) / shape.PROMPTS_FILE
+    return json.loads(path.read_bytes()) if path.is_file() else {}
+
+
+def read_prompts(path: str | os.PathLike, question_field: str = shape.QUESTION) -> sources.Records:
     """Reads the records of a file of prompts.
 
     Raises:
@@ -181,12 +197,13 @@ def read_prompts(path: str | os.PathLike) -> sources.Records:
     named = not is_remote(path) and not path.startswith(("tfds:", hub.DATA)) and "*" not in path
     if named and not os.path.isfile(path):
         raise FileNotFoundError(f"--prompts={path} {'is no file' if os.path.exists(path) else 'does not exist'}.")
-    return sources.read(path, check=_check_record)
+    # As in training, a record without the field may ask by 'question', 'prompt' or 'messages'.
+    return sources.read(path, check=functools.partial(_check_record, question_field=question_field))
 
 
-def _check_record(record: shape.Record, place: str) -> None:
+def _check_record(record: shape.Record, place: str, question_field: str = shape.QUESTION) -> None:
     """Refuses a record that asks nothing, or with a field that the output cannot hold."""
-    shape.check(record, place)
+    shape.check(record, place, question_field if question_field in record else shape.QUESTION)
     if "completions" in record:
         raise ValueError(f"{place} has a field 'completions', which the output's own would replace: rename it.")
     sources.check_json(record, place)
@@ -296,16 +313,18 @@ def _sampling(args: argparse.Namespace) -> Any:
 
 def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:
     """Encodes every prompt."""
-    from podrl.data import conversation, template
+    from podrl.data import conversation
 
-    system = template.SYSTEM_PROMPT if args.system_prompt == "auto" else args.system_prompt
-    form = "chat" if tokenizer.has_chat_template else "plain"
+    form = "chat" if tokenizer.has_chat_template and asked_as(args.model).get("template", "chat") == "chat" else "plain"
     rows = []
     for i in range(len(records)):
         record = records[i]
         if args.chat and shape.asked(record) == "prompt" and isinstance(record["prompt"], str):
             record = {"messages": [{"role": "user", "content": record["prompt"]}]}
-        prompt = conversation.prompt(record, tokenizer, system=system, form=form)
+        field = args.question_field if args.question_field in record else shape.QUESTION
+        prompt = conversation.prompt(
+            record, tokenizer, system=args.system_prompt or "", form=form, question_field=field
+        )
         rows.append(tokenizer.encode(prompt.text, start=not prompt.rendered))
     return rows
 

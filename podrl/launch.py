@@ -54,6 +54,9 @@ _NUMBERS = {
     "restarts": (int, 0),
     "heartbeat_s": (float, 1.0),
 }
+_KEY = re.compile(r"-{0,2}(?!config\.)[a-z]\w*(\.[a-z]\w*)+=")  # a key of the configuration without --config.
+_NAMES = re.compile(r"[\w./@:~-]+(,[\w./@:~-]+)*")  # reward functions without quotes
+_SWITCHES = ("dry_run", "shared_workdir", "debug", "help", "helpfull", "h")
 _COMMAND = "PODRL_COMMAND"  # what the user typed, told to the processes of a local pod
 
 _WORKDIR = flags.DEFINE_string(
@@ -122,11 +125,14 @@ def take_config(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """Rewrites every '-name' or '--name VALUE' as --name=VALUE."""
+    """Rewrites every '-name' or '--name VALUE' as --name=VALUE, and 'trainer.max_steps=10' as a key of --config."""
     joined: list[str] = []
     for arg in argv:
         option = re.match(r"--?[A-Za-z]", arg) is not None
-        if not option and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+        waits = bool(joined) and joined[-1].startswith("--") and "=" not in joined[-1]
+        if _KEY.match(arg) and (option or not waits or joined[-1].lstrip("-") in _SWITCHES):
+            joined.append(f"--config.{arg.lstrip('-')}")
+        elif not option and waits:
             joined[-1] += f"={arg}"
         else:
             joined.append(f"--{arg.lstrip('-')}" if option else arg)
@@ -249,6 +255,13 @@ def _command_line(argv: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "podrl.launch", *argv[1:]])
 
 
+def _quoted(key: str, text: str) -> str:
+    """Writes an override as a flag; names of reward functions, separated by commas, need no quotes and brackets."""
+    if key.rpartition(".")[2] == "fns" and _NAMES.fullmatch(text):
+        text = repr(tuple(text.split(",")))
+    return f"--config.{key}={text}"
+
+
 def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Parses absl's flags: (the whole configuration with defaults and overrides, arguments that are no flags).
 
@@ -278,6 +291,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
         override = arg.startswith("--config.") and bool(given)
         if override:
             emptied[key] = check_text(key, text, config.algorithm)
+            arg = _quoted(key, text)
         if not (override and emptied[key]):
             parsed.append(arg)
     holder = config_flags.DEFINE_config_dict("config", values, sys_argv=parsed)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl import evaluate, export
+from podrl import evaluate, export, generate
+from podrl.data.shape import PROMPTS_FILE
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import TINY, ModelSource
 from podrl.models import LoraConfig, decoder, from_pretrained
@@ -132,3 +133,16 @@ def test_the_export_lists_every_end_of_a_turn(tmp_path):
         assert written == {"eos_token_id": ends, **rest}
         named = Tokenizer(out).apply_chat_template([], tools=[{"function": {"name": "calc"}}])
         assert named == "calc"  # by the template for tools, which has a file of its own
+
+
+def test_an_export_knows_how_its_run_put_questions(tmp_path):
+    data = {"system_prompt": "auto", "template": "chat", "question_field": "ask", "answer_field": "gold"}
+    asked = {"system_prompt": "", "template": "chat", "question_field": "ask"}
+    assert export._prompts(data) == asked and export._prompts(None) is None
+    assert (
+        export._prompts(data | {"sources": [{"system_prompt": "", "template": "", "question_field": ""}] * 2}) == asked
+    )
+    assert export._prompts(data | {"system_prompt": "X", "sources": [{"system_prompt": ""}]}) == asked
+    assert export._prompts(data | {"sources": [{"system_prompt": "A"}, {"system_prompt": "B"}]}) is None
+    (tmp_path / PROMPTS_FILE).write_text(json.dumps(asked))
+    assert generate.asked_as(tmp_path) == asked and generate.asked_as(tmp_path / "elsewhere") == {}

@@ -1,13 +1,18 @@
 """The command line: where a config is found, and the errors for misspelt keys."""
 
+import ast
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from ml_collections import ConfigDict
 
-from podrl.launch import find_config, take_config
+from podrl.data.config import SourceConfig
+from podrl.data.template import SYSTEM_PROMPT
+from podrl.job.config import complete, with_prompt_length
+from podrl.launch import _quoted, find_config, take_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _ENV = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
@@ -32,6 +37,43 @@ def test_both_spellings_of_the_flag_are_taken_out():
     assert take_config(["x", "--config", "a.py:v", "--config.seed=1"]) == ("a.py:v", ["x", "--config.seed=1"])
     with pytest.raises(ValueError, match="--config is missing"):
         take_config(["x"])
+
+
+def test_keys_without_config_are_understood():
+    given = ["x", "--config=a.py", "--dry_run", "trainer.max_steps=10", "--grpo.beta=0.1", "--workdir", "a.b=c"]
+    assert take_config(given)[1] == [
+        "x",
+        "--dry_run",
+        "--config.trainer.max_steps=10",
+        "--config.grpo.beta=0.1",
+        "--workdir=a.b=c",
+    ]
+
+
+def test_reward_functions_need_no_quotes():
+    for text in ("a.py:f", "a.py:f,number", "pkg.mod:f@d", "dir/b-c.py:f"):
+        given = _quoted("reward.fns", text).partition("=")[2]
+        assert ast.literal_eval(given) == tuple(text.split(","))
+    assert _quoted("reward.fns", "('a.py:f',)") == "--config.reward.fns=('a.py:f',)"
+    assert _quoted("data.path", "a.jsonl") == "--config.data.path=a.jsonl"
+
+
+def test_no_default_puts_words_before_a_question(tmp_path):
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"question": "q", "answer": "1"}\n')
+
+    def decided(fns, **data):
+        values = complete({"reward": {"fns": fns}, "data": data, "model": {"path": "tiny"}})
+        values["rollout"]["max_prompt_length"] = 64
+        return with_prompt_length(ConfigDict(values).to_dict())["data"]
+
+    path = str(own)
+    assert decided(("a.py:f",), path=path)["system_prompt"] == ""
+    assert decided(("a.py:f", "answer@x"), path=path)["system_prompt"] == SYSTEM_PROMPT
+    assert decided(("answer",), path=path, system_prompt="")["system_prompt"] == ""
+    assert decided(("answer",), path="problems")["system_prompt"] == "auto"  # none, as system_prompt() says
+    sources = (SourceConfig(path, name="a", reward=("a.py:f",)), SourceConfig(path, name="b"))
+    assert [one.system_prompt for one in decided(("answer",), sources=sources)["sources"]] == ["", SYSTEM_PROMPT]
 
 
 def _launch(tmp_path, *args):

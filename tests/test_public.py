@@ -69,6 +69,14 @@ def test_fields_have_tunix_defaults_or_are_refused_with_advice(name):
                 cls(**{field: "asked for"})
 
 
+def test_weights_of_a_learners_own_functions():
+    assert podrl.RewardConfig(weights=(1.0, 0.5)).weights == (1.0, 0.5)  # for the reward_fns of a learner
+    with pytest.raises(ValueError, match="2 values for 4 functions"):
+        podrl.RewardConfig(weights=(1.0, 0.5)).require(environment=False)
+    with pytest.raises(ValueError, match="2 values for 1 functions"):
+        podrl.RewardConfig(fns=(len,), weights=(1.0, 0.5))
+
+
 def test_an_argument_that_is_not_one_says_what_is():
     with pytest.raises(TypeError, match=r"^run has no argument 'reward_fn'\. Did you mean 'reward_fns'\?$"):
         podrl.run("grpo_gemma.py", reward_fn=len)

@@ -126,11 +126,12 @@ class PromptStream(Batches[_Task]):
         prompts_per_step: int,
         max_prompt_length: int,
         shuffle_seed: int | None = None,
+        system: str = "",
     ) -> "PromptStream":
         """Builds a stream over prompts given as texts, used as they are, or as records (podrl.data.shape).
 
-        A question is put as by the default DataConfig, in the chat template if the model has one. Fields reach reward
-        functions as they are, `question` beside them.
+        A question is put in the chat template if the model has one, behind `system`. Fields reach reward functions as
+        they are, `question` beside them.
 
         Raises:
           ValueError: an item that asks nothing; names its position.
@@ -140,7 +141,7 @@ class PromptStream(Batches[_Task]):
         form = "chat" if tokenizer.has_chat_template else "plain"
 
         def render(record: Record) -> tuple[template.Part, Mapping[str, Any]]:
-            prompt = conversation.prompt(record, tokenizer, system=template.SYSTEM_PROMPT, form=form)
+            prompt = conversation.prompt(record, tokenizer, system=system, form=form)
             given = {key: value for key, value in record.items() if key != shape.asked(record)}
             return prompt, {shape.QUESTION: shape.question(record), **given}
 
@@ -287,8 +288,7 @@ def has_format(config: DataConfig) -> bool:
 
 def system_prompt(config: DataConfig) -> str:
     """The instructions before every question; '' for none."""
-    reference = "" if config.path in EMBEDDED else template.SYSTEM_PROMPT
-    return reference if config.system_prompt == AUTO else config.system_prompt
+    return "" if config.system_prompt == AUTO else config.system_prompt
 
 
 def renderer(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], tuple[template.Part, Mapping[str, Any]]]:

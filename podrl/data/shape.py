@@ -12,6 +12,7 @@ from podrl.runtime import plain
 
 Record = Mapping[str, Any]
 QUESTION, ANSWER = "question", "answer"
+PROMPTS_FILE = "prompts.json"  # of an exported model: how the run put its questions
 
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"} | {name: name for name in ("user", "assistant", "system", "tool")}
@@ -257,10 +258,12 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
     """The fields of a record for reward functions and environments.
 
     `question` is what is asked. Where the record has an answer, `solution` is its text, and `answer` what follows
-    '####' in it, else all of it; where any of several answers is right, both are lists. All others keep their names.
+    '####' in it, else all of it; where any of several answers is right, both are lists. All others keep their names,
+    and so do a `question_field` and an `answer_field` of other names, as they are in the record.
     """
     name = asked(record, question_field)
-    others = {key: value for key, value in record.items() if key not in (question_field, answer_field, name)}
+    given = {"messages", "prompt", QUESTION, ANSWER}
+    others = {key: value for key, value in record.items() if key not in given & {question_field, answer_field, name}}
     asks = {QUESTION: question(record, question_field)}
     if not answers(record, "A record", answer_field):
         return {**others, **asks}

@@ -6,7 +6,7 @@ registry says how to read; everything else is the same for all.
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -30,6 +30,7 @@ from podrl.job.placement import RolesConfig
 from podrl.learner.answers.preferences import DPO, KTO, ORPO, DPOConfig, KTOConfig, ORPOConfig
 from podrl.learner.answers.reward_modelling import RewardModelConfig, RewardModelling
 from podrl.learner.answers.supervised import SFT
+from podrl.learner.asked import words_for
 from podrl.learner.distilled import make_grpo
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.ppo import PPO
@@ -276,8 +277,11 @@ class Job:
     @property
     def has_accuracies(self) -> bool:
         """True where completions are asked to answer between the reference tags, where accuracies look for it."""
-        prompt = self.data.system_prompt
-        asked = prompt == AUTO or template.ANSWER_START in prompt or (not prompt and self.data.path in EMBEDDED_TASKS)
+        asked = any(
+            template.ANSWER_START in one.system_prompt
+            or (one.system_prompt in ("", AUTO) and one.path in EMBEDDED_TASKS)
+            for one in self.data.singles()
+        )
         named = {fn.partition("@")[0] for fn in self.reward.fns if isinstance(fn, str)}
         return self.kind.given or asked or bool(named & {"answer", "number", "recipe_number"})
 
@@ -455,16 +459,49 @@ def _check_models(job: Job) -> None:
         )
 
 
+def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Decides each system_prompt='auto': the reference text where a reward function reads its tags, else none.
+
+    A record that is scored by the user's functions alone gets no words that the user did not write, and neither do
+    given answers and embedded tasks.
+    """
+    if KINDS[section_of(values.get("algorithm", "grpo"))].given:
+        return dict(values)
+    data = build(DataConfig, values.get("data", {}), "config.data")
+    evaluation = build(EvalConfig, values.get("eval", {}), "config.eval")
+    fns = build(RewardConfig, values.get("reward", {}), "config.reward").fns
+    asked = data.system_prompt
+
+    def decided(path: str, own: str, own_fns: Sequence[Any]) -> str:
+        if own != AUTO or asked != AUTO or path in EMBEDDED_TASKS:
+            return own
+        return words_for(own_fns or fns)
+
+    def all_decided(items: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(
+            dataclasses.replace(one, system_prompt=decided(one.path, one.system_prompt, one.reward)) for one in items
+        )
+
+    changed: dict[str, Any] = {"data": {"system_prompt": decided(data.path, asked, ())} if data.path else {}}
+    if data.sources:
+        changed["data"]["sources"] = all_decided(data.sources)
+    if evaluation.sets:
+        changed["eval"] = {"sets": all_decided(evaluation.sets)}
+    return merge(values, changed)
+
+
 def with_prompt_length(values: Mapping[str, Any], tools: Tools = ()) -> dict[str, Any]:
     """Replaces rollout.max_prompt_length=0 by the longest prompt of the data, and checks that the model exists.
 
     `tools` are those that prompts name.
 
-    The system prompt of env.system_prompt_file, where there is one, becomes the data's.
+    The system prompt of env.system_prompt_file, where there is one, becomes the data's; `_with_system_prompts` decides
+    the others.
     """
     if values.get("env", {}).get("system_prompt_file"):
         text = build(EnvironmentConfig, values["env"], "config.env").system_prompt()
         values = merge(values, {"data": {"system_prompt": text}})
+    values = _with_system_prompts(values)
     if not values["model"]["path"]:
         if not values["rollout"]["max_prompt_length"]:
             raise ValueError(

@@ -161,6 +161,8 @@ def data_lines(job: Job) -> list[str]:
     if opened.unanswered and job.has_accuracies:
         given += f"\nNo accuracies: {opened.unanswered[0][0]}."
     given += "".join(f"\nBefore a question stands {text!r} (data.system_prompt)." for text in before)
+    if not before:
+        given += "\nNothing stands before a question (data.system_prompt)."
     count = f"Data: {sum(len(part.train) for part in opened.parts):,} records to train on, "
     given += "".join(f"\n{line}" for line in _set_lines(job))
     if not job.eval.problems:

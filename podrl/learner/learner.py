@@ -13,6 +13,7 @@ from podrl.data.pipeline import PromptStream
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
+from podrl.learner.asked import words_for
 from podrl.learner.distilled import make_grpo
 from podrl.learner.evaluate import EvalConfig, Evaluator
 from podrl.learner.generation import Generator
@@ -212,6 +213,7 @@ class SampleLearner:
         config = reward_config or (RewardConfig(fns=()) if self._environment.used else RewardConfig())
         fns = (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns)
         config = dataclasses.replace(config, fns=fns) if fns else config
+        config.check_weights()
         if rl_cluster.reward_source and not config.model:
             config = dataclasses.replace(config, model=rl_cluster.reward_source)
         self._reward_config = config
@@ -295,6 +297,7 @@ class SampleLearner:
             prompts_per_step=size,
             max_prompt_length=limit,
             shuffle_seed=shuffle_seed,
+            system=words_for(self._reward_config.fns),
         )
 
     def _evaluator(self, eval_ds: Iterable[str | Mapping[str, Any]]) -> Evaluator | None:

@@ -84,6 +84,11 @@ class RewardConfig:
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
+        if self.fns is not reference.DEFAULT:  # which a learner replaces by its reward_fns
+            self.check_weights()
+
+    def check_weights(self) -> None:
+        """Raises ValueError unless there is a weight for each function, or none."""
         if self.weights and len(self.weights) != len(self.fns):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} values for {len(self.fns)} functions in reward.fns: give one "
@@ -91,7 +96,8 @@ class RewardConfig:
             )
 
     def require(self, *, environment: bool) -> None:
-        """Raises ValueError where nothing gives rewards: no function, no model, no environment."""
+        """Raises ValueError where nothing gives rewards (no function, no model, no environment), or weights lack."""
+        self.check_weights()
         if not self.fns and not self.model and not environment:
             raise ValueError("reward.fns is empty: name at least one reward function, or a reward.model.")
 

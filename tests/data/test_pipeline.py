@@ -148,8 +148,15 @@ def test_records_keep_their_other_fields_and_gsm8k_its_solution(tokenizer, file)
     batch = next(PromptStream.from_config(config, tokenizer, prompts_per_step=2, max_prompt_length=120))
     assert batch.fields["id"] == [0, 1]
     assert batch.fields["answer"] == ["0", "1"] and batch.fields["solution"] == ["#### 0", "#### 1"]
-    assert "<reasoning>" in batch.text[0]  # the reference instructions, for a real model
-    assert "<reasoning>" in batch.fields["system_prompt"][0]
+    assert "<reasoning>" not in batch.text[0] and "system_prompt" not in batch.fields  # no words that nobody wrote
+
+
+def test_renamed_fields_keep_their_names_too(tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"query": "2+2?", "gold": "4"}\n')
+    config = DataConfig(path=str(path), question_field="query", answer_field="gold", eval_fraction=0.0)
+    fields = next(PromptStream.from_config(config, tokenizer, prompts_per_step=1, max_prompt_length=120)).fields
+    assert fields["query"] == fields["question"] == ["2+2?"] and fields["gold"] == fields["answer"] == ["4"]
 
 
 def test_a_list_of_prompts(tokenizer):

@@ -175,7 +175,9 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     own.write_text("".join(f'{{"question": "q{i}", "answer": "{i}"}}\n' for i in range(40)))
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1})[1]
     assert "too few to tell before from after. Raise data.eval_fraction=0.1, or give data.eval_path." in text
-    assert "Before a question stands 'You are given a problem. " in text and "(data.system_prompt)" in text
+    assert "Nothing stands before a question (data.system_prompt)." in text
+    text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1, "system_prompt": "Be kind."})[1]
+    assert "Before a question stands 'Be kind.' (data.system_prompt)." in text
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.5, "system_prompt": "[b]Spell[/b] it."})[1]
     assert "too few" not in text and "Before a question stands '[b]Spell[/b] it.' (data.system_prompt)." in text
     own.write_text('{"prompt": "q"}\n')

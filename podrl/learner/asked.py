@@ -1,0 +1,17 @@
+"""The words that reward functions need before a question: the reference text where one of them reads its tags."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from podrl.data.template import SYSTEM_PROMPT
+from podrl.rewards.reference import BUILT_IN
+
+
+def words_for(fns: Iterable[Any]) -> str:
+    """Returns the reference text if any of the functions reads the reference tags, else ''.
+
+    Args:
+      fns: reward functions as in RewardConfig.fns; a name may end in '@' and the name of a data set.
+    """
+    named = {fn.partition("@")[0] for fn in fns if isinstance(fn, str)}
+    return SYSTEM_PROMPT if named & set(BUILT_IN) else ""
