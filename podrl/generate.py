@@ -94,10 +94,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     args.model = EMBEDDED.get(args.model) or pathlib.Path(hub.local(args.model))
     _check(args)
-    known = asked_as(args.model)
-    args.system_prompt = known.get("system_prompt", "") if args.system_prompt is None else args.system_prompt
-    args.question_field = args.question_field or known.get("question_field", shape.QUESTION)
-    records = read_prompts(args.prompts, args.question_field)
+    records = read_prompts(args.prompts, _asked(args)["question_field"])
     import jax
     import jax.numpy as jnp
 
@@ -185,6 +182,13 @@ def asked_as(model: str | os.PathLike) -> dict[str, str]:
     return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
+def _asked(args: argparse.Namespace) -> dict[str, str]:
+    """How questions are put: as the arguments say, else as the model's run did, else alone in the chat template."""
+    names = ("system_prompt", "question_field")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return {"system_prompt": "", "question_field": shape.QUESTION, "template": "chat"} | asked_as(args.model) | given
+
+
 def read_prompts(path: str | os.PathLike, question_field: str = shape.QUESTION) -> sources.Records:
     """Reads the records of a file of prompts.
 
@@ -214,7 +218,7 @@ def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "
     digest = hashlib.sha256()
     for i in range(len(records)):
         digest.update(json.dumps(records[i], sort_keys=True, default=str).encode() + b"\n")
-    given = {name: value for name, value in vars(args).items() if name not in _FREE}
+    given = {name: value for name, value in vars(args).items() if name not in _FREE} | _asked(args)
     return json.loads(json.dumps(given | {"prompts": digest.hexdigest(), "tools": tools}, default=str))
 
 
@@ -315,16 +319,15 @@ def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace
     """Encodes every prompt."""
     from podrl.data import conversation
 
-    form = "chat" if tokenizer.has_chat_template and asked_as(args.model).get("template", "chat") == "chat" else "plain"
+    asked = _asked(args)
+    form = "chat" if tokenizer.has_chat_template and asked["template"] == "chat" else "plain"
     rows = []
     for i in range(len(records)):
         record = records[i]
         if args.chat and shape.asked(record) == "prompt" and isinstance(record["prompt"], str):
             record = {"messages": [{"role": "user", "content": record["prompt"]}]}
-        field = args.question_field if args.question_field in record else shape.QUESTION
-        prompt = conversation.prompt(
-            record, tokenizer, system=args.system_prompt or "", form=form, question_field=field
-        )
+        field = asked["question_field"] if asked["question_field"] in record else shape.QUESTION
+        prompt = conversation.prompt(record, tokenizer, system=asked["system_prompt"], form=form, question_field=field)
         rows.append(tokenizer.encode(prompt.text, start=not prompt.rendered))
     return rows
 
