@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from podrl.algorithms.aggregate import token_mean
 from podrl.algorithms.policy_loss import PolicyLossFn
@@ -38,15 +38,23 @@ class ObservedRows:
         return self.policy.layout
 
 
-def observed(mask_BT: Float[np.ndarray, "B T"], length_B: Float[np.ndarray, " B"]) -> Float[np.ndarray, "B T"]:
-    """1 on the tokens that an environment gave after the first sampled token of a sample, one sample per row.
+def observed(
+    mask_BT: Float[np.ndarray, "B T"], length_B: Float[np.ndarray, " B"], piece_BT: Int[np.ndarray, "B T"]
+) -> Float[np.ndarray, "B T"]:
+    """1 on the tokens that an environment gave after the first sampled token of a piece, one sample per row.
+
+    What comes before is the piece's prompt, which repeats tokens of other pieces.
 
     Args:
       mask_BT: 1 on sampled tokens.
       length_B: tokens of each sample; padding follows.
+      piece_BT: number of the token's piece within its sample, from 0.
     """
     sampled_BT = np.asarray(mask_BT) > 0
-    begun_BT = np.cumsum(sampled_BT, axis=1) > 0
+    count_BT = np.cumsum(sampled_BT, axis=1)
+    starts_BT = np.diff(piece_BT, axis=1, prepend=0) > 0
+    before_BT = np.maximum.accumulate(np.where(starts_BT, count_BT - sampled_BT, 0), axis=1)  # in earlier pieces
+    begun_BT = count_BT > before_BT
     return (begun_BT & ~sampled_BT & (np.arange(sampled_BT.shape[1]) < length_B[:, None])).astype(np.float32)
 
 

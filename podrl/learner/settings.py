@@ -134,7 +134,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         """1 on the tokens that environments gave, of samples that count in the loss."""
         rollouts = experience.rollouts
         in_B = self.masked_out(experience) == LeftOut.NOT
-        return np.where(in_B[:, None], observed(rollouts.mask_BT, rollouts.length_B), np.float32(0))
+        return np.where(in_B[:, None], observed(rollouts.mask_BT, rollouts.length_B, rollouts.piece_BT), np.float32(0))
 
     def kl_coefs(self) -> dict[str, float]:
         """Maps the fields that set a KL coefficient, in the loss or in the reward, to their values."""

@@ -19,7 +19,7 @@ def double_precision():
 def test_what_was_observed():
     mask_BT = np.array([[0, 0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
     # The second sample ends with an answer that it had no room left to go on from; the third was never begun.
-    found_BT = observed(mask_BT, np.array([7, 5, 6]))
+    found_BT = observed(mask_BT, np.array([7, 5, 6]), np.zeros(mask_BT.shape, np.int16))
     np.testing.assert_array_equal(found_BT.nonzero(), ([0, 0, 1, 1], [4, 5, 3, 4]))
 
 
@@ -63,3 +63,10 @@ def test_the_gradient_is_that_of_torch():
     sampled_T, seen_T = torch.tensor(MASK_BT[0]), torch.tensor(WEIGHT_BT[0])
     (-(2.0 * x_T * sampled_T).sum() / 3 - (seen_T * x_T).sum() / 2).backward()
     np.testing.assert_allclose(slope_BT[0], x_T.grad, rtol=1e-12)
+
+
+def test_the_prompt_of_a_later_piece_is_no_observation():
+    """Pieces of 3, 4 and 2 tokens: only what comes after a piece's own first sampled token was observed."""
+    mask_BT = np.array([[0, 1, 0, 0, 0, 1, 0, 0, 0, 0]])
+    piece_BT = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2, 0]])
+    np.testing.assert_array_equal(observed(mask_BT, np.array([9]), piece_BT), [[0, 0, 1, 0, 0, 0, 1, 0, 0, 0]])
