@@ -137,7 +137,7 @@ def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
     if names is None:
         return None
     first, *second = (f"model.layers.{{}}.{name}.weight" for name in names)
-    stacked = {"router": (0,), "expert_in": (0, 1, 3), "expert_out": (0, 1)}[key]
+    stacked = {"router": (0,), "expert_in": (0, 1, 2), "expert_out": (0, 1)}[key]
     return Entry(("layers", key), first, stacked, param, 1, *second)
 
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from podrl.mesh import rules
 from podrl.models.config import Experts, ModelConfig
@@ -28,10 +28,10 @@ _TILE = 512  # rows of the TPU kernel's tile; its operand is padded to a multipl
 # name: (shape letters, logical axes)
 _WEIGHTS = {
     "router": ("DE", ("norm", "norm")),
-    "expert_in": ("ED2F", ("expert", "embed", "norm", "mlp")),
+    "expert_in": ("E2DF", ("expert", "norm", "embed", "mlp")),
     "expert_out": ("EFD", ("expert", "mlp", "embed")),
     "selection_bias": ("E", ("norm",)),
-    "shared_in": ("D2S", ("embed", "norm", "mlp")),
+    "shared_in": ("2DS", ("norm", "embed", "mlp")),
     "shared_out": ("SD", ("mlp", "embed")),
     "shared_gate": ("D", ("norm",)),
 }
@@ -40,7 +40,8 @@ _WEIGHTS = {
 def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...], float]]:
     """Declares the leaves of a layer's experts by name: (shape, logical axes, standard deviation at the start).
 
-    Gate and up are one leaf, `expert_in`, so that both are one product.
+    `expert_in` holds gate and up as two matrices, which the TPU kernel takes as they are. Side by side in the last
+    dimensions they would have to be copied for it.
     """
     experts = config.experts
     assert experts is not None
@@ -164,8 +165,7 @@ def feed_forward(
 def _shared(x_BTD: Array, layer: PyTree, config: ModelConfig) -> Array:
     """Applies the feed-forward that computes every token."""
     w_in, w_out = (layer[name].astype(x_BTD.dtype) for name in ("shared_in", "shared_out"))
-    h_BT2S = (x_BTD @ w_in.reshape(w_in.shape[0], -1)).reshape(*x_BTD.shape[:2], 2, -1)
-    out_BTD = (ACTIVATIONS[config.activation](h_BT2S[..., 0, :]) * h_BT2S[..., 1, :]) @ w_out
+    out_BTD = (ACTIVATIONS[config.activation](x_BTD @ w_in[0]) * (x_BTD @ w_in[1])) @ w_out
     if "shared_gate" in layer:
         out_BTD = out_BTD * jax.nn.sigmoid(x_BTD @ layer["shared_gate"].astype(x_BTD.dtype))[..., None]
     return out_BTD
@@ -247,7 +247,7 @@ def _apply(
     x_XD: Float[Array, "X D"],
     expert_Xk: Int[Array, "X k"],
     weight_Xk: Float[Array, "X k"],
-    in_GD2F: Float[Array, "G D 2 F"],
+    in_G2DF: Float[Array, "G 2 D F"],
     out_GFD: Float[Array, "G F D"],
     first: Int[Array, ""] | int,
     count: int,
@@ -260,11 +260,11 @@ def _apply(
     again backward.
 
     Args:
-      in_GD2F, out_GFD: experts of this layer, or of several layers one after another.
+      in_G2DF, out_GFD: experts of this layer, or of several layers one after another.
       first: place of this layer's first expert among them.
       count: E.
     """
-    return _forward(x_XD, expert_Xk, weight_Xk, in_GD2F, out_GFD, first, count, activation, tpu)[0]
+    return _forward(x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first, count, activation, tpu)[0]
 
 
 def _plan(expert_Xk: Array, count: int, tpu: bool) -> _Sorted:
@@ -276,84 +276,77 @@ def _plan(expert_Xk: Array, count: int, tpu: bool) -> _Sorted:
     return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block)
 
 
-def _activated(h_PX: Array, activation: str) -> Array:
-    """Applies the gate: the first half of the columns is the gate, the other what it lets through."""
-    gate_PF, up_PF = jnp.split(h_PX, 2, axis=-1)
-    return ACTIVATIONS[activation](gate_PF) * up_PF
-
-
 def _forward(
     x_XD: Array,
     expert_Xk: Array,
     weight_Xk: Array,
-    in_GD2F: Array,
+    in_G2DF: Array,
     out_GFD: Array,
     first: Any,
     count: int,
     activation: str,
     tpu: bool,
 ) -> tuple[Array, tuple]:
-    plan = _plan(expert_Xk, count, tpu)
-    in_GDX, x_PD = in_GD2F.reshape(*in_GD2F.shape[:2], -1), plan.rows(x_XD)
+    plan, act = _plan(expert_Xk, count, tpu), ACTIVATIONS[activation]
+    x_PD = plan.rows(x_XD)
     if tpu:
-        dot = _kernels(plan, in_GDX.shape[0], first)[0]
-        y_PD = dot(_activated(dot(x_PD, in_GDX), activation), out_GFD)
+        dot_in, dot_out, _ = _kernels(plan, in_G2DF, out_GFD, first)
+        y_PD = dot_out(act(dot_in(x_PD, 0)) * dot_in(x_PD, 1))
     else:
         block = x_PD.shape[0] // plan.block_N.shape[0]
 
         def body(n: Array, y_PD: Array) -> Array:
             g = first + plan.block_N[n]
             x_MD = lax.dynamic_slice_in_dim(x_PD, n * block, block)
-            y_MD = _activated(x_MD @ in_GDX[g], activation) @ out_GFD[g]
+            y_MD = (act(x_MD @ in_G2DF[g, 0]) * (x_MD @ in_G2DF[g, 1])) @ out_GFD[g]
             return lax.dynamic_update_slice_in_dim(y_PD, y_MD, n * block, 0)
 
         y_PD = lax.fori_loop(0, plan.blocks, body, jnp.zeros_like(x_PD))
     y_XkD = y_PD[plan.row_Xk].astype(jnp.float32)
     out_XD = jnp.sum(y_XkD * weight_Xk[..., None], axis=1)
-    return out_XD, (x_XD, expert_Xk, weight_Xk, in_GD2F, out_GFD, first)
+    return out_XD, (x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first)
 
 
 def _backward(count: int, activation: str, tpu: bool, saved: tuple, dout_XD: Array) -> tuple:
-    x_XD, expert_Xk, weight_Xk, in_GD2F, out_GFD, first = saved
-    plan = _plan(expert_Xk, count, tpu)
-    in_GDX = in_GD2F.reshape(*in_GD2F.shape[:2], -1)
+    x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first = saved
+    plan, act = _plan(expert_Xk, count, tpu), ACTIVATIONS[activation]
     x_PD, dy_PD = plan.rows(x_XD), plan.rows(dout_XD.astype(x_XD.dtype))
     weight_P = plan.spread(weight_Xk).astype(x_XD.dtype)
-    gate = functools.partial(_activated, activation=activation)
+    gated = lambda gate, up: act(gate) * up  # noqa: E731
     if tpu:
-        dot, outer = _kernels(plan, in_GDX.shape[0], first)
-        a_PF, back = jax.vjp(gate, dot(x_PD, in_GDX))
-        da_PF = dot(dy_PD, out_GFD, True)
+        dot_in, dot_out, outer = _kernels(plan, in_G2DF, out_GFD, first)
+        a_PF, back = jax.vjp(gated, dot_in(x_PD, 0), dot_in(x_PD, 1))
+        da_PF = dot_out(dy_PD, transposed=True)
         dweight_P = jnp.sum(a_PF.astype(jnp.float32) * da_PF, axis=-1)
         dout_GFD = outer(a_PF, dy_PD * weight_P[:, None])
-        (dh_PX,) = back(da_PF * weight_P[:, None])
-        dx_PD, din_GDX = dot(dh_PX, in_GDX, True), outer(x_PD, dh_PX)
+        dh_2PF = back(da_PF * weight_P[:, None])
+        dx_PD = dot_in(dh_2PF[0], 0, transposed=True) + dot_in(dh_2PF[1], 1, transposed=True)
+        din_G2DF = jnp.stack([outer(x_PD, dh_PF) for dh_PF in dh_2PF], axis=1)
     else:
         block = x_PD.shape[0] // plan.block_N.shape[0]
 
         def body(n: Array, carry: tuple) -> tuple:
-            dx_PD, dweight_P, din_GDX, dout_GFD = carry
+            dx_PD, dweight_P, din_G2DF, dout_GFD = carry
             g = first + plan.block_N[n]
             cut = lambda a: lax.dynamic_slice_in_dim(a, n * block, block)  # noqa: E731
             put = lambda a, part: lax.dynamic_update_slice_in_dim(a, part, n * block, 0)  # noqa: E731
             x_MD, dy_MD, w_M1 = cut(x_PD), cut(dy_PD), cut(weight_P)[:, None]
-            a_MF, back = jax.vjp(gate, x_MD @ in_GDX[g])
+            a_MF, back = jax.vjp(gated, x_MD @ in_G2DF[g, 0], x_MD @ in_G2DF[g, 1])
             da_MF = dy_MD @ out_GFD[g].T
-            (dh_MX,) = back(da_MF * w_M1)
+            dgate_MF, dup_MF = back(da_MF * w_M1)
             return (
-                put(dx_PD, dh_MX @ in_GDX[g].T),
+                put(dx_PD, dgate_MF @ in_G2DF[g, 0].T + dup_MF @ in_G2DF[g, 1].T),
                 put(dweight_P, jnp.sum(a_MF.astype(jnp.float32) * da_MF, axis=-1)),
-                din_GDX.at[g].add(_outer(x_MD, dh_MX)),
+                din_G2DF.at[g, 0].add(_outer(x_MD, dgate_MF)).at[g, 1].add(_outer(x_MD, dup_MF)),
                 dout_GFD.at[g].add(_outer(a_MF, dy_MD * w_M1)),
             )
 
         zero = lambda a: jnp.zeros(a.shape, jnp.float32)  # noqa: E731
-        carry = (jnp.zeros_like(x_PD), zero(weight_P), zero(in_GDX), zero(out_GFD))
-        dx_PD, dweight_P, din_GDX, dout_GFD = lax.fori_loop(0, plan.blocks, body, carry)
+        carry = (jnp.zeros_like(x_PD), zero(weight_P), zero(in_G2DF), zero(out_GFD))
+        dx_PD, dweight_P, din_G2DF, dout_GFD = lax.fori_loop(0, plan.blocks, body, carry)
     dx_XD = jnp.sum(dx_PD[plan.row_Xk].astype(jnp.float32), axis=1).astype(x_XD.dtype)
-    din_GD2F = din_GDX.reshape(in_GD2F.shape).astype(in_GD2F.dtype)
     dweight_Xk = dweight_P[plan.row_Xk].astype(weight_Xk.dtype)
-    return dx_XD, None, dweight_Xk, din_GD2F, dout_GFD.astype(out_GFD.dtype), None
+    return dx_XD, None, dweight_Xk, din_G2DF.astype(in_G2DF.dtype), dout_GFD.astype(out_GFD.dtype), None
 
 
 _apply.defvjp(_forward, _backward)
@@ -369,21 +362,32 @@ def _tile(size: int) -> int:
     return next((tile for tile in (1024, 768, 512, 384, 256, 128) if size % tile == 0), min(128, size))
 
 
-def _kernels(plan: _Sorted, groups: int, first: Any, *, interpret: bool = False) -> tuple[Any, Any]:
-    """Builds the products on TPU: dot(rows, weights, transposed) and outer(rows, rows), by group of rows.
+def _kernels(plan: _Sorted, in_G2DF: Array, out_GFD: Array, first: Any, *, interpret: bool = False) -> tuple:
+    """Builds the products on TPU: by `in_G2DF` (gate 0 or up 1), by `out_GFD`, and outer products of rows by expert.
 
-    Rows behind the last group are not computed; nothing reads them but `outer`, which stops at the last group.
+    The kernel takes all matrices there are as groups, those that are not meant with 0 rows: none is copied. Rows behind
+    the last group are not computed; nothing reads them but `outer`, which stops at the last group.
     """
-    size_G = lax.dynamic_update_slice(jnp.zeros(groups, jnp.int32), plan.count_E, (jnp.asarray(first, jnp.int32),))
+    G, _, D, F = in_G2DF.shape
 
-    def dot(a_PX: Array, w_GXY: Shaped[Array, "G X Y"], transposed: bool = False) -> Array:
-        x, y = w_GXY.shape[1:][:: -1 if transposed else 1]
-        return gmm(
-            a_PX, w_GXY, size_G, a_PX.dtype, (_TILE, _tile(x), _tile(y)), transpose_rhs=transposed, interpret=interpret
-        )
+    def sizes(groups: int, stride: int, offset: int) -> Array:
+        place_E = (first + jnp.arange(plan.count_E.shape[0])) * stride + offset
+        return jnp.zeros(groups, jnp.int32).at[place_E].set(plan.count_E)
+
+    def product(a_PX: Array, w_NXY: Array, size_N: Array, transposed: bool) -> Array:
+        x, y = w_NXY.shape[1:][:: -1 if transposed else 1]
+        tiling = (_TILE, _tile(x), _tile(y))
+        return gmm(a_PX, w_NXY, size_N, a_PX.dtype, tiling, transpose_rhs=transposed, interpret=interpret)
+
+    def dot_in(a_PX: Array, part: int, *, transposed: bool = False) -> Array:
+        return product(a_PX, in_G2DF.reshape(2 * G, D, F), sizes(2 * G, 2, part), transposed)
+
+    def dot_out(a_PX: Array, *, transposed: bool = False) -> Array:
+        return product(a_PX, out_GFD, sizes(G, 1, 0), transposed)
 
     def outer(a_PX: Array, b_PY: Array) -> Array:
         tiling = (_TILE, _tile(a_PX.shape[1]), _tile(b_PY.shape[1]))
-        return tgmm(a_PX.T, b_PY, size_G, jnp.float32, tiling, interpret=interpret)
+        assert plan.count_E.shape[0] == G, "gradients are of one layer's experts"
+        return tgmm(a_PX.T, b_PY, plan.count_E, b_PY.dtype, tiling, interpret=interpret)
 
-    return dot, outer
+    return dot_in, dot_out, outer

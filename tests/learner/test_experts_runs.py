@@ -1,0 +1,101 @@
+"""Runs of a model with experts, by the launcher's own path: all parameters, and adapters on attention."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from podrl.job import job
+from podrl.job.config import TINY, complete
+from podrl.launch import find_config, load_config
+from podrl.models import decoder, hf_save
+from podrl.models.hf_config import config_from_hf
+from podrl.runtime.checkpoint import read_state
+from podrl.runtime.metrics import read_metrics
+from podrl.runtime.watchdog import EXIT_DONE
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+RAW = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A random model with the tokenizer of the embedded one."""
+    config = config_from_hf(RAW)
+    target = tmp_path_factory.mktemp("models") / "experts"
+    fields = json.loads((TINY / "config.json").read_text())
+    ids = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    hf_save.save(target, config, decoder.init_params(config, jax.random.key(0)), fields=ids)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, target / name)
+    return target
+
+
+def run(directory, place, config, **changes):
+    values = load_config(find_config(config)).to_dict()
+    common = {
+        "model": {"path": str(directory)},
+        "roles": {"colocated": False, "trainer": {"mesh": "fsdp=4"}, "rollout": {"mesh": "data=4"}},
+        "trainer": {"max_steps": 2, "schedule": "constant", "learning_rate": 1e-2, "eval_every_n_steps": 2},
+        "eval": {"problems": 0},
+        "checkpoint": {"every": 1, "keep": 2},
+        "log": {"to": ()},
+    }
+    for group, fields in (*common.items(), *changes.items()):
+        values[group] = values.get(group, {}) | fields
+    values["fake_devices"] = 8
+    assert job.run(ConfigDict(complete(values)).to_dict(), str(place), command="again") == EXIT_DONE
+    return [record for record in read_metrics(place) if "time/step" in record]
+
+
+def changed(place):
+    first, last = (read_state(place / "checkpoints", step)[1]["params"] for step in (1, 2))
+    pairs = zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(last), strict=True)
+    return {path[-1].key for (path, a), b in pairs if not np.array_equal(a, b)}
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["full", "lora"])
+def test_grpo_learns_on_the_probabilities_of_the_sampler(rank, directory, tmp_path, capfd):
+    rewards = tmp_path / "mine.py"
+    rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")
+    records = run(
+        directory,
+        tmp_path / "run",
+        "grpo_gemma.py",
+        model={"path": str(directory), "lora": {"rank": rank, "alpha": 4.0}},
+        grpo={"num_generations": 4},
+        reward={"fns": (f"{rewards}:varied",)},
+        rollout={"prompts_per_step": 2, "max_tokens_to_generate": 8, "members_per_read": 4},
+    )
+    assert len(records) == 2
+    # In float32 both choose the same experts.
+    assert all(np.isfinite(r["actor/grad_norm"]) and r["sampler/abs_diff"] < 1e-4 for r in records)
+    leaves = changed(tmp_path / "run")
+    assert leaves and all(decoder.is_adapter(name) == bool(rank) for name in leaves)
+    assert rank or {"router", "expert_in", "expert_out", "q"} <= leaves
+    assert "Warning: the model has experts" in " ".join(capfd.readouterr().out.split())
+
+
+def test_supervised_training_moves_router_and_experts(directory, tmp_path):
+    records = run(directory, tmp_path, "sft_tiny.py", sft={"batch_size": 8, "tagged_share": 1.0, "full_steps": 0})
+    assert all(np.isfinite(r["sft/loss"]) and r["actor/grad_norm"] > 0 for r in records)
+    assert {"router", "expert_in", "expert_out", "q"} <= changed(tmp_path)
