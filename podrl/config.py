@@ -117,7 +117,7 @@ def section(
 
         @functools.wraps(original)
         def init(self, *args: Any, **kwargs: Any) -> None:
-            hints = _hints(cls)
+            hints = types_of(cls)
             kwargs = _fields_of(cls, kwargs)
             bound = signature.bind(self, *args, **kwargs)
             for key in [key for key in bound.arguments if key in hints]:
@@ -139,7 +139,7 @@ def group_of(settings: Any) -> str:
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def types_of(cls: type) -> dict[str, Any]:
     """Returns the types of a dataclass's fields, their ranges included."""
     fields: Any = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -157,15 +157,15 @@ def hint_at(cls: type, path: Sequence[str]) -> Any:
     """Returns the type of the field at a path of names below `cls`; None where there is none."""
     hint: Any = cls
     for name in path:
-        if not hasattr(hint, "__section__") or name not in _hints(hint):
+        if not hasattr(hint, "__section__") or name not in types_of(hint):
             return None
-        hint = _hints(hint)[name]
+        hint = types_of(hint)[name]
     return hint
 
 
 def numbers(cls: type) -> dict[str, Range]:
     """Lists the numeric fields of a dataclass (numbers, tuples of numbers) with their ranges."""
-    ranges = {name: [o for o in _leaves(hint) if _range_of(o)] for name, hint in _hints(cls).items()}
+    ranges = {name: [o for o in _leaves(hint) if _range_of(o)] for name, hint in types_of(cls).items()}
     return {name: typing.cast(Range, _range_of(found[0])) for name, found in ranges.items() if found}
 
 
@@ -198,7 +198,7 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "config") -> T:
 
 def _fields_of(cls: type, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the values of the fields of `cls`; refuses all others that ask for something."""
-    hints, advice = _hints(cls), getattr(cls, "__refused__", {})
+    hints, advice = types_of(cls), getattr(cls, "__refused__", {})
     asking = [
         key
         for key, value in values.items()
@@ -333,6 +333,11 @@ def _leaves(hint: Any) -> list[Any]:
 def _range_of(option: Any) -> Range | None:
     metadata = getattr(option, "__metadata__", ())
     return next((data for data in metadata if isinstance(data, Range)), None)
+
+
+def described(hint: Any) -> str:
+    """Describes the values that a field of type `hint` takes, in words."""
+    return _names(_options(hint))
 
 
 def _names(options: typing.Iterable[Any]) -> str:

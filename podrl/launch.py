@@ -1,6 +1,7 @@
 """The launch command: reads flags and configuration, prepares the environment before jax is imported, sets exit codes.
 
     python -m podrl.launch --config=grpo_gemma.py [--workdir=DIR] [--dry_run] [--config.group.key=value ...]
+    python -m podrl.launch --help_config [prefix]
 
 A config is looked up as given, then in configs/. Exit codes: 0 done, 1 user error, 42 infrastructure (restart me),
 75 preempted after saving, or before there was anything to save (the same command resumes), 130 Ctrl-C before that.
@@ -64,6 +65,8 @@ _WORKDIR = flags.DEFINE_string(
     None,
     "Where the run writes, a directory or gs://BUCKET/RUN; an existing run there is resumed. Default: runs/<config>.",
 )
+_HELP_CONFIG = "help_config"
+flags.DEFINE_string(_HELP_CONFIG, None, "Print the configuration keys that begin so, with range and meaning; else all.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print configuration, roles and batch arithmetic; start nothing.")
 _TOPOLOGY = flags.DEFINE_enum(
     "topology",
@@ -312,6 +315,12 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     if {"--help", "--helpfull", "-h"} & set(argv):
         print(__doc__, flags.FLAGS.main_module_help(), sep="\n")
         return EXIT_DONE
+    for name, _, prefix in (arg.removeprefix("--").partition("=") for arg in _joined(argv[1:])):
+        if name == _HELP_CONFIG:
+            from podrl.job.keys import help_text  # imports jax, but starts no device
+
+            print(help_text(prefix))
+            return EXIT_DONE
     name, rest = take_config(argv)
     _check_numbers(rest)
     path = find_config(name)

@@ -106,7 +106,11 @@ class GroupSettings(AdvantageSettings):
 @section("ppo")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GAESettings(AdvantageSettings):
-    """Settings of generalised advantage estimation; `gae_lambda` is its lambda, per sampled token."""
+    """Settings of generalised advantage estimation.
+
+    Attributes:
+      gae_lambda: lambda of the estimator, per sampled token; 1 trusts the rewards alone, 0 the critic alone.
+    """
 
     advantage_estimator: str | Callable[..., Any] = "gae"
     gae_lambda: Share = 0.95

@@ -95,7 +95,18 @@ class ModelSource:
 @section("scratch")
 @dataclasses.dataclass(frozen=True)
 class ScratchModel:
-    """A Gemma 2 decoder with random weights; see podrl.models.config.gemma2_config."""
+    """A Gemma 2 decoder with random weights; see podrl.models.config.gemma2_config.
+
+    Attributes:
+      num_layers: number of layers.
+      model_dim: width of the residual stream.
+      ffn_dim: width of the feed-forward layers.
+      num_heads: query heads of a layer; a multiple of `num_kv_heads`.
+      num_kv_heads: key and value heads of a layer.
+      head_dim: width of a head.
+      window: tokens that every second layer attends to; the other layers attend to all.
+      max_length: tokens of the longest sequence.
+    """
 
     num_layers: Count = 3
     model_dim: Count = 128
@@ -197,6 +208,7 @@ class Job:
     Attributes:
       algo: the settings of the algorithm: the section under its name.
       algorithm: 'sft', 'dpo', 'orpo', 'kto', 'reward_model', or a preset of podrl.algorithms.presets.
+      seed: seed of random weights, adapters, and sampling; the order of the data follows data.seed.
       fake_devices: CPU devices to fake; 0 for the machine's own.
       compile_cache: where compiled programs are kept: 'auto', a directory, or '' for nowhere.
       tokenizer: directory of the tokenizer, or the name of a checkpoint that comes with podrl; '' is that of the model

@@ -1,0 +1,88 @@
+"""Every configuration key is explained, on the page of all keys and by `python -m podrl.launch --help_config`."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from podrl.config import Count, section
+from podrl.job.config import KINDS, unset
+from podrl.job.keys import all_keys, help_text, meanings, page
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "reference" / "keys.md"
+KEYS = all_keys()
+
+
+def test_every_key_has_a_meaning():
+    assert [key.path for key in KEYS if not key.meaning] == []
+
+
+def test_the_page_of_all_keys_is_current():
+    assert PAGE.read_text() == page(), "run: python -m podrl.job.keys docs/reference/keys.md"
+
+
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_every_key_that_a_configuration_starts_with_is_listed(algorithm):
+    listed = {key.path for key in KEYS}
+
+    def paths(values, prefix=""):
+        for name, value in values.items():
+            group = isinstance(value, dict) and prefix + name not in listed
+            yield from paths(value, f"{prefix}{name}.") if group else [prefix + name]
+
+    assert sorted(set(paths(unset(algorithm))) - listed) == []
+
+
+def test_no_key_is_listed_twice():
+    assert len(KEYS) == len({key.path for key in KEYS}) > 300
+
+
+def test_a_key_has_type_range_default_and_readers():
+    known = {key.path: key for key in KEYS}
+    epsilon = known["grpo.epsilon_high"]
+    assert epsilon.default == "None" and epsilon.presets["dapo"] == "0.28" and epsilon.read_by == "grpo"
+    assert known["rollout.temperature"].presets["sft"] == "1.0" and known["seed"].read_by == "all"
+    assert known["seed"].kind == "a whole number in [0, 4294967295]"
+    assert known["roles.critic.mesh"].default == "'trainer'" and known["roles.critic.mesh"].read_by == "ppo"
+    assert known["data.sources[].path"].default == ""  # it must be set
+
+
+def test_meanings_are_inherited_and_go_on_over_lines():
+    @dataclasses.dataclass(frozen=True)
+    class Base:
+        """Settings.
+
+        Attributes:
+          one, two: what both are,
+            on two lines: with a colon.
+          three: replaced below.
+        """
+
+        one: Count = 1
+
+    @section("mine")
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Base):
+        """More settings.
+
+        Attributes:
+          three: its own.
+
+        Raises:
+          four: no attribute.
+        """
+
+    both = "what both are, on two lines: with a colon."
+    assert meanings(Mine) == {"one": both, "two": both, "three": "its own."}
+
+
+def test_the_help_tells_the_keys_below_a_prefix():
+    text = help_text("--config.data.cu")
+    assert text.startswith("--config.data.curriculum.") and "read by grpo, ppo" in text
+    assert "--config.seed" not in text and "--config.seed" in help_text()
+    assert max(map(len, help_text().splitlines())) <= 100
+
+
+def test_the_help_refuses_a_prefix_of_no_key():
+    with pytest.raises(ValueError, match=r"no key begins so. Did you mean 'trainer.learning_rate'"):
+        help_text("trainer.lerning_rate")
