@@ -46,6 +46,7 @@ CASES = {
     "tools": Case("grpo_tools.py", programs=("train step", "prefill", "generate", "move")),
     "sft": Case("sft_tiny.py"),
     "dpo": Case("dpo_tiny.py"),
+    "orpo": Case("orpo_tiny.py"),
     "kto": Case("kto_tiny.py"),
     "reward_model": Case("reward_model_tiny.py"),
     # One replica on all chips of two hosts.

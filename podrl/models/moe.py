@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Bool, Float, Int
@@ -368,6 +367,8 @@ def _kernels(plan: _Sorted, in_G2DF: Array, out_GFD: Array, first: Any, *, inter
     The kernel takes all matrices there are as groups, those that are not meant with 0 rows: none is copied. Rows behind
     the last group are not computed; nothing reads them but `outer`, which stops at the last group.
     """
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm  # a fifth of a second that others need not wait
+
     G, _, D, F = in_G2DF.shape
 
     def sizes(groups: int, stride: int, offset: int) -> Array:

@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from processes import job
+from processes import DEADLINE_S, job
 from test_pods import process
 from waits import until
 
@@ -68,6 +68,24 @@ def test_a_reward_function_that_raises_is_shown_once(tmp_path, descendants):
     said = _lines_by_host(running.stderr)
     assert {host: len(lines) for host, lines in said.items()} == dict.fromkeys(said, 1) and len(said) == 4, said
     assert all("Reward function broken failed" in lines[0] for lines in said.values())
+    _end_of(descendants)
+
+
+@pytest.mark.nightly("podrl/learner/pods", "podrl/data")
+@pytest.mark.parametrize("topology", ["shared", "split"])
+def test_steps_before_a_record_that_cannot_be_rendered_are_saved(topology, tmp_path, descendants):
+    data, workdir = tmp_path / "d.jsonl", tmp_path / "run"
+    asked = {"role": "user", "content": "What is 2 + 3?"}
+    lines = [{"messages": [asked], "answer": "5"}] * 256
+    lines.append({"messages": [asked, {"role": "tool", "content": "the template has no tools"}, asked], "answer": "5"})
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = (f"--config.data.path={data}", "--config.data.shuffle=False", "--config.data.eval_fraction=0.0")
+    flags += ("--config.rollout.prompts_per_step=32",)  # a start looks at the first 256 records
+    more = ("--local_processes=2", f"--topology={topology}", "--fake_devices=2", "--config.eval.problems=0")
+    with job(workdir, *flags, *more, "--config.trainer.max_steps=20", "--config.checkpoint.every=20") as failing:
+        assert failing.process.wait(DEADLINE_S) == 1
+        assert "d.jsonl line 257" in failing.stderr
+    assert [saved.name for saved in (workdir / "checkpoints").iterdir() if saved.name.isdigit()] == ["8"]
     _end_of(descendants)
 
 

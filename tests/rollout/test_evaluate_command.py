@@ -165,7 +165,7 @@ def test_lines_of_completions_end_where_json_lines_do(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.setattr(evaluate.generate, "main", complete)
-    args = types.SimpleNamespace(out=tmp_path, n=1, devices=1, by="dataset")
+    args = types.SimpleNamespace(out=tmp_path, n=1, devices=1, by="dataset", fns=())
     score = evaluate.Scoring(None, RewardConfig(), 1.0, 1)
     sets = {"one": str(tmp_path / "p.jsonl")}
     records = {"one": score.read(sets["one"])}

@@ -188,7 +188,14 @@ class HostRollouts:
     def submit(self, policy: Policy, step: int) -> InFlight:
         if self._wall is not None:
             return _Offered(self, step, ())  # the leader reads the prompts, and gives them
-        return self._begin(step, self.next_batch(), policy.version)
+        try:
+            prompts = self.next_batch()
+        except BatchError as error:
+            for lease in self._leases.mine(leases.batch(step)):
+                self._offer(lease, error)
+            self._pod.await_end(_VERDICT_S)  # the trainers save first, then end the job
+            raise
+        return self._begin(step, prompts, policy.version)
 
     def next_batch(self) -> Any:
         return None if self._stream is None else next(self._stream)
