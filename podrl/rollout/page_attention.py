@@ -89,8 +89,8 @@ def chosen(
 ) -> bool:
     """Whether an engine attends by `page_attention`: as the configuration says, else where it can and pays.
 
-    It pays (counted, docs/planning.md) where a device is two cores, which share no near memory: XLA then writes the
-    pages that it gathers to HBM.
+    It pays where a device is two cores, which share no near memory: XLA then writes the pages that it gathers to HBM
+    (counted: docs/measurements/planning.md).
 
     Args:
       wanted: `rollout.page_kernel`.

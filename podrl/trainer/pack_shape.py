@@ -11,7 +11,7 @@ from podrl.trainer.config import RLTrainingConfig
 # small micro-batches stay near the caches and leave fewer empty rows; accelerators must fill their matrix units.
 _DEVICE_TOKENS = {"cpu": 1280, "accelerator": 4096}
 # By how much a row of an accelerator may exceed them where it then holds a whole group and no key says how much it may
-# hold: in parts, the prompt is computed and the weights are read once for each (counted: docs/planning.md).
+# hold: in parts, the prompt is computed and the weights are read once for each (docs/measurements/planning.md).
 _WHOLE_GROUP = 1.25
 _ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}
 _SHORT = 256
