@@ -22,6 +22,12 @@ _ROOT = re.compile("\u221a ?(?:([0-9]+|[A-Za-z])|\\(([^()]{1,200})\\))")
 _RELATIONS = str.maketrans({"\u2264": r"\le ", "\u2265": r"\ge ", "\u221e": r"\infty "})
 
 
+_NEGATED = re.compile(r"\s*(?:is\s+|it\s+is\s+)?(?:not|isn't|never|neither)\b", re.IGNORECASE)
+_NAMED = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=(?!=)")
+# Plain numbers that operators join, as in '1 + 1': a side of an equation whose value is known at once.
+_CALCULATES = re.compile(r"\s*[0-9.]+(?:\s*[-+*/]\s*[0-9.]+)+\s*")
+
+
 def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
     """Scores 1 if the answer equals a reference as mathematics (1/2, 0.5 and \frac{1}{2} are equal), else 0.
 
@@ -57,15 +63,25 @@ def _answers(completion: str, gold: list[Any], truth: str) -> bool:
     # A bare '34' or '\frac{1}{2}' is read as mathematics once it stands in dollars.
     found = _parsed(completion) if guess is None else _parsed(f"${guess}$") or _parsed(guess)
     text = guess if guess is not None else next((one for one in reversed(found) if isinstance(one, str)), "")
+    if _NEGATED.match(text) or len({_named(truth), _named(text)} - {""}) > 1:
+        return False
     wanted, given = numbers.of_reference(truth), numbers.of_reference(text)
-    if wanted is not None and given is not None:
-        return given.equals(wanted)
     *others, last = re.split(r"(?<![<>!:])=", text) if "=" not in truth else [text]
+    if wanted is not None and given is not None:
+        return given.equals(wanted) and all(
+            _same(gold, _parsed(f"${side}$")) for side in others if _CALCULATES.fullmatch(side)
+        )
     if (given is not None and numbers.has_unknowns(truth)) or (wanted is not None and numbers.has_unknowns(last)):
         return False  # math-verify takes the unknowns of '4ab' for a unit, and the number of 'x + y = 7' for its value
     if others:
         return all(_same(gold, _parsed(f"${side}$")) for side in [*filter(_is_value, others), last])
     return _same(gold, found) and {_brackets(truth), _brackets(text)} != {"set", "ordered"}
+
+
+def _named(text: str) -> str:
+    """The unknown that an equation such as 'x = 5' gives the value of; '' where there is none, or there are several."""
+    found = _NAMED.match(text.strip().strip("$"))
+    return found[1] if found and text.count("=") == 1 else ""
 
 
 def _parsed(text: str) -> list[Any]:

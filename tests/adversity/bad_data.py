@@ -95,7 +95,7 @@ FILES = {
     "text file": data("x.txt", "hello\n", ["x.txt", "no known format", ".jsonl"]),
     "no suffix": data("x", GOOD, ["x ends in ''", "no known format"]),
     "json": data("x.json", "[]", ["x.json", "no known format"]),
-    "gz": data("x.jsonl.gz", b"\x1f\x8b", ["x.jsonl.gz", "no known format"]),
+    "gz": data("x.jsonl.gz", b"\x1f\x8b", ["x.jsonl.gz is compressed", "gunzip"]),
     "tfds without a split": Bad([*BASE, "--config.data.path=tfds:gsm8k"], ["tfds:gsm8k", "tfds:gsm8k/train"]),
     "https": Bad([*BASE, "--config.data.path=https://host/x.jsonl"], ["https://host/x.jsonl", "gs://"]),
     "markup in the name": Bad([*BASE, "--config.data.path=[bold]x.jsonl"], ["[bold]x.jsonl", "does not exist"]),

@@ -325,6 +325,29 @@ def test_words_beside_a_number(said, wanted):
 
 
 @pytest.mark.parametrize(
+    ("said", "truth", "equal"),
+    [
+        ("y=5", "x=5", False),
+        ("x=5", "x=5", True),
+        ("5", "x=5", True),
+        ("x = 5", "5", True),
+        ("x_1=5", "x_2=5", False),
+        ("1+1=3", "3", False),
+        ("1 + 2 = 3", "3", True),
+        ("2*3=6", "6", True),
+        ("7 - 2 = 4", "4", False),
+        ("x = 1 + 2 = 3", "3", True),
+        ("not 12", "12", False),
+        ("It is not 12", "12", False),
+        ("12, not 13", "13", False),
+        ("notation 12", "12", True),
+    ],
+)
+def test_an_answer_that_says_another_thing_is_not_equal(said, truth, equal):
+    assert math_answer.math_equal([""], [f"<answer>{said}</answer>"], [truth]) == [float(equal)]
+
+
+@pytest.mark.parametrize(
     ("said", "truth"),
     [
         ("\u221a2", r"\sqrt{2}"),
