@@ -93,25 +93,57 @@ class ComparedScores(AnswerScores):
 
 
 class JudgedAnswers:
-    """The update that DPO, ORPO and KTO share: a policy gradient on whole answers, each with a weight of its own.
+    """The algorithm that DPO, ORPO and KTO share: a policy gradient on whole answers, each with a weight of its own.
 
     Their losses join several sequences, which packing may part. But a loss's gradient is that of -weight logprob with a
     weight per answer that depends on whole log-probabilities only, so scoring first gives the very gradient for any
     packing, micro-batch split and mesh. Scores leave the dropout of adapters out.
+
+    With `score`, `advantages` and `watched` it is a podrl.learner.loop.Algorithm.
     """
 
-    def __init__(self, cluster: RLCluster, shape: PackShape):
-        """Sets the cluster's loss; `shape` is that of a packed batch."""
-        self._cluster, self._shape = cluster, shape
+    compared = True  # with a reference
+
+    def __init__(self, cluster: RLCluster, config: Any, shape: PackShape):
+        """Sets the cluster's loss, and keeps a reference where there is one; `shape` is that of a packed batch."""
+        self._cluster, self._config, self._shape = cluster, config, shape
+        if self.compared:
+            cluster.keep_reference()
         cluster.actor.prepare(weighted_likelihood)
 
-    def score(self, experience: SFTBatch) -> AnswerScores:
-        """Scores every answer under the policy."""
-        actor, mask_BT = self._cluster.actor, experience.mask_BT
-        placement, batch = self._placed(experience.tokens_BT, experience.length_B)
-        return AnswerScores(self._sums(placement, mask_BT, actor.logprobs(batch)), placement)
+    def rewards(self, experience: Any, scores: Any) -> tuple[None, Mapping[str, Any]]:
+        """Returns no rewards: a pair or a label says which answers are better, not how good they are."""
+        return None, {}
 
-    def compare(self, tokens_BT: np.ndarray, length_B: np.ndarray, mask_BT: np.ndarray) -> ComparedScores:
+    def pack(self, step: int, experience: Any, scores: Any, advantages: np.ndarray) -> list[Batch[WeightedRows]]:
+        """Packs the one update of a step; `advantages` are the answers' weights, `scores` AnswerScores of the batch."""
+        placement = scores.placement
+        mask_BT, length_BT = placement.loss_tokens(experience.mask_BT)
+        weight_BT = np.broadcast_to(advantages[:, None], experience.tokens_BT.shape)
+        rows = WeightedRows(
+            layout=placement.layout(experience.tokens_BT),
+            mask_BT=mask_BT,
+            length_BT=length_BT,
+            weight_BT=placement.scatter(weight_BT, where_BT=experience.mask_BT),
+        )
+        return [self._cluster.actor.put(placement.batch(rows))]
+
+    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
+        return updated(self._cluster, batches)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores nothing: no state adapts between steps."""
+
+    def _alone(self, experience: SFTBatch) -> AnswerScores:
+        """Scores every answer under the policy."""
+        placement, batch = self._placed(experience.tokens_BT, experience.length_B)
+        values = self._cluster.actor.logprobs(batch)
+        return AnswerScores(self._sums(placement, experience.mask_BT, values), placement)
+
+    def _compare(self, tokens_BT: np.ndarray, length_B: np.ndarray, mask_BT: np.ndarray) -> ComparedScores:
         """Scores answers under the policy and under the reference; `mask_BT` is 1 on their tokens."""
         actor = self._cluster.actor
         placement, batch = self._placed(tokens_BT, length_B)
@@ -126,29 +158,28 @@ class JudgedAnswers:
         values_BT = placement.unpack(fetch(values_ABT, self._cluster.actor_mesh), mask_BT.shape[1])
         return np.where(mask_BT > 0, values_BT, 0.0).sum(axis=1)
 
-    def pack(
-        self, experience: SFTBatch, placement: packing.Placement, weight_B: np.ndarray
-    ) -> list[Batch[WeightedRows]]:
-        """Packs the one update of a step."""
-        mask_BT, length_BT = placement.loss_tokens(experience.mask_BT)
-        weight_BT = np.broadcast_to(weight_B[:, None], experience.tokens_BT.shape)
-        rows = WeightedRows(
-            layout=placement.layout(experience.tokens_BT),
-            mask_BT=mask_BT,
-            length_BT=length_BT,
-            weight_BT=placement.scatter(weight_BT, where_BT=experience.mask_BT),
-        )
-        return [self._cluster.actor.put(placement.batch(rows))]
+
+def _of_pairs(name: str, found: Any, logprob_P2: np.ndarray) -> tuple[np.ndarray, Mapping[str, Any]]:
+    """The weights of pairs' answers, and metrics under the name of a loss.
+
+    Args:
+      found: what the loss says of each pair: `loss_P`, `margin_P` and `weight_P2`.
+      logprob_P2: log-probabilities of the chosen and the rejected answer, nats.
+    """
+    found = jax.device_get(found)
+    measured = {
+        f"{name}/loss": float(found.loss_P.mean()),
+        f"{name}/margin": float(found.margin_P.mean()),
+        f"{name}/accuracy": float((found.margin_P > 0).mean()),
+        f"{name}/chosen_logprob": float(logprob_P2[:, 0].mean()),
+        f"{name}/rejected_logprob": float(logprob_P2[:, 1].mean()),
+    }
+    # The loss is a mean over answers, of which a pair has two.
+    return 2.0 * found.weight_P2.ravel(), measured
 
 
-class DPO:
-    """Implements podrl.learner.loop.Algorithm for pairs: scores them, weighs them, learns by policy gradient."""
-
-    def __init__(self, cluster: RLCluster, config: DPOConfig, shape: PackShape):
-        """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
-        self._cluster, self._config = cluster, config
-        cluster.keep_reference()
-        self._judged = JudgedAnswers(cluster, shape)
+class DPO(JudgedAnswers):
+    """Learns pairs beside a reference."""
 
     @staticmethod
     def formula(config: DPOConfig) -> str:
@@ -163,11 +194,7 @@ class DPO:
 
     def score(self, step: int, experience: SFTBatch) -> ComparedScores:
         """Scores both answers of every pair under the policy and under the reference."""
-        return self._judged.compare(experience.tokens_BT, experience.length_B, experience.mask_BT)
-
-    def rewards(self, experience: SFTBatch, scores: AnswerScores) -> tuple[None, Mapping[str, Any]]:
-        """Returns no rewards: a pair says which answer is better, not how good it is."""
-        return None, {}
+        return self._compare(experience.tokens_BT, experience.length_B, experience.mask_BT)
 
     def advantages(
         self, experience: SFTBatch, scores: ComparedScores, rewards: None
@@ -175,43 +202,17 @@ class DPO:
         """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
         config, logprob_P2 = self._config, scores.logprob_B.reshape(-1, 2)
         pair: Any = (logprob_P2, scores.ref_logprob_B.reshape(-1, 2))
-        found = jax.device_get(dpo(*pair, beta=config.beta, label_smoothing=config.label_smoothing))
-        measured = {
-            "dpo/loss": float(found.loss_P.mean()),
-            "dpo/margin": float(found.margin_P.mean()),
-            "dpo/accuracy": float((found.margin_P > 0).mean()),
-            "dpo/chosen_logprob": float(logprob_P2[:, 0].mean()),
-            "dpo/rejected_logprob": float(logprob_P2[:, 1].mean()),
-        }
-        # The loss is a mean over answers, of which a pair has two.
-        return 2.0 * found.weight_P2.ravel(), measured
-
-    def pack(
-        self, step: int, experience: SFTBatch, scores: AnswerScores, advantages: np.ndarray
-    ) -> list[Batch[WeightedRows]]:
-        return self._judged.pack(experience, scores.placement, advantages)
-
-    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
-        return updated(self._cluster, batches)
+        return _of_pairs("dpo", dpo(*pair, beta=config.beta, label_smoothing=config.label_smoothing), logprob_P2)
 
     def watched(self) -> Sequence[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
         return (("dpo/loss", "loss"), ("dpo/accuracy", "accuracy"), ("dpo/margin", "margin"), ("actor/lr", "lr"))
 
-    def state(self) -> dict[str, Any]:
-        return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores nothing: no state adapts between steps."""
+class ORPO(JudgedAnswers):
+    """Learns pairs without a reference."""
 
-
-class ORPO:
-    """Implements podrl.learner.loop.Algorithm for pairs without a reference: DPO's lines, with ORPO's weights."""
-
-    def __init__(self, cluster: RLCluster, config: ORPOConfig, shape: PackShape):
-        """Sets the cluster's loss; `shape` is that of a packed batch."""
-        self._cluster, self._config = cluster, config
-        self._judged = JudgedAnswers(cluster, shape)
+    compared = False
 
     @staticmethod
     def formula(config: ORPOConfig) -> str:
@@ -223,11 +224,7 @@ class ORPO:
 
     def score(self, step: int, experience: SFTBatch) -> AnswerScores:
         """Scores both answers of every pair under the policy."""
-        return self._judged.score(experience)
-
-    def rewards(self, experience: SFTBatch, scores: AnswerScores) -> tuple[None, Mapping[str, Any]]:
-        """Returns no rewards: a pair says which answer is better, not how good it is."""
-        return None, {}
+        return self._alone(experience)
 
     def advantages(
         self, experience: SFTBatch, scores: AnswerScores, rewards: None
@@ -236,43 +233,15 @@ class ORPO:
         logprob_P2 = scores.logprob_B.reshape(-1, 2)
         length_P2: Any = np.maximum((experience.mask_BT > 0).sum(axis=1), 1).reshape(-1, 2).astype(np.float32)
         given: Any = logprob_P2
-        found = jax.device_get(orpo(given, length_P2, coef=self._config.coef))
-        measured = {
-            "orpo/loss": float(found.loss_P.mean()),
-            "orpo/margin": float(found.margin_P.mean()),
-            "orpo/accuracy": float((found.margin_P > 0).mean()),
-            "orpo/chosen_logprob": float(logprob_P2[:, 0].mean()),
-            "orpo/rejected_logprob": float(logprob_P2[:, 1].mean()),
-        }
-        return 2.0 * found.weight_P2.ravel(), measured  # as in DPO, two answers to a pair
-
-    def pack(
-        self, step: int, experience: SFTBatch, scores: AnswerScores, advantages: np.ndarray
-    ) -> list[Batch[WeightedRows]]:
-        return self._judged.pack(experience, scores.placement, advantages)
-
-    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
-        return updated(self._cluster, batches)
+        return _of_pairs("orpo", orpo(given, length_P2, coef=self._config.coef), logprob_P2)
 
     def watched(self) -> Sequence[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
         return (("orpo/loss", "loss"), ("orpo/accuracy", "accuracy"), ("orpo/margin", "margin"), ("actor/lr", "lr"))
 
-    def state(self) -> dict[str, Any]:
-        return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores nothing: no state adapts between steps."""
-
-
-class KTO:
-    """Implements podrl.learner.loop.Algorithm for labelled answers, each compared with the policy's drift so far."""
-
-    def __init__(self, cluster: RLCluster, config: KTOConfig, shape: PackShape):
-        """Keeps a reference and sets the cluster's loss; `shape` is that of a packed batch."""
-        self._cluster, self._config = cluster, config
-        cluster.keep_reference()
-        self._judged = JudgedAnswers(cluster, shape)
+class KTO(JudgedAnswers):
+    """Learns labelled answers, each compared with the policy's drift so far."""
 
     @staticmethod
     def formula(config: KTOConfig) -> str:
@@ -285,12 +254,8 @@ class KTO:
 
     def score(self, step: int, experience: LabelledBatch) -> tuple[ComparedScores, ComparedScores]:
         """Scores every answer after its own prompt, and after that of another example."""
-        own = self._judged.compare(experience.tokens_BT, experience.length_B, experience.mask_BT)
-        return own, self._judged.compare(*experience.unrelated())
-
-    def rewards(self, experience: LabelledBatch, scores: Any) -> tuple[None, Mapping[str, Any]]:
-        """Returns no rewards: a label says on which side of the reference point an answer belongs, not how far."""
-        return None, {}
+        own = self._compare(experience.tokens_BT, experience.length_B, experience.mask_BT)
+        return own, self._compare(*experience.unrelated())
 
     def advantages(
         self, experience: LabelledBatch, scores: tuple[ComparedScores, ComparedScores], rewards: None
@@ -313,24 +278,9 @@ class KTO:
             measured["kto/undesirable_logratio"] = float(own_B[~good_B].mean())
         return found.weight_B, measured
 
-    def pack(
-        self,
-        step: int,
-        experience: LabelledBatch,
-        scores: tuple[ComparedScores, ComparedScores],
-        advantages: np.ndarray,
-    ) -> list[Batch[WeightedRows]]:
-        return self._judged.pack(experience, scores[0].placement, advantages)
-
-    def update(self, step: int, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
-        return updated(self._cluster, batches)
+    def pack(self, step: int, experience: Any, scores: Any, advantages: np.ndarray) -> list[Batch[WeightedRows]]:
+        return super().pack(step, experience, scores[0], advantages)
 
     def watched(self) -> Sequence[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
         return (("kto/loss", "loss"), ("kto/accuracy", "accuracy"), ("kto/kl", "kl"), ("actor/lr", "lr"))
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores nothing: no state adapts between steps."""
