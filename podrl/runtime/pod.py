@@ -360,7 +360,9 @@ class Pod:
         self._ended.set()
         if self.leads:
             self.channel.put("verdict", Message({"code": code, "text": f"{self.name}: {_first_line(text)}"}))
-            self._await_others(_FAREWELL_S)  # with this process goes the service of jax's cluster, and all still in it
+            # With this process goes the service of jax's cluster, and all still in it: on a busy host they need a while
+            # to say why they end.
+            self._await_others(3 * _FAREWELL_S)
         else:
             self._tell_leader(code, text)
         self.channel.close()
