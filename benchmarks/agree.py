@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _scores(bench: Bench, rollouts: Any) -> np.ndarray:
-    """Log-probabilities of a batch's tokens as the trainer computes them, [B, T]."""
+    """Computes the log-probabilities of a batch's tokens as the trainer does, [B, T]."""
     from podrl.trainer import packing, state, step
     from podrl.trainer.config import RLTrainingConfig
     from podrl.trainer.pack_shape import pack_shape

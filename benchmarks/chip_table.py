@@ -1,25 +1,29 @@
-"""The table of an accelerator's figures, as Markdown, of the results that `benchmarks on_chip` wrote."""
+"""Writes the results of `benchmarks on_chip` as a page in Markdown."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.rollout import least_bytes
 
-Results = Mapping[str, Mapping[str, Any]]  # by the part's name: "figures", or "error"
+Results = Mapping[str, Mapping[str, Any]]  # a part's name to its result, which has "figures" or "error"
 
 
 def table(results: Results) -> str:
-    """Writes the page: the device, then a section for each kind of part, what failed with its last line.
+    """Writes the page: the device, then a section for each kind of part; a part that failed has its last line.
 
     Args:
-      results: those of the parts that ran; "device" must be there and have figures.
+      results: results of the parts by name; that of "device" must have figures.
     """
     device = results["device"]["figures"]
     lines = [f"# {device['devices']} x {device['kind']}", "", f"jax {device['jax']}. Made by `benchmarks on_chip`.", ""]
     lines += _rows(
         ("measured", "figure", "of the vendor's"),
         [
-            ("matrix products, bfloat16", f"{device['matmul_flops'] / 1e12:.3g} TFLOP/s", _of_peak(device)),
+            (
+                "matrix products, bfloat16",
+                f"{device['matmul_flops'] / 1e12:.3g} TFLOP/s",
+                _share(device["matmul_flops"], device["peak_flops"]),
+            ),
             ("matrix products, float32", f"{device['matmul_flops_f32'] / 1e12:.3g} TFLOP/s", ""),
             (
                 "memory, read and written",
@@ -50,16 +54,12 @@ def _rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in cells]
 
 
-def _of_peak(device: Mapping[str, Any]) -> str:
-    return _share(device["matmul_flops"], device["peak_flops"])
-
-
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else ""
 
 
 def _decode(figures: Mapping[str, Any], device: Mapping[str, Any]) -> Sequence[str]:
-    """The bound: weights and live keys and values read once a step, at the measured rate of one device's memory."""
+    """Compares the time with the least one: every step reads weights, live keys and values once, at memory's rate."""
     rate = device["hbm_rate_vendor"] or device["hbm_rate"]
     least_s = least_bytes(figures, device["devices"]) / rate
     return (

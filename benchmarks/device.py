@@ -1,4 +1,4 @@
-"""Measures what a device can do at most, for others' figures to be compared with: `python -m benchmarks device`."""
+"""Measures the highest rates of a device, with which other figures are compared: `python -m benchmarks device`."""
 
 import argparse
 import time
@@ -62,7 +62,7 @@ def _measure() -> dict[str, Any]:
 
 
 def _shape(devices: Sequence[Any], dimensions: int) -> str:
-    """The chips of this host's devices along each axis of the slice."""
+    """Writes how many chips this host has along each axis of the slice, such as '2x2'."""
     places = np.asarray([device.coords for device in devices])[:, :dimensions]
     return "x".join(map(str, places.max(axis=0) - places.min(axis=0) + 1))
 

@@ -1,4 +1,4 @@
-"""Measures whole GRPO steps of a model of random weights, with what a job does in them: `python -m benchmarks grpo`."""
+"""Measures whole steps of a GRPO job with a model of random weights: `python -m benchmarks grpo`."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.model import add_options, fake_devices, model_of, number_range
 
-# Of the run's metrics, by the names of the figures.
+# The figures of a step and the run's metrics that they are the medians of.
 _KEPT = {
     "rollout_s": "time/rollout",
     "decode_s": "time/decode",
@@ -41,7 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=8, help="the first two, which compile, do not count")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--weights", default="", help="directory that keeps the random weights for the next call")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further --config.KEY=VALUE")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -53,7 +52,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     A model of random weights hardly ever ends a sample, so nearly all have `--max_new` tokens.
 
     Returns:
-      steps (that count); step_s (median) and steps_per_hour; and medians of the run's metrics, as far as it has them:
+      steps (number of measured steps); step_s (median) and steps_per_hour; and medians of those of these metrics that
+      the run has:
       rollout_s, decode_s, reward_s, update_s, publish_s and waiting_s (seconds of stages), rollout_tokens_per_s,
       tokens_per_s_per_device, sampler_abs_diff, mfu and memory_peak (docs/metrics.md).
 
@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def plan(argv: Sequence[str], topology: str) -> list[str]:
-    """Words behind `python -m` that have podrl.plan predict the steps of `run` with these options on TPUs."""
+    """Lists the words after `python -m` with which podrl.plan predicts the steps of `run` on a topology of TPUs."""
     args = _parser().parse_args(argv)
     settings = {"model.path": "", "model.size": args.size, "rollout.max_prompt_length": 256, **_settings(args)}
     return ["podrl.plan", "--quick", "--json", f"--trainer={topology}", *_options(settings)]
@@ -92,8 +92,7 @@ def _job(args: argparse.Namespace, weights: pathlib.Path, place: pathlib.Path) -
         "log.trace": "off",
         **_settings(args),
     }
-    more = [f"--config.{each}" for each in args.set]
-    return [sys.executable, "-m", "podrl.launch", f"--workdir={place / 'run'}", *_options(settings), *more]
+    return [sys.executable, "-m", "podrl.launch", f"--workdir={place / 'run'}", *_options(settings)]
 
 
 def _options(settings: Mapping[str, Any]) -> list[str]:

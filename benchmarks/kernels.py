@@ -16,13 +16,13 @@ _BLOCK = 64  # a multiple of the reads that XLA's form takes at once
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks kernels", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a row of training")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a row of training")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv_heads", type=int, default=8)
     parser.add_argument("--head_dim", type=int, default=128)
-    parser.add_argument("--window", type=int, default=1024, help="of attention with a window")
-    parser.add_argument("--lanes", type=int, default=32, help="of decoding")
-    parser.add_argument("--pages", type=int, default=16, help="of a lane and of a prompt, 64 tokens each")
+    parser.add_argument("--window", type=int, default=1024, help="tokens of the attention window")
+    parser.add_argument("--lanes", type=int, default=32, help="lanes of decoding")
+    parser.add_argument("--pages", type=int, default=16, help="pages of a lane and of a prompt, 64 tokens each")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -30,16 +30,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Runs the forms of attention that a job may use here on random values, and the definition beside them.
+    """Compares every form of attention that a job may use with the definition of attention, on random values.
 
-    On TPU these are podrl's kernel for shared prompts, JAX's splash attention, and podrl's kernel of decoding; on all
-    devices the blockwise forms, which are XLA's. Elsewhere than on TPU the kernels run in Pallas' interpreter, which
-    only shows that this command works.
+    The TPU kernels are podrl's for shared prompts, JAX's splash attention, and podrl's for decoding. The blockwise form
+    and the plain form of decoding are XLA's, on every device. Without a TPU the kernels run in Pallas' interpreter,
+    which only shows that this command works.
 
     Returns:
-      of each form FORM, FORM_error (the largest absolute difference of outputs and gradients from the definition in
-      float32, over the largest absolute value), and reference_error (the same of the definition in `--dtype`: what
-      the rounding of inputs and products costs anyway).
+      FORM_error for each form: the largest absolute difference of its outputs and gradients from the definition in
+      float32, over the largest absolute value. reference_error is that of the definition in `--dtype`: the error that
+      rounding costs any form.
     """
     args = _parser().parse_args(argv)
     fake_devices(args.devices)

@@ -25,12 +25,12 @@ _LEAST_S = 20.0  # a part is not begun with less time left
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A command of the table.
+    """One measurement, which is a command of its own.
 
     Attributes:
-      name: of its file in the directory.
-      command: words behind `python -m`.
-      minutes: that it is thought to take, compiling included.
+      name: name of the part, and of its file of results.
+      command: the words after `python -m`.
+      minutes: expected duration, compiling included.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Part:
 
 
 def parts(device: Mapping[str, Any], place: pathlib.Path, *, tiny: bool = False) -> list[Part]:
-    """Lists the parts, the most telling first.
+    """Lists the parts, the most important first.
 
     Args:
-      device: figures of `benchmarks device`, whose devices share each part.
-      place: the directory of results, where random weights are kept too.
-      tiny: the same parts on shapes that a CPU runs in seconds.
+      device: what `benchmarks device` returned; each part uses all its devices.
+      place: the directory of results, which also keeps the random weights.
+      tiny: whether the shapes are such that a CPU runs them in seconds.
     """
     found = [Part("kernels", _bench("kernels", *(_tiny_kernels() if tiny else ())), 2)]
     for size in ("tiny",) if tiny else _SIZES:
@@ -141,15 +141,15 @@ class Host:
     """Runs parts one after the other on this host, and keeps their results."""
 
     def __init__(self, place: pathlib.Path, minutes: float, clock: Callable[[], float] = time.monotonic):
-        """Starts the time; `place` is the directory of results."""
+        """Starts the clock of a call that may take `minutes`; `place` is the directory of results."""
         self._place, self._limit_s, self._clock, self._started = place, 60 * minutes, clock, clock()
 
     def minutes(self) -> float:
-        """Minutes since the start."""
+        """Returns the minutes since the start."""
         return (self._clock() - self._started) / 60
 
     def measure_all(self, wanted: Sequence[Part]) -> tuple[dict[str, Any], list[Part]]:
-        """Runs what is not there yet and fits into the time: (results by name, parts that did not fit)."""
+        """Runs the parts without a result that fit into the time: (results by name, parts that did not fit)."""
         found, left = {}, []
         for part in wanted:
             kept = self._kept(part)
@@ -161,7 +161,7 @@ class Host:
         return found, left
 
     def measure(self, part: Part) -> Mapping[str, Any]:
-        """Returns a part's result: the one that is there, or a new one, which is on disk then."""
+        """Returns the kept result of a part, or runs the part and writes its result to disk."""
         if (kept := self._kept(part)) is not None:
             return kept
         room_s = max(self._limit_s - 60 * self.minutes(), _LEAST_S)
@@ -172,7 +172,7 @@ class Host:
         return result
 
     def _kept(self, part: Part) -> Mapping[str, Any] | None:
-        """The result of an earlier call with the same options, if it did not fail."""
+        """Returns the result of an earlier call with the same options; None if there is none or it failed."""
         file = self._place / f"{part.name}.json"
         if not file.exists():
             return None
@@ -181,7 +181,7 @@ class Host:
 
 
 def _run(command: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """Runs a command: its figures, or what it wrote last."""
+    """Runs a command and returns its figures, or its last lines as the error."""
     root = str(pathlib.Path(__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     try:

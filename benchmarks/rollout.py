@@ -21,7 +21,10 @@ def make_parser(prog: str = "benchmarks rollout", description: str | None = __do
     parser = argparse.ArgumentParser(prog=prog, description=description)
     add_options(parser)
     parser.add_argument(
-        "--embed_scale", type=float, default=0.1, help="of random embeddings: the larger, the less even distributions"
+        "--embed_scale",
+        type=float,
+        default=0.1,
+        help="scale of the random embeddings; larger ones give less even distributions",
     )
     parser.add_argument("--mesh", default="data=4", help="rollout mesh; faked CPU devices are made for it")
     parser.add_argument("--prompts", type=int, default=16)
@@ -55,7 +58,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     The model draws nearly uniformly, so a sample ends with probability 1 / vocab per token: lengths have a long tail.
 
     Returns:
-      weight_bytes (of the whole model), kv_token_bytes (keys and values of a token), samples, prompt_tokens (of all
+      weight_bytes (of the whole model), kv_token_bytes (of a token's keys and values), samples, prompt_tokens (of all
       prompts),
       tokens (sampled per generation), seconds (median of a generation), tok_s, decode_steps (of the busiest shard),
       lane_utilisation, prefill_tokens, dispatches, spills, host_share (of the time, without a dispatch in flight),
@@ -75,7 +78,7 @@ class Bench:
       prompts: of the batch.
       warm_up_seconds: that compiling took.
       cpu_seconds: CPU time of the last generation.
-      kv_token_bytes: keys and values of a token, all layers.
+      kv_token_bytes: bytes of a token's keys and values in all layers.
     """
 
     def __init__(self, args: argparse.Namespace, response: int = 0, end_ids: Sequence[int] = (END_ID,)):
@@ -206,11 +209,11 @@ def make_prompts(args: argparse.Namespace) -> Any:
 
 
 def least_bytes(figures: Mapping[str, Any], devices: int) -> float:
-    """Bytes that a device must read: weights every step, and live keys and values, those of a prompt once a group.
+    """Counts the bytes a device must read: weights in every step, and live keys and values, a prompt's once a group.
 
     Args:
-      figures: those of `run`; with samples of equal length that all have a lane, the count is exact.
-      devices: each of which has the whole weights and an equal part of the samples.
+      figures: what `run` returned; the count is exact if all samples are equally long and all have a lane.
+      devices: number of devices; each has the whole weights and an equal part of the samples.
     """
     steps, samples = figures["decode_steps"], figures["samples"]
     live = steps * figures["prompt_tokens"] + samples * steps * (steps - 1) / 2

@@ -59,7 +59,7 @@ def export_params(
       tokenizer_dir: where the tokenizer's files are copied from; its token ids go into config.json.
       out: must not exist, or be empty.
       dtype: of the written weights.
-      prompts: how a run put its questions, written to prompts.json for podrl.generate; None writes none.
+      prompts: settings by which a run put its questions, written to prompts.json for podrl.generate; None writes none.
 
     Raises:
       ValueError: `out` holds something already.
@@ -135,7 +135,7 @@ class RunModel:
       tokenizer: directory of its tokenizer.
       dtype: of the trained parameters.
       scores: it is a reward model.
-      prompts: how the run put its questions, under the names of `data`; None where its sources differ in it.
+      prompts: settings of `data` by which the run put its questions; None if its sources put them differently.
     """
 
     config: ModelConfig
@@ -184,7 +184,7 @@ def _run_model(raw: Mapping[str, Any]) -> RunModel:
 
 
 def _prompts(data: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The settings by which all of a run's sources put a question; None where they differ, or are not known."""
+    """Finds the settings by which all sources of a run put a question; None if they differ or are not recorded."""
     if data is None:
         return None
     names = ("system_prompt", "template", "question_field")

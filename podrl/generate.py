@@ -28,6 +28,7 @@ from podrl.data import shape, sources
 from podrl.environments import config as env
 from podrl.runtime import environment, hub, signals, storage
 from podrl.runtime.arguments import Parser
+from podrl.runtime.regular import load_object
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.user_code import Limits
 
@@ -176,14 +177,18 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--model={args.model} is not a directory: give a Hugging Face directory.")
 
 
-def asked_as(model: str | os.PathLike) -> dict[str, str]:
-    """How the run that a directory was exported from put its questions; empty where the directory does not say."""
+def asked_as(model: str | os.PathLike) -> dict[str, Any]:
+    """Reads how the run that a directory was exported from put its questions; {} if the directory has no such file.
+
+    Raises:
+      ValueError: the file is no JSON object.
+    """
     path = pathlib.Path(model) / shape.PROMPTS_FILE
-    return json.loads(path.read_bytes()) if path.is_file() else {}
+    return load_object(path) if path.is_file() else {}
 
 
 def _asked(args: argparse.Namespace) -> dict[str, str]:
-    """How questions are put: as the arguments say, else as the model's run did, else alone in the chat template."""
+    """Decides how questions are put: by the arguments, else as the model's run did, else alone in the chat template."""
     names = ("system_prompt", "question_field")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return {"system_prompt": "", "question_field": shape.QUESTION, "template": "chat"} | asked_as(args.model) | given

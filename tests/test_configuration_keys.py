@@ -53,9 +53,9 @@ def test_meanings_are_inherited_and_go_on_over_lines():
         """Settings.
 
         Attributes:
-          one, two: what both are,
+          one, two: numbers of samples,
             on two lines: with a colon.
-          three: replaced below.
+          three: a meaning that the subclass replaces.
         """
 
         one: Count = 1
@@ -72,7 +72,7 @@ def test_meanings_are_inherited_and_go_on_over_lines():
           four: no attribute.
         """
 
-    both = "what both are, on two lines: with a colon."
+    both = "numbers of samples, on two lines: with a colon."
     assert meanings(Mine) == {"one": both, "two": both, "three": "its own."}
 
 

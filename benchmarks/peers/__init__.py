@@ -11,6 +11,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,9 +30,10 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     options go behind `--`.
 
     Returns:
-      Of TRL: of each side step_s (median of all rounds) and its rounds, first_reward and last_reward (means over a
-      quarter of the steps at the beginning and at the end) and tokens (of a completion); ratio (TRL's step over
-      podrl's, median of the rounds); and TRL's versions. Of Tunix what that script prints.
+      With TRL, for each side: SIDE_step_s (seconds of a step, median of the rounds), SIDE_rounds (the same of each
+      round), SIDE_first_reward and SIDE_last_reward (means over the first and the last quarter of the steps) and
+      SIDE_tokens (mean length of a completion). Then ratio (TRL's step over podrl's, median of the rounds) and the
+      versions of TRL's packages. With Tunix, what that script prints.
 
     Raises:
       ValueError: an environment cannot be built, or a side failed; its last lines.
@@ -53,7 +55,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _environment(place: pathlib.Path, peer: str) -> pathlib.Path:
-    """Returns the interpreter of a peer's environment, which is built where it is not there whole."""
+    """Returns the interpreter of a peer's environment; builds the environment if it is missing or unfinished."""
     directory = place / f"env-{peer}"
     wanted, built = (_HERE / f"{peer}.txt").read_text(), directory / "built.txt"
     if not built.exists() or built.read_text() != wanted:
@@ -77,7 +79,8 @@ def _with_trl(args: argparse.Namespace, place: pathlib.Path, python: pathlib.Pat
     data.write_text("".join(f"{line}\n" for line in lines))
     rounds: dict[str, list[Mapping[str, Any]]] = {"podrl": [], "trl": []}
     for number in range(args.rounds):
-        rounds["podrl"].append(_podrl(args, data, place / f"podrl-{number}"))
+        with tempfile.TemporaryDirectory() as workdir:  # a finished run would be read, and not measured again
+            rounds["podrl"].append(_podrl(args, data, pathlib.Path(workdir)))
         command = [str(python), str(_HERE / "trl_job.py"), f"--model={TINY}", f"--data={data}", f"--steps={args.steps}"]
         rounds["trl"].append(json.loads(_output(command).strip().splitlines()[-1]))
         print(
@@ -87,7 +90,7 @@ def _with_trl(args: argparse.Namespace, place: pathlib.Path, python: pathlib.Pat
 
 
 def compared(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Compares the rounds of both sides, which have step_s, rewards (both by step) and tokens."""
+    """Compares the rounds of both sides; a round has step_s and rewards, both by step, and tokens."""
     found: dict[str, Any] = {}
     for name, side in rounds.items():
         steps = [_step_s(one) for one in side]
@@ -109,7 +112,7 @@ def _step_s(one: Mapping[str, Any]) -> float:
 
 
 def _podrl(args: argparse.Namespace, data: pathlib.Path, workdir: pathlib.Path) -> dict[str, Any]:
-    """Runs the job by podrl.launch; a run that is there goes on, or is read."""
+    """Runs the job by podrl.launch and reads its metrics."""
     settings = {
         "data.path": data,
         "data.system_prompt": "",

@@ -227,23 +227,26 @@ def _fixed(
 
 
 def longest_prompt(config: DataConfig, tokenizer: Tokenizer, *, look: int = 8192) -> int:
-    """Length of the longest of the first `look` training prompts, in tokens, rounded up to a multiple of 64.
+    """Finds the length of the longest of the first `look` training prompts, in tokens, rounded up to a multiple of 64.
 
-    It takes over a second, so it is kept in the cache of `config`.
+    The data cache (`config.cache`) keeps the result, because rendering thousands of prompts delays a start.
     """
     cache = Cache(config.cache)
-    name = _made_of(config, tokenizer, look, cache)
+    name = _key_of_longest(config, tokenizer, look, cache)
     if name and (stored := cache.load(name)) is not None:
         return int(stored["longest"])
     longest = _longest(config, tokenizer, look)
     if name:
-        with contextlib.suppress(OSError):  # it only saves the next start time
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
             cache.store(name, {"longest": np.asarray(longest)})
     return longest
 
 
-def _made_of(config: DataConfig, tokenizer: Tokenizer, look: int, cache: Cache) -> str:
-    """The cache's key of all that the longest prompt depends on; '' where a source is not a file, or a user's code."""
+def _key_of_longest(config: DataConfig, tokenizer: Tokenizer, look: int, cache: Cache) -> str:
+    """Computes the cache key of everything that the longest prompt depends on.
+
+    Returns '' if the prompts depend on something without a checksum: a user's transform, or a data set of TFDS.
+    """
     if any(source.transforms for source in config.sources):
         return ""
     splits = [source.split for source in config.sources] or [""]

@@ -21,9 +21,9 @@ from podrl.config import described, nearest, types_of
 from podrl.job.config import KINDS, Job, section_of, unset
 
 _ATTRIBUTE = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): +(.*)")
-# Groups, and beginnings of keys, that only some sections of algorithms read; sections read their own keys.
+# The sections of the algorithms that read the keys beginning so. An algorithm reads its own section besides.
 _GENERATING = tuple(name for name, kind in KINDS.items() if not kind.given)
-_READERS = {
+_SECTIONS = {
     "data.curriculum": _GENERATING,
     "model.critic": ("ppo",),
     "reward": _GENERATING,
@@ -112,19 +112,22 @@ def _keys(
         path = prefix + name
         if name in leave_out:
             continue
-        own = next((names for begin, names in _READERS.items() if path.startswith(begin)), readers)
         default = _default(fields[name]) if start is None else getattr(start, name)
         inner, listed = _settings_in(hint)
         if inner is not None and not listed:
             groups.append((path, inner, default if isinstance(default, inner) else None))
             continue
         text = "" if default is dataclasses.MISSING else getattr(default, "__name__", None) or repr(default)
-        yield Key(path, described(hint), text, said.get(name, ""), own)
+        yield Key(path, described(hint), text, said.get(name, ""), _readers(path, readers))
         if inner is not None:
             groups.append((f"{path}[]", inner, None))
     for path, inner, default in groups:  # a group's own keys stay together
-        own = next((names for begin, names in _READERS.items() if path.startswith(begin)), readers)
-        yield from _keys(inner, f"{path}.", own, default)
+        yield from _keys(inner, f"{path}.", _readers(path, readers), default)
+
+
+def _readers(path: str, others: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the sections of the algorithms that read a key; `others` for a key that all of its group read."""
+    return next((names for begin, names in _SECTIONS.items() if path.startswith(begin)), others)
 
 
 def _settings_in(hint: typing.Any) -> tuple[type | None, bool]:

@@ -1,4 +1,4 @@
-"""The words that reward functions need before a question: the reference text where one of them reads its tags."""
+"""Decides which instructions a question needs: the reference text, if a reward function reads the tags it asks for."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from podrl.rewards.reference import BUILT_IN
 
 
 def words_for(fns: Iterable[Any]) -> str:
-    """Returns the reference text if any of the functions reads the reference tags, else ''.
+    """Returns the reference text if a built-in function that reads its tags is among `fns`, else ''.
 
     Args:
       fns: reward functions as in RewardConfig.fns; a name may end in '@' and the name of a data set.

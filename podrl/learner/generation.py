@@ -39,7 +39,7 @@ class Making:
       player: its samples.
       rewards: scores those that have ended.
       given: how many these are.
-      model_reward_B: of the reward model, once all samples have ended; None before, and where there is no such model.
+      model_reward_B: the reward model's score of each sample; None until all samples have ended, and without a model.
       seconds: of the last window.
       worked: metrics of the engine's work in it.
     """
@@ -328,10 +328,10 @@ class Generator:
             batch.add(b, text, said)
 
     def _score_by_model(self, making: Making) -> None:
-        """Has the reward model score samples that have all ended, on the thread that uses the rollout mesh.
+        """Scores a batch whose samples have all ended with the reward model, on the thread that uses the rollout mesh.
 
-        By the wall clock their batch is put together on another thread, while the engine goes on: programs that two
-        threads launch on the same devices could wait for each other.
+        By the wall clock another thread puts the batch together while the engine goes on. Programs that two threads
+        launch on the same devices could wait for each other.
         """
         if self._cluster.reward_model is not None:
             making.model_reward_B = self._model_rewards(self._cluster.rollout.rows(making.player, 0.0))

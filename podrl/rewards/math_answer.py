@@ -22,6 +22,7 @@ _ROOT = re.compile("\u221a ?(?:([0-9]+|[A-Za-z])|\\(([^()]{1,200})\\))")
 _RELATIONS = str.maketrans({"\u2264": r"\le ", "\u2265": r"\ge ", "\u221e": r"\infty "})
 
 
+# An answer that denies what follows, and one that gives the value of an unknown.
 _NEGATED = re.compile(r"\s*(?:is\s+|it\s+is\s+)?(?:not|isn't|never|neither)\b", re.IGNORECASE)
 _NAMED = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=(?!=)")
 # Plain numbers that operators join, as in '1 + 1': a side of an equation whose value is known at once.
@@ -79,7 +80,7 @@ def _answers(completion: str, gold: list[Any], truth: str) -> bool:
 
 
 def _named(text: str) -> str:
-    """The unknown that an equation such as 'x = 5' gives the value of; '' where there is none, or there are several."""
+    """Finds the unknown whose value an equation such as 'x = 5' gives; '' for other texts and for several equations."""
     found = _NAMED.match(text.strip().strip("$"))
     return found[1] if found and text.count("=") == 1 else ""
 

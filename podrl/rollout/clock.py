@@ -235,11 +235,11 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
 
 
 def in_sessions(recorded: Sequence[tuple[_G, Mapping[str, Any]]], version: int) -> Iterator[list[tuple[_G, Points]]]:
-    """Yields, for each session in which groups are drawn by a version, the groups and where their samples stop.
+    """Yields, for each session in which a version draws recorded groups, the groups and where their samples stop.
 
     Args:
-      recorded: groups and their records.
-      version: of the weights.
+      recorded: the groups, each with its entry of the journal.
+      version: the version of the weights.
     """
     points = [(group, _sessions(record, version)) for group, record in recorded]
     for k in range(max((len(each) for _, each in points), default=0)):
@@ -247,12 +247,23 @@ def in_sessions(recorded: Sequence[tuple[_G, Mapping[str, Any]]], version: int) 
 
 
 def _sessions(group: Mapping[str, Any], version: int) -> list[Points]:
-    """The tokens at which a recorded group's samples leave each session of a version; none in that of their last."""
+    """Lists where a recorded group's samples stop in each session of a version.
+
+    A sample does not stop in the session that draws its last token.
+    """
     ends = [[tokens for v, tokens in runs if v == version] for runs in group["runs"]]
     return [_points(group, version, ends, k) for k in range(max([1, *map(len, ends)]))]
 
 
 def _points(group: Mapping[str, Any], version: int, ends: Sequence[Sequence[int]], k: int) -> Points:
+    """Returns where a recorded group's samples stop in session `k` of a version.
+
+    Args:
+      group: the group's entry of the journal.
+      version: the version of the weights.
+      ends: of each sample, the numbers of sampled tokens at which it left each session of the version.
+      k: the number of the session, from 0.
+    """
     recorded, late = {}, {}
     for b, runs in enumerate(group["runs"]):
         last = runs[-1][0] if runs else 0

@@ -100,7 +100,7 @@ class WallJournal:
 
 
 def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
-    """Lists the sessions that drew a sample: [[version, tokens sampled when the session was left], ...].
+    """Lists the sessions that drew a sample: [[version, sampled tokens at the session's end], ...].
 
     Args:
       versions: the version that drew each token; -1 for a given token.
@@ -118,13 +118,13 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
 
 
 def agrees(group: Mapping[str, Any], drawn: Sequence[Sequence[Sequence[int]]], step: int) -> bool:
-    """Returns True if samples that were drawn so far as `drawn` says can still become those recorded.
+    """Returns True if samples that are drawn in part can still become the recorded ones.
 
     They cannot where a host was lost, and with it what was drawn before: the group was begun anew then.
 
     Args:
-      group: the record.
-      drawn: `runs_of` each sample, all of versions before `step`.
+      group: the group's entry of the journal.
+      drawn: the sessions of each sample so far, as `runs_of` lists them; all of versions before `step`.
       step: the step at which the samples go on.
     """
     recorded = [[list(run) for run in runs if run[0] < step] for runs in group["runs"]]

@@ -59,8 +59,8 @@ class Track:
       first: the first token sampled since it was extended.
       text: the completion without end tokens, cut after a stop string; while it is paused, what follows `first`.
       epoch: counts pauses, so that results of a dispatch that overran one are told apart.
-      breaks: numbers of sampled tokens at which it went on in another session under the same weights. Keys and values
-        were computed anew there, by prefill, which gives other last bits than decoding: who repeats it breaks there.
+      breaks: numbers of sampled tokens at which the sample went on in another session under the same weights. Prefill
+        computed its keys and values anew there, with other last bits than decoding, so a repeat has to break there too.
     """
 
     handle: int

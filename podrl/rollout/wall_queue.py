@@ -423,7 +423,7 @@ def _begun(part: Partial) -> bool:
 
 
 def _runs(part: Partial) -> list[list[list[int]]]:
-    """The sessions that drew each sample, as in the journal."""
+    """Lists the sessions that drew each sample, in the journal's form."""
     versions = np.split(part.rows["version_X"], np.cumsum(part.rows["count_B"])[:-1])
     breaks = [(sample["track"] or {}).get("breaks", ()) for sample in part.samples]
     return [runs_of(versions_X.tolist(), each) for versions_X, each in zip(versions, breaks, strict=True)]

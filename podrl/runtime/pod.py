@@ -28,6 +28,7 @@ from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTE
 LEADER = 0
 _log = logging.getLogger("podrl.pod")
 _FAREWELL_S = 5.0
+_LAST_WORDS_S = 15.0
 _OVER_S = 30 * 86400.0  # for the leader, which may wait for a last evaluation; its loss is noticed otherwise
 _OVER_LATE_S = 5.0  # for who has a part in the job to leave by itself
 _LAST_S = 10.0
@@ -360,9 +361,9 @@ class Pod:
         self._ended.set()
         if self.leads:
             self.channel.put("verdict", Message({"code": code, "text": f"{self.name}: {_first_line(text)}"}))
-            # With this process goes the service of jax's cluster, and all still in it: on a busy host they need a while
-            # to say why they end.
-            self._await_others(3 * _FAREWELL_S)
+            # The service of jax's cluster ends with this process, and aborts all that are still in the cluster. On a
+            # busy host they need more than a farewell's time to print why they end.
+            self._await_others(_LAST_WORDS_S)
         else:
             self._tell_leader(code, text)
         self.channel.close()

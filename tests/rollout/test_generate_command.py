@@ -160,3 +160,11 @@ def test_columns_of_a_table_are_written_as_json(tmp_path):
     parquet.write_table(pyarrow.table({"prompt": ["9"], "image": [{"bytes": b"\xff\x00"}]}), tmp_path / "p.parquet")
     with pytest.raises(ValueError, match=r"p\.parquet row 0: the field 'image' is .*, which JSON does not hold"):
         generate.read_prompts(tmp_path / "p.parquet")
+
+
+def test_a_damaged_prompts_file_of_a_model_is_named(tmp_path):
+    (tmp_path / "prompts.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"prompts\.json holds a list, not an object"):
+        generate.asked_as(tmp_path)
+    (tmp_path / "prompts.json").unlink()
+    assert generate.asked_as(tmp_path) == {}
