@@ -74,7 +74,7 @@ class Bench:
     """A rollout job with the given options, which can be generated again and again.
 
     Attributes:
-      model: its ModelConfig.
+      model: ModelConfig of the model that generates.
       prompts: of the batch.
       warm_up_seconds: that compiling took.
       cpu_seconds: CPU time of the last generation.

@@ -31,8 +31,8 @@ class SourceConfig:
       fraction: of its records that are used, chosen by data.seed.
       split: where `path` is a directory, the beginning of the names of its files, such as 'train'.
       template: as data.template.
-      system_prompt: as data.system_prompt; 'auto' is data.system_prompt, and where that is 'auto' as well, it depends
-        on the functions that score the records of this source.
+      system_prompt: instructions before the questions of this source; 'auto' takes data.system_prompt, and if that is
+        'auto' as well, the functions that score the records of this source decide.
       question_field, answer_field: as in `data`.
       reward: reward functions of its records, instead of reward.fns.
       group: what its records have in the field `group`: rewards and evaluations are also told of the records of each
@@ -99,8 +99,9 @@ class DataConfig:
         podrl.data.shape says.
       answer_field: the record's field with the answer, which only some rewards need; of a GSM8K solution, what follows
         '####'.
-      system_prompt: instructions before the question; '' for none. 'auto' is none, but where a reward function of
-        records of a file reads the reference tags ('answer', 'exact_format', ...), it is the text that asks for them.
+      system_prompt: instructions before the question; '' for none. 'auto' is none, unless a reward function that
+        scores the records of a file reads the reference tags ('answer', 'exact_format', ...): then 'auto' is the text
+        that asks for these tags.
       template: 'chat' for the model's own turns, 'plain' for a model without a chat template.
       seed: of the shuffling, and of an embedded task's problems.
       shuffle: new order every epoch; False keeps the order of the file.

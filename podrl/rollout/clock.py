@@ -261,7 +261,7 @@ def _points(group: Mapping[str, Any], version: int, ends: Sequence[Sequence[int]
     Args:
       group: the group's entry of the journal.
       version: the version of the weights.
-      ends: of each sample, the numbers of sampled tokens at which it left each session of the version.
+      ends: numbers of sampled tokens at which each sample left each session of the version.
       k: the number of the session, from 0.
     """
     recorded, late = {}, {}

@@ -134,8 +134,8 @@ class RolloutConfig(SamplingSettings):
       merge_adapters: under LoRA, fold the adapters into the weights on the trainer and move the whole model at every
         version: decoding is that of a model without adapters, a move costs that of full training. Otherwise the base
         crosses once, and the engine applies the adapters.
-      page_kernel: on TPU, whether decoding attends in podrl's own kernel; None: on chips where it reads less of their
-        memory than XLA's form, v4 and v5p (docs/measurements/planning.md). Samples differ in their last bits.
+      page_kernel: whether decoding on TPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it reads
+        less memory than XLA's form (docs/measurements/planning.md). Samples of the two differ in their last bits.
       Others: defaults of Sampling, see SamplingSettings.
 
     Raises:
