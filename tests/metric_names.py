@@ -33,10 +33,16 @@ def written() -> set[str]:
     """Collects the names that the source can write; * is a part that a run gives."""
     trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "podrl").rglob("*.py"))}
     makers = [tree for path, tree in trees.items() if path.relative_to(ROOT / "podrl").parts[0] in MAKERS]
-    found = {name for tree in makers for name in _keys(tree) if _NAME.fullmatch(name)} - REPLACED
     stages = {stage for tree in trees.values() for stage in _stages(tree)} - UNTIMED
-    prefixes = {prefix for tree in makers for prefix in _prefixes(tree)} - {""}
-    return {whole for name in found for whole in _expanded(name, stages, prefixes)}
+    own = [set(_prefixes(tree)) - {""} for tree in makers]
+    shared = {prefix for tree in makers for prefix in _defaults(tree)} - {""}
+    return {
+        whole
+        for tree, prefixes in zip(makers, own, strict=True)
+        for name in set(_keys(tree)) - REPLACED
+        if _NAME.fullmatch(name)
+        for whole in _expanded(name, stages, prefixes or shared)
+    }
 
 
 def _expanded(name: str, stages: set[str], prefixes: set[str]) -> Iterator[str]:
@@ -82,11 +88,14 @@ def _stages(tree: ast.AST) -> Iterator[str]:
 
 
 def _prefixes(tree: ast.AST) -> Iterator[str]:
-    """Yields the groups that functions are given as `prefix`, or have as its default."""
+    """Yields what functions are given as `prefix`; a file whose calls name it has its names under these alone."""
+    yield from (_text(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "prefix")
+
+
+def _defaults(tree: ast.AST) -> Iterator[str]:
+    """Yields the defaults of functions' `prefix`: the groups of names in files whose callers are elsewhere."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg == "prefix":
-            yield _text(node.value)
-        elif isinstance(node, ast.arguments):
+        if isinstance(node, ast.arguments):
             defaults = zip(node.kwonlyargs, node.kw_defaults, strict=True)
             yield from (_text(value) for arg, value in defaults if arg.arg == "prefix")
 

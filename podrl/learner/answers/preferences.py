@@ -159,20 +159,20 @@ class JudgedAnswers:
         return np.where(mask_BT > 0, values_BT, 0.0).sum(axis=1)
 
 
-def _of_pairs(name: str, found: Any, logprob_P2: np.ndarray) -> tuple[np.ndarray, Mapping[str, Any]]:
-    """The weights of pairs' answers, and metrics under the name of a loss.
+def _of_pairs(found: Any, logprob_P2: np.ndarray, *, prefix: str) -> tuple[np.ndarray, Mapping[str, Any]]:
+    """Returns the weights of pairs' answers (2 P,), and metrics whose names begin with `prefix`.
 
     Args:
-      found: what the loss says of each pair: `loss_P`, `margin_P` and `weight_P2`.
-      logprob_P2: log-probabilities of the chosen and the rejected answer, nats.
+      found: a loss's `loss_P`, `margin_P` and `weight_P2`, of the chosen and the rejected answer of each pair.
+      logprob_P2: log-probabilities of the two answers, nats.
     """
     found = jax.device_get(found)
     measured = {
-        f"{name}/loss": float(found.loss_P.mean()),
-        f"{name}/margin": float(found.margin_P.mean()),
-        f"{name}/accuracy": float((found.margin_P > 0).mean()),
-        f"{name}/chosen_logprob": float(logprob_P2[:, 0].mean()),
-        f"{name}/rejected_logprob": float(logprob_P2[:, 1].mean()),
+        f"{prefix}/loss": float(found.loss_P.mean()),
+        f"{prefix}/margin": float(found.margin_P.mean()),
+        f"{prefix}/accuracy": float((found.margin_P > 0).mean()),
+        f"{prefix}/chosen_logprob": float(logprob_P2[:, 0].mean()),
+        f"{prefix}/rejected_logprob": float(logprob_P2[:, 1].mean()),
     }
     # The loss is a mean over answers, of which a pair has two.
     return 2.0 * found.weight_P2.ravel(), measured
@@ -202,7 +202,8 @@ class DPO(JudgedAnswers):
         """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
         config, logprob_P2 = self._config, scores.logprob_B.reshape(-1, 2)
         pair: Any = (logprob_P2, scores.ref_logprob_B.reshape(-1, 2))
-        return _of_pairs("dpo", dpo(*pair, beta=config.beta, label_smoothing=config.label_smoothing), logprob_P2)
+        found = dpo(*pair, beta=config.beta, label_smoothing=config.label_smoothing)
+        return _of_pairs(found, logprob_P2, prefix="dpo")
 
     def watched(self) -> Sequence[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
@@ -233,7 +234,7 @@ class ORPO(JudgedAnswers):
         logprob_P2 = scores.logprob_B.reshape(-1, 2)
         length_P2: Any = np.maximum((experience.mask_BT > 0).sum(axis=1), 1).reshape(-1, 2).astype(np.float32)
         given: Any = logprob_P2
-        return _of_pairs("orpo", orpo(given, length_P2, coef=self._config.coef), logprob_P2)
+        return _of_pairs(orpo(given, length_P2, coef=self._config.coef), logprob_P2, prefix="orpo")
 
     def watched(self) -> Sequence[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
