@@ -14,7 +14,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import pathlib
 import sys
@@ -27,13 +26,12 @@ import numpy as np
 from podrl.data import shape, sources
 from podrl.environments import config as env
 from podrl.runtime import environment, hub, signals, storage
-from podrl.runtime.arguments import Parser
+from podrl.runtime.arguments import Parser, add_device_options, check_numbers
 from podrl.runtime.regular import load_object
 from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.user_code import Limits
 
 STOP_NAMES = ("eos", "length", "stop_string", "failed", "environment", "deadline", "calls")
-DTYPES = ("float32", "bfloat16", "float16")
 # Arguments that change no completion, so that they may differ where a command goes on.
 _FREE = ("out", "prompts", "devices")
 
@@ -65,11 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max_response", type=int, default=None, help="new tokens, and those that --env gives; default: --max_new"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--dtype", default=None, choices=DTYPES, help="of weights and cache; bfloat16 where there is an accelerator"
-    )
-    parser.add_argument("--mesh", default="auto", help="for example data=2,tensor=4; auto: data over all devices")
-    parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
+    add_device_options(parser)
     parser.add_argument("--lanes", type=int, default=128)
     return parser
 
@@ -101,7 +95,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     from podrl.data.tokenizer import Tokenizer
     from podrl.learner.playing import offered
-    from podrl.mesh.build import check_decodes, make_mesh
+    from podrl.mesh.build import make_decoding_mesh
     from podrl.models import hf_load
     from podrl.models.pretrained import check_positions, check_vocab
     from podrl.rollout.config import RolloutConfig
@@ -109,8 +103,7 @@ def _generate(args: argparse.Namespace) -> int:
     from podrl.types import Policy
 
     sampling = _sampling(args)
-    check_decodes(args.mesh, key="--mesh")
-    mesh = make_mesh(args.mesh, jax.local_devices(), key="--mesh", auto="data=-1")
+    mesh = make_decoding_mesh(args.mesh, jax.local_devices(), key="--mesh")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     environment = _environment(args)
     tokenizer = Tokenizer.load(args.model, tools=offered(environment, Limits()))
@@ -150,13 +143,7 @@ def _check(args: argparse.Namespace) -> None:
     Raises:
       ValueError: the arguments contradict each other, or the output cannot be written.
     """
-    for name in ("n", "max_new", "lanes", "devices"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name}={getattr(args, name)} must be at least 1.")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed={args.seed} must be at least 0 and below 2**32.")
-    if args.temperature is not None and not (args.temperature >= 0 and math.isfinite(args.temperature)):
-        raise ValueError(f"--temperature={args.temperature} must be 0 (greedy) or a positive number.")
+    check_numbers(args, "n", "max_new", "lanes", "devices")
     out: pathlib.Path = args.out
     if is_remote(os.fspath(out)) or ":/" in os.fspath(out):
         raise ValueError(f"--out={out} must be a local file: copy it to the bucket then.")

@@ -2,10 +2,10 @@
 
     python -m podrl.serve --model=DIR|RUN|tiny|tiny_tools [--port=8100 --context=8192 --parser=hermes ...]
 
-It prints the address and the key, and answers /v1/chat/completions, /v1/completions, /inference/v1/generate and
-/v1/models until Ctrl-C or SIGTERM, when requests that are open may finish for 10 seconds. The model's name is 'policy'.
-Requests are sampled together in one running batch; each gets the tokens that it would get alone. docs/agents.md says
-which fields are honoured, and what to set in the SDK of an agent.
+The command prints the address and the key, and answers /v1/chat/completions, /v1/completions, /inference/v1/generate
+and /v1/models under the model name 'policy'. On Ctrl-C or SIGTERM it refuses new requests and gives the open ones 10
+seconds to finish. All requests are sampled in one running batch; each gets the tokens that it would get alone.
+docs/agents.md lists the fields that are honoured, and the settings of an agent's SDK.
 """
 
 import argparse
@@ -26,17 +26,16 @@ from podrl.environments.config import Parser as CallParser
 from podrl.environments.front import Front, FrontSettings
 from podrl.environments.wire.asks import Answer, Part, Refused, Wanted
 from podrl.runtime import environment, hub, signals
-from podrl.runtime.arguments import Parser
+from podrl.runtime.arguments import Parser, add_device_options, check_numbers
 from podrl.runtime.service import ServiceError
 from podrl.runtime.storage import StorageError, locate
 from podrl.runtime.user_code import Limits
 from podrl.runtime.workers import reap
 
-DTYPES = ("float32", "bfloat16", "float16")
 _EPISODE = "serve"
-_IDLE_S = 1.0  # between looks while nobody asks
-_FINISH_S = 10.0  # in which open requests may finish once the command is to end
-_CONTEXT = 8192  # tokens, at most, where --context does not say
+_IDLE_S = 1.0  # longest wait for a request while none is open
+_FINISH_S = 10.0  # time that open requests have to finish after Ctrl-C or SIGTERM
+_CONTEXT = 8192  # tokens; largest default of --context
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,35 +43,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         required=True,
-        help="Hugging Face directory, ORG/NAME of the hub, directory of a run (its newest checkpoint), or tiny or "
-        "tiny_tools, which come with podrl",
+        help="Hugging Face directory, ORG/NAME of the hub, or directory of a run (its newest checkpoint is served); "
+        "tiny and tiny_tools come with podrl",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; the key is asked for at each")
-    parser.add_argument("--port", type=int, default=0, help="0 for any that is free")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=int, default=0, help="port to listen at; 0 takes any free port")
     parser.add_argument(
-        "--parser", choices=get_args(CallParser), default="hermes", help="how the model writes a tool call (env.parser)"
+        "--parser",
+        choices=get_args(CallParser),
+        default="hermes",
+        help="format in which the model writes a tool call (env.parser)",
     )
     parser.add_argument(
-        "--context", type=int, default=None, help="most tokens of a prompt and its answer; default: the model's, "
-        f"{_CONTEXT} at most"
-    )  # fmt: skip
-    parser.add_argument("--lanes", type=int, default=32, help="answers that are sampled at once; further ones wait")
-    parser.add_argument("--max_requests", type=int, default=256, help="requests that are open at once; others wait")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none; likewise:")
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--top_k", type=int, default=0)
-    parser.add_argument("--min_p", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0, help="of requests that name none")
-    parser.add_argument(
-        "--dtype", default=None, choices=DTYPES, help="of weights and cache; bfloat16 where there is an accelerator"
+        "--context",
+        type=int,
+        default=None,
+        help=f"most tokens of a prompt and its answer; default: the model's longest context, at most {_CONTEXT}",
     )
-    parser.add_argument("--mesh", default="auto", help="for example data=2,tensor=4; auto: data over all devices")
-    parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
+    parser.add_argument("--lanes", type=int, default=32, help="answers sampled at once; further answers wait")
+    parser.add_argument("--max_requests", type=int, default=256, help="requests open at once; further requests wait")
+    unnamed = "of a request that does not set its own"
+    parser.add_argument("--temperature", type=float, default=1.0, help=f"temperature {unnamed}; 0 is greedy")
+    parser.add_argument("--top_p", type=float, default=1.0, help=f"top_p {unnamed}; 1 is off")
+    parser.add_argument("--top_k", type=int, default=0, help=f"top_k {unnamed}; 0 is off")
+    parser.add_argument("--min_p", type=float, default=0.0, help=f"min_p {unnamed}; 0 is off")
+    parser.add_argument("--seed", type=int, default=0, help=f"random seed {unnamed}")
+    add_device_options(parser)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until a signal ends it; returns the exit status."""
+    """Serves the model until Ctrl-C or SIGTERM; returns the exit status."""
     args = _parser().parse_args(argv)
     environment.prepare(os.environ, fake_devices=args.devices)
     environment.keep_compiled(os.environ, "auto")
@@ -109,15 +110,18 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def run(serving: Any, desk: "Desk", ended: Callable[[], bool]) -> None:
-    """Answers the requests of a desk by a podrl.rollout.serving.Serving.
+    """Passes requests from a desk to the engine, and their answers back, until the server is to end.
 
-    Once `ended` is true, new requests are refused, and the call returns when the open ones are answered, after 10 s at
-    the latest.
+    Args:
+      serving: a podrl.rollout.serving.Serving; closed when the call returns.
+      desk: source of the requests.
+      ended: returns True once the server is to end. New requests are then refused with 503, and the call returns when
+        all open requests are answered, or after 10 s.
 
     Raises:
       ServiceError: the front's process has died.
     """
-    last = math.inf
+    last = math.inf  # the time at which open requests are given up
     try:
         while serving.busy or last == math.inf:
             if ended() and last == math.inf:
@@ -129,7 +133,7 @@ def run(serving: Any, desk: "Desk", ended: Callable[[], bool]) -> None:
                     if wanted is None:
                         serving.drop(number)
                     elif last < math.inf:
-                        raise Refused(503, "ending", "This server is about to end.")
+                        raise Refused(503, "ending", "This server is shutting down and takes no new requests.")
                     else:
                         serving.ask(number, wanted)
                 except Refused as refused:
@@ -141,17 +145,19 @@ def run(serving: Any, desk: "Desk", ended: Callable[[], bool]) -> None:
 
 
 class Desk:
-    """A front on an event loop of its own, for one thread that polls it.
+    """Runs a front on its own event loop, and hands the requests to one thread that polls.
 
     Attributes:
-      address, key: what clients are to use.
+      address: base URL for clients.
+      key: API key for clients.
     """
 
     def __init__(self, settings: FrontSettings, limits: Limits) -> None:
-        """Starts the front.
+        """Starts the event loop and the front's process, and opens the key.
 
         Raises:
-          ValueError, ServiceError: as of Front.start.
+          ValueError: the front cannot listen at its address, or package uvicorn is missing.
+          ServiceError: the front's process did not start.
         """
         self._events: queue.SimpleQueue[tuple[int, Wanted | None] | Exception | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -175,7 +181,14 @@ class Desk:
         return address, self._front.open(_EPISODE)
 
     def poll(self, timeout_s: float) -> list[tuple[int, Wanted | None]]:
-        """Requests that have come, and (number, None) for those that were given up; waits for the first.
+        """Waits for a request, and returns every request that has arrived.
+
+        Args:
+          timeout_s: longest wait in seconds; 0 does not wait.
+
+        Returns:
+          (number, request) for a new request, and (number, None) for a request whose client has hung up. The list is
+          empty after the timeout, and may be empty after `wake`.
 
         Raises:
           ServiceError: the front's process has died.
@@ -193,21 +206,21 @@ class Desk:
             return found
 
     def tell(self, number: int, said: Part | Answer | Refused) -> None:
-        """Answers a request, in part or at the end."""
+        """Sends a client a part of its answer, the whole answer, or a refusal."""
         front = self._front
         tell = {Part: front.part, Answer: front.answer, Refused: front.refuse}[type(said)]
         self._loop.call_soon_threadsafe(tell, number, said)
 
     def wake(self) -> None:
-        """Ends a `poll` that waits."""
+        """Makes a waiting `poll` return."""
         self._events.put(None)
 
     def end_key(self) -> None:
-        """Ends the key: requests are refused from then on."""
+        """Closes the key: open requests are refused with 409, later requests with 401."""
         self._loop.call_soon_threadsafe(self._front.close, _EPISODE)
 
     def close(self) -> None:
-        """Ends the front's process."""
+        """Ends the front's process and the event loop."""
 
         async def leave() -> list[Any]:
             return self._front.leave()
@@ -218,82 +231,104 @@ class Desk:
         self._loop.close()
         reap(workers)
 
-    # podrl.environments.front.Handler, on the loop's thread.
+    # The methods of podrl.environments.front.Handler; the event loop's thread calls them.
 
     def asked(self, number: int, episode: str, wanted: Wanted) -> None:
-        """Keeps a request for `poll`."""
+        """Queues a request for `poll`."""
         del episode
         self._events.put((number, wanted))
 
     def dropped(self, number: int) -> None:
-        """Keeps for `poll` that a request was given up."""
+        """Queues the news that a client has hung up for `poll`."""
         self._events.put((number, None))
 
     def failed(self, error: Exception) -> None:
-        """Keeps an error for `poll`, which raises it."""
+        """Queues an error, which `poll` raises."""
         self._events.put(error)
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuses, before anything is loaded, arguments that cannot be served.
+    """Checks the arguments before the model is loaded.
 
     Raises:
-      ValueError: names the argument.
+      ValueError: an argument is out of its range, or package uvicorn is missing.
     """
-    for name in ("lanes", "devices", "max_requests", "context"):
-        if (value := getattr(args, name)) is not None and value < (2 if name == "context" else 1):
-            raise ValueError(f"--{name}={value} must be at least {2 if name == 'context' else 1}.")
+    check_numbers(args, "lanes", "devices", "max_requests")
+    if args.context is not None and args.context < 2:
+        raise ValueError(f"--context={args.context} must be at least 2: one token of prompt and one of answer.")
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port={args.port} must be from 0 to 65535.")
     if importlib.util.find_spec("uvicorn") is None:
         raise ValueError("podrl.serve needs package uvicorn: pip install 'podrl[agents]'.")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed={args.seed} must be at least 0 and below 2**32.")
-    if not (args.temperature >= 0 and math.isfinite(args.temperature)):
-        raise ValueError(f"--temperature={args.temperature} must be 0 (greedy) or a positive number.")
+    _sampling(args)
+
+
+def _sampling(args: argparse.Namespace) -> Any:
+    """Builds the sampling settings of requests that set none of their own.
+
+    Raises:
+      ValueError: a setting is out of its range.
+    """
+    from podrl.rollout.config import Sampling
+
+    names = ("temperature", "top_p", "top_k", "min_p")
+    try:
+        return Sampling(**{name: getattr(args, name) for name in names})
+    except ValueError as error:  # it names the key of a configuration, which this command does not have
+        raise ValueError(str(error).replace("rollout.", "--", 1)) from None
 
 
 def _loaded(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tuple[Any, int]:
-    """Loads and compiles the model; returns what answers requests, and the most tokens of one.
+    """Loads the model and compiles its programs.
 
     Args:
-      args: the command's arguments.
-      devices: where it runs; None for all devices of this process.
+      args: arguments of the command.
+      devices: devices of the model; None for all devices of this process.
+
+    Returns:
+      (a podrl.rollout.serving.Serving, most tokens of a prompt and its answer).
+
+    Raises:
+      ValueError: no model is found, or it does not fit --context or --mesh.
     """
     import jax
     import jax.numpy as jnp
 
     from podrl.data.tokenizer import Tokenizer
-    from podrl.mesh.build import check_decodes, make_mesh
+    from podrl.mesh.build import make_decoding_mesh
     from podrl.models.pretrained import check_positions, check_vocab
-    from podrl.rollout.config import RolloutConfig, Sampling
+    from podrl.rollout.config import RolloutConfig
     from podrl.rollout.rollout import RolloutWorker
     from podrl.rollout.serving import Serving
     from podrl.types import Policy
 
-    check_decodes(args.mesh, key="--mesh")
-    mesh = make_mesh(args.mesh, devices or jax.local_devices(), key="--mesh", auto="data=-1")
+    mesh = make_decoding_mesh(args.mesh, devices or jax.local_devices(), key="--mesh")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     model, params, directory = _model(args.model, mesh, dtype)
     tokenizer = Tokenizer.load(directory)
     check_vocab(model, tokenizer.vocab_size)
     context = min(model.max_length, _CONTEXT) if args.context is None else args.context
     check_positions(model, context - 1, context)
-    # Any share of the context may be prompt: the longest prompt leaves one token to sample.
+    # A prompt may fill the context up to its last token, which is left for the answer.
     config = RolloutConfig(
         max_prompt_length=context - 1, max_tokens_to_generate=1, kv_cache_size=context, lanes=args.lanes
     )
     given = {"pad_id": tokenizer.pad_id, "eos_ids": tokenizer.eos_ids, "decode": tokenizer.decode}
     worker = RolloutWorker(model, mesh, config, seed=args.seed, **given)
     worker.warm_up(params, _say)
-    names = ("temperature", "top_p", "top_k", "min_p")
-    sampling = Sampling(**{name: getattr(args, name) for name in names})
-    given = {"sampling": sampling, "parser": args.parser, "seed": args.seed}
+    given = {"sampling": _sampling(args), "parser": args.parser, "seed": args.seed}
     return Serving(worker, Policy(params, 0), tokenizer, **given), context
 
 
 def _model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """Loads a model: (its configuration, its weights on the mesh, the directory of its tokenizer)."""
+    """Loads the model that --model names.
+
+    Returns:
+      (configuration, weights on the mesh, directory of the tokenizer).
+
+    Raises:
+      ValueError: --model names no directory, or the run of a reward model.
+    """
     import jax
 
     from podrl.export import load_run
@@ -303,16 +338,13 @@ def _model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
     if (pathlib.Path(name) / "checkpoints").is_dir():
         run, _, params = load_run(locate(name))
         if run.scores:
-            raise ValueError(f"--model={name} is the run of a reward model, which generates nothing.")
+            raise ValueError(f"--model={name} is the run of a reward model, which cannot generate: give a policy.")
         config = run.config
         if config.lora.rank:
             config, params = lora.merge(params, config)
         shapes = decoder.abstract_params(config, mesh, dtype)
-        return (
-            config,
-            jax.tree.map(lambda x, to: jax.device_put(x.astype(to.dtype), to.sharding), params, shapes),
-            run.tokenizer,
-        )
+        placed = jax.tree.map(lambda x, to: jax.device_put(x.astype(to.dtype), to.sharding), params, shapes)
+        return config, placed, run.tokenizer
     directory = EMBEDDED.get(name) or locate(hub.local(name))
     if not directory.is_dir():
         raise ValueError(

@@ -164,11 +164,11 @@ class Tags:
         return Call(name, {**attributes, QUERY: text[closed.end() :].strip()})
 
     def before(self, text: str) -> str:
-        """The words of a turn that stand before its call."""
+        """Returns the text of a turn before its call."""
         return text[: max((text.rfind(f"<{opening}") for opening in self._openings), default=-1)]
 
     def written(self, name: str, arguments: Mapping[str, Any], query: str) -> str:
-        """A call as the model writes it; the argument `query` stands between the tags, the others in attributes."""
+        """Writes a call as the model does: argument `query` between the tags, all others as attributes."""
         opening = name if self._legacy else f'{self._openings[0]} name="{html.escape(name)}"'
         others = {key: value for key, value in arguments.items() if key != query}
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in others.items()}
@@ -236,7 +236,7 @@ class Json:
         return _spoken(text, _json_in(text)[0] if _THOUGHT.search(text) else ())
 
     def before(self, text: str) -> str:
-        """The words of a turn that stand before its first call."""
+        """Returns the text of a turn before its first call."""
         begin = text.rfind("</think>") + 1
         found = re.compile(re.escape(_OPEN) if self._tags else r"```|[\[{]|<\|python_tag\|>").search(text, begin)
         return text[: found.start()] if found else text

@@ -1,4 +1,4 @@
-"""The owner's side of the front: starts its process, opens and closes keys, and passes requests and answers."""
+"""Starts the front's process, opens and closes its keys, and passes requests and answers."""
 
 import asyncio
 import dataclasses
@@ -18,13 +18,14 @@ class FrontSettings:
     """The settings of a front.
 
     Attributes:
-      host, port: the address to listen at; port 0 is any that is free.
-      models: names of models that are answered, with and without ':aside'; the first where a client names none.
-      parser: how the model writes a call (env.parser).
-      context_tokens: most tokens of a prompt and its answer, as /v1/models says.
-      max_requests: requests of one key that are open at once; further ones wait.
-      body_bytes: longest body of a request.
-      grace_s: seconds in which a retry joins a request whose client has hung up.
+      host: address to listen at.
+      port: port to listen at; 0 takes any free port.
+      models: model names that clients may use, each also with ':aside' appended; the first is the default.
+      parser: format in which the model writes a tool call (env.parser).
+      context_tokens: most tokens of a prompt and its answer; /v1/models reports it.
+      max_requests: most open requests of one key; further requests wait.
+      body_bytes: longest body of a request, in bytes.
+      grace_s: seconds for which a request stays open after its last client has hung up, so that a retry can join it.
     """
 
     host: str = "127.0.0.1"
@@ -38,41 +39,48 @@ class FrontSettings:
 
 
 class Handler(Protocol):
-    """Answers the requests of a front; its methods are called on the front's event loop, and must not wait."""
+    """Takes the requests of a front. The front's event loop calls the methods, so they must not block."""
 
     def asked(self, number: int, episode: str, wanted: Wanted) -> None:
-        """A request of an episode, to be answered by `Front.part`, and at the end by `answer` or `refuse`."""
+        """Takes a new request; the owner answers it with `Front.part` and ends it with `answer` or `refuse`."""
         ...
 
     def dropped(self, number: int) -> None:
-        """The answer, made already or not, reached no client and nobody will ask for it again."""
+        """Gives up a request whose clients have all hung up before they got an answer."""
         ...
 
     def failed(self, error: Exception) -> None:
-        """The front's process has ended; no key is good any more."""
+        """Takes the news that the front's process has died; all keys and open requests are lost."""
         ...
 
 
 class Front:
-    """An endpoint like OpenAI's in a process of its own; for the running event loop.
+    """Runs an endpoint like OpenAI's in its own process, and talks to it on the running event loop.
 
     Attributes:
-      address: the base URL for clients, known once `start` has returned.
+      settings: settings of the endpoint.
+      address: base URL for clients; '' until `start` has returned.
     """
 
     def __init__(self, settings: FrontSettings, limits: Limits, handler: Handler) -> None:
-        """Starts nothing yet; `limits` say what the process may take and see."""
+        """Keeps the arguments; `start` starts the process.
+
+        Args:
+          settings: settings of the endpoint.
+          limits: memory, processes and environment variables of the process.
+          handler: receiver of the requests.
+        """
         self.settings, self.address = settings, ""
         self._limits, self._handler = limits, handler
         self._link: Link | None = None
         self._listening: asyncio.Future[int] | None = None
 
     async def start(self) -> str:
-        """Starts the process; returns the address.
+        """Starts the process and returns the base URL for clients.
 
         Raises:
-          ValueError: it cannot listen there, or package uvicorn is missing.
-          ServiceError: it did not start.
+          ValueError: the process cannot listen at the address, or package uvicorn is missing.
+          ServiceError: the process died, or did not start in time.
         """
         self._listening = asyncio.get_running_loop().create_future()
         self._link = Link(front_worker.__name__, self._limits, self._heard, self._ended)
@@ -84,29 +92,33 @@ class Front:
         return self.address
 
     def open(self, episode: str) -> str:
-        """Makes the key of an episode: 128 random bits, good until `close`."""
+        """Makes the key of an episode: 128 random bits, valid until `close`."""
         key = f"podrl-{secrets.token_urlsafe(16)}"
         self._send({"open": episode, "key": key})
         return key
 
     def close(self, episode: str) -> None:
-        """Ends a key: open requests are refused with 409, later ones with 401."""
+        """Ends the key of an episode: open requests are refused with 409, later requests with 401."""
         self._send({"close": episode})
 
     def part(self, number: int, part: Part) -> None:
-        """Tells what was added to an answer, where `Ask.parts` asks for it."""
+        """Sends the client the newest part of an answer; only for a request with `Ask.parts`."""
         self._send({"part": number, "said": dataclasses.asdict(part)})
 
     def answer(self, number: int, answer: Answer) -> None:
-        """Answers a request."""
+        """Sends the client its whole answer, which ends the request."""
         self._send({"answer": number, "said": dataclasses.asdict(answer)})
 
     def refuse(self, number: int, refused: Refused) -> None:
-        """Refuses a request."""
+        """Sends the client a refusal, which ends the request."""
         self._send({"refuse": number, "said": refused.fields()})
 
     def leave(self) -> list[Worker]:
-        """Ends the process; whoever gets the worker closes it."""
+        """Asks the process to end.
+
+        Returns:
+          The worker of the process, which the caller must close; empty if there is no process.
+        """
         link, self._link = self._link, None
         return [link.leave()] if link is not None else []
 

@@ -1,7 +1,7 @@
 """The process of the front: `python -m podrl.environments.front_worker`, started by podrl.environments.front.
 
-An HTTP server whose requests go to the owner as frames, and whose answers come back as frames. It holds the keys of
-episodes, joins retries, and notices clients that hang up. It never imports jax.
+The process is an HTTP server: it sends each request to its owner as a frame, and gets the answer back as frames. It
+checks the keys of episodes, joins retries to open requests, and notices clients that hang up. It never imports jax.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import hmac
 import itertools
 import json
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, BinaryIO
 
 from podrl.environments.wire import chat, completions, generate
@@ -23,11 +23,14 @@ from podrl.runtime import child
 from podrl.runtime.frames import pack
 from podrl.runtime.sockets import raise_descriptor_limit
 
-_BEAT_S = 3.0  # between comments of a stream that has nothing to tell
+_BEAT_S = 3.0  # a stream without news sends a comment this often, so that no proxy closes it
+_SILENT_S = 60.0  # longest wait for the next piece of a body; a request that waits counts as open
 _BACKLOG, _KEEP_ALIVE_S, _END_S = 4096, 3600, 1
-_LARGE = 1 << 20  # bytes from which on bodies are read one after the other
-_DRAINED = 4  # bodies of the longest length that are read and thrown away, so that their client hears the refusal
-_KEPT = 32  # turns of an episode that retries may join
+_LARGE = 1 << 20  # bytes; longer bodies are read one at a time, which bounds the memory
+# A refused body is read and dropped, up to this many times the longest length: most clients read no answer before they
+# have sent everything.
+_DRAINED = 4
+_KEPT = 32  # most requests of an episode, open ones included, before answered ones are forgotten
 _DIALECTS: Mapping[str, Any] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
@@ -40,18 +43,18 @@ Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 @dataclasses.dataclass(eq=False)
 class _Turn:
-    """A request that the owner has: what came of it so far, and who waits for it.
+    """A request that was passed to the owner, with its answer so far and its waiting clients.
 
     Attributes:
-      number: names it in frames.
-      wanted: what the client asked.
-      dialect: the module that writes its answers.
-      digest: of the path and the body.
-      parts: what was sampled so far, where parts are wanted.
-      outcome: the whole answer, or its refusal; None until it is there.
-      readers: connections that wait for it.
-      delivered: a client was there when the whole answer was sent.
-      changed: set at the next part, and at the outcome.
+      number: number of the request in frames.
+      wanted: the request, parsed.
+      dialect: module that writes the answer.
+      digest: SHA-256 of the path and the body, by which a retry is recognised.
+      parts: parts of the answer so far; empty unless the request asks for parts.
+      outcome: the whole answer, or the refusal; None while the request is open.
+      readers: number of connections that wait for the answer.
+      delivered: True once the whole answer was sent to a client that was still connected.
+      changed: event that is set by the next part or outcome, and then replaced.
     """
 
     number: int
@@ -65,6 +68,7 @@ class _Turn:
     changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     def add(self, event: Part | Answer | Refused) -> None:
+        """Keeps a part or the outcome, and wakes the waiting clients; nothing follows an outcome."""
         if self.outcome is None:
             if isinstance(event, Part):
                 self.parts.append(event)
@@ -75,7 +79,14 @@ class _Turn:
 
 
 class _Episode:
-    """The requests of one key; `turns` are those that retries may join, the newest last."""
+    """The requests of one key.
+
+    Attributes:
+      name: name of the episode in frames.
+      open: semaphore that limits the open requests.
+      ended: True once the owner has closed the key.
+      turns: requests that a retry may join, by their digests, the newest last.
+    """
 
     def __init__(self, name: str, most: int) -> None:
         self.name, self.open, self.ended = name, asyncio.Semaphore(most), False
@@ -83,7 +94,13 @@ class _Episode:
 
 
 class _Client:
-    """One request of a connection: its headers, its body, and whether it is still there."""
+    """One HTTP request of a connection, and the response to it.
+
+    Attributes:
+      path: path of the URL.
+      method: HTTP method.
+      began: True once the headers of the response were sent.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.path, self.method = str(scope["path"]), scope["method"]
@@ -100,42 +117,58 @@ class _Client:
         return key.strip() if kind.lower() == "bearer" else self.header("x-api-key")
 
     async def body(self, most: int) -> bytes:
-        """The whole body.
+        """Reads the whole body.
 
         Raises:
-          Refused: it is longer than `most`.
+          Refused: the body is longer than `most` bytes, or the client stopped sending.
           ConnectionError: the client hung up.
         """
-        chunks: list[bytes] = []
+        pieces: list[bytes] = []
         length = 0
-        while True:
-            message = await self._receive()
+        async for piece in self._pieces(_DRAINED * most):
+            length += len(piece)
+            if length > most:
+                pieces.clear()
+            else:
+                pieces.append(piece)
+        if length > most:
+            raise Refused(413, "request_too_large", f"The body is longer than {most} bytes: send a shorter one.")
+        return b"".join(pieces)
+
+    async def drain(self, most: int) -> None:
+        """Reads the body and drops it, up to `most` bytes; raises as `body` does."""
+        async for _ in self._pieces(most):
+            pass
+
+    async def _pieces(self, most: int) -> AsyncIterator[bytes]:
+        """Yields the body piece by piece, and stops once it has more than `most` bytes."""
+        length, more = 0, True
+        while more and length <= most:
+            try:
+                async with asyncio.timeout(_SILENT_S):
+                    message = await self._receive()
+            except TimeoutError:
+                why = f"No piece of the body came for {_SILENT_S:g} s, the longest wait: send the request again."
+                raise Refused(408, "request_timeout", why) from None
             if message["type"] == "http.disconnect":
                 raise ConnectionError
-            length += len(message.get("body", b""))
-            if length > most:
-                chunks.clear()
-            else:
-                chunks.append(message.get("body", b""))
-            if length > _DRAINED * most or not message.get("more_body"):
-                break
-        if length > most:
-            raise Refused(413, "request_too_large", f"The body is longer than {most} bytes, the most that is read.")
-        return b"".join(chunks)
+            piece, more = message.get("body", b""), message.get("more_body", False)
+            length += len(piece)
+            yield piece
 
     async def gone(self) -> None:
-        """Returns when the client has hung up; to be awaited once the body was read."""
+        """Waits until the client hangs up; only once the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
     async def json(self, status: int, body: Mapping[str, Any]) -> None:
-        """Answers with JSON."""
+        """Sends a whole response of JSON."""
         content = json.dumps(body).encode()
         await self._start(status, "application/json", {"content-length": str(len(content))})
         await self._send({"type": "http.response.body", "body": content})
 
     async def say(self, text: str, *, more: bool = True) -> None:
-        """Sends a piece of an answer of server-sent events."""
+        """Sends text of a response of server-sent events; the last text has `more` False."""
         if not self.began:
             await self._start(200, "text/event-stream; charset=utf-8", {"cache-control": "no-store"})
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
@@ -148,10 +181,15 @@ class _Client:
 
 
 class Endpoint:
-    """The ASGI application: keys, requests of each, and what the owner says of them."""
+    """The ASGI application: checks keys, passes requests to the owner, and sends the owner's answers to clients."""
 
     def __init__(self, settings: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
-        """Takes the fields of podrl.environments.front.FrontSettings, and what sends a frame to the owner."""
+        """Keeps the arguments.
+
+        Args:
+          settings: fields of a podrl.environments.front.FrontSettings.
+          tell: sends a frame to the owner.
+        """
         self._models: list[str] = list(settings["models"])
         self._parser: str = settings["parser"]
         self._most_open: int = settings["max_requests"]
@@ -159,13 +197,13 @@ class Endpoint:
         self._context: int = settings["context_tokens"]
         self._grace_s: float = settings["grace_s"]
         self._tell = tell
-        self._episodes: dict[bytes, _Episode] = {}  # by the digest of their keys
-        self._digests: dict[str, bytes] = {}
+        self._episodes: dict[bytes, _Episode] = {}  # by the digests of their keys
+        self._digests: dict[str, bytes] = {}  # digests of keys, by the names of episodes
         self._turns: dict[int, tuple[_Episode, _Turn]] = {}
         self._numbers = itertools.count()
         self._large = asyncio.Lock()
 
-    # What the owner says.
+    # Frames of the owner.
 
     def heard(self, frame: Mapping[str, Any]) -> None:
         """Acts on a frame of the owner."""
@@ -190,21 +228,21 @@ class Endpoint:
                 self._forget(of, turn, _ended())
 
     def _forget(self, episode: _Episode, turn: _Turn, why: Refused | None = None) -> None:
-        """Lets a request go: no retry joins it, and who still waits for it is refused."""
+        """Forgets a request, so that no retry joins it; clients that wait for it are refused with `why`."""
         self._turns.pop(turn.number, None)
         if episode.turns.get(turn.digest) is turn:
             del episode.turns[turn.digest]
         if why is not None:
             turn.add(why)
 
-    # What clients ask.
+    # Requests of clients.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles a connection's next request, as ASGI has it."""
+        """Handles one HTTP request of a connection (the interface of ASGI)."""
         if scope["type"] != "http":
             return
         client = _Client(scope, receive, send)
-        with contextlib.suppress(ConnectionError):  # it hung up
+        with contextlib.suppress(ConnectionError):  # the client hung up
             try:
                 await self._handle(client)
             except Refused as refused:
@@ -221,31 +259,32 @@ class Endpoint:
             episode = self._episode(client)
             if client.path != "/v1/models" and client.path not in _DIALECTS:
                 served = ", ".join([*_DIALECTS, "/v1/models"])
-                raise Refused(404, "not_found", f"There is no {client.path[:80]!r} here, but {served}.")
+                raise Refused(404, "not_found", f"There is no path {client.path[:80]!r}; there are {served}.")
             if client.method != (method := "POST" if client.path in _DIALECTS else "GET"):
-                raise Refused(405, "method_not_allowed", f"{client.path} is asked with {method}.")
+                why = f"{client.path} takes {method}, and the request has {client.method[:80]}."
+                raise Refused(405, "method_not_allowed", why)
         except Refused:
             with contextlib.suppress(Refused):
-                await client.body(self._most_bytes)  # a client listens once it has sent all
+                await client.drain(_DRAINED * self._most_bytes)  # most clients read no answer before that
             raise
         if client.path == "/v1/models":
             await client.json(200, self._listed())
             return
-        async with episode.open:  # before the body is read: what waits here takes no memory
+        async with episode.open:  # before the body is read, so that a waiting request takes no memory
             await self._answer(client, episode)
 
     def _episode(self, client: _Client) -> _Episode:
-        """The episode of a client's key.
+        """Finds the episode of a client's key.
 
         Raises:
-          Refused: there is none.
+          Refused: no open episode has this key.
         """
-        # How long the search for a digest takes tells nothing about a key.
+        # The time of a look-up by digest tells an attacker nothing about the key.
         digest = _digest(client.key)
         episode = self._episodes.get(digest)
         known = self._digests[episode.name] if episode is not None else bytes(len(digest))
         if not hmac.compare_digest(known, digest) or episode is None:
-            raise Refused(401, "invalid_api_key", "This key is of no episode that is open.")
+            raise Refused(401, "invalid_api_key", "No open episode has this key: send 'Authorization: Bearer KEY'.")
         return episode
 
     def _listed(self) -> dict[str, Any]:
@@ -257,7 +296,7 @@ class Endpoint:
         declared = client.header("content-length")
         small = declared.isdigit() and len(declared) < 10 and int(declared) <= _LARGE
         async with contextlib.nullcontext() if small else self._large:
-            turn = self._joined(client, episode, await client.body(self._most_bytes))
+            turn = self._turn_of(client, episode, await client.body(self._most_bytes))
         turn.readers += 1
         gone = asyncio.ensure_future(client.gone())
         try:
@@ -267,11 +306,11 @@ class Endpoint:
             turn.readers -= 1
             self._left(episode, turn)
 
-    def _joined(self, client: _Client, episode: _Episode, body: bytes) -> _Turn:
-        """The request that a retry repeats; any other is given to the owner.
+    def _turn_of(self, client: _Client, episode: _Episode, body: bytes) -> _Turn:
+        """Finds the request that a retry repeats, or passes a new request to the owner.
 
         Raises:
-          Refused: it cannot be honoured.
+          Refused: a field cannot be honoured, or the episode has ended.
         """
         digest = hashlib.sha256(client.path.encode() + b"\0" + body).digest()
         if client.header("x-stainless-retry-count") not in ("", "0") and digest in episode.turns:
@@ -281,16 +320,18 @@ class Endpoint:
         if episode.ended:  # while the body came
             raise _ended()
         turn = _Turn(next(self._numbers), wanted, dialect, digest)
-        twin = episode.turns.pop(digest, None)
-        done = [one for one in episode.turns.values() if one.delivered and not one.readers]
-        for old in [*done[: max(len(episode.turns) - _KEPT, 0)], *([twin] if twin and twin.delivered else [])]:
+        twin = episode.turns.pop(digest, None)  # retries join the newer request from now on
+        if twin is not None and twin.delivered:
+            self._forget(episode, twin)
+        done = (one for one in episode.turns.values() if one.delivered and not one.readers)
+        for old in list(itertools.islice(done, max(len(episode.turns) - _KEPT, 0))):
             self._forget(episode, old)
         episode.turns[digest], self._turns[turn.number] = turn, (episode, turn)
         self._tell({"ask": turn.number, "of": episode.name, "asked": dataclasses.asdict(wanted)})
         return turn
 
     def _left(self, episode: _Episode, turn: _Turn) -> None:
-        """Gives up a request whose last client has hung up, unless a retry joins it in time."""
+        """Gives up a request after its last client has hung up, unless a retry joins it within the grace."""
 
         def look() -> None:
             if not turn.readers and not turn.delivered and turn.number in self._turns:
@@ -298,7 +339,7 @@ class Endpoint:
                 self._tell({"drop": turn.number})
 
         if turn.delivered and episode.turns.get(turn.digest) is not turn:
-            self._turns.pop(turn.number, None)  # a twin is what retries join now
+            self._turns.pop(turn.number, None)  # retries join a newer request with the same body
         elif not turn.readers and not turn.delivered:
             asyncio.get_running_loop().call_later(self._grace_s, look)
 
@@ -337,7 +378,12 @@ class Endpoint:
 
 
 async def _either(changed: asyncio.Event, gone: "asyncio.Future[None]", seconds: float | None) -> bool:
-    """Waits for a change; False where none comes within some seconds.
+    """Waits for news of a request, at most some seconds; returns False if there were none.
+
+    Args:
+      changed: event of the news.
+      gone: future that ends when the client hangs up.
+      seconds: longest wait; None for no limit.
 
     Raises:
       ConnectionError: the client hung up.
@@ -353,7 +399,7 @@ async def _either(changed: asyncio.Event, gone: "asyncio.Future[None]", seconds:
 
 
 def _event(body: Mapping[str, Any]) -> str:
-    """A server-sent event."""
+    """Writes JSON as a server-sent event."""
     return f"data: {json.dumps(body)}\n\n"
 
 
@@ -367,7 +413,7 @@ def _digest(key: str) -> bytes:
 
 async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     loop = asyncio.get_running_loop()
-    pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies)  # never blocks: many clients wait for it
+    pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies)  # a blocking write would stop all clients
 
     def tell(frame: Mapping[str, Any]) -> None:
         pipe.write(pack(frame))
@@ -411,7 +457,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serves until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    """Serves requests until the owner closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
     requests, replies = child.begin()
     asyncio.run(_serve(requests, replies))
 

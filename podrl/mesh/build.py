@@ -101,6 +101,21 @@ def check_decodes(mesh: Mesh | str, *, key: str) -> None:
         )
 
 
+def make_decoding_mesh(spec: str, devices: Sequence[Any], *, key: str) -> Mesh:
+    """Builds the mesh of a model that only generates; 'auto' puts all devices on the data axis.
+
+    Args:
+      spec: description of the mesh, see `parse_mesh`.
+      devices: every device of the mesh, in any order.
+      key: name of the argument that holds the description, for errors.
+
+    Raises:
+      ValueError: axis "seq" is larger than 1, or the sizes do not multiply to the number of devices.
+    """
+    check_decodes(spec, key=key)
+    return make_mesh(spec, devices, key=key, auto="data=-1")
+
+
 def with_own_axes(mesh: Mesh) -> Mesh | None:
     """Names a mesh's axes as podrl does; None where one of its own names stands for none of them."""
     if mesh.axis_names in (AXES, _WITHOUT_SEQ):

@@ -1,13 +1,13 @@
-"""The conversations of requests as tokens: sampled ids are never encoded again where an answer is known.
+"""Encodes the conversations of requests, and keeps the sampled ids of earlier answers.
 
-A request that goes on from an earlier answer repeats it as messages. Those are recognised, and the tokens of the prompt
-and of the answer are taken as they were; only what is new is encoded.
+A request that continues an earlier answer repeats that answer as a message. Histories recognises the message, takes the
+tokens of the earlier prompt and answer unchanged, and encodes only the new messages.
 """
 
 import collections
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,43 +19,49 @@ from podrl.environments.calls import Json, Output, Tags, format_of
 from podrl.environments.dr_tulu import query_of
 from podrl.environments.wire.asks import Refused
 
-# Stands for the model's words where a template is asked what it writes around them; of Unicode's private use.
+# Marks from Unicode's private use area. A template is rendered with _WORDS in place of an answer, which shows the text
+# around the answer; _OPEN and _CLOSE enclose the content of a message.
 _WORDS, _OPEN, _CLOSE = "\ue0f3", "\ue0f0", "\ue0f1"
-_THOUGHTS = f"<think>\n{_WORDS}\n</think>\n\n{_WORDS}"  # what a template that drops thoughts does not leave whole
-_MOST = 1 << 24  # tokens of all conversations that are remembered
+_THOUGHTS = f"<think>\n{_WORDS}\n</think>\n\n{_WORDS}"  # a template that drops thoughts does not render it unchanged
+_MOST = 1 << 24  # tokens that are remembered, over all conversations
 Tools = Sequence[Mapping[str, Any]]
 
 
 class Histories:
-    """Encodes conversations, and remembers the tokens of those that were answered.
+    """Encodes conversations, and remembers the tokens of answered conversations.
 
     Attributes:
-      extended: requests that went on from a known answer.
-      forks: requests that repeat a known answer and were encoded anew all the same, because the chat template writes
-        earlier turns otherwise than they were.
+      extended: number of conversations that continued a known answer.
+      forks: number of conversations that repeated a known answer but were encoded from their text, because the chat
+        template renders earlier turns differently from how they were sampled.
     """
 
     def __init__(self, tokenizer: Tokenizer, parser: str) -> None:
-        """Takes the tokenizer, whose chat template is used, and how the model writes a call (env.parser)."""
+        """Keeps the arguments.
+
+        Args:
+          tokenizer: tokenizer of the model, with its chat template.
+          parser: format in which the model writes a tool call (env.parser).
+        """
         self._tokenizer, self._parser = tokenizer, parser
         self._known: collections.OrderedDict[bytes, np.ndarray] = collections.OrderedDict()
         self._tokens = self.extended = self.forks = 0
 
     def encode(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """The prompt of a conversation.
+        """Encodes a conversation as a prompt.
 
         Raises:
-          Refused: the chat template cannot write it.
+          Refused: the chat template cannot render the conversation.
         """
         form = format_of(self._parser, [tool["function"]["name"] for tool in tools])
         try:
             offered = tools if isinstance(form, Json) else []
-            known, count = self._longest_known(messages, tools)
+            known, count = self._last_answer(messages, tools)
             if known is not None:
-                behind = self._behind(messages, count, offered, form, int(known[-1]))
-                if behind is not None:
+                new = self._new(messages, count, offered, form, int(known[-1]))
+                if new is not None:
                     self.extended += 1
-                    return [*known.tolist(), *behind]
+                    return [*known.tolist(), *new]
                 self.forks += 1
             written = self._parts(_folded(messages, form), offered)
         except ValueError as error:
@@ -64,32 +70,57 @@ class Histories:
             ) from None
         return self._encoded(written, None)
 
-    def remember(self, messages: Sequence[Message], answer: Message, tools: Tools, ids: Sequence[int]) -> None:
-        """Keeps the tokens of a conversation with its answer; those that were used least recently go."""
-        *_, key = _keys([*messages, answer], tools)
-        if (old := self._known.pop(key, None)) is not None:
-            self._tokens -= len(old)
-        self._known[key] = np.asarray(ids, np.int32)
-        self._tokens += len(ids)
+    def remember(
+        self, messages: Sequence[Message], tools: Tools, answers: Iterable[tuple[Message, Sequence[int]]]
+    ) -> None:
+        """Keeps the tokens of a conversation with each of its answers, and forgets the least recently used ones.
+
+        Args:
+          messages: conversation without the answer.
+          tools: tools that the request offered.
+          answers: (assistant's message, token ids of prompt and answer) for each answer.
+        """
+        prompt = _digest(messages, tools)
+        for message, ids in answers:
+            whole = prompt.copy()
+            whole.update(_line(message))
+            if (old := self._known.pop(key := whole.digest(), None)) is not None:
+                self._tokens -= len(old)
+            self._known[key] = np.asarray(ids, np.int32)
+            self._tokens += len(ids)
         while self._tokens > _MOST:
             self._tokens -= len(self._known.popitem(last=False)[1])
 
-    def _longest_known(self, messages: Sequence[Message], tools: Tools) -> tuple[np.ndarray | None, int]:
-        """Tokens of the longest beginning that is known and that no assistant or system message follows; its length."""
-        keys = _keys(messages, tools)
-        last = max((i for i, message in enumerate(messages) if message["role"] in ("assistant", "system")), default=-1)
-        if 0 <= last < len(messages) - 1 and messages[last]["role"] == "assistant" and keys[last] in self._known:
-            self._known.move_to_end(keys[last])
-            return self._known[keys[last]], last + 1
-        return None, 0
+    def _last_answer(self, messages: Sequence[Message], tools: Tools) -> tuple[np.ndarray | None, int]:
+        """Looks up a conversation up to its last answer.
 
-    def _behind(
+        Returns:
+          (token ids, number of messages) if that beginning is known and only users and tools speak after it, else
+          (None, 0).
+        """
+        last = max((i for i, message in enumerate(messages) if message["role"] in ("assistant", "system")), default=-1)
+        if not 0 <= last < len(messages) - 1 or messages[last]["role"] != "assistant":
+            return None, 0
+        if (ids := self._known.get(key := _digest(messages[: last + 1], tools).digest())) is None:
+            return None, 0
+        self._known.move_to_end(key)
+        return ids, last + 1
+
+    def _new(
         self, messages: Sequence[Message], count: int, tools: Tools, form: Tags | Json, last: int
     ) -> list[int] | None:
-        """Tokens of the messages behind the first `count`; None where the template changes what stands before them.
+        """Encodes the messages after a known answer.
 
         Args:
-          last: the last token before them.
+          messages: whole conversation.
+          count: number of messages up to the known answer, which is the last of them.
+          tools: tools for the chat template.
+          form: format of the model's tool calls.
+          last: last token of the known answer.
+
+        Returns:
+          Token ids; None if the chat template now renders the known answer or a message before it differently, or
+          renders nothing after it.
         """
         said = str(messages[count - 1].get("content") or "")
         words = _THOUGHTS if "</think>" in said else _WORDS
@@ -97,7 +128,7 @@ class Histories:
         try:
             whole = self._parts(_folded([*messages[: count - 1], stand_in, *messages[count:]], form), tools)
             before = self._parts(_folded(messages[: count - 1], form), tools)
-        except ValueError:  # a template that wants calls before their outputs, say
+        except ValueError:  # for example, a template that refuses an output without a call before it
             return None
         at = next((i for i, (text, _) in enumerate(whole) if words in text), None)
         if at is None:
@@ -107,15 +138,17 @@ class Histories:
         if shown != "".join(text for text, _ in before):
             return None
         rest = [(tail, given), *whole[at + 1 :]]
-        if last in self._tokenizer.eos_ids:  # the end of the model's turn is not written again
-            place = next(i for i, (text, _) in enumerate(rest) if text)
+        if last in self._tokenizer.eos_ids:  # the answer has its end token already
+            place = next((i for i, (text, _) in enumerate(rest) if text), None)
+            if place is None:
+                return None
             rest[place] = (rest[place][0].removeprefix(self._tokenizer.token_text(last)), rest[place][1])
         return self._encoded(rest, last)
 
     def _parts(self, messages: Sequence[Message], tools: Tools) -> list[tuple[str, bool]]:
-        """The rendering in parts: (text, whether it is of a message that holds what is written as a special token).
+        """Renders a conversation as parts: (text, True if special tokens in it must stay text).
 
-        A conversation that ends with the assistant's own words, open, goes on from them.
+        A last message that is `open` is an unfinished turn of the assistant; its text comes after the rendering.
         """
         messages = list(messages)
         opened = str(messages.pop()["content"]) if messages and messages[-1].get("open") else ""
@@ -127,17 +160,18 @@ class Histories:
         return [*parts, (opened, self._tokenizer.holds_special(opened))] if opened else parts
 
     def _is_risky(self, message: Message) -> bool:
+        """Returns True if the content of a message has the text of a special token."""
         return isinstance(message.get("content"), str) and self._tokenizer.holds_special(message["content"])
 
     def _around(
         self, messages: Sequence[Message], tools: Tools, risky: Sequence[int], whole: str
     ) -> list[tuple[str, bool]]:
-        """Splits a rendering at the texts of some messages.
+        """Splits a rendering at the contents of the messages `risky`.
 
         Raises:
-          ValueError: the template writes one of them otherwise than it is.
+          ValueError: the template changes the content of one of these messages.
         """
-        for form in (str, str.strip):  # many templates strip a text, which the marks prevent
+        for form in (str, str.strip):  # many templates strip a content; the marks prevent that
             marked = list(messages)
             for i in risky:
                 text = str(messages[i]["content"]).replace(_OPEN, "").replace(_CLOSE, "")
@@ -152,11 +186,11 @@ class Histories:
         found = [str(messages[risky[0]]["content"])[start:end] for start, end in named]
         raise ValueError(
             f"message {risky[0]} holds {', '.join(found) or 'the text of a special token'}, and the chat template "
-            "does not write that message as it is: leave the token out"
+            "changes the text of that message: leave the token out"
         )
 
     def _encoded(self, parts: Sequence[tuple[str, bool]], last: int | None) -> list[int]:
-        """Tokens of parts behind a token, None where they begin the text; special tokens in messages stay text."""
+        """Encodes the output of `_parts`; `last` is the token before it, None at the beginning of the text."""
         ids: list[int] = []
         for text, given in parts:
             if not text:
@@ -170,7 +204,7 @@ class Histories:
 
 
 def canonical(message: Message) -> list[Any]:
-    """What two tellings of a message must have in common to be the same; thoughts beside the content may differ."""
+    """Returns the fields of a message by which it is recognised; thoughts beside the content are not among them."""
     calls = [
         [call.get("id"), call["function"]["name"], _object(call["function"]["arguments"])]
         for call in message.get("tool_calls") or []
@@ -178,21 +212,23 @@ def canonical(message: Message) -> list[Any]:
     return [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
 
 
-def _keys(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """A digest of every beginning of a conversation, that of one message first."""
+def _digest(messages: Sequence[Message], tools: Tools) -> hashlib.blake2b:
+    """Hashes a conversation and its tools; the hash can be extended by the `_line` of the next message."""
     digest = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16)
-    keys = []
     for message in messages:
-        digest.update(json.dumps(canonical(message), sort_keys=True).encode() + b"\n")
-        keys.append(digest.digest())
-    return keys
+        digest.update(_line(message))
+    return digest
+
+
+def _line(message: Message) -> bytes:
+    return json.dumps(canonical(message), sort_keys=True).encode() + b"\n"
 
 
 def _folded(messages: Sequence[Message], form: Tags | Json) -> Sequence[Message]:
-    """The conversation as the model's format has it.
+    """Rewrites a conversation for the model's format of tool calls.
 
-    With tags a call and its output stand in the model's own turn: an assistant's message, the tools' behind it and the
-    assistant's next one are one message then, which is `open` where the conversation ends with an output.
+    In a format of tags, a call and its output are text of the model's own turn. So an assistant's message, the tools'
+    messages after it and the assistant's next message become one message. It is `open` if it ends with an output.
     """
     if isinstance(form, Json):
         return [_with_objects(message) for message in messages]
@@ -217,6 +253,7 @@ def _folded(messages: Sequence[Message], form: Tags | Json) -> Sequence[Message]
 
 
 def _called(form: Tags, function: Mapping[str, Any]) -> str:
+    """Writes a call in tags."""
     arguments = _object(function["arguments"])
     if not isinstance(arguments, dict):
         arguments = {"query": arguments}
@@ -225,7 +262,7 @@ def _called(form: Tags, function: Mapping[str, Any]) -> str:
 
 
 def _with_objects(message: Message) -> Message:
-    """A message whose calls have objects for arguments, as most chat templates want them."""
+    """Replaces the JSON text of a message's calls by objects, which most chat templates need."""
     if not (calls := message.get("tool_calls")):
         return message
     made = [{**c, "function": {**c["function"], "arguments": _object(c["function"]["arguments"])}} for c in calls]
@@ -233,6 +270,7 @@ def _with_objects(message: Message) -> Message:
 
 
 def _object(arguments: str) -> Any:
+    """Parses the arguments of a call; text that is not JSON stays text."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

@@ -111,9 +111,9 @@ class Scheduler:
           (store, shard, the pages it held on the device) of what was given up.
         """
         sample = self.samples.pop(handle)
-        if sample.status is Status.WAITING:  # seldom: those that end by themselves were in a lane
+        if sample.status is Status.WAITING:  # rare: only a sample that is given up ends before it was in a lane
             piece = next((piece for piece in self._pieces if any(s is sample for s in piece)), None)
-            if piece is not None:  # on no shard yet: it holds nothing
+            if piece is not None:  # it has no shard yet, so it holds no pages
                 piece[:] = [s for s in piece if s is not sample]
                 self._pieces = [piece for piece in self._pieces if piece]
                 sample.status = Status.DONE

@@ -1,10 +1,10 @@
-"""Samples the answers to requests as they come, in one running batch: a request joins at the engine's next dispatch."""
+"""Answers requests on the engine in one running batch; a new request joins at the next dispatch."""
 
 import collections
 import dataclasses
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from podrl.rollout.rollout import RolloutWorker
 from podrl.rollout.session import Session, Track
 from podrl.types import STOP_EOS, STOP_FAILED, STOP_LENGTH, Policy
 
-_COUNTED = 100_000  # prompts whose repetitions are counted
-_PER_SESSION = 512  # requests after which the engine gets a new session, once nothing is open
+_COUNTED = 100_000  # prompts whose repetitions are counted; the least recent ones are forgotten
+_PER_SESSION = 512  # requests of one session, whose records grow; a new session begins when no request is open
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,68 +28,71 @@ class _Request:
     """A request that is being sampled.
 
     Attributes:
-      number: as of its frames.
-      wanted: what the client asked.
-      id, created: of its answer.
-      prompt: the tokens that the model reads.
-      tracks: its samples.
-      strings: its stop strings that are text.
-      stops: its stop strings that are one token, by the token's id.
-      told: of each sample, how many tokens were told in parts.
-      begin: of each sample, the first token of the last part.
+      wanted: parsed request.
+      id: name of the answer.
+      created: time of the request, seconds since 1970.
+      prompt: token ids of the prompt.
+      tracks: the engine's records of the samples.
+      strings: stop strings of ordinary text.
+      stops: stop strings that are one special token, by the id of the token.
+      sent: number of tokens that were sent in parts, per sample.
+      begin: index of the first token of the newest part, per sample.
     """
 
-    number: int
     wanted: Wanted
     id: str
     created: int
     prompt: np.ndarray
     tracks: list[Track]
     strings: tuple[str, ...]
-    stops: dict[int, str]
-    told: list[int]
+    stops: Mapping[int, str]
+    sent: list[int]
     begin: list[int]
 
 
 class Serving:
-    """Answers requests on an engine; for one thread.
+    """Answers requests on one engine; all calls must come from the same thread.
 
     Attributes:
-      histories: encodes the conversations.
+      histories: encoder of conversations, which remembers earlier answers.
     """
 
     def __init__(
         self, worker: RolloutWorker, policy: Policy, tokenizer: Tokenizer, *, sampling: Sampling, parser: str, seed: int
     ) -> None:
-        """Takes the engine, its weights and what requests leave open.
+        """Keeps the arguments; the first request opens a session of the engine.
 
         Args:
-          worker: of a configuration whose kv_cache_size is the longest prompt with its answer.
-          policy: the weights.
-          tokenizer: of the model.
-          sampling: for requests that name no temperature, top_p, top_k or min_p.
-          parser: how the model writes a call (env.parser).
-          seed: of requests that name none.
+          worker: engine; its kv_cache_size is the most tokens of a prompt and its answer.
+          policy: weights of the model.
+          tokenizer: tokenizer of the model.
+          sampling: default temperature, top_p, top_k and min_p of a request.
+          parser: format in which the model writes a tool call (env.parser).
+          seed: default random seed of a request.
         """
         self._worker, self._policy, self._tokenizer = worker, policy, tokenizer
         self._sampling, self._parser, self._seed = sampling, parser, seed
         self._dialogue, self.histories = Dialogue(tokenizer), Histories(tokenizer, parser)
         self._context, self._vocab = worker.config.kv_cache_size, worker.model.vocab_size
         self._session: Session | None = None
-        self._asked = 0  # requests of the session
+        self._asked = 0  # requests of this session
         self._requests: dict[int, _Request] = {}
         self._repeated: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
     @property
     def busy(self) -> bool:
-        """True while `step` has anything to do."""
+        """True while a request is open."""
         return bool(self._requests)
 
     def ask(self, number: int, wanted: Wanted) -> None:
-        """Takes a request; `step` returns its answer.
+        """Adds a request to the batch; `step` returns its answer.
+
+        Args:
+          number: number of the request, chosen by the caller.
+          wanted: parsed request.
 
         Raises:
-          Refused: it cannot be served.
+          Refused: the prompt is empty or too long, or the engine cannot honour a field.
         """
         ask = wanted.ask
         prompt = np.asarray(self._prompt(wanted), np.int32)
@@ -114,47 +117,59 @@ class Serving:
         tracks = session.add(prompt, keys_G2, sampling)
         self._asked += 1
         named = hashlib.blake2b(digest + keys_G2.tobytes(), digest_size=12).hexdigest()
-        zeros = [0] * len(tracks)
-        made = (named, int(time.time()), prompt, tracks, sampling.stop_strings, dict(stops), zeros, list(zeros))
-        self._requests[number] = _Request(number, wanted, *made)
+        self._requests[number] = _Request(
+            wanted,
+            named,
+            int(time.time()),
+            prompt,
+            tracks,
+            sampling.stop_strings,
+            stops,
+            sent=[0] * len(tracks),
+            begin=[0] * len(tracks),
+        )
 
     def drop(self, number: int) -> None:
-        """Gives up a request that nobody waits for any more."""
+        """Cancels a request, if it is open."""
         request = self._requests.pop(number, None)
         for track in request.tracks if request is not None else ():
             if track.stop is None and self._session is not None:
-                self._session.end(track, STOP_LENGTH)  # nobody reads why
+                self._session.end(track, STOP_LENGTH)  # any reason will do: nobody reads it
 
     def step(self) -> list[tuple[int, Part | Answer | Refused]]:
-        """Runs the engine once; returns what requests, by their numbers, are to be told."""
+        """Runs one step of the engine.
+
+        Returns:
+          (number of the request, part, answer or refusal) for every client that must get one.
+        """
         session = self._session
         if session is None:
             return []
         session.step()
-        told: list[tuple[int, Part | Answer | Refused]] = []
+        news: list[tuple[int, Part | Answer | Refused]] = []
         for number, request in list(self._requests.items()):
             if any(track.stop == STOP_FAILED for track in request.tracks):
                 self.drop(number)
                 why = "The model's logits are NaN or infinite: look for NaN in its weights, or give another --dtype."
-                told.append((number, Refused(500, "model_failed", why)))
+                news.append((number, Refused(500, "model_failed", why)))
             elif all(track.stop is not None for track in request.tracks):
-                told.append((number, self._answer(request)))
+                news.append((number, self._answer(request)))
                 self.drop(number)
             elif request.wanted.ask.parts:
-                told += [(number, part) for i in range(len(request.tracks)) if (part := self._part(request, i))]
+                news += [(number, part) for i in range(len(request.tracks)) if (part := self._part(request, i))]
         if not self._requests and not session.busy and self._asked >= _PER_SESSION:
             self.close()
-        return told
+        return news
 
     def close(self) -> None:
-        """Gives up what is open, and the engine back."""
+        """Cancels every open request and ends the session of the engine."""
         for number in list(self._requests):
             self.drop(number)
         if self._session is not None:
             session, self._session, self._asked = self._session, None, 0
             self._worker.close(session)
             if session.open or session.busy or session.stats.failed:
-                self._worker.sleep()  # lanes may be live, caches of failed samples not finite
+                self._worker.sleep()  # a lane may still decode, and the cache of a failed sample may hold NaN
 
     def _open(self) -> Session:
         if self._session is None:
@@ -162,6 +177,7 @@ class Serving:
         return self._session
 
     def _prompt(self, wanted: Wanted) -> Sequence[int]:
+        """Encodes the prompt of a request."""
         ask = wanted.ask
         if ask.messages is not None:
             return self.histories.encode(ask.messages, ask.tools)
@@ -172,26 +188,40 @@ class Serving:
                 raise Refused(400, "invalid_prompt", str(error), "prompt") from None
         return ask.ids or ()
 
-    def _limits(self, wanted: Wanted, most: int) -> tuple[Sampling, dict[int, str]]:
-        """The settings of a request's samples, and stop strings that are one token, by its id."""
+    def _limits(self, wanted: Wanted, most: int) -> tuple[Sampling, Mapping[int, str]]:
+        """Makes the sampling settings of a request.
+
+        Args:
+          wanted: parsed request.
+          most: most sampled tokens of an answer.
+
+        Returns:
+          (settings, stop strings that are one special token, by the id of the token).
+
+        Raises:
+          Refused: a stop string or a stop id cannot be honoured.
+        """
         ask = wanted.ask
         try:
             strings, ids = self._dialogue.stops(ask.stop)
         except ValueError as error:
             raise Refused(400, "unsupported_parameter", str(error), "stop") from None
-        ends = self._tokenizer.eos_ids  # end every answer anyway
+        ends = self._tokenizer.eos_ids  # these end every answer anyway
         stop_ids = tuple(dict.fromkeys(token for token in (*ask.stop_ids, *ids) if token not in ends))
         spare = self._open().spare_stop_ids(self._sampling)
         if len(stop_ids) > spare or any(token >= self._vocab for token in stop_ids):
-            why = f"stop_token_ids has {len(stop_ids)} ids: at most {spare}, below {self._vocab}, may end an answer."
+            why = (
+                f"stop_token_ids and the stop strings that are special tokens have {len(stop_ids)} ids, the largest "
+                f"{max(stop_ids)}: give at most {spare} ids, each below {self._vocab}."
+            )
             raise Refused(400, "unsupported_parameter", why, "stop_token_ids")
         names = ("temperature", "top_p", "top_k", "min_p")
         given = {name: value for name in names if (value := getattr(ask, name)) is not None}
         limits = {"max_new": most, "stop_strings": strings, "stop_ids": stop_ids}
-        return dataclasses.replace(self._sampling, **given, **limits), dict(ids)
+        return dataclasses.replace(self._sampling, **given, **limits), ids
 
     def _count(self, digest: bytes) -> int:
-        """How often this prompt was asked before without a seed."""
+        """Counts the requests without a seed for one prompt; returns the number of earlier ones."""
         count = self._repeated.pop(digest, 0)
         self._repeated[digest] = count + 1
         if len(self._repeated) > _COUNTED:
@@ -201,17 +231,20 @@ class Serving:
     # Answers.
 
     def _answer(self, request: _Request) -> Answer:
+        """Writes the answer to a request, and remembers its tokens if the prompt was a conversation."""
         choices = [self._choice(request, track) for track in request.tracks]
-        answer = Answer(request.id, request.created, request.prompt.tolist(), choices)
+        prompt = request.prompt.tolist()
+        answer = Answer(request.id, request.created, prompt, choices)
         ask = request.wanted.ask
         if ask.messages is not None:
             how = {"stop": request.wanted.stop, "tools": ask.tools, "parser": self._parser}
-            for index, (choice, track) in enumerate(zip(choices, request.tracks, strict=True)):
-                message = chat.message(choice, id=chat.call_ids(answer, index), **how)
-                self.histories.remember(ask.messages, message, ask.tools, [*request.prompt.tolist(), *track.tokens])
+            messages = (chat.message(c, id=chat.call_ids(answer, i), **how) for i, c in enumerate(choices))
+            ids = ([*prompt, *track.tokens] for track in request.tracks)
+            self.histories.remember(ask.messages, ask.tools, zip(messages, ids, strict=True))
         return answer
 
     def _choice(self, request: _Request, track: Track) -> Choice:
+        """Writes a finished sample as a choice."""
         last = track.tokens[-1] if track.tokens else -1
         if track.stop == STOP_LENGTH:
             stop = "length"
@@ -219,9 +252,10 @@ class Serving:
             stop = request.stops.get(last, "eos")
         else:
             stop = max((text for text in request.strings if track.text.endswith(text)), key=len, default="eos")
-        return self._said(request, track, 0, track.text, stop)
+        return self._record(request, track, 0, track.text, stop)
 
-    def _said(self, request: _Request, track: Track, begin: int, text: str, stop: str) -> Choice:
+    def _record(self, request: _Request, track: Track, begin: int, text: str, stop: str) -> Choice:
+        """Makes a choice of the tokens from `begin` on."""
         tokens = track.tokens[begin:]
         pieces = [self._piece(token) for token in tokens] if request.wanted.ask.pieces else []
         return Choice(text, tokens, track.drawn["raw_logprob"][begin:], pieces, stop)
@@ -230,13 +264,13 @@ class Serving:
         return self._tokenizer.decode([token]) or self._tokenizer.token_text(token)
 
     def _part(self, request: _Request, i: int) -> Part | None:
-        """What sample i has beyond the parts that were told; None where it is no whole character."""
-        track, told, begin = request.tracks[i], request.told[i], request.begin[i]
-        if len(track.tokens) == told or track.stop is not None:
+        """Writes the unsent tokens of sample i; None if there are none, or if they end within a character."""
+        track, sent, begin = request.tracks[i], request.sent[i], request.begin[i]
+        if len(track.tokens) == sent or track.stop is not None:
             return None
-        # Only the tail is decoded, from the beginning of the part before: where a character begins is known there.
-        before, text = self._tokenizer.decode(track.tokens[begin:told]), self._tokenizer.decode(track.tokens[begin:])
+        # Decoding begins at the part before, because the text of the first token may depend on the token before it.
+        before, text = self._tokenizer.decode(track.tokens[begin:sent]), self._tokenizer.decode(track.tokens[begin:])
         if text.endswith("\ufffd") or not text.startswith(before):
             return None
-        request.begin[i], request.told[i] = told, len(track.tokens)
-        return Part(request.id, request.created, i, self._said(request, track, told, text[len(before) :], ""))
+        request.begin[i], request.sent[i] = sent, len(track.tokens)
+        return Part(request.id, request.created, i, self._record(request, track, sent, text[len(before) :], ""))

@@ -1,9 +1,15 @@
-"""The argument parser of podrl's commands: a wrong argument ends them with one sentence and exit code 1."""
+"""The argument parser of podrl's commands, and the arguments that several commands share.
+
+A wrong argument ends a command with one sentence and exit code 1.
+"""
 
 import argparse
+import math
 from typing import NoReturn
 
 from podrl.runtime.watchdog import EXIT_USER
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Parser(argparse.ArgumentParser):
@@ -12,3 +18,30 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the error in one line and exits with code 1."""
         self.exit(EXIT_USER, f"{self.prog}: error: {message} (see python -m {self.prog} --help)\n")
+
+
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --dtype, --mesh and --devices: the precision of a model, and the devices that it runs on."""
+    parser.add_argument(
+        "--dtype",
+        default=None,
+        choices=DTYPES,
+        help="dtype of the weights and the cache; default: bfloat16 on an accelerator, float32 on a CPU",
+    )
+    parser.add_argument("--mesh", default="auto", help="for example data=2,tensor=4; auto: data over all devices")
+    parser.add_argument("--devices", type=int, default=1, help="number of CPU devices to fake without an accelerator")
+
+
+def check_numbers(args: argparse.Namespace, *counts: str) -> None:
+    """Checks the named counts, --seed and --temperature; a count or temperature of None is not checked.
+
+    Raises:
+      ValueError: a count is below 1, the seed has more than 32 bits, or the temperature is negative or not finite.
+    """
+    for name in counts:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name}={value} must be at least 1.")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed={args.seed} must be at least 0 and below 2**32.")
+    if args.temperature is not None and not (args.temperature >= 0 and math.isfinite(args.temperature)):
+        raise ValueError(f"--temperature={args.temperature} must be 0 (greedy) or a positive number.")

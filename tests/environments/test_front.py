@@ -1,15 +1,18 @@
-"""The front's process: keys, retries, clients that hang up, limits, and the two forms of answers."""
+"""Tests the front's process: keys, retries, clients that hang up, limits, and whole and streamed answers."""
 
+import asyncio
 import contextlib
+import dataclasses
 import http.client
 import json
 import pathlib
 import socket
 import threading
-import time
 
 import pytest
+from waits import PATIENCE_S, until
 
+from podrl.environments import front_worker
 from podrl.environments.front import FrontSettings
 from podrl.environments.wire.asks import Answer, Choice, Part, Refused
 from podrl.runtime.user_code import Limits
@@ -19,31 +22,36 @@ pytest.importorskip("uvicorn", reason="needs the extra [agents]")
 
 CHAT, IDS = "/v1/chat/completions", "/inference/v1/generate"
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-BODY = 1 << 16  # bytes, at most, of a body in these tests
-
-
-SETTINGS = FrontSettings(max_requests=3, body_bytes=BODY, grace_s=0.3, context_tokens=64)
+BODY = 1 << 16  # bytes; longest body in these tests
+# Retries always come within this grace: PATIENCE_S only ends a test that hangs.
+SETTINGS = FrontSettings(max_requests=3, body_bytes=BODY, grace_s=2 * PATIENCE_S, context_tokens=64)
 
 
 @pytest.fixture
 def desk():
-    with Desk(SETTINGS, Limits()) as desk:
+    """A desk that drops a request soon after its client has hung up."""
+    with Desk(dataclasses.replace(SETTINGS, grace_s=0.05), Limits()) as desk:
         yield desk
 
 
 @pytest.fixture(scope="module")
 def shared():
-    """A desk for tests that leave nothing open."""
+    """A desk for tests that leave no request open."""
     with Desk(SETTINGS, Limits()) as desk:
         yield desk
 
 
+def place(desk):
+    """Host and port of a desk."""
+    host, _, port = desk.address.removeprefix("http://").removesuffix("/v1").partition(":")
+    return host, int(port)
+
+
 class Client:
-    """A request on a connection of its own, sent at once; `status` and `body` wait for the response."""
+    """A request on its own connection, sent at once; `response` and `json` wait for the response."""
 
     def __init__(self, desk, path=CHAT, body=None, key=None, retry=None, method=None):
-        host, _, port = desk.address.removeprefix("http://").removesuffix("/v1").partition(":")
-        self._connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        self._connection = http.client.HTTPConnection(*place(desk), timeout=PATIENCE_S)
         headers = {"Authorization": f"Bearer {desk.key if key is None else key}"}
         headers |= {"x-stainless-retry-count": str(retry)} if retry is not None else {}
         content = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else None
@@ -63,11 +71,10 @@ class Client:
         self._connection.close()
 
 
-def events(desk, count, seconds=30.0):
-    """The next `count` requests, or drops, of a desk."""
-    found, end = [], time.monotonic() + seconds
-    while len(found) < count and time.monotonic() < end:
-        found += desk.poll(0.05)
+def events(desk, count):
+    """Waits for the next `count` requests and drops of a desk."""
+    found = []
+    until(lambda: found.extend(desk.poll(0.0)) or len(found) >= count, f"{count} requests or drops")
     return found
 
 
@@ -133,12 +140,11 @@ def test_a_request_that_is_not_served_is_told_why(shared, request_, status, code
 
 
 def test_a_body_of_chunks_is_bounded_too(shared):
-    host, _, port = shared.address.removeprefix("http://").removesuffix("/v1").partition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as plain:
+    with socket.create_connection(place(shared), timeout=PATIENCE_S) as plain:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {shared.key}\r\n"
         head += "Transfer-Encoding: chunked\r\n\r\n"
         plain.sendall(head.encode() + (b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 3 + b"0\r\n\r\n")
-        assert b" 413 " in plain.recv(100)
+        assert b" 413 " in plain.makefile("rb").readline()
 
 
 def test_models_are_listed_with_their_context(shared):
@@ -157,45 +163,43 @@ def test_a_key_ends_with_its_episode(desk):
     assert Client(desk, body=HI).response()[0] == 401
 
 
-def test_a_retry_joins_the_request_under_way_and_the_last_answer(desk):
-    first = Client(desk, body=HI)
-    ((number, _),) = events(desk, 1)
-    again = Client(desk, body=HI, retry=1)
-    twin = Client(desk, body=HI | {"seed": 1}, retry=1)  # another body
-    ((other, _),) = events(desk, 1)
-    desk.tell(other, answer("other"))
-    desk.tell(number, answer("ho"))
+def test_a_retry_joins_the_request_under_way_and_the_last_answer(shared):
+    first = Client(shared, body=HI)
+    ((number, _),) = events(shared, 1)
+    again = Client(shared, body=HI, retry=1)
+    twin = Client(shared, body=HI | {"seed": 1}, retry=1)  # another body
+    ((other, _),) = events(shared, 1)
+    shared.tell(other, answer("other"))
+    shared.tell(number, answer("ho"))
     assert [client.json()[1]["choices"][0]["message"]["content"] for client in (first, again, twin)] == [
         *("ho", "ho"),
         "other",
     ]
-    assert Client(desk, body=HI, retry=2).json()[1]["id"] == "chatcmpl-a1"
-    assert not desk.poll(0.0)
-    own = Client(desk, body=HI)  # no retry: a request of its own
-    assert len(events(desk, 1)) == 1
-    own.hang_up()
+    assert Client(shared, body=HI, retry=2).json()[1]["id"] == "chatcmpl-a1"
+    assert not shared.poll(0.0)
+    own = Client(shared, body=HI)  # no retry: a request of its own
+    ((number, _),) = events(shared, 1)
+    shared.tell(number, answer("ho", id="a2"))
+    assert own.json()[1]["id"] == "chatcmpl-a2"
 
 
-def test_a_retry_joins_a_stream_from_its_beginning(desk):
+def test_a_retry_joins_a_stream_from_its_beginning(shared):
     body = HI | {"stream": True}
-    first = Client(desk, body=body)
-    ((number, _),) = events(desk, 1)
-    desk.tell(number, Part("a1", 5, 0, Choice("h", [4], [-0.5])))
+    first = Client(shared, body=body)
+    ((number, _),) = events(shared, 1)
+    shared.tell(number, Part("a1", 5, 0, Choice("h", [4], [-0.5])))
     first.hang_up()
-    again = Client(desk, body=body, retry=1)
-    desk.tell(number, answer("ho"))
+    again = Client(shared, body=body, retry=1)
+    shared.tell(number, answer("ho"))
     content = again.response()[1]
     assert '"content": "h"' in content and '"content": "o"' in content
+    assert not shared.poll(0.0)
 
 
-def test_a_client_that_hangs_up_drops_its_request_unless_it_comes_back(desk):
+def test_a_client_that_hangs_up_drops_its_request(desk):
     client = Client(desk, body=HI)
     ((number, _),) = events(desk, 1)
     client.hang_up()
-    back = Client(desk, body=HI, retry=1)
-    time.sleep(0.5)  # longer than the grace
-    assert not desk.poll(0.0)
-    back.hang_up()
     assert events(desk, 1) == [(number, None)]
     late = Client(desk, body=HI, retry=2)  # a new request
     ((newer, wanted),) = events(desk, 1)
@@ -203,31 +207,133 @@ def test_a_client_that_hangs_up_drops_its_request_unless_it_comes_back(desk):
     assert newer != number and wanted is not None
 
 
-def test_an_answer_that_reached_nobody_is_dropped(desk):
-    client = Client(desk, body=HI)
-    ((number, _),) = events(desk, 1)
-    client.hang_up()
-    time.sleep(0.1)
-    desk.tell(number, answer("ho"))
-    assert events(desk, 1) == [(number, None)]
+# The application in this process, where a test knows what the server has noticed.
 
 
-def test_requests_beyond_the_most_of_a_key_wait(desk):
-    clients = [Client(desk, body=HI | {"seed": i}) for i in range(4)]
-    first = events(desk, 3)
-    time.sleep(0.2)
-    assert not desk.poll(0.0)
-    desk.tell(first[0][0], answer("ho"))
-    ((third, _),) = events(desk, 1)
-    for number in (first[1][0], first[2][0], third):
-        desk.tell(number, answer("ho"))
-    assert [client.response()[0] for client in clients] == [200] * 4
+class Asgi:
+    """The front's application on the running event loop; `graces` are the calls that end the grace of a request."""
+
+    def __init__(self, monkeypatch):
+        self.frames, self.graces = [], []
+        self.endpoint = front_worker.Endpoint(dataclasses.asdict(SETTINGS), self.frames.append)
+        self.endpoint.heard({"open": "e", "key": "k"})
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda _, call: self.graces.append(call))
+
+    def client(self, body, retry=0):
+        return AsgiClient(self.endpoint, body, retry)
+
+    async def settled(self, count):
+        """Waits until `count` frames are there and no task can go on."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.frames) < count:
+                await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return self.frames
+
+    def end_graces(self):
+        while self.graces:
+            self.graces.pop()()
+
+
+class AsgiClient:
+    """One request to the application, and the messages of its response."""
+
+    def __init__(self, endpoint, body, retry):
+        headers = [(b"authorization", b"Bearer k"), (b"x-stainless-retry-count", b"%d" % retry)]
+        self._messages, self.sent = asyncio.Queue(), []
+        self._messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        scope = {"type": "http", "path": CHAT, "method": "POST", "headers": headers}
+        self._task = asyncio.create_task(endpoint(scope, self._messages.get, self._send))
+
+    async def _send(self, message):
+        self.sent.append(message)
+
+    async def status(self):
+        async with asyncio.timeout(PATIENCE_S):
+            await self._task
+        return self.sent[0]["status"]
+
+    async def hang_up(self):
+        """Hangs up, and waits until the application has noticed."""
+        self._messages.put_nowait({"type": "http.disconnect"})
+        async with asyncio.timeout(PATIENCE_S):
+            await self._task
+        assert not self.sent
+
+
+def said(number, *texts):
+    return {"answer": number, "said": dataclasses.asdict(answer(*texts))}
+
+
+def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
+    async def run():
+        asgi = Asgi(monkeypatch)
+        client = asgi.client(HI)
+        ((number,),) = [[frame["ask"] for frame in await asgi.settled(1)]]
+        await client.hang_up()
+        back = asgi.client(HI, retry=1)
+        await asgi.settled(1)
+        asgi.end_graces()
+        assert len(await asgi.settled(1)) == 1  # neither dropped nor asked again
+        await back.hang_up()
+        asgi.end_graces()
+        assert (await asgi.settled(2))[1:] == [{"drop": number}]
+        late = asgi.client(HI, retry=2)  # a new request
+        frames = await asgi.settled(3)
+        assert frames[2]["ask"] != number
+        await late.hang_up()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_reached_nobody_is_dropped(monkeypatch):
+    async def run():
+        asgi = Asgi(monkeypatch)
+        client = asgi.client(HI)
+        ((number,),) = [[frame["ask"] for frame in await asgi.settled(1)]]
+        await client.hang_up()
+        asgi.endpoint.heard(said(number, "ho"))
+        asgi.end_graces()
+        assert (await asgi.settled(2))[1:] == [{"drop": number}]
+
+    asyncio.run(run())
+
+
+def test_requests_beyond_the_most_of_a_key_wait(monkeypatch):
+    async def run():
+        asgi = Asgi(monkeypatch)
+        clients = [asgi.client(HI | {"seed": i}) for i in range(4)]
+        first = [frame["ask"] for frame in await asgi.settled(3)]
+        assert len(first) == 3
+        asgi.endpoint.heard(said(first[0], "ho"))
+        fourth = (await asgi.settled(4))[3]["ask"]
+        for number in (*first[1:], fourth):
+            asgi.endpoint.heard(said(number, "ho"))
+        assert [await client.status() for client in clients] == [200] * 4
+
+    asyncio.run(run())
+
+
+def test_a_client_that_stops_sending_is_refused(monkeypatch):
+    """Otherwise its request would count as open for as long as the connection lasts."""
+    monkeypatch.setattr(front_worker, "_SILENT_S", 0.0)
+
+    async def run():
+        began, messages = {"type": "http.request", "body": b"{", "more_body": True}, asyncio.Queue()
+        messages.put_nowait(began)
+        scope = {"type": "http", "path": CHAT, "method": "POST", "headers": []}
+        client = front_worker._Client(scope, messages.get, None)
+        with pytest.raises(Refused, match="No piece of the body came for 0 s") as caught:
+            await client.body(BODY)
+        assert caught.value.status == 408
+
+    asyncio.run(run())
 
 
 def test_many_requests_of_a_connection(shared):
-    """Keep-alive: a client's connection is good for its next request."""
-    host, _, port = shared.address.removeprefix("http://").removesuffix("/v1").partition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    """A connection stays open for the client's next request (keep-alive)."""
+    connection = http.client.HTTPConnection(*place(shared), timeout=PATIENCE_S)
     for _ in range(3):
         connection.request("POST", IDS, json.dumps({"token_ids": [1]}), {"Authorization": f"Bearer {shared.key}"})
         ((number, wanted),) = events(shared, 1)
@@ -238,19 +344,19 @@ def test_many_requests_of_a_connection(shared):
 
 
 def test_the_address_must_be_free(shared):
-    port = int(shared.address.removesuffix("/v1").rpartition(":")[2])
+    _, port = place(shared)
     with pytest.raises(ValueError, match=f"cannot listen at 127.0.0.1:{port}"):
         Desk(FrontSettings(port=port), Limits())
 
 
 def test_no_secret_is_in_the_process_list(shared):
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             assert shared.key.encode() not in path.read_bytes()
 
 
 def test_bodies_of_many_clients_at_once(shared):
-    """Requests that wait for their turn are read one by one and none is lost."""
+    """Twelve requests on a key that allows three at once are all answered."""
     clients = [Client(shared, body=HI | {"user": "x" * 1000, "seed": i}) for i in range(12)]
     stop = threading.Event()
 

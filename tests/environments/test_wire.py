@@ -1,4 +1,4 @@
-"""The dialects of the front: what is read, what is refused by name, and how answers and their streams are written."""
+"""Tests the dialects of the front: parsed requests, fields that are refused by name, written answers and streams."""
 
 import dataclasses
 import itertools
@@ -281,7 +281,7 @@ def test_generate_answers_with_ids():
 )
 @pytest.mark.parametrize("dialect", [chat, completions, generate])
 def test_a_stream_tells_what_the_whole_answer_tells(dialect, text, cuts, stop, n):
-    """In whatever parts an answer comes, and wherever a stop string ends it."""
+    """The chunks of a stream join to the whole answer, for all parts of the answer and all stop strings."""
     first = min((place for s in stop if (place := text.find(s)) >= 0), default=None)
     met = ""
     if first is not None:  # the engine ends an answer with the first stop string that is whole

@@ -1,4 +1,4 @@
-"""Conversations as tokens: known answers are not encoded again, and templates that rewrite turns are noticed."""
+"""Tests encoded conversations: known answers keep their sampled ids, and templates that rewrite turns are noticed."""
 
 import json
 import pathlib
@@ -45,9 +45,9 @@ def histories(tmp_path):
 
 
 def answered(made, messages, answer, sampled, tools=()):
-    """Encodes a conversation and remembers its answer, of which the engine sampled some ids; all its tokens."""
+    """Encodes a conversation, remembers its answer with the ids `sampled`, and returns the ids of both."""
     ids = [*made.encode(messages, tools), *sampled]
-    made.remember(messages, answer, tools, ids)
+    made.remember(messages, tools, [(answer, ids)])
     return ids
 
 
@@ -56,7 +56,7 @@ def ids_of(made, text):
 
 
 def odd(made, text, end="<end_of_turn>"):
-    """Ids of a text that encoding it again would not give: one for each character."""
+    """Encodes each character of a text alone, so that the ids differ from those of the whole text."""
     ids = [i for character in text for i in made._tokenizer.encode_plain(character)]
     assert ids != made._tokenizer.encode(text)
     return [*ids, *made._tokenizer.encode(end)]
@@ -72,7 +72,7 @@ def test_sampled_ids_are_kept_over_turns(histories):
         made, [ASK, said, MORE], again := {"role": "assistant", "content": "The sum is 6."}, odd(made, "The sum is 6.")
     )
     assert made.encode([ASK, said, MORE, again, MORE], [])[: len(last)] == last
-    # Content as parts, or with thoughts beside it, is the same message; another word is another.
+    # Thoughts beside the content leave the message the same; another word makes another message.
     assert made.encode([ASK, {**said, "reasoning_content": "hm"}, MORE], []) == second
     assert made.encode([ASK, {**said, "content": "The sum is 4."}, MORE], [])[: len(first)] != first
     assert made.encode([{**ASK, "content": "1+2?"}, said, MORE], [])[: len(first)] != first
@@ -111,7 +111,7 @@ def test_a_template_that_drops_thoughts_gives_what_it_writes(histories):
     assert second[: len(first)] != first and "One and two" not in made._tokenizer.decode(second)
     assert (made.extended, made.forks) == (0, 1)
     plain = answered(made, [MORE], short := {"role": "assistant", "content": "It is 3."}, odd(made, "It is 3."))
-    assert made.encode([MORE, short, ASK], [])[: len(plain)] == plain  # nothing of it is dropped
+    assert made.encode([MORE, short, ASK], [])[: len(plain)] == plain  # it has no thought to drop
 
 
 @pytest.mark.parametrize("template", [PLAIN, PLAIN.replace("m.content", "m.content | trim")])
@@ -126,7 +126,7 @@ def test_special_tokens_in_messages_stay_text(histories, template):
     first = answered(made, [ASK], said := {"role": "assistant", "content": "3"}, ids_of(made, "3<end_of_turn>"))
     ids = made.encode([ASK, said, evil], [])
     assert ids[: len(first)] == first
-    assert len([i for i in ids[len(first) :] if i in special]) == 3  # of the template: opening, end, opening
+    assert len([i for i in ids[len(first) :] if i in special]) == 3  # the template writes three: opening, end, opening
 
 
 def test_what_a_template_cannot_write_is_refused(histories):
@@ -139,7 +139,7 @@ def test_what_a_template_cannot_write_is_refused(histories):
 
 
 def test_calls_in_tags_stand_in_the_models_own_turn(histories):
-    """Also where the answer is not known: another server gave it."""
+    """A call is written into its turn even if the answer is unknown, because another server gave it."""
     made = histories(PLAIN, "call_tool")
     arguments = json.dumps({"expression": "1 + 2", "digits": 2})
     call = {"id": "c1", "type": "function", "function": {"name": "calculator", "arguments": arguments}}

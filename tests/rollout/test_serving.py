@@ -1,4 +1,4 @@
-"""Answers of podrl.serve: sampled together as alone, told in parts, and gone on from without encoding them again."""
+"""Tests podrl.serve's answers: the same alone and in a batch, sent in parts, and continued from their sampled ids."""
 
 import contextlib
 import dataclasses
@@ -8,6 +8,7 @@ import threading
 
 import jax
 import pytest
+from waits import PATIENCE_S, until
 
 from podrl import serve
 from podrl.environments.front import FrontSettings
@@ -43,7 +44,7 @@ def ask(serving, dialect, **body):
 
 
 def run(serving, until=None):
-    """Steps until all is answered, or some number of steps; what was told, by number."""
+    """Steps until all requests are answered, or `until` steps; returns the news of each request by its number."""
     told = {}
     for _ in itertools.count() if until is None else range(until):
         if not serving.busy:
@@ -109,7 +110,7 @@ def test_limits_and_stops_are_honoured(serving):
     text = sampled(answer(serving, completions, prompt="What", max_tokens=8, temperature=0))[0][2]
     cut = answer(serving, completions, prompt="What", max_tokens=8, temperature=0, stop=[text[3:5]])
     assert cut.choices[0].text == text[: text.index(text[3:5]) + 2] and cut.choices[0].stop == text[3:5]
-    given = [*tokens[2:3], *serving._tokenizer.eos_ids * 20]  # those that end every answer count for nothing
+    given = [*tokens[2:3], *serving._tokenizer.eos_ids * 20]  # ids that end every answer anyway do not count
     ids = answer(serving, generate, token_ids=[2, 8, 180], sampling_params={"stop_token_ids": given, "seed": 1})
     assert ids.choices[0].tokens == tokens[: tokens.index(tokens[2]) + 1]
     full = answer(serving, generate, token_ids=[2, *[20] * 150], sampling_params={"seed": 2, "temperature": 3})
@@ -192,6 +193,7 @@ def said(answer):
         ("--port=70000", "--port=70000 must be from 0 to 65535"),
         ("--seed=-1", "--seed=-1 must be at least 0"),
         ("--temperature=nan", "--temperature=nan must be 0"),
+        ("--top_p=2", "--top_p=2.0 must be a number in"),
         ("--model=/nowhere", "--model=/nowhere is no directory"),
     ],
 )
@@ -202,20 +204,21 @@ def test_wrong_arguments_are_refused_by_name(argument, message):
         serve._model(args.model, None, None)
 
 
-# The client of OpenAI's interface that agent programs use.
+# OpenAI's client, which agent programs use.
 
 
 @pytest.fixture(scope="module")
 def desk(serving):
-    """A front whose requests `answering` answers."""
+    """A front whose requests `answering` answers; a retry always comes within its grace."""
     pytest.importorskip("openai", reason="needs package openai, of the extra [test]")
-    with serve.Desk(FrontSettings(parser="call_tool", context_tokens=160), Limits()) as desk:
+    settings = FrontSettings(parser="call_tool", context_tokens=160, grace_s=2 * PATIENCE_S)
+    with serve.Desk(settings, Limits()) as desk:
         yield desk
 
 
 @contextlib.contextmanager
 def answering(serving, desk):
-    """Runs podrl.serve's loop on a thread, and lets it end."""
+    """Runs podrl.serve's loop on a thread, and ends it."""
     ended = threading.Event()
     thread = threading.Thread(target=serve.run, args=(serving, desk, ended.is_set))
     thread.start()
@@ -231,13 +234,13 @@ def answering(serving, desk):
 def client(desk, **settings):
     import openai
 
-    given = {"base_url": desk.address, "api_key": desk.key, "max_retries": 0, "timeout": 120}
+    given = {"base_url": desk.address, "api_key": desk.key, "max_retries": 0, "timeout": PATIENCE_S}
     with openai.OpenAI(**{**given, **settings}) as client:
         yield client
 
 
 class Polled:
-    """Stands for a desk: what comes at each poll, and what is told."""
+    """A desk whose polls return prepared requests, and which keeps the answers in `told`."""
 
     def __init__(self, *events):
         self._events, self.told = [*events], {}
@@ -249,12 +252,21 @@ class Polled:
         self.told[number] = said
 
 
-def test_what_is_open_may_finish_when_the_server_ends(serving):
+def test_what_is_open_may_finish_when_the_server_ends(serving, monkeypatch):
+    monkeypatch.setattr(serve, "_FINISH_S", PATIENCE_S)  # a slow machine may need more than 10 s
     wanted = completions.read({"prompt": "How", "max_tokens": 30, "seed": 1}, MODELS, "")
     desk, asked = Polled([(-1, wanted)], [(-2, wanted)]), iter([False])
     serve.run(serving, desk, lambda: next(asked, True))
     assert isinstance(desk.told[-1], Answer) and desk.told[-2].status == 503
     serve.run(serving, desk, lambda: True)  # nothing is open
+
+
+def test_requests_still_open_at_the_deadline_are_given_up(serving, monkeypatch):
+    monkeypatch.setattr(serve, "_FINISH_S", 0.0)
+    wanted = completions.read({"prompt": "How", "max_tokens": 150, "seed": 1, "temperature": 3}, MODELS, "")
+    desk, asked = Polled([(-3, wanted)]), iter([False])
+    serve.run(serving, desk, lambda: next(asked, True))
+    assert not desk.told and not serving.busy
 
 
 def test_openais_client_gets_answers(serving, desk):
@@ -305,18 +317,30 @@ def test_openais_client_calls_tools_until_it_is_told_the_answer(serving, desk):
 
 
 def test_openais_client_that_retries_too_early_is_answered_once(serving, desk):
-    """Its timeout is shorter than the model takes; the retry joins the request that is under way."""
-    with client(desk, timeout=0.7, max_retries=5) as openai_client:
-        answers = []
+    """The answer is held back until the client has timed out and asks again; the retry joins the open request."""
+    import openai
+
+    retried = threading.Event()
+
+    def sending(request):
+        if request.headers["x-stainless-retry-count"] != "0":
+            retried.set()
+
+    # Retries go on until one of them finds the answer, however slow the machine is.
+    patience = {"timeout": 0.5, "max_retries": 1000}
+    with (
+        openai.DefaultHttpxClient(event_hooks={"request": [sending]}) as hooked,
+        client(desk, http_client=hooked, **patience) as openai_client,
+    ):
+        answers, events = [], []
         asked = {"model": "policy", "prompt": "How", "max_tokens": 3}
         thread = threading.Thread(target=lambda: answers.append(openai_client.completions.create(**asked)))
         thread.start()
-        events = []
-        while not events:
-            events = desk.poll(0.05)
-        assert not desk.poll(1.5)  # it has retried, and asks nothing new
+        until(lambda: events.extend(desk.poll(0.0)) or events)
+        assert retried.wait(PATIENCE_S)
+        assert len(events) == 1 and not desk.poll(0.0)
         serving.ask(*events[0])
         for number, told in run(serving).items():
             desk.tell(number, told[-1])
-        thread.join()
+        thread.join(PATIENCE_S)
     assert len(answers) == 1 and not desk.poll(0.0)

@@ -1,19 +1,20 @@
-"""Requests to the model and their answers as every dialect has them, and the refusals that clients are told."""
+"""The requests, answers and refusals that all dialects share, and how the text and tokens of an answer are written."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-ASIDE = ":aside"  # behind a model's name: answered as the model itself does, and never trained
+ASIDE = ":aside"  # suffix of a model's name: the answer is the same, but is never trained
 
 
-class Refused(Exception):  # noqa: N818 - an answer to the client, no fault of ours
-    """A request that is not served.
+class Refused(Exception):  # noqa: N818 - an answer to the client, not an error of this program
+    """The refusal of a request, which the client gets as its response.
 
     Attributes:
-      status: HTTP's number.
-      code: a word for programs, in the manner of OpenAI's interface.
-      param: the field at fault; None where no single field is.
+      status: status code of HTTP.
+      code: name of the reason, for programs, in the style of OpenAI's interface.
+      message: explanation for people, whole sentences.
+      param: name of the field at fault; None if no single field is.
     """
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
@@ -21,11 +22,11 @@ class Refused(Exception):  # noqa: N818 - an answer to the client, no fault of o
         self.status, self.code, self.message, self.param = status, code, message, param
 
     def fields(self) -> dict[str, Any]:
-        """The arguments that make it again, as JSON."""
+        """Returns the constructor's arguments, for a frame."""
         return {"status": self.status, "code": self.code, "message": self.message, "param": self.param}
 
     def error(self) -> dict[str, Any]:
-        """The JSON of the response's body."""
+        """Returns the JSON of the response's body."""
         kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -33,22 +34,22 @@ class Refused(Exception):  # noqa: N818 - an answer to the client, no fault of o
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """What the model is asked; exactly one of `messages`, `text` and `ids` is given. JSON-able.
+    """A request to the model, as the owner of the front gets it; exactly one of `messages`, `text` and `ids` is set.
 
     Attributes:
-      messages: a conversation, its contents as text.
-      text: a text that the model goes on from.
-      ids: token ids that the model goes on from.
-      tools: the functions that the model may call, as chat templates take them; none are offered where it is empty.
-      samples: answers wanted.
-      stop: strings at which an answer ends, those of the parser of calls included.
-      stop_ids: token ids at which an answer ends.
-      max_new: most sampled tokens; None for what room there is.
-      seed: of what is random; None lets the owner choose.
-      temperature, top_p, top_k, min_p: settings of sampling, see podrl.rollout.config; None for the owner's.
-      aside: the model's name ended in ':aside'.
-      pieces: the text of every token is wanted.
-      parts: the answer is wanted in parts while it is sampled.
+      messages: conversation to answer, its contents as text.
+      text: text to continue.
+      ids: token ids to continue.
+      tools: functions that the model may call, in the form that chat templates take; empty offers none.
+      samples: number of answers.
+      stop: strings that end an answer, those of the parser of tool calls included.
+      stop_ids: token ids that end an answer.
+      max_new: most sampled tokens of an answer; None is limited by the context alone.
+      seed: random seed; None lets the owner choose.
+      temperature, top_p, top_k, min_p: sampling settings, see podrl.rollout.config; None is the owner's setting.
+      aside: True if the model's name ended in ':aside'.
+      pieces: True if the answer needs the text of every token.
+      parts: True if the answer is to be sent in parts while it is sampled.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -71,15 +72,15 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One sampled answer, as the engine recorded it; or, of a stream, what was added to it.
+    """One sampled answer, or the newest part of one, with the engine's record of it.
 
     Attributes:
-      text: the text of `tokens`, special tokens left out, the stop string included.
-      tokens: the sampled ids, the end token included.
-      logprobs: the log-probability of each token under softmax of the model's logits, nats.
-      pieces: the text of each token; empty unless it was asked for.
-      stop: 'eos' for the end of the model's turn, 'length' for a limit of tokens, else the stop string that was met;
-        '' for a part of an answer that goes on.
+      text: text of `tokens` without special tokens; it includes the stop string.
+      tokens: sampled token ids; they include the end token.
+      logprobs: log-probability of each token under softmax of the model's logits, nats.
+      pieces: text of each token; empty unless `Ask.pieces` is set.
+      stop: reason of the end: 'eos' for the end of the model's turn, 'length' for a limit of tokens, else the stop
+        string that ended the answer; '' for a part.
     """
 
     text: str
@@ -94,10 +95,10 @@ class Answer:
     """All answers to an Ask.
 
     Attributes:
-      id: names the answer; the ids of its tool calls are made of it.
-      created: seconds since 1970.
-      prompt_ids: the tokens that the model read.
-      choices: `Ask.samples` of them.
+      id: name of the answer; the ids of its tool calls contain it.
+      created: time of the request, seconds since 1970.
+      prompt_ids: token ids of the prompt, as the model read them.
+      choices: sampled answers, `Ask.samples` of them.
     """
 
     id: str
@@ -107,13 +108,20 @@ class Answer:
 
     @classmethod
     def of(cls, frame: Mapping[str, Any]) -> "Answer":
-        """Reads what `dataclasses.asdict` wrote."""
+        """Makes an answer from the output of `dataclasses.asdict`."""
         return cls(**{**frame, "choices": [Choice(**choice) for choice in frame["choices"]]})
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What was added to an answer that goes on: `id` and `created` as of its Answer, `index` of the choice."""
+    """The newest part of one choice of an answer that is still being sampled.
+
+    Attributes:
+      id: name of the answer.
+      created: time of the request, seconds since 1970.
+      index: number of the choice.
+      choice: text and tokens since the part before.
+    """
 
     id: str
     created: int
@@ -123,17 +131,17 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A request that was read: what the model is asked, and how the client wants the answer written.
+    """A parsed request: the request to the model, and the form in which the client wants the answer.
 
     Attributes:
-      ask: for the owner of the front.
-      model: the name that the client used.
+      ask: request to the model.
+      model: model name that the client used.
       stop: the client's own stop strings, which are cut off the text.
-      stream: as server-sent events.
-      usage: a stream ends with a chunk of token counts.
-      logprobs: with log-probabilities.
-      return_ids: with the token ids of prompt and answer.
-      ids_as_tokens: tokens are written as 'token_id:N'.
+      stream: True if the answer is sent as server-sent events.
+      usage: True if a stream ends with a chunk of token counts.
+      logprobs: True if the answer has log-probabilities.
+      return_ids: True if the answer has the token ids of the prompt and the answer.
+      ids_as_tokens: True if a token is written as 'token_id:N' instead of its text.
     """
 
     ask: Ask
@@ -147,63 +155,71 @@ class Wanted:
 
     @classmethod
     def of(cls, frame: Mapping[str, Any]) -> "Wanted":
-        """Reads what `dataclasses.asdict` wrote, through JSON."""
+        """Makes a request from the output of `dataclasses.asdict` after a trip through JSON."""
         return cls(**{**frame, "ask": Ask(**frame["ask"]), "stop": tuple(frame["stop"])})
 
-    def said(self, choice: Choice) -> str:
-        """The text of an answer without the client's stop string."""
-        return choice.text.removesuffix(choice.stop) if choice.stop in self.stop else choice.text
+    def token_names(self, choice: Choice) -> Sequence[str]:
+        """Returns the names that a client reads for the tokens of an answer."""
+        return [f"token_id:{token}" for token in choice.tokens] if self.ids_as_tokens else choice.pieces
+
+
+def visible_text(choice: Choice, stop: Sequence[str]) -> str:
+    """Returns the text of an answer, without the stop string at its end if the client set that string."""
+    return choice.text.removesuffix(choice.stop) if choice.stop in stop else choice.text
 
 
 def usage(answer: Answer) -> dict[str, int]:
-    """Numbers of tokens of an answer."""
+    """Counts the tokens of an answer."""
     prompt, sampled = len(answer.prompt_ids), sum(len(choice.tokens) for choice in answer.choices)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def finish_reason(choice: Choice) -> str | None:
-    """The word for why an answer ended: 'length' or 'stop'; None for a part."""
+    """Returns OpenAI's word for the reason of the end: 'length' or 'stop'; None for a part."""
     return None if not choice.stop else "length" if choice.stop == "length" else "stop"
 
 
 def token_logprobs(wanted: Wanted, choice: Choice) -> dict[str, Any] | None:
-    """The log-probabilities in the form of chat completions; None where they were not asked for."""
+    """Writes log-probabilities in the form of chat completions; None if the client wants none."""
     if not wanted.logprobs:
         return None
-    named = [f"token_id:{token}" for token in choice.tokens] if wanted.ids_as_tokens else choice.pieces
     content = [
         {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
-        for name, logprob in zip(named, choice.logprobs, strict=True)
+        for name, logprob in zip(wanted.token_names(choice), choice.logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
-class Growing:
-    """The stream of one choice: what of each part may be told already, and what of the end is left to tell.
+class Unsent:
+    """Tracks how much of one streamed answer was sent to the client, for each of its choices.
 
-    A stop string of the client is never told, so as many characters as may be the beginning of one are kept back.
+    The client never gets its own stop string. So the end of the text is held back while it may be the beginning of one.
     """
 
     def __init__(self, wanted: Wanted) -> None:
-        self._wanted = wanted
-        self._kept = max((len(text) for text in wanted.stop), default=1) - 1
-        self._text, self._told, self._tokens = "", 0, 0
+        self._stop = wanted.stop
+        self._held = max((len(text) for text in wanted.stop), default=1) - 1  # characters
+        self._tails = [""] * wanted.ask.samples  # text that was held back
+        self._shown, self._tokens = [0] * wanted.ask.samples, [0] * wanted.ask.samples  # characters, tokens sent
 
-    def part(self, choice: Choice) -> Choice:
-        """What may be told of a part."""
-        self._text += choice.text
-        self._tokens += len(choice.tokens)
-        shown = self._text[self._told : max(len(self._text) - self._kept, self._told)]
-        self._told += len(shown)
+    def part(self, index: int, choice: Choice) -> Choice:
+        """Takes a part of choice `index`; returns the part with the text that can be sent now."""
+        text = self._tails[index] + choice.text
+        cut = max(len(text) - self._held, 0)
+        shown, self._tails[index] = text[:cut], text[cut:]
+        self._shown[index] += cut
+        self._tokens[index] += len(choice.tokens)
         return dataclasses.replace(choice, text=shown)
 
-    def end(self, choice: Choice) -> Choice:
-        """What the whole answer has beyond the parts that were told."""
-        n = self._tokens
-        return dataclasses.replace(
-            choice,
-            text=self._wanted.said(choice)[self._told :],
-            tokens=choice.tokens[n:],
-            logprobs=choice.logprobs[n:],
-            pieces=choice.pieces[n:],
-        )
+    def rest(self, answer: Answer) -> Iterator[tuple[int, Choice]]:
+        """Yields (number, the text and tokens that were not sent yet) for each choice of the whole answer."""
+        for index, choice in enumerate(answer.choices):
+            n = self._tokens[index]
+            left = dataclasses.replace(
+                choice,
+                text=visible_text(choice, self._stop)[self._shown[index] :],
+                tokens=choice.tokens[n:],
+                logprobs=choice.logprobs[n:],
+                pieces=choice.pieces[n:],
+            )
+            yield index, left

@@ -1,22 +1,23 @@
-"""The dialect of /v1/chat/completions: messages in, a message out, with tool calls in the model's own format."""
+"""The dialect of /v1/chat/completions: messages in, one message out, tool calls read from the model's own format."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from podrl.environments.calls import fitted, format_of
+from podrl.environments.calls import Call, fitted, format_of
 from podrl.environments.dr_tulu import query_of
 from podrl.environments.wire.asks import (
     Answer,
     Ask,
     Choice,
-    Growing,
     Refused,
+    Unsent,
     Wanted,
     finish_reason,
     token_logprobs,
     usage,
+    visible_text,
 )
 from podrl.environments.wire.fields import Fields
 
@@ -28,15 +29,15 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
-    """Reads the body of a request.
+    """Parses the body of a request.
 
     Args:
-      body: the JSON.
-      models: names of models, the default one first.
-      parser: how the model writes a call (env.parser).
+      body: JSON of the body.
+      models: names of the served models, the default first.
+      parser: format in which the model writes a tool call (env.parser).
 
     Raises:
-      Refused: a field that cannot be honoured; names it.
+      Refused: a field cannot be honoured; the message names the field.
     """
     fields = Fields(body)
     model, aside = fields.model(models)
@@ -50,13 +51,11 @@ def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
     if len(set(names(tools))) < len(tools):
         raise fields.wrong("tools", names(tools), "names a tool twice")
     form = format_of(parser, names(tools)) if tools else None
-    if form is None or form.role == "raw":  # then a turn ends with its first call
+    if form is None or form.role == "raw":  # a turn ends with its first call, so false is honoured too
         fields.flag("parallel_tool_calls")
-    stream, logprobs = fields.flag("stream"), fields.flag("logprobs")
+    logprobs = fields.flag("logprobs")
     fields.neutral("top_logprobs", 0)
-    as_ids, return_ids = fields.flag("return_tokens_as_token_ids"), fields.flag("return_token_ids")
-    fields.neutral("skip_special_tokens", True)
-    include_usage, stop = fields.usage(), fields.stop()
+    written, stop = fields.streaming() | fields.token_ids(), fields.stop()
     limits = [fields.whole(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
     sampling = fields.sampling()
     fields.end()
@@ -66,65 +65,72 @@ def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
         stop=tuple(dict.fromkeys((*stop, *(form.stop if form else ())))),
         max_new=min((limit for limit in limits if limit is not None), default=None),
         aside=aside,
-        pieces=logprobs and not as_ids,
-        parts=stream and not tools,  # calls are read from the whole answer
+        pieces=logprobs and not written["ids_as_tokens"],
+        parts=written["stream"] and not tools,  # calls are read from the whole answer
         **sampling,
     )
-    return Wanted(ask, model, stop, stream, include_usage, logprobs, return_ids, as_ids)
+    return Wanted(ask, model, stop, logprobs=logprobs, **written)
 
 
 def names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of tools."""
+    """Returns the names of tools."""
     return [tool["function"]["name"] for tool in tools]
 
 
 def message(
     choice: Choice, *, stop: Sequence[str], tools: Sequence[Mapping[str, Any]], parser: str, id: str
 ) -> dict[str, Any]:
-    """The assistant's message of an answer.
+    """Writes an answer as the assistant's message.
 
     Args:
-      choice: the answer.
+      choice: sampled answer.
       stop: the client's stop strings; the text ends before the one that was met.
-      tools: those that were offered.
-      parser: how the model writes a call.
-      id: begins the ids of the calls.
+      tools: tools that the request offered.
+      parser: format in which the model writes a tool call.
+      id: prefix of the ids of the calls, see `call_ids`.
 
     Returns:
-      The message; it has `tool_calls` where every call in the text can be made. A text with a malformed call, with one
-      of a tool that was not offered, or with one that does not fit a strict schema, is content, as the model wrote it.
+      The message. It has `tool_calls` if every call in the text can be made. The text stays content, as the model wrote
+      it, if a call is malformed, names a tool that was not offered, or does not fit a strict schema.
     """
-    said = choice.text.removesuffix(choice.stop) if choice.stop in stop else choice.text
     if tools:
         form = format_of(parser, names(tools))
         calls = form.calls(choice.text, choice.stop)
-        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        if calls and all(not call.problem and call.name in schemas for call in calls):
-            given = [fitted(call.arguments, schemas[call.name], query_of(schemas[call.name])) for call in calls]
-        else:
-            given = []
-        strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")}
-        pairs = list(zip(calls, given, strict=False))
-        if given and all(call.name not in strict or _fits(args, schemas[call.name]) for call, args in pairs):
+        arguments = _arguments(calls, {tool["function"]["name"]: tool["function"] for tool in tools})
+        if arguments:
             made = []
-            for k, (call, arguments) in enumerate(pairs):
-                function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            for k, (call, given) in enumerate(zip(calls, arguments, strict=True)):
+                function = {"name": call.name, "arguments": json.dumps(given, ensure_ascii=False)}
                 made.append({"id": f"call_{id}_{k}", "type": "function", "function": function})
             before = form.before(choice.text).rstrip() or None
             return {"role": "assistant", "content": before, "refusal": None, "tool_calls": made}
-    return {"role": "assistant", "content": said, "refusal": None}
+    return {"role": "assistant", "content": visible_text(choice, stop), "refusal": None}
+
+
+def _arguments(calls: Sequence[Call], functions: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the arguments of each call; empty if there is no call, or if one of the calls cannot be made."""
+    found = []
+    for call in calls:
+        if call.problem or call.name not in functions:
+            return []
+        schema = functions[call.name].get("parameters") or {}
+        arguments = fitted(call.arguments, schema, query_of(schema))
+        if functions[call.name].get("strict") and not _fits(arguments, schema):
+            return []
+        found.append(arguments)
+    return found
 
 
 def call_ids(answer: Answer, index: int) -> str:
-    """What the ids of the calls of a choice begin with."""
+    """Returns the prefix of the ids of the tool calls in choice `index`."""
     return f"{answer.id}_{index}"
 
 
 def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
-    """The body of the response."""
+    """Writes the body of the response."""
     choices = []
     for index, choice in enumerate(answer.choices):
-        said = _said(wanted, answer, index, parser)
+        said = _message_of(wanted, answer, index, parser)
         reason = "tool_calls" if "tool_calls" in said else finish_reason(choice)
         made = {"index": index, "message": said, "finish_reason": reason, "logprobs": token_logprobs(wanted, choice)}
         choices.append(made | ({"token_ids": list(choice.tokens)} if wanted.return_ids else {}))
@@ -133,26 +139,33 @@ def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
 
 
 class Stream:
-    """Writes an answer as chunks."""
+    """Writes a streamed answer as chunks."""
 
     def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
+        """Begins a stream.
+
+        Args:
+          wanted: parsed request.
+          id: name of the answer.
+          created: time of the request, seconds since 1970.
+          parser: format in which the model writes a tool call.
+        """
         self._wanted, self._parser = wanted, parser
         self._head = _head(wanted, id, created, f"{OBJECT}.chunk")
-        self._growing = [Growing(wanted) for _ in range(wanted.ask.samples)]
+        self._unsent = Unsent(wanted)
         self._begun: set[int] = set()
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
-        """The chunks of a part of choice `index`."""
-        shown = self._growing[index].part(choice)
+        """Yields the chunks of a part of choice `index`."""
+        shown = self._unsent.part(index, choice)
         yield self._chunk(index, {"content": shown.text}, shown)
 
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """The chunks of what is left once the whole answer is there."""
-        for index, choice in enumerate(answer.choices):
-            left = self._growing[index].end(choice)
-            said = _said(self._wanted, answer, index, self._parser)
+        """Yields the last chunks, with everything that `part` has not written."""
+        for index, left in self._unsent.rest(answer):
+            said = _message_of(self._wanted, answer, index, self._parser)
             delta: dict[str, Any] = {"content": left.text}
-            reason = finish_reason(choice)
+            reason = finish_reason(left)
             if "tool_calls" in said:
                 calls = [{"index": k, **call} for k, call in enumerate(said["tool_calls"])]
                 delta, reason = {"content": said["content"], "tool_calls": calls}, "tool_calls"
@@ -173,13 +186,13 @@ class Stream:
 
 
 def ending(wanted: Wanted, head: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
-    """The last chunk of a stream, without choices: the prompt's ids and the numbers of tokens, as far as asked for."""
+    """Yields the last chunk of a stream, if the client wants the prompt's ids or the token counts."""
     more = {"prompt_token_ids": list(answer.prompt_ids)} if wanted.return_ids else {}
     if more or wanted.usage:
         yield {**head, "choices": [], **more, **({"usage": usage(answer)} if wanted.usage else {})}
 
 
-def _said(wanted: Wanted, answer: Answer, index: int, parser: str) -> dict[str, Any]:
+def _message_of(wanted: Wanted, answer: Answer, index: int, parser: str) -> dict[str, Any]:
     choice, tools = answer.choices[index], wanted.ask.tools
     return message(choice, stop=wanted.stop, tools=tools, parser=parser, id=call_ids(answer, index))
 
@@ -189,7 +202,7 @@ def _head(wanted: Wanted, id: str, created: int, kind: str) -> dict[str, Any]:
 
 
 def _choice(fields: Fields) -> str:
-    """'auto' or 'none'."""
+    """Reads `tool_choice`: 'auto' or 'none'."""
     value = fields.take("tool_choice")
     if value is not None and value not in ("auto", "none"):
         raise fields.wrong("tool_choice", value, "cannot be honoured: only 'auto' or 'none' is served")
@@ -197,7 +210,7 @@ def _choice(fields: Fields) -> str:
 
 
 def _message(given: Any, where: str) -> dict[str, Any]:
-    """A message with its content as text, its role as chat templates name it."""
+    """Parses a message; the result has its content as text, and a role of chat templates."""
     fields = Fields(given, where)
     role = fields.text("role") or ""
     role = _ROLES.get(role, role)
@@ -226,6 +239,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _content(value: Any, where: str) -> str | None:
+    """Joins the text parts of a message's content."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -236,16 +250,16 @@ def _content(value: Any, where: str) -> str | None:
         kind, text = fields.text("type"), fields.take("text")
         if kind != "text" or not isinstance(text, str):
             raise Refused(
-                400, "unsupported_parameter", f"{where}[{i}] is of type {kind!r}: the model reads text alone.", where
+                400, "unsupported_parameter", f"{where}[{i}] has type {kind!r}: the model reads only 'text'.", where
             )
-        fields.take("cache_control")  # a label of other providers
+        fields.take("cache_control")  # a label of other providers, which changes nothing
         fields.end()
         texts.append(text)
     return "".join(texts)
 
 
 def _call(given: Any, where: str) -> dict[str, Any]:
-    """A call of an earlier turn, its arguments as JSON text."""
+    """Parses a tool call of an earlier turn; the result has its arguments as JSON text."""
     fields = Fields(given, where)
     kind, id_ = fields.text("type"), fields.text("id")
     if kind not in (None, "function"):
@@ -255,13 +269,13 @@ def _call(given: Any, where: str) -> dict[str, Any]:
     if not name:
         raise function.wrong("name", name, "must name a function")
     function.end()
-    fields.take("index")  # of a streamed call, which some clients leave in
+    fields.take("index")  # some clients copy it from a streamed call
     fields.end()
     return {"id": id_ or "", "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
 def _tool(given: Any, where: str) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """Parses a tool; the result has the form that chat templates take."""
     fields = Fields(given, where)
     kind = fields.text("type")
     if kind != "function":
@@ -287,7 +301,7 @@ def _tool(given: Any, where: str) -> dict[str, Any]:
 
 
 def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    """True where arguments are those of a strict schema: all that are required, no others, each of its type."""
+    """Returns True if arguments fit a strict schema: all required ones are there, no unknown ones, each of its type."""
     properties = schema.get("properties", {})
     if not set(schema.get("required", ())) <= set(arguments) <= set(properties):
         return False
@@ -300,7 +314,7 @@ def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
 
 
 def _is(kind: Any, value: Any) -> bool:
-    """True for a value of a type of JSON schema."""
+    """Returns True if a value has a type of JSON schema."""
     if isinstance(value, bool) or kind == "boolean":
         return isinstance(value, bool) and kind == "boolean"
     types = {"string": str, "number": (int, float), "integer": int, "array": list, "object": dict, "null": type(None)}

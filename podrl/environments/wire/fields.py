@@ -1,4 +1,4 @@
-"""Reads the fields of a client's JSON: each is honoured or refused by its name, and none is passed over."""
+"""Reads the fields of a client's JSON: each field is honoured or refused by its name, and none is ignored silently."""
 
 import json
 import math
@@ -8,9 +8,9 @@ from typing import Any
 from podrl.environments.wire.asks import ASIDE, Refused
 
 _MOST_SAMPLES, _MOST_STOPS, _SEEDS = 128, 16, 2**63
-# Labels: they say something to the provider of a service, and nothing about the answer.
+# Labels of the client, which change nothing about the answer.
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id")
-# Fields with values that ask for nothing beyond what is always done; every other value is refused.
+# Fields that are not served, with the values that change nothing; every other value is refused.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -44,14 +44,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def parse(body: bytes) -> Any:
-    """The JSON of a body.
+    """Parses the JSON of a body.
 
     Raises:
-      Refused: it is none, or holds NaN, an infinity, or half of a character, which no text of a model can hold.
+      Refused: the body is not JSON, or it has NaN, an infinity, or half of a surrogate pair, which no text can hold.
     """
 
     def refuse(word: str) -> Any:
-        raise ValueError(f"{word} is no number of JSON")
+        raise ValueError(f"{word} is not a number of JSON")
 
     try:
         value = json.loads(body, parse_constant=refuse)
@@ -63,13 +63,17 @@ def parse(body: bytes) -> Any:
 
 
 class Fields:
-    """The fields of one object of a request; a field that is null is as one that is not there."""
+    """Reads the fields of one JSON object; a field that is null counts as absent."""
 
     def __init__(self, body: Any, within: str = "") -> None:
-        """Takes the object, and the name of the field that it is the value of; '' for the body itself.
+        """Keeps the object.
+
+        Args:
+          body: the object.
+          within: name of the field that holds the object; '' for the body of the request.
 
         Raises:
-          Refused: it is no object.
+          Refused: `body` is not an object.
         """
         self._within = f"{within}." if within else ""
         if not isinstance(body, Mapping):
@@ -77,11 +81,11 @@ class Fields:
         self._left = {str(name): value for name, value in body.items() if value is not None}
 
     def take(self, name: str) -> Any:
-        """The value of a field; None where it is not there."""
+        """Reads a field of any type; None if it is absent."""
         return self._left.pop(name, None)
 
     def flag(self, name: str) -> bool:
-        """A field that is true or false; false where it is not there."""
+        """Reads a boolean; False if it is absent."""
         value = self.take(name)
         if value is None:
             return False
@@ -90,7 +94,7 @@ class Fields:
         return value
 
     def whole(self, name: str, low: int, high: int) -> int | None:
-        """A whole number from `low` to `high`."""
+        """Reads a whole number from `low` to `high`; None if it is absent."""
         value = self.take(name)
         if value is None:
             return None
@@ -99,7 +103,7 @@ class Fields:
         return value
 
     def number(self, name: str, low: float, high: float = math.inf, *, above: bool = False) -> float | None:
-        """A finite number from `low`, or with `above` beyond `low`, to `high`."""
+        """Reads a finite number from `low` to `high`; `above` excludes `low` itself. None if it is absent."""
         value = self.take(name)
         if value is None:
             return None
@@ -110,40 +114,44 @@ class Fields:
         return float(value)
 
     def text(self, name: str) -> str | None:
-        """A text."""
+        """Reads a text; None if it is absent."""
         value = self.take(name)
         if value is not None and not isinstance(value, str):
             raise self.wrong(name, value, "must be a text")
         return value
 
     def listed(self, name: str) -> list[Any] | None:
-        """A list."""
+        """Reads a list; None if it is absent."""
         value = self.take(name)
         if value is not None and not isinstance(value, list):
             raise self.wrong(name, value, "must be a list")
         return value
 
     def ids(self, name: str) -> tuple[int, ...] | None:
-        """A list of token ids."""
+        """Reads a list of token ids; None if it is absent."""
         value = self.listed(name)
         if value is not None and not are_ids(value):
             raise self.wrong(name, value, "must be a list of token ids")
         return None if value is None else tuple(value)
 
     def model(self, models: Sequence[str]) -> tuple[str, bool]:
-        """(Name of the model, whether it is answered aside); the first of `models` where the client names none.
+        """Reads the model's name; absent means the first of `models`.
+
+        Returns:
+          (name, True if it ends in ':aside').
 
         Raises:
-          Refused: a name that is none of `models`, with or without ':aside' behind it.
+          Refused: the name, without ':aside', is not in `models`.
         """
         name = self.text("model") or models[0]
         if (own := name.removesuffix(ASIDE)) not in models:
-            raise Refused(404, "model_not_found", f"There is no model {name[:80]!r}: {', '.join(models)} is.", "model")
+            why = f"There is no model {name[:80]!r}: ask for {' or '.join(models)}."
+            raise Refused(404, "model_not_found", why, "model")
         return name, own != name
 
     def sampling(self) -> dict[str, Any]:
-        """The settings of sampling that all dialects have in common, as arguments of Ask."""
-        top_k = self.whole("top_k", -1, 2**31 - 1)  # -1 is off, as with vLLM
+        """Reads the sampling settings that all dialects share; returns arguments of Ask."""
+        top_k = self.whole("top_k", -1, 2**31 - 1)  # vLLM's clients send -1 for off
         return {
             "samples": self.whole("n", 1, _MOST_SAMPLES) or 1,
             "seed": self.whole("seed", 0, _SEEDS - 1),
@@ -155,27 +163,33 @@ class Fields:
         }
 
     def stop(self) -> tuple[str, ...]:
-        """The stop strings: a text, or a list of texts."""
+        """Reads the stop strings, one text or a list of texts."""
         value = self.take("stop")
         texts = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
             raise self.wrong("stop", value, "must be a text or a list of texts, none of which is empty")
         if len(texts) > _MOST_STOPS:
-            raise self.wrong("stop", value, f"has {len(texts)} texts: at most {_MOST_STOPS} may end an answer")
+            raise self.wrong("stop", value, f"has {len(texts)} texts, and at most {_MOST_STOPS} are served")
         return tuple(texts)
 
-    def usage(self) -> bool:
-        """Whether `stream_options` asks for a chunk of token counts."""
-        if (value := self.take("stream_options")) is None:
-            return False
-        options = Fields(value, "stream_options")
-        wanted = options.flag("include_usage")
-        options.neutral("include_obfuscation", False)
-        options.end()
-        return wanted
+    def streaming(self) -> dict[str, bool]:
+        """Reads `stream` and `stream_options`; returns arguments of Wanted."""
+        stream, usage = self.flag("stream"), False
+        if (value := self.take("stream_options")) is not None:
+            options = Fields(value, "stream_options")
+            usage = options.flag("include_usage")
+            options.neutral("include_obfuscation", False)
+            options.end()
+        return {"stream": stream, "usage": usage}
+
+    def token_ids(self) -> dict[str, bool]:
+        """Reads the fields that put token ids into an answer of text; returns arguments of Wanted."""
+        self.neutral("skip_special_tokens", True)
+        names = {"return_ids": "return_token_ids", "ids_as_tokens": "return_tokens_as_token_ids"}
+        return {argument: self.flag(name) for argument, name in names.items()}
 
     def neutral(self, name: str, *values: Any) -> None:
-        """Refuses a field unless it has one of some values that change nothing."""
+        """Reads a field that is not served, and refuses every value except `values`, which change nothing."""
         value = self.take(name)
         if value is not None and not any(
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
@@ -184,21 +198,21 @@ class Fields:
             raise self.wrong(name, value, f"cannot be honoured{only}")
 
     def end(self) -> None:
-        """Refuses the first field that was not taken."""
+        """Refuses the first field that was not read, unless it is a label or has a neutral value."""
         for name in LABELS:
             self.take(name)
         for name, values in NEUTRAL.items():
             self.neutral(name, *values)
         for name, value in self._left.items():
-            raise self.wrong(name, value, "is not a field that this endpoint can honour: leave it out")
+            raise self.wrong(name, value, "is not a field of this endpoint: leave it out")
 
     def wrong(self, name: str, value: Any, why: str) -> Refused:
-        """The refusal of a field's value."""
+        """Makes the refusal of a field's value; `why` follows 'name=value ' in the message."""
         name, shown = self._within + name, repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
         return Refused(400, "unsupported_parameter", f"{name}={shown} {why}.", name)
 
 
 def are_ids(value: Sequence[Any]) -> bool:
-    """True for whole numbers that may be token ids."""
+    """Returns True if all values are whole numbers from 0 to 2**31 - 1."""
     return all(type(one) is int and 0 <= one < 2**31 for one in value)
