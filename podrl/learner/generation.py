@@ -174,10 +174,6 @@ class Generator:
         experience = self._completed(making.prompts, policy, making.step, scored)
         return noted(experience, {"time/window": making.seconds})
 
-    def single(self, prompts: Prompts) -> list[Prompts]:
-        """Each of the prompts alone."""
-        return [take_prompts(prompts, np.arange(p, p + 1)) for p in range(len(prompts.length_P))]
-
     def gather(self, makings: Sequence[Making], step: int, seconds: float) -> Experience:
         """Completes a batch of several requests, all of whose samples have ended; `seconds` are those it took."""
         started, self._worked = time.monotonic(), {}

@@ -64,7 +64,13 @@ def place_of(
     if pod is None:
         assert stream is not None and clock is not None
         place: Any = LocalRollouts(
-            cluster, stream, run, generate=makes.generate, evaluator=makes.evaluator, clock=clock
+            cluster,
+            stream,
+            run,
+            generate=makes.generate,
+            evaluator=makes.evaluator,
+            clock=clock,
+            prompts=makes.prompts,
         )
         return place, run.stopping
     share_spans(pod, run)

@@ -52,6 +52,7 @@ class LocalRollouts:
         generate: Any,
         evaluator: Evaluate | None,
         clock: TokenClock | WallClock = ONE_WINDOW,
+        prompts: int = 0,
     ):
         """Starts nothing.
 
@@ -62,11 +63,12 @@ class LocalRollouts:
           generate: a Generate, or a Generator.
           evaluator: on held-out prompts.
           clock: when weights change inside samples, and which groups make a batch.
+          prompts: number of prompts of a batch that is generated.
         """
         self._cluster, self._stream, self._run = cluster, stream, run
         self._generate, self._evaluator, self._clock = generate, evaluator, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
-        self._windows = windows_or_wall(generate, self._thread, run, clock)
+        self._windows = windows_or_wall(generate, self._thread, run, clock, prompts)
 
     def resume(self, start: Start) -> Sequence[InFlight]:
         return self._windows.resume(start.step, start.pending)

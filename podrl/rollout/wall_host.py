@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from podrl.rollout.clock import in_sessions
-from podrl.rollout.partial import join
+from podrl.rollout.open_groups import OwnGroup, begun
+from podrl.rollout.partial import Partial, join
 from podrl.rollout.points import Points
-from podrl.rollout.wall import Group
 from podrl.rollout.wall_queue import order, part_of, single
 from podrl.rollout.windows import noted
 from podrl.rundir import leases
@@ -26,20 +26,20 @@ _FOREVER_S = 1e9
 
 
 @dataclasses.dataclass(eq=False)
-class Given(Group):
-    """A group that the leader gave to this host.
+class AssignedGroup(OwnGroup):
+    """A group that the leader assigned to this host.
 
     Attributes:
-      recorded: what the journal says that becomes of it; None where the clock decides.
-      since: the first version of the weights that draws it here from now on, where it is recorded.
-      taken: a batch holds it already.
-      told: the leader knows that it has ended.
-      told_drawn: the leader knows the oldest version that drew a token of it.
+      recorded: what the journal says that becomes of the group; None where the clock decides.
+      since: the first version of the weights that draws the group here from now on, where it is recorded.
+      taken: True once a batch holds the group.
+      told: True once the leader knows that the group has ended.
+      told_drawn: True once the leader knows the oldest version that drew a token.
     """
 
-    recorded: Mapping[str, Any] | None = None
-    since: int = 0
-    taken: bool = False
+    recorded: Mapping[str, Any] | None
+    since: int
+    taken: bool
     told: bool = False
     told_drawn: bool = False
 
@@ -89,7 +89,7 @@ class WallHost:
         self._owed: set[Lease] = set()  # parts of batches that are not served yet
         self._known: set[Lease] = set()  # these, and those that were served
         self._passed: list[tuple[int, int]] = []  # groups that all trainers have
-        self._groups: dict[tuple[int, int], Given] = {}  # by prompt and the step it was asked at; of the thread
+        self._groups: dict[tuple[int, int], AssignedGroup] = {}  # by prompt and the step it was asked at; of the thread
         self._clock_from = 0  # windows before that are repeated as they are recorded
         self._policy: Policy | None = None  # of the next window
         self._failed: BatchError | None = None
@@ -241,7 +241,7 @@ class WallHost:
         if rows:
             self._generator.play(rows, self._held(Policy({}, version)), halt=halted, took=self._took)
 
-    def _repeat(self, groups: Sequence[Given], version: int) -> None:
+    def _repeat(self, groups: Sequence[AssignedGroup], version: int) -> None:
         """Plays recorded groups through a window, session by session: nothing else interrupts them.
 
         An interruption would be another session, in which samples have other last bits than those recorded.
@@ -278,17 +278,21 @@ class WallHost:
             if "partial" in one.value:
                 parts = single(Message(one.value["partial"], one.arrays))
                 for (key, part), said in zip(parts, one.value["groups"], strict=True):
-                    self._groups[key] = self._given(part, said)
+                    self._groups[key] = self._assigned(part, said)
 
-    def _given(self, part: Any, said: Mapping[str, Any]) -> Given:
-        first = part.samples[0]
-        begun = any(sample["track"] is not None for sample in part.samples)
-        origin = part if begun else None
-        making = self._generator.begin(part.prompts, int(first["asked"]), 0, origin)
-        oldest = min((int(v) for v in part.rows["version_X"] if v >= 0), default=None)
-        numbers = {"recorded": said["record"], "since": int(said["since"]), "taken": bool(said["taken"])}
-        asked, repeated = int(first["asked"]), bool(first["repeated"])
-        return Given(part.prompts, int(said["number"]), asked, making, repeated, oldest, origin, **numbers)
+    def _assigned(self, part: Partial, said: Mapping[str, Any]) -> AssignedGroup:
+        origin, asked = part if begun(part) else None, int(part.samples[0]["asked"])
+        return AssignedGroup(
+            part.prompts,
+            number=int(said["number"]),
+            asked=asked,
+            repeated=bool(part.samples[0]["repeated"]),
+            origin=origin,
+            making=self._generator.begin(part.prompts, asked, 0, origin),
+            recorded=said["record"],
+            since=int(said["since"]),
+            taken=bool(said["taken"]),
+        )
 
     def _catch_up(self, version: int) -> None:
         """Plays recorded groups, taken over from another host, through the windows before a version's."""
@@ -362,7 +366,7 @@ class WallHost:
             group.taken = True
         self._offer(lease, self._made(groups, leases.step_of(lease.task), task.position))
 
-    def _made(self, groups: Sequence[Given], step: int, position: str) -> Any:
+    def _made(self, groups: Sequence[AssignedGroup], step: int, position: str) -> Any:
         now = time.monotonic()
         seconds, self._served_at = now - self._served_at, now
         try:

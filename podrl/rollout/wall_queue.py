@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from podrl.rollout.clock import WallClock
-from podrl.rollout.journal import agrees, runs_of
-from podrl.rollout.partial import Partial, cut, join, of_message, of_tracks, take_prompts
+from podrl.rollout.open_groups import Group, OpenGroups, begun
+from podrl.rollout.partial import Partial, cut, join, of_message, singles
 from podrl.rundir import leases
 from podrl.rundir.leases import NOBODY, Given
 from podrl.runtime.channel import LateError
@@ -22,49 +22,32 @@ _log = logging.getLogger("podrl.wall")
 
 
 @dataclasses.dataclass(eq=False)
-class Asked:
-    """A prompt whose samples a rollout host makes, as far as the leader was told.
+class RemoteGroup(Group):
+    """A group whose samples a rollout host makes, as far as the leader was told.
 
     Attributes:
-      prompts: the prompt alone.
-      number, asked, repeated: as in podrl.rollout.wall.Group.
-      host: who makes it, or NOBODY.
-      drawn: the oldest version that drew a token of it.
+      samples: number of samples.
+      host: number of the host, or NOBODY.
       made: the journal's entry of the group; None until it has ended.
-      origin: what a checkpoint holds of it; None where it is begun from nothing.
     """
 
-    prompts: Prompts
-    number: int
-    asked: int
-    repeated: bool = False
+    samples: int
     host: int = NOBODY
-    drawn: int | None = None
     made: Mapping[str, Any] | None = None
-    origin: Partial | None = None
-
-    @property
-    def index(self) -> int:
-        """The prompt's position in the data."""
-        return int(self.prompts.index_P[0])
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The prompt's position in the data, and the step at which it was asked."""
-        return self.index, self.asked
 
     @property
     def ended(self) -> bool:
-        """True once all its samples have ended."""
         return self.made is not None
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version that may have drawn a token of it, where it has ended or was asked again."""
         return self.asked if self.drawn is None and self.repeated and self.made is None else self.drawn
 
+    def states(self) -> Sequence[tuple[Mapping[str, Any], None]]:
+        """Returns samples that are not begun: what its host has drawn is not here."""
+        return [({}, None)] * self.samples
+
     def record(self) -> Mapping[str, Any]:
-        """Returns the journal's entry of the group, once it has ended."""
         assert self.made is not None
         return self.made
 
@@ -121,16 +104,13 @@ class WallQueue:
         self._pod, self._given, self._clock, self._journal = pod, given, clock, clock.journal
         self._size, self._group_size = size, group_size
         self._deadline_s, self._read = deadline_s, read
-        self._open: list[Asked] = []  # in order of submission
-        self._decided: dict[int, list[Asked]] = {}  # by step: what hosts still serve to trainers
+        self._open = OpenGroups(clock, size, self._group)
+        self._decided: dict[int, list[RemoteGroup]] = {}  # by step: what hosts still serve to trainers
         self._desks: dict[int, _Desk] = {}
-        self._submitted = 0
         self._start = self._at = 0  # the step that this process began at, and the one it has come to
         self._clock_from = 0  # steps before that are repeated from the journal
         self._batches = 0  # of prompts, read before
         self._begun = 0  # of these, read before the step
-        self._position = b""  # of the data, after the prompts read last
-        self._counts: dict[int, Mapping[str, float]] = {}
         self._failed: int | None = None  # a host that could not go on
         self._moves = False  # what is given was another host's
         self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (-1, {})
@@ -141,21 +121,8 @@ class WallQueue:
         """Takes over the open groups of a checkpoint, before any host is let in."""
         self._start = self._at = step
         self._batches = step + sum(len(part.prompts.length_P) for part in pending) // self._size
-        self._journal.forget(step)
         self._clock_from = self._journal.known(step)
-        for part in pending:
-            group = len(part.samples) // len(part.prompts.length_P)
-            self._position = part.prompts.data_state
-            for p in range(len(part.prompts.length_P)):
-                said, prompts = part.samples[p * group], _single(part.prompts, p)
-                one = Asked(prompts, self._submitted, int(said["asked"]), bool(said["repeated"]))
-                origin = cut(part, prompts, p)
-                record = self._journal.group(*one.key, step)
-                if _begun(origin) and (record is None or agrees(record, _runs(origin), step)):
-                    one.origin = origin
-                    one.drawn = min((int(v) for v in origin.rows["version_X"] if v >= 0), default=None)
-                self._open.append(one)
-                self._submitted += 1
+        self._open.resume(step, pending)
 
     def advance(self, step: int, batches: int) -> dict[str, Any]:
         """Goes on to a step: asks again what is too old for it, and reads and gives the prompts of new batches.
@@ -172,12 +139,9 @@ class WallQueue:
         with self._given.lock:
             self._at = step
             self._forget()
-            self._begin_anew(self._clock.stale(step, self._open), step)
+            self._open.ask_again(self._clock.stale(step, self._open.groups), step, self._give_up)
             for prompts in new:
-                self._position = prompts.data_state
-                for p in range(len(prompts.length_P)):
-                    self._open.append(Asked(_single(prompts, p), self._submitted, self._batches))
-                    self._submitted += 1
+                self._open.submit(prompts, self._batches)
                 self._batches += 1
             self._assign()
             return {"orders": {desk.address: desk.sent for desk in self._desks.values()}}
@@ -201,16 +165,15 @@ class WallQueue:
             if not chosen:
                 self._tell(step, [], [self._failed or 0])
                 return
-            open_ = [group for group in self._open if group not in chosen]
             if self._journal.batch(step) is None:
                 chosen.sort(key=lambda group: group.host)  # stable: one lease for each host
-            self._counts[step] = self._clock.decide(step, chosen, open_)
-            self._open, self._decided[step] = open_, chosen
+            self._open.decide(step, chosen)
+            self._decided[step] = chosen
             self._tell(step, [group.key for group in chosen], [group.host for group in chosen])
 
     def counts(self, step: int) -> Mapping[str, float]:
         """Returns the metrics of the queue when the batch of a step was decided."""
-        return self._counts.pop(step, {})
+        return self._open.counts(step)
 
     def state(self, step: int, first: int) -> Partial:
         """Collects a part of the open groups when `first` steps are done: as many as the batch of `step` will have.
@@ -220,34 +183,28 @@ class WallQueue:
         """
         if self._saved[0] != first:
             self._saved = (first, self._collected(first))
-        parts, last = [], step == self._begun - 1
-        for group in self._open[(step - first) * self._size : None if last else (step - first + 1) * self._size]:
-            own = {"asked": group.asked, "repeated": group.repeated}
-            part = self._saved[1].get(group.key) or self._part(group)
-            samples = [{**sample, **own} for sample in part.samples]
-            parts.append(dataclasses.replace(part, step=step, samples=samples))
-        whole = join(parts)
-        return dataclasses.replace(whole, prompts=dataclasses.replace(whole.prompts, data_state=self._position))
+        return self._open.state(step, step - first, last=step == self._begun - 1, found=self._saved[1])
 
     # Under the lock of the leases.
 
-    def _chosen(self, step: int) -> list[Asked]:
-        """The groups of a step's batch; none as long as it has to wait."""
-        if late := self._clock.stale_since(step, self._open):
-            self._begin_anew(late, step)
+    def _group(self, prompts: Prompts, number: int, asked: int, repeated: bool, origin: Partial | None) -> RemoteGroup:
+        origin = origin if origin is not None and begun(origin) else None
+        return RemoteGroup(prompts, number, asked, repeated, origin, self._group_size)
+
+    def _chosen(self, step: int) -> list[RemoteGroup]:
+        """Returns the groups of a step's batch; none as long as it has to wait."""
+        if late := self._clock.stale_since(step, self._open.groups):
+            self._open.ask_again(late, step, self._give_up)
             self._assign()
-        return self._clock.batch(step, self._open, self._size)
+        return self._clock.batch(step, self._open.groups, self._size)
 
     def _tell(self, step: int, groups: Sequence[tuple[int, int]], hosts: Sequence[int]) -> None:
-        position = "" if self._open else self._position.decode()
+        position = self._open.rest().decode()
         self._given.open_chosen(leases.batch(step), hosts, since=step, groups=groups, position=position)
 
-    def _begin_anew(self, old: Sequence[Asked], step: int) -> None:
-        """Gives up groups that are too old for a step, and asks their prompts again."""
-        for group in old:
-            if group.host in self._desks:
-                self._order(group.host, {"drop": [list(group.key)]})
-            self._open[self._open.index(group)] = Asked(group.prompts, group.number, step, repeated=True)
+    def _give_up(self, group: RemoteGroup) -> None:
+        if group.host in self._desks:
+            self._order(group.host, {"drop": [list(group.key)]})
 
     def _regroup(self) -> None:
         """Notes who has come and who is lost, and gives what these had to others."""
@@ -263,9 +220,9 @@ class WallQueue:
             self._failed = None if self._failed == host else self._failed  # others make what it could not
         for host, address in there.items():
             self._desks.setdefault(host, _Desk(address, self._given.members[host]))
-        for group in self._open:
+        for group in self._open.groups:
             if group.host not in self._desks and group.host != NOBODY:
-                group.host, group.made, group.drawn = NOBODY, None, None
+                group.host, group.made, group.looked_up = NOBODY, None, None
                 self._given.taken_over += 1
                 if self._journal.group(*group.key, self._at) is None:
                     group.origin = None
@@ -285,17 +242,17 @@ class WallQueue:
         if not self._desks:
             return
         load, new = dict.fromkeys(sorted(self._desks), 0), {}
-        for group in self._open:
+        for group in self._open.groups:
             if group.host != NOBODY and not group.ended:
                 load[group.host] += 1
-        for group in (group for group in self._open if group.host == NOBODY):
+        for group in (group for group in self._open.groups if group.host == NOBODY):
             group.host = min(load, key=lambda host: (load[host], host))
             load[group.host] += 1
             new.setdefault(group.host, []).append(group)
         for host, groups in new.items():
             self._give(host, groups)
 
-    def _give(self, host: int, groups: Sequence[Asked], *, taken: bool = False) -> None:
+    def _give(self, host: int, groups: Sequence[RemoteGroup], *, taken: bool = False) -> None:
         """Has a host make groups; `taken`: a batch holds them already, and they have to become the same again."""
         if not groups:
             return
@@ -305,16 +262,8 @@ class WallQueue:
             since = min((runs[0][0] for runs in record["runs"] if runs), default=self._at) if record else self._at
             since = self._start if group.origin is not None else since
             said.append({"number": group.number, "record": record, "since": since, "taken": taken})
-        whole = join([self._part(group) for group in groups]).message()
+        whole = join([group.part(group.asked) for group in groups]).message()
         self._order(host, {"partial": whole.value, "groups": said}, whole.arrays)
-
-    def _part(self, group: Asked) -> Partial:
-        """Returns the samples of a group as its checkpoint has them; none are begun where it has none."""
-        own = {"asked": group.asked, "repeated": group.repeated}
-        if group.origin is None:
-            states = [(own, None)] * self._group_size
-            return of_tracks(group.prompts, states, asked=1, step=group.asked, quantum=0)
-        return dataclasses.replace(group.origin, samples=[{**sample, **own} for sample in group.origin.samples])
 
     def _order(self, host: int, value: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         desk = self._desks[host]
@@ -348,21 +297,21 @@ class WallQueue:
             desk = self._desks[host]
             desk.heard = max(desk.heard, int(said["change"]))
             self._drop(desk, int(said["orders"]))
-            mine = {group.key: group for group in self._open if group.host == host}
+            mine = {group.key: group for group in self._open.groups if group.host == host}
             for index, asked, version in said["drawn"]:
                 if (group := mine.get((index, asked))) is not None:
-                    group.drawn = version
+                    group.looked_up = version
             for record in said["ended"]:
                 if (group := mine.get((record["index"], record["asked"]))) is not None:
                     group.made = record
-                    group.drawn = min((runs[0][0] for runs in record["runs"] if runs), default=None)
+                    group.looked_up = min((runs[0][0] for runs in record["runs"] if runs), default=None)
             if said["failed"]:
                 self._failed = host
             self._given.lock.notify_all()
         return Message()
 
     def _late(self, step: int) -> str:
-        who = {host: sum(not g.ended for g in self._open if g.host == host) for host in sorted(self._desks)}
+        who = {host: sum(not g.ended for g in self._open.groups if g.host == host) for host in sorted(self._desks)}
         hosts = ", ".join(f"{self._pod.seat.hosts.name(h)} (host {h}) makes {n} groups" for h, n in who.items() if n)
         return (
             f"{self._pod.name} waited {self._deadline_s:.0f} s for the groups of step {step}: "
@@ -406,24 +355,8 @@ def single(message: Message) -> list[tuple[tuple[int, int], Partial]]:
     whole = of_message(message)
     group = len(whole.samples) // len(whole.prompts.length_P)
     found = []
-    for p in range(len(whole.prompts.length_P)):
-        part = cut(whole, _single(whole.prompts, p), p)
+    for p, prompts in enumerate(singles(whole.prompts)):
+        part = cut(whole, prompts, p)
         key = (int(part.prompts.index_P[0]), int(whole.samples[p * group]["asked"]))
         found.append((key, part))
     return found
-
-
-def _single(prompts: Prompts, p: int) -> Prompts:
-    return take_prompts(prompts, np.arange(p, p + 1))
-
-
-def _begun(part: Partial) -> bool:
-    """True where samples of a part were begun."""
-    return any(sample["track"] is not None for sample in part.samples)
-
-
-def _runs(part: Partial) -> list[list[list[int]]]:
-    """Lists the sessions that drew each sample, in the journal's form."""
-    versions = np.split(part.rows["version_X"], np.cumsum(part.rows["count_B"])[:-1])
-    breaks = [(sample["track"] or {}).get("breaks", ()) for sample in part.samples]
-    return [runs_of(versions_X.tolist(), each) for versions_X, each in zip(versions, breaks, strict=True)]

@@ -14,11 +14,12 @@ import pytest
 from test_episodes import Scripted, Words, dialogue_of
 
 from podrl.environments.workers import Done
-from podrl.learner.experience import join, take_prompts
+from podrl.learner.experience import join
 from podrl.rollout.clock import WallClock, in_sessions
 from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.journal import NAME, WallJournal, runs_of
+from podrl.rollout.partial import join as join_parts
 from podrl.rollout.partial import join_prompts, of_message, of_tracks
 from podrl.rollout.points import Points
 from podrl.rollout.wall import Wall
@@ -37,9 +38,6 @@ class Maker:
 
     def __init__(self, worker, sampling, clock):
         self._worker, self._sampling, self._clock = worker, sampling, clock
-
-    def single(self, prompts):
-        return [take_prompts(prompts, np.arange(p, p + 1)) for p in range(len(prompts.length_P))]
 
     def begin(self, prompts, step, quantum, partial=None):
         del quantum
@@ -132,7 +130,7 @@ def made(
     worker.partner = partner()
     thread = ThreadPoolExecutor(1)
     run, clock_of = types.SimpleNamespace(watchdog=Watchdog(60.0)), WallClock(WallJournal(directory), S, str(directory))
-    wall = Taking(maker(worker, sampling, random.Random(clock)), thread, run, clock_of)
+    wall = Taking(maker(worker, sampling, random.Random(clock)), thread, run, clock_of, P)
     first, pending = begin or (0, [])
     flying, found, saved = list(wall.resume(first, pending)), {}, {}
     submitted = first + len(flying)
@@ -320,13 +318,34 @@ def test_a_failure_ends_the_waits_for_all(tight, policies, batches, tmp_path):
 
     run = types.SimpleNamespace(watchdog=Watchdog(60.0))
     thread = ThreadPoolExecutor(1)
-    wall = Wall(Fails(tight, Sampling(max_new=9), None), thread, run, WallClock(WallJournal(tmp_path), 2, ""))
+    wall = Wall(Fails(tight, Sampling(max_new=9), None), thread, run, WallClock(WallJournal(tmp_path), 2, ""), P)
     flying = [wall.submit(batches[step], step) for step in range(3)]
     wall.publish(policies[0])
     for batch in flying:
         with pytest.raises(BatchError, match="no reward"):
             batch.result()
     thread.shutdown()
+
+
+def test_a_checkpoint_of_a_pod_goes_on_in_one_process(tight, policies, batches, tmp_path):
+    """The leader of a pod has read a batch more when it saves: a part may hold more prompts than a batch."""
+    sampling = Sampling(max_new=30)
+    _, saved = made(tight, policies, batches, sampling, tmp_path, S=2, until=3)
+    run, thread = types.SimpleNamespace(watchdog=Watchdog(60.0)), ThreadPoolExecutor(1)
+    clock = WallClock(WallJournal(tmp_path / "again"), 2, "")
+    (tmp_path / "again").mkdir()
+    wall = Taking(Maker(tight, sampling, random.Random(1)), thread, run, clock, P)
+    [flying] = wall.resume(3, [again(join_parts(saved[3]))])
+    assert len(flying.complete().prompts.index_P) == 2 * P
+    wall.publish(policies[3])
+    trained = flying.result().rollouts.prompts.index_P
+    assert len(trained) == P
+    wall.end_window()
+    left = wall.submit(batches[5], 4).complete().prompts
+    own = [*(i for part in saved[3] for i in part.prompts.index_P), *batches[5].index_P]
+    assert sorted([*trained, *left.index_P]) == sorted(own) and left.data_state == b"5"
+    thread.shutdown()
+    wall.close()
 
 
 def test_runs_and_points_of_a_sample():
