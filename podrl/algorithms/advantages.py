@@ -4,7 +4,9 @@ Everything here takes numpy arrays or jax arrays and answers in kind, in the pre
 floats: a reward of 0.5 stays 0.5). Groups may be incomplete, of different sizes, and in any order.
 
 Groups of one have no baseline of their own: their advantage is 0, so that they teach nothing. verl keeps the bare
-reward instead; `singleton="raw"` does so. The arguments the estimators share:
+reward instead; `singleton="raw"` does so.
+
+Shared arguments:
   reward_B: task rewards, any range.
   mask_BT: 1 on tokens the policy sampled.
   group_B: number of each sample's group, a numpy array (`podrl.groups`). ValueError where its length is not B.

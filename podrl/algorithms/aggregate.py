@@ -3,13 +3,15 @@
 With l the value of a loss token, n the number of loss tokens in its sequence, N the number of sequences that have at
 least one, and L a fixed length:
 
-| mode                     | value             | source                      |
-|--------------------------|-------------------|-----------------------------|
-| token-mean               | sum(l) / sum(n)   | DAPO, arXiv 2503.14476      |
-| sequence-mean-token-mean | sum(l / n) / N    | GRPO, arXiv 2402.03300      |
-| sequence-mean-token-sum  | sum(l) / N        | REINFORCE over sequences    |
-| sequence-mean-token-scale| sum(l) / (L N)    | Dr. GRPO, arXiv 2503.20783  |
-| token-sum-scale          | sum(l) / L        | the same without the mean   |
+=========================  ===============  ==========================
+mode                       value            source
+=========================  ===============  ==========================
+token-mean                 sum(l) / sum(n)  DAPO, arXiv 2503.14476
+sequence-mean-token-mean   sum(l / n) / N   GRPO, arXiv 2402.03300
+sequence-mean-token-sum    sum(l) / N       REINFORCE over sequences
+sequence-mean-token-scale  sum(l) / (L N)   Dr. GRPO, arXiv 2503.20783
+token-sum-scale            sum(l) / L       the same without the mean
+=========================  ===============  ==========================
 
 `DIALECTS` says what frameworks call them.
 """

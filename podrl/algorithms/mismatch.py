@@ -24,8 +24,8 @@ def mismatch(
 
     With d = logprob - sampler_logprob and w = exp(d), tokens drawn by the sampler:
 
-      sampler/abs_diff    mean |d|, nats
-      sampler/exp_diff    mean exp|d|, at least 1
+      sampler/abs_diff    mean abs(d), nats
+      sampler/exp_diff    mean exp(abs(d)), at least 1
       sampler/kl          KL(sampler || trainer), estimated by w - 1 - d
       sampler/kl_reverse  KL(trainer || sampler), estimated by w d - w + 1 (importance-weighted)
       sampler/moment_*    moments of the two probabilities: pass the means to `pearson`

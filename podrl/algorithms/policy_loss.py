@@ -98,7 +98,7 @@ class LossSettings:
       cov_fraction: share of the loss tokens that clip_cov and kl_cov single out.
       clip_cov_low: covariances below are left alone by clip_cov.
       clip_cov_high: covariances above are left alone by clip_cov.
-      kl_cov_coef: weight of |log r| on the tokens kl_cov singles out.
+      kl_cov_coef: weight of abs(log r) on the tokens kl_cov singles out.
       dppo_kl_coef: weight of (log r)^2 on every loss token under dppo and ipo.
       dro_beta: twice the weight of (log r)^2 on every loss token under dro.
       kl_clamp_value: bound on the absolute value of a token's KL to the reference; None for none.

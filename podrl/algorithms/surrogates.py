@@ -1,7 +1,9 @@
 """The policy-gradient surrogates, one pure function each: per-token losses, and which tokens were clipped.
 
 r = exp(logprob - old_logprob) is the probability ratio of a token, A its advantage. Every function takes finite arrays
-(`segments.masked` first); the values it gives on masked tokens mean nothing. The arguments they share:
+(`segments.masked` first); the values it gives on masked tokens mean nothing.
+
+Shared arguments:
   logprob_BT, old_logprob_BT: log-probabilities under the policy being trained, and under the one that sampled, nats.
   advantage_BT: advantages, unitless.
   mask_BT: 1 on loss tokens.
@@ -341,7 +343,7 @@ def kl_cov(
     fraction: float = 2e-4,
     coef: float = 1.0,
 ) -> Surrogate:
-    """Takes -r A, plus coef |log r| on the tokens of largest covariance of advantage and logprob (arXiv 2505.22617).
+    """Takes -r A, plus coef abs(log r) on the tokens of largest covariance of advantage and logprob (arXiv 2505.22617).
 
     Args:
       fraction: share of the loss tokens of this call that is penalised, at least one token.
