@@ -67,17 +67,25 @@ class Distillation:
         kl_BT: np.ndarray = kl.sampled_kl(*arrays, mode="k1")  # pyright: ignore[reportAssignmentType]
         return -self.coef * kl_BT, {"opd/reverse_kl": float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))}
 
-    def formula(self) -> str:
-        """Writes the teacher's part for the dry run."""
-        own = f"{self.reward_coef:g} advantage"
+    def formula(self, rewards: str, policy: str) -> str:
+        """Writes advantage and loss with the teacher's part for the dry run, without terms of weight 0.
+
+        Args:
+          rewards: the line of the advantage that rewards give.
+          policy: the lines of the policy loss; of an exact KL alone, without a reward, those that have no advantage.
+        """
+        teacher = "(the teacher is model.reference)"
         if self.sampled:
-            beside = f"{own} + " if self.reward_coef else ""
-            return f"with a teacher, model.reference, it becomes {beside}{self.coef:g} (teacher_logprob - old_logprob)"
+            own = f"{self.coef:g} (teacher_logprob - old_logprob) {teacher}"
+            if not self.reward_coef:
+                return f"advantage: {own}\n{policy}"
+            return f"{rewards}\nA = {self.reward_coef:g} advantage + {own}\n{policy}"
         over = "the vocabulary" if self.kl == "full" else f"the policy's {self.top_k} likeliest ids, the others as one"
-        return (
-            f"with a teacher, model.reference, it becomes {own}, and the loss + {self.coef:g} KL(policy || teacher) "
-            f"over {over}, mean over tokens"
-        )
+        term = f"{self.coef:g} KL(policy || teacher) over {over}, mean over tokens {teacher}"
+        if not self.reward_coef:
+            return f"loss: {term}" + (f"\n{policy}" if policy else "")
+        scaled = "" if self.reward_coef == 1 else f"A = {self.reward_coef:g} advantage\n"
+        return f"{rewards}\n{scaled}{policy}\n+ {term}"
 
 
 @flax.struct.dataclass

@@ -347,6 +347,10 @@ class PolicyLoss:
             )
         return tuple(found)
 
+    def entropy_formula(self) -> str:
+        """Writes the entropy's term of the loss; '' where it has none."""
+        return f"- {self.settings.entropy_coef:g} entropy" if self.settings.entropy_coef else ""
+
     def formula(self) -> str:
         """Writes the loss with its numbers in plain text, for the dry run."""
         settings, penalty = self.settings, self.settings.loss_kl
@@ -370,8 +374,8 @@ class PolicyLoss:
             mode = kl.canonical_mode(penalty.mode)
             bound = "" if penalty.clamp is None else f", within +-{penalty.clamp:g}"
             lines.append(f"+ {penalty.coef:g} KL: {mode}: {kl.FORMULAS[mode]}, d = logprob - ref_logprob{bound}")
-        if settings.entropy_coef:
-            lines.append(f"- {settings.entropy_coef:g} entropy")
+        if entropy := self.entropy_formula():
+            lines.append(entropy)
         aggregated = AGGREGATION_FORMULAS[settings.mode].format(loss_agg_scale=settings.loss_agg_scale or 1)
         lines.append(f"{settings.mode}: {aggregated}")
         return "\n".join(lines) + "\nr = exp(logprob - old_logprob), A = advantage, sg = no gradient"

@@ -198,8 +198,7 @@ def _set_lines(job: Job) -> list[str]:
 def algorithm_lines(job: Job, on: Meshes) -> list[str]:
     """Lists the batch arithmetic in words, the algorithm's formulas, and warnings."""
     limit = job.rollout.max_tokens_to_generate
-    loss = job.algo.policy_loss(limit)
-    formulas = [job.algo.estimator().formula(), *loss.formula().splitlines(), *job.algo.describe(limit)]
+    formulas = [*job.algo.formula(limit).splitlines(), *job.algo.describe(limit)]
     return [
         in_words(job, on.trainer),
         f"Algorithm {job.algorithm}:",
@@ -300,7 +299,13 @@ def in_words(job: Job, trainer_mesh: Mesh) -> str:
     text += f", and makes {updates} update{'s' if updates > 1 else ''}: {passes} pass{'es' if passes > 1 else ''} over "
     text += f"{batches} mini-batch{'es' if batches > 1 else ''} of {mini} sequences, {'each ' if batches > 1 else ''}"
     text += f"packed into at most {shape.micro_batches} micro-batch{'es' if shape.micro_batches > 1 else ''} "
-    return text + f"of {_rows_of(shape)}. The split changes no gradient."
+    text += f"of {_rows_of(shape)}. The split changes no gradient."
+    if updates > 1:
+        text += (
+            f" trainer.max_steps and trainer.eval_every_n_steps count updates; all else, the log too, counts steps: "
+            f"{job.max_steps} steps of {updates} updates are {job.max_steps * updates} updates."
+        )
+    return text
 
 
 def _rows_of(shape: PackShape) -> str:

@@ -50,7 +50,7 @@ class Copies:
 
     def of_rollout(self) -> str:
         """Tells the second in words."""
-        times = {1: "once", 2: "twice, as layers are unrolled"}[self.generating]
+        times = {1: "once", 2: "twice"}[self.generating]
         return f"{_size(self.policy_bytes)} {times}, {_size(self.on_rollout)}"
 
 

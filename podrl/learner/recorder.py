@@ -287,6 +287,8 @@ class Recorder:
         self._run.push(wait=False)
         self._cluster.metrics.log(step, metrics)
         self._warn({"step": step, **metrics})
+        if step == self._schedule.max_steps and self._run.workdir is not None:
+            return  # the table of the summary has it, beside the first evaluation
         text = "  ".join(f"{name} {value:.3f}" for name, value in eval_means(metrics).items())
         records = f" ({metrics['eval/records']:.0f} records)" if "eval/records" in metrics else ""
         self._run.console.print(f"Evaluation after step {step}{records}: {text}")
@@ -351,6 +353,7 @@ class Recorder:
                 self._start,
                 self._schedule.max_steps,
                 self._run.log_config.console_every,
+                self._schedule.updates_per_step,
             )
             self._started, self._start = time.monotonic(), step
         done = step - self._start  # since the first step shown, which compiles and says nothing of the others

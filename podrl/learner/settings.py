@@ -280,13 +280,27 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     @property
     def advantage_alone(self) -> bool:
         """True if a token whose advantage is 0 does not move the policy."""
-        return self.policy_alone and not self.own_loss and self.kind not in ("kl_cov", "dppo", "ipo", "dro")
+        return self.policy_alone and self._scaled_by_advantage
+
+    @property
+    def _scaled_by_advantage(self) -> bool:
+        """True if the surrogate of a token whose advantage is 0 is 0."""
+        return not self.own_loss and self.kind not in ("kl_cov", "dppo", "ipo", "dro")
+
+    def formula(self, max_tokens: int) -> str:
+        """Writes the advantage and the loss with their numbers in plain text, a teacher's part included."""
+        rewards, policy, teacher = self.estimator().formula(), self.policy_loss(max_tokens), self.distillation
+        if teacher is None:
+            return f"{rewards}\n{policy.formula()}"
+        if teacher.sampled or teacher.reward_coef:
+            return teacher.formula(rewards, policy.formula())
+        if self._scaled_by_advantage:
+            return teacher.formula(rewards, policy.entropy_formula())
+        return teacher.formula(rewards, f"+ {policy.formula()}; A is 0, as there is no reward")
 
     def describe(self, max_tokens: int) -> list[str]:
         """Describes what happens beside the loss, one plain line each, for the dry run."""
         lines = []
-        if self.distillation is not None:
-            lines.append(self.distillation.formula())
         if self.observed_weight:
             lines.append(
                 f"loss + {self.observed_weight:g} x (-log p), mean over the tokens that environments gave after a "
@@ -500,5 +514,6 @@ class PPOConfig(AlgorithmConfig, GAESettings):
         if self.whiten_rewards:
             lines.append("token rewards scaled to variance 1 over the batch's tokens")
         if self.critic_warmup:
-            lines.append(f"only the critic learns in the first {self.critic_warmup} steps")
+            first = "step 1 trains" if self.critic_warmup == 1 else f"steps 1 to {self.critic_warmup} train"
+            lines.append(f"{first} the critic only")
         return [*super().describe(max_tokens), *lines]

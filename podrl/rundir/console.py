@@ -57,8 +57,20 @@ class Progress:
     narrow terminal gets fewer columns. Otherwise a line every `every` steps and at the end, without control characters.
     """
 
-    def __init__(self, console: rich.console.Console, description: str, start: int, total: int, every: int):
-        self._console, self._total, self._every = console, total, max(every, 1)
+    def __init__(
+        self, console: rich.console.Console, description: str, start: int, total: int, every: int, updates: int = 1
+    ):
+        """Shows nothing yet.
+
+        Args:
+          console: where it is shown.
+          description: name of a step.
+          start: steps done.
+          total: steps in all.
+          every: steps from line to line.
+          updates: updates of a step; where they are several, a line counts both.
+        """
+        self._console, self._total, self._every, self._updates = console, total, max(every, 1), updates
         self._name = description
         self._seen: dict[str, list[float]] = {}
         self._live = None
@@ -89,12 +101,14 @@ class Progress:
           more: further numbers of the table.
         """
         left = "" if seconds_left is None else f"left {int(seconds_left) // 60}:{int(seconds_left) % 60:02d}"
+        each = self._updates
+        made = f" ({step * each} of {self._total * each} updates)" if each > 1 else ""
         if self._live is not None:
-            self._bar.update(self._task, completed=step, left=left)
+            self._bar.update(self._task, completed=step, left=f"{made} {left}".strip())
             self._live.update(rich.console.Group(self._bar, self._table({**numbers, **more})))
         elif step % self._every == 0 or step in (1, self._total):
             text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
-            self._console.print(f"{self._name} {step}/{self._total}  {text}" + (f"  {left}" if left else ""))
+            self._console.print(f"{self._name} {step}/{self._total}{made}  {text}" + (f"  {left}" if left else ""))
             self._console.file.flush()
 
     def close(self) -> None:

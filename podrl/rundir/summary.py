@@ -108,15 +108,19 @@ def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]
     rows = []
     for name, end in _means(after).items():
         start = before.get(name)
-        if start is None or end is None:
+        if end is None:
             continue
         share = is_share(name)
-        was, now = (interval_of(values, name) for values in (before, after))
         unit, scale, digits = ("%", 100, 1) if share else ("", 1, 3)
         cells = [
-            f"{scale * value:.{digits}f}{unit} {intervals.written(ends, percent=share)}"
-            for value, ends in ((start, was), (end, now))
+            f"{scale * values[name]:.{digits}f}{unit} {intervals.written(interval_of(values, name), percent=share)}"
+            if values.get(name) is not None
+            else "not measured"
+            for values in (before, after)
         ]
+        if start is None:  # of a set that the first evaluation had not
+            rows.append([name, *cells, ""])
+            continue
         paired = summary.get("change", {}).get(name) or _change(before, after, name)
         moved = intervals.written(paired, percent=share, signed=True)
         change = f"{scale * (end - start):+.{digits}f}{' points' * share} {moved}"

@@ -58,6 +58,12 @@ def test_the_time_left_is_said_once_it_can_be_known(capsys):
     assert first.strip() == "step 1/3  reward 1.000" and second == "step 2/3  reward 1.000  left 1:01"
 
 
+def test_a_line_counts_updates_too_where_a_step_makes_several(capsys):
+    progress = Progress(make_console(), "step", 0, 3, 1, updates=4)
+    progress.update(2, {"lr": 5e-6}, None)
+    assert capsys.readouterr().out == "step 2/3 (8 of 12 updates)  lr 5.00e-06\n"
+
+
 def _live(width: int, steps: int = 3) -> str:
     console = make_console(width)
     console.file = out = io.StringIO()

@@ -20,7 +20,7 @@ from podrl.rundir.console import make_console
 from podrl.runtime.roles import Hosts
 
 TELLS = {
-    "opd": ("with a teacher, model.reference, it becomes 1 (teacher_logprob - old_logprob)",),
+    "opd": ("advantage: 1 (teacher_logprob - old_logprob) (the teacher is model.reference)\n",),
     "grpo": ("clip(r, 0.8, 1.2)", "0.04 KL: k3"),
     "dr_grpo": ("R - mean of the group\n", "/ 40)"),
     "dapo": ("clip(r, 0.8, 1.28)", "dynamic sampling", "32 tokens, then down to -1 at 40"),
@@ -63,6 +63,42 @@ def test_every_preset_is_told(name):
         assert part in text, part
     assert (found.section == "ppo") == (name == "ppo")
     assert ("Warning" in text) == bool(found.algo.policy_loss(40).warnings())
+
+
+@pytest.mark.parametrize(
+    ("settings", "told", "untold"),
+    [
+        ({}, ("advantage: 1 (teacher_logprob", "policy loss per token:"), ("R - mean", "A = 0")),
+        ({"reward_coef": 0.5}, ("R - mean of the group", "A = 0.5 advantage + 1 (teacher_logprob"), ()),
+        ({"teacher_kl": "full"}, ("loss: 1 KL(policy || teacher) over the vocabulary",), ("advantage", "policy loss")),
+        (
+            {"teacher_kl": "full", "entropy_coef": 0.25},
+            ("loss: 1 KL(policy || teacher)", "  - 0.25 entropy\n"),
+            ("advantage", "policy loss"),
+        ),
+        ({"teacher_kl": "full", "reward_coef": 1.0}, ("R - mean", "policy loss per", "+ 1 KL(policy ||"), ("A = 1",)),
+        ({"teacher_kl": "full", "policy_loss_fn": "dppo"}, ("loss: 1 KL(policy ||", "A is 0, as there is"), ("R - ",)),
+    ],
+)
+def test_a_teachers_formula_has_no_term_of_weight_zero(settings, told, untold):
+    text = planned("opd", grpo=settings)[1].partition("Algorithm opd:")[2].partition("Guarantee")[0]
+    assert [part for part in told if part not in text] == [] and [part for part in untold if part in text] == []
+    assert not re.search(r"(?<![\d.])0 (advantage|KL|\()", text)
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"), [(1, "step 1 trains the critic only"), (5, "steps 1 to 5 train the critic")]
+)
+def test_the_steps_of_the_critic_alone_are_counted(steps, told):
+    assert told in planned("ppo", ppo={"critic_warmup": steps})[1]
+
+
+def test_steps_and_updates_are_both_said_where_they_differ():
+    text = " ".join(planned("grpo", grpo={"num_iterations": 2}, trainer={"max_steps": 20})[1].split())
+    assert (
+        "max_steps and trainer.eval_every_n_steps count updates; all else, the log too, counts steps: 10 steps" in text
+    )
+    assert "count updates" not in planned("grpo")[1]
 
 
 def test_the_guarantee_of_a_killed_run_is_told():
@@ -220,7 +256,7 @@ def test_the_copies_of_the_weights_are_counted():
     held, one = copies(found, trainer, rollout), 4 * parameter_count(model_of(found))
     assert (held.versions, held.generating, held.policy_bytes) == (4, 2, one), "few layers are held one by one, too"
     assert one / 4 <= held.version_bytes < 0.27 * one, "spread over the trainer's devices, but for the norms"
-    twice = f"{one / 2**20:.1f} MiB twice, as layers are unrolled, {2 * one / 2**20:.1f} MiB in all."
+    twice = f"{one / 2**20:.1f} MiB twice, {2 * one / 2**20:.1f} MiB in all."
     assert f"Weights of a rollout device while it generates: {twice}" in text
     assert "With topology=split a trainer device keeps for other hosts up to 4 versions of" in " ".join(text.split())
     found, text = planned("grpo", dry=True, roles={"eval": {"hosts": "3"}})

@@ -69,6 +69,12 @@ def test_shares_that_are_all_right_are_not_certain(capsys):
     assert "± 0.0" not in printed
 
 
+def test_a_mean_that_the_first_evaluation_had_not_is_in_the_table(capsys):
+    print_before_after(make_console(), {"before": {}, "after": {"hard/greedy_answer": 0.5, "hard/records": 4.0}})
+    row = next(line for line in capsys.readouterr().out.splitlines() if "hard/greedy_answer" in line)
+    assert "not measured" in row and "50.0%" in row
+
+
 def test_the_change_of_a_run_is_paired_by_record(tmp_path, capsys):
     """Ten records, of which five became right and none wrong; the evaluation between is not kept."""
     texts = {0: "0000000111", 4: "1000000111", 8: "1111100111"}

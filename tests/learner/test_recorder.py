@@ -71,6 +71,24 @@ def test_a_step_is_trained_when_an_evaluation_beside_it_fails():
     assert recorder._trained == (5, b"5") and recorder._late is not None and recorder._late[0] == 5
 
 
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_the_last_evaluation_is_told_once_in_the_table(step):
+    watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext(), take_spent=dict)
+    run: Any = types.SimpleNamespace(config={}, watchdog=watchdog, spans=Spans(), metrics=None, workdir="runs/x")
+    run.console, run.push = types.SimpleNamespace(print=(said := []).append), lambda wait: None
+    nothing: Any = types.SimpleNamespace()
+    cluster: Any = types.SimpleNamespace(metrics=types.SimpleNamespace(log=lambda step, metrics: None))
+    recorder = Recorder(
+        *(cluster, nothing, run, Schedule(max_steps=4)),
+        report=nothing,
+        controllers=nothing,
+        evaluate=lambda policy, step: ({"eval/greedy_answer": 0.25, "eval/records": 8.0}, []),
+        stopping=lambda: False,
+    )
+    recorder.evaluate(Policy({}, step), step)
+    assert said == ([] if step == 4 else [f"Evaluation after step {step} (8 records): greedy_answer 0.250"])
+
+
 def test_a_run_that_more_passes_a_step_make_too_long_is_told_in_updates():
     """Under `podrl.replay --change=grpo.num_iterations=2` it said "holds 11 steps, more than trainer.max_steps=12"."""
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
