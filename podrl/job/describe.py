@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from podrl.data.mixture import split
 from podrl.data.pipeline import system_prompt, task_fields
 from podrl.job.config import Job
+from podrl.job.evaluation import unmeasured
 from podrl.job.placement import EvaluationConfig, Meshes
 from podrl.job.weights import copies
 from podrl.learner.unmoved import unmoved, unmoved_by_samples
@@ -158,8 +159,8 @@ def data_lines(job: Job) -> list[str]:
         fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
     fields |= dict.fromkeys(["turns", "model_text", "sample_text"] if job.env.used else [])
     given = f"Reward functions are given prompts, completions, and of every record: {', '.join(fields)}."
-    if opened.unanswered and job.has_accuracies:
-        given += f"\nNo accuracies: {opened.unanswered[0][0]}."
+    if why := unmeasured(job, data) if job.eval.problems else "eval.problems=0":
+        given += f"\nNo accuracies: {why}."
     given += "".join(f"\nBefore a question stands {text!r} (data.system_prompt)." for text in before)
     if not before:
         given += "\nNothing stands before a question (data.system_prompt)."

@@ -10,6 +10,7 @@ from podrl.data.config import DataConfig
 from podrl.data.mixture import split
 from podrl.data.pairs import held_out_pairs
 from podrl.data.pipeline import has_format, held_out_prompts, set_prompts
+from podrl.data.template import ANSWER_END, ANSWER_START
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import Job, pair_settings
 from podrl.learner.evaluate import Evaluator, HeldOut, Scorer, SetConfig, stop_texts
@@ -109,8 +110,19 @@ def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
     )
 
 
+def unmeasured(job: Job, data: DataConfig) -> str:
+    """Says why completions of a data set have no accuracies; '' where they have."""
+    if not job.has_accuracies:
+        return (
+            f"data.system_prompt does not ask for an answer between {ANSWER_START} and {ANSWER_END}, and reward.fns "
+            "has none of the functions that read one ('answer', 'number')"
+        )
+    lacking = split(data).unanswered
+    return lacking[0][0] if lacking else ""
+
+
 def _scorer(job: Job, data: DataConfig) -> Scorer | None:
     """Makes the accuracies of a data set's completions, where the task has any and all records have answers."""
-    if not job.has_accuracies or split(data).unanswered:
+    if unmeasured(job, data):
         return None
     return functools.partial(accuracies, has_format=has_format(data))

@@ -28,7 +28,7 @@ from podrl.data.tokenizer import Tokenizer, foreign
 from podrl.environments.config import EnvironmentConfig
 from podrl.job import alike, describe
 from podrl.job.config import SCRATCH, Job, ScratchModel, parse, unset, with_prompt_length
-from podrl.job.evaluation import held_out, make_evaluator
+from podrl.job.evaluation import held_out, make_evaluator, unmeasured
 from podrl.job.placement import Meshes, meshes
 from podrl.job.ready import check_all, check_models, check_records, check_rewards
 from podrl.learner.evaluate import EvalConfig
@@ -261,7 +261,7 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
             step = learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, evaluator, pod)
         _write_sources(current, job, {} if stream is None else stream.too_long)
         return step
-    measured = job.eval.problems and job.has_accuracies and not split(job.data).unanswered
+    measured = job.eval.problems and not unmeasured(job, job.data)
     metric_fns = [functools.partial(answer_accuracy, has_format=has_format(job.data))] if measured else []
     make: Any = PPOLearner if job.section == "ppo" else GRPOLearner
     learner = make(cluster, job.algo, metric_fns=metric_fns, reward_config=job.reward, pod=pod, environment=job.env)

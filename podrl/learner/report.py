@@ -89,6 +89,7 @@ class SampleReport:
             "reward/std": float(reward_B.std()),
             "reward/groups_without_signal": float((spread_P == 0).mean()),
             **{f"reward/{name}": float(each_B[counted_B].mean()) for name, each_B in each.items()},
+            **{f"reward/zero/{name}": float((each_B[counted_B] == 0).mean()) for name, each_B in each.items()},
         }
         named_P = self._groups_of(experience.rollouts)
         for group in self._groups:
@@ -106,12 +107,14 @@ class SampleReport:
         return {name: value for name, value in divided(values).items() if not name.startswith("sampler/moment_")}
 
     def samples(self, experience: Experience) -> Sequence[Mapping[str, Any]]:
-        """Records the first sample of every prompt whose samples are in the loss, with its rewards and its group."""
+        """Records the first sample of every prompt whose samples are in the loss: its rewards, group and reference."""
         rollouts, rewarded_B, named_P = experience.rollouts, experience.rewarded(), self._groups_of(experience.rollouts)
+        truth_P = rollouts.prompts.fields.get("answer", [None] * len(named_P))
         return [
             {
                 "prompt": rollouts.prompts.text[p],
                 "completion": rollouts.completions[b],
+                **({} if truth_P[p] is None else {"truth": truth_P[p]}),
                 **({"group": named_P[p]} if named_P[p] else {}),
                 "reward": float(experience.reward_B[b]),
                 **_turns(rollouts.episodes[b]),

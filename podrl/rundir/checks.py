@@ -23,6 +23,7 @@ KL_LIMIT = 1.0  # nats per token
 SPIKE = 10.0  # times the median
 FAILING = 0.5  # share of a tool's calls
 STARVED = 0.25  # share of a step
+UNPAID = 0.95  # share of samples
 REPEATED = 8  # times one behind the other
 SETTLED = 10  # steps before a constant is believed
 
@@ -184,8 +185,40 @@ def _function_constant(now: Record, past: Past) -> str:
     fns = [str(fn).rpartition(":")[2] for fn in past.setting("reward.fns", ())]
     fns = fns if len(fns) > 1 else []
     same = [f"reward/{fn}" for fn in fns if len(set(past.recent(now, f"reward/{fn}", SETTLED))) == 1]
+    same = [name for name in same if number(now, name.replace("/", "/zero/", 1)) != 1]  # said by the next check
     said = ", ".join(f"{name} is {number(now, name):.4g}" for name in same)
     return f"{said} in every one of the first {SETTLED} steps" if same else ""
+
+
+@check(
+    "a reward function pays nothing",
+    meaning=(
+        "a function that gives 0 to nearly all samples teaches nothing yet. The likeliest reasons: 1. the answers have "
+        "not the form that it looks for; 2. it compares with another field of the records than the one that holds the "
+        "reference; 3. the task is too hard for this model. (Of a penalty, 0 is the best.)"
+    ),
+    key=(
+        "1. data.system_prompt to ask for the form, or algorithm=sft first; 2. the function's arguments, "
+        "data.answer_field; 3. easier data (data.path), more SECTION.num_generations"
+    ),
+)
+def _unpaid(now: Record, past: Past) -> str:
+    named = [name.removeprefix("reward/zero/") for name in now if name.startswith("reward/zero/")]
+    for name in named:
+        shares = past.recent(now, f"reward/zero/{name}")
+        if not shares or average(shares) < UNPAID or (number(now, f"reward/{name}") or 0) < 0:
+            continue
+        said = f"reward function {name} gave 0 to {average(shares):.0%} of the samples of {WINDOW} steps"
+        found = next((sample for sample in reversed(past.samples) if number(sample, name) == 0), None)
+        return said if found is None else f"{said}, such as (step {found['step']}) {_shown(found)}"
+    return ""
+
+
+def _shown(sample: Record) -> str:
+    """A sample in one line: the end of its prompt, the begin of its answer, the reference."""
+    prompt, text = str(sample.get("prompt", "")), str(sample.get("completion", ""))
+    prompt, text = ("..." * (len(prompt) > 160) + prompt[-160:], text[:240] + "..." * (len(text) > 240))
+    return f"prompt {prompt!r}, answer {text!r}" + (f", reference {sample['truth']!r}" if "truth" in sample else "")
 
 
 @check(

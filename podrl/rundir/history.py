@@ -29,6 +29,7 @@ class Past:
       first: the first steps.
       last: the last steps before this one, oldest first.
       evaluations: the first evaluation and the last two.
+      samples: the last recorded training samples.
       repeating: of the last recorded training samples, which repeat themselves.
       steps: records of steps seen before this one.
     """
@@ -38,6 +39,7 @@ class Past:
         self.first: list[Record] = []
         self.last: collections.deque[Record] = collections.deque(maxlen=20)
         self.evaluations: list[Record] = []
+        self.samples: collections.deque[Record] = collections.deque(maxlen=16)
         self.repeating: collections.deque[bool] = collections.deque(maxlen=8)
         self.steps = 0
 
@@ -45,6 +47,8 @@ class Past:
         """Keeps a record, after it has been looked at."""
         if kind == "evaluation":
             self.evaluations = [*self.evaluations[:1], *self.evaluations[-1:], record][-3:]
+        elif kind == "sample" and "evaluation" not in record:
+            self.samples.append(record)
         elif kind == "step":
             self.steps += 1
             self.last.append(record)

@@ -57,6 +57,13 @@ def nothing_trained(run):
         put(run, f"loss/{name}", value, 5, 5)
 
 
+def unpaid(run):
+    put(run, "reward/zero/number", 0.5, 1, 4)
+    put(run, "reward/zero/number", 0.97, 5)
+    for sample in run["samples"]:
+        sample |= {"number": 0.0, "truth": "42"} if sample["step"] == 1 else {"number": 1.5}
+
+
 # Finding, run it is planted in, what is changed, the step at which it must be found, words of what is said.
 PLANTED = [
     (
@@ -83,6 +90,13 @@ PLANTED = [
     ("reward not a number", "ppo", lambda r: put(r, "reward/answer", None, 6, 6), 6, "reward/answer"),
     ("reward constant", "ppo", lambda r: put(r, "reward/std", 0.0, 6), 10, "last 5 steps"),
     ("reward function without effect", "gspo", lambda r: put(r, "reward/number", 0.0, 1), 10, "reward/number is 0"),
+    (
+        "a reward function pays nothing",
+        "gspo",
+        unpaid,
+        9,
+        "reward function number gave 0 to 97% of the samples of 5 steps, such as (step 1) prompt",
+    ),
     ("reward saturated", "grpo", lambda r: put(r, "reward/std", 0.1, 12), 16, "0.1 over 5"),
     ("groups without signal", "rloo", lambda r: put(r, "reward/groups_without_signal", 0.9, 7), 11, "0.9"),
     ("nothing trained", "rloo", nothing_trained, 5, "64 equal_rewards, 3 no_tokens"),
@@ -134,6 +148,15 @@ def test_the_page_has_every_row_of_the_table():
     rows = [line.split(" | ") for line in page.split("\n") if line.startswith("| ") and line.count(" | ") == 3]
     listed = [(name, meaning, key.removesuffix(" |")) for _, name, meaning, key in rows[1:]]
     assert listed == [(row.name, row.meaning, row.key) for row in CHECKS]
+
+
+def test_a_penalty_is_not_told_to_pay_nothing_and_the_sample_has_its_reference(tmp_path):
+    run = recorded.run("gspo")
+    unpaid(run)
+    text = next(f.text for f in doctor.examine(recorded.write(run, tmp_path / "paid")) if "pays nothing" in f.name)
+    assert text.endswith(", reference '42'") and "answer '" in text
+    put(run, "reward/number", -0.1, 1)
+    assert not [f for f in doctor.examine(recorded.write(run, tmp_path / "penalty")) if "pays nothing" in f.name]
 
 
 def test_the_first_broken_comes_first_and_a_sample_is_named(tmp_path, capsys):

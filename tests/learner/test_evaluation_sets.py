@@ -118,7 +118,8 @@ def test_groups_of_the_held_out_records_have_metrics_of_their_own():
 
 def test_groups_of_a_step_have_rewards_of_their_own():
     batch = prompts_with("1234")
-    batch = dataclasses.replace(batch, fields={"group": ["easy", None, "hard", "hard"]})
+    fields = {"group": ["easy", None, "hard", "hard"], "answer": ["1", None, 0, "4"]}
+    batch = dataclasses.replace(batch, fields=fields)
     rollouts = samples_of(batch, ["x"] * 8)
     lost_B = np.repeat([0, 0, 0, LeftOut.FAILED], 2)
     reward_B = np.arange(8.0)
@@ -135,6 +136,8 @@ def test_groups_of_a_step_have_rewards_of_their_own():
         "group/hard/reward/length": 9.0,
     }
     assert [record.get("group") for record in report.samples(made)] == ["easy", None, "hard"]
+    assert [record.get("truth", "none") for record in report.samples(made)] == ["1", "none", 0], "0 is a reference"
+    assert report.describe(made)["reward/zero/length"] == 1 / 6, "of the samples that have a reward"
     plain = SampleReport(GRPOConfig(num_generations=2), **told)
     assert not any(name.startswith("group/") for name in plain.describe(made))
 
