@@ -10,7 +10,7 @@ Shared arguments:
   reward_B: task rewards, any range.
   mask_BT: 1 on tokens the policy sampled.
   group_B: number of each sample's group, a numpy array (`podrl.groups`). ValueError where its length is not B.
-  singleton: what a group of one gets, "zero" or "raw". ValueError for any other.
+  singleton: advantage of a group of one, "zero" or "raw". ValueError for any other.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def group_relative(
         2508.08221); "none" only centres (Dr. GRPO, arXiv 2503.20783).
       ddof: 1 is the sample standard deviation (Tunix, TRL, verl), 0 the population's (NumPy, open-instruct).
       eps: added to the standard deviation; a group of equal rewards gives exactly 0.
-      singleton: what a group of one gets, "zero" or "raw" (the reward / (1 + eps) when scaled).
+      singleton: advantage of a group of one, "zero" or "raw" (the reward / (1 + eps) when scaled).
 
     Returns:
       Advantages, unitless, mean 0 in every group.
@@ -280,7 +280,7 @@ def reinforce_plus_plus_baseline(
 
     Args:
       mask_BT: 1 on tokens the policy sampled; longer completions weigh more in the whitening.
-      singleton: what a group of one gets before whitening, "zero" or "raw".
+      singleton: advantage of a group of one before whitening, "zero" or "raw".
     """
     centred_B = group_relative(reward_B, group_B=group_B, scale="none", singleton=singleton)
     return masked_whiten(centred_B[:, None] * mask_BT.astype(centred_B.dtype), mask_BT)

@@ -31,7 +31,7 @@ class Distillation:
       coef: weight of the reverse KL: advantage per nat, or loss per nat.
       reward_coef: weight of the rewards' advantage; 0 for none.
       kl: what the KL of a token is taken over: the sampled id, the policy's likeliest ids, or the vocabulary.
-      top_k: how many likeliest ids.
+      top_k: number of likeliest ids.
     """
 
     coef: float
@@ -60,7 +60,7 @@ class Distillation:
 
         Args:
           logprob_BT: under the policy before the update, nats.
-          teacher_logprob_BT: of the same tokens under the teacher, nats.
+          teacher_logprob_BT: log-probabilities of the same tokens under the teacher, nats.
           mask_BT: 1 on sampled tokens.
         """
         arrays: tuple = (logprob_BT, teacher_logprob_BT, mask_BT)
@@ -93,7 +93,7 @@ class TaughtRows:
     """Packed rows of an update with a teacher's exact divergence.
 
     Attributes:
-      policy: what the policy loss reads.
+      policy: rows of the policy loss.
       scale: divisor of the policy loss over the number of tokens. The divergence's sum, added to that loss before the
         division, is so divided by tokens.
     """
@@ -113,7 +113,7 @@ class TopKRows(TaughtRows):
 
     Attributes:
       id_BTK: in place of each token.
-      teacher_logprob_BTK: of these ids under the teacher, nats.
+      teacher_logprob_BTK: log-probabilities of these ids under the teacher, nats.
     """
 
     id_BTK: Int[Array, "B T K"]

@@ -17,7 +17,7 @@ class Pairs(NamedTuple):
 
     Attributes:
       loss_P: loss of each pair, nats.
-      margin_P: how much the policy prefers the chosen answer: of DPO its implicit reward less that of the rejected one,
+      margin_P: the policy's preference for the chosen answer: of DPO its implicit reward less that of the rejected one,
         beta times nats.
       weight_P2: minus the derivative of each loss by the answers' log-probabilities, so that the gradient of the loss
         is that of -weight logprob with the weight held: a policy gradient whose advantages the pair itself gives.
@@ -43,7 +43,7 @@ def dpo(
     Args:
       logprob_P2: log-probability of each whole answer under the policy, nats.
       ref_logprob_P2: the same under the reference.
-      beta: how much a nat of difference to the reference is worth, above 0.
+      beta: reward of a nat of difference to the reference, above 0.
       label_smoothing: the share s, in [0, 0.5).
     """
     reward_P2 = beta * (logprob_P2 - ref_logprob_P2)

@@ -22,7 +22,7 @@ class ObservedRows:
     """Packed rows of an update that learns from observations, too.
 
     Attributes:
-      policy: what the policy loss reads.
+      policy: rows of the policy loss.
       weight_BT: weight of each observed token in the cross-entropy, 0 on all others.
       scale: divisor of the policy loss over the number of tokens with a weight. The cross-entropy's sum, added to that
         loss before the division, is so divided by the tokens that it is over.

@@ -85,7 +85,7 @@ class GroupSettings(AdvantageSettings):
         whole batch, "none" by nothing (Dr. GRPO).
       advantage_ddof: 1 for the sample standard deviation, 0 for the population's; grpo only.
       advantage_eps: added to the standard deviation.
-      singleton: what a group of one gets, "zero" or "raw".
+      singleton: advantage of a group of one, "zero" or "raw".
     """
 
     advantage_scale: Literal["std", "batch", "none"] = "std"
@@ -121,7 +121,7 @@ class AdvantageEstimator:
     """The configured advantage estimator; calling it turns token rewards into token advantages.
 
     Attributes:
-      settings: what it is made of.
+      settings: settings of the estimator.
       own: the user's estimator, where `settings` name one: (reward_PG, length_PG=) -> advantage_PG.
     """
 

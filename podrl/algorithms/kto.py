@@ -41,7 +41,7 @@ def kto(
       logratio_B: log p / p_ref of each whole answer, nats.
       unrelated_logratio_B: the same of the answer of another example after this one's prompt.
       desirable_B: the labels.
-      beta: how much a nat of difference to the reference is worth, above 0.
+      beta: reward of a nat of difference to the reference, above 0.
       desirable_weight, undesirable_weight: w of either label (lambda_D and lambda_U).
     """
     kl = jnp.maximum(jnp.mean(unrelated_logratio_B), 0.0)

@@ -266,7 +266,7 @@ class PolicyLoss:
     """The configured policy loss; calling it gives a (micro-)batch's loss and metrics.
 
     Attributes:
-      settings: what it is made of.
+      settings: settings of the loss.
       own: the user's token loss, where `settings` name one: (logprob_BT, old_logprob_BT, advantage_BT, mask_BT=,
         length_BT=, segment_BT=) -> loss_BT.
       oldest: the largest age of a token, in updates; from 2 on rows have ages, and metrics are given by age, too.

@@ -16,7 +16,7 @@ class Preset:
     """Settings that define an algorithm; the rest keep their defaults.
 
     Attributes:
-      about: what it is, one line.
+      about: description, one line.
       source: paper or program it follows.
       advantage: fields of `GroupSettings`, of `GAESettings` for gae.
       loss: fields of `KLLossSettings`. Where the mode needs `loss_agg_scale`, the run gives it: its completion limit.

@@ -18,7 +18,7 @@ class CriticRows:
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
       value_BT: the critic's value before the token, as it was before the first update on this batch; reward units.
-      return_BT: what the value should have been.
+      return_BT: return that the value should have predicted.
     """
 
     layout: Layout
@@ -41,7 +41,7 @@ def value_loss(
     Args:
       value_BT: the critic's values, differentiated.
       rows: its values before the update, the targets, and which tokens count.
-      clip_range: how far a value may move in one update before its gradient stops, reward units; infinity for no clip.
+      clip_range: distance a value may move in one update before its gradient stops, reward units; infinity for no clip.
       mode: aggregation mode.
       scale: fixed length of the scale modes, tokens.
 

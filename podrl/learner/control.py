@@ -17,8 +17,8 @@ class _Coefficient:
     """A KL coefficient, fixed or adapted to `kl_target`; 0 means no KL and stays 0.
 
     Attributes:
-      active: whether there is such a KL.
-      steered: whether its coefficient moves.
+      active: True if there is such a KL.
+      steered: True if its coefficient moves.
       coef: the coefficient of the next step, which checkpoints carry.
     """
 
@@ -107,7 +107,7 @@ class MismatchGate:
           bound: mean |trainer - sampler| per token, nats.
           patience: steps in a row above it that stop the run; 0 only warns.
           section: config section of the two, for messages.
-          stale: whether the samples may come from older weights.
+          stale: True if the samples may come from older weights.
         """
         self._bound, self._patience, self._section = bound, patience, section
         self._stale, self._above = stale, 0

@@ -36,7 +36,7 @@ class SetConfig:
       problems: records used, from the first on; None for as many as eval.problems.
       samples: completions of a record at `temperature`, for mean@k, pass@k and majority@k; None is eval.samples, 0
         leaves greedy ones alone.
-      temperature: of those samples.
+      temperature: sampling temperature of those samples.
       max_tokens_to_generate: of a sample; None is rollout.max_tokens_to_generate, the most there can be.
       every: 2 scores it in every other evaluation, and so on; the first and the last one have all sets.
       reward: reward functions of its records, instead of reward.fns.
@@ -121,11 +121,11 @@ class HeldOut:
 
     Attributes:
       batches: its prompts; none where other hosts have them all.
-      sampled: how the samples beside greedy completions are drawn.
-      samples: of them for each prompt.
+      sampled: sampling settings of the samples beside greedy completions.
+      samples: number of them for each prompt.
       scorer: accuracies of a completion against the record's `answer`; None where the task has none.
-      name: of a set of eval.sets; '' for the records held out of the training data.
-      every: in which evaluations it is scored: every n-th.
+      name: name of a set of eval.sets; '' for the records held out of the training data.
+      every: number n; it is scored in every n-th evaluation.
     """
 
     batches: Sequence[Prompts]
@@ -165,7 +165,7 @@ class Evaluator:
         """Generates nothing yet.
 
         Args:
-          cluster: that generates.
+          cluster: the cluster that generates.
           batches: the prompts.
           config: number of samples.
           scorer: accuracies of a completion against the record's `answer`; None where the task has none.

@@ -137,8 +137,8 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
     """Builds the whole batch from every rollout host's header, in their order; rows and texts are still empty.
 
     Args:
-      headers: of the hosts' shares.
-      pad_id: of the samples' rows.
+      headers: headers of the hosts' shares.
+      pad_id: token id that pads the samples' rows.
       names: the rows that `fill_rows` will write; the others are blank views, which take no memory.
     """
 

@@ -34,13 +34,13 @@ class Making:
 
     Attributes:
       prompts: its batch of prompts, with those that dynamic sampling may take.
-      step: that trains on it.
+      step: the step that trains on it.
       quantum: tokens that each of its samples draws in a window, but for the last.
       player: its samples.
       rewards: scores those that have ended.
-      given: how many these are.
+      given: number of these.
       model_reward_B: the reward model's score of each sample; None until all samples have ended, and without a model.
-      seconds: of the last window.
+      seconds: duration of the last window.
       worked: metrics of the engine's work in it.
     """
 

@@ -35,7 +35,7 @@ class GRPO:
     Attributes:
       cluster: the actor and its reference.
       mini_batch_size: samples of an update.
-      old: what the ratio starts from: 'current', 'trainer' or 'sampler'.
+      old: source of the ratio's denominator: 'current', 'trainer' or 'sampler'.
       shape: packed shape of a mini-batch on the actor's mesh.
       layouts: packed shapes that samples are brought into, and the meshes these lie on.
     """
@@ -46,7 +46,7 @@ class GRPO:
         Args:
           cluster: the actor and its reference.
           config: the settings.
-          samples: of a step.
+          samples: the samples of a step.
           say: told of settings that are probably not meant.
         """
         self.cluster, self._config, self._samples = cluster, config, samples

@@ -45,7 +45,7 @@ class Trained:
 
     Attributes:
       algorithm: how.
-      report: what it says about a step.
+      report: its report about a step.
       needed: (step, batch) -> samples that this process's devices train on, where rollouts come from other hosts.
       evaluate: scores what is trained on held-out data where that takes no rollout; all hosts that train call it.
     """
@@ -162,7 +162,7 @@ def learn_answers(
     Args:
       algorithm: SFT, DPO, ORPO, KTO or RewardModelling.
       settings: its settings.
-      shape: of a packed batch.
+      shape: shape of a packed batch.
       cluster: the models.
       stream: batches of answers; None on a rollout host.
       run: files, checkpoints and signals.

@@ -122,7 +122,7 @@ class Schedule:
 
     Attributes:
       max_steps: the last step (`RLTrainingConfig.steps`).
-      max_staleness: how many versions older than the trainer a batch's policy may be; 0 is strictly on-policy.
+      max_staleness: number of versions a batch's policy may be behind the trainer; 0 is strictly on-policy.
       save_every: 0 saves only at the end and on preemption.
       eval_every: updates; 0 evaluates only before and after.
       updates_per_step: mini-batches x passes over them.

@@ -114,12 +114,12 @@ class Recorder:
           stream: the data, whose position is.
           run: files, checkpoints, and the watchdog.
           schedule: when the loop does what.
-          report: of the algorithm.
-          controllers: of the algorithm.
+          report: the algorithm's report.
+          controllers: the algorithm's controllers.
           evaluate: None for no evaluation.
           beside: makes all evaluations but the last on evaluation hosts; None where training stops for them.
-          stopping: whether the run was asked to stop, the same in all processes of the job.
-          curriculum: of the data, where it has one.
+          stopping: True if the run was asked to stop, the same in all processes of the job.
+          curriculum: the data's curriculum, where it has one.
         """
         self._curriculum = curriculum
         self._cluster, self._stream, self._run, self._schedule = cluster, stream, run, schedule
@@ -385,8 +385,8 @@ class HostRecorder:
           run: signals and the watchdog; writes nothing.
           schedule: the job's.
           enter: asks the leader where this host begins.
-          evaluate: on this host's share of the held-out prompts; None for no evaluation.
-          stopping: whether the run was asked to stop, the same in all processes of the job.
+          evaluate: evaluation of this host's share of the held-out prompts; None for no evaluation.
+          stopping: True if the run was asked to stop, the same in all processes of the job.
           curriculum: prompts chosen by their pass rates, where the data has one.
         """
         self._curriculum = curriculum

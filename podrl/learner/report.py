@@ -34,12 +34,12 @@ class SampleReport:
         """Opens nothing yet.
 
         Args:
-          config: of the algorithm.
-          reward_names: of the reward functions, in their order.
+          config: the algorithm's settings.
+          reward_names: names of the reward functions, in their order.
           metric_fns: the user's, run every step.
           watched: metrics of the progress line.
           skipped: prompts left out so far because they were too long.
-          curriculum: of the prompts; None where each has its turn.
+          curriculum: curriculum of the prompts; None where each has its turn.
           groups: of the prompts, by their field `group`: the rewards of each are told alone, too.
         """
         self._config, self._names, self._metric_fns = config, reward_names, metric_fns

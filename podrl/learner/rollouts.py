@@ -57,11 +57,11 @@ class LocalRollouts:
         """Starts nothing.
 
         Args:
-          cluster: with both meshes.
+          cluster: the cluster with both meshes.
           stream: the data.
           run: the watchdog.
           generate: a Generate, or a Generator.
-          evaluator: on held-out prompts.
+          evaluator: evaluator on held-out prompts.
           clock: when weights change inside samples, and which groups make a batch.
           prompts: number of prompts of a batch that is generated.
         """

@@ -48,8 +48,8 @@ def policy_scores(
     Args:
       cluster: the models.
       rollouts: the samples; on several trainer hosts each holds the rows of its own devices.
-      shape: of one packed mini-batch.
-      mini_batches: which samples go together, a partition of all.
+      shape: shape of one packed mini-batch.
+      mini_batches: indices of the samples that go together, a partition of all.
       old: 'trainer' for a forward pass, 'sampler' for what the engine reported.
     """
     old_BT = np.where(rollouts.mask_BT > 0, rollouts.logprob_BT, 0.0).astype(np.float32)

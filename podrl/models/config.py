@@ -96,12 +96,12 @@ class Experts:
       ffn_dim: inner dimension of each, F.
       score: function of the router's logits: 'softmax' over all experts, 'sigmoid' of each, or 'chosen': a softmax over
         the chosen ones. The experts with the highest scores are chosen.
-      normalize: whether the weights of a token's experts are divided by their sum.
+      normalize: True divides the weights of a token's experts by their sum.
       scale: factor of the weights.
       selection_bias: whether a number per expert is added to the scores for choosing, but not to the weights. It has no
         gradient.
       shared_dim: inner dimension of one more feed-forward that computes every token; 0 is none.
-      shared_gate: whether its output is multiplied by a sigmoid of the token.
+      shared_gate: True multiplies the shared expert's output by a sigmoid of the token.
     """
 
     count: int

@@ -24,8 +24,8 @@ class Param:
 
     Attributes:
       shape, axes: size and logical axis of each dimension.
-      std: of the normal it is drawn from; 0 is zeros, -1 ones.
-      dtype: where it differs from that of the model: 'int8', 'int4', 'float32'.
+      std: standard deviation of the normal it is drawn from; 0 is zeros, -1 ones.
+      dtype: storage type where it differs from the model's: 'int8', 'int4', 'float32'.
     """
 
     shape: tuple[int, ...]
@@ -404,7 +404,7 @@ def hidden(
       dtype: compute dtype; parameters are cast where they are used.
       remat: 'none', 'dots' (keep outputs of projections and attention), 'full' (keep layer inputs only) or 'offload'
         (keep what 'dots' keeps in the host's memory).
-      mesh: where given, activations are pinned to the batch sharding.
+      mesh: the devices; where given, activations are pinned to the batch sharding.
       dropout_key: turns on the adapters' dropout (training only); without it, or at rate 0, nothing is dropped.
       prefix_BT: where segments share beginnings, the segment each token sees before its own; 0 is none.
       route_LBTk: the experts each token takes, as the sampler recorded them, see `podrl.models.moe.route`; None lets

@@ -48,8 +48,8 @@ def load(
     Args:
       directory: config.json and safetensors weights of any floating dtype, or an Orbax checkpoint of podrl's parameter
         tree in their place (podrl/models/orbax_files.py); local or gs://.
-      mesh: where the parameters go; None is the first device.
-      dtype: of the parameters on the devices.
+      mesh: devices that hold the parameters; None is the first device.
+      dtype: storage type of the parameters on the devices.
       lora_config: adds fresh adapters (with no effect yet), random with `seed`.
 
     Raises:

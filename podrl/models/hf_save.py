@@ -46,7 +46,7 @@ def save(
     Args:
       directory: must not exist, or be empty.
       config, params: a model without adapters (see `podrl.models.lora.merge`) of jax or numpy arrays.
-      dtype: of the written weights.
+      dtype: type of the written weights.
       fields: further fields of config.json: token ids and the like.
       extra_files: further files, by name: the tokenizer's.
       max_file_bytes: weights are split into files of at most this size.
@@ -83,7 +83,7 @@ def write_entries(
 
     Args:
       partial: the directory to write into.
-      single_name: one file of this name, whatever its size.
+      single_name: name of the only file, whatever its size.
     """
     source = {name: (entry, index) for entry in wanted for name, index in entry.places().items()}
     outgoing = [Outgoing(name, entry.stored_shape, dtype) for name, (entry, _) in source.items()]

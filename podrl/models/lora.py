@@ -26,9 +26,9 @@ def with_adapters(
     Args:
       config, params: a model without adapters; its arrays are shared, not copied. With `lora.base_dtype`, the
         projections are integers and scales already.
-      lora: what to add.
+      lora: settings of the adapters to add.
       mesh, dtype: where the adapters live and in which precision.
-      seed: of the random A matrices.
+      seed: seed of the random A matrices.
 
     Raises:
       ValueError: the model has adapters already.

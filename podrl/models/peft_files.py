@@ -61,7 +61,7 @@ def save_adapters(
       directory: must not exist, or be empty.
       config, params: a model with adapters; other leaves are not touched.
       base: path or name of the base model, recorded for PEFT.
-      dtype: of the written matrices.
+      dtype: type of the written matrices.
 
     Raises:
       ValueError: the model has no adapters, or the directory holds something.

@@ -25,7 +25,7 @@ class Decoder(nnx.Module):
     Attributes:
       config: what the model is, its adapters included.
       weights: the parameter tree of podrl/models/decoder.py, every leaf an nnx.Param.
-      directory: where they were read from, as the user named it; '' for parameters from elsewhere.
+      directory: source of the parameters, as the user named it; '' for parameters from elsewhere.
     """
 
     def __init__(self, config: ModelConfig, params: PyTree, mesh: Mesh, directory: str = ""):
@@ -99,8 +99,8 @@ def from_pretrained(
 
     Args:
       directory: config.json and safetensors weights; or ORG/NAME of the hub.
-      mesh: where the parameters go, axes ("data", "fsdp", "tensor"); None is the first device.
-      dtype: of the parameters.
+      mesh: devices that hold the parameters, axes ("data", "fsdp", "tensor"); None is the first device.
+      dtype: storage type of the parameters.
       lora: adds fresh adapters, random with `seed`.
       adapters: a PEFT directory to put on top instead.
 

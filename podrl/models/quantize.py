@@ -22,7 +22,7 @@ def quantize(weight: Array, *, axis: int, groups: int, dtype: str) -> tuple[Arra
     Args:
       weight: any shape, any floating dtype.
       axis: the dimension cut into groups; every other index has scales of its own.
-      groups: how many; must divide the dimension.
+      groups: number of groups; must divide the dimension.
       dtype: 'int8' or 'int4'.
 
     Returns:

@@ -57,9 +57,9 @@ def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) 
 
     Args:
       params: the decoder's whole tree, on any mesh; under LoRA its frozen leaves are shared where they lie right.
-      config: of the decoder.
-      mesh: where the copy goes.
-      dtype: of its parameters.
+      config: the decoder's configuration.
+      mesh: devices that hold the copy.
+      dtype: storage type of its parameters.
     """
     abstract = abstract_params(config, mesh, dtype)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -94,8 +94,8 @@ def load(
 
     Args:
       directory: local or gs://: config.json and safetensors weights, the head as `score.weight` (1, D).
-      mesh: where the parameters go.
-      dtype: of the parameters.
+      mesh: devices that hold the parameters.
+      dtype: storage type of the parameters.
       lora_config: adds fresh adapters, random with `seed`.
       needs_head: False also takes a causal language model, whose head is then zeros.
 

@@ -252,7 +252,7 @@ def write_file(path: pathlib.Path, tensors: Sequence[Outgoing], arrays: Iterable
 
     Args:
       path: target file.
-      tensors: what will be written, in order.
+      tensors: descriptions of the arrays, in the order in which they are written.
       arrays: as many arrays; consumed lazily, so that one is in memory at a time.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

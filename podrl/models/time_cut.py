@@ -28,8 +28,8 @@ def over_time(run: Attend, blockwise: Attend, axis: str, size: int, block: int) 
     Args:
       run: any form, for whole rows.
       blockwise: the form that takes `block` and `order`, for queries of some blocks of a row.
-      axis: of the mesh.
-      size: of the axis.
+      axis: the mesh's axis that cuts rows along time.
+      size: number of devices along the axis.
       block: tokens of a block, at most.
     """
 

@@ -42,7 +42,7 @@ class RLTrainingConfig(AdamSettings):
         updates) that reaches the number; 0 evaluates before and after only.
       max_steps: updates of the run, which ends with the step that reaches it; None is one pass over the data.
       gradient_accumulation_steps: micro-batches an update is split into at least; None leaves it to the other keys.
-      checkpoint_root_directory: where checkpoints go; None is under the workdir.
+      checkpoint_root_directory: directory of checkpoints; None is under the workdir.
       max_seq_token_per_tpu: tokens one device holds in a micro-batch; at least one row, or its part of one where the
         mesh has seq.
       actor_optimizer: any optax transformation; None is AdamW from the fields below.
@@ -57,11 +57,11 @@ class RLTrainingConfig(AdamSettings):
         to a multiple of 32 (CPU) or 128 for each part along time, or 1.65 times that where sequences are short (up to
         256 tokens), so that two of most share a row; where prompts are shared and sequences are not short, as much of a
         group as a device takes.
-      share_prompts: whether samples of a prompt that lie in one row share its tokens; None does so, too. The gradient
+      share_prompts: True lets samples of a prompt that lie in one row share its tokens; None, too. The gradient
         is the same, but that adapters drop the same inputs of a shared token for all its samples.
-      param_dtype: how trainable parameters are stored. bfloat16 keeps a float32 master copy in the optimizer.
+      param_dtype: storage type of trainable parameters. bfloat16 keeps a float32 master copy in the optimizer.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 whatever it is.
-      remat: what the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
+      remat: values that the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
         fastest on CPU too), 'full' (whole layers) or 'offload' (as 'dots', but what is kept waits in the host's memory;
         TPU and GPU gain memory by it, on CPU it is the same memory).
       warmup_fraction: share of all updates over which the learning rate rises.

@@ -39,7 +39,7 @@ def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
 
     Args:
       how: it is compared with.
-      forward: of the policy.
+      forward: the policy's forward pass.
       teacher: its architecture.
 
     Raises:
@@ -73,7 +73,7 @@ def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk, coef: f
     micro-batch, so that a batch holds none of them.
 
     Args:
-      forward: of the policy.
+      forward: the policy's forward pass.
       loss: the policy loss, on `rows.policy`; divided as it is without a teacher.
       teacher: of the same token ids as the policy, or more.
       coef: loss per nat.

@@ -286,7 +286,7 @@ def pulled_back(
       hidden_BTD: this device's hidden states.
       matrix_VD: its part of the output matrix.
       dlogits: (capped logits of a chunk, chunk) -> the loss's derivative by them; called once in a scan.
-      head: of the call.
+      head: the call's head.
     """
     hidden_XD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     chunks = math.ceil(matrix_VD.shape[0] / head.chunk)

@@ -42,7 +42,7 @@ class Trunk:
 
     Attributes:
       config: the model.
-      mesh: where it runs.
+      mesh: devices it runs on.
       dtype: compute dtype; what the heads give is float32 whatever it is.
       remat: see `podrl.models.decoder.hidden`.
     """
@@ -73,7 +73,7 @@ class Forward(Trunk):
     """Runs the actor's forward pass.
 
     Attributes:
-      temperature: of the distribution whose log-probabilities are meant: that of sampling.
+      temperature: sampling temperature; log-probabilities are those of this distribution.
     """
 
     temperature: float = 1.0

@@ -25,7 +25,7 @@ class AdamSettings:
 
     Attributes:
       learning_rate: the peak.
-      schedule: what follows the warm-up: 'constant', 'cosine' or 'linear' down to `end_fraction` of the peak.
+      schedule: the rate after the warm-up: 'constant', 'cosine' or 'linear' down to `end_fraction` of the peak.
       end_fraction: final rate divided by the peak.
       b1, b2, eps, weight_decay: AdamW's own; decay applies to every trainable parameter.
       max_grad_norm: gradients of a larger global norm are scaled down to it; 0 is off.

@@ -28,8 +28,8 @@ class PackShape:
       rows: B, rows of one micro-batch over all data shards.
       tokens: T, tokens of one row.
       shards: data shards that split the rows of a micro-batch evenly.
-      shared: whether sequences that begin alike may share those tokens in a row.
-      whole: whether all pieces of a sample must lie in one row, for a loss with terms over whole samples.
+      shared: True lets sequences that begin alike share those tokens in a row.
+      whole: True keeps all pieces of a sample in one row, for a loss with terms over whole samples.
     """
 
     micro_batches: int

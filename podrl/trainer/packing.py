@@ -19,7 +19,7 @@ class SharedPrefixes:
 
     Attributes:
       group_B: sequences of one group are equal in their first `length_B` tokens.
-      length_B: how many; fewer than the sequence has, and none of them counts in a loss.
+      length_B: number of these tokens; fewer than the sequence has, and none of them counts in a loss.
     """
 
     group_B: Int[np.ndarray, " B"]
@@ -45,7 +45,7 @@ class Pieces:
     Attributes:
       samples: number of samples.
       sample_B: sample of each sequence, ascending.
-      begin_B: where in the sample's row the sequence begins.
+      begin_B: index in the sample's row at which the sequence begins.
       length_B: tokens of each sequence.
     """
 
@@ -85,14 +85,14 @@ class Placement:
     sample's sequences at the places that `pieces` says.
 
     Attributes:
-      shape: of the packed arrays.
+      shape: shape of the packed arrays.
       pieces: the sequences.
       micro_batches: micro-batches that hold tokens, at least 1.
       packed: tokens in all rows, those shared counted once a row.
       micro_B, row_B: micro-batch of each sequence and row in it.
-      start_B: where in the row its own tokens begin.
+      start_B: index in the row at which its own tokens begin.
       segment_B: segment id of its own tokens in the row, from 1.
-      shared_B: how many tokens it shares with others, before its own.
+      shared_B: number of tokens it shares with others, before its own.
       shared_start_B, prefix_B: where those begin in the row, and their segment id (0 where there are none).
       number_B: number in the row of each sequence's sample, from 1, where all pieces of a sample lie in one row and
         some sample has several; else empty.
@@ -146,7 +146,7 @@ class Placement:
         """Scatters per-token values from the sample layout to the packed rows, 0 on padding.
 
         Args:
-          values_BT: in the sample layout, right-padded; integers become int32, all else float32.
+          values_BT: values in the sample layout, right-padded; integers become int32, all else float32.
           where_BT: tokens at which it is 0 get the value 0, whatever they hold, NaN included.
 
         Raises:
@@ -256,8 +256,8 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPre
 
     Args:
       length_B: tokens of each sequence, at least 1.
-      shape: what the rows look like.
-      prefixes: which sequences begin alike; None where none do.
+      shape: number and length of the rows.
+      prefixes: sequences that begin alike; None where none do.
 
     Raises:
       ValueError: a sequence longer than a row, an empty sequence, or more rows than the shape has.

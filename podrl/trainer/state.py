@@ -27,7 +27,7 @@ def abstract_state(
 
     Args:
       config: the model; under LoRA the state holds the adapters and their optimizer state, the rest is frozen.
-      dtype: of the stored parameters.
+      dtype: type of the stored parameters.
     """
     params = decoder.abstract_params(config, mesh, jnp.dtype(dtype))
     trainable, frozen = decoder.split_trainable(params, config)
@@ -90,8 +90,8 @@ def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh) -> Batch[Rows
 
     Args:
       rows: the dataclass of per-token inputs, e.g. PolicyRows; Layout for a batch that is only scored.
-      shape: of its arrays.
-      mesh: where it is to lie.
+      shape: shape of its arrays.
+      mesh: devices that will hold it.
     """
 
     def placed(dtype: Any, *axes: str) -> Any:

@@ -43,11 +43,11 @@ def make_train_step(
     Args:
       config: the model.
       loss: e.g. a PolicyLoss of podrl.algorithms, or CrossEntropy.
-      temperature: of the distribution the log-probabilities are those of: that of sampling.
+      temperature: sampling temperature; log-probabilities are those of this distribution.
       dtype: compute dtype.
-      param_dtype: of the stored parameters.
-      remat: what the backward pass recomputes: 'none' keeps everything, see `podrl.models.decoder.hidden`.
-      seed: of the adapters' dropout.
+      param_dtype: type of the stored parameters.
+      remat: values that the backward pass recomputes: 'none' keeps everything, see `podrl.models.decoder.hidden`.
+      seed: seed of the adapters' dropout.
       objective_of: makes the objective of a forward pass and the loss.
       join: (trainable, frozen) -> what the objective takes for parameters.
     """
@@ -82,13 +82,13 @@ def make_update(
     optimizer's schedule is known, `{prefix}/nonfinite`.
 
     Args:
-      objective: what is minimised.
+      objective: the loss to minimise.
       trainable: shapes and shardings of the parameters that are trained.
       join: (trainable, frozen) -> the whole tree that the objective takes.
       optimizer: turns gradients into updates.
-      mesh: where all of it lies.
+      mesh: devices that hold all of it.
       prefix: group of the metrics this function adds.
-      seed: of what is random in a forward pass.
+      seed: seed of the random numbers of a forward pass.
     """
 
     def step(state: TrainState, frozen: PyTree, batch: Batch[Any]) -> tuple[TrainState, Metrics]:
@@ -138,7 +138,7 @@ def make_score_fn(score: Callable[[PyTree, Layout], Float[Array, "B T"]], mesh: 
 
     Args:
       score: (params, layout) -> a value per token of a micro-batch.
-      mesh: where it runs.
+      mesh: devices it runs on.
     """
 
     def scores(params: PyTree, batch: Batch[Layout]) -> Float[Array, "A B T"]:
@@ -179,7 +179,7 @@ def make_token_weight_fn(
     Args:
       config: the model.
       weigh: (logprob_BT, rows) -> two numbers of every token.
-      mesh: where it runs.
+      mesh: devices it runs on.
       temperature: as in `make_train_step`.
       dtype: compute dtype.
     """

@@ -1,4 +1,4 @@
-"""The presets that carry a system's name, beside that system's own defaults, field by field."""
+"""Compares each preset named after another system with that system's own defaults, field by field."""
 
 import math
 
@@ -158,7 +158,7 @@ def test_a_preset_has_the_defaults_of_the_system_it_names(name):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_nothing_else_of_a_preset_differs_from_podrls_defaults(name):
-    """What a preset sets is in the table, under the name of the field itself or under what is derived from it."""
+    """Every field that a preset sets has a row in the table, under its own name or under a name derived from it."""
     derived = {
         "policy_loss_fn": "kind",
         "loss_agg_mode": "mode",

@@ -66,8 +66,9 @@ class KTOConfig:
       batch_size: labelled answers per step, which makes one update; the reference point is estimated on them.
       max_length: tokens of prompt and answer; longer ones are left out, or an error, as data.long_prompts says.
       beta: how much a nat of difference to the reference is worth.
-      desirable_weight: of good answers; times their number it should be 1 to 4/3 of the other weight times theirs.
-      undesirable_weight: of bad answers.
+      desirable_weight: weight of good answers; times their number it should be 1 to 4/3 of the other weight times the
+        number of bad ones.
+      undesirable_weight: weight of bad answers.
     """
 
     batch_size: Annotated[int, Range("[2, 2147483647]")] = 32

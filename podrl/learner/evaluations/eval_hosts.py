@@ -38,7 +38,7 @@ class EvaluationShares:
         Args:
           pod: the job's processes.
           deadline_s: the longest wait, where scores are waited for, without an evaluation host in the job.
-          ending: whether the job was asked to stop, for which hosts stay.
+          ending: True if the job was asked to stop, for which hosts stay.
         """
         self._pod, self._deadline_s, self._ending = pod, deadline_s, ending
         self._changed = threading.Condition()
@@ -182,8 +182,8 @@ class EvaluationHost:
         """Asks for nothing yet.
 
         Args:
-          cluster: with this host's copy of the weights, and its decoding engine.
-          evaluator: on the held-out prompts; None where there are none.
+          cluster: the cluster with this host's copy of the weights, and its decoding engine.
+          evaluator: evaluator on the held-out prompts; None where there are none.
           run: signals, the watchdog and spans; writes nothing.
           pod: the job's processes, all there.
           deadline_s: the longest wait for an answer of the leader.

@@ -61,17 +61,17 @@ class HostRollouts:
         """Nothing runs yet.
 
         Args:
-          cluster: with this host's part of the rollout mesh.
+          cluster: the cluster with this host's part of the rollout mesh.
           stream: batches of prompts, whole; None where batches are given answers.
           run: signals and the watchdog; writes nothing.
           pod: the job's processes, all there.
-          accord: of this process.
+          accord: this process's accord.
           generate: a Generate, a Generator for windows; None where `submit` is never called.
-          evaluator: on the held-out prompts.
+          evaluator: evaluator on the held-out prompts.
           deadline_s: the longest wait for any of the other processes.
           windows: batches are made in windows.
           wall: the leader gives single groups, and decides by the clock what batches hold.
-          curriculum: of the data.
+          curriculum: the data's curriculum.
           last: the step after which hosts go; None for none.
         """
         self._curriculum, self._last = curriculum, last

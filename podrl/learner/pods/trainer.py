@@ -59,22 +59,22 @@ class RemoteRollouts:
         """Nothing runs yet.
 
         Args:
-          cluster: with this host's part of the trainer's mesh.
+          cluster: the cluster with this host's part of the trainer's mesh.
           stream: the data; read where batches are given answers, and by the wall clock on the leader.
           run: the watchdog.
           pod: the job's processes, all there.
-          accord: of this process.
+          accord: this process's accord.
           needed: (step, batch) -> samples whose rows this host's devices train on; None where `submit` is never called.
           deadline_s: the longest wait for any of the rollout hosts.
           clock: when weights change inside samples, and which groups make a batch, as the leader decides; None for the
             wall clock on other hosts.
           rows: the arrays of samples that training reads.
           begun: (steps done) -> steps whose batches may be under way then.
-          prompts: of a batch; 0 where batches are given answers.
+          prompts: number of prompts of a batch; 0 where batches are given answers.
           whole: a batch is made in as many shares as the configuration has rollout hosts, whoever makes them: what is
             made of a prompt may depend on the others of its share.
           group_size: samples of a prompt.
-          curriculum: of the data; the hosts that draw prompts are told what it learns.
+          curriculum: the data's curriculum; the hosts that draw prompts are told what it learns.
         """
         self._curriculum = curriculum
         self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
