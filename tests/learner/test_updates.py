@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from podrl.algorithms.mismatch import derived
 from podrl.algorithms.presets import PRESETS, preset
 from podrl.job import job
-from podrl.job.config import complete, parse, section_of
+from podrl.job.config import TINY, complete, parse, section_of
 from podrl.job.placement import Meshes
 from podrl.learner.grpo import GRPO
 from podrl.learner.loop import learn
@@ -22,9 +22,14 @@ from podrl.learner.traced import Traced
 from podrl.mesh.backlog import Backlog
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
+from podrl.models.hf_config import read_config
 from podrl.rundir.spans import Spans
 from podrl.rundir.tracing import TraceSteps
 from podrl.runtime.metrics import LogConfig
+from podrl.trainer import state as state_lib
+from podrl.trainer.optimizer import AdamSettings, make_optimizer
+from podrl.trainer.pack_shape import PackShape
+from podrl.trainer.step import make_train_step
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Experience, LeftOut, Prompts, Rollouts, blank_columns
 
 P, G, PROMPT, LIMIT = 2, 4, 4, 8
@@ -407,3 +412,21 @@ def test_the_trace_is_told_of_every_token(name, bench):
     assert np.abs(told.columns["advantage"]).max() > 0
     traced.pack(8, experience, scores, advantages)
     assert list(kept) == [8]
+
+
+def test_fresh_samples_compile_the_very_update_without_a_correction():
+    """Where max_staleness is 0, sampler_correction='auto' adds no operation to the program."""
+    mesh, config = make_mesh("fsdp=1", jax.devices()[:1]), read_config(TINY)
+    optimizer = make_optimizer(AdamSettings())
+    state, frozen = state_lib.abstract_state(config, optimizer, mesh)
+    shape = PackShape.for_worst_case(2, T, max_tokens_per_row=T, rows_per_micro_batch=2, shards=1)
+
+    def program(correction, staleness):
+        settings = parsed("grpo", {"sampler_correction": correction, "max_staleness": staleness}).algo
+        loss = settings.policy_loss(LIMIT)
+        batch = state_lib.abstract_batch(loss.rows, shape, mesh)
+        return make_train_step(config, loss, optimizer, mesh).lower(state, frozen, batch).as_text()
+
+    fresh = program("auto", 0)
+    assert fresh == program("none", 0)
+    assert fresh != program("auto", 1)
