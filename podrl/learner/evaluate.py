@@ -37,7 +37,7 @@ class SetConfig:
       samples: completions of a record at `temperature`, for mean@k, pass@k and majority@k; None is eval.samples, 0
         leaves greedy ones alone.
       temperature: sampling temperature of those samples.
-      max_tokens_to_generate: of a sample; None is rollout.max_tokens_to_generate, the most there can be.
+      max_tokens_to_generate: limit of a sample; None is rollout.max_tokens_to_generate, the most there can be.
       every: 2 scores it in every other evaluation, and so on; the first and the last one have all sets.
       reward: reward functions of its records, instead of reward.fns.
       env, split, template, system_prompt, question_field, answer_field: as of data.sources.

@@ -30,7 +30,7 @@ class DPOConfig:
       batch_size: pairs per step, which makes one update.
       max_length: tokens of prompt and answer; pairs with a longer one are left out, or an error, as data.long_prompts
         says.
-      beta: how much a nat of difference to the reference is worth.
+      beta: reward of a nat of difference to the reference.
       label_smoothing: share of the pairs taken to be the wrong way round.
     """
 
@@ -65,7 +65,7 @@ class KTOConfig:
     Attributes:
       batch_size: labelled answers per step, which makes one update; the reference point is estimated on them.
       max_length: tokens of prompt and answer; longer ones are left out, or an error, as data.long_prompts says.
-      beta: how much a nat of difference to the reference is worth.
+      beta: reward of a nat of difference to the reference.
       desirable_weight: weight of good answers; times their number it should be 1 to 4/3 of the other weight times the
         number of bad ones.
       undesirable_weight: weight of bad answers.
