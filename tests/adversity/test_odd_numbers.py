@@ -6,13 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import safetensors.numpy
-from processes import run
+from processes import TWO_DEVICES, run
 
 import podrl
 
 pytestmark = pytest.mark.e2e
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
-SHORT = ("--config.trainer.max_steps=2", "--config.eval.problems=0")
+SHORT = ("--config.trainer.max_steps=2", "--config.eval.problems=0", TWO_DEVICES)
 
 
 def test_filters_leave_ratios_at_1_and_say_what_they_kept(tmp_path):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import await_end, job
+from processes import TWO_DEVICES, await_end, job
 
 pytestmark = pytest.mark.e2e
 MOMENTS = pathlib.Path(__file__).resolve().parent / "moments"
@@ -45,7 +45,11 @@ def test_a_signal_during_the_imports_of_the_other_commands(command, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "args"),
-    [(signal.SIGTERM, []), (signal.SIGINT, []), (signal.SIGTERM, ["--local_processes=2"])],
+    [
+        (signal.SIGTERM, [TWO_DEVICES]),
+        (signal.SIGINT, [TWO_DEVICES]),
+        (signal.SIGTERM, ["--local_processes=2", "--fake_devices=1"]),
+    ],
     ids=["SIGTERM", "Ctrl-C", "SIGTERM of a pod"],
 )
 def test_a_signal_while_models_are_loaded_and_compiled(number, args, tmp_path):

@@ -4,7 +4,7 @@ import json
 import pathlib
 
 import pytest
-from processes import Job, run
+from processes import TWO_DEVICES, Job, run
 
 pytestmark = pytest.mark.e2e
 QUESTIONS = [{"question": f"Tom has {n} apples and buys 2. How many?", "answer": str(n + 2)} for n in range(40)]
@@ -29,7 +29,7 @@ def test_a_few_records_some_of_them_too_long_train_without_them_and_without_an_e
     long = {"question": "Tom counts his apples. " * 30 + "How many?", "answer": "3"}
     data = write_jsonl(tmp_path / "data.jsonl", [*QUESTIONS[:3], long, *QUESTIONS[3:5]])
     args = [f"--config.data.path={data}", "--config.data.system_prompt=", "--config.rollout.max_prompt_length=64"]
-    args += ["--config.data.eval_fraction=0.0", "--config.eval.samples=2", "--config.trainer.max_steps=3"]
+    args += ["--config.data.eval_fraction=0.0", "--config.eval.samples=2", "--config.trainer.max_steps=3", TWO_DEVICES]
     done = run(tmp_path / "run", *args)
     assert "no evaluation" in done.stderr and "data.eval_fraction" in done.stderr and "Traceback" not in done.stderr
     assert "skipped" in done.stderr and "longer than 64 tokens" in done.stderr
@@ -38,7 +38,7 @@ def test_a_few_records_some_of_them_too_long_train_without_them_and_without_an_e
 
 
 def test_a_workdir_of_another_configuration_says_what_differs_and_is_left_alone(tmp_path):
-    workdir, short = tmp_path / "run", ("--config.trainer.max_steps=1", "--config.eval.problems=0")
+    workdir, short = tmp_path / "run", ("--config.trainer.max_steps=1", "--config.eval.problems=0", TWO_DEVICES)
     run(workdir, *short)
     before = (workdir / "config.json").read_text()
     done = run(workdir, *short, "--config.grpo.beta=0.5", "--config.seed=3", code=1)

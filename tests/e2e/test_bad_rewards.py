@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from processes import await_end, job, run, trained_steps
+from processes import TWO_DEVICES, await_end, job, run, trained_steps
 
 from podrl.runtime.checkpoint import read_state
 
@@ -46,11 +46,18 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("way", list(EXPECTED))
+# Ways that differ from an error, which every change runs, in the code that calls rewards alone.
+CALLS = pytest.mark.nightly("podrl/rewards", "podrl/runtime", "podrl/learner", "podrl/launch.py")
+
+
+@pytest.mark.parametrize(
+    "way", ["raises", "nan", *(pytest.param(w, marks=CALLS) for w in EXPECTED if w not in ("raises", "nan"))]
+)
 def test_a_reward_function_that_fails(way, tmp_path):
     (tmp_path / "fickle.py").write_text(REWARD)
     (tmp_path / "way").write_text(way)
     args = ["--config.reward.fns=('fickle.py:fickle',)", "--config.eval.problems=0", "--config.reward.deadline_s=2.0"]
+    args.append(TWO_DEVICES)
     with job(tmp_path / "run", *args) as failed:
         failed.wait_for_step(1)
         workers = failed.children()
