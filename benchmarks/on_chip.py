@@ -42,7 +42,7 @@ def parts(device: Mapping[str, Any], place: pathlib.Path, *, tiny: bool = False)
     """Lists the parts, the most important first.
 
     Args:
-      device: what `benchmarks device` returned; each part uses all its devices.
+      device: result of `benchmarks device`; each part uses all its devices.
       place: the directory of results, which also keeps the random weights.
       tiny: whether the shapes are such that a CPU runs them in seconds.
     """

@@ -212,7 +212,7 @@ def least_bytes(figures: Mapping[str, Any], devices: int) -> float:
     """Counts the bytes a device must read: weights in every step, and live keys and values, a prompt's once a group.
 
     Args:
-      figures: what `run` returned; the count is exact if all samples are equally long and all have a lane.
+      figures: result of `run`; the count is exact if all samples are equally long and all have a lane.
       devices: number of devices; each has the whole weights and an equal part of the samples.
     """
     steps, samples = figures["decode_steps"], figures["samples"]

@@ -111,7 +111,7 @@ def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
 
 
 def unmeasured(job: Job, data: DataConfig) -> str:
-    """Says why completions of a data set have no accuracies; '' where they have."""
+    """Returns the reason why a data set has no accuracies; '' if it has them."""
     if not job.has_accuracies:
         return (
             f"data.system_prompt does not ask for an answer between {ANSWER_START} and {ANSWER_END}, and reward.fns "

@@ -30,7 +30,7 @@ class AssignedGroup(OwnGroup):
     """A group that the leader assigned to this host.
 
     Attributes:
-      recorded: what the journal says that becomes of the group; None where the clock decides.
+      recorded: the journal's entry of the group, which its samples must become; None where the clock decides.
       since: the first version of the weights that draws the group here from now on, where it is recorded.
       taken: True once a batch holds the group.
       told: True once the leader knows that the group has ended.

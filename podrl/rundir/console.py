@@ -63,7 +63,7 @@ class Progress:
         """Shows nothing yet.
 
         Args:
-          console: where it is shown.
+          console: terminal or log that shows the lines.
           description: name of a step.
           start: steps done.
           total: steps in all.

@@ -231,6 +231,13 @@ class Asgi:
             await asyncio.sleep(0)
         return self.frames
 
+    async def left(self):
+        """Makes a request whose client hangs up; returns the request's number."""
+        client = self.client(HI)
+        ((number,),) = [[frame["ask"] for frame in await self.settled(1)]]
+        await client.hang_up()
+        return number
+
     def end_graces(self):
         while self.graces:
             self.graces.pop()()
@@ -269,9 +276,7 @@ def said(number, *texts):
 def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
     async def run():
         asgi = Asgi(monkeypatch)
-        client = asgi.client(HI)
-        ((number,),) = [[frame["ask"] for frame in await asgi.settled(1)]]
-        await client.hang_up()
+        number = await asgi.left()
         back = asgi.client(HI, retry=1)
         await asgi.settled(1)
         asgi.end_graces()
@@ -290,9 +295,7 @@ def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
 def test_an_answer_that_reached_nobody_is_dropped(monkeypatch):
     async def run():
         asgi = Asgi(monkeypatch)
-        client = asgi.client(HI)
-        ((number,),) = [[frame["ask"] for frame in await asgi.settled(1)]]
-        await client.hang_up()
+        number = await asgi.left()
         asgi.endpoint.heard(said(number, "ho"))
         asgi.end_graces()
         assert (await asgi.settled(2))[1:] == [{"drop": number}]

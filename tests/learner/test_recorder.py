@@ -9,7 +9,7 @@ import pytest
 
 from podrl.learner.grpo import gathered
 from podrl.learner.loop import Schedule
-from podrl.learner.recorder import Recorder, fetched_means
+from podrl.learner.recorder import Recorder, _in_table, fetched_means
 from podrl.rundir.spans import Spans
 from podrl.types import BatchError, Policy
 
@@ -87,6 +87,12 @@ def test_the_last_evaluation_is_told_once_in_the_table(step):
     )
     recorder.evaluate(Policy({}, step), step)
     assert said == ([] if step == 4 else [f"Evaluation after step {step} (8 records): greedy_answer 0.250"])
+
+
+def test_the_table_has_every_reward_function_whatever_its_name():
+    shown = ["reward/mean", "reward/answer", "reward/std_length", "reward/klaxon", "reward/zero_shot"]
+    assert all(map(_in_table, shown))
+    assert not any(map(_in_table, ["reward/std", "reward/kl", "reward/kl_coef", "reward/zero/answer"]))
 
 
 def test_a_run_that_more_passes_a_step_make_too_long_is_told_in_updates():

@@ -415,7 +415,7 @@ def test_the_trace_is_told_of_every_token(name, bench):
 
 
 def test_fresh_samples_compile_the_very_update_without_a_correction():
-    """Where max_staleness is 0, sampler_correction='auto' adds no operation to the program."""
+    """sampler_correction='auto' compiles the same program as 'none' if max_staleness is 0."""
     mesh, config = make_mesh("fsdp=1", jax.devices()[:1]), read_config(TINY)
     optimizer = make_optimizer(AdamSettings())
     state, frozen = state_lib.abstract_state(config, optimizer, mesh)
