@@ -195,7 +195,7 @@ def _function_constant(now: Record, past: Past) -> str:
     meaning=(
         "a function that gives 0 to nearly all samples teaches nothing yet. The likeliest reasons: 1. the answers have "
         "not the form that it looks for; 2. it compares with another field of the records than the one that holds the "
-        "reference; 3. the task is too hard for this model. (Of a penalty, 0 is the best.)"
+        "reference; 3. the task is too hard for this model. Of a penalty, 0 is the best"
     ),
     key=(
         "1. data.system_prompt to ask for the form, or algorithm=sft first; 2. the function's arguments, "

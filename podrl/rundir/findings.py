@@ -1,12 +1,16 @@
 """Findings: what checks say of a run, read whole by the doctor or step by step while the run goes on."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from podrl.rundir import token_checks  # noqa: F401 - fills CHECKS
 from podrl.rundir.checks import CHECKS
-from podrl.rundir.history import Past, Record, kind_of
+from podrl.rundir.history import KINDS, Past, Record, kind_of
+from podrl.rundir.trace import FOLDER, file_name, read_step, traced_steps
+from podrl.runtime.metrics import read_records
+from podrl.runtime.storage import Place, locate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,3 +59,34 @@ class Examination:
                 )
         self._past.add(kind, record)
         return found
+
+
+def examine(run: str) -> list[Finding]:
+    """Reads a run directory and returns what is wrong, first broken first.
+
+    Raises:
+      ValueError: the directory holds no run.
+    """
+    place = locate(run)
+    config = place / "config.json"
+    if not config.exists():
+        raise ValueError(f"{run} is not a run directory: it holds no config.json. Give what --workdir was.")
+    try:
+        settings = json.loads(config.read_text())
+    except ValueError as error:
+        raise ValueError(f"{config} is damaged ({error}): the run's configuration cannot be read.") from error
+    examination = Examination(settings if isinstance(settings, dict) else {})
+    samples = enumerate(read_records(run, "samples.jsonl"), 1)
+    records: list[Record] = [{**record, "sample": f"line {line} of samples.jsonl"} for line, record in samples]
+    records += read_records(run, "metrics.jsonl")
+    records += [_traced(place, step) for step in traced_steps(place)]
+    records.sort(key=lambda record: (record["step"], KINDS.index(kind_of(record))))
+    return [finding for record in records for finding in examination.see(record)]
+
+
+def _traced(place: Place, step: int) -> Record:
+    where = f"{FOLDER}/{file_name(step)}"
+    try:
+        return {"step": step, "trace": read_step(place, step), "sample": where}
+    except ValueError as error:
+        return {"step": step, "trace": None, "sample": where, "unreadable": str(error)}

@@ -12,6 +12,7 @@ from podrl.runtime.seal import is_sealed, seal, unseal
 from podrl.runtime.storage import Place, complete_steps, first_line, write_whole
 
 NAME = "config.json"
+DEFAULTS = "defaults.json"  # the settings of the same job with nothing set
 # Settings that cannot change steps already made: where and when something is written or measured, and deadlines.
 _FREE = ("log.", "checkpoint.", "eval.", "compile_cache", "reward.workers", "trainer.eval_every_n_steps")
 _FREE += ("roles.eval.hosts",)
@@ -63,9 +64,11 @@ def read(workdir: Place, checkpoints: Place) -> dict[str, Any] | None:
     return values
 
 
-def write(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Writes config.json with a checksum of itself."""
+def write(workdir: pathlib.Path, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+    """Writes config.json with a checksum of itself; and defaults.json, where there are any, for those who look."""
     write_whole(workdir / NAME, json.dumps(seal(config), indent=2, sort_keys=True) + "\n")
+    if defaults:
+        write_whole(workdir / DEFAULTS, json.dumps(defaults, indent=2, sort_keys=True) + "\n")
 
 
 def has_past(workdir: Place, checkpoints: Place) -> bool:

@@ -329,7 +329,7 @@ class Run:
                 self.console.print(
                     "Not known when this run was last started, and so by default: " + ", ".join(new) + "."
                 )
-        identity.write(self.workdir, mine)
+        identity.write(self.workdir, mine, known)
 
     def _checkpoints(self, savers: Sequence[int]) -> Checkpoints:
         config = json.loads(json.dumps(self.config, default=_name))

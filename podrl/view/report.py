@@ -57,10 +57,8 @@ def _data(run: RunFiles) -> dict[str, Any]:
         "run": about,
         "metrics": metrics,
         "groups": groups,
-        "config": run.config(),
-        "about": run.about(),
-        "plan": run.plan(),
-        "planned_for": run.planned_for(),
+        "settings": run.settings(),
+        "findings": run.findings(),
     }
 
 

@@ -1,7 +1,9 @@
 """A run directory as the page reads it: named files only, also while they grow, also where some are damaged."""
 
+import dataclasses
 import functools
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +14,12 @@ from podrl.groups import member_of, spread
 from podrl.rundir import gauges, trace
 from podrl.rundir import spans as spans_file
 from podrl.rundir.about import NAME as ABOUT
-from podrl.rundir.identity import last_step
+from podrl.rundir.findings import examine
+from podrl.rundir.identity import DEFAULTS, last_step
 from podrl.runtime.seal import unseal
 from podrl.runtime.storage import Place, is_remote, locate
 from podrl.view.lines import Lines, Series
+from podrl.view.units import unit
 
 STOPS = ("end", "length", "stop string", "failed", "environment", "deadline", "calls")
 _LIVE_S = 90.0  # a run whose metrics are older and that has no summary is taken to have stopped
@@ -50,6 +54,8 @@ class RunFiles:
         if not any((self._path / name).exists() for name in ("config.json", "metrics.jsonl")):
             raise ValueError(f"{place} is not a run directory: it has neither config.json nor metrics.jsonl.")
         self.series, self._spans = Series(), []
+        self._found: tuple[int, dict[str, Any]] | None = None
+        self._examining = threading.Lock()
         self._samples: list[Mapping[str, Any]] = []
         self._metrics = Lines(self._path / "metrics.jsonl", self.series.take, self.series.forget)
         self._span_lines = Lines(self._path / spans_file.NAME, self._take_span, self._spans.clear)
@@ -84,6 +90,7 @@ class RunFiles:
             "state": "ended" if ended else "live" if age is not None and age < _LIVE_S else "stopped",
             "left_s": self._left(most) if not ended else None,
             "metrics": sorted(columns),
+            "units": {name: unit(name) for name in sorted(columns)},
             "last": {
                 name: next((v for v in reversed(column[1]) if v is not None), None) for name, column in columns.items()
             },
@@ -91,6 +98,23 @@ class RunFiles:
             "traced": self.traced(),
             "problems": self.problems(),
         }
+
+    def findings(self) -> dict[str, Any]:
+        """What the doctor finds in the records that there are, looked for again when the run has made a step.
+
+        Returns:
+          found: the findings' fields; problem: why the doctor cannot look, '' where it can.
+        """
+        self.update()
+        with self._examining:
+            if self._found is None or self._found[0] != self.series.last_step:
+                step, problem, found = self.series.last_step, "", list[dict[str, Any]]()
+                try:
+                    found = [dataclasses.asdict(finding) for finding in examine(self.place)]
+                except ValueError as error:
+                    problem = str(error)
+                self._found = step, {"found": found, "problem": problem}
+            return self._found[1]
 
     def problems(self) -> list[str]:
         """Sentences on files that could not be read in full."""
@@ -133,6 +157,17 @@ class RunFiles:
             return dict(unseal(found)) if found else {}
         except (ValueError, KeyError, TypeError):
             return {}
+
+    def settings(self) -> dict[str, Any]:
+        """What /run shows of a run: its configuration and the defaults of that, what was counted, summary and plan."""
+        return {
+            "config": self.config(),
+            "defaults": self.json(DEFAULTS),
+            "about": self.about(),
+            "summary": self.json("summary.json"),
+            "plan": self.plan(),
+            "planned_for": self.planned_for(),
+        }
 
     def about(self) -> str:
         """The page about the run, from when it began: roles, meshes, batch arithmetic, formula."""
@@ -271,6 +306,7 @@ class RunFiles:
         for record in reversed(self._samples[-5000:]):
             text = record.get("completion", record.get("text", ""))
             rows.append({"step": record["step"], "prompt": str(record.get("prompt", "")), "completion": str(text)})
+            rows[-1] |= {"truth": _written(record.get("truth")), "rewards": _by_function(record)}
             rows[-1] |= {"reward": reward if type(reward := record.get("reward")) in (int, float) else None}
         return rows
 
@@ -369,6 +405,7 @@ def _sample(traced: trace.TracedStep, b: int) -> dict[str, Any]:
 
 def _rows(traced: trace.TracedStep) -> list[dict[str, Any]]:
     group_B, member_B = traced.samples["group"].tolist(), member_of(traced.samples["group"]).tolist()
+    answers = traced.fields.get("answer", ())
     return [
         {
             "step": traced.step,
@@ -376,6 +413,7 @@ def _rows(traced: trace.TracedStep) -> list[dict[str, Any]]:
             "sample": member_B[b],
             "prompt": traced.prompts[group_B[b]],
             "completion": completion,
+            "truth": _written(answers[group_B[b]]) if group_B[b] < len(answers) else "",
             "reward": _number(traced.samples["reward"][b]),
             "rewards": {
                 name: _number(reward)
@@ -388,6 +426,20 @@ def _rows(traced: trace.TracedStep) -> list[dict[str, Any]]:
         }
         for b, completion in enumerate(traced.completions)
     ]
+
+
+def _written(answer: Any) -> str:
+    """A reference answer as text; '' where there is none."""
+    return "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer, default=str)
+
+
+def _by_function(record: Mapping[str, Any]) -> dict[str, float]:
+    """What each reward function gave to a sample of samples.jsonl."""
+    if isinstance(given := record.get("rewards"), Mapping):  # of an evaluation
+        named = {str(name).removeprefix("reward/"): value for name, value in given.items() if name != "reward"}
+    else:
+        named = {name: value for name, value in record.items() if name not in ("step", "reward", "truth")}
+    return {name: _number(value) or 0.0 for name, value in named.items() if type(value) in (int, float)}
 
 
 def _number_of(wanted: Mapping[str, str], name: str, kind: type) -> Any:

@@ -41,6 +41,7 @@ class Pages:
             "group": self._group,
             "samples": self._samples,
             "config": self._config,
+            "findings": self._findings,
         }
         routes = [Route("/", _first, methods=["GET"]), Route("/data/metrics.csv", self._csv, methods=["GET"])]
         routes += [Route("/favicon.ico", _no_icon, methods=["GET"])]  # browsers ask, and complain of a 404
@@ -73,9 +74,10 @@ class Pages:
         return self._run(request).samples(request.query_params)
 
     def _config(self, request: Request) -> Any:
-        run = self._run(request)
-        planned = {"plan": run.plan(), "planned_for": run.planned_for()}
-        return {"config": run.config(), "about": run.about(), "summary": run.json("summary.json"), **planned}
+        return self._run(request).settings()
+
+    def _findings(self, request: Request) -> Any:
+        return self._run(request).findings()
 
     def _csv(self, request: Request) -> Response:
         text = io.StringIO()

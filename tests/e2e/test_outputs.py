@@ -35,6 +35,7 @@ def test_the_directory_holds_what_is_promised_and_nothing_else(done):
         "spans.jsonl",
         "trace",
         "about.txt",
+        "defaults.json",
         "report.html",
         "starts.jsonl",
         "evaluations",

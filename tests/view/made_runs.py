@@ -28,13 +28,13 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=noted):
     experience = hostile(seed)
     for step in range(1, steps + 1):
         values = {"reward/mean": step / 10, "accuracy/answer": 0.5, "time/step": 0.5, "odd": 9.0 if step == 7 else 0.0}
-        log.write(step, values | {"never/finite": float("nan")})
+        log.write(step, values | {"actor/lr": 5e-6, "never/finite": float("nan")})
         if tracing is not None:
             if TraceSteps(config).wants(step):
                 tracing.note(step, note(experience))
             tracing.record(step, experience, spans(step), Words())
         if step == 1:
-            log.write_samples(step, [{"prompt": "p", "completion": HOSTILE, "reward": 1.0}])
+            log.write_samples(step, [{"prompt": "p", "completion": HOSTILE, "truth": 0, "reward": 1.0, "exact": 1.0}])
     if steps == max_steps:
         log.write(steps, {"eval/greedy_answer": 0.5, "eval/error/greedy_answer": 0.03})
         after = {"greedy_answer": 0.5, "error/greedy_answer": 0.03}
@@ -43,7 +43,8 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=noted):
     log.close()
     if tracing is not None:
         tracing.close()
-    identity.write(path, {"algorithm": "grpo", "trainer": {"max_steps": max_steps}, "grpo": {"epsilon": 0.2}})
+    config = {"algorithm": "grpo", "trainer": {"max_steps": max_steps}, "grpo": {"epsilon": 0.2}}
+    identity.write(path, config, {"algorithm": "grpo", "trainer": {"max_steps": None}, "grpo": {"epsilon": 0.2}})
     write_about(
         path, lambda console: console.print("Roles: [b]trainer[/b]\n" + "A long sentence. " * 20, soft_wrap=True)
     )

@@ -111,7 +111,7 @@ SHOWN = {
     "curves": ["reward/mean", "accuracy/answer", "<canvas"],
     "timeline": ["steps 11 to 12", "critical path", "<canvas"],
     "groups": ["sample 1", 'class="tokens"', " w3", "prompt of group"],
-    "samples": ["8 samples", "/groups?run=0&amp;step=10"],
+    "samples": ["8 samples", "/groups?run=0&amp;step=10", "rewards by function", "reference"],
     "run": ["Roles", "trainer.max_steps", "greedy_answer"],
 }
 # What the other runs show beside.
@@ -248,6 +248,53 @@ def test_a_chart_is_zoomed_by_keyboard(address, page):
     ):
         page.key(key)
         page.until(f"{label}.includes('steps {steps}')")
+
+
+def test_a_constant_is_a_flat_line_in_the_middle_of_its_axes(address, page):
+    """Smoothing leaves roundings, which filled the axis as a V."""
+    page.open(f"{address}/curves?run={WHOLE}&find=actor/lr")
+    page.until("(document.querySelector('.plot').ariaLabel || '').includes('no unit 2.5e-6 to 7.5e-6')")
+
+
+def test_panels_are_grouped_and_folded_rewards_first(address, page):
+    page.open(f"{address}/curves?run={WHOLE}")
+    panels = "[...document.querySelectorAll('.panel')]"
+    first, *others = page.ask(f"{panels}.map((each) => [each.querySelector('summary').innerText, each.open])")
+    assert first == ["Rewards, by function 1", True] and ["Speed 1", False] in others
+    page.ask(f"{panels}.find((each) => each.innerText.startsWith('Speed')).querySelector('summary').click()")
+    page.until(f"{panels}.find((each) => each.innerText.startsWith('Speed')).querySelector('canvas')")
+
+
+@pytest.mark.parametrize("view", SHOWN)
+def test_what_the_doctor_finds_stands_above_every_view(view, page, tmp_path):
+    path = made(tmp_path / "run", steps=12)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 13, "actor/nonfinite": 1.0, "time/step": 0.5}) + "\n")
+    with served(path) as found:
+        page.open(f"{found}/{view}")
+        page.until("document.querySelector('#top .doctor').innerText.includes('step 13, gradient not finite')")
+        assert page.ask("seen.shift") < 0.1
+        page.ask("document.querySelector('.doctor summary').click()")
+        assert "Turn: trainer.learning_rate" in page.ask("document.querySelector('details.doctor').innerText")
+        page.open("about:blank", ready=False)
+
+
+def test_settings_that_differ_from_the_defaults_are_marked(address, page):
+    page.open(f"{address}/run?run={WHOLE}")
+    rows = page.ask(
+        "[...document.querySelectorAll('.settings tbody tr')].map((each) => [each.className, each.innerText])"
+    )
+    assert rows[0] == ["unusual", "trainer.max_steps\t12\tnone"] and {name for name, _ in rows[1:]} == {""}
+    assert "1 of these settings differ" in page.ask("document.querySelector('#view').innerText")
+
+
+def test_views_without_anything_say_so_in_a_sentence(address, page):
+    for where, text in (
+        (f"samples?run={WHOLE}&q=nowhere", "No sample is as asked for"),
+        (f"curves?run={WHOLE}&find=nowhere", "No metric has that in its name."),
+    ):
+        page.open(f"{address}/{where}")
+        assert text in page.ask("document.querySelector('#view').innerText")
 
 
 def test_charts_are_saved_as_pictures_and_tables(address, page, tmp_path):

@@ -19,6 +19,7 @@ from podrl.view.runs import RunFiles, critical_path
 pytest.importorskip("starlette", reason="needs the extra [view]")
 pytest.importorskip("uvicorn", reason="needs the extra [view]")
 from podrl.view.server import application
+from podrl.view.units import unit
 
 
 class Client:
@@ -124,6 +125,7 @@ def RunFiles_rewards(ask, group):  # noqa: N802
 
 def test_samples_are_searched_filtered_and_sorted(ask):
     every = ask.json("/data/samples?run=0")
+    assert all(set(row["rewards"]) == {"a", "b", "c"} and "truth" in row for row in every["rows"])
     assert every["count"] == 8 and {row["step"] for row in every["rows"]} == {1, 10}
     rewards = [row["reward"] for row in ask.json("/data/samples?run=0&sort=reward")["rows"]]
     assert rewards == sorted(rewards)
@@ -198,7 +200,28 @@ def test_a_critical_path_crosses_hosts_and_gaps():
 def test_the_configuration_is_shown(ask):
     found = ask.json("/data/config?run=0")
     assert found["config"]["trainer"]["max_steps"] == 12 and "sha256" not in found["config"]
-    assert "Roles" in found["about"]
+    assert "Roles" in found["about"] and found["defaults"]["trainer"]["max_steps"] is None
+
+
+def test_what_the_doctor_finds_is_told_and_looked_for_again_after_a_step(tmp_path):
+    path = made(tmp_path / "run", steps=5, max_steps=50, trace="off")
+    ask = Client(application([RunFiles(str(path))]))
+    assert ask.json("/data/findings?run=0") == {"found": [], "problem": ""}
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 6, "actor/nonfinite": 1.0, "time/step": 0.5}) + "\n")
+    (found,) = ask.json("/data/findings?run=0")["found"]
+    assert (found["step"], found["name"]) == (6, "gradient not finite") and found["meaning"] and found["key"]
+    told = json.loads(re.findall(r'id="data">(.*?)</script>', report([RunFiles(str(path))]), re.DOTALL)[0])
+    assert told[0]["findings"]["found"] == [found]
+
+
+def test_every_metric_of_the_page_of_metrics_has_its_unit():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    listed = dict(re.findall(r"^- `([^`]+)` \(([^)]*)\)", page, re.MULTILINE))
+    others = {"env/NAME", "kto/loss", "eval/error/NAME", "eval/SET/NAME"}  # whose unit is that of something else
+    assert {name: unit(name) for name in listed} == {n: "" if n in others else of for n, of in listed.items()}
+    assert unit("eval/hard/greedy_answer") == unit("eval/hard/sampled_majority") == "share of 1"
+    assert unit("eval/hard/records") == "count" and unit("odd") == ""
 
 
 @pytest.mark.parametrize(
@@ -278,6 +301,7 @@ def test_a_damaged_run_shows_what_is_whole(tmp_path):
     (found,) = ask.json("/data/runs")
     assert found["step"] == 12 and len(found["problems"]) == 2
     assert ask.json("/data/metrics?run=0&name=reward/mean")["reward/mean"][0] == [1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert "cannot be read" in ask.json("/data/findings?run=0")["problem"]
     assert ask("/data/group?run=0&step=10&group=0")[0] == 400 and ask.json("/data/group?run=0&step=1&group=0")
     assert any("cannot be read" in row.get("problem", "") for row in ask.json("/data/samples?run=0")["rows"])
     assert ask.json("/data/timeline?run=0")["spans"] and ask.json("/data/config?run=0")["config"] == {}
@@ -289,6 +313,7 @@ def test_a_run_without_a_trace_shows_its_samples(tmp_path):
     assert run.traced() == [] and run.timeline(None, None)["spans"] == []
     rows = run.samples({})["rows"]
     assert rows[0]["completion"] == HOSTILE and rows[0]["reward"] == 1.0
+    assert rows[0]["truth"] == "0" and rows[0]["rewards"] == {"exact": 1.0}
 
 
 def test_the_report_needs_nothing_and_holds_samples_as_data(runs, tmp_path):

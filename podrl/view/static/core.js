@@ -6,7 +6,7 @@ const podrl = (() => {
   const given = stored ? JSON.parse(stored.textContent) : null;
   const views = {};
   const order = given ? ["curves", "groups", "run"] : ["curves", "timeline", "groups", "samples", "run"];
-  let runs = [], leave = () => {}, shown = 0;
+  let runs = [], leave = () => {}, shown = 0, examined = "";
 
   function el(tag, attributes, ...children) {
     const made = document.createElement(tag);
@@ -74,7 +74,8 @@ const podrl = (() => {
     const run = given[Number((params || {}).run || 0)];
     if (name === "runs") return given.map((each) => each.run);
     if (name === "metrics") return Object.fromEntries([params.name].flat().map((n) => [n, run.metrics[n] || [[], []]]));
-    if (name === "config") return { config: run.config, about: run.about, summary: run.run.summary, plan: run.plan, planned_for: run.planned_for };
+    if (name === "config") return run.settings;
+    if (name === "findings") return run.findings;
     const group = run.groups.find((g) => g.group === Number(params.group) && g.step === Number(params.step));
     if (name === "group" && (group || run.groups.length)) return group || run.groups[0];
     throw new Error("This file does not hold that: see the run itself with python -m podrl.view.");
@@ -118,7 +119,7 @@ const podrl = (() => {
 
   // The line of runs: what one wants to know first.
   const WANTED = [["accuracy/answer", "accuracy"], ["reward/mean", "reward"], ["sft/loss", "loss"], ["dpo/loss", "loss"],
-    ["actor/kl", "KL"], ["completion/length_mean", "length"], ["time/step", "s/step"]];
+    ["reward/kl", "KL"], ["actor/kl", "KL"], ["actor/approx_kl", "KL"], ["completion/length_mean", "length"], ["time/step", "s/step"]];
 
   function chip(run, index) {
     const progress = run.max_steps ? `step ${run.step} of ${run.max_steps}` : `step ${run.step}`;
@@ -129,8 +130,11 @@ const podrl = (() => {
     if (measured) {
       facts.push(fact(`held-out ${measured.replace("_", " ")}`, `${number(before[measured], 3)} → ${number(after[measured], 3)}`));
     }
+    const labels = new Set();
     for (const [name, label] of WANTED) {
-      if (facts.length < 5 && run.last[name] !== undefined) facts.push(fact(label, number(run.last[name], 3)));
+      if (facts.length > 4 || run.last[name] === undefined || labels.has(label)) continue;
+      labels.add(label);
+      facts.push(fact(label, number(run.last[name], 3)));
     }
     const swatch = el("span", { className: "swatch" });
     swatch.style.background = color(index);
@@ -138,7 +142,30 @@ const podrl = (() => {
       link("run", { run: index }, { className: "name", title: run.place }, run.name),
       el("span", { className: `state ${run.state}` }, run.state),
       el("span", { className: "quiet" }, progress + left), facts,
-      run.problems.map((text) => el("span", { className: "problem", role: "alert" }, text)));
+      run.problems.map((text) => el("span", { className: "problem", role: "alert" }, text)), doctor(index));
+  }
+
+  // What podrl.doctor finds in a run: one line, so that nothing moves when it comes; opened, all of it.
+  const found = new Map(), unfolded = new Set();
+  function doctor(index) {
+    if (!found.has(index)) return el("p", { className: "doctor quiet" }, "Doctor: looking at the records…");
+    const { found: said, problem } = found.get(index);
+    if (problem) return el("p", { className: "doctor quiet" }, `Doctor: ${problem}`);
+    if (!said.length) return el("p", { className: "doctor quiet" }, "Doctor: nothing found.");
+    const details = el("details", { className: "doctor", open: unfolded.has(index), ontoggle: () => unfolded[details.open ? "add" : "delete"](index) },
+      el("summary", {}, el("b", { className: "problem" }, `Doctor: ${said.length} finding${said.length > 1 ? "s" : ""}`), " ",
+        said.map((each) => `step ${each.step}, ${each.name}`).join(" · ")),
+      said.map((each) => el("div", { className: "finding" }, el("b", {}, `Step ${each.step}: ${each.name}. `), `${each.text}.`, el("br"),
+        `It means: ${each.meaning}.`, el("br"), `Turn: ${each.key}.`, each.sample ? ` (${each.sample})` : "")));
+    return details;
+  }
+
+  async function examine() {
+    for (let index = 0; index < runs.length; index++) {
+      found.set(index, await get("findings", { run: index }).catch((error) => ({ problem: error.message })));
+      const shown = document.querySelectorAll(".chip .doctor")[index];
+      if (shown) shown.replaceWith(doctor(index)); // alone, so that the focus stays where it is
+    }
   }
 
   const fact = (label, value) => el("span", { className: "fact" }, el("span", { className: "quiet" }, label), " ", el("b", {}, value));
@@ -175,6 +202,7 @@ const podrl = (() => {
       runs.splice(0, runs.length, ...found);
       head();
       if (before !== JSON.stringify(runs.map((r) => [r.step, r.metrics.length, r.traced.length]))) for (const each of watchers) each();
+      if (examined !== JSON.stringify(runs.map((r) => r.step))) { examined = JSON.stringify(runs.map((r) => r.step)); await examine(); }
     } catch (error) { /* the server has ended; what is shown stays */ }
     setTimeout(poll, runs.some((r) => r.state === "live") ? 3000 : 15000);
   }
@@ -186,9 +214,13 @@ const podrl = (() => {
       document.getElementById("view").replaceChildren(el("p", { className: "problem" }, error.message));
       return;
     }
+    if (given) await examine();
     await show();
     document.body.dataset.ready = "yes";
-    if (!given) setTimeout(poll, 3000);
+    if (given) return;
+    examined = JSON.stringify(runs.map((r) => r.step));
+    setTimeout(poll, 3000);
+    await examine();
   }
 
   function watch(look) {

@@ -1,14 +1,23 @@
 "use strict";
 podrl.views.curves = async (main, params, current) => {
   const { el, fill, get, go, number, interval, color, save, runs, watch } = podrl;
-  const FIRST = ["reward/mean", "accuracy/answer", "sft/loss", "dpo/loss", "dpo/accuracy", "completion/length_mean", "actor/kl", "reward/kl",
-    "actor/entropy", "actor/grad_norm", "sampler/abs_diff", "critic/explained_variance", "reward/groups_without_signal",
-    "completion/truncated", "rollout/tokens_per_s", "time/step", "perf/mfu", "perf/goodput"];
+  // Panels: a metric is in the first whose form it has; the first of each are those that are named.
+  const PANELS = [["Rewards, by function", /^reward\/(?!zero\/|std$|kl)/, true], ["Accuracy", /^accuracy\//, true],
+    ["Loss on given answers", /^(sft|dpo|orpo|kto|reward_model)\//, true],
+    ["Policy", /^(actor\/(kl|entropy|grad_norm|lr)|reward\/kl|sampler\/abs_diff|critic\/explained_variance|opd\/reverse_kl)$/, true],
+    ["Answers", /^completion\//, true], ["Speed", /^(time|perf|rollout|tokens)\//, false], ["Evaluations", /^eval\//, false],
+    ["Environments and tools", /^(episode|env|tools)\//, false], ["Rewards: spread, zeros, groups of prompts", /^(reward|group)\//, false],
+    ["Update", /^(actor|critic|loss|opd|echo|sampler)\//, false], ["Everything else", /./, false]];
+  const FIRST = ["reward/mean", "accuracy/answer", "sft/loss", "dpo/loss", "dpo/accuracy", "actor/kl", "reward/kl", "actor/entropy", "actor/grad_norm",
+    "completion/length_mean", "completion/truncated", "rollout/tokens_per_s", "time/step", "perf/mfu", "perf/goodput"];
+  podrl.unfolded = podrl.unfolded || new Set(PANELS.filter(([, , open]) => open).map(([title]) => title));
+  const rank = (name) => FIRST.includes(name) ? FIRST.indexOf(name) : name === "reward/groups_without_signal" ? 98 : 50;
+  const units = Object.assign({}, ...runs.map((run) => run.units));
   const known = [...new Set(runs.flatMap((run) => run.metrics))].sort().filter((name) => !name.startsWith("eval/error/"));
   const trained = new Set(known.filter((name) => !name.startsWith("eval/")));
   let filter = params.get("find") || "", smooth = Number(params.get("smooth") || 0.6), charts = [], fetched = new Map();
 
-  const list = el("div", { className: "charts" });
+  const list = el("div", { className: "panels" });
   const find = el("input", { type: "search", placeholder: "find a metric, e.g. reward or tools/", value: filter, oninput: () => { filter = find.value; keep(); draw(); } });
   const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smooth, oninput: () => { smooth = Number(slider.value); keep(); for (const each of charts) each.set(); } });
   const csv = el("button", { type: "button", onclick: download }, "CSV");
@@ -16,12 +25,16 @@ podrl.views.curves = async (main, params, current) => {
     el("span", { className: "quiet" }, "drag, or + and - in a chart, to zoom, double-click or 0 to see all; dots: held-out records, sampled (filled) and greedy (hollow), with 95 % intervals")), list);
 
   const keep = () => history.replaceState(null, "", podrl.address("curves", { find: filter, smooth: smooth === 0.6 ? "" : smooth }));
-  const chosen = () => {
+  // [title, names] of the panels that there are; one without a title where a metric is looked for.
+  const panels = () => {
     const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
-    if (words.length) return known.filter((name) => words.every((word) => name.toLowerCase().includes(word))).slice(0, 60);
-    const first = FIRST.filter((name) => trained.has(name));
-    return (first.length ? first : [...trained]).slice(0, 12);
+    if (words.length) return [["", known.filter((name) => words.every((word) => name.toLowerCase().includes(word))).slice(0, 60)]];
+    const made = new Map(PANELS.map(([title]) => [title, []]));
+    const shown = new Set([...trained].flatMap(evaluations)); // beside what they evaluate
+    for (const name of known.filter((each) => !shown.has(each))) made.get(PANELS.find(([, form]) => form.test(name))[0]).push(name);
+    return [...made].filter(([, names]) => names.length).map(([title, names]) => [title, names.sort((one, two) => rank(one) - rank(two)).slice(0, 60)]);
   };
+  const chosen = () => panels().filter(([title]) => !title || podrl.unfolded.has(title)).flatMap(([, names]) => names);
   const evaluations = (name) => {
     const part = name === "reward/mean" ? "reward" : name.startsWith("accuracy/") ? name.slice(9) : name.startsWith("reward/") ? name : null;
     const found = part ? [`eval/sampled_${part}`, `eval/greedy_${part}`] : name.startsWith("eval/") ? [name] : [];
@@ -62,8 +75,9 @@ podrl.views.curves = async (main, params, current) => {
         const tag = runs.length > 1 ? ` ${run.name}` : "";
         if (!plain && steps.length) {
           tables.push([steps, values], [steps, smoothed(values)]);
-          series.push({ label: `raw${tag}`, stroke: hue, width: 1, alpha: 0.25, points: { show: false }, spanGaps: true },
-            { label: `${name}${tag}`, stroke: hue, width: 2, points: { show: steps.length < 3 }, spanGaps: true });
+          const dash = index ? [12, 5 * index] : undefined; // an equal run behind stays visible
+          series.push({ label: tag ? run.name : name, stroke: hue, width: 1, alpha: 0.45, points: { show: false }, spanGaps: true },
+            { label: "smoothed", stroke: hue, width: 2, dash, points: { show: steps.length < 3 }, spanGaps: true });
         }
         evaluations(name).forEach((evaluation, which) => {
           const [at, seen] = fetched.get(`${index} ${evaluation}`) || [[], []];
@@ -94,11 +108,14 @@ podrl.views.curves = async (main, params, current) => {
     const newest = el("span", { className: "quiet" });
     const tell = () => { newest.textContent = ` ${runs.map((run) => run.last[name]).filter((value) => value !== undefined).map((value) => number(value)).join(" / ")}`; };
     tell();
+    const unit = units[name] && units[name] !== "1" ? units[name] : "no unit";
+    const named = (label) => ({ label, labelSize: 16, labelGap: 0, labelFont: "12px system-ui, sans-serif", font: "11px system-ui, sans-serif" });
     const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 } };
     const reach = (plot, low, high) => {
       for (const [, from, to] of whiskers) { low = Math.min(low, from); high = Math.max(high, to); }
       if (low === null || !isFinite(low)) return [0, 1];
-      const room = (high - low || Math.abs(high) || 1) * 0.06;
+      const size = Math.max(Math.abs(low), Math.abs(high)); // a constant is a flat line in the middle: its differences are roundings
+      const room = high - low > 1e-6 * size ? (high - low) * 0.06 : size / 2 || 1;
       return [low - room, high + room];
     };
     const tools = el("span", { className: "tools" },
@@ -107,19 +124,19 @@ podrl.views.curves = async (main, params, current) => {
     const hold = el("div", { className: "plot", tabIndex: 0, role: "group", onkeydown: (event) => keyed(event, plot) });
     box.append(hold);
     const options = { width: Math.max(hold.clientWidth, 280), height: 222, series, legend: { show: false }, cursor: { sync: { key: "steps" }, points: { size: 6 } },
-      scales: { x: { time: false }, y: { range: reach } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => number(tick)) }], hooks: { draw: [bars] } };
+      scales: { x: { time: false }, y: { range: reach } }, axes: [{ ...axis, ...named("step"), size: 28 }, { ...axis, ...named(unit), size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }], hooks: { draw: [bars] } };
     let plot;
     const readout = el("div", { className: "readout", ariaHidden: "true" });
     options.hooks.setCursor = [(at) => {
       const i = at.cursor.idx;
       if (i === null || i === undefined || !at.data[0].length) { readout.replaceChildren(); return; }
       const parts = [`step ${at.data[0][i]}`];
-      at.series.forEach((each, s) => { const value = at.data[s][i]; if (s && !each.label.startsWith("raw") && value !== null && value !== undefined) parts.push(`${each.label} ${number(value)}`); });
+      at.series.forEach((each, s) => { const value = at.data[s][i]; if (s && !(smooth === 0 && each.label.startsWith("smoothed")) && value !== null && value !== undefined) parts.push(`${each.label} ${number(value)}`); });
       readout.textContent = parts.join("   ");
     }];
     options.hooks.setScale = [(at, key) => {
-      const { min, max } = at.scales.x;
-      if (key === "x") hold.ariaLabel = `${name}${min === null ? "" : `, steps ${number(min)} to ${number(max)}`}: + and - zoom, arrows move, 0 shows all`;
+      const range = (scale) => scale.min === null || scale.min === undefined ? "" : ` ${number(scale.min)} to ${number(scale.max)}`;
+      hold.ariaLabel = `${name}, steps${range(at.scales.x)}, ${unit}${range(at.scales.y)}: + and - zoom, arrows move, 0 shows all`;
     }];
     return { box, make: () => { options.width = hold.clientWidth; plot = new uPlot(options, data, hold); box.append(readout); },
       set: () => { data = gather(); tell(); if (series.length !== plot.series.length) draw(); else plot.setData(data, plot.scales.x.min === null || wide(plot)); },
@@ -173,9 +190,17 @@ podrl.views.curves = async (main, params, current) => {
     if (turn !== drawing || !current()) return;
     for (const each of charts) each.destroy();
     charts = names.map(chart);
-    list.replaceChildren(...charts.map((each) => each.box));
+    const boxes = new Map(names.map((name, i) => [name, charts[i].box]));
+    list.replaceChildren(...panels().map(([title, some]) => {
+      const held = el("div", { className: "charts" }, some.map((name) => boxes.get(name)));
+      if (!title) return held;
+      const open = podrl.unfolded.has(title);
+      const panel = el("details", { className: "panel", open }, el("summary", {}, title, el("span", { className: "quiet" }, ` ${some.length}`)), held);
+      panel.addEventListener("toggle", () => { if (panel.open !== podrl.unfolded.has(title)) { podrl.unfolded[panel.open ? "add" : "delete"](title); draw(); } });
+      return panel;
+    }));
     for (const each of charts) each.make();
-    if (!names.length) list.replaceChildren(el("p", { className: "quiet" }, known.length ? "No metric has that in its name." : "No step has been recorded yet."));
+    if (!known.length || (filter && !names.length)) list.replaceChildren(el("p", { className: "quiet" }, known.length ? "No metric has that in its name." : "No step has been recorded yet."));
   }
 
   await draw();

@@ -15,13 +15,20 @@ podrl.views.samples = async (main, params, current) => {
     pick("sort", SORTS.map(([key]) => key), wanted.sort || "", (sort) => change({ sort }), SORTS.map(([, text]) => text)));
   const found = await get("samples", { ...wanted, run });
   if (!current()) return null;
-  const HEADS = ["step / group / sample", "reward", "tokens", "ended by", "mismatch", "prompt", "completion"];
+  const HEADS = ["step / group / sample", "reward", "tokens", "ended by", "mismatch", "rewards by function", "prompt", "reference", "completion"];
   const cell = (i, className, ...texts) => el("td", { className, "data-head": HEADS[i] }, texts);  // its head is beside it where the window is narrow
-  const rows = found.rows.map((row) => row.problem ? el("tr", {}, el("td", { colSpan: 7, className: "problem" }, row.problem)) : el("tr", {},
+  const by = (rewards) => Object.entries(rewards || {}).map(([name, reward]) => el("div", { className: reward ? "" : "quiet" }, `${name} ${number(reward, 3)}`));
+  const folded = (prompt) => prompt.length <= 90 ? prompt : el("details", {}, el("summary", {}, `…${prompt.trimEnd().slice(-80)}`), prompt);
+  const rows = found.rows.map((row) => row.problem ? el("tr", {}, el("td", { colSpan: 9, className: "problem" }, row.problem)) : el("tr", {},
     el("td", {}, row.group === undefined ? String(row.step) : link("groups", { run, step: row.step, group: row.group, sample: row.sample }, {}, `${row.step} / ${row.group} / ${row.sample}`)),
     cell(1, "number", number(row.reward, 3)), cell(2, "number", number(row.length)), cell(3, "", row.stop || "", row.failed ? " (tool failed)" : ""),
-    cell(4, "number", number(row.mismatch, 2)), cell(5, "text", row.prompt.slice(-400)), cell(6, "text", row.completion.slice(0, 1200))));
+    cell(4, "number", number(row.mismatch, 2)), cell(5, "by", ...by(row.rewards)), cell(6, "text", folded(row.prompt)), cell(7, "text", row.truth || ""), cell(8, "text", row.completion.slice(0, 1200))));
   const page = (offset, text) => offset < 0 || offset >= found.count ? null : el("button", { type: "button", onclick: () => go("samples", { ...wanted, offset }, true) }, text);
+  if (!found.count) {
+    const asked = ["q", "step", "low", "high", "stop", "failed"].some((name) => wanted[name]);
+    fill(main, bar, el("p", { className: "quiet" }, asked ? "No sample is as asked for: leave out a word or a bound." : "This run has no samples yet: the first are written after its first step, or log.samples_every=0 records none."));
+    return null;
+  }
   fill(main, bar, el("p", { className: "quiet" }, `${found.count} samples`, found.count > 100 ? `, from ${found.offset + 1}` : "", " ", found.offset ? page(found.offset - 100, "previous 100") : null, " ", page(found.offset + 100, "next 100")),
     el("table", { className: "wide found" }, el("thead", {}, el("tr", {}, HEADS.map((text) => el("th", {}, text)))), el("tbody", {}, rows)));
   return null;
