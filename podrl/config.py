@@ -51,6 +51,53 @@ def known_arguments(call: Call) -> Call:
     return typing.cast(Call, checked)
 
 
+def refused_arguments(ways: Mapping[str, str]) -> Callable[[Call], Call]:
+    """Decorates a function, so that arguments of another library are refused with podrl's way; None and False pass.
+
+    Args:
+      ways: what to do instead, by the argument's name.
+    """
+
+    def decorate(call: Call) -> Call:
+        @functools.wraps(call)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in ways.keys() & kwargs.keys():
+                if kwargs.pop(name) not in (None, False):
+                    raise TypeError(f"{call.__qualname__} has no argument {name!r}: {ways[name]}")
+            return call(*args, **kwargs)
+
+        return typing.cast(Call, checked)
+
+    return decorate
+
+
+class Elsewhere:
+    """A name that another library's class has and podrl's lacks: to read it is an AttributeError with podrl's way."""
+
+    def __init__(self, way: str):
+        """`way` is what to use instead, a sentence."""
+        self._way, self._name = way, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"{owner.__name__}.{name}"
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        raise AttributeError(f"{self._name} is not there: {self._way}")
+
+
+def as_settings(cls: type[T], value: Any, name: str) -> T:
+    """Returns settings given as `cls` itself, or as a dict of its fields.
+
+    Raises:
+      ValueError: `value` is neither, or a field is not allowed; names `name`.
+    """
+    if isinstance(value, cls):
+        return value
+    if isinstance(value, Mapping):
+        return build(cls, value, name)
+    raise ValueError(f"{name}={value!r:.80} must be a {cls.__name__}, or a dict of its fields.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Range:
     """The range of a numeric setting, for `typing.Annotated`: an interval as in mathematics, such as '[0, 1)'.

@@ -12,7 +12,9 @@ import pytest
 
 import podrl
 from podrl.algorithms.kl import canonical_mode
+from podrl.config import as_settings
 from podrl.job.config import unset
+from podrl.runtime.metrics import UserMetrics
 
 FIELDS = pathlib.Path(__file__).resolve().parents[2] / "shared" / "vectors" / "config_fields.json"
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
@@ -148,3 +150,55 @@ def test_roles_are_those_of_the_field():
         "REWARD": "reward",
         "ROLLOUT": "rollout",
     }
+
+
+# What Tunix's classes have in public beside their fields: methods and properties (rl_cluster.py, rl_learner.py).
+SURFACE = {
+    podrl.RLCluster: (
+        "actor_trainer buffer_metrics buffer_metrics_async close cluster_config critic_trainer generate "
+        "get_actor_per_token_logps get_old_per_token_logps get_ref_per_token_logps get_rewards get_rollout_config "
+        "get_values global_steps inference_worker perf perf_v2 r2m rollout sync_weights update_actor update_critic "
+        "with_external_metrics_logger"
+    ),
+    podrl.GRPOLearner: "algo_config can_enable_async_rollout rl_cluster should_sync_weights train",
+}
+
+
+@pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, names in SURFACE.items() for name in names.split()])
+def test_methods_and_properties_of_tunix_are_there_or_say_the_way_of_podrl(cls, name):
+    if not hasattr(cls, name):
+        with pytest.raises(AttributeError, match=rf"{name} is not there: .+\.$"):
+            getattr(cls, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "way"),
+    [
+        (podrl.RLCluster.generate, "micro_batch_size", "RolloutConfig"),
+        (podrl.RLCluster.generate, "trace_tags", "spans.jsonl"),
+        (podrl.GRPOLearner.train, "skip_jit", "JAX_DISABLE_JIT"),
+    ],
+)
+def test_arguments_of_tunix_are_refused_with_the_way_of_podrl(call, name, way):
+    with pytest.raises(TypeError, match=rf"has no argument '{name}': .*{way}"):
+        call(None, [], **{name: 4})
+    with pytest.raises(AttributeError, match="NoneType"):  # None is as if it were not given
+        call(None, [], **{name: None})
+
+
+def test_metrics_may_say_how_several_values_become_one():
+    metrics = UserMetrics()
+    for value in (1.0, 5.0):
+        metrics.add({"plain": value, "most": (value, max), "unsaid": (value, None)})
+    assert metrics.take() == {"plain": 3.0, "most": 5.0, "unsaid": 3.0} and metrics.take() == {}
+
+
+@pytest.mark.parametrize("cls", [podrl.LoraConfig, podrl.CheckpointConfig, podrl.RewardConfig])
+def test_settings_may_be_a_dict_of_their_fields(cls):
+    field = dataclasses.fields(cls)[0]
+    value = {podrl.LoraConfig: 4, podrl.CheckpointConfig: 7, podrl.RewardConfig: ("number",)}[cls]
+    assert as_settings(cls, {field.name: value}, "it") == as_settings(cls, cls(**{field.name: value}), "it")
+    with pytest.raises(ValueError, match=r"has no .*nothing"):
+        as_settings(cls, {"nothing": 1}, "it")
+    with pytest.raises(ValueError, match=f"it=7 must be a {cls.__name__}, or a dict of its fields"):
+        as_settings(cls, 7, "it")

@@ -18,14 +18,14 @@ from podrl.cluster.pull_link import PullLink
 from podrl.cluster.reward_model import RewardModel
 from podrl.cluster.weights import WeightSync
 from podrl.cluster.worker import rollout_worker
-from podrl.config import known_arguments
+from podrl.config import Elsewhere, as_settings, known_arguments, refused_arguments
 from podrl.data.chat import Message
 from podrl.data.conversation import prompts_of
 from podrl.data.tokenizer import Tokenizer
 from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig
 from podrl.models.pretrained import Decoder, check_positions, check_vocab, directories_of, on_this_host
-from podrl.rollout.config import Sampling
+from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.interface import RolloutEngine
 from podrl.runtime.metrics import MetricsLogger, UserMetrics
@@ -50,6 +50,17 @@ class RLCluster:
     critic: Critic | None = None
     partner: Partner | None = None
 
+    # What Tunix's cluster has beside.
+    actor_trainer = Elsewhere("an update is update_actor(batch); weights and optimizer are `state`, the model `actor`.")
+    critic_trainer = Elsewhere("an update is update_critic(batch); make_critic() returns the critic.")
+    inference_worker = Elsewhere("log-probabilities are get_ref_per_token_logps and get_actor_per_token_logps.")
+    get_rewards = Elsewhere("a learner scores samples by rewards_of(rollouts), a reward model's score included.")
+    get_values = Elsewhere("PPOLearner asks make_critic() for them, on packed rows.")
+    global_steps = Elsewhere("`state.step` counts the updates; metrics.jsonl has every step.")
+    perf_v2 = Elsewhere("times are in metrics.jsonl, under time/ and perf/.")
+    perf = Elsewhere("times are in metrics.jsonl, under time/ and perf/.")
+    r2m = Elsewhere("the meshes are config.role_to_mesh.")
+
     @known_arguments
     def __init__(
         self,
@@ -61,7 +72,7 @@ class RLCluster:
         reference: Any = None,
         reward: Any = None,
         perf_config: Any = None,
-        lora: LoraConfig | None = None,
+        lora: LoraConfig | Mapping[str, Any] | None = None,
         seed: int = 0,
         link: PullLink | None = None,
     ):
@@ -77,7 +88,7 @@ class RLCluster:
           reward: a Hugging Face directory of a sequence classification model with one label, whose score is one more
             reward (RewardConfig.model_weight); it lives on Role.REWARD's mesh, by default the rollout's.
           reference: None for the actor's initial weights (under LoRA: its base), or a directory.
-          lora: adapters to add where `actor` is a directory.
+          lora: adapters to add where `actor` is a directory; a LoraConfig, or a dict of its fields.
           seed: of everything random in the cluster.
           link: where trainers and rollouts are separate clusters, the weights' way between them; this process then has
             the role the link says, and the other role's mesh is not used.
@@ -87,6 +98,7 @@ class RLCluster:
         """
         if perf_config is not None:
             raise ValueError("RLCluster(..., perf_config=...): stage times are in metrics.jsonl under time/ already.")
+        lora = None if lora is None else as_settings(LoraConfig, lora, "lora")
         actor, tokenizer, critic, reward, reference = map(on_this_host, (actor, tokenizer, critic, reward, reference))
         self.config, self.seed, self.training_config = cluster_config, seed, cluster_config.training_config
         self.actor_mesh, self.rollout_mesh = (cluster_config.role_to_mesh[r] for r in (Role.ACTOR, Role.ROLLOUT))
@@ -122,6 +134,15 @@ class RLCluster:
             more = {"longest": self.config.longest, "dtype": self.training_config.dtype}
             self.reward_model = RewardModel(self.reward_source, local, self.tokenizer, **more)
         self.metrics = UserMetrics()
+
+    @property
+    def cluster_config(self) -> ClusterConfig:
+        """Tunix's name for `config`."""
+        return self.config
+
+    def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
+        """Returns the rollout configuration of a mode."""
+        return self.config.rollout(mode)
 
     def make_critic(self) -> Critic | None:
         """Returns the critic, made now if there is none; None on a process without devices of its mesh.
@@ -203,6 +224,12 @@ class RLCluster:
         """Compiles the rollout's programs before the first step; without a policy, with weights of zero."""
         self.rollout.warm_up((policy or self.weights.blank()).params)
 
+    @refused_arguments(
+        {
+            "micro_batch_size": "samples are decoded in RolloutConfig(lanes=...) lanes, refilled as they end.",
+            "trace_tags": "the spans of every step are in spans.jsonl.",
+        }
+    )
     def generate(
         self,
         prompts: Prompts | Sequence[str | Sequence[Message]],
@@ -237,8 +264,8 @@ class RLCluster:
         more: Any = ({"mode": mode.value} if tells or self.partner else {}) | ({"ended": ended} if tells else {})
         return self.rollout.generate(policy, prompts, group_size=group_size, step=step, sampling=sampling, **more)
 
-    def buffer_metrics(self, metrics: Mapping[str, float], mode: Mode = Mode.TRAIN) -> None:
-        """Adds values to the next step's record; several values of one name are averaged."""
+    def buffer_metrics(self, metrics: Mapping[str, Any], mode: Mode = Mode.TRAIN) -> None:
+        """Adds values, or pairs (value, function), to the next step's record; without a function they are averaged."""
         self.metrics.add(metrics, prefix="" if mode is Mode.TRAIN else "eval/")
 
     buffer_metrics_async = buffer_metrics

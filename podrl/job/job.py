@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import logging
-import pathlib
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -51,8 +50,8 @@ from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.service import ServiceError
 from podrl.runtime.storage import StorageError, is_remote
-from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED
-from podrl.view.report import write_report
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED, told_if_long
+from podrl.view.report import write_ending
 
 _log = logging.getLogger("podrl.job")
 
@@ -177,7 +176,9 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
         alike.check_settings(values, pod, 4 * build(LogConfig, values["log"], "config.log").stall_s)
     values = _pinned(values, workdir, pod)
     tools = tools_of_prompts(values, pod)
-    job = parse(with_prompt_length(values, tools))
+    say = make_console(quiet=pod is not None and not pod.leads).print
+    with told_if_long("Reading the configuration, and the data for its longest prompt ...", say):
+        job = parse(with_prompt_length(values, tools))
     check_models(job, _loads(pod))
     if pod is not None:
         alike.check_files(job, pod, 4 * job.log.stall_s)
@@ -187,11 +188,12 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
     # A record that cannot be rendered, or a reward that is misspelt, fails before models are loaded.
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
-    if role == TRAINER:
-        check_records(job, tokenizer)
+    with told_if_long("Checking the records of the data ...", say):
+        if role == TRAINER:
+            check_records(job, tokenizer)
     if not job.kind.given:
         others = {REWARD_NAME: job.env.reward_weight} if job.env.used else {}
-        with Rewards(job.reward, others) as rewards:
+        with told_if_long("Trying the reward functions ...", say), Rewards(job.reward, others) as rewards:
             check_rewards(job, rewards, tokenizer)
     with _open_run(job, workdir, pod, command) as current:
         current.profiler = Profiler(workdir, pod.name if pod else "trainer 0", steps)
@@ -368,10 +370,7 @@ def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any]) -> in
             f"Stopped after step {step} of {max_steps}; saved in {current.place}. Resume with: {current.command}"
         )
         return EXIT_PREEMPTED
-    written = summary.write_summary(current.workdir, facts)
-    write_report(current.workdir, pathlib.PurePath(current.place).name)
-    current.push()
-    summary.print_before_after(current.console, written)
+    written = write_ending(current, facts)
     describe.print_files(current.console, current.workdir, current.place, written)
     return EXIT_DONE
 

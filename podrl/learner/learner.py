@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.config import known_arguments
+from podrl.config import Elsewhere, as_settings, known_arguments, refused_arguments
 from podrl.data.pipeline import PromptStream
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
@@ -29,10 +30,12 @@ from podrl.learner.traced import Traced
 from podrl.learner.unmoved import unmoved, unmoved_by_samples
 from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
 from podrl.rundir.run import Run
+from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.pod import Pod
 from podrl.runtime.roles import EVAL
 from podrl.trainer.pack_shape import PackShape
 from podrl.types import BatchError, Experience, Rollouts
+from podrl.view.report import write_ending
 
 
 class Trainable(loop.Algorithm, recorder.Controllers, Protocol):
@@ -191,6 +194,9 @@ def learn_answers(
 class SampleLearner:
     """Base of GRPOLearner and PPOLearner: trains on samples that reward functions score."""
 
+    can_enable_async_rollout = Elsewhere("batches are sampled ahead by max_staleness of the algorithm's settings.")
+    should_sync_weights = Elsewhere("weights move after every step, unless trainer and rollout share them.")
+
     def __init__(
         self,
         algorithm: Callable[..., Any],
@@ -199,7 +205,7 @@ class SampleLearner:
         reward_fns: Callable | str | Sequence[Callable | str],
         metric_fns: Sequence[MetricFn] | None,
         data_shuffle_seed: int | None,
-        reward_config: RewardConfig | None,
+        reward_config: RewardConfig | Mapping[str, Any] | None,
         pod: Pod | None,
         environment: Any,
     ):
@@ -210,7 +216,8 @@ class SampleLearner:
         self.cluster, self.config = rl_cluster, algo_config
         self._metric_fns = tuple(metric_fns or ())
         self._shuffle_seed = data_shuffle_seed
-        config = reward_config or (RewardConfig(fns=()) if self._environment.used else RewardConfig())
+        given = None if reward_config is None else as_settings(RewardConfig, reward_config, "reward_config")
+        config = given or (RewardConfig(fns=()) if self._environment.used else RewardConfig())
         fns = (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns)
         config = dataclasses.replace(config, fns=fns) if fns else config
         config.check_weights()
@@ -220,6 +227,17 @@ class SampleLearner:
         self._generate: Generator | None = None  # while `train` runs, where this process generates
         self._prompts = 0
 
+    @property
+    def rl_cluster(self) -> RLCluster:
+        """Tunix's name for `cluster`."""
+        return self.cluster
+
+    @property
+    def algo_config(self) -> GRPOConfig | PPOConfig:
+        """Tunix's name for `config`."""
+        return self.config
+
+    @refused_arguments({"skip_jit": "the update is always compiled; set JAX_DISABLE_JIT=1 to follow it step by step."})
     @known_arguments
     def train(
         self,
@@ -230,6 +248,7 @@ class SampleLearner:
         evaluator: Any = None,
         run: Run | None = None,
         save_every: int | None = None,
+        checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
     ) -> int:
         """Trains until `training_config.max_steps`; returns the step reached.
 
@@ -243,8 +262,15 @@ class SampleLearner:
           evaluator: instead of `eval_ds`, scores the policy: (policy, step) -> (metrics, samples to show). One of
             podrl.learner.evaluate does so by this learner's reward functions if given `rewards=learner.rewards_of`.
           run: files, checkpoints and signals; by default under training_config.checkpoint_root_directory, or nowhere.
+            One that is made here ends with summary.json, report.html and the table of both evaluations.
+          save_every: steps between checkpoints, instead of `checkpoint.every`.
+          checkpoint: how often is saved and how many are kept, where `run` is made here; a dict of its fields too.
+
+        Raises:
+          ValueError: arguments that contradict each other, or that are not as above.
         """
         training = self.cluster.training_config
+        listed = not isinstance(train_ds, PromptStream)
         if not isinstance(train_ds, PromptStream):
             items, size = from_batches(list(train_ds))
             if size and prompts_per_step not in (None, size):
@@ -258,11 +284,18 @@ class SampleLearner:
                 raise ValueError("eval_ds and evaluator both say what is evaluated: give one of them.")
             evaluator = self._evaluator(eval_ds)
         prompts = train_ds.prompts_per_step // self.config.prompt_batches
-        run = run or Run(training.checkpoint_root_directory, config=self._settings(prompts))
+        started, own = time.monotonic(), run is None
+        if run is None:
+            saves = None if checkpoint is None else as_settings(CheckpointConfig, checkpoint, "checkpoint")
+            run = Run(training.checkpoint_root_directory, config=self._settings(prompts), checkpoint=saves)
+        elif checkpoint is not None:
+            raise ValueError("run and checkpoint both say when to save: give checkpoint to the run.")
         schedule = self._schedule(train_ds, run, save_every)
         of_run: Any = (self.cluster.config.rollout(), self._reward_config, self._environment)
         for text in unmoved_by_samples(training, self.config, *of_run, steps=schedule.max_steps):
             run.console.print(f"Warning: {text}")
+        if listed and (before := words_for(self._reward_config.fns)):
+            run.console.print(f"Before a question stands {before!r}, as a reward function reads its tags.")
         with run, contextlib.ExitStack() as stack:
             others = {REWARD_NAME: self._environment.reward_weight} if self._environment.used else {}
             stack.enter_context(playing(self.cluster, self._environment, self._reward_config.limits, run, self._pod))
@@ -287,7 +320,10 @@ class SampleLearner:
                 curriculum=curriculum,
             )
             trained = self._trained(train_ds, rewards.names, run) if self.cluster.trains else None
-            return fit(self.cluster, train_ds, run, schedule, makes, trained=trained, given=False, pod=self._pod)
+            step = fit(self.cluster, train_ds, run, schedule, makes, trained=trained, given=False, pod=self._pod)
+            if own and run.leads and run.workdir is not None and step == schedule.max_steps:
+                write_ending(run, {"seed": self.cluster.seed, "wall_s": round(time.monotonic() - started, 1)})
+            return step
 
     def _listed(self, items: Sequence[Any], size: int, *, shuffle_seed: int | None = None) -> PromptStream:
         limit = self.cluster.config.rollout().max_prompt_length
@@ -381,7 +417,7 @@ class GRPOLearner(SampleLearner):
         metric_fns: Sequence[MetricFn] | None = None,
         data_shuffle_seed: int | None = None,
         *,
-        reward_config: RewardConfig | None = None,
+        reward_config: RewardConfig | Mapping[str, Any] | None = None,
         pod: Pod | None = None,
         environment: Any = None,
     ):
@@ -393,7 +429,7 @@ class GRPOLearner(SampleLearner):
           reward_fns: functions `(prompts, completions, **fields) -> list[float]`, or their names.
           metric_fns: functions `(prompts, completions, rewards, **fields) -> {name: value}`, run every step.
           data_shuffle_seed: seed of the shuffling where `train` is given a plain list; None keeps its order.
-          reward_config: weights, deadlines and workers; `reward_fns` wins where both name functions.
+          reward_config: weights, deadlines and workers, a dict too; `reward_fns` wins where both name functions.
           pod: the job's processes where there are several; every one of them makes a learner and trains.
           environment: of all samples: 'file.py:Name', a ToolEnvironment, or an EnvironmentConfig; None for none. With
             one, and neither `reward_fns` nor `reward_config`, its rewards are all there are.
@@ -414,7 +450,7 @@ class PPOLearner(SampleLearner):
         metric_fns: Sequence[MetricFn] | None = None,
         data_shuffle_seed: int | None = None,
         *,
-        reward_config: RewardConfig | None = None,
+        reward_config: RewardConfig | Mapping[str, Any] | None = None,
         pod: Pod | None = None,
         environment: Any = None,
     ):

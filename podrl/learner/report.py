@@ -11,10 +11,11 @@ from podrl.data.pools import Curriculum
 from podrl.learner.control import MismatchGate
 from podrl.learner.generation import repeated
 from podrl.learner.settings import GRPOConfig, PPOConfig
+from podrl.runtime.metrics import UserMetrics
 from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_LENGTH, Experience, Rollouts
 
-# metric_fn(prompts, completions, rewards, **fields) -> {name: value}
-MetricFn = Callable[..., Mapping[str, float]]
+# metric_fn(prompts, completions, rewards, **fields) -> {name: value, or (value, function of a list of values)}
+MetricFn = Callable[..., Mapping[str, Any]]
 
 
 class SampleReport:
@@ -142,12 +143,14 @@ class SampleReport:
         asked, counted = experience.rollouts.prompts, np.flatnonzero(experience.rewarded()).tolist()
         prompts, fields = repeated(asked.text, asked.fields, experience.rollouts.group_B)
         chosen = {name: [values[b] for b in counted] for name, values in fields.items()}
-        named: dict[str, float] = {}
+        named: dict[str, Any] = {}
         for fn in self._metric_fns:
             completions = [experience.rollouts.completions[b] for b in counted]
             rewards = experience.reward_B[counted].tolist()
             named.update(fn([prompts[b] for b in counted], completions, rewards, **chosen))
-        return {name: float(value) for name, value in named.items()}
+        values = UserMetrics()
+        values.add(named)
+        return values.take()
 
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:

@@ -20,7 +20,7 @@ from podrl.runtime import signals
 from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints
 from podrl.runtime.child import refuse_inside
 from podrl.runtime.lock import Lock
-from podrl.runtime.metrics import LogConfig, MetricsLog
+from podrl.runtime.metrics import LogConfig, MetricsLog, read_metrics
 from podrl.runtime.mirror import Mirror
 from podrl.runtime.storage import StorageError, check, disk_trouble, is_remote, locate, write_whole
 from podrl.runtime.watchdog import Watchdog
@@ -93,6 +93,7 @@ class Run:
         self.console = console or make_console(quiet=not leads)
         self.watchdog = Watchdog(self.log_config.stall_s)
         self.watchdog.tells, self.watchdog.last_words = leads, self.how_to_resume
+        self.watchdog.say = self.console.print
         self.command = "the same script"
         self._told = 0  # newest step that a complete checkpoint was known of
         self.profiler = Profiler(self.place)
@@ -111,6 +112,7 @@ class Run:
             try:
                 with self.watchdog.stage("opening the run directory"):
                     self._open(workdir, savers)
+                self.watchdog.expected = self._last_times()
             except BaseException as error:
                 self._give_back()
                 if trouble := disk_trouble(error):
@@ -265,6 +267,12 @@ class Run:
             if self._mirror is not None:
                 self._mirror.start()
         self.checkpoints = self._checkpoints(savers)
+
+    def _last_times(self) -> dict[str, float]:
+        """Seconds of the stages before the first step at the last start of this run, as far as it has one."""
+        earlier = read_metrics(self.workdir) if self.workdir is not None and self.leads else []
+        stages = ("start-up", "restoring", "evaluation")
+        return {stage: record[name] for record in earlier for stage in stages if (name := f"time/{stage}") in record}
 
     def _give_back(self) -> None:
         if self._lock is not None:

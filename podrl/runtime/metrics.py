@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pathlib
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -229,17 +230,22 @@ class UserMetrics:
 
     def __init__(self):
         self.loggers: list[MetricsLogger] = []
-        self._added: dict[str, list[float]] = {}
+        self._added: dict[str, tuple[list[Any], Callable[..., Any]]] = {}
 
-    def add(self, metrics: Mapping[str, float], *, prefix: str = "") -> None:
-        """Adds values to the next record, with `prefix` before their names; values of one name are averaged."""
-        for name, value in metrics.items():
-            self._added.setdefault(prefix + name, []).append(float(value))
+    def add(self, metrics: Mapping[str, Any], *, prefix: str = "") -> None:
+        """Adds values to the next record, with `prefix` before their names.
+
+        Args:
+          metrics: numbers, of which several of one name are averaged; or pairs (value, function of a list of values).
+        """
+        for name, given in metrics.items():
+            value, reduce = given if isinstance(given, tuple) else (float(given), None)
+            self._added.setdefault(prefix + name, ([], reduce or statistics.fmean))[0].append(value)
 
     def take(self) -> dict[str, float]:
-        """Returns the means of values added since the last call."""
+        """Returns what is made of the values added since the last call."""
         taken, self._added = self._added, {}
-        return {name: sum(values) / len(values) for name, values in taken.items()}
+        return {name: float(reduce(values)) for name, (values, reduce) in taken.items()}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Passes a record to the loggers."""

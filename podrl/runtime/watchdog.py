@@ -7,9 +7,34 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
+_SILENCE_S = 3.0  # after which a user is told what is going on
+# What a stage does that may take longer, above all the first time; the others are told by their names.
+_DOES = {
+    "start-up": "loading the models and compiling the rollout's programs",
+    "restoring": "reading the newest checkpoint",
+    "evaluation": "sampling answers to the held-out records and scoring them; the first time compiles",
+    "rollout": "sampling the batch and scoring it; the first time compiles",
+    "update": "updating the weights; the first time compiles",
+    "publish": "moving the weights to the rollout's devices",
+    "checkpoint": "saving a checkpoint",
+    "copying to the bucket": "copying the run's files to the bucket",
+    "closing checkpoints": "waiting for the last checkpoint to be written",
+}
 EXIT_DONE, EXIT_USER, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED = 0, 1, 42, 75
+
+
+@contextlib.contextmanager
+def told_if_long(text: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Says `text` where a `with` block takes more than 3 s; for what comes before there is a watchdog."""
+    timer = threading.Timer(_SILENCE_S, say, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def stacks_on_signal() -> None:
@@ -27,11 +52,13 @@ class Watchdog:
     After `stall_s` seconds in one stage it prints the stage, its age and all stacks to stderr, once per stage; after
     four times as long it exits the process with code 42 (infrastructure: restart me), because nothing else would.
     Where the stage waits for another process, it says so after a tenth of `stall_s`. SIGUSR1 prints the stacks at any
-    time.
+    time. The first time that a stage takes more than 3 s, it says what the stage does.
 
     Attributes:
       waits_for: each says what this process waits for, '' for nothing; said with the stage.
       last_words: what is said before the process ends: what is saved, and how to resume.
+      say: prints what a stage does that takes long; None says nothing.
+      expected: seconds that a stage took at its last start, as far as known; said with what it does.
       tells: whether a wait is said early, which is for the process that tells the user.
       ended: told of every stage that has ended: its name, start and end (`time.monotonic`).
     """
@@ -42,6 +69,9 @@ class Watchdog:
         self._spent: dict[str, float] = {}
         self.waits_for: list[Callable[[], str]] = []
         self.last_words: Callable[[], str] = lambda: ""
+        self.say: Callable[[str], None] | None = None
+        self.expected: Mapping[str, float] = {}
+        self._told: set[str] = set()
         self.tells = True
         self.ended: Callable[[str, float, float], None] = lambda name, started, ended: None
         self._closed = threading.Event()
@@ -79,14 +109,29 @@ class Watchdog:
         said = "; ".join(found for source in list(self.waits_for) if (found := source()))
         return f" (it waits for {said})" if said else ""
 
+    def tell_long(self, stage: tuple[str, float], now: float) -> None:
+        """Says what a stage does, once, where it has begun more than 3 s ago.
+
+        Args:
+          stage: its name, and when it began.
+          now: the time, as `time.monotonic` has it.
+        """
+        name, started = stage
+        if self.say is None or name in self._told or now - started <= _SILENCE_S:
+            return
+        self._told.add(name)
+        last = f", {self.expected[name]:.0f} s the last time" if name in self.expected else ""
+        self.say(f"{name}: {_DOES.get(name, 'at work')} ({now - started:.0f} s so far{last}) ...")
+
     def _watch(self) -> None:
         reported: tuple[str, float] | None = None
         hinted: tuple[str, float] | None = None
-        while not self._closed.wait(min(self._stall_s / 4, 5.0)):
+        while not self._closed.wait(min(self._stall_s / 4, 1.0)):
             stages = list(self._stages)
             if not stages:
                 continue
             name, started = stages[-1]
+            self.tell_long(stages[-1], time.monotonic())
             age = time.monotonic() - started
             early = self.tells and self._stall_s / 10 < age <= self._stall_s and hinted != stages[-1]
             if early and (late := self._waits()):

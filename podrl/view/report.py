@@ -5,9 +5,11 @@ import hashlib
 import json
 import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from podrl.rundir import summary
+from podrl.rundir.run import Run
 from podrl.runtime.storage import write_whole
 from podrl.view.assets import SCRIPTS, STATIC, STYLES, finite, page
 from podrl.view.runs import RunFiles
@@ -39,6 +41,24 @@ def write_report(workdir: pathlib.Path, name: str) -> None:
         write_whole(workdir / NAME, report([RunFiles(str(workdir), name)]))
     except (ValueError, OSError, KeyError, TypeError) as error:
         _log.warning("%s was not written: %s", NAME, error)
+
+
+def write_ending(run: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes summary.json and report.html of a run that has made its last step, and prints before and after.
+
+    Args:
+      run: the run, whose process leads.
+      facts: facts that only the process knows (seed, devices).
+
+    Returns:
+      What is in summary.json.
+    """
+    assert run.workdir is not None
+    written = summary.write_summary(run.workdir, facts)
+    write_report(run.workdir, pathlib.PurePath(run.place).name)
+    run.push()
+    summary.print_before_after(run.console, written)
+    return written
 
 
 def _data(run: RunFiles) -> dict[str, Any]:

@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from waits import PATIENCE_S, until
 
+from podrl.runtime import watchdog as watchdog_module
 from podrl.runtime.local_pod import free_ports
-from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE, Watchdog
+from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE, Watchdog, told_if_long
 
 _HANG = """
 import time
@@ -68,6 +70,41 @@ Watchdog(100.0)
 asked()
 print("alive")
 """
+
+
+def test_a_stage_that_takes_long_says_once_what_it_does():
+    watchdog, said = Watchdog(900.0), []
+    try:
+        watchdog.tell_long(("start-up", 100.0), 110.0)  # nobody is told
+        watchdog.say, watchdog.expected = said.append, {"start-up": 24.6}
+        for name, started, now in (
+            ("start-up", 100.0, 102.9),
+            ("start-up", 100.0, 104.0),
+            ("start-up", 100.0, 109.0),
+            ("update", 0.0, 5.0),
+            ("trying", 0.0, 4.0),
+        ):
+            watchdog.tell_long((name, started), now)
+    finally:
+        watchdog.close()
+    assert said == [
+        "start-up: loading the models and compiling the rollout's programs (4 s so far, 25 s the last time) ...",
+        "update: updating the weights; the first time compiles (5 s so far) ...",
+        "trying: at work (4 s so far) ...",
+    ]
+
+
+def test_what_comes_before_the_first_stage_is_told_where_it_takes_long(monkeypatch):
+    told = threading.Event()
+    monkeypatch.setattr(watchdog_module, "_SILENCE_S", 0.01)
+    with told_if_long("Checking ...", lambda text: told.set()):
+        assert told.wait(PATIENCE_S)
+    monkeypatch.setattr(watchdog_module, "_SILENCE_S", 3600.0)
+    before = threading.active_count()
+    with told_if_long("Checking ...", lambda text: told.clear()):
+        pass
+    until(lambda: threading.active_count() <= before)
+    assert told.is_set()
 
 
 def test_a_script_of_the_library_survives_the_signal_and_prints_its_stacks():

@@ -1,0 +1,49 @@
+"""A run that a learner makes from Python ends as one of the command: with summary, report and the table."""
+
+import json
+
+import jax
+import pytest
+
+import podrl
+from podrl.runtime.metrics import read_metrics
+
+
+def length(prompts, completions, **fields):
+    return [-0.01 * len(text) for text in completions]
+
+
+def digits(prompts, completions, **fields):
+    return [float(any(letter.isdigit() for letter in text)) for text in completions]
+
+
+@pytest.mark.nightly("podrl/learner/learner.py", "podrl/view/report.py", "podrl/config.py")
+@pytest.mark.slow
+def test_a_run_from_python_writes_what_the_command_writes(tmp_path, capfd):
+    mesh = podrl.make_mesh("data=1", jax.devices()[:1])
+    root = tmp_path / "run"
+    training = podrl.RLTrainingConfig(max_steps=2, eval_every_n_steps=0, checkpoint_root_directory=str(root))
+    rollout = podrl.RolloutConfig(max_tokens_to_generate=8, max_prompt_length=64, lanes=16)
+    roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
+    settings = podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=rollout)
+    cluster = podrl.RLCluster(actor=str(podrl.TINY), cluster_config=settings, lora={"rank": 2, "pattern": "q"})
+    assert cluster.model.lora.rank == 2 and cluster.get_rollout_config() is rollout
+    learner = podrl.GRPOLearner(
+        cluster,
+        podrl.GRPOConfig(num_generations=2),
+        reward_fns=[length, digits],
+        reward_config={"weights": (1.0, 0.5)},
+        metric_fns=[lambda prompts, completions, rewards, **fields: {"own/longest": (max(map(len, completions)), max)}],
+    )
+    asked = [f"Tom has {n} apples." for n in range(4)]
+    assert learner.train(asked, asked[:2], prompts_per_step=2, checkpoint={"every": 1, "keep": 1}) == 2
+    said = capfd.readouterr().out
+    assert "Before a question" not in said and "2 held-out records" in said and "Evaluation after step 2" not in said
+    written = json.loads((root / "summary.json").read_text())
+    assert written["steps"] == 2 and written["wall_s"] > 0 and "greedy_reward/digits" in written["after"]
+    assert "own/longest" in (root / "report.html").read_text()
+    step = [record for record in read_metrics(root) if "time/step" in record][-1]
+    assert step["reward/mean"] == pytest.approx(step["reward/length"] + 0.5 * step["reward/digits"], abs=1e-6)
+    assert [path.name for path in (root / "checkpoints").iterdir()] == ["2"]
+    with pytest.raises(ValueError, match=r"CheckpointConfig has no field checkpoint\.nothing"):
+        learner.train(asked, checkpoint={"nothing": 1})
