@@ -97,6 +97,35 @@ class Model(Protocol):
         """
         ...
 
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        aside: bool = False,
+    ) -> dict[str, Any]:
+        """Answers a conversation, as /v1/chat/completions does; an episode uses either `chat` or `say`.
+
+        A conversation that repeats an earlier answer and goes on continues that answer's tokens. Any other one opens a
+        piece of the sample with a context of its own; all pieces are trained with the sample's advantage.
+
+        Args:
+          messages: conversation, in OpenAI's form.
+          tools: functions that the model may call, in OpenAI's form.
+          stop: strings that end the answer; they are cut off its text.
+          max_tokens: sampled tokens at most; None for what room there is.
+          aside: the answer is not trained: for judges, titles and simulated users.
+
+        Returns:
+          The assistant's message, with `tool_calls` if the model made any.
+
+        Raises:
+          Ended: no room or no turns are left; let it pass.
+        """
+        ...
+
     async def outside(self, what: str, make: Callable[[], Awaitable[T]]) -> T:
         """An answer of the outside world (a service, a clock, chance): recorded, and taken from the record on a replay.
 

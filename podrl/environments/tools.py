@@ -3,7 +3,7 @@
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podrl.config import nearest
@@ -105,6 +105,18 @@ class WithTools:
                 records=[record for _, record in answers],
             )
         return dataclasses.replace(turn, calls=tuple(made))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        aside: bool = False,
+    ) -> dict[str, Any]:
+        """As podrl.environments.protocol.Model; whoever asks by conversations runs the calls itself."""
+        return await self._model.chat(messages, tools=tools, stop=stop, max_tokens=max_tokens, aside=aside)
 
     async def outside(self, what: str, make: Callable[[], Any]) -> Any:
         """As podrl.environments.protocol.Model."""

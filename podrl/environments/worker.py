@@ -16,6 +16,9 @@ from podrl.environments.calls import Cuts
 from podrl.environments.config import NONE, EnvironmentConfig
 from podrl.environments.protocol import FULL, Ended, Model, OutsideError, Result, Role, Task, Turn
 from podrl.environments.tools import ToolEnvironment
+from podrl.environments.wire.asks import ASIDE, Choice
+from podrl.environments.wire.chat import message as chat_message
+from podrl.environments.wire.chat import read as read_chat
 from podrl.runtime import child
 from podrl.runtime.frames import pack
 from podrl.runtime.user_objects import explain, extend_path, load, short
@@ -60,6 +63,7 @@ class Told:
         cuts: Cuts = (),
         cut_tokens: int = 0,
         records: Sequence[Mapping[str, Any]] = (),
+        chat: Mapping[str, Any] | None = None,
     ) -> Turn:
         """`say` of an observation that tools made; arguments as of podrl.environments.workers.Say."""
         if self._turn is not None:
@@ -75,7 +79,7 @@ class Told:
             "reward": float(reward),
             "cuts": cuts,
             "cut_tokens": cut_tokens,
-        }
+        } | ({} if chat is None else {"chat": chat})
         self._turn = asyncio.get_running_loop().create_future()
         self._send({"say": self._life, "said": said, "records": [*self._records, *records]})
         self._records = []
@@ -87,6 +91,26 @@ class Told:
             raise Ended("There is no room for the observation (rollout.max_response_tokens).")
         self._turns += 1
         return turn
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        aside: bool = False,
+    ) -> dict[str, Any]:
+        """As podrl.environments.protocol.Model."""
+        body = {"model": f"policy{ASIDE * aside}", "messages": list(messages), "tools": list(tools), "stop": list(stop)}
+        wanted = read_chat(json.loads(json.dumps(body | {"max_tokens": max_tokens})), ("policy",), self._config.parser)
+        ask, id_, parser = wanted.ask, str(self._turns), self._config.parser
+        asked = {"messages": ask.messages, "tools": ask.tools, "stop": wanted.stop, "parser": parser, "id": id_}
+        asked |= {"max_new": ask.max_new, "aside": aside}
+        asked = json.loads(json.dumps(asked))  # as the other side gets it
+        turn = await self.observe("", role="raw", stop=ask.stop, max_new=ask.max_new, reward=0.0, chat=asked)
+        choice = Choice(turn.text, turn.tokens, (), (), turn.stop)
+        return chat_message(choice, stop=wanted.stop, tools=ask.tools, parser=parser, id=id_)
 
     async def outside(self, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
         """As podrl.environments.protocol.Model."""

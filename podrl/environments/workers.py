@@ -38,6 +38,7 @@ class Say:
       cuts: ranges [start, end) of characters of `observation`, ascending, in a group for each tool output in it.
       cut_tokens: tokens that each group may have. This side has no tokenizer: `observation` comes whole, and the
         engine's side makes `podrl.environments.calls.shortened` of it before it encodes it.
+      chat: fields of a podrl.rollout.branches.Conversation, which is answered instead of an observation; None for none.
     """
 
     episode: int
@@ -49,6 +50,7 @@ class Say:
     records: tuple[dict[str, Any], ...] = ()
     cuts: Cuts = ()
     cut_tokens: int = 0
+    chat: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,7 +106,7 @@ def playing(
         said = None if run.workdir is None else run.workdir / SAID
         host = Episodes(config, limits, journal=journal, called=called, said=said)
         stack.callback(host.close)
-        partner = Partner(host, Dialogue(cluster.tokenizer))
+        partner = Partner(host, Dialogue(cluster.tokenizer), clock=cluster.config.rollout().clock)
         cluster.play(partner)
         stack.callback(cluster.play, None)
         run.watchdog.waits_for.append(lambda: partner.waits_for)

@@ -3,14 +3,16 @@
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from podrl.data.dialogue import Dialogue
 from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, Task, Turn
+from podrl.environments.wire.asks import Refused
 from podrl.environments.workers import Done, Say
+from podrl.rollout.branches import Branches, Conversation
 from podrl.rollout.config import Sampling
 from podrl.rollout.partial import Partial, fill
 from podrl.rollout.points import Points
@@ -53,6 +55,7 @@ class Partner:
     Attributes:
       host: of its episodes.
       dialogue: makes tokens of its observations.
+      clock: rollout.clock of the job.
       waits_for: whom the samples wait for while none of them runs; '' while one does.
       started: episodes so far, all requests together: a message may be of a request that was given up.
       inboxes: what was said to the pump of each episode that is open, and not read yet.
@@ -60,6 +63,7 @@ class Partner:
 
     host: Host
     dialogue: Dialogue
+    clock: Literal["tokens", "wall"] = "tokens"
     waits_for: str = ""
     started: int = 0
     inboxes: dict[int, list[Say | Done]] = dataclasses.field(default_factory=dict)
@@ -127,6 +131,9 @@ class Episode:
       heard: how often its environment has said something.
       repeated: how often an environment that began again has, on its way to the same point; None at that point.
       calls: turns that it ended in this session.
+      branches: of an environment that asks by Model.chat; `track` is then the branch that was asked last, and in the
+        end all of them as one.
+      piece: number of the piece of each token of the completion; empty where there is one piece.
     """
 
     track: Track | None = None
@@ -144,6 +151,8 @@ class Episode:
     heard: int = 0
     repeated: int | None = None
     calls: int = 0
+    branches: Branches | None = None
+    piece: list[int] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.monotonic)
     seconds: float = 0.0
 
@@ -191,6 +200,8 @@ class Pump:
     def enter(self, session: Session, points: Points, calls: int | None = None) -> None:
         if self._session is None:
             self._begin_all(session)
+        elif chatting := [b for b, episode in self._episodes.items() if episode.branches is not None]:
+            raise self._no_chat(chatting[0])
         self._session, self._points = session, points
         self._calls = None if points.quantum is None else calls
         for b in [b for b, drawn in points.late.items() if not drawn and b in self._episodes]:
@@ -234,6 +245,8 @@ class Pump:
 
     def state(self) -> list[tuple[dict[str, Any], Track | None]]:
         every = [self.done[b] if b in self.done else self._episodes[b] for b in range(self.request.samples)]
+        if chatting := [b for b, episode in enumerate(every) if episode.branches is not None]:
+            raise self._no_chat(chatting[0])
         every = [each if each.track or each.stop is not None else Episode() for each in every]  # to be begun again
         return [({"episode": episode.state()}, episode.track) for episode in every]
 
@@ -312,6 +325,11 @@ class Pump:
 
     def _on_say(self, b: int, say: Say) -> None:
         episode = self._episodes[b]
+        if say.chat is not None:
+            self._on_chat(b, say, Conversation(**say.chat))
+            return
+        if episode.branches is not None:
+            raise BatchError(f"{self._name(b)} asks by model.chat and by model.say: an episode may use one of them.")
         self._reward(b, say.reward)
         tokens, texts = self._read(b, say)
         used = 0 if episode.track is None else len(episode.track.tokens)
@@ -341,7 +359,14 @@ class Pump:
             if text or say.role != "raw":
                 texts = text.split(SEPARATOR) if say.role == "tool" else text
                 tokens = dialogue.encode(texts, say.role, last=last)
-            texts, ids = dialogue.stops((*self.request.sampling.stop_strings, *say.stop))
+        except ValueError as error:
+            raise BatchError(f"{self._name(b)}: {error}") from error
+        return tokens, self._stops(b, say)
+
+    def _stops(self, b: int, say: Say) -> tuple[str, ...]:
+        """Sets the stop strings of the turn that follows; those that are text are returned."""
+        try:
+            texts, ids = self._dialogue.stops((*self.request.sampling.stop_strings, *say.stop))
         except ValueError as error:
             raise BatchError(f"{self._name(b)}: {error}") from error
         if (most := self._session.spare_stop_ids(self.request.sampling)) < len(ids):
@@ -349,13 +374,59 @@ class Pump:
                 f"{self._name(b)}: {len(ids)} stop strings are special tokens ({', '.join(ids.values())}), "
                 f"and at most {most} may be: {STOP_IDS} ids end a turn, the tokenizer's own included."
             )
-        episode.stops, episode.strings = dict(ids), texts
-        return tokens, texts
+        self._episodes[b].stops, self._episodes[b].strings = dict(ids), texts
+        return texts
+
+    def _on_chat(self, b: int, say: Say, asked: Conversation) -> None:
+        """Goes on with the branch that a conversation continues, or opens one."""
+        episode, request, session = self._episodes[b], self.request, self._session
+        p, g = divmod(b, request.group_size)
+        if self._points.quantum is not None or self._partial is not None or self._partner.clock != "tokens":
+            raise self._no_chat(b)
+        self._unasked.get(p, set()).discard(b)
+        if episode.branches is None:
+            if episode.track is not None or episode.opening is not None:
+                raise BatchError(
+                    f"{self._name(b)} asks by model.say and by model.chat: an episode may use one of them."
+                )
+            episode.branches = Branches(
+                self._dialogue.tokenizer,
+                key_2=request.keys_PG2[p, g],
+                prompt=request.tokens(p),
+                sampling=request.sampling.of(g),
+                response=request.response,
+                head=int(np.max(request.prompts.length_P)),
+            )
+        texts = self._stops(b, say)
+        try:
+            given = episode.branches.ask(session, asked, texts, tuple(episode.stops), urgent=self._points.urgent)
+        except Refused as error:
+            raise BatchError(f"{self._name(b)}: {error}") from error
+        if given is None:
+            self._fill(b)
+            return
+        assert episode.branches.current is not None
+        branch = episode.branches.current
+        episode.track, episode.turns, self.rows[branch.track] = branch.track, branch.turns, b
+        self._record_given(episode, dataclasses.replace(say, observation=self._dialogue.decode(given)), len(given))
+
+    def _no_chat(self, b: int) -> BatchError:
+        return BatchError(
+            f"{self._name(b)} asks by model.chat, and its batch is generated in several windows: set "
+            "rollout.clock='tokens' and rollout.max_staleness to 0 or 1, or ask by model.say."
+        )
+
+    def _join(self, episode: Episode) -> None:
+        """Makes one completion of all branches of an episode."""
+        if episode.branches is not None:
+            episode.track, episode.piece, episode.turns = episode.branches.joined(self._session)
 
     def _on_done(self, b: int, done: Done) -> None:
         episode = self._episodes[b]
+        self._join(episode)
         self._reward(b, 0.0 if done.reward is None else done.reward, whole=True)
-        episode.metrics = dict(done.metrics)
+        counted = {} if episode.branches is None else episode.branches.metrics()
+        episode.metrics = {**counted, **done.metrics}
         self._unasked.get(b // self.request.group_size, set()).discard(b)
         track = episode.track
         stop = STOP_DEADLINE if done.reason == "deadline" else self._why(episode, done)
@@ -388,6 +459,7 @@ class Pump:
         """Submits the samples of a prompt, all of whose environments have begun or ended."""
         G, request = self.request.group_size, self.request
         chosen = [b for b in range(p * G, p * G + G) if b in self._episodes and self._episodes[b].stop is None]
+        chosen = [b for b in chosen if self._episodes[b].branches is None]
         ready = []
         for b in chosen:
             opening = self._episodes[b].opening
@@ -420,6 +492,9 @@ class Pump:
         if track.stop is not None:
             assert track.stop == STOP_FAILED, track.stop
             self._host.cancel(self._first + b)
+            self._join(episode)
+            if episode.track is not None:
+                episode.track.stop = STOP_FAILED
             self._end(b, STOP_FAILED, None)
             return
         text, stop = track.text, "length"
@@ -435,7 +510,10 @@ class Pump:
         episode.calls += 1
         if self._parked(episode):
             self._session.hold(track)
-        self._tell(b, Turn(text, stop, tuple(tokens)))
+        turn = Turn(text, stop, tuple(tokens))
+        if episode.branches is not None:
+            episode.branches.answered(self._session, turn)
+        self._tell(b, turn)
 
     # Records.
 
@@ -488,6 +566,8 @@ class Pump:
         self._inboxes.pop(b, None)
         episode.stop, episode.seconds = stop, time.monotonic() - episode.started
         whole = "" if episode.track is None else episode.track.text
+        if text is None and episode.branches is not None:
+            text = episode.branches.text
         episode.text, episode.answered = (whole, False) if text is None else (text, True)
         self._ended.append(b)
 

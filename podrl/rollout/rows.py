@@ -87,8 +87,10 @@ def collect(
     for b, episode in episodes.items():
         assert episode.stop is not None, b
         records[b], completions[b], stop_B[b] = episode.record(), episode.text, episode.stop
+        first = prompts.length_P[group_B[b]]
+        columns["piece_BT"][b, first : first + len(episode.piece)] = episode.piece
         for place, reward in episode.rewards:
-            turn_reward_BT[b, prompts.length_P[group_B[b]] + place] += reward
+            turn_reward_BT[b, first + place] += reward
     return Rollouts(
         prompts=prompts,
         group_B=group_B,

@@ -1,0 +1,222 @@
+"""The branches of an episode that asks by conversations: each is a token sequence of its own, a piece of the sample."""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from podrl.data.tokenizer import Tokenizer
+from podrl.environments.protocol import Turn
+from podrl.environments.wire import chat
+from podrl.environments.wire.asks import Choice
+from podrl.rollout.config import Sampling
+from podrl.rollout.histories import Histories
+from podrl.rollout.session import Opening, Session, Track
+from podrl.types import DRAWN, STOP_ENV
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A request of Model.chat, checked by the dialect of /v1/chat/completions.
+
+    Attributes:
+      messages: conversation to answer.
+      tools: functions that the model may call, in the form of chat templates.
+      stop: the caller's stop strings, which are cut off the answer's text.
+      parser: format in which the model writes a call.
+      id: prefix of the ids of the answer's calls.
+      max_new: most sampled tokens; None is limited by the room of the sample alone.
+      aside: True if the answer must not be trained.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    stop: Sequence[str]
+    parser: str
+    id: str
+    max_new: int | None
+    aside: bool
+
+    def message(self, turn: Turn) -> dict[str, Any]:
+        """Writes the model's turn as the assistant's message."""
+        choice = Choice(turn.text, turn.tokens, (), (), turn.stop)
+        return chat.message(choice, stop=self.stop, tools=self.tools, parser=self.parser, id=self.id)
+
+
+@dataclasses.dataclass(eq=False)
+class _Branch:
+    """A conversation that goes on: its record in the engine, and the records of its turns."""
+
+    track: Track
+    turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def tokens(self) -> list[int]:
+        return [*self.track.prompt.tolist(), *self.track.tokens]
+
+
+class Branches:
+    """The branches of one episode.
+
+    A request goes on with the longest branch whose tokens its own begin with, else it opens a branch. Histories puts
+    the sampled tokens of earlier answers into the request, so text of the model is not encoded again. What a branch
+    draws depends on the sample's key, on the tokens that opened it and on how often these opened one before.
+
+    Attributes:
+      current: branch of the request that was asked last.
+      text: text of the last answer that is trained.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        key_2: np.ndarray,
+        prompt: np.ndarray,
+        sampling: Sampling,
+        response: int,
+        head: int,
+    ) -> None:
+        """Keeps the arguments.
+
+        Args:
+          tokenizer: tokenizer of the model.
+          key_2: random key of the sample.
+          prompt: tokens of the data's prompt, with which the sample's row begins.
+          sampling: settings of the sample; `max_new` bounds the sampled tokens of all branches together.
+          response: tokens of the row after the prompt, at most: those of all branches together.
+          head: most tokens of a branch that the engine takes as its prompt; the rest are given tokens.
+        """
+        self._tokenizer, self._key_2, self._prompt, self._sampling = tokenizer, key_2, prompt, sampling
+        self._response, self._head = response, head
+        self._histories: dict[str, Histories] = {}
+        self._branches: list[_Branch] = []
+        self._asides: list[Track] = []
+        self._opened: collections.Counter[bytes] = collections.Counter()
+        self._asked: Conversation | None = None
+        self._requests = 0
+        self.current: _Branch | None = None
+        self.text = ""
+
+    def ask(
+        self, session: Session, asked: Conversation, strings: tuple[str, ...], ids: Sequence[int], *, urgent: bool
+    ) -> list[int] | None:
+        """Goes on with a branch, or opens one.
+
+        Args:
+          session: engine's session.
+          asked: the request.
+          strings: stop strings of ordinary text.
+          ids: token ids that end the answer, besides the end of the model's turn.
+          urgent: see Session.seat.
+
+        Returns:
+          The given tokens of the request that the branch did not have; None if there is no room for them and an answer.
+
+        Raises:
+          Refused: the conversation cannot be rendered.
+        """
+        tokens = self._of(asked.parser).encode(asked.messages, asked.tools)
+        branch = None if asked.aside else self._continued(tokens)
+        first = not self._branches and tokens[: len(self._prompt)] == self._prompt.tolist()
+        known = len(branch.tokens()) if branch else len(self._prompt) if first or asked.aside else 0
+        left = self._response - (0 if asked.aside else self._used()) - (len(tokens) - known)
+        sampled = sum(one.track.sampled for one in self._branches)
+        assert self._sampling.max_new is not None
+        most = [left, self._sampling.max_new - (0 if asked.aside else sampled)]
+        if asked.max_new is not None:
+            most.append(asked.max_new)
+        if branch is not None:
+            most.append(session.room(branch.track) - (len(tokens) - known))
+        if min(most) <= 0:
+            return None
+        opening = Opening(tokens[known:], strings, tuple(ids), min(most))
+        if branch is not None:
+            session.extend(branch.track, opening)
+        else:
+            head = self._prompt if first else np.asarray(tokens[: self._head], np.int32)
+            opening = dataclasses.replace(opening, tokens=tokens[len(head) :])
+            track = session.track(head, self._key(tokens, asked.aside), self._sampling, opening)
+            if not track.limit:
+                return None
+            session.seat([track], urgent=urgent)
+            branch = _Branch(track)
+            if asked.aside:
+                self._asides.append(track)
+            else:
+                self._branches.append(branch)
+        self.current, self._asked = branch, asked
+        self._requests += 1
+        return tokens[known:]
+
+    def answered(self, session: Session, turn: Turn) -> None:
+        """Takes the answer to the last request."""
+        assert self.current is not None and self._asked is not None
+        asked, track = self._asked, self.current.track
+        if asked.aside:
+            session.end(track, STOP_ENV)
+            return
+        message = asked.message(turn)
+        self._of(asked.parser).remember(asked.messages, asked.tools, [(message, self.current.tokens())])
+        self.text = str(message["content"] or "")
+
+    def metrics(self) -> dict[str, float]:
+        """Counts requests, those among them that are not trained, and forks: trained branches after the first."""
+        forks, asides = max(len(self._branches) - 1, 0), len(self._asides)
+        return {"chat_requests": float(self._requests), "chat_forks": float(forks), "chat_asides": float(asides)}
+
+    def joined(self, session: Session) -> tuple[Track | None, list[int], list[dict[str, Any]]]:
+        """Ends all branches, and writes those that are trained one after the other as one completion.
+
+        Returns:
+          (record of the sample, number of each token's piece, records of the turns in the order of the row). Piece 0
+          is the first branch if it began with the data's prompt, else that prompt alone. The record is None if nothing
+          is trained.
+        """
+        for track in (*self._asides, *(branch.track for branch in self._branches)):
+            if track.stop is None:
+                paused = track.paused
+                session.end(track, STOP_ENV)
+                track.paused = paused
+        if not self._branches:
+            return None, [], []
+        whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
+        piece_X: list[int] = []
+        first = self._branches[0].track.prompt is not self._prompt
+        for number, branch in enumerate(self._branches, int(first)):
+            track = branch.track
+            given = track.prompt.tolist() if number else []
+            whole.tokens += [*given, *track.tokens]
+            whole.versions += [*[-1] * len(given), *track.versions]
+            for name, values in whole.drawn.items():
+                values += [*[DRAWN[name].fill] * len(given), *track.drawn[name]]
+            whole.sampled += track.sampled
+            piece_X += [number] * (len(given) + len(track.tokens))
+        whole.paused = self._branches[-1].track.paused
+        return whole, piece_X, [turn for branch in self._branches for turn in branch.turns]
+
+    def _of(self, parser: str) -> Histories:
+        if parser not in self._histories:
+            self._histories[parser] = Histories(self._tokenizer, parser)
+        return self._histories[parser]
+
+    def _continued(self, tokens: list[int]) -> _Branch | None:
+        """Finds the longest branch that the tokens begin with and go beyond."""
+        fits = [(known, branch) for branch in self._branches if tokens[: len(known := branch.tokens())] == known]
+        fits = [(len(known), branch) for known, branch in fits if len(known) < len(tokens)]
+        return max(fits, key=lambda fit: fit[0])[1] if fits else None
+
+    def _used(self) -> int:
+        """Counts the tokens of the row after the data's prompt."""
+        return sum(
+            len(b.track.tokens) + len(b.track.prompt) * (b.track.prompt is not self._prompt) for b in self._branches
+        )
+
+    def _key(self, tokens: Sequence[int], aside: bool) -> np.ndarray:
+        digest = hashlib.blake2b(self._key_2.tobytes() + bytes([aside]), digest_size=8)
+        digest.update(np.asarray(tokens, np.int32).tobytes())
+        count, self._opened[digest.digest()] = self._opened[digest.digest()], self._opened[digest.digest()] + 1
+        digest.update(count.to_bytes(4, "little"))
+        return np.frombuffer(digest.digest(), np.uint32)

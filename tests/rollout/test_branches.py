@@ -1,0 +1,188 @@
+"""Tests episodes that ask by conversations: branches are pieces of a row, and depend on what was asked alone."""
+
+from typing import Literal
+
+import jax
+import numpy as np
+import pytest
+
+from podrl import serve
+from podrl.data.dialogue import Dialogue
+from podrl.environments.config import EnvironmentConfig
+from podrl.environments.workers import EnvironmentFailure, Episodes
+from podrl.rollout.config import Sampling
+from podrl.rollout.episodes import Partner
+from podrl.rollout.integrity import faults
+from podrl.runtime.user_code import Limits
+from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Prompts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+AGENTS = '''
+import asyncio
+import podrl
+
+USER = {"role": "user", "content": "What is 4 + 5?"}
+SURE = {"role": "user", "content": "Sure?"}
+
+
+class Forks:
+    """Goes on once, asks aside, and begins again with other words."""
+
+    async def run(self, task, model):
+        first = await model.chat([USER], max_tokens=6)
+        await model.chat([SURE], max_tokens=4, aside=True)
+        if task.sample % 2:
+            await asyncio.sleep(0.05)
+        await model.chat([{"role": "user", "content": "Other " + str(first["content"])[:2]}], max_tokens=5)
+        last = await model.chat([USER, first, SURE], max_tokens=6)
+        return podrl.Result(1.0, {"last": float(len(last["content"] or ""))})
+
+
+class Repeats:
+    async def run(self, task, model):
+        for _ in range(2):
+            await model.chat([SURE], max_tokens=5)
+
+
+class Long:
+    async def run(self, task, model):
+        await model.chat([USER], max_tokens=4)
+        await model.chat([{"role": "user", "content": "word " * 500}])
+        raise AssertionError("there was room")
+
+
+class Crashes:
+    async def run(self, task, model):
+        await model.chat([USER], max_tokens=4)
+        raise RuntimeError("broken agent")
+
+
+class Hangs:
+    async def run(self, task, model):
+        await model.chat([USER], max_tokens=4)
+        if task.sample == 0:
+            await asyncio.sleep(1e9)
+
+
+class Mixes:
+    async def run(self, task, model):
+        await model.chat([USER], max_tokens=4)
+        await model.say("more")
+
+
+class Nothing:
+    async def run(self, task, model):
+        await model.chat([USER], max_tokens=4, aside=True)
+        return podrl.Result(0.5)
+'''
+ASKED = "<start_of_turn>user\nWhat is 4 + 5?<end_of_turn>\n<start_of_turn>model\n"
+
+
+@pytest.fixture(scope="module")
+def serving():
+    arguments = ["--model=tiny_tools", "--parser=call_tool", "--lanes=8", "--context=160"]
+    serving, _ = serve._loaded(serve._parser().parse_args(arguments), jax.devices()[:1])
+    yield serving
+    serving.close()
+
+
+@pytest.fixture
+def play(serving, tmp_path):
+    """Plays four samples of an agent; `asked` is the prompt of the data."""
+    (tmp_path / "agents.py").write_text(AGENTS)
+
+    def run(name, asked=ASKED, response=100, quantum=None, clock: Literal["tokens", "wall"] = "tokens", **settings):
+        tokens_P = np.asarray([serving._tokenizer.encode(asked, start=True)], np.int32)
+        prompts = Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [asked], {}, b"")
+        worker, policy = serving._worker, serving._policy
+        config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:{name}", **settings)
+        with Episodes(config, Limits(), journal=None) as host:
+            worker.partner = Partner(host, Dialogue(serving._tokenizer), clock=clock)
+            try:
+                player = worker.player(prompts, group_size=4, step=1, sampling=Sampling(max_new=response))
+                for _ in worker.advance(policy, [(player, quantum)]):
+                    pass
+                return worker.rows(player, 0.0)
+            finally:
+                worker.partner = None
+
+    return run
+
+
+def pieces_of(rollouts, b):
+    """Lists the pieces of a sample: (tokens, mask)."""
+    n = rollouts.length_B[b]
+    piece_X = rollouts.piece_BT[b, :n]
+    return [
+        (rollouts.tokens_BT[b, :n][piece_X == k].tolist(), rollouts.mask_BT[b, :n][piece_X == k])
+        for k in range(piece_X.max() + 1)
+    ]
+
+
+def test_what_continues_extends_a_piece_and_what_does_not_opens_one(play, serving):
+    rollouts = play("Forks")
+    assert not faults(rollouts, step=1, max_staleness=1)
+    prompt = serving._tokenizer.encode(ASKED, start=True)
+    for b in range(4):
+        (first, mask_first), (second, mask_second) = pieces_of(rollouts, b)
+        assert first[: len(prompt)] == prompt and 1 < mask_first.sum() <= 12
+        assert mask_first[len(prompt)] and 0 in mask_first[len(prompt) + 1 :]  # an answer, a user's turn, an answer
+        assert "Sure?" in serving._tokenizer.decode(first)
+        assert "Other" in serving._tokenizer.decode(second) and 1 <= mask_second.sum() <= 5
+        metrics = rollouts.episodes[b]["metrics"]
+        assert metrics.items() >= {"chat_requests": 4.0, "chat_forks": 1.0, "chat_asides": 1.0}.items()
+        assert rollouts.turn_reward_BT[b].sum() == 1.0
+        turns = [turn for turn in rollouts.episodes[b]["turns"] if turn["by"] == "model"]
+        assert sum(turn["tokens"] for turn in turns) == rollouts.mask_BT[b].sum()
+    assert len({str(pieces_of(rollouts, b)[0][0]) for b in range(4)}) > 1
+
+
+def test_rows_do_not_depend_on_when_agents_ask(play):
+    one, two = play("Forks"), play("Forks", workers=2)
+    for name in ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+
+
+def test_a_first_request_with_another_prompt_is_a_piece_behind_the_datas_prompt(play, serving):
+    rollouts = play("Forks", asked="Else")
+    for b in range(4):
+        prompt, first, second = pieces_of(rollouts, b)
+        assert prompt[0] == serving._tokenizer.encode("Else", start=True) and not prompt[1].any()
+        assert first[1].any() and second[1].any()
+    assert not faults(rollouts, step=1, max_staleness=1)
+
+
+def test_equal_requests_of_an_episode_draw_different_answers(play):
+    rollouts = play("Repeats", asked="Else")
+    drawn = [[tuple(np.asarray(t)[m > 0]) for t, m in pieces_of(rollouts, b)[1:]] for b in range(4)]
+    assert any(first != second for first, second in drawn)
+
+
+def test_a_request_longer_than_the_room_ends_the_sample_and_leaves_no_token(play):
+    rollouts = play("Long")
+    assert (rollouts.stop_B == STOP_LENGTH).all() and not rollouts.piece_BT.any()
+    assert ((rollouts.mask_BT.sum(axis=1) > 0) & (rollouts.mask_BT.sum(axis=1) <= 4)).all()
+
+
+def test_an_agent_that_hangs_is_left_out_and_the_others_go_on(play):
+    rollouts = play("Hangs", deadline_s=1.0)
+    assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]
+
+
+def test_an_agent_that_only_asks_aside_has_no_token_to_train(play):
+    rollouts = play("Nothing")
+    assert not rollouts.mask_BT.any() and (rollouts.turn_reward_BT.sum(axis=1) == 0.5).all()
+
+
+def test_a_crash_names_the_agent(play):
+    with pytest.raises(EnvironmentFailure, match="broken agent"):
+        play("Crashes")
+
+
+def test_what_cannot_be_played_is_refused(play):
+    with pytest.raises(BatchError, match=r"model\.chat and by model\.say"):
+        play("Mixes")
+    with pytest.raises(BatchError, match=r"rollout\.max_staleness"):
+        play("Forks", quantum=3)
+    with pytest.raises(BatchError, match=r"rollout\.clock"):
+        play("Forks", clock="wall")
