@@ -1,5 +1,6 @@
 """Chooses among tests marked `nightly`: those that a change touches run every time, the others by .ci/nightly alone."""
 
+import ast
 import pathlib
 import subprocess
 from collections.abc import Sequence
@@ -7,12 +8,47 @@ from typing import Any
 
 import pytest
 
+# What sets up every test, and the versions of what podrl imports: where these change, every test runs.
+_OF_ALL = {".ci/constraints.txt", "tests/conftest.py", "tests/quick_runs.py"}
+
 
 def changed_since(commit: str, root: pathlib.Path) -> list[str] | None:
-    """Lists the files, relative to the root, that differ from a commit; None where the commit is not known here."""
-    words = ["git", "-C", str(root), "diff", "--name-only", commit]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines() if done.returncode == 0 else None
+    """Lists the files, relative to the root, that differ from a commit in more than words.
+
+    A Python file whose comments, docstrings or layout alone differ runs as it ran before.
+
+    Returns:
+      The files; None where every test has to run: the commit is not known here, or what sets up all tests has changed.
+    """
+    done = _git(root, "diff", "--name-only", "--no-renames", commit)
+    if done is None or not _OF_ALL.isdisjoint(names := done.splitlines()):
+        return None
+    return [name for name in names if not _same_code(commit, root, name)]
+
+
+def _git(root: pathlib.Path, *words: str) -> str | None:
+    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else None
+
+
+def _same_code(commit: str, root: pathlib.Path, name: str) -> bool:
+    if not name.endswith(".py") or not (root / name).exists():
+        return False
+    before = _git(root, "show", f"{commit}:{name}")
+    try:
+        return before is not None and _code(before) == _code((root / name).read_text())
+    except SyntaxError:
+        return False
+
+
+def _code(source: str) -> str:
+    """Writes a Python source as its syntax tree, without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            node.body[0] = ast.Pass()
+    return ast.dump(tree)
 
 
 def touched(item: Any, changed: Sequence[str] | None, root: pathlib.Path) -> bool:

@@ -40,20 +40,65 @@ def test_what_runs(marks, changed, runs):
     assert touched(Item(*marks), changed, ROOT) == runs
 
 
-def test_changes_since_a_commit_and_since_one_that_is_not_known(tmp_path):
+@pytest.fixture
+def git(tmp_path):
+    """Makes a repository with two commits: `a` comes with the first, `b` and a Python file with the second."""
+
     def git(*words):
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
         done = subprocess.run(["git", "-C", str(tmp_path), *who, *words], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     git("init", "-q")
-    for name in ("a", "b"):
-        (tmp_path / name).write_text("1")
-        git("add", name)
-        git("commit", "-q", "-m", name)
+    for names in (("a",), ("b", "c.py")):
+        for name in names:
+            (tmp_path / name).write_text(CODE if name == "c.py" else "1")
+        git("add", *names)
+        git("commit", "-q", "-m", "more")
+    return git
+
+
+CODE = '''"""Adds."""
+
+
+def add(x, y=1):
+    """Adds one number to another."""
+    return x + y  # exactly
+'''
+
+
+def test_changes_since_a_commit_and_since_one_that_is_not_known(git, tmp_path):
     (tmp_path / "a").write_text("2")  # not committed
-    assert changed_since(git("rev-parse", "HEAD~1"), tmp_path) == ["a", "b"]
+    assert changed_since(git("rev-parse", "HEAD~1"), tmp_path) == ["a", "b", "c.py"]
     assert changed_since("0" * 40, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "changed"),
+    [
+        ('"""Adds one number to another."""', '"""Other words."""', False),
+        ("  # exactly", "", False),
+        ("x + y", "(x\n            + y)", False),
+        ("y=1", "y=2", True),
+        ("return x", '"""Not a docstring."""\n    return x', True),
+        ("return x", "return (x", True),
+    ],
+)
+def test_words_are_no_change(words, others, changed, git, tmp_path):
+    (tmp_path / "c.py").write_text(CODE.replace(words, others))
+    assert changed_since(git("rev-parse", "HEAD"), tmp_path) == (["c.py"] if changed else [])
+
+
+def test_a_python_file_that_comes_goes_or_moves_is_changed(git, tmp_path):
+    git("mv", "c.py", "d.py")
+    assert changed_since(git("rev-parse", "HEAD"), tmp_path) == ["c.py", "d.py"]
+
+
+def test_what_sets_up_every_test_has_every_test_run(git, tmp_path):
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "constraints.txt").write_text("jax==0.10.2")
+    git("add", ".ci")
+    assert changed_since(git("rev-parse", "HEAD"), tmp_path) is None
 
 
 def test_a_path_that_was_renamed_is_refused():
