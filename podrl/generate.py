@@ -34,6 +34,8 @@ from podrl.runtime.user_code import Limits
 STOP_NAMES = ("eos", "length", "stop_string", "failed", "environment", "deadline", "calls")
 # Arguments that change no completion, so that they may differ where a command goes on.
 _FREE = ("out", "prompts", "devices")
+_SHORT, _LONG = 64, 256  # tokens: prompts up to the one length, and in whole multiples of the other
+_LANES = (8, 32)  # that few samples are decoded in, before there are as many as --lanes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,15 +116,16 @@ def _generate(args: argparse.Namespace) -> int:
         _say(f"{output.partial} holds {len(output.done)} of {len(records)} prompts; going on from there.")
     if left:
         model, params = hf_load.load(args.model, mesh, dtype)
-        longest = max(map(len, rows))
+        longest, new = max(map(len, rows)), args.max_response or args.max_new
         check_vocab(model, tokenizer.vocab_size)
-        check_positions(model, longest, longest + (args.max_response or args.max_new))
+        check_positions(model, longest, longest + new)
+        prompt, lanes = sizes(longest, len(records) * args.n, args.lanes)
         config = RolloutConfig(
             max_tokens_to_generate=args.max_new,
             max_response_tokens=args.max_response,
-            max_prompt_length=longest,
-            kv_cache_size=longest + (args.max_response or args.max_new),
-            lanes=min(args.lanes, len(records) * args.n),
+            max_prompt_length=prompt,
+            kv_cache_size=prompt + new,
+            lanes=lanes,
         )
         given = {"pad_id": tokenizer.pad_id, "eos_ids": tokenizer.eos_ids, "decode": tokenizer.decode}
         worker = RolloutWorker(model, mesh, config, seed=args.seed, **given)
@@ -135,6 +138,21 @@ def _generate(args: argparse.Namespace) -> int:
         _say(f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / stats.seconds:.0f} tokens/s)")
     output.finish()
     return 0
+
+
+def sizes(longest: int, samples: int, most_lanes: int) -> tuple[int, int]:
+    """Rounds the sizes that programs are compiled for, so that other prompts to the same model need no other programs.
+
+    Args:
+      longest: tokens of the longest prompt.
+      samples: completions in all.
+      most_lanes: samples decoded at once, at most.
+
+    Returns:
+      Tokens of the longest prompt accepted, 64 or a multiple of 256; and lanes, 8, 32 or `most_lanes`.
+    """
+    prompt = _SHORT if longest <= _SHORT else -(-longest // _LONG) * _LONG
+    return prompt, min([most_lanes, *(lanes for lanes in _LANES if lanes >= samples)])
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import json
+import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -313,7 +315,7 @@ class RunFiles:
     # The timeline.
 
     def timeline(self, first: int | None, last: int | None, seconds: int | None = None) -> dict[str, Any]:
-        """Spans of steps, by default of the last two, with the critical path of each step.
+        """Spans of steps, by default of a typical one, with the critical path of each step.
 
         Args:
           first: the first step; None for the one before `last`.
@@ -324,6 +326,8 @@ class RunFiles:
         steps = sorted({span["step"] for span in every})
         if not steps:
             return {"first": 0, "last": 0, "steps": [0, 0], "spans": [], "paths": {}, "left_out": 0}
+        if first is last is seconds is None:
+            first = last = typical_step(every)
         end = steps[-1] if last is None else last
         begin = max(end - 1, steps[0]) if first is None else first
         if seconds is not None:
@@ -346,6 +350,16 @@ class RunFiles:
             "paths": paths,
             "left_out": len(shown) - len(longest) + unseen,
         }
+
+
+def typical_step(spans: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the step, of the last 20, that took the median time; the newest of several, the first only if alone."""
+    ends: dict[int, float] = {}
+    for span in spans:
+        ends[span["step"]] = max(ends.get(span["step"], 0.0), span["start"] + span["s"])
+    took = [(round(ends[step] - ends[before], 2), step) for before, step in itertools.pairwise(sorted(ends))][-20:]
+    median = statistics.median_low(seconds for seconds, _ in took) if took else 0.0
+    return max((step for seconds, step in took if seconds == median), default=min(ends))
 
 
 def is_wait(span: Mapping[str, Any]) -> bool:

@@ -82,6 +82,16 @@ def _goes_on_after_a_kill(tmp_path, arguments, records):
     assert again[1] == kept and texts == [[c["text"] for c in record["completions"]] for record in records]
 
 
+def test_other_prompts_to_the_same_model_need_no_other_programs():
+    """Programs are compiled for a prompt's length and for lanes, both of which take few values."""
+    asked = [(longest, samples) for longest in range(1, 257) for samples in range(1, 300, 7)]
+    assert {generate.sizes(*each, 128) for each in asked} == {(64 * p, n) for p in (1, 4) for n in (8, 32, 128)}
+    for longest, samples in ((1, 1), (64, 8), (65, 9), (256, 32), (257, 33), (5000, 1000)):
+        prompt, lanes = generate.sizes(longest, samples, 128)
+        assert longest <= prompt < longest + 256 and min(samples, 128) <= lanes <= max(8, 4 * samples)
+    assert generate.sizes(10, 100, 5) == (64, 5)
+
+
 def test_impossible_arguments_are_named(tmp_path, capsys):
     prompts = write(tmp_path / "p.jsonl", '{"prompt": "a"}\n')
     arguments = [f"--model={TINY}", f"--prompts={prompts}", f"--out={tmp_path / 'o'}", "--mesh=data=8"]

@@ -109,14 +109,14 @@ def address(runs):
 
 SHOWN = {
     "curves": ["reward/mean", "accuracy/answer", "<canvas"],
-    "timeline": ["steps 11 to 12", "critical path", "<canvas"],
+    "timeline": ["step 12 of 12", "critical path", "<canvas", 'class="named"', "what the rest waited for"],
     "groups": ["sample 1", 'class="tokens"', " w3", "prompt of group"],
     "samples": ["8 samples", "/groups?run=0&amp;step=10", "rewards by function", "reference"],
     "run": ["Roles", "trainer.max_steps", "greedy_answer"],
 }
 # What the other runs show beside.
 MORE = {
-    ("timeline", TOOLS): ["Calls of tools", "search", "6 short spans"],
+    ("timeline", TOOLS): ["Calls of tools", "search", "3 short spans"],
     ("run", TOOLS): [
         "Predicted: every program",
         "beside what was measured",

@@ -1,6 +1,7 @@
 """The page's server: what it answers, of whole, damaged and growing runs; and what it refuses."""
 
 import importlib.util
+import itertools
 import json
 import pathlib
 import re
@@ -14,7 +15,7 @@ from podrl import doctor
 from podrl.runtime.metrics import LogConfig
 from podrl.view.__main__ import main
 from podrl.view.report import report
-from podrl.view.runs import RunFiles, critical_path
+from podrl.view.runs import RunFiles, critical_path, typical_step
 
 pytest.importorskip("starlette", reason="needs the extra [view]")
 pytest.importorskip("uvicorn", reason="needs the extra [view]")
@@ -146,9 +147,21 @@ def test_the_timeline_marks_what_a_step_waited_for(ask):
         ("trainer", "score", pytest.approx(0.05)),
         ("loop", "update", pytest.approx(0.25)),
     ]
-    assert ask.json("/data/timeline?run=0")["last"] == 12
+    typical = ask.json("/data/timeline?run=0")
+    assert (typical["first"], typical["last"], typical["steps"]) == (12, 12, [1, 12])
     firsts = [ask.json(f"/data/timeline?run=0&last=9&seconds={s}")["first"] for s in (0, 1, 3600)]
     assert firsts == [9, 8, 1]  # a step takes half a second
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step"),
+    [([30, 1, 1, 9, 1, 1.5], 5), ([30], 1), ([30, 9], 2), ([9, 2, 1, 3], 2), ([5, 1, 1, 1, 1], 5)],
+)
+def test_the_timeline_opens_on_a_typical_step(seconds, step):
+    """Neither the first, which compiles, nor one with an evaluation."""
+    begins = itertools.accumulate(seconds, initial=0.0)
+    spans = [{"step": i + 1, "start": begin, "s": s} for i, (begin, s) in enumerate(zip(begins, seconds, strict=False))]
+    assert typical_step(spans) == step
 
 
 def test_calls_of_tools_have_a_lane_and_the_plan_is_beside_the_measured(tmp_path, capsys):

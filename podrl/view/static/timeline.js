@@ -24,10 +24,12 @@ podrl.views.timeline = async (main, params, current) => {
 
   const begin = found.spans[0].start, end = Math.max(...found.spans.map((span) => span.start + span.s));
   const rows = [...new Set(found.spans.map((span) => `${span.host} · ${span.lane}`))].sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
-  const HIGH = 26, LOW = 13, TOP = 22, FONT = "12px system-ui, sans-serif";
   // Calls of tools overlap: their lane has rows, as many as there were calls at once, up to 16.
   const deep = new Map(rows.map((row) => [row, 1]));
   for (const span of found.spans) if (span.lane === "tools") deep.set(lane(span), Math.max(deep.get(lane(span)), Math.min(span.row + 1, 16)));
+  // Lanes are as high as the window has room for beside the bars above and some lines of the table below.
+  const OTHERS = 340, halves = rows.reduce((all, row) => all + Math.max(deep.get(row), 2), 0);
+  const LOW = Math.min(Math.max(Math.floor((innerHeight - OTHERS) / halves), 13), 36), HIGH = 2 * LOW, TOP = 22, FONT = "12px system-ui, sans-serif";
   const tall = (row) => row.endsWith(" tools") ? Math.max(deep.get(row) * LOW + 4, HIGH) : HIGH, tops = new Map();
   const bottom = rows.reduce((top, row) => { tops.set(row, top); return top + tall(row); }, TOP);
   let from = begin, to = end, boxes = [];
@@ -90,6 +92,13 @@ podrl.views.timeline = async (main, params, current) => {
     const known = NAMES.indexOf(name);
     return `hsl(${known < 0 ? 0 : known * 137 % 360} ${known < 0 ? 0 : 60}% 62%)`;
   }
+  const shown = [...new Set(found.spans.filter((span) => span.lane !== "tools" && !waits(span)).map((span) => span.name))].sort((a, b) => order(a) - order(b) || (a < b ? -1 : 1));
+  function order(name) { const known = NAMES.indexOf(name); return known < 0 ? NAMES.length : known; }
+  const sample = (paint, text) => { const box = el("i"); Object.assign(box.style, paint); return el("span", { className: "named" }, box, text); };
+  const legend = el("div", { className: "bar legend" }, shown.map((name) => sample({ background: hue(name, {}) }, name)),
+    found.spans.some(waits) ? sample({ background: "hsl(0 0% 62%)", opacity: 0.25 }, "pale: waiting for others") : null,
+    found.spans.some((span) => span.lane === "tools") ? [sample({ background: hue("", { lane: "tools" }) }, "call of a tool"), sample({ background: hue("", { lane: "tools", failed: true }) }, "call that failed")] : null,
+    sample({ background: "var(--critical)", height: "3px" }, "what the rest waited for"));
   const nice = (raw) => { const power = 10 ** Math.floor(Math.log10(raw || 1)); return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw); };
 
   let pressed = null;
@@ -134,7 +143,7 @@ podrl.views.timeline = async (main, params, current) => {
   const called = calls.size ? el("table", {}, el("caption", {}, "Calls of tools drawn above, red where they failed"),
     el("thead", {}, el("tr", {}, ["tool", "calls", "failed", "mean", "longest"].map((text) => el("th", {}, text)))),
     el("tbody", {}, [...calls].map(([name, of]) => el("tr", {}, [name, of.count, of.failed, `${number(of.all / of.count, 3)} s`, `${number(of.most, 3)} s`].map((text) => el("td", {}, String(text))))))) : null;
-  fill(main, bar, el("div", { className: "hold" }, canvas, tip),
+  fill(main, bar, legend, el("div", { className: "hold" }, canvas, tip),
     el("table", { className: "paths" }, el("caption", {}, "The critical path of a step: what the rest waited for (underlined above)"),
       el("thead", {}, el("tr", {}, ["step", "took", "of it"].map((text) => el("th", {}, text)))), el("tbody", {}, told)), called);
   draw();
