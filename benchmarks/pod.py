@@ -140,7 +140,8 @@ def _play(pod: Pod, args: argparse.Namespace, recorder: "_Marks") -> None:
 
         kind = RemoteRollouts if share < args.gathering else _Words
         some: Any = {"needed": needed, "deadline_s": DEADLINE_S, "begun": schedule.begun}
-        rollouts: Any = kind(cluster, Data(), run, pod, accord, prompts=args.rollouts * args.prompts, **some)
+        P = args.rollouts * args.prompts
+        rollouts: Any = kind(cluster, Data(P), run, pod, accord, prompts=P, **some)
     else:
         made = experience(args, pod.seat.hosts.rank(pod.seat.process))
 
@@ -149,9 +150,7 @@ def _play(pod: Pod, args: argparse.Namespace, recorder: "_Marks") -> None:
             return made
 
         some = {"evaluator": None, "deadline_s": DEADLINE_S}
-        rollouts = HostRollouts(
-            cluster, Data(args.rollouts * args.prompts), run, pod, accord, generate=generate, **some
-        )
+        rollouts = HostRollouts(cluster, run, pod, accord, generate=generate, **some)
     trains = pod.seat.process in pod.seat.hosts.trainer
     train(rollouts, _Sleeps(args.update_s if trains else 0.0), recorder, schedule)
     rollouts.close()
@@ -199,7 +198,7 @@ class _Words(RemoteRollouts):
 class Data:
     """Stands for a data stream, of batches of so many prompts."""
 
-    def __init__(self, prompts: int = 0):
+    def __init__(self, prompts: int):
         self._prompts = prompts
 
     def __next__(self) -> Prompts:
@@ -240,6 +239,8 @@ class Run:
 
     def stopping(self) -> bool:
         return False
+
+    def tell_taking(self) -> None: ...
 
 
 class _Sleeps:
@@ -289,6 +290,8 @@ class _Marks:
 
     def stopping(self) -> bool:
         return False
+
+    def tell_taking(self) -> None: ...
 
     def per_step(self) -> dict[str, float]:
         first, *_, last = self._marks[_SKIPPED - 1 :]

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -213,19 +213,10 @@ class Curriculum:
         count_P, passed_P = (np.bincount(group_B[own_B], minlength=len(ids_P)) for own_B in (counted_B, passed_B))
         kept_P = count_P > 0
         rate_P = (passed_P[kept_P] / count_P[kept_P]).astype(np.float32)
-        self._add(step, Results(ids_P[kept_P], rate_P))
+        self.add(step, Results(ids_P[kept_P], rate_P))
 
-    def word(self, step: int) -> dict[str, Any] | None:
-        """The results of the step before, for the hosts that draw prompts; None where there are none."""
-        found = self._newer.get(step - 1)
-        return found and {"step": step - 1, "ids": found.ids_N.tolist(), "rate": found.rate_N.tolist()}
-
-    def hear(self, word: Mapping[str, Any]) -> None:
-        """Takes over what `word` packed."""
-        results = Results(np.asarray(word["ids"], np.int64), np.asarray(word["rate"], np.float32))
-        self._add(int(word["step"]), results)
-
-    def _add(self, step: int, results: Results) -> None:
+    def add(self, step: int, results: Results) -> None:
+        """Adds the results of a step; those of earlier steps are known."""
         if step <= self._newest:
             return
         assert step == self._newest + 1, f"results of step {step} after those of {self._newest}"

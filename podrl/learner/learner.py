@@ -115,15 +115,7 @@ def fit(
     records: Any
     if trained is None:
         assert pod is not None
-        records = HostRecorder(
-            stream,
-            run,
-            schedule,
-            enter=place.enter,
-            evaluate=evaluate,
-            stopping=stopping,
-            curriculum=makes.curriculum,
-        )
+        records = HostRecorder(run, schedule, enter=place.enter, evaluate=evaluate, stopping=stopping)
     else:
         assert stream is not None
         records = Recorder(

@@ -92,21 +92,17 @@ def place_of(
             prompts=makes.prompts,
             whole=makes.whole,
             group_size=makes.group_size,
-            curriculum=makes.curriculum,
         )
     else:
         place = HostRollouts(
             cluster,
-            stream,
             run,
             pod,
             accord,
             generate=makes.generate,
             evaluator=makes.evaluator,
             deadline_s=deadline_s,
-            windows=isinstance(clock, TokenClock) and clock.used,
-            wall=not isinstance(clock, TokenClock),
-            curriculum=makes.curriculum,
+            clock="wall" if not isinstance(clock, TokenClock) else "windows" if clock.used else "whole",
             last=schedule.max_steps,
         )
     return place, accord.stopping

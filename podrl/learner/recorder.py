@@ -369,28 +369,23 @@ class HostRecorder:
 
     def __init__(
         self,
-        stream: Stream | None,
         run: Run,
         schedule: Schedule,
         *,
         enter: Callable[[], Mapping[str, Any]],
         evaluate: Evaluate | None,
         stopping: Callable[[], bool],
-        curriculum: Curriculum | None = None,
     ):
         """Opens nothing yet.
 
         Args:
-          stream: the data; None where it needs none.
           run: signals and the watchdog; writes nothing.
           schedule: the job's.
           enter: asks the leader where this host begins.
           evaluate: evaluation of this host's share of the held-out prompts; None for no evaluation.
           stopping: True if the run was asked to stop, the same in all processes of the job.
-          curriculum: prompts chosen by their pass rates, where the data has one.
         """
-        self._curriculum = curriculum
-        self._stream, self._run, self._schedule = stream, run, schedule
+        self._run, self._schedule = run, schedule
         self._enter, self._evaluate, self.stopping = enter, evaluate, stopping
         self._evaluated: set[int] = set()
 
@@ -398,14 +393,9 @@ class HostRecorder:
         with self._run.watchdog.stage("waiting for trainer 0 to restore"):
             start = self._enter()
         self._run.begin()
-        data_state = start["data_state"].encode()
-        if data_state and self._stream is not None:
-            self._stream.restore(data_state)
-        if self._curriculum is not None:
-            self._curriculum.recall(start["arrays"])
         self._evaluated = set(start["evaluated"])
         self._run.profiler.after(int(start["step"]))
-        return Start(int(start["step"]), data_state, start["pending"], self._evaluated)
+        return Start(int(start["step"]), b"", (), self._evaluated)
 
     def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return self._run.watchdog.stage(name)

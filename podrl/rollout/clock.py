@@ -6,6 +6,7 @@ Neither knows of an engine, a thread or a host: docs/async.md says what both pro
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +16,22 @@ from podrl.rollout.points import Points
 
 _LOOKED_AT = 4  # number of batches whose longest sample sets the quantum
 _SHARE = 0.7  # of the longest sample per window: less fills the last windows, more leaves long samples a late start
+
+
+class NoJournal:
+    """The journal of a clock whose decisions follow from the samples alone: it is empty, and knows all steps."""
+
+    def batch(self, step: int) -> None:
+        """Returns None: nothing is recorded."""
+
+    forget = batch
+
+    def group(self, index: int, asked: int, step: int) -> None:
+        """Returns None: nothing is recorded."""
+
+    def known(self, step: int) -> int:
+        """Returns a step after all others: every step becomes the same again."""
+        return sys.maxsize
 
 
 class TokenClock:
@@ -28,6 +45,8 @@ class TokenClock:
     divided by S: this cuts the tail of the lengths, and leaves most samples to one version.
     """
 
+    anew = False  # a group that another host takes over becomes what it was to become
+
     def __init__(self, rollout: RolloutConfig, *, staleness: int):
         """Follows no lengths yet.
 
@@ -38,6 +57,7 @@ class TokenClock:
         self._fixed, self._windows = rollout.window_tokens, staleness
         self._multiple, self._limit = rollout.steps_per_dispatch, rollout.max_tokens_to_generate
         self._longest: dict[int, int] = {}  # by step
+        self.journal = NoJournal()
 
     @property
     def used(self) -> bool:
@@ -65,6 +85,21 @@ class TokenClock:
     def restore(self, step: int, state: Sequence[int]) -> None:
         """Takes over what `state` returned when `step` steps were done."""
         self._longest.update({step - len(state) + i: longest for i, longest in enumerate(state)})
+
+    def stale(self, step: int, groups: Sequence["_C"]) -> list["_C"]:
+        """Returns no group: none becomes too old."""
+        return []
+
+    stale_since = stale
+
+    def batch(self, step: int, groups: Sequence["_C"], size: int) -> list["_C"]:
+        """Returns the groups that were opened for a step, in their order; none as long as one has not ended."""
+        own = [group for group in groups if group.asked == step]
+        return own if all(group.ended for group in own) else []
+
+    def decide(self, step: int, chosen: Sequence["Candidate"], left: Sequence["Candidate"]) -> Mapping[str, float]:
+        """Returns no metrics, and writes nothing."""
+        return {}
 
 
 ONE_WINDOW = TokenClock(RolloutConfig(), staleness=1)  # every sample is drawn by one version
@@ -129,6 +164,8 @@ class WallClock:
     A group with a token older than version s - S when s steps are done is given up, and its prompt is asked again under
     new keys. The last step that may train on a group that was asked again waits for it, so that none is asked for ever.
     """
+
+    anew = True  # a group that another host takes over is begun again, unless the journal has it
 
     def __init__(self, journal: WallJournal, staleness: int, place: str):
         """Decides nothing yet.
@@ -234,19 +271,17 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
     return chosen if len(chosen) == size else []
 
 
-def in_sessions(recorded: Sequence[tuple[_G, Mapping[str, Any]]], version: int) -> Iterator[list[tuple[_G, Points]]]:
-    """Yields, for each session in which a version draws recorded groups, the groups and where their samples stop.
+def in_sessions(points: Sequence[tuple[_G, Sequence[Points]]]) -> Iterator[list[tuple[_G, Points]]]:
+    """Yields, for each session in which a version draws groups, the groups and where their samples stop.
 
     Args:
-      recorded: the groups, each with its entry of the journal.
-      version: the version of the weights.
+      points: the groups, each with where its samples stop in each session of the version.
     """
-    points = [(group, _sessions(record, version)) for group, record in recorded]
     for k in range(max((len(each) for _, each in points), default=0)):
         yield [(group, each[k]) for group, each in points if k < len(each)]
 
 
-def _sessions(group: Mapping[str, Any], version: int) -> list[Points]:
+def sessions_of(group: Mapping[str, Any], version: int) -> list[Points]:
     """Lists where a recorded group's samples stop in each session of a version.
 
     A sample does not stop in the session that draws its last token.

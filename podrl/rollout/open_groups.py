@@ -2,14 +2,15 @@
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from podrl.rollout.clock import WallClock
+from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.journal import agrees, runs_of
-from podrl.rollout.partial import Partial, cut, join, of_tracks, singles
+from podrl.rollout.partial import Partial, cut, join, of_tracks, take_prompts
 from podrl.rollout.points import Points
 from podrl.rollout.session import Track
 from podrl.types import STOP_DEADLINE, Prompts
@@ -17,12 +18,12 @@ from podrl.types import STOP_DEADLINE, Prompts
 
 @dataclasses.dataclass(eq=False)
 class Group(abc.ABC):
-    """A prompt and its samples.
+    """A prompt and its samples; by the clock of tokens, several prompts that one process makes.
 
     Attributes:
-      prompts: the prompt alone.
+      prompts: the prompts.
       number: position in the order of submission.
-      asked: step in the keys of the samples: that of the prompt's batch, or the one at which it was asked again.
+      asked: step in the keys of the samples: that of the prompts' batch, or the one at which a prompt was asked again.
       repeated: True where the prompt was asked before, and its samples became too old.
       origin: samples as a checkpoint or another host has them; None where they are begun here, or have gone on since.
       looked_up: the oldest version that drew a token, as far as it was looked up or heard of.
@@ -40,12 +41,12 @@ class Group(abc.ABC):
 
     @property
     def index(self) -> int:
-        """Position of the prompt in the data."""
+        """Position of the first prompt in the data."""
         return int(self.prompts.index_P[0])
 
     @property
     def key(self) -> tuple[int, int]:
-        """Position of the prompt in the data, and the step at which it was asked."""
+        """Position of the first prompt in the data, and the step at which it was asked."""
         return self.index, self.asked
 
     @property
@@ -73,7 +74,8 @@ class Group(abc.ABC):
 
     def part(self, step: int) -> Partial:
         """Copies the samples as they are, for a checkpoint, as a part of the batch of a step."""
-        whole = self.origin or of_tracks(self.prompts, self.states(), asked=1, step=step, quantum=0)
+        states = self.states() if self.origin is None else ()
+        whole = self.origin or of_tracks(self.prompts, states, asked=bool(states), step=step, quantum=0)
         return self.marked(whole, step)
 
     def marked(self, part: Partial, step: int) -> Partial:
@@ -131,15 +133,22 @@ class OpenGroups(Generic[_G]):
       position: state of the data after the prompts that were submitted last, as JSON bytes.
     """
 
-    def __init__(self, clock: WallClock, size: int, make: Callable[[Prompts, int, int, bool, Partial | None], _G]):
+    def __init__(
+        self,
+        clock: TokenClock | WallClock,
+        size: int,
+        make: Callable[[Prompts, int, int, bool, Partial | None], _G],
+        ends: Callable[[int], Sequence[int]] = lambda prompts: range(prompts + 1),
+    ):
         """Begins with no group.
 
         Args:
           clock: decides which groups make a batch, and which are asked again.
-          size: number of prompts of a batch.
+          size: number of groups of a batch.
           make: makes a group of the values of its fields, in their order.
+          ends: cuts a number of prompts into groups: 0, and the end of each group.
         """
-        self._clock, self._size, self._make = clock, size, make
+        self._clock, self._size, self._make, self._ends = clock, size, make, ends
         self.groups: list[_G] = []
         self.position = b""
         self._submitted = 0
@@ -153,10 +162,10 @@ class OpenGroups(Generic[_G]):
         journal = self._clock.journal
         journal.forget(step)
         for part in pending:
-            samples = len(part.samples) // len(part.prompts.length_P)
             self.position = part.prompts.data_state
-            for p, prompts in enumerate(singles(part.prompts)):
-                said, origin = part.samples[p * samples], cut(part, prompts, p)
+            for first, prompts in self._cut(part.prompts):
+                origin = cut(part, prompts, first)
+                said = {"asked": part.step, "repeated": False, **origin.samples[0]}
                 record = journal.group(int(prompts.index_P[0]), int(said["asked"]), step)
                 known = record is None or agrees(record, _runs(origin), step)
                 self._add(prompts, int(said["asked"]), bool(said["repeated"]), origin if known else None)
@@ -164,8 +173,8 @@ class OpenGroups(Generic[_G]):
     def submit(self, prompts: Prompts, step: int) -> None:
         """Opens the groups of the prompts of a step's batch."""
         self.position = prompts.data_state
-        for single in singles(prompts):
-            self._add(single, step)
+        for _, part in self._cut(prompts):
+            self._add(part, step)
 
     def ask_again(self, old: Sequence[_G], step: int, give_up: Callable[[_G], None]) -> None:
         """Gives up groups that are too old for a step, and asks their prompts again, in their places."""
@@ -202,6 +211,11 @@ class OpenGroups(Generic[_G]):
         parts = [group.marked(found[group.key], step) if group.key in found else group.part(step) for group in own]
         whole = join(parts)
         return dataclasses.replace(whole, prompts=dataclasses.replace(whole.prompts, data_state=self.position))
+
+    def _cut(self, prompts: Prompts) -> list[tuple[int, Prompts]]:
+        """Cuts prompts into those of groups, each with the place of the first."""
+        ends = self._ends(len(prompts.length_P))
+        return [(i, take_prompts(prompts, np.arange(i, j))) for i, j in itertools.pairwise(ends)]
 
     def _add(self, prompts: Prompts, asked: int, repeated: bool = False, origin: Partial | None = None) -> None:
         self.groups.append(self._make(prompts, self._submitted, asked, repeated, origin))

@@ -150,15 +150,10 @@ def take_prompts(prompts: Prompts, rows_P: Int[np.ndarray, " P"]) -> Prompts:
     )
 
 
-def singles(prompts: Prompts) -> list[Prompts]:
-    """Returns each prompt of a batch alone; the data position of each stays that of the batch."""
-    return [take_prompts(prompts, np.arange(p, p + 1)) for p in range(len(prompts.length_P))]
-
-
 def cut(partial: Partial, prompts: Prompts, first: int) -> Partial:
-    """A host's share: `prompts` is its cut of the batch, `first` the place of the first of them in it."""
+    """Returns the part of some prompts of a batch; `first` is the place of the first of them in it."""
     asked_P = partial.rows["asked_P"]
-    group = len(partial.samples) // int(asked_P.sum())
+    group = len(partial.samples) // max(int(asked_P.sum()), 1)
     places = np.cumsum([0, *asked_P]) * group
     own = slice(first, first + len(prompts.length_P))
     chosen = slice(int(places[own.start]), int(places[own.stop]))

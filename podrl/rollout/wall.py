@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from podrl.rollout.clock import TokenClock, WallClock, in_sessions
+from podrl.rollout.clock import TokenClock, WallClock, in_sessions, sessions_of
 from podrl.rollout.open_groups import OpenGroups, OwnGroup
 from podrl.rollout.partial import Partial
 from podrl.rollout.points import Points
@@ -156,7 +156,8 @@ class Wall:
         """Plays a window as it is recorded: its batch, and what later ones drew in it."""
         step, journal = policy.version, self._clock.journal
         known = [(group, journal.group(group.index, group.asked, step)) for group in self._open.groups]
-        for chosen in in_sessions([(group, record) for group, record in known if record is not None], step):
+        points = [(group, sessions_of(record, step)) for group, record in known if record is not None]
+        for chosen in in_sessions(points):
             rows = [group.row(points) for group, points in chosen if not group.ended]
             if rows and not self._closing.is_set():
                 self._generator.play(rows, policy, halt=self._closing.is_set)

@@ -1,7 +1,6 @@
 """The accord: a pod's processes continue or stop after the same step."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from podrl.rundir.run import Run
 from podrl.runtime.message import Message
@@ -13,8 +12,7 @@ class Accord:
 
     Attributes:
       taken: every trainer host has all it needs of the batches before this step, as far as the leader knew.
-      tasks: batches to begin at this step, and who makes them: podrl.rundir.leases.
-      results: of the step before, for the curriculum of those who draw prompts; None without one.
+      orders: by a rollout host's address, the number of orders that it must have read before it goes on.
     """
 
     def __init__(self, pod: Pod, run: Run, deadline_s: float):
@@ -24,8 +22,7 @@ class Accord:
         self._reached = dict.fromkeys(pod.seat.hosts.trainer, 0)
         self._words: list[int] = []  # offered and not dropped yet
         self.taken = 0
-        self.tasks: Mapping[str, Any] = {}
-        self.results: Mapping[str, Any] | None = None
+        self.orders: Mapping[str, int] = {}
         if pod.leads:
             pod.channel.serve("reached", self._on_reached)
 
@@ -37,17 +34,14 @@ class Accord:
         """True if the leader decided to stop, at the last step agreed on."""
         return self._stop
 
-    def agree(
-        self, step: int, tasks: Mapping[str, Any] | None = None, results: Mapping[str, Any] | None = None
-    ) -> None:
-        """Waits for the leader's decision on a step; on the leader, sends it, with `tasks` and `results`."""
+    def agree(self, step: int, orders: Mapping[str, int] | None = None) -> None:
+        """Waits for the leader's decision on a step; on the leader, sends it, with `orders`."""
         if self._pod.leads:
             self._reached[LEADER] = step
             self.taken = min(self._reached.values())
             self._stop = self.ending()
-            word = {"stop": self._stop, "taken": self.taken, "tasks": dict(tasks or {})}
+            word = {"stop": self._stop, "taken": self.taken, "orders": dict(orders or {})}
             word["profile"] = self._run.profiler.decide(step)
-            word |= {} if results is None else {"results": dict(results)}
             self._pod.channel.put(f"word/{step}", Message(word))
             self._words.append(step)
             while self._words[0] < min(step - 1, self.taken):  # a trainer may be behind, a rollout host is at step
@@ -59,8 +53,8 @@ class Accord:
             self._pod.call(LEADER, "reached", Message(reached), self._deadline_s)
         with self._run.watchdog.stage(f"waiting for trainer 0 at step {step}"):
             word = self._pod.get(LEADER, f"word/{step}", self._deadline_s).value
-        self._stop, self.taken, self.tasks = bool(word["stop"]), int(word["taken"]), word["tasks"]
-        self.results, self._run.profiler.wanted = word.get("results"), word["profile"]
+        self._stop, self.taken, self.orders = bool(word["stop"]), int(word["taken"]), word["orders"]
+        self._run.profiler.wanted = word["profile"]
 
     def _on_reached(self, message: Message) -> Message:
         """Notes, on the channel's thread, where another host is and whether it was asked to stop."""

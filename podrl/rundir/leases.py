@@ -1,8 +1,8 @@
-"""Leases: which rollout host makes which prompts of a batch, while hosts come and go.
+"""Leases: which rollout host serves which part of a batch or evaluates which records, while hosts come and go.
 
-The leader cuts every task (a batch of prompts, an evaluation) into leases and gives each to a host. Hosts learn of the
-leases of a new batch with the leader's word on the step, and of every change at once. A host that is lost loses its
-leases to the others, or to the next one that comes.
+The leader cuts an evaluation into leases and gives each to a host. The leases of a batch it gives to the hosts that
+have made its groups (podrl.learner.pods.dispatch). Every process hears of every change at once. A host that is lost
+loses its leases to the others, or to the next one that comes.
 """
 
 import dataclasses
@@ -72,18 +72,14 @@ class Task:
 
     Attributes:
       leases: of all its prompts.
-      since: the first version of the weights that draws it.
-      quantum: tokens of a sample in a window, where the batch is made in windows.
-      partial: it is begun from what a checkpoint holds of it.
-      groups: by the wall clock, of each place of the batch the prompt and the step at which it was asked.
+      since: the step at which it was opened.
+      groups: of each place of a batch the first prompt and the step at which it was asked.
       position: by the wall clock, that of the data where no other prompt is open.
       change: number of the change of the table that it is as of.
     """
 
     leases: tuple[Lease, ...]
     since: int
-    quantum: int = 0
-    partial: bool = False
     groups: Sequence[tuple[int, int]] = ()
     position: str = ""
     change: int = 0
@@ -100,22 +96,10 @@ class Task:
         return Task(**{**value, "leases": leases})
 
 
-def cut(task: str, points: Sequence[int], hosts: Sequence[int], *, whole: bool) -> list[Lease]:
-    """Cuts a task into leases, as equal as can be.
-
-    Args:
-      task: its name.
-      points: where it may be cut, its ends included.
-      hosts: who gets the leases, in this order; nobody where there are none.
-      whole: each piece between two points is a lease of its own; otherwise a host gets one for all of its own.
-    """
-    pieces, hosts = len(points) - 1, hosts or (NOBODY,)
-    if whole:
-        owners = [hosts[i * len(hosts) // pieces] for i in range(pieces)]
-        return [Lease(task, points[i], points[i + 1], owner) for i, owner in enumerate(owners)]
-    count = min(len(hosts), pieces)
-    ends = [points[i * pieces // count] for i in range(count + 1)]
-    return [Lease(task, ends[i], ends[i + 1], hosts[i]) for i in range(count)]
+def cut(task: str, shares: int, hosts: Sequence[int]) -> list[Lease]:
+    """Cuts a task of so many shares into a lease for each; `hosts` get them in this order, or nobody where none are."""
+    hosts = hosts or (NOBODY,)
+    return [Lease(task, i, i + 1, hosts[i * len(hosts) // shares]) for i in range(shares)]
 
 
 class Leases:
@@ -264,7 +248,7 @@ class Given(Leases):
     """The table on the leader, which gives the leases.
 
     Attributes:
-      taken_over: leases, and by the wall clock groups, that went from a lost host to others, so far.
+      taken_over: leases and groups that went from a lost host to others, so far.
       regroup: called, under `lock`, when a host has come or was lost, after its leases were given to others.
     """
 
@@ -273,8 +257,6 @@ class Given(Leases):
         pod: Pod,
         deadline_s: float,
         *,
-        pieces: int = 0,
-        whole: int = 0,
         ending: Callable[[], bool] = lambda: False,
     ):
         """Gives nothing yet.
@@ -282,20 +264,16 @@ class Given(Leases):
         Args:
           pod: the job's processes.
           deadline_s: see Leases.
-          pieces: prompts of a batch.
-          whole: shares of a batch that are made by one host each; 0 where every prompt is for itself.
           ending: whether the job was asked to stop, for which hosts stay.
         """
         super().__init__(pod, deadline_s)
-        count = whole or pieces
-        self._points = [i * pieces // count for i in range(count + 1)] if count else []
-        self._whole, self._ending = whole > 0, ending
+        self._ending = ending
         self._members: dict[int, int] = {}  # hosts, and the steps they have come to
         self._entered: dict[int, int] = {}  # by host: the step that it began at
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}  # by step: where one begins that enters then
         self._change = 0
         self._dropped = 0  # changes that are not offered any more
-        self._told: dict[int, int] = {}  # by step: the change that told its batch, by the wall clock
+        self._told: dict[int, int] = {}  # by step: the change that told its batch
         self.taken_over = 0
         self.regroup: Callable[[], None] = lambda: None
 
@@ -314,15 +292,8 @@ class Given(Leases):
         """The lock of the table, notified of every change."""
         return self._changed
 
-    def serve(self, step: int, start: Callable[[], dict[str, Any]], begun: Mapping[str, int] = {}) -> None:
-        """Lets processes in: those of the configuration at `step`.
-
-        Args:
-          step: at which they begin.
-          start: what they are told.
-          begun: the quanta of batches that a checkpoint holds in part. They are given before any host is let in:
-            one that waits for that is answered at once, and makes what it has leases of by then.
-        """
+    def serve(self, step: int, start: Callable[[], dict[str, Any]]) -> None:
+        """Lets processes in: those of the configuration at `step`; `start` makes what they are told."""
         with self._changed:
             self._begins(step, start)
             there = [host for host in self._pod.seat.hosts.heads if not self._pod.is_lost(host)]
@@ -331,8 +302,6 @@ class Given(Leases):
         for host in self._pod.seat.hosts.heads:
             if self._pod.is_lost(host):
                 self._lost(host)
-        for name, quantum in begun.items():
-            self.open(name, step, quantum, partial=True)
         with self._changed:
             self.regroup()
         self._pod.channel.serve("enter", self._enter)
@@ -348,25 +317,25 @@ class Given(Leases):
         for old in [s for s in self._starts if s < step - 1]:
             del self._starts[old]
 
-    def open(self, name: str, since: int, quantum: int = 0, *, partial: bool = False) -> dict[str, Any]:
-        """Gives a batch to the hosts that are there; returns the task packed, for the leader's word."""
-        with self._changed:
-            leases = cut(name, self._points, sorted(self._members), whole=self._whole)
-            self._tasks[name] = Task(tuple(leases), since, quantum, partial, change=self._change)
-            self._changed.notify_all()
-            return {name: self._tasks[name].value()}
-
     def open_chosen(
-        self, name: str, hosts: Sequence[int], *, since: int, groups: Sequence[tuple[int, int]], position: str
+        self,
+        name: str,
+        hosts: Sequence[int],
+        *,
+        joined: bool,
+        since: int,
+        groups: Sequence[tuple[int, int]],
+        position: str,
     ) -> None:
         """Gives a batch to hosts that have made it already, and tells all.
 
         Args:
-          name: of the task.
-          hosts: of each place of the batch, or of the one that failed.
+          name: the name of the task.
+          hosts: the host of each place of the batch; the one that failed where there is no batch.
+          joined: whether neighbouring places of a host are one lease.
           since, groups, position: see Task.
         """
-        starts = [i for i, host in enumerate(hosts) if not i or hosts[i - 1] != host]
+        starts = [i for i, host in enumerate(hosts) if not i or not joined or hosts[i - 1] != host]
         ends = [*starts[1:], len(hosts)]
         with self._changed:
             leases = tuple(Lease(name, i, j, hosts[i]) for i, j in zip(starts, ends, strict=True))
@@ -385,7 +354,7 @@ class Given(Leases):
     def open_shares(self, name: str, shares: int, since: int) -> None:
         """Gives an evaluation, in so many shares, to the hosts that are there, and tells them."""
         with self._changed:
-            leases = cut(name, range(shares + 1), sorted(self._members), whole=True)
+            leases = cut(name, shares, sorted(self._members))
             self._tasks[name] = Task(tuple(leases), since)
             self._tell([name])
 
@@ -462,12 +431,13 @@ class Given(Leases):
         """Gives away what hosts had that are not there any more."""
         changed = []
         for name, task in self._tasks.items():
-            if all(lease.host in self._members for lease in task.leases):
+            there = {*self._members, *self._pod.seat.hosts.trainer}
+            if all(lease.host in there for lease in task.leases):
                 continue
-            kept = [lease for lease in task.leases if lease.host in self._members]
+            kept = [lease for lease in task.leases if lease.host in there]
             leases: list[Lease] = []
             for lease in task.leases:
-                leases += [lease] if lease in kept else self._cut_again(lease, kept + leases)
+                leases.append(lease if lease in kept else self._moved(lease, kept + leases))
             self.taken_over += sum(lease not in task.leases for lease in leases if lease.host != NOBODY)
             if tuple(leases) != task.leases:
                 self._tasks[name] = dataclasses.replace(task, leases=tuple(leases))
@@ -476,8 +446,8 @@ class Given(Leases):
             self._tell(changed)
         self.regroup()
 
-    def _cut_again(self, lease: Lease, others: Sequence[Lease]) -> list[Lease]:
-        """Cuts a lost host's lease for those that are there, for the one with the least of the task first."""
+    def _moved(self, lease: Lease, others: Sequence[Lease]) -> Lease:
+        """Gives a lost host's lease to the host that has the least of the task, or to nobody where none is there."""
         of = dict.fromkeys(sorted(self._members), 0)
         for other in others:
             if other.host in of:
@@ -485,9 +455,7 @@ class Given(Leases):
         evaluates, since = lease.task.startswith("evaluation/"), self._tasks[lease.task].since
         # Who came after an evaluation had begun has no copy of its weights.
         hosts = sorted(of, key=lambda host: (evaluates and self._entered[host] > since, of[host], host))
-        if self._whole or self._tasks[lease.task].groups or evaluates:
-            return [dataclasses.replace(lease, host=hosts[0] if hosts else NOBODY)]
-        return cut(lease.task, range(lease.first, lease.last + 1), hosts, whole=False)
+        return dataclasses.replace(lease, host=hosts[0] if hosts else NOBODY)
 
     def _tell(self, names: Sequence[str]) -> None:
         """Tells all others of tasks that have changed."""

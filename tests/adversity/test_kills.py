@@ -34,7 +34,7 @@ ABOUT = {
     "kto": ("podrl/learner/answers",),
     "reward_model": ("podrl/learner/answers",),
     "wall": ("podrl/rollout/wall.py", "podrl/rollout/clock.py", "podrl/rollout/journal.py"),
-    "wall, split": ("podrl/rollout/wall_host.py", "podrl/rollout/wall_queue.py", "podrl/rollout/open_groups.py"),
+    "wall, split": ("podrl/learner/pods/dispatch.py", "podrl/learner/pods/player.py", "podrl/rollout/open_groups.py"),
 }
 TOOLS = pytest.mark.nightly("podrl/environments", "podrl/rollout/episodes.py")
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as users' are

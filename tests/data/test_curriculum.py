@@ -50,7 +50,11 @@ class Training:
     def tell(self, step, ids):
         drawn = np.asarray(ids, np.int64)
         rates = np.asarray([RATES[i % 3] for i in ids], np.float32)
-        self.stream.curriculum.hear({"step": step, "ids": drawn.tolist(), "rate": rates.tolist()})
+        self.stream.curriculum.add(step, Results(drawn, rates))
+
+
+def results(ids, rates) -> Results:
+    return Results(np.asarray(ids, np.int64), np.asarray(rates, np.float32))
 
 
 def rows(table) -> list[list[float]]:
@@ -180,7 +184,7 @@ def test_sources_keep_their_weights_while_prompts_of_one_retire(tokenizer, files
         names += batch.fields["dataset"]
         numbers = [i + 30 * (name == "b") for i, name in zip(batch.fields["id"], batch.fields["dataset"], strict=True)]
         solved = [1.0 if number < 30 and number % 3 == 0 else 0.5 for number in numbers]
-        made.curriculum.hear({"step": step, "ids": numbers, "rate": solved})
+        made.curriculum.add(step, results(numbers, solved))
     assert names.count("a") == 160 and names.count("b") == 80
     assert made.curriculum.sizes()["retired"] == 10
 
@@ -189,14 +193,14 @@ def test_where_all_are_postponed_or_retired_those_postponed_come_back_first_and_
     made = stream(tokenizer, files, rows=10, retire_after=1, postpone_after=1, postpone_steps=1000)
     for step in range(3):
         ids = next(made).fields["id"]
-        made.curriculum.hear({"step": step, "ids": ids, "rate": [float(i < 12) for i in ids]})
+        made.curriculum.add(step, results(ids, [float(i < 12) for i in ids]))
     assert "before their time" not in caplog.text
     back = [next(made).fields["id"]]
-    made.curriculum.hear({"step": 3, "ids": back[0], "rate": [1.0] * 10})
+    made.curriculum.add(3, results(back[0], [1.0] * 10))
     back.append(next(made).fields["id"])
     assert all(i >= 12 for i in back[0]) and sum(i >= 12 for i in back[1]) >= 8
     assert "came back before their time" in caplog.text and "data.curriculum.postpone_steps" in caplog.text
-    made.curriculum.hear({"step": 4, "ids": list(range(30)), "rate": [1.0] * 30})
+    made.curriculum.add(4, results(range(30), [1.0] * 30))
     assert len(set(next(made).fields["id"])) == 10, "a run whose prompts are all retired goes on"
 
 

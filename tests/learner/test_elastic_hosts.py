@@ -19,14 +19,16 @@ from podrl.data.curriculum import ChosenStream
 from podrl.data.pools import Curriculum, CurriculumConfig
 from podrl.data.stream import Limit
 from podrl.learner.loop import Schedule, Start, train
+from podrl.learner.pods.dispatch import order, parts_of
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import HostRecorder
 from podrl.rollout.clock import TokenClock
 from podrl.rollout.config import RolloutConfig
 from podrl.rollout.partial import Partial
+from podrl.rollout.points import Points
 from podrl.rundir.accord import Accord
-from podrl.rundir.leases import Given, Lease, Told, batch, cut, evaluation
+from podrl.rundir.leases import Given, Lease, Told, cut, evaluation
 from podrl.rundir.profiler import Profiler
 from podrl.runtime import channel, joining
 from podrl.runtime import pod as pod_of
@@ -34,7 +36,7 @@ from podrl.runtime.channel import ChannelError, LateError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
-from podrl.types import NO_EPISODE, STOP_EOS, Experience, Policy, Prompts, Rollouts, blank_columns
+from podrl.types import NO_EPISODE, STOP_EOS, TOKENS, Experience, Policy, Prompts, Rollouts, blank_columns
 
 P, G, T, STEPS, QUANTUM = 6, 2, 40, 30, 8
 DEADLINE_S = 60.0
@@ -117,20 +119,20 @@ class Sampler:
 
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
         making = self.begin(prompts, step, 0)
-        self.play([(making, None)], policy)
+        self.play([(making, Points())], policy)
         return self.finish(making, policy)
 
     def begin(self, prompts, step, quantum, partial=None):
         drawn = {(int(p), g): [] for p in prompts.index_P for g in range(G)}
-        saved = types.SimpleNamespace(message=Message)
+        saved = Partial(prompts, step, quantum, [], [], {})
         kept = {"prompts": prompts, "step": step, "quantum": quantum, "partial": lambda longest: saved}
         return types.SimpleNamespace(**kept, drawn=drawn)
 
-    def play(self, makings, policy):
-        for making, quantum in makings:
+    def play(self, makings, policy, *, halt=None, took=lambda: None):
+        for making, points in makings:
             for (p, g), versions in making.drawn.items():
                 left = length(making.step, p, g) - len(versions)
-                versions += [policy.version] * (left if quantum is None else min(left, quantum))
+                versions += [policy.version] * (left if points.quantum is None else min(left, points.quantum))
 
     def finish(self, making, policy):
         versions = list(making.drawn.values())
@@ -186,12 +188,12 @@ class Member:
         self._thread.start()
 
     def _work(self) -> None:
-        here, accord, windows = run(), Accord(self.pod, run(), DEADLINE_S), self._schedule.max_staleness > 1
-        makes = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S, "windows": windows}
-        stream, curriculum = stream_of(self._schedule.max_staleness, self._chosen)
-        host = HostRollouts(self._weights, stream, here, self.pod, accord, **makes, **curriculum)
-        of_host = {"enter": host.enter, "evaluate": None, "stopping": accord.stopping, **curriculum}
-        seen = HostRecorder(stream, here, self._schedule, **of_host)
+        here, accord = run(), Accord(self.pod, run(), DEADLINE_S)
+        clock = "windows" if self._schedule.max_staleness > 1 else "whole"
+        makes = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S, "clock": clock}
+        host = HostRollouts(self._weights, here, self.pod, accord, **makes)
+        of_host = {"enter": host.enter, "evaluate": None, "stopping": accord.stopping}
+        seen = HostRecorder(here, self._schedule, **of_host)
         nothing = types.SimpleNamespace(
             score=lambda *_: None, rewards=lambda *_: (None, {}), advantages=lambda *_: (None, {}),
             pack=lambda *_: (), update=lambda *_: {},
@@ -346,7 +348,7 @@ def train_through(
         needed = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
         more = {"deadline_s": DEADLINE_S, "clock": clock, "begun": schedule.begun, "prompts": P}
         accord = Accord(pods[0], run(), DEADLINE_S)
-        leader = RemoteRollouts(weights.offers(), stream, run(), pods[0], accord, needed=needed, **more, **curriculum)
+        leader = RemoteRollouts(weights.offers(), stream, run(), pods[0], accord, needed=needed, **more)
 
         def score(step: int, experience: Experience) -> None:
             if chosen:
@@ -443,42 +445,40 @@ def test_what_a_curriculum_chooses_depends_on_no_host(staleness):
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 7])
 def test_leases_cover_a_task_once_and_are_as_equal_as_can_be(hosts):
-    leases = cut("batch/0", range(P + 1), range(hosts), whole=False)
-    assert [p for lease in leases for p in range(lease.first, lease.last)] == list(range(P))
-    sizes = [lease.last - lease.first for lease in leases]
-    assert len(sizes) == min(hosts, P) and max(sizes) - min(sizes) <= 1
-    shares = cut("batch/0", [0, 2, 4, 6], range(hosts), whole=True)
-    assert [(lease.first, lease.last) for lease in shares] == [(0, 2), (2, 4), (4, 6)]
+    leases = cut("evaluation/0", P, range(hosts))
+    assert [(lease.first, lease.last) for lease in leases] == [(p, p + 1) for p in range(P)]
+    sizes = [sum(lease.host == host for lease in leases) for host in range(hosts)]
+    assert sum(sizes) == P and max(sizes) - min(sizes) <= 1
 
 
 def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
     with joined(HOSTS, disposable=True) as pods:
-        leader = Given(pods[0], 1.0, pieces=4)
+        leader, name = Given(pods[0], 1.0), evaluation(0)
         leader.serve(0, lambda: {"step": 0})
-        leader.open(batch(0), 0)
-        assert leader.held(batch(0)) == [Lease("batch/0", 0, 2, 1), Lease("batch/0", 2, 4, 2)]
+        leader.open_shares(name, 2, 0)
+        assert leader.held(name) == [Lease(name, 0, 1, 1), Lease(name, 1, 2, 2)]
         for host in (1, 2):
             pods[0].on_lost(host)
         with pytest.raises(LateError, match=r"trainer 0 waited 1 s for a rollout host: there is none in the job\. Add"):
-            leader.held(batch(0))
+            leader.held(name)
         leader._deadline_s, held = 30.0, []
-        waiting = threading.Thread(target=lambda: held.extend(leader.held(batch(0))))
+        waiting = threading.Thread(target=lambda: held.extend(leader.held(name)))
         waiting.start()
-        while "a rollout host that makes batch/0: none is in the job" not in pods[0].waits():
+        while "a rollout host that makes evaluation/0: none is in the job" not in pods[0].waits():
             assert waiting.is_alive()
         late = joining.late_seat(pods[0].channel.address, {"PODRL_SECRET": "s"}, 30.0)
         assert late.late and late.process == 3 and late.hosts.name(3) == "rollout 2"
         pod = Pod(late, host="127.0.0.1").join(PATIENCE_S, lambda reached, waited_s: "")
         assert Told(pod, 30.0).enter()["step"] == 0
         waiting.join(PATIENCE_S)
-        assert held == [Lease("batch/0", 0, 2, 3), Lease("batch/0", 2, 4, 3)] and pods[0].waits() == ""
+        assert held == [Lease(name, 0, 1, 3), Lease(name, 1, 2, 3)] and pods[0].waits() == ""
         pod.channel.close()
 
 
 def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
     """A later host has no copy of the weights, which trainers hold no more; it gets a share if nobody else is left."""
     with joined(HOSTS, disposable=True) as pods:
-        leader = Given(pods[0], DEADLINE_S, pieces=4)
+        leader = Given(pods[0], DEADLINE_S)
         leader.serve(3, lambda: {"step": 3})
         leader.open_shares(evaluation(3), 2, 3)
         for step in (4, 5):
@@ -501,7 +501,7 @@ def test_a_host_with_nothing_left_to_do_takes_over_a_share_of_the_last_evaluatio
         leader = RemoteRollouts(weights.offers(), Stream(), run(), pods[0], Accord(pods[0], run(), 30.0), **made)
         leader.resume(start)
         made = {"generate": Sampler(), "evaluator": scores, "deadline_s": DEADLINE_S, "last": 5}
-        host = HostRollouts(weights, None, run(), pods[1], Accord(pods[1], run(), 30.0), **made)  # pyright: ignore[reportArgumentType]
+        host = HostRollouts(weights, run(), pods[1], Accord(pods[1], run(), 30.0), **made)  # pyright: ignore[reportArgumentType]
         host.enter()
         host.resume(start)
         weights.offers().sync_weights(5, in_place=True)
@@ -530,7 +530,7 @@ def test_a_host_that_waits_for_weights_can_make_what_another_was_to_make():
     weights = Weights(0)
     with joined(HOSTS, disposable=True) as pods:
         made: Any = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S}
-        host = HostRollouts(weights, None, run(), pods[1], Accord(pods[1], run(), 30.0), **made)  # pyright: ignore[reportArgumentType]
+        host = HostRollouts(weights, run(), pods[1], Accord(pods[1], run(), 30.0), **made)  # pyright: ignore[reportArgumentType]
         moved: list[Policy] = []
         moving = threading.Thread(target=lambda: moved.append(host.move(5, in_place=True)), daemon=True)
         moving.start()
@@ -545,15 +545,15 @@ def test_a_host_that_waits_for_weights_can_make_what_another_was_to_make():
 def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_stops():
     asked: list[bool] = []
     with joined(HOSTS, disposable=True) as pods:
-        leader = Given(pods[0], DEADLINE_S, pieces=4, ending=lambda: bool(asked))
+        leader, name = Given(pods[0], DEADLINE_S, ending=lambda: bool(asked)), evaluation(0)
         leader.serve(0, lambda: {"step": 0})
-        leader.open(batch(0), 0)
+        leader.open_shares(name, 2, 0)
         first, second = (Told(pod, DEADLINE_S) for pod in pods[1:])
         asked.append(True)
         assert not first.leave() and leader.hosts == 2
         asked.clear()
         assert first.leave() and first.leave()  # asked twice
-        assert leader.held(batch(0)) == [Lease("batch/0", 0, 2, 2), Lease("batch/0", 2, 4, 2)]
+        assert leader.held(name) == [Lease(name, 0, 1, 2), Lease(name, 1, 2, 2)]
         assert not second.leave() and leader.hosts == 1
         pods[0].on_lost(2)
         assert first.leave(), "what it was told once holds, though no host is left now"
@@ -572,31 +572,26 @@ def test_the_last_host_that_is_stopped_before_training_ends_the_job(monkeypatch)
         assert ended.wait(PATIENCE_S) and lost == [1]
 
 
-def test_hosts_that_wait_to_be_let_in_learn_of_the_batches_that_a_checkpoint_holds_in_part(monkeypatch):
-    """They are answered before the leader's next line runs; without leases they would make nothing, and all wait."""
+def test_hosts_are_given_the_batches_that_a_checkpoint_holds_in_part():
+    """Each gets a share of the prompts with its samples, to be drawn on from the step of the checkpoint."""
     with joined(HOSTS, disposable=True) as pods:
-        told = [Told(pod, DEADLINE_S) for pod in pods[1:]]
-        asking = [threading.Thread(target=host.enter) for host in told]
-        for thread in asking:
-            thread.start()
-        serve = pods[0].channel.serve
-
-        def answer_all(name, handler):
-            serve(name, handler)
-            if name == "enter":
-                for thread in asking:
-                    thread.join(DEADLINE_S)
-
-        monkeypatch.setattr(pods[0].channel, "serve", answer_all)
-        partial = Partial(next(Stream()), 2, QUANTUM, [], [], {})
+        rows = {f"{name}_X": np.zeros(0, column.dtype) for name, column in TOKENS.items()}
+        rows |= {"count_B": np.zeros(P * G, np.int32), "asked_P": np.ones(P, bool)}
+        partial = Partial(next(Stream()), 2, QUANTUM, [], [{"track": None, "number": b} for b in range(P * G)], rows)
         clock = TokenClock(RolloutConfig(), staleness=2)
         more = {"needed": None, "deadline_s": DEADLINE_S, "clock": clock, "prompts": P}
         accord, begun = Accord(pods[0], run(), DEADLINE_S), Schedule(STEPS, 2).begun
-        RemoteRollouts(Weights(2).offers(), Stream(), run(), pods[0], accord, begun=begun, **more).resume(
-            Start(2, b"", (partial,), set())
-        )
-        assert [len(host.mine(batch(2))) for host in told] == [1, 1]
-        assert all(host.task(batch(2)).partial and host.task(batch(2)).quantum == QUANTUM for host in told)
+        leader = RemoteRollouts(Weights(2).offers(), Stream(), run(), pods[0], accord, begun=begun, **more)
+        leader.resume(Start(2, b"", (partial,), set()))
+        prompts, samples = [], []
+        for pod in pods[1:]:
+            message = pod.get(0, order(pod.channel.address, 0), DEADLINE_S)
+            [said] = message.value["groups"]
+            [part] = parts_of(Message(message.value["partial"], message.arrays), [said["prompts"]])
+            assert (said["asked"], said["since"], said["quantum"]) == (2, 2, QUANTUM)
+            prompts += part.prompts.index_P.tolist()
+            samples += [sample["number"] for sample in part.samples]
+        assert prompts == [*range(P)] and samples == [*range(P * G)]
 
 
 def test_a_job_takes_in_whoever_asked_for_a_number_alone():

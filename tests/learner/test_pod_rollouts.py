@@ -29,7 +29,7 @@ def _trainer(pod):
     everything = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
     run, accord = bench.Run(), Accord(pod, bench.Run(), S)
     some = {"needed": everything, "deadline_s": S, "begun": Schedule(STEPS + 1).begun, "prompts": ARGS.prompts}
-    rollouts = RemoteRollouts(bench.Cluster(), bench.Data(), run, pod, accord, **some)
+    rollouts = RemoteRollouts(bench.Cluster(), bench.Data(ARGS.prompts), run, pod, accord, **some)
     rollouts.resume(Start(0, b"", (), set()))
     return rollouts
 
@@ -40,12 +40,12 @@ def test_a_trainer_host_that_is_behind_still_gets_its_rows(pods):
     made = bench.experience(ARGS, 0)
     run, accord = bench.Run(), Accord(host, bench.Run(), S)
     generate = lambda prompts, policy, step: made  # noqa: E731
-    rollouts = HostRollouts(
-        bench.Cluster(), bench.Data(ARGS.prompts), run, host, accord, generate=generate, evaluator=None, deadline_s=S
-    )
+    rollouts = HostRollouts(bench.Cluster(), run, host, accord, generate=generate, evaluator=None, deadline_s=S)
     left = []
 
     def generates() -> None:
+        rollouts.enter()
+        rollouts.resume(Start(0, b"", (), set()))
         for step in range(STEPS):
             policy = rollouts.publish(step)
             rollouts.submit(policy, step).result()

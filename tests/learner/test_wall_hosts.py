@@ -114,9 +114,9 @@ class Member:
     def __init__(self, pod, weights, schedule, sampler):
         self.pod = pod
         here, accord = run(), Accord(pod, run(), DEADLINE_S)
-        makes = {"generate": sampler, "evaluator": None, "deadline_s": DEADLINE_S, "wall": True}
-        self.host = HostRollouts(weights, None, here, pod, accord, **makes)
-        seen = HostRecorder(None, here, schedule, enter=self.host.enter, evaluate=None, stopping=accord.stopping)
+        makes = {"generate": sampler, "evaluator": None, "deadline_s": DEADLINE_S, "clock": "wall"}
+        self.host = HostRollouts(weights, here, pod, accord, **makes)
+        seen = HostRecorder(here, schedule, enter=self.host.enter, evaluate=None, stopping=accord.stopping)
 
         def work() -> None:
             with contextlib.suppress(ChannelError, RuntimeError, CancelledError):  # once it died
@@ -260,7 +260,7 @@ def test_hosts_lost_and_added_lose_no_prompt_and_all_of_it_is_repeated(tmp_path,
     drawn = [set(row[row >= 0].tolist()) for batch in seen.values() for row in batch.rollouts.version_BT]
     assert any(len(versions) > 1 for versions in drawn)
     assert_equal(seen, repeated(tmp_path / "run", staleness=staleness, seed=99, steps=steps))
-    assert len(leader._given._told) < 5 and not leader._queue._decided, "what all have heard is dropped"
+    assert len(leader._given._told) < 5 and not leader._dispatcher._decided, "what all have heard is dropped"
 
 
 def test_hosts_lost_while_steps_are_repeated_change_nothing(tmp_path):

@@ -15,7 +15,7 @@ from test_episodes import Scripted, Words, dialogue_of
 
 from podrl.environments.workers import Done
 from podrl.learner.experience import join
-from podrl.rollout.clock import WallClock, in_sessions
+from podrl.rollout.clock import WallClock, in_sessions, sessions_of
 from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.journal import NAME, WallJournal, runs_of
@@ -353,13 +353,13 @@ def test_runs_and_points_of_a_sample():
     assert runs_of([2, 2, -1, -1, 2, 4, 4, -1], [2, 3]) == [[2, 2], [2, 3], [4, 5]]  # 3 is where the version changes
     assert runs_of([-1], []) == []
     group = {"runs": [[[2, 3], [4, 5]], [], [[3, 7]]], "tokens": [5, 0, 8], "late": [1, 2]}
-    found = [list(in_sessions([("a", group)], version)) for version in (1, 2, 3, 4)]
+    found = [list(in_sessions([("a", sessions_of(group, version))])) for version in (1, 2, 3, 4)]
     assert [[name for name, _ in session] for each in found for session in each] == [["a"]] * 4
     found = [points for each in found for [(_, points)] in each]
     assert [points.recorded for points in found] == [{0: 0, 2: 0}, {0: 3, 2: 0}, {0: 3}, {}]
     assert [points.late for points in found] == [{1: 0}, {1: 0}, {1: 0, 2: 8}, {1: 0, 2: 8}]
     broken = {"runs": [[[2, 3], [2, 6], [4, 9]], [[2, 5]], [[2, 1], [2, 2], [2, 4]]], "tokens": [9, 5, 4], "late": [2]}
-    found = list(in_sessions([("a", group), ("b", broken)], 2))
+    found = list(in_sessions([("a", sessions_of(group, 2)), ("b", sessions_of(broken, 2))]))
     assert [[name for name, _ in session] for session in found] == [["a", "b"], ["b"], ["b"]]
     found = [session[-1][1] for session in found]
     assert [points.recorded for points in found] == [{0: 3, 2: 1}, {0: 6, 2: 2}, {0: 6}]

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.evaluations.eval_hosts import EvaluationShares
 from podrl.learner.evaluations.hosts import GivenEvaluations
 from podrl.learner.loop import InFlight, Start
+from podrl.learner.pods.dispatch import Dispatcher
 from podrl.learner.recorder import Stream
 from podrl.rollout.clock import ONE_WINDOW, TokenClock, WallClock
-from podrl.rollout.partial import Partial, join, of_message
-from podrl.rollout.wall_queue import WallQueue
+from podrl.rollout.partial import Partial
 from podrl.rollout.windows import Ready, longest_of
 from podrl.rundir import leases
 from podrl.rundir.accord import Accord
@@ -54,13 +53,12 @@ class RemoteRollouts:
         prompts: int = 0,
         whole: bool = False,
         group_size: int = 0,
-        curriculum: Curriculum | None = None,
     ):
         """Nothing runs yet.
 
         Args:
           cluster: the cluster with this host's part of the trainer's mesh.
-          stream: the data; read where batches are given answers, and by the wall clock on the leader.
+          stream: the data; read where batches are given answers, and on the leader.
           run: the watchdog.
           pod: the job's processes, all there.
           accord: this process's accord.
@@ -74,9 +72,7 @@ class RemoteRollouts:
           whole: a batch is made in as many shares as the configuration has rollout hosts, whoever makes them: what is
             made of a prompt may depend on the others of its share.
           group_size: samples of a prompt.
-          curriculum: the data's curriculum; the hosts that draw prompts are told what it learns.
         """
-        self._curriculum = curriculum
         self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
         self._needed, self._clock, self._deadline_s, self._begun = (
             needed,
@@ -85,48 +81,40 @@ class RemoteRollouts:
             begun if prompts else lambda step: (),
         )
         self._rows, self._apart = rows, bool(pod.seat.hosts.eval)
-        self._shares = max(len(pod.seat.hosts.heads), 1)  # all may come later
-        self._given = None
-        if pod.leads:
-            shares = self._shares if whole else 0
-            self._given = Given(pod, deadline_s, pieces=prompts, whole=shares, ending=accord.ending)
+        self._given = Given(pod, deadline_s, ending=accord.ending) if pod.leads else None
         self._told = None if pod.leads else Told(pod, deadline_s)
         self._leases: Any = self._given or self._told
-        self._queue = None
-        if isinstance(clock, WallClock) and self._given is not None:
-            self._queue = WallQueue(
+        self._dispatcher = None
+        if self._given is not None and clock is not None and prompts:
+            self._dispatcher = Dispatcher(
                 pod,
                 self._given,
                 clock,
                 size=prompts,
                 group_size=group_size,
+                shares=max(len(pod.seat.hosts.heads), 1) if whole else 0,  # all may come later
                 deadline_s=deadline_s,
                 read=self.next_batch,
             )
+        self._by_time = isinstance(clock, WallClock)
         done = lambda step: self._start.evaluated.add(step)  # noqa: E731 - for hosts that come from then on
         self._shares_apart = EvaluationShares(pod, deadline_s, accord.ending) if pod.leads and self._apart else None
         scores: Any = (self._given, deadline_s, self._scores, done)
         if (shares := self._shares_apart) is not None:
             scores = (shares, deadline_s, shares.collect, done, shares.wait)
         self._evaluations = GivenEvaluations(pod, *scores)
-        self._opened = 0  # batches before that of this step have hosts
         self._taken_over = 0  # leases, as far as metrics tell
         self._at = 0  # the step agreed on last
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="podrl-gather")
-        self._positions: dict[int, bytes] = {}  # of the data stream after each step's batch
         self._start = Start(0, b"", (), set())
 
     def resume(self, start: Start) -> Sequence[InFlight]:
-        self._start, self._opened = start, start.step + len(start.pending)
+        self._start = start
         if self._given is not None:
-            partial = [batch for batch in start.pending if isinstance(batch, Partial) and self._queue is None]
-            if self._queue is not None:
-                self._queue.resume(start.step, start.pending)
-            for batch in partial:
-                self._pod.channel.put(f"partial/{batch.step}", batch.message())
-            begun = {leases.batch(batch.step): batch.quantum for batch in partial}
-            known = () if self._queue is not None else start.pending  # by the wall clock hosts get single groups
-            self._given.serve(start.step, self._begins(start.step, start.data_state, known), begun)
+            if self._dispatcher is not None:
+                partial = [batch for batch in start.pending if isinstance(batch, Partial)]
+                self._dispatcher.resume(start.step, partial, len(start.pending) - len(partial))
+            self._given.serve(start.step, self._begins(start.step))
         else:  # all evaluate after the same steps; metrics.jsonl is the leader's
             with self._run.watchdog.stage("waiting for trainer 0 to restore"):
                 told = self._leases.enter()
@@ -135,7 +123,6 @@ class RemoteRollouts:
             self._leases.follow()
         batches: list[InFlight] = []
         for step, batch in enumerate(start.pending, start.step):
-            self._positions[step] = batch.data_state
             if isinstance(batch, Partial):
                 self._clock.restore(start.step, batch.longest)
                 batches.append(RemoteBatch(self, step, whole=self._pod.leads))
@@ -146,29 +133,15 @@ class RemoteRollouts:
 
     def agree(self, step: int) -> None:
         self._at = step
-        if self._given is None:
-            self._accord.agree(step)
-            self._leases.take(self._accord.tasks)
-        else:
-            tasks, word = self._give(step), self._curriculum and self._curriculum.word(step)
-            if self._queue is not None:
-                word = self._queue.advance(step, max(self._begun(step), default=step - 1) + 1)
-            self._accord.agree(step, tasks, word)
+        orders = None
+        if self._given is not None and step > self._start.step:
+            with self._run.watchdog.stage("rollout"):
+                self._given.advance(step, self._begins(step), waits=self._pod.seat.disposable)
+        if self._dispatcher is not None:
+            orders = self._dispatcher.advance(step, max(self._begun(step), default=step - 1) + 1)
+        self._accord.agree(step, orders)
         taken = self._accord.taken
         self._leases.forget(name for name in self._leases.names() if leases.is_over(name, taken))
-
-    def _give(self, step: int) -> dict[str, Any]:
-        """Gives, on the leader, the batches that are begun at a step to rollout hosts, all of which are there."""
-        assert self._given is not None
-        if step > self._start.step:
-            start = self._begins(step, self._positions.pop(step - 1, b""))
-            with self._run.watchdog.stage("rollout"):
-                self._given.advance(step, start, waits=self._pod.seat.disposable)
-        quantum, tasks = self._clock.quantum(step) if self._clock.used else 0, {}
-        for batch in (b for b in self._begun(step) if b >= self._opened and self._queue is None):
-            tasks |= self._given.open(leases.batch(batch), step, quantum)
-            self._opened = batch + 1
-        return tasks
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
@@ -223,17 +196,16 @@ class RemoteRollouts:
         assert self._needed is not None
         name = leases.batch(step)
         with self._run.watchdog.stage("rollout"):
-            if self._queue is not None:
-                self._queue.decide(step)
+            if self._dispatcher is not None:
+                self._dispatcher.decide(step)
             experience = self._collect(name, lambda held: self._gather(step, held, everything))
         if self._given is not None:
             taken_over, self._taken_over = self._given.taken_over - self._taken_over, self._given.taken_over
             counts = {"pod/hosts": float(self._given.hosts), "pod/taken_over": float(taken_over)}
-            counts |= {} if self._queue is None else self._queue.counts(step)
+            counts |= {} if self._dispatcher is None else self._dispatcher.counts(step)
             experience = dataclasses.replace(experience, counts={**experience.counts, **counts})
             if len(self._pod.seat.hosts.trainer) == 1:
                 self._given.forget([name])  # nobody asks for it again
-        self._positions[step] = experience.data_state
         self._clock.saw(step, longest_of(experience))
         return experience
 
@@ -261,13 +233,9 @@ class RemoteRollouts:
 
         None where they have all of it.
         """
-        if self._queue is not None:
-            return self._queue.state(step, self._at)
-        if not self._clock.used or step <= self._at:
+        if self._dispatcher is None or not (self._by_time or (self._clock.used and step > self._at)):
             return None
-        ask = self._offered(f"partial@{self._at}")
-        messages = self._collect(leases.batch(step), lambda held: self._from_each(held, ask))
-        return dataclasses.replace(join([of_message(m) for m in messages]), longest=self._clock.state(self._at))
+        return dataclasses.replace(self._dispatcher.state(step, self._at), longest=self._clock.state(self._at))
 
     def close(self) -> None:
         self._evaluations.close()
@@ -320,16 +288,9 @@ class RemoteRollouts:
     def _from_each(self, held: Sequence[Lease], ask: Callable[[Lease], Any]) -> list[Any]:
         return list(self._asking.map(ask, held))
 
-    def _begins(self, step: int, data_state: bytes, pending: Sequence[Any] = ()) -> Callable[[], dict[str, Any]]:
-        """Returns what rollout hosts are told that begin at a step; `pending`: which batches in flight are whole."""
-        whole = [not isinstance(batch, Partial) for batch in pending]
-        fixed = {"step": step, "pending": whole, "data_state": data_state.decode()}
-
-        def told() -> dict[str, Any]:
-            known = {} if self._curriculum is None else self._curriculum.memory()
-            return {**fixed, "evaluated": sorted(self._start.evaluated), "arrays": known}
-
-        return told
+    def _begins(self, step: int) -> Callable[[], dict[str, Any]]:
+        """Returns what makes the answer to a process that enters the job at a step."""
+        return lambda: {"step": step, "evaluated": sorted(self._start.evaluated)}
 
 
 class RemoteBatch:

@@ -1,4 +1,4 @@
-"""A rollout host of a pod by the wall clock: it makes the groups that the leader gives it, and serves them."""
+"""The player, on a rollout host of a pod: it makes the groups that the dispatcher gives it, and serves them."""
 
 import dataclasses
 import logging
@@ -8,20 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from podrl.rollout.clock import in_sessions
+from podrl.learner.pods.dispatch import order, part_of, parts_of
+from podrl.rollout.clock import in_sessions, last_window, sessions_of, stop_at
 from podrl.rollout.open_groups import OwnGroup, begun
 from podrl.rollout.partial import Partial, join
-from podrl.rollout.points import Points
-from podrl.rollout.wall_queue import order, part_of, single
+from podrl.rollout.points import Points, points
 from podrl.rollout.windows import noted
 from podrl.rundir import leases
 from podrl.rundir.leases import Lease, Told
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
-from podrl.types import BatchError, Policy
+from podrl.types import BatchError, Experience, Policy
 
-_log = logging.getLogger("podrl.wall")
+_log = logging.getLogger("podrl.hosting")
 _FOREVER_S = 1e9
 
 
@@ -30,26 +30,81 @@ class AssignedGroup(OwnGroup):
     """A group that the leader assigned to this host.
 
     Attributes:
-      recorded: the journal's entry of the group, which its samples must become; None where the clock decides.
+      recorded: the journal's entry of the group, which its samples must become; None where there is none, or no
+        journal.
       since: the first version of the weights that draws the group here from now on, where it is recorded.
       taken: True once a batch holds the group.
       told: True once the leader knows that the group has ended.
       told_drawn: True once the leader knows the oldest version that drew a token.
     """
 
-    recorded: Mapping[str, Any] | None
     since: int
-    taken: bool
+    recorded: Mapping[str, Any] | None = None
+    taken: bool = False
     told: bool = False
     told_drawn: bool = False
 
+    @property
+    def fixed(self) -> bool:
+        """True where it is known which version draws which tokens."""
+        return self.recorded is not None
 
-class WallHost:
+    def sessions(self, version: int) -> list[Points]:
+        """Lists where the samples of a fixed group stop in each session of a version."""
+        assert self.recorded is not None
+        return sessions_of(self.recorded, version)
+
+    def check(self) -> None:
+        """Raises ValueError if the group, which has ended, has not become what a batch holds of it."""
+        if self.taken and self.record() != self.recorded:
+            raise ValueError(f"prompt {self.index}, taken over, does not become what it was: {self.recorded}")
+
+
+@dataclasses.dataclass(eq=False)
+class TokenGroup(AssignedGroup):
+    """A group by the clock of tokens: the prompts of a batch that this host makes.
+
+    Attributes:
+      quantum: number of tokens that a sample draws in a window, but for the last; 0 where one version draws all.
+      made: the experience, once the group has ended.
+    """
+
+    quantum: int = 0
+    made: Experience | None = None
+
+    @property
+    def fixed(self) -> bool:
+        return True
+
+    @property
+    def ended(self) -> bool:
+        return self.made is not None
+
+    @property
+    def drawn(self) -> None:
+        return None
+
+    def sessions(self, version: int) -> list[Points]:
+        return [points(stop_at(self.asked, version, self.quantum))]
+
+    def record(self) -> Mapping[str, Any]:
+        return {"index": self.index, "asked": self.asked}
+
+    def check(self) -> None:
+        """Accepts the group: it becomes the same again."""
+
+    def part(self, step: int) -> Partial:
+        """Copies the samples as they are, for a checkpoint."""
+        return self.marked(self.making.partial(()), self.asked)
+
+
+class Player:
     """Plays groups window after window, tells the leader which have ended, and serves those that batches hold.
 
-    A window begins when the batch of its step is first asked for, and ends at the next dispatch once the next weights
-    are there. Orders of the leader interrupt it, for a dispatch. Samples are played on `thread`, batches are put
-    together on another. Stands in the place of podrl.rollout.windows.Windows.
+    A window begins when the batch of its step is first asked for. By the wall clock it ends at the next dispatch once
+    the next weights are there, and orders of the leader interrupt it, for a dispatch. By the clock of tokens it ends
+    when its samples have drawn what they may. Samples are played on `thread`; batches by the wall clock are put
+    together on another.
     """
 
     def __init__(
@@ -59,8 +114,10 @@ class WallHost:
         pod: Pod,
         told: Told,
         *,
+        clock: str,
         held: Callable[[Policy], Policy],
         offer: Callable[[Lease, Any], None],
+        keep: Callable[[int, str, Message], None],
         taking: Callable[[], None],
         deadline_s: float,
     ):
@@ -68,22 +125,26 @@ class WallHost:
 
         Args:
           generator: a podrl.learner.generation.Generator.
-          thread: the one that uses the rollout mesh.
+          thread: the thread that uses the rollout mesh.
           pod: the job's processes.
           told: the leases as this host knows them.
-          held: gives the weights of a policy's version, where others may have taken their place.
+          clock: 'wall'; 'windows' for the clock of tokens where several versions draw a sample; 'whole' where one does.
+          held: returns the weights of a policy's version, where others may have taken their place.
           offer: serves a part of a batch, or why there is none.
+          keep: (step, key, message): serves what a checkpoint after a step holds.
           taking: called before groups are begun that another host had.
           deadline_s: the longest wait for the leader's orders.
         """
         self._generator, self._thread, self._pod, self._leases = generator, thread, pod, told
-        self._held, self._offer, self._taking, self._deadline_s = held, offer, taking, deadline_s
+        self._wall, self._whole = clock == "wall", clock == "whole"
+        self._held, self._offer, self._keep, self._taking, self._deadline_s = held, offer, keep, taking, deadline_s
         self._serving = ThreadPoolExecutor(1, thread_name_prefix="podrl-serving")
-        self._more = threading.Condition()  # of the next ten
+        self._more = threading.Condition()  # of the next eleven
         self._orders: list[Message] = []  # not carried out yet
         self._unfinished: int | None = None  # a window that is repeated, and has not come to its end
         self._asides: list[Callable[[], None]] = []  # not done yet
         self._read = 0  # orders that have come
+        self._at = 0  # the step that this host has come to
         self._window: int | None = None  # the version that samples are drawn by now
         self._closed = False
         self._owed: set[Lease] = set()  # parts of batches that are not served yet
@@ -100,14 +161,15 @@ class WallHost:
         """Begins to read the leader's orders."""
         threading.Thread(target=self._follow, name="podrl-orders", daemon=True).start()
 
-    def agreed(self, word: Mapping[str, Any] | None, taken: int) -> None:
-        """Waits for the orders that the leader's word counts; trainers have all of the batches before `taken`.
+    def agreed(self, step: int, orders: Mapping[str, int], taken: int) -> None:
+        """Waits for the orders that the leader has counted; trainers have all of the batches before `taken`.
 
         Raises:
           ChannelError: they did not come within the deadline.
         """
-        count = (word or {}).get("orders", {}).get(self._pod.channel.address, 0)
+        count = orders.get(self._pod.channel.address, 0)
         with self._more:
+            self._at = step
             if not self._more.wait_for(lambda: self._read >= count, self._deadline_s):
                 raise ChannelError(
                     f"{self._pod.name} waited {self._deadline_s:.0f} s for orders of trainer 0, and {self._read} of "
@@ -154,10 +216,9 @@ class WallHost:
             if news and not self._closed:
                 self._serving.submit(self._serve)
 
-    def parts(self, at: int) -> tuple[str, Message]:
-        """Returns what this host has of its groups between windows, for a checkpoint, and the channel's key of that."""
-        groups = self._thread.submit(lambda: [g.part(at) for g in self._groups.values() if not g.taken]).result()
-        return part_of(at), join(groups).message() if groups else Message({})
+    def save(self) -> None:
+        """Serves what this host has of its groups between windows, for a checkpoint."""
+        self._thread.submit(self._save, self._at).result()
 
     def closing(self) -> None:
         """Ends the threads' work, whatever it is."""
@@ -186,6 +247,9 @@ class WallHost:
                 message = request.wait(_FOREVER_S, "trainer 0: orders")
             except ChannelError:
                 return
+            if moved := _moved(message):
+                count, steps = sum(said["prompts"] for said in moved), sorted({said["asked"] for said in moved})
+                _log.warning("%s takes over prompts of a lost host: %d, of steps %s.", self._pod.name, count, steps)
             with self._more:
                 if self._closed:
                     return
@@ -196,6 +260,19 @@ class WallHost:
                 self._submit()
 
     # On the thread.
+
+    def _save(self, at: int) -> None:
+        groups = list(self._groups.values())
+        if self._wall:
+            parts = [group.part(at) for group in groups if not group.taken]
+            self._keep(at, part_of(at), join(parts).message() if parts else Message({}))
+        elif not self._whole:
+            self._save_each([group for group in groups if group.asked > at], at)
+
+    def _save_each(self, groups: Sequence[AssignedGroup], at: int) -> None:
+        """Serves, by the clock of tokens, what there is of each group when a window begins."""
+        for group in groups:
+            self._keep(at, part_of(at, group.key), group.part(at).message())
 
     def _play(self, version: int | None) -> None:
         """Does what is asked aside, then plays a window until it ends or all samples rest, with the orders that come.
@@ -229,10 +306,11 @@ class WallHost:
             raise
 
     def _play_on(self, version: int, repeats: bool) -> None:
-        self._repeat(list(self._groups.values()), version)
+        for groups in self._in_order(version):
+            self._repeat(groups, version)
         if repeats:
             return
-        open_ = [group for group in self._groups.values() if group.recorded is None and not group.ended]
+        open_ = [group for group in self._groups.values() if not group.fixed and not group.ended]
         rows = [group.row(Points(urgent=group.oldest is not None)) for group in open_]
 
         def halted() -> bool:
@@ -241,17 +319,43 @@ class WallHost:
         if rows:
             self._generator.play(rows, self._held(Policy({}, version)), halt=halted, took=self._took)
 
+    def _in_order(self, version: int) -> list[list[AssignedGroup]]:
+        """Lists the fixed groups that are played together, in order: by tokens those that train at once go first."""
+        groups = [group for group in self._groups.values() if group.fixed]
+        if self._wall:
+            return [groups]
+        groups.sort(key=lambda group: (group.asked, group.number))
+        if self._whole:
+            return [[group] for group in groups]
+        return [[g for g in groups if g.asked <= version], [g for g in groups if g.asked > version]]
+
     def _repeat(self, groups: Sequence[AssignedGroup], version: int) -> None:
-        """Plays recorded groups through a window, session by session: nothing else interrupts them.
+        """Plays fixed groups through a window, session by session: nothing else interrupts them.
 
         An interruption would be another session, in which samples have other last bits than those recorded.
         """
-        known = [(g, g.recorded) for g in groups if g.recorded is not None and g.since <= version and not g.ended]
-        for chosen in in_sessions(known, version):
-            rows = [group.row(points) for group, points in chosen if not group.ended]
-            if rows and not self._closed:
-                policy = self._held(Policy({}, version))
-                self._generator.play(rows, policy, halt=lambda: self._closed, took=self._took)
+        known = [group for group in groups if group.since <= version and not group.ended]
+        if not known or self._closed:
+            return
+        policy = self._held(Policy({}, version))
+        halt = (lambda: self._closed) if self._wall else None
+        if not self._whole:
+            for chosen in in_sessions([(group, group.sessions(version)) for group in known]):
+                rows = [group.row(where) for group, where in chosen if not group.ended]
+                if rows and not self._closed:
+                    self._generator.play(rows, policy, halt=halt, took=self._took)
+        for group in known:
+            if isinstance(group, TokenGroup) and not self._closed:
+                self._finish(group, policy)
+                group.since = version + 1
+
+    def _finish(self, group: TokenGroup, policy: Policy) -> None:
+        """Completes a group by the clock of tokens after the last window that draws it."""
+        if self._whole:
+            group.made = self._generator(group.prompts, policy, group.asked)
+        elif policy.version >= last_window(group.asked):
+            group.made = self._generator.finish(group.making, policy)
+        self._took()
 
     def _hurried(self, version: int) -> bool:
         """True where something is to be done before samples go on."""
@@ -271,39 +375,45 @@ class WallHost:
             self._orders = [one for one in self._orders if one.value["window"] > version]
             passed, self._passed = self._passed, []
         self._give_up(passed)
-        if any(one.value["moved"] for one in due):
+        if any(_moved(one) for one in due):
             self._taking()
         for one in due:
             self._give_up([(int(index), int(asked)) for index, asked in one.value.get("drop", ())])
             if "partial" in one.value:
-                parts = single(Message(one.value["partial"], one.arrays))
-                for (key, part), said in zip(parts, one.value["groups"], strict=True):
-                    self._groups[key] = self._assigned(part, said)
+                groups = one.value["groups"]
+                parts = parts_of(Message(one.value["partial"], one.arrays), [int(said["prompts"]) for said in groups])
+                for part, said in zip(parts, groups, strict=True):
+                    group = self._assigned(part, said)
+                    self._groups[group.key] = group
 
     def _assigned(self, part: Partial, said: Mapping[str, Any]) -> AssignedGroup:
-        origin, asked = part if begun(part) else None, int(part.samples[0]["asked"])
-        return AssignedGroup(
-            part.prompts,
-            number=int(said["number"]),
-            asked=asked,
-            repeated=bool(part.samples[0]["repeated"]),
-            origin=origin,
-            making=self._generator.begin(part.prompts, asked, 0, origin),
-            recorded=said["record"],
-            since=int(said["since"]),
-            taken=bool(said["taken"]),
-        )
+        prompts = dataclasses.replace(part.prompts, data_state=said["position"].encode())
+        part = dataclasses.replace(part, prompts=prompts)
+        asked, quantum = int(said["asked"]), int(said.get("quantum", 0))
+        origin = part if part.samples and (begun(part) or not self._wall) else None
+        making = None if self._whole else self._generator.begin(part.prompts, asked, quantum, origin)
+        own = (int(said["number"]), asked, bool(said["repeated"]), origin, making, int(said["since"]))
+        if self._wall:
+            return AssignedGroup(part.prompts, *own, recorded=said["record"], taken=bool(said["taken"]))
+        return TokenGroup(part.prompts, *own, taken=bool(said["taken"]), quantum=quantum)
 
     def _catch_up(self, version: int) -> None:
-        """Plays recorded groups, taken over from another host, through the windows before a version's."""
-        late = [g for g in self._groups.values() if g.recorded is not None and g.since < version and not g.ended]
+        """Plays fixed groups, taken over from another host, through the windows before a version's."""
+        late = [g for g in self._groups.values() if g.fixed and g.since < version and not g.ended]
         for before in range(min((group.since for group in late), default=version), version):
+            self._save_late(late, before)
             self._repeat(late, before)
+        self._save_late(late, version)
         for group in late:
             group.since = version
 
+    def _save_late(self, groups: Sequence[AssignedGroup], version: int) -> None:
+        """Serves, by the clock of tokens, what there is of groups when a window begins that a checkpoint may be of."""
+        if not self._wall and not self._whole and version >= self._at - 1:
+            self._save_each([group for group in groups if not group.ended], version)
+
     def _pass(self, version: int) -> None:
-        """Notes that recorded groups have been played to the end of a window."""
+        """Notes that fixed groups have been played to the end of a window."""
         for group in self._groups.values():
             group.since = max(group.since, version + 1)
 
@@ -317,8 +427,7 @@ class WallHost:
         """Tells the leader which groups have ended, and, if all rest (`last`), the oldest version that drew each."""
         ended = [group for group in self._groups.values() if not group.told and group.ended]
         for group in ended:
-            if group.taken and group.record() != group.recorded:
-                raise ValueError(f"prompt {group.index}, taken over, does not become what it was: {group.recorded}")
+            group.check()
         drawn = [g for g in self._groups.values() if last and not g.told_drawn and g.oldest is not None]
         if ended or last:
             self._say(ended=[group.record() for group in ended], drawn=[[g.index, g.asked, g.oldest] for g in drawn])
@@ -330,11 +439,11 @@ class WallHost:
     def _say(self, *, ended: Sequence[Any] = (), drawn: Sequence[Any] = (), failed: bool = False) -> None:
         about = {"address": self._pod.channel.address, "orders": self._read, "change": self._leases.change}
         value = {**about, "ended": list(ended), "drawn": list(drawn), "failed": failed}
-        self._pod.channel.request(self._pod.address(LEADER), "call", "wall", Message(value))
+        self._pod.channel.request(self._pod.address(LEADER), "call", "groups", Message(value))
 
     def _give_up(self, keys: Sequence[tuple[int, int]]) -> None:
         for key in keys:
-            if (group := self._groups.pop(key, None)) is not None:
+            if (group := self._groups.pop(key, None)) is not None and group.making is not None:
                 self._generator.give_up(group.making)
 
     # On the thread that serves.
@@ -364,7 +473,10 @@ class WallHost:
         self._owed.discard(lease)
         for group in groups:
             group.taken = True
-        self._offer(lease, self._made(groups, leases.step_of(lease.task), task.position))
+        if isinstance(groups[0], TokenGroup):
+            self._offer(lease, groups[0].made)
+        else:
+            self._offer(lease, self._made(groups, leases.step_of(lease.task), task.position))
 
     def _made(self, groups: Sequence[AssignedGroup], step: int, position: str) -> Any:
         now = time.monotonic()
@@ -376,3 +488,8 @@ class WallHost:
         prompts = dataclasses.replace(made.rollouts.prompts, data_state=position.encode())
         made = dataclasses.replace(made, rollouts=dataclasses.replace(made.rollouts, prompts=prompts))
         return made if self._window_s is None else noted(made, {"time/window": self._window_s})
+
+
+def _moved(order: Message) -> list[Mapping[str, Any]]:
+    """Lists what an order says of groups that a lost host had."""
+    return [said for said in order.value.get("groups", ()) if said["moved"]]

@@ -1,24 +1,25 @@
-"""The leader of a pod by the wall clock: it gives groups to rollout hosts, and decides what each batch holds."""
+"""The dispatcher, on the leader of a pod: it gives groups to rollout hosts, and decides what each batch holds."""
 
 import dataclasses
-import logging
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from podrl.rollout.clock import WallClock
+from podrl.learner import experience as codec
+from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.open_groups import Group, OpenGroups, begun
-from podrl.rollout.partial import Partial, cut, join, of_message, singles
+from podrl.rollout.partial import Partial, cut, join, of_message, take_prompts
 from podrl.rundir import leases
-from podrl.rundir.leases import NOBODY, Given
+from podrl.rundir.leases import NOBODY, Given, Lease
 from podrl.runtime.channel import LateError
 from podrl.runtime.message import Message
-from podrl.runtime.pod import MovedError, Pod
-from podrl.types import Prompts
+from podrl.runtime.pod import LEADER, MovedError, Pod
+from podrl.types import BatchError, Prompts
 
-_log = logging.getLogger("podrl.wall")
+_AGAIN_S = 0.05
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,14 +27,20 @@ class RemoteGroup(Group):
     """A group whose samples a rollout host makes, as far as the leader was told.
 
     Attributes:
-      samples: number of samples.
+      samples: number of samples; 0 by the clock of tokens, where the host counts them.
+      since: the step at which the group was opened.
+      quantum: number of tokens that a sample draws in a window, by the clock of tokens.
       host: number of the host, or NOBODY.
       made: the journal's entry of the group; None until it has ended.
+      moved: True once a host was lost with the group.
     """
 
     samples: int
+    since: int
+    quantum: int
     host: int = NOBODY
     made: Mapping[str, Any] | None = None
+    moved: bool = False
 
     @property
     def ended(self) -> bool:
@@ -70,23 +77,30 @@ class _Desk:
     heard: int = 0
 
 
-class WallQueue:
-    """Gives every prompt to one rollout host at a time, and makes batches of the groups that are ready first.
+class Dispatcher:
+    """Gives every group to one rollout host at a time, and makes batches of the groups that the clock chooses.
 
-    What a host makes of a prompt it keeps until a batch holds it, and tells when it has ended. What each batch holds,
-    and which prompts are asked again, is in the journal before anybody is told. When a host is lost, its groups are
-    begun anew by others, under the same keys. Where the journal knows already what becomes of a group (a batch that
-    some trainer has not fetched yet, or steps that are repeated), they draw it by the versions that are recorded.
+    A host keeps what it makes of a group until a batch holds it, and tells when the group has ended. When a host is
+    lost, its groups go to others.
+
+    By the clock of tokens a group has the prompts of a batch that one host makes. Who takes it over draws it by the
+    versions that were to draw it, which the trainers still hold, so it becomes what it would have become.
+
+    By the wall clock a group has one prompt. The journal has what each batch holds, and which prompts are asked again,
+    before anybody is told. A group that is taken over is begun anew, under the same keys. Where the journal knows
+    already what becomes of it (a batch that some trainer has not fetched yet, or steps that are repeated), it is drawn
+    by the versions that are recorded.
     """
 
     def __init__(
         self,
         pod: Pod,
         given: Given,
-        clock: WallClock,
+        clock: TokenClock | WallClock,
         *,
         size: int,
         group_size: int,
+        shares: int,
         deadline_s: float,
         read: Callable[[], Prompts],
     ):
@@ -96,15 +110,17 @@ class WallQueue:
           pod: the job's processes.
           given: the leases of batches, and who is there.
           clock: decides which groups make a batch, and which are asked again.
-          size: prompts of a batch.
-          group_size: samples of a prompt.
+          size: number of prompts of a batch.
+          group_size: number of samples of a prompt.
+          shares: number of groups that a batch is cut into by the clock of tokens; 0 for one for each host.
           deadline_s: the longest wait for a batch.
           read: the next prompts of the data.
         """
         self._pod, self._given, self._clock, self._journal = pod, given, clock, clock.journal
-        self._size, self._group_size = size, group_size
+        self._size, self._group_size, self._shares = size, group_size, shares
         self._deadline_s, self._read = deadline_s, read
-        self._open = OpenGroups(clock, size, self._group)
+        self._by_tokens = isinstance(clock, TokenClock)
+        self._open = OpenGroups(clock, size, self._group, self._ends)
         self._decided: dict[int, list[RemoteGroup]] = {}  # by step: what hosts still serve to trainers
         self._desks: dict[int, _Desk] = {}
         self._start = self._at = 0  # the step that this process began at, and the one it has come to
@@ -112,30 +128,42 @@ class WallQueue:
         self._batches = 0  # of prompts, read before
         self._begun = 0  # of these, read before the step
         self._failed: int | None = None  # a host that could not go on
-        self._moves = False  # what is given was another host's
+        self._unread: tuple[int, BatchError] | None = None  # the batch that could not be read, and why
         self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (-1, {})
+        self._waited: int | None = None  # the step whose groups this process waits for
         given.regroup = self._regroup
-        pod.channel.serve("wall", self._on_told)
+        pod.waiting.append(self._waits)
+        pod.channel.serve("groups", self._on_told)
 
-    def resume(self, step: int, pending: Sequence[Partial]) -> None:
-        """Takes over the open groups of a checkpoint, before any host is let in."""
+    def resume(self, step: int, pending: Sequence[Partial], whole: int) -> None:
+        """Takes over the open groups of a checkpoint, before any host is let in.
+
+        Args:
+          step: steps done.
+          pending: batches that are made in part.
+          whole: number of batches in the checkpoint that are made.
+        """
         self._start = self._at = step
         self._batches = step + sum(len(part.prompts.length_P) for part in pending) // self._size
+        if self._by_tokens:  # those that are made already are not given to anybody
+            self._batches = step + whole + len(pending)
         self._clock_from = self._journal.known(step)
         self._open.resume(step, pending)
 
-    def advance(self, step: int, batches: int) -> dict[str, Any]:
+    def advance(self, step: int, batches: int) -> dict[str, int]:
         """Goes on to a step: asks again what is too old for it, and reads and gives the prompts of new batches.
+
+        What cannot be read is raised by `decide`, when the batches before are trained on.
 
         Args:
           step: steps done.
           batches: of prompts, that are asked for in all then.
 
         Returns:
-          For the leader's word: how many orders each host must have read before it begins this window.
+          By its address, how many orders each host must have read before it begins this window.
         """
         self._begun = self._batches
-        new = [self._read() for _ in range(self._batches, batches)]
+        new = self._new(batches)
         with self._given.lock:
             self._at = step
             self._forget()
@@ -144,12 +172,13 @@ class WallQueue:
                 self._open.submit(prompts, self._batches)
                 self._batches += 1
             self._assign()
-            return {"orders": {desk.address: desk.sent for desk in self._desks.values()}}
+            return {desk.address: desk.sent for desk in self._desks.values()}
 
     def decide(self, step: int) -> None:
         """Waits until there are the groups of a step's batch, writes them to the journal, and tells all.
 
         Raises:
+          BatchError: the prompts of the batch could not be read.
           LateError: there were too few within the deadline.
           ValueError: a group does not become what the journal says of it.
         """
@@ -157,15 +186,22 @@ class WallQueue:
         with self._given.lock:
             if self._given.task(leases.batch(step)) is not None:
                 return
+            if self._unread is not None and step >= self._unread[0]:
+                self._tell(step, [], [LEADER])
+                error, lease = self._unread[1], Lease(leases.batch(step), 0, 1, LEADER)
+                self._pod.channel.put(lease.key("header"), codec.failure(error))  # for the other trainers
+                raise error
+            self._waited = step
             while not (chosen := self._chosen(step)) and self._failed is None:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise LateError(self._late(step))
                 self._given.lock.wait(left)
+            self._waited = None
             if not chosen:
                 self._tell(step, [], [self._failed or 0])
                 return
-            if self._journal.batch(step) is None:
+            if not self._by_tokens and self._journal.batch(step) is None:
                 chosen.sort(key=lambda group: group.host)  # stable: one lease for each host
             self._open.decide(step, chosen)
             self._decided[step] = chosen
@@ -181,6 +217,8 @@ class WallQueue:
         The last batch that was begun in an earlier step has also those of prompts that were read for this one. Hosts
         serve what they have at the begin of each window that a checkpoint is made in.
         """
+        if self._by_tokens:
+            return join([self._part(group, first) for group in self._open.groups if group.asked == step])
         if self._saved[0] != first:
             self._saved = (first, self._collected(first))
         return self._open.state(step, step - first, last=step == self._begun - 1, found=self._saved[1])
@@ -188,8 +226,19 @@ class WallQueue:
     # Under the lock of the leases.
 
     def _group(self, prompts: Prompts, number: int, asked: int, repeated: bool, origin: Partial | None) -> RemoteGroup:
+        if isinstance(self._clock, TokenClock):
+            quantum = self._clock.quantum(self._at) if origin is None else origin.quantum
+            return RemoteGroup(prompts, number, asked, repeated, origin, 0, self._at, quantum)
         origin = origin if origin is not None and begun(origin) else None
-        return RemoteGroup(prompts, number, asked, repeated, origin, self._group_size)
+        return RemoteGroup(prompts, number, asked, repeated, origin, self._group_size, self._at, 0)
+
+    def _ends(self, prompts: int) -> Sequence[int]:
+        """Cuts the prompts of a batch into groups, as equal as can be; returns 0 and the end of each group."""
+        if not self._by_tokens:
+            return range(prompts + 1)
+        there = len(self._desks) or len(self._pod.seat.hosts.heads)  # before the first has come, as many as will
+        count = min(self._shares or max(there, 1), prompts)
+        return [i * prompts // count for i in range(count + 1)]
 
     def _chosen(self, step: int) -> list[RemoteGroup]:
         """Returns the groups of a step's batch; none as long as it has to wait."""
@@ -200,7 +249,8 @@ class WallQueue:
 
     def _tell(self, step: int, groups: Sequence[tuple[int, int]], hosts: Sequence[int]) -> None:
         position = self._open.rest().decode()
-        self._given.open_chosen(leases.batch(step), hosts, since=step, groups=groups, position=position)
+        more = {"since": step, "groups": groups, "position": position}
+        self._given.open_chosen(leases.batch(step), hosts, joined=not self._by_tokens, **more)
 
     def _give_up(self, group: RemoteGroup) -> None:
         if group.host in self._desks:
@@ -208,9 +258,7 @@ class WallQueue:
 
     def _regroup(self) -> None:
         """Notes who has come and who is lost, and gives what these had to others."""
-        self._moves = True
         self._give_again()
-        self._moves = False
         self._given.lock.notify_all()
 
     def _give_again(self) -> None:
@@ -222,9 +270,9 @@ class WallQueue:
             self._desks.setdefault(host, _Desk(address, self._given.members[host]))
         for group in self._open.groups:
             if group.host not in self._desks and group.host != NOBODY:
-                group.host, group.made, group.looked_up = NOBODY, None, None
+                group.host, group.made, group.looked_up, group.moved = NOBODY, None, None, True
                 self._given.taken_over += 1
-                if self._journal.group(*group.key, self._at) is None:
+                if self._clock.anew and self._journal.group(*group.key, self._at) is None:
                     group.origin = None
         for step, groups in self._decided.items():
             if (task := self._given.task(leases.batch(step))) is None:
@@ -232,7 +280,7 @@ class WallQueue:
             for lease in task.leases:
                 moved = [group for group in groups[lease.first : lease.last] if group.host != lease.host]
                 for group in moved:
-                    group.host = lease.host
+                    group.host, group.moved = lease.host, True
                 if lease.host in self._desks:
                     self._give(lease.host, moved, taken=True)
         self._assign()
@@ -258,18 +306,25 @@ class WallQueue:
             return
         said = []
         for group in groups:
-            record = group.made if taken else self._journal.group(*group.key, self._at)
-            since = min((runs[0][0] for runs in record["runs"] if runs), default=self._at) if record else self._at
-            since = self._start if group.origin is not None else since
-            said.append({"number": group.number, "record": record, "since": since, "taken": taken})
+            own = {"number": group.number, "asked": group.asked, "repeated": group.repeated, "taken": taken}
+            own |= {"moved": group.moved, "prompts": len(group.prompts.length_P)}
+            own |= {"position": group.prompts.data_state.decode()}
+            said.append(own | self._becomes(group, taken))
         whole = join([group.part(group.asked) for group in groups]).message()
         self._order(host, {"partial": whole.value, "groups": said}, whole.arrays)
 
+    def _becomes(self, group: RemoteGroup, taken: bool) -> dict[str, Any]:
+        """Returns what a host must know to make a group what it is to become."""
+        if self._by_tokens:
+            since = self._start if group.origin is not None else group.since
+            return {"record": None, "since": since, "quantum": group.quantum}
+        record = group.made if taken else self._journal.group(*group.key, self._at)
+        since = min((runs[0][0] for runs in record["runs"] if runs), default=self._at) if record else self._at
+        return {"record": record, "since": self._start if group.origin is not None else since}
+
     def _order(self, host: int, value: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         desk = self._desks[host]
-        message = Message(
-            {**value, "window": self._at, "clock_from": self._clock_from, "moved": self._moves}, arrays or {}
-        )
+        message = Message({**value, "window": self._at, "clock_from": self._clock_from}, arrays or {})
         self._pod.channel.put(order(desk.address, desk.sent), message)
         desk.sent += 1
 
@@ -304,11 +359,15 @@ class WallQueue:
             for record in said["ended"]:
                 if (group := mine.get((record["index"], record["asked"]))) is not None:
                     group.made = record
-                    group.looked_up = min((runs[0][0] for runs in record["runs"] if runs), default=None)
+                    group.looked_up = min((runs[0][0] for runs in record.get("runs", ()) if runs), default=None)
             if said["failed"]:
                 self._failed = host
             self._given.lock.notify_all()
         return Message()
+
+    def _waits(self) -> str:
+        there = bool(self._desks) or self._waited is None
+        return "" if there else f"a rollout host that makes prompts of step {self._waited}: none is in the job"
 
     def _late(self, step: int) -> str:
         who = {host: sum(not g.ended for g in self._open.groups if g.host == host) for host in sorted(self._desks)}
@@ -321,22 +380,50 @@ class WallQueue:
 
     # Not under it.
 
+    def _new(self, batches: int) -> list[Prompts]:
+        """Reads the prompts of new batches; `batches` is how many are asked for in all."""
+        new: list[Prompts] = []
+        while self._unread is None and self._batches + len(new) < batches:
+            try:
+                new.append(self._read())
+            except BatchError as error:
+                self._unread = self._batches + len(new), error
+        return new
+
+    def _part(self, group: RemoteGroup, at: int) -> Partial:
+        """Waits for what the group's host, whoever that is, has of it at the begin of a window.
+
+        Raises:
+          LateError: there was no host within the deadline.
+        """
+        key, end = part_of(at, group.key), time.monotonic() + self._deadline_s
+        while True:
+            host, desk = group.host, self._desks.get(group.host)
+            try:
+                if desk is not None:
+                    return of_message(self._pod.get(host, key, self._deadline_s, moved=self._has_moved(host, desk)))
+            except MovedError:
+                end = time.monotonic() + self._deadline_s
+            if time.monotonic() > end:
+                raise LateError(self._late(group.asked))
+            time.sleep(_AGAIN_S)
+
+    def _has_moved(self, host: int, desk: _Desk) -> Callable[[], bool]:
+        """Returns what tells whether a host is lost, or another process is in its place."""
+        return lambda: self._desks.get(host) is not desk
+
     def _collected(self, at: int) -> dict[tuple[int, int], Partial]:
         """Collects what hosts have of their groups at the begin of a window."""
         with self._given.lock:
-            asked = {host: desk.address for host, desk in self._desks.items() if desk.since < at}
+            asked = {host: desk for host, desk in self._desks.items() if desk.since < at}
         found: dict[tuple[int, int], Partial] = {}
-        for host, address in asked.items():
-
-            def moved(host: int = host, address: str = address) -> bool:
-                desk = self._desks.get(host)
-                return desk is None or desk.address != address
-
+        for host, desk in asked.items():
             try:
-                message = self._pod.get(host, part_of(at), self._deadline_s, moved=moved)
+                message = self._pod.get(host, part_of(at), self._deadline_s, moved=self._has_moved(host, desk))
             except MovedError:
                 continue
-            found |= {key: part for key, part in (single(message) if message.value else ())}
+            for part in parts_of(message) if message.value else ():
+                found[int(part.prompts.index_P[0]), int(part.samples[0]["asked"])] = part
         return found
 
 
@@ -345,18 +432,13 @@ def order(address: str, number: int) -> str:
     return f"orders/{address}/{number}"
 
 
-def part_of(step: int) -> str:
-    """The channel's key of what a host has of its groups when a step is done."""
-    return f"groups@{step}"
+def part_of(step: int, group: tuple[int, int] | None = None) -> str:
+    """The channel's key of what a host has when a step is done: of a group, or joined of all."""
+    return f"groups@{step}" if group is None else f"group/{group[0]}/{group[1]}@{step}"
 
 
-def single(message: Message) -> list[tuple[tuple[int, int], Partial]]:
-    """Unpacks groups that were joined in one message, by their keys."""
+def parts_of(message: Message, prompts: Sequence[int] = ()) -> list[Partial]:
+    """Unpacks groups that were joined in one message; `prompts` says how many each has, which is one by default."""
     whole = of_message(message)
-    group = len(whole.samples) // len(whole.prompts.length_P)
-    found = []
-    for p, prompts in enumerate(singles(whole.prompts)):
-        part = cut(whole, prompts, p)
-        key = (int(part.prompts.index_P[0]), int(whole.samples[p * group]["asked"]))
-        found.append((key, part))
-    return found
+    ends = np.cumsum([0, *(prompts or [1] * len(whole.prompts.length_P))])
+    return [cut(whole, take_prompts(whole.prompts, np.arange(i, j)), int(i)) for i, j in itertools.pairwise(ends)]
