@@ -9,7 +9,6 @@ docs/agents.md lists the fields that are honoured, and the settings of an agent'
 """
 
 import argparse
-import asyncio
 import importlib.util
 import math
 import os
@@ -30,7 +29,7 @@ from podrl.runtime.arguments import Parser, add_device_options, check_numbers
 from podrl.runtime.service import ServiceError
 from podrl.runtime.storage import StorageError, locate
 from podrl.runtime.user_code import Limits
-from podrl.runtime.workers import reap
+from podrl.runtime.workers import Loop, Process
 
 _EPISODE = "serve"
 _IDLE_S = 1.0  # longest wait for a request while none is open
@@ -160,12 +159,10 @@ class Desk:
           ServiceError: the front's process did not start.
         """
         self._events: queue.SimpleQueue[tuple[int, Wanted | None] | Exception | None] = queue.SimpleQueue()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="podrl-front", daemon=True)
-        self._thread.start()
         self._front = Front(settings, limits, self)
+        self._loop = Loop("podrl-front")
         try:
-            self.address, self.key = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+            self.address, self.key = self._loop.run(self._open())
         except BaseException:
             self.close()
             raise
@@ -209,7 +206,7 @@ class Desk:
         """Sends a client a part of its answer, the whole answer, or a refusal."""
         front = self._front
         tell = {Part: front.part, Answer: front.answer, Refused: front.refuse}[type(said)]
-        self._loop.call_soon_threadsafe(tell, number, said)
+        self._loop.soon(tell, number, said)
 
     def wake(self) -> None:
         """Makes a waiting `poll` return."""
@@ -217,19 +214,14 @@ class Desk:
 
     def end_key(self) -> None:
         """Closes the key: open requests are refused with 409, later requests with 401."""
-        self._loop.call_soon_threadsafe(self._front.close, _EPISODE)
+        self._loop.soon(self._front.close, _EPISODE)
 
     def close(self) -> None:
         """Ends the front's process and the event loop."""
+        self._loop.end(self._leave)
 
-        async def leave() -> list[Any]:
-            return self._front.leave()
-
-        workers = asyncio.run_coroutine_threadsafe(leave(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        reap(workers)
+    async def _leave(self) -> list[Process]:
+        return self._front.leave()
 
     # The methods of podrl.environments.front.Handler; the event loop's thread calls them.
 

@@ -8,24 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from podrl.runtime import child
-from podrl.runtime.user_objects import explain, explain_load, extend_path, load_function, short
+from podrl.runtime.user_objects import explain, short
 
 
 def main() -> None:
     """Serves requests until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
-    loaded: list[Callable[..., Any]] = []
-
-    def handle(header: dict[str, Any], content: bytes) -> dict[str, Any]:
-        if "spec" not in header:
-            return _map(loaded[0], json.loads(content))
-        extend_path(header["path"])
-        try:
-            loaded.append(load_function(header["spec"]))
-        except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
-            return {"raised": explain_load(error, header["spec"].get("file", ""))}
-        return {}
-
-    child.serve(handle)
+    child.serve(lambda function, spec: {}, _map)
 
 
 def _map(function: Callable[..., Any], records: list[dict[str, Any]]) -> dict[str, Any]:

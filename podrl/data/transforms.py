@@ -5,14 +5,13 @@ file of the function.
 """
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
 import json
 import pathlib
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from podrl.config import Natural, Positive, section
 from podrl.data.cache import Cache, key
@@ -21,7 +20,7 @@ from podrl.runtime import plain
 from podrl.runtime.storage import Place
 from podrl.runtime.user_code import Limits
 from podrl.runtime.user_objects import spec_at
-from podrl.runtime.workers import LOAD_S, DiedError, LateError, Worker, close_all
+from podrl.runtime.workers import DiedError, Functions, LateError
 
 _AT_ONCE = 256  # records that a function's process is given in one request
 
@@ -98,13 +97,10 @@ def transformed(
         return file, json.loads(counts.read_text())
     dropped: collections.Counter[str] = collections.Counter()
     items = _items(source)
-    workers: set[Worker] = set()
-    try:
+    with contextlib.ExitStack() as processes:
         for step in steps:
-            items = _step(step, items, dropped, workers, source.name)
+            items = _step(step, items, dropped, processes, source.name)
         lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for _, record in items)
-    finally:
-        close_all(workers)
     if not lines:
         raise ValueError(f"The transforms of {source.name} drop all of its {len(source)} records: {dict(dropped)}.")
     cache.write(file, lines)
@@ -128,7 +124,7 @@ def _step(
     step: Transform,
     items: Iterator[tuple[str, Record]],
     dropped: collections.Counter[str],
-    workers: set[Worker],
+    processes: contextlib.ExitStack,
     path: str,
 ) -> Iterator[tuple[str, Record]]:
     """Makes one step of the records of `path`.
@@ -137,7 +133,7 @@ def _step(
       ValueError: a function failed, or the step names a field that no record has.
     """
     if step.map:
-        yield from _mapped(step, items, dropped, workers)
+        yield from _mapped(step, items, dropped, processes)
         return
     had = dict[str, None]()
     for place, record in items:
@@ -164,19 +160,19 @@ def _step(
 
 
 def _mapped(
-    step: Transform, items: Iterator[tuple[str, Record]], dropped: collections.Counter[str], workers: set[Worker]
+    step: Transform,
+    items: Iterator[tuple[str, Record]],
+    dropped: collections.Counter[str],
+    processes: contextlib.ExitStack,
 ) -> Iterator[tuple[str, Record]]:
     """Sends records through the user's function, in a process of its own."""
     place, _, name = step.map.rpartition(":")
-    worker = Worker("podrl.data.mapper", Limits())
-    workers.add(worker)
-    ask: Callable[..., dict[str, Any]] = worker.exchange
-    loaded = ask({"spec": spec_at(place, name), "path": sys.path}, b"", LOAD_S)
-    if "raised" in loaded:
-        raise ValueError(f"data.sources: map={step.map} cannot be loaded: {loaded['raised']}")
+    specs = {step.map: spec_at(place, name)}
+    process = Functions("podrl.data.mapper", Limits(), specs, size=1, what="data.sources: map=")
+    processes.enter_context(process)
     while several := [item for _, item in zip(range(_AT_ONCE), items, strict=False)]:
         try:
-            reply = ask({}, json.dumps([record for _, record in several]).encode(), step.deadline_s)
+            reply = process.call(step.map, [record for _, record in several], step.deadline_s)
         except (LateError, DiedError) as error:
             places = f"{several[0][0]} to {several[-1][0]}"
             limit = f"deadline_s={step.deadline_s:g}"

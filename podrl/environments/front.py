@@ -6,11 +6,10 @@ import secrets
 from typing import Any, Protocol
 
 from podrl.environments import front_worker
-from podrl.environments.link import Link
 from podrl.environments.wire.asks import Answer, Part, Refused, Wanted
 from podrl.runtime.service import ServiceError
 from podrl.runtime.user_code import Limits
-from podrl.runtime.workers import LOAD_S, Worker
+from podrl.runtime.workers import LOAD_S, Process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Front:
         """
         self.settings, self.address = settings, ""
         self._limits, self._handler = limits, handler
-        self._link: Link | None = None
+        self._link: Process | None = None
         self._listening: asyncio.Future[int] | None = None
 
     async def start(self) -> str:
@@ -83,7 +82,7 @@ class Front:
           ServiceError: the process died, or did not start in time.
         """
         self._listening = asyncio.get_running_loop().create_future()
-        self._link = Link(front_worker.__name__, self._limits, self._heard, self._ended)
+        self._link = Process(front_worker.__name__, self._limits, self._heard, self._ended)
         self._link.send({"serve": dataclasses.asdict(self.settings)})
         if not (await asyncio.wait({self._listening}, timeout=LOAD_S))[0]:
             raise ServiceError(f"The process of the front did not start within {LOAD_S:g} s: this host is overloaded.")
@@ -113,7 +112,7 @@ class Front:
         """Sends the client a refusal, which ends the request."""
         self._send({"refuse": number, "said": refused.fields()})
 
-    def leave(self) -> list[Worker]:
+    def leave(self) -> list[Process]:
         """Asks the process to end.
 
         Returns:
@@ -141,7 +140,7 @@ class Front:
     def _ended(self) -> None:
         assert self._link is not None and self._listening is not None
         link, self._link = self._link, None
-        error = ServiceError(f"The process of the front died: {link.worker.death()}")
+        error = ServiceError(f"The process of the front died: {link.death()}")
         link.close()
         if self._listening.done():
             self._handler.failed(error)

@@ -12,13 +12,12 @@ from podrl.environments import worker as worker_module
 from podrl.environments.calls import in_template
 from podrl.environments.config import NONE, TOOLS, EnvironmentConfig
 from podrl.environments.journal import Journal
-from podrl.environments.link import Link
 from podrl.environments.protocol import Task
 from podrl.environments.toolbox import Toolbox
 from podrl.environments.worker import BEAT_S
 from podrl.runtime.user_code import Limits
 from podrl.runtime.user_objects import spec_at
-from podrl.runtime.workers import LOAD_S, Worker
+from podrl.runtime.workers import LOAD_S, Process
 from podrl.types import BatchError
 
 # (task, name, started, ended, failed) of a call outside, by time.monotonic(); failed is '' or the kind of failure.
@@ -66,7 +65,7 @@ class _Home:
     """A worker process and which episode it was last given something for."""
 
     def __init__(self) -> None:
-        self.link: Link | None = None
+        self.link: Process | None = None
         self.heard = time.monotonic()
         self.at: int | None = None
         self.loaded: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -148,7 +147,7 @@ class Host:
             said += [f"{what} of {_sample(episode.task)}, {now - since:.0f} s" for what, since in asks]
         return said
 
-    async def close(self) -> list[Worker]:
+    async def close(self) -> list[Process]:
         """Asks all processes to end; whoever gets the workers closes them."""
         self._toolbox.closing()
         jobs = [job for episode in self._episodes.values() for job in episode.jobs.values()]
@@ -158,13 +157,13 @@ class Host:
             self._watch.cancel()
             jobs.append(self._watch)
         await asyncio.gather(*jobs, return_exceptions=True)
-        return [*self._toolbox.close(), *[home.link.leave() for home in self._homes if home.link is not None]]
+        return [*await self._toolbox.close(), *[home.link.leave() for home in self._homes if home.link is not None]]
 
     # A worker's life.
 
     def _start_home(self) -> _Home:
         home = _Home()
-        home.link = Link(
+        home.link = Process(
             worker_module.__name__, self._limits, lambda frame: self._heard(home, frame), lambda: self._ended(home)
         )
         home.link.send({"load": self._specs, "config": dataclasses.asdict(self._config), "path": sys.path})
@@ -183,7 +182,7 @@ class Host:
 
     def _ended(self, home: _Home) -> None:
         assert home.link is not None
-        death = str(home.link.worker.death())
+        death = str(home.link.death())
         if not home.loaded.done():
             self._heard(home, {"loaded": None, "raised": death})
             return

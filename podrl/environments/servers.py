@@ -13,10 +13,9 @@ from typing import Any
 
 from podrl.environments import mcp_worker
 from podrl.environments.config import MCPServer
-from podrl.environments.link import Link
 from podrl.runtime.service import ServiceError
 from podrl.runtime.user_code import Limits, is_of_the_job
-from podrl.runtime.workers import LOAD_S, Worker
+from podrl.runtime.workers import LOAD_S, Process
 
 _log = logging.getLogger("podrl.environments")
 _LIVES = 3  # of the process without an answer between them
@@ -38,7 +37,7 @@ class Servers:
         """
         self._said = said
         self._limits, self._deadline_s, self._on_gone = limits, deadline_s, on_gone
-        self._link: Link | None = None
+        self._link: Process | None = None
         self._open: dict[str, tuple[MCPServer, asyncio.Future[list[dict[str, Any]]]]] = {}
         self._calls: dict[int, tuple[dict[str, Any], asyncio.Future[dict[str, Any]]]] = {}
         self._number, self._deaths = 0, 0
@@ -90,11 +89,11 @@ class Servers:
             "says how long to wait."
         )
 
-    def close(self) -> list[Worker]:
+    def close(self) -> list[Process]:
         return [self._link.leave()] if self._link is not None else []
 
     def _start(self) -> None:
-        self._link = Link(mcp_worker.__name__, self._limits, self._answered, self._ended)
+        self._link = Process(mcp_worker.__name__, self._limits, self._answered, self._ended)
 
     def _send_open(self, key: str) -> None:
         assert self._link is not None
@@ -155,7 +154,7 @@ class Servers:
     def _ended(self) -> None:
         assert self._link is not None
         self._deaths += 1
-        death = self._link.worker.death()
+        death = self._link.death()
         self._link.close()
         if self._deaths >= _LIVES:
             self._link = None

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 from podrl.environments.protocol import Task
 from podrl.runtime import child
-from podrl.runtime.user_objects import explain, extend_path, load_function
 
 MOST_CHARACTERS = 1 << 20
 _KINDS = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null", dict: "object"}
@@ -199,20 +198,10 @@ def _described(doc: str) -> dict[str, str]:
 
 def main() -> None:
     """Serves requests until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
-    tools: dict[str, Callable[..., Any]] = {}
-
-    def handle(header: dict[str, Any], content: bytes) -> dict[str, Any]:
-        del content
-        if "spec" not in header:
-            return call(tools[header["tool"]], header["arguments"], header["task"])
-        extend_path(header["path"])
-        try:
-            fn = tools[header["tool"]] = load_function(header["spec"])
-            return declaration(fn, header["spec"]["name"].rpartition(".")[2])
-        except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
-            return {"raised": explain(error)}
-
-    child.serve(handle)
+    child.serve(
+        lambda fn, spec: declaration(fn, spec["name"].rpartition(".")[2]),
+        lambda fn, given: call(fn, given["arguments"], given["task"]),
+    )
 
 
 if __name__ == "__main__":

@@ -4,22 +4,19 @@ import asyncio
 import dataclasses
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podrl.environments import dr_tulu, tool_worker
 from podrl.environments.config import EnvironmentConfig, MCPServer
-from podrl.environments.link import Link
 from podrl.environments.protocol import Task
 from podrl.environments.servers import Servers
 from podrl.runtime.user_code import Limits
 from podrl.runtime.user_objects import spec_at
-from podrl.runtime.workers import LOAD_S, DiedError, LateError, Worker
+from podrl.runtime.workers import DiedError, LateError, Pool, Process
 
 BUILT_IN = {"calculator": "podrl.environments.calculator"}
-_PATIENCE_S = 0.05  # of a call before another process is started for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Toolbox:
         on_gone: Callable[[Exception], None],
         said: pathlib.Path | None = None,
     ) -> None:
-        self._functions = _Functions(limits)
+        self._functions = Pool(tool_worker.__name__, limits)
         self._servers = Servers(limits, server_deadline_s, on_gone, said)
         self._tools: dict[str, Tool] = {}
         self._sets: dict[str, list[str]] = {}
@@ -96,15 +93,16 @@ class Toolbox:
         """From now on no process is started for one that ends."""
         self._functions.closing = True
 
-    def close(self) -> list[Worker]:
-        """Asks all processes to end; whoever gets the workers closes them."""
-        return [*self._functions.close(), *self._servers.close()]
+    async def close(self) -> list[Process]:
+        """Asks all processes to end; whoever gets the processes reaps them."""
+        return [*await self._functions.close(), *self._servers.close()]
 
     async def _call_function(self, tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
         assert tool.spec is not None
+        body = json.dumps(given).encode()
         for attempt in range(tool.retries + 1):
             try:
-                return await self._functions.call(tool.declared["key"], tool.spec, given, tool.deadline_s)
+                return await self._functions.call(tool.declared["key"], tool.spec, body, tool.deadline_s)
             except LateError:
                 return {"text": f"Timed out after {tool.deadline_s:g} s.", "failed": "deadline"}
             except DiedError as error:
@@ -202,113 +200,3 @@ def _theirs(name: str, server: MCPServer, there: Mapping[str, Any]) -> str:
 
 def _home(tool: Tool) -> str:
     return tool.server.target if tool.server else str((tool.spec or {}).get("file") or (tool.spec or {}).get("module"))
-
-
-class _Functions:
-    """Processes that run Python tools, started as they are needed; one that is late or dies is replaced.
-
-    Attributes:
-      most: processes there may be.
-      closing: whether one that is late or dies is not replaced.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits, self.most, self.closing = limits, 1, False
-        self._all: set[_Process] = set()
-        self._idle: asyncio.Queue[_Process] = asyncio.Queue()
-
-    async def load(self, key: str, spec: Mapping[str, str]) -> dict[str, Any]:
-        return await self._with(lambda process: process.load(key, spec))
-
-    async def call(
-        self, key: str, spec: Mapping[str, str], given: Mapping[str, Any], deadline_s: float
-    ) -> dict[str, Any]:
-        async def made(process: _Process) -> dict[str, Any]:
-            await process.load(key, spec)
-            return await process.exchange({"tool": key, **given}, deadline_s)
-
-        return await self._with(made)
-
-    def close(self) -> list[Worker]:
-        return [process.link.leave() for process in self._all]
-
-    async def _with(self, use: Callable[["_Process"], Any]) -> dict[str, Any]:
-        process = await self._take()
-        if process.dead:  # since its last call
-            self._drop(process)
-            process = self._start()
-        try:
-            reply = await use(process)
-        except ValueError:  # what it was to load cannot be loaded: the process is well
-            self._idle.put_nowait(process)
-            raise
-        except BaseException:  # late, dead, or its caller was cancelled in the middle
-            self._drop(process)
-            if not self.closing:
-                self._idle.put_nowait(self._start())
-            raise
-        self._idle.put_nowait(process)
-        return reply
-
-    async def _take(self) -> "_Process":
-        if not self._idle.empty():
-            return self._idle.get_nowait()
-        if self._all:
-            try:
-                return await asyncio.wait_for(self._idle.get(), _PATIENCE_S)
-            except TimeoutError:
-                pass
-        return self._start() if len(self._all) < self.most else await self._idle.get()
-
-    def _drop(self, process: "_Process") -> None:
-        self._all.discard(process)
-        process.link.close()
-
-    def _start(self) -> "_Process":
-        process = _Process(self._limits)
-        self._all.add(process)
-        return process
-
-
-class _Process:
-    """One process and what it has loaded."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.link = Link(tool_worker.__name__, limits, self._answered, self._ended)
-        self._reply: asyncio.Future[dict[str, Any]] | None = None
-        self._declared: dict[str, dict[str, Any]] = {}
-        self.dead = False
-
-    async def load(self, key: str, spec: Mapping[str, str]) -> dict[str, Any]:
-        """The function's declaration.
-
-        Raises:
-          ValueError: it cannot be loaded.
-        """
-        if key not in self._declared:
-            reply = await self.exchange({"tool": key, "spec": spec, "path": sys.path}, LOAD_S)
-            if "raised" in reply:
-                raise ValueError(reply["raised"])
-            self._declared[key] = reply
-        return dict(self._declared[key])
-
-    async def exchange(self, header: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
-        if self.dead:
-            raise self.link.worker.death()
-        self._reply = asyncio.get_running_loop().create_future()
-        self.link.send(header)
-        try:
-            return await asyncio.wait_for(self._reply, deadline_s)
-        except TimeoutError:
-            raise LateError("it did not answer in time.") from None
-        finally:
-            self._reply = None
-
-    def _answered(self, frame: dict[str, Any]) -> None:
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_result(frame)
-
-    def _ended(self) -> None:
-        self.dead = True
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(self.link.worker.death())

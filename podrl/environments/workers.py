@@ -1,14 +1,12 @@
 """The host side of environments: episodes in subprocesses, who waits for what, and what is replayed after a death."""
 
-import asyncio
 import contextlib
 import dataclasses
 import pathlib
 import queue
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from podrl.environments.calls import Cuts
 from podrl.environments.config import EnvironmentConfig
@@ -18,9 +16,7 @@ from podrl.environments.journal import Journal
 from podrl.environments.protocol import Role, Task, Turn
 from podrl.runtime.child import refuse_inside
 from podrl.runtime.user_code import Limits
-from podrl.runtime.workers import reap
-
-T = TypeVar("T")
+from podrl.runtime.workers import Loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,17 +100,12 @@ class Episodes:
         refuse_inside()
         self._messages: queue.SimpleQueue[Say | Done | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="podrl-episodes", daemon=True)
-        self._thread.start()
+        self._host = Host(config, limits, journal, _emit_to(self._messages), called, said)
+        messages = self._messages
+        self._loop = Loop("podrl-episodes", lambda context: messages.put(_error_of(context)))
+        self._finalizer = weakref.finalize(self, self._loop.end, self._host.close)
         try:
-            self._host = self._on_loop(self._make(config, limits, journal, called, said))
-        except BaseException:
-            self._stop_loop()
-            raise
-        self._finalizer = weakref.finalize(self, _close, self._loop, self._thread, self._host)
-        try:
-            self.parser, self._tools = self._on_loop(self._host.open())
+            self.parser, self._tools = self._loop.run(self._host.open())
         except BaseException:
             self.close()
             raise
@@ -142,16 +133,16 @@ class Episodes:
 
     def start(self, episode: int, task: Task) -> None:
         """Starts an episode; its first Say or Done comes from `poll`."""
-        self._loop.call_soon_threadsafe(self._host.start, episode, task)
+        self._loop.soon(self._host.start, episode, task)
 
     def turn(self, episode: int, turn: Turn) -> None:
         """Answers a Say; `Turn("", stop=protocol.FULL)` says that there was no room for it, and `say` raises Ended."""
         value = {"text": turn.text, "stop": turn.stop, "tokens": [int(token) for token in turn.tokens]}
-        self._loop.call_soon_threadsafe(self._host.turn, episode, value)
+        self._loop.soon(self._host.turn, episode, value)
 
     def cancel(self, episode: int) -> None:
         """Forgets an episode; what it said before may still come from `poll`."""
-        self._loop.call_soon_threadsafe(self._host.cancel, episode)
+        self._loop.soon(self._host.cancel, episode)
 
     def poll(self, timeout_s: float) -> list[Say | Done]:
         """All that has come, or what comes first within `timeout_s`; [] where nothing does.
@@ -181,24 +172,6 @@ class Episodes:
         """Ends every process; returns when none is left."""
         self._finalizer()
 
-    async def _make(
-        self,
-        config: EnvironmentConfig,
-        limits: Limits,
-        journal: Journal | None,
-        called: Called | None,
-        said: pathlib.Path | None,
-    ) -> Host:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: self._messages.put(_error_of(context)))
-        return Host(config, limits, journal, _emit_to(self._messages), called, said)
-
-    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _stop_loop(self) -> None:
-        _stop(self._loop, self._thread)
-
 
 def _emit_to(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | BaseException], None]:
     def emit(event: Mapping[str, Any] | BaseException) -> None:
@@ -218,18 +191,3 @@ def _emit_to(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | 
 def _error_of(context: Mapping[str, Any]) -> BaseException:
     """A fault of ours on the loop's thread, to be raised where somebody sees it."""
     return context.get("exception") or RuntimeError(str(context.get("message")))
-
-
-def _close(loop: asyncio.AbstractEventLoop, thread: threading.Thread, host: Host) -> None:
-    workers = asyncio.run_coroutine_threadsafe(host.close(), loop).result()
-    _stop(loop, thread)
-    reap(workers)
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()

@@ -19,13 +19,13 @@ from podrl.rewards import formats, math_answer, reference, text, turns, worker
 from podrl.rewards.batch import Asked, OpenBatch, Part, RewardError, Scorer
 from podrl.rewards.code import CodeConfig, CodeTests
 from podrl.rewards.judge import JudgeConfig, judge, judge_by_rubric
-from podrl.rewards.pool import Pool
 from podrl.rewards.text import TextConfig
 from podrl.runtime import plain
+from podrl.runtime.child import refuse_inside
 from podrl.runtime.service import ServiceError
 from podrl.runtime.user_code import Limits
 from podrl.runtime.user_objects import spec_at, spec_of
-from podrl.runtime.workers import DiedError, LateError
+from podrl.runtime.workers import DiedError, Functions, LateError
 
 RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)
@@ -200,7 +200,10 @@ class Rewards:
             )
         specs = {function.name: function.spec for function in self._functions if function.spec is not None}
         size = min(config.workers, len(specs)) if config.calls == "batch" else config.workers
-        self._pool = Pool(specs, size, config.limits) if specs else None
+        self._pool = None
+        if specs:
+            refuse_inside()
+            self._pool = Functions(worker.__name__, config.limits, specs, size=size, what="Reward function ")
         self._lock, self._late_samples = threading.Lock(), 0
         self._asked = Asked()
         self.waits = self._asked.waits
@@ -294,7 +297,7 @@ class Rewards:
     def _needs(self) -> dict[str, list[str]]:
         """The fields that each function cannot do without."""
         needs = {f.name: worker.needs(f.here) for f in self._functions if f.here is not None}
-        return needs | (self._pool.needs if self._pool is not None else {})
+        return needs | {name: about["needs"] for name, about in (self._pool.about if self._pool else {}).items()}
 
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]

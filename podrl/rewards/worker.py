@@ -1,17 +1,16 @@
-"""The process that runs reward functions: `python -m podrl.rewards.worker`, started by podrl.rewards.pool.
+"""The process that runs reward functions: `python -m podrl.rewards.worker`, started by podrl.rewards.compose.
 
 It imports the standard library and what reward functions import, never jax.
 """
 
 import inspect
-import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from podrl.runtime import child
 from podrl.runtime.service import is_away
-from podrl.runtime.user_objects import explain, explain_load, extend_path, load_function, short
+from podrl.runtime.user_objects import explain, short
 
 
 def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> dict:
@@ -46,25 +45,10 @@ def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fie
 
 def main() -> None:
     """Serves requests until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
-    functions: dict[str, Callable[..., Any]] = {}
-
-    def handle(header: dict[str, Any], content: bytes) -> dict[str, Any]:
-        if "spec" in header:
-            return _load(header, functions)
-        batch = json.loads(content)
-        return call(functions[header["id"]], batch["prompts"], batch["completions"], batch["fields"])
-
-    child.serve(handle)
-
-
-def _load(header: Mapping[str, Any], functions: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    extend_path(header["path"])
-    try:
-        found, settings = load_function(header["spec"]), header["spec"].get("settings")
-        functions[header["id"]] = found if settings is None else found(**settings)
-    except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
-        return {"raised": explain_load(error, header["spec"].get("file", ""))}
-    return {"needs": needs(functions[header["id"]])}
+    child.serve(
+        lambda fn, spec: {"needs": needs(fn)},
+        lambda fn, batch: call(fn, batch["prompts"], batch["completions"], batch["fields"]),
+    )
 
 
 def needs(fn: Callable[..., Any]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from podrl.runtime.frames import LENGTHS, pack
 from podrl.runtime.user_code import Limits
+from podrl.runtime.user_objects import explain_load, extend_path, load_function
 
 INSIDE = "PODRL_USER_WORKER"
 LIFE = "PODRL_LIFE_FD"
@@ -40,13 +41,35 @@ def begin() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def serve(handle: Callable[[dict[str, Any], bytes], dict[str, Any]]) -> None:
-    """Answers requests one after the other until the parent closes the pipe."""
+def serve(
+    describe: Callable[[Callable[..., Any], dict[str, Any]], dict[str, Any]],
+    call: Callable[[Callable[..., Any], Any], dict[str, Any]],
+) -> None:
+    """Loads functions of users and calls them, one request after the other, until the parent closes the pipe.
+
+    Args:
+      describe: given a function and its spec, says of it what the parent must know.
+      call: given a function and what the parent sent for it, from JSON; returns the answer.
+    """
     requests, replies = begin()
+    functions: dict[str, Callable[..., Any]] = {}
     while lengths := requests.read(LENGTHS.size):
         head, body = LENGTHS.unpack(lengths)
-        header = json.loads(requests.read(head))
-        replies.write(pack(handle(header, requests.read(body))))
+        header, content = json.loads(requests.read(head)), requests.read(body)
+        match header:
+            case {"call": key}:
+                reply = call(functions[key], json.loads(content))
+            case {"load": key, "spec": spec, "path": path}:
+                extend_path(path)
+                try:
+                    found, settings = load_function(spec), spec.get("settings")
+                    functions[key] = found if settings is None else found(**settings)
+                    reply = describe(functions[key], spec)
+                except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
+                    reply = {"raised": explain_load(error, spec.get("file", ""))}
+            case _:
+                raise AssertionError(header)
+        replies.write(pack(reply))
         replies.flush()
 
 

@@ -1,18 +1,20 @@
-"""Worker processes that can be killed with all they started: their pipes, deadlines, and how they ended."""
+"""Worker processes, which can be killed with all they started: one process, and pools that hold functions of users."""
 
+import asyncio
 import dataclasses
 import functools
 import itertools
 import json
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
 
 from podrl.runtime import child, leftovers
 from podrl.runtime.frames import pack, take
@@ -21,7 +23,9 @@ from podrl.runtime.user_code import Limits, hide_secrets
 # Importing what code of users needs may take long (a math library, say); a call's deadline starts after it.
 LOAD_S = 120.0
 _LEAVE_S = 1.0
+_PATIENCE_S = 0.05  # of a call before another process is started for it
 _numbers = itertools.count()
+T = TypeVar("T")
 
 
 class LateError(Exception):
@@ -44,19 +48,19 @@ def _job_mark() -> str:
     return mark
 
 
-class Worker:
-    """One process of a module that calls podrl.runtime.child, and its pipes.
+class Process:
+    """One process of a module that calls podrl.runtime.child, on the event loop that starts it."""
 
-    Attributes:
-      write, read: descriptors of the pipes to and from it; `write` does not block.
-    """
-
-    def __init__(self, module: str, limits: Limits) -> None:
+    def __init__(
+        self, module: str, limits: Limits, on_frame: Callable[[dict[str, Any]], None], on_end: Callable[[], None]
+    ) -> None:
         """Starts `python -m MODULE` with what `limits` let it see and take.
 
         Args:
           module: name of the module.
           limits: what it may take and see.
+          on_frame: called with each frame's header.
+          on_end: called once when its pipe ends, unless `close` or `leave` was called before.
         """
         hide_secrets()  # a worker can read /proc/PID/environ of this process, which has the same user
         read_life, self._life = os.pipe()
@@ -73,41 +77,33 @@ class Worker:
         )
         os.close(read_life)
         assert self._process.stdin is not None and self._process.stdout is not None
-        self.write, self.read = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self.write, False)
-        self._received = bytearray()
+        self._write_fd, self._read_fd = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._write_fd, False)
+        os.set_blocking(self._read_fd, False)
+        self._loop = asyncio.get_running_loop()
+        self._on_frame, self._on_end = on_frame, on_end
+        self._received, self._waiting = bytearray(), bytearray()
+        self._open = True
+        self._loop.add_reader(self._read_fd, self._readable)
 
-    def exchange(self, header: Mapping[str, Any], body: bytes, deadline_s: float) -> dict[str, Any]:
-        end = time.monotonic() + deadline_s
-        self.send(header, body, end)
-        return self.receive(end)
+    def send(self, header: Mapping[str, Any], body: bytes = b"") -> None:
+        """Sends a frame, together with all others that are sent before the loop's next round."""
+        if self._open:
+            if not self._waiting:
+                self._loop.call_soon(self._write)
+            self._waiting += pack(header, body)
 
-    def send(self, header: Mapping[str, Any], body: bytes = b"", end: float | None = None) -> None:
-        end = time.monotonic() + LOAD_S if end is None else end
-        rest = memoryview(pack(header, body))
-        while rest:
-            self._await(end, write=True)
-            try:
-                rest = rest[os.write(self.write, rest) :]
-            except BrokenPipeError as error:
-                raise self.death() from error
-
-    def receive(self, end: float) -> dict[str, Any]:
-        while (reply := take(self._received)) is None:
-            self._await(end, write=False)
-            chunk = os.read(self.read, 1 << 20)
-            if not chunk:
-                raise self.death()
-            self._received += chunk
-        return reply
-
-    def leave(self) -> None:
-        """Lets the process end by itself: its next read finds the end of the pipe."""
+    def leave(self) -> "Process":
+        """Asks the process to end; whoever gets it calls `close`, or `reap`."""
+        self._write()
+        self._stop()
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._process.stdin.close()  # its next read finds the end of the pipe
+        return self
 
-    def close(self, wait_s: float) -> None:
-        """Ends the process, at the latest after `wait_s` seconds, and frees the pipes."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """Kills the process and what it started, after `wait_s` seconds if it lives as long, and frees the pipes."""
+        self._stop()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._wait_unreaped(wait_s)
         # Not reaped yet, so the group's number is still its own: this ends what it may have started, too.
@@ -127,12 +123,37 @@ class Worker:
             return DiedError(f"its process ended with exit code {ended.si_status}.")
         return DiedError(f"its process ended with {signal.Signals(ended.si_status).name}.")
 
-    def _await(self, end: float, *, write: bool) -> None:
-        poll = select.poll()
-        poll.register(self.write if write else self.read, select.POLLOUT if write else select.POLLIN)
-        left = end - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000):
-            raise LateError("it did not answer in time.")
+    def _write(self) -> None:
+        if not self._open:
+            return
+        try:
+            while self._waiting:
+                del self._waiting[: os.write(self._write_fd, self._waiting)]
+        except BlockingIOError:
+            self._loop.add_writer(self._write_fd, self._write)
+            return
+        except BrokenPipeError:
+            self._waiting.clear()  # its end is read from the other pipe
+        self._loop.remove_writer(self._write_fd)
+
+    def _readable(self) -> None:
+        try:
+            chunk = os.read(self._read_fd, 1 << 20)
+        except BlockingIOError:
+            return
+        if not chunk:
+            self._stop()
+            self._on_end()
+            return
+        self._received += chunk
+        while self._open and (frame := take(self._received)) is not None:
+            self._on_frame(frame)
+
+    def _stop(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._read_fd)
+            self._loop.remove_writer(self._write_fd)
 
     def _wait_unreaped(self, wait_s: float) -> os.waitid_result | None:
         """The exit status, or None if the process runs after `wait_s`; its id stays reserved until `close`."""
@@ -144,15 +165,269 @@ class Worker:
         return ended
 
 
-def close_all(workers: Iterable[Worker]) -> None:
-    """Asks all to leave, then sees to it."""
-    workers = list(workers)
-    for worker in workers:
-        worker.leave()
-    reap(workers)
+class Loop:
+    """An event loop on a thread of its own, for the processes of callers on other threads."""
+
+    def __init__(self, name: str, failed: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+        """Starts the thread.
+
+        Args:
+          name: of the thread.
+          failed: as asyncio's exception handler; given what a callback raises. None logs it.
+        """
+        self._loop = asyncio.new_event_loop()
+        if failed is not None:
+            self._loop.set_exception_handler(lambda _, context: failed(context))
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Waits for work on the loop."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where the wait was interrupted
+
+    def soon(self, call: Callable[..., Any], *args: Any) -> None:
+        """Makes a call on the loop, and does not wait for it."""
+        self._loop.call_soon_threadsafe(call, *args)
+
+    def end(self, leave: Callable[[], Coroutine[Any, Any, Iterable[Process]]]) -> None:
+        """Ends the loop, and the processes that `leave` has asked to end on it."""
+        if threading.current_thread() is self._thread:  # an owner became garbage here: the loop cannot wait for itself
+            threading.Thread(target=self.end, args=(leave,)).start()
+            return
+        processes = self.run(leave())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+        reap(processes)
 
 
-def reap(workers: Iterable[Worker]) -> None:
-    """Sees to it that workers that were asked to leave do."""
-    for worker in workers:
-        worker.close(_LEAVE_S)
+def reap(processes: Iterable[Process]) -> None:
+    """Sees to it that processes that were asked to leave do."""
+    for process in processes:
+        process.close(_LEAVE_S)
+
+
+class Pool:
+    """Processes that hold functions of users (`child.serve`), on one event loop; a call has a process to itself.
+
+    They are started as calls need them. One that is late or dies is killed and replaced.
+
+    Attributes:
+      most: processes there may be.
+      closing: whether one that is late or dies is not replaced.
+    """
+
+    def __init__(self, module: str, limits: Limits, most: int = 1) -> None:
+        """Starts nothing yet; the processes run `module`, under `limits`."""
+        self._module, self._limits, self.most, self.closing = module, limits, most, False
+        self._everywhere: Mapping[str, Mapping[str, Any]] = {}
+        self._what = ""
+        self._all: set[_Holder] = set()
+        self._idle: asyncio.Queue[_Holder] = asyncio.Queue()
+
+    async def fill(self, specs: Mapping[str, Mapping[str, Any]], what: str) -> dict[str, dict[str, Any]]:
+        """Starts all processes at once and loads functions into each, as into all that will replace them.
+
+        Args:
+          specs: id of a function to what podrl.runtime.user_objects.load takes.
+          what: stands before the id in errors.
+
+        Returns:
+          What the module says of each function.
+
+        Raises:
+          ValueError: one cannot be loaded; says why.
+        """
+        self._everywhere, self._what = specs, what
+        holders = [self._start() for _ in range(self.most)]
+        about = await asyncio.gather(*[self._hold(holder) for holder in holders])
+        for holder in holders:
+            self._idle.put_nowait(holder)
+        return about[0]
+
+    async def load(self, key: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """What the module says of a function, once a process holds it.
+
+        Raises:
+          ValueError: it cannot be loaded; says why.
+        """
+        return await self._with(lambda holder: holder.load(key, spec))
+
+    async def call(self, key: str, spec: Mapping[str, Any], given: bytes, deadline_s: float) -> dict[str, Any]:
+        """The module's answer for a function and what it is given, as JSON; the time to load it does not count.
+
+        Raises:
+          LateError: no answer within `deadline_s`.
+          DiedError: the process ended.
+          ValueError: the function cannot be loaded (again).
+        """
+
+        async def made(holder: _Holder) -> dict[str, Any]:
+            await holder.load(key, spec)
+            return await holder.exchange({"call": key}, given, deadline_s)
+
+        return await self._with(made)
+
+    async def close(self) -> list[Process]:
+        """Asks all processes to end, and refuses further calls; whoever gets the processes reaps them."""
+        self.closing = True
+        return [holder.leave() for holder in self._all]
+
+    async def _with(self, use: "Callable[[_Holder], Awaitable[dict[str, Any]]]") -> dict[str, Any]:
+        holder = await self._take()
+        if holder.dead and not self.closing:  # since its last call
+            self._drop(holder)
+            holder = self._start()
+        try:
+            reply = await use(holder)
+        except ValueError:  # what it was to load cannot be loaded: the process is well
+            self._idle.put_nowait(holder)
+            raise
+        except BaseException:  # late, dead, or its caller was cancelled in the middle
+            if not self.closing:
+                self._drop(holder)
+                holder = self._start()
+            try:
+                await self._hold(holder)
+            except ValueError as error:
+                if not isinstance(error.__cause__, DiedError):  # else the next call finds it dead, and replaces it
+                    raise
+            finally:
+                self._idle.put_nowait(holder)
+            raise
+        self._idle.put_nowait(holder)
+        return reply
+
+    async def _hold(self, holder: "_Holder") -> dict[str, dict[str, Any]]:
+        """Loads into one process what all hold."""
+        about = {}
+        for key, spec in self._everywhere.items():
+            try:
+                about[key] = await holder.load(key, spec)
+            except (ValueError, LateError, DiedError) as error:
+                raise ValueError(f"{self._what}{key} cannot be loaded: {error}") from error
+        return about
+
+    async def _take(self) -> "_Holder":
+        if not self._idle.empty():
+            return self._idle.get_nowait()
+        if self._all:
+            try:
+                return await asyncio.wait_for(self._idle.get(), _PATIENCE_S)
+            except TimeoutError:
+                pass
+        return self._start() if len(self._all) < self.most else await self._idle.get()
+
+    def _drop(self, holder: "_Holder") -> None:
+        self._all.discard(holder)
+        holder.process.close()
+
+    def _start(self) -> "_Holder":
+        holder = _Holder(self._module, self._limits)
+        self._all.add(holder)
+        return holder
+
+
+class _Holder:
+    """One process of a pool, and what it holds."""
+
+    def __init__(self, module: str, limits: Limits) -> None:
+        self.process = Process(module, limits, self._answered, self._ended)
+        self._death: DiedError | None = None
+        self._reply: asyncio.Future[dict[str, Any]] | None = None
+        self._about: dict[str, dict[str, Any]] = {}
+
+    @property
+    def dead(self) -> bool:
+        return self._death is not None
+
+    async def load(self, key: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """What the module says of a function, once it is here."""
+        if key not in self._about:
+            reply = await self.exchange({"load": key, "spec": spec, "path": sys.path}, b"", LOAD_S)
+            if "raised" in reply:
+                raise ValueError(reply["raised"])
+            self._about[key] = reply
+        return dict(self._about[key])
+
+    async def exchange(self, header: Mapping[str, Any], body: bytes, deadline_s: float) -> dict[str, Any]:
+        if self._death is not None:
+            raise self._death
+        self._reply = asyncio.get_running_loop().create_future()
+        self.process.send(header, body)
+        try:
+            return await asyncio.wait_for(self._reply, deadline_s)
+        except TimeoutError:
+            raise LateError("it did not answer in time.") from None
+        finally:
+            self._reply = None
+
+    def leave(self) -> Process:
+        self._fail(DiedError("it was asked to end."))
+        return self.process.leave()
+
+    def _answered(self, frame: dict[str, Any]) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(frame)
+
+    def _ended(self) -> None:
+        self._fail(self.process.death())
+
+    def _fail(self, death: DiedError) -> None:
+        self._death = self._death or death
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(death)
+
+
+class Functions:
+    """A Pool for callers on threads; a fixed number of processes, each of which holds every function.
+
+    Attributes:
+      about: what the module says of each function.
+    """
+
+    def __init__(
+        self, module: str, limits: Limits, specs: Mapping[str, Mapping[str, Any]], *, size: int, what: str
+    ) -> None:
+        """Starts the processes and loads the functions.
+
+        Args:
+          module: as of `Process`, as `limits`.
+          limits: what each process may take and see.
+          specs: id of a function to what podrl.runtime.user_objects.load takes.
+          size: number of processes.
+          what: stands before the id of a function in the errors of loading.
+
+        Raises:
+          ValueError: a function cannot be loaded; says why.
+        """
+        self._specs, self._pool = specs, Pool(module, limits, size)
+        self._loop = Loop("podrl-functions")
+        self._finalizer = weakref.finalize(self, self._loop.end, self._pool.close)
+        try:
+            self.about = self._loop.run(self._pool.fill(specs, what))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Functions":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def call(self, key: str, given: Any, deadline_s: float) -> dict[str, Any]:
+        """As `Pool.call`, of JSON or what is encoded as such already."""
+        body = given if isinstance(given, bytes) else json.dumps(given).encode()
+        return self._loop.run(self._pool.call(key, self._specs[key], body, deadline_s))
+
+    def close(self) -> None:
+        """Ends every process; returns when none is left."""
+        self._finalizer()

@@ -178,7 +178,7 @@ def test_files_and_cache_may_lie_in_a_bucket(files, bucket, monkeypatch):
     read: list[str] = []
     monkeypatch.setattr("podrl.data.notes.shape.check", lambda record, place, field: read.append(place))
     (files / "mine.py").write_text((files / "mine.py").read_text())  # the same content at another time
-    monkeypatch.setattr("podrl.data.transforms.Worker", None)  # no function is called again
+    monkeypatch.setattr("podrl.data.transforms.Functions", None)  # no function is called again
     assert found(split(made)) == found(here) and not read
 
 
