@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from podrl.runtime import child
+from podrl.runtime import child, frames
 from podrl.runtime.user_objects import explain, short
 
 
@@ -18,14 +18,18 @@ def main() -> None:
 
 def _map(function: Callable[..., Any], records: list[dict[str, Any]]) -> dict[str, Any]:
     made: list[Any] = []
+    left = frames.MOST_BYTES // 2  # what stands around the records fits into the other half
     for i, record in enumerate(records):
         try:
             made.append(function(record))
-            json.dumps(made[-1])
+            left -= len(json.dumps(made[-1]))
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
             return {"raised": explain(error), "record": i}
         if made[-1] is not None and not isinstance(made[-1], dict):
             return {"raised": f"it returned {short(made[-1])}, neither a dict nor None", "record": i}
+        if left < 0:
+            more = f"more than {frames.MOST_BYTES // 2} bytes of JSON"
+            return {"raised": f"it returned {more} for this record and the {i} before it", "record": i}
     return {"records": made}
 
 

@@ -149,7 +149,6 @@ class Host:
 
     async def close(self) -> list[Process]:
         """Asks all processes to end; whoever gets the workers closes them."""
-        self._toolbox.closing()
         jobs = [job for episode in self._episodes.values() for job in episode.jobs.values()]
         for episode in list(self._episodes.values()):
             self._leave(episode)

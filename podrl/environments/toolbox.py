@@ -89,10 +89,6 @@ class Toolbox:
                 reply = await self._call_function(tool, {"arguments": arguments, "task": told})
         return {"text": reply["text"], "failed": reply["failed"], "seconds": time.monotonic() - started}
 
-    def closing(self) -> None:
-        """From now on no process is started for one that ends."""
-        self._functions.closing = True
-
     async def close(self) -> list[Process]:
         """Asks all processes to end; whoever gets the processes reaps them."""
         return [*await self._functions.close(), *self._servers.close()]

@@ -53,10 +53,12 @@ def serve(
     """
     requests, replies = begin()
     functions: dict[str, Callable[..., Any]] = {}
-    while lengths := requests.read(LENGTHS.size):
+    while len(lengths := requests.read(LENGTHS.size)) == LENGTHS.size:
         head, body = LENGTHS.unpack(lengths)
-        header, content = json.loads(requests.read(head)), requests.read(body)
-        match header:
+        start, content = requests.read(head), requests.read(body)
+        if len(content) < body or len(start) < head:  # the parent left in the middle
+            return
+        match header := json.loads(start):
             case {"call": key}:
                 reply = call(functions[key], json.loads(content))
             case {"load": key, "spec": spec, "path": path}:
@@ -69,7 +71,7 @@ def serve(
                     reply = {"raised": explain_load(error, spec.get("file", ""))}
             case _:
                 raise AssertionError(header)
-        replies.write(pack(reply))
+        replies.write(pack({"number": header["number"], "reply": reply}))
         replies.flush()
 
 

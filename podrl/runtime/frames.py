@@ -6,22 +6,47 @@ from collections.abc import Mapping
 from typing import Any
 
 LENGTHS = struct.Struct(">II")
+MOST_BYTES = 1 << 30  # of a frame
+
+
+class FrameError(ValueError):
+    """A frame is too long, or is none; says which."""
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """A message as it goes through the pipe."""
+    """A message as it goes through the pipe.
+
+    Raises:
+      FrameError: it is longer than MOST_BYTES.
+    """
     head = json.dumps(header).encode()
+    _check_size(len(head) + len(body))
     return LENGTHS.pack(len(head), len(body)) + head + body
 
 
 def take(data: bytearray) -> dict[str, Any] | None:
-    """Takes a message off the front of `data` and returns its header; None while bytes of it are missing."""
+    """Takes a message off the front of `data` and returns its header; None while bytes of it are missing.
+
+    Raises:
+      FrameError: `data` does not begin with a message.
+    """
     if len(data) < LENGTHS.size:
         return None
     head, body = LENGTHS.unpack_from(data)
+    _check_size(head + body)
     start, end = LENGTHS.size, LENGTHS.size + head + body
     if len(data) < end:
         return None
-    header = json.loads(bytes(data[start : start + head]))
+    try:
+        header = json.loads(bytes(data[start : start + head]))
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a message that is no JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise FrameError(f"a message that is no JSON object ({type(header).__name__})")
     del data[:end]
     return header
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_BYTES:
+        raise FrameError(f"a message of {size} bytes, and the longest may have {MOST_BYTES}")

@@ -1,6 +1,7 @@
 """Worker processes, which can be killed with all they started: one process, and pools that hold functions of users."""
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -36,6 +37,10 @@ class DiedError(Exception):
     """A worker's process ended in the middle of a request."""
 
 
+class LoadError(ValueError):
+    """A function of a user cannot be loaded; says why."""
+
+
 @functools.cache
 def _job_mark() -> str:
     """The mark of this process's workers; starts the process that ends what carries it when this one is gone."""
@@ -60,22 +65,31 @@ class Process:
           module: name of the module.
           limits: what it may take and see.
           on_frame: called with each frame's header.
-          on_end: called once when its pipe ends, unless `close` or `leave` was called before.
+          on_end: called once when its pipe ends or brings something else than frames, unless `close` or `leave` was
+            called before.
+
+        Raises:
+          OSError: the system starts no more processes.
         """
         hide_secrets()  # a worker can read /proc/PID/environ of this process, which has the same user
         read_life, self._life = os.pipe()
         self._mark = f"{_job_mark()}.{next(_numbers)}."
         own = {leftovers.MARK: self._mark, child.INSIDE: "1", child.LIFE: str(read_life), "JAX_PLATFORMS": "cpu"}
         # A session of its own: Ctrl-C in the terminal does not reach it, and its group can be ended as one.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(dataclasses.asdict(limits))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=limits.seen(os.environ) | own,
-            pass_fds=(read_life,),
-            start_new_session=True,
-        )
-        os.close(read_life)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(dataclasses.asdict(limits))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=limits.seen(os.environ) | own,
+                pass_fds=(read_life,),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._life)
+            raise
+        finally:
+            os.close(read_life)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._write_fd, self._read_fd = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._write_fd, False)
@@ -83,15 +97,20 @@ class Process:
         self._loop = asyncio.get_running_loop()
         self._on_frame, self._on_end = on_frame, on_end
         self._received, self._waiting = bytearray(), bytearray()
-        self._open = True
+        self._open, self._closed, self._wrong = True, False, ""
         self._loop.add_reader(self._read_fd, self._readable)
 
     def send(self, header: Mapping[str, Any], body: bytes = b"") -> None:
-        """Sends a frame, together with all others that are sent before the loop's next round."""
+        """Sends a frame, together with all others that are sent before the loop's next round.
+
+        Raises:
+          ValueError: the frame is too long.
+        """
+        frame = pack(header, body)
         if self._open:
             if not self._waiting:
                 self._loop.call_soon(self._write)
-            self._waiting += pack(header, body)
+            self._waiting += frame
 
     def leave(self) -> "Process":
         """Asks the process to end; whoever gets it calls `close`, or `reap`."""
@@ -103,6 +122,9 @@ class Process:
 
     def close(self, wait_s: float = 0.0) -> None:
         """Kills the process and what it started, after `wait_s` seconds if it lives as long, and frees the pipes."""
+        if self._closed:
+            return
+        self._closed = True
         self._stop()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._wait_unreaped(wait_s)
@@ -115,7 +137,9 @@ class Process:
         os.close(self._life)
 
     def death(self) -> DiedError:
-        """Describes how a process ended whose pipe is closed."""
+        """Describes how a process ended for which `on_end` was called."""
+        if self._wrong:
+            return DiedError(f"it wrote something else than its answer: {self._wrong}.")
         ended = self._wait_unreaped(_LEAVE_S)
         if ended is None:
             return DiedError("it closed its pipe.")
@@ -146,7 +170,16 @@ class Process:
             self._on_end()
             return
         self._received += chunk
-        while self._open and (frame := take(self._received)) is not None:
+        while self._open:
+            try:
+                frame = take(self._received)
+            except ValueError as error:
+                self._wrong = str(error)
+                self._stop()
+                self._on_end()
+                return
+            if frame is None:
+                return
             self._on_frame(frame)
 
     def _stop(self) -> None:
@@ -178,14 +211,25 @@ class Loop:
         self._loop = asyncio.new_event_loop()
         if failed is not None:
             self._loop.set_exception_handler(lambda _, context: failed(context))
+        self._ending, self._ended = threading.Lock(), False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for work on the loop."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Waits for work on the loop.
+
+        Raises:
+          DiedError: the loop was ended, before or meanwhile.
+        """
+        with self._ending:  # so that `end` finds all work that was accepted
+            if self._ended:
+                work.close()
+                raise DiedError("it was asked to end.")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise DiedError("it was asked to end.") from None
         finally:
             future.cancel()  # where the wait was interrupted
 
@@ -198,42 +242,45 @@ class Loop:
         if threading.current_thread() is self._thread:  # an owner became garbage here: the loop cannot wait for itself
             threading.Thread(target=self.end, args=(leave,)).start()
             return
-        processes = self.run(leave())
+        with self._ending:
+            self._ended = True
+        processes = asyncio.run_coroutine_threadsafe(leave(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.run_until_complete(asyncio.sleep(0))  # what threads have asked for becomes tasks
+        while tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(tasks))
         self._loop.close()
         reap(processes)
 
 
 def reap(processes: Iterable[Process]) -> None:
-    """Sees to it that processes that were asked to leave do."""
+    """Sees to it that processes that were asked to leave do; all of them together have a second for it."""
+    end = time.monotonic() + _LEAVE_S
     for process in processes:
-        process.close(_LEAVE_S)
+        process.close(max(0.0, end - time.monotonic()))
 
 
 class Pool:
     """Processes that hold functions of users (`child.serve`), on one event loop; a call has a process to itself.
 
-    They are started as calls need them. One that is late or dies is killed and replaced.
+    They are started as calls need them. One that is late or dies, or whose caller is cancelled, is killed; the next
+    call starts another one in its place.
 
     Attributes:
       most: processes there may be.
-      closing: whether one that is late or dies is not replaced.
     """
 
     def __init__(self, module: str, limits: Limits, most: int = 1) -> None:
         """Starts nothing yet; the processes run `module`, under `limits`."""
-        self._module, self._limits, self.most, self.closing = module, limits, most, False
-        self._everywhere: Mapping[str, Mapping[str, Any]] = {}
-        self._what = ""
+        self._module, self._limits, self.most, self._closed = module, limits, most, False
         self._all: set[_Holder] = set()
         self._idle: asyncio.Queue[_Holder] = asyncio.Queue()
 
     async def fill(self, specs: Mapping[str, Mapping[str, Any]], what: str) -> dict[str, dict[str, Any]]:
-        """Starts all processes at once and loads functions into each, as into all that will replace them.
+        """Starts all processes at once and loads functions into each.
 
         Args:
           specs: id of a function to what podrl.runtime.user_objects.load takes.
@@ -245,9 +292,18 @@ class Pool:
         Raises:
           ValueError: one cannot be loaded; says why.
         """
-        self._everywhere, self._what = specs, what
+
+        async def filled(holder: _Holder) -> dict[str, dict[str, Any]]:
+            about = {}
+            for key, spec in specs.items():
+                try:
+                    about[key] = await holder.load(key, spec)
+                except (LoadError, DiedError) as error:
+                    raise ValueError(f"{what}{key} cannot be loaded: {error}") from error
+            return about
+
         holders = [self._start() for _ in range(self.most)]
-        about = await asyncio.gather(*[self._hold(holder) for holder in holders])
+        about = await asyncio.gather(*map(filled, holders))
         for holder in holders:
             self._idle.put_nowait(holder)
         return about[0]
@@ -256,7 +312,8 @@ class Pool:
         """What the module says of a function, once a process holds it.
 
         Raises:
-          ValueError: it cannot be loaded; says why.
+          LoadError: it cannot be loaded; says why.
+          DiedError: the process ended.
         """
         return await self._with(lambda holder: holder.load(key, spec))
 
@@ -265,8 +322,10 @@ class Pool:
 
         Raises:
           LateError: no answer within `deadline_s`.
-          DiedError: the process ended.
-          ValueError: the function cannot be loaded (again).
+          DiedError: the process ended, or wrote something else than an answer.
+          LoadError: the function cannot be loaded (again).
+          ValueError: what it is given is too long.
+          OSError: the system starts no more processes.
         """
 
         async def made(holder: _Holder) -> dict[str, Any]:
@@ -277,43 +336,22 @@ class Pool:
 
     async def close(self) -> list[Process]:
         """Asks all processes to end, and refuses further calls; whoever gets the processes reaps them."""
-        self.closing = True
+        self._closed = True
         return [holder.leave() for holder in self._all]
 
     async def _with(self, use: "Callable[[_Holder], Awaitable[dict[str, Any]]]") -> dict[str, Any]:
         holder = await self._take()
-        if holder.dead and not self.closing:  # since its last call
-            self._drop(holder)
-            holder = self._start()
         try:
-            reply = await use(holder)
-        except ValueError:  # what it was to load cannot be loaded: the process is well
-            self._idle.put_nowait(holder)
-            raise
-        except BaseException:  # late, dead, or its caller was cancelled in the middle
-            if not self.closing:
-                self._drop(holder)
-                holder = self._start()
-            try:
-                await self._hold(holder)
-            except ValueError as error:
-                if not isinstance(error.__cause__, DiedError):  # else the next call finds it dead, and replaces it
-                    raise
-            finally:
-                self._idle.put_nowait(holder)
-            raise
-        self._idle.put_nowait(holder)
-        return reply
-
-    async def _hold(self, holder: "_Holder") -> dict[str, dict[str, Any]]:
-        """Loads into one process what all hold."""
-        about = {}
-        for key, spec in self._everywhere.items():
-            try:
-                about[key] = await holder.load(key, spec)
-            except (ValueError, LateError, DiedError) as error:
-                raise ValueError(f"{self._what}{key} cannot be loaded: {error}") from error
-        return about
+            if holder.dead:
+                holder.process.close()
+                fresh = self._start()
+                self._all.discard(holder)
+                holder = fresh
+            return await use(holder)
+        finally:
+            if holder.dead:  # or late, or its caller was cancelled in the middle
+                holder.process.close()
+            self._idle.put_nowait(holder)  # the dead one, too: it keeps the place for the next call
 
     async def _take(self) -> "_Holder":
         if not self._idle.empty():
@@ -325,23 +363,21 @@ class Pool:
                 pass
         return self._start() if len(self._all) < self.most else await self._idle.get()
 
-    def _drop(self, holder: "_Holder") -> None:
-        self._all.discard(holder)
-        holder.process.close()
-
     def _start(self) -> "_Holder":
+        if self._closed:
+            raise DiedError("it was asked to end.")
         holder = _Holder(self._module, self._limits)
         self._all.add(holder)
         return holder
 
 
 class _Holder:
-    """One process of a pool, and what it holds."""
+    """One process of a pool, and what it holds; it is dead from the first request on that gets no answer."""
 
     def __init__(self, module: str, limits: Limits) -> None:
         self.process = Process(module, limits, self._answered, self._ended)
         self._death: DiedError | None = None
-        self._reply: asyncio.Future[dict[str, Any]] | None = None
+        self._number, self._reply = 0, asyncio.Future[dict[str, Any]]()
         self._about: dict[str, dict[str, Any]] = {}
 
     @property
@@ -351,38 +387,45 @@ class _Holder:
     async def load(self, key: str, spec: Mapping[str, Any]) -> dict[str, Any]:
         """What the module says of a function, once it is here."""
         if key not in self._about:
-            reply = await self.exchange({"load": key, "spec": spec, "path": sys.path}, b"", LOAD_S)
+            try:
+                reply = await self.exchange({"load": key, "spec": spec, "path": sys.path}, b"", LOAD_S)
+            except LateError:
+                raise LoadError(f"it did not load within {LOAD_S:g} s.") from None
             if "raised" in reply:
-                raise ValueError(reply["raised"])
+                raise LoadError(reply["raised"])
             self._about[key] = reply
         return dict(self._about[key])
 
     async def exchange(self, header: Mapping[str, Any], body: bytes, deadline_s: float) -> dict[str, Any]:
         if self._death is not None:
             raise self._death
-        self._reply = asyncio.get_running_loop().create_future()
-        self.process.send(header, body)
+        self.process.send({**header, "number": self._number + 1}, body)
+        self._number, self._reply = self._number + 1, asyncio.get_running_loop().create_future()
         try:
             return await asyncio.wait_for(self._reply, deadline_s)
         except TimeoutError:
             raise LateError("it did not answer in time.") from None
         finally:
-            self._reply = None
+            if self._reply.cancelled():  # its answer may still come, and must not be taken for another's
+                self._fail(DiedError("its last request was given up."))
 
     def leave(self) -> Process:
         self._fail(DiedError("it was asked to end."))
         return self.process.leave()
 
     def _answered(self, frame: dict[str, Any]) -> None:
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_result(frame)
+        match frame:
+            case {"number": self._number, "reply": dict(reply)} if not self._reply.done():
+                self._reply.set_result(reply)
+            case _:
+                self._fail(DiedError("it wrote something else than its answer: a frame that nobody asked for."))
 
     def _ended(self) -> None:
         self._fail(self.process.death())
 
     def _fail(self, death: DiedError) -> None:
         self._death = self._death or death
-        if self._reply is not None and not self._reply.done():
+        if not self._reply.done():
             self._reply.set_exception(death)
 
 
@@ -408,7 +451,7 @@ class Functions:
         Raises:
           ValueError: a function cannot be loaded; says why.
         """
-        self._specs, self._pool = specs, Pool(module, limits, size)
+        self._specs, self._what, self._pool = specs, what, Pool(module, limits, size)
         self._loop = Loop("podrl-functions")
         self._finalizer = weakref.finalize(self, self._loop.end, self._pool.close)
         try:
@@ -426,7 +469,10 @@ class Functions:
     def call(self, key: str, given: Any, deadline_s: float) -> dict[str, Any]:
         """As `Pool.call`, of JSON or what is encoded as such already."""
         body = given if isinstance(given, bytes) else json.dumps(given).encode()
-        return self._loop.run(self._pool.call(key, self._specs[key], body, deadline_s))
+        try:
+            return self._loop.run(self._pool.call(key, self._specs[key], body, deadline_s))
+        except LoadError as error:
+            raise LoadError(f"{self._what}{key} cannot be loaded: {error}") from error
 
     def close(self) -> None:
         """Ends every process; returns when none is left."""
