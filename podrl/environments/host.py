@@ -215,7 +215,10 @@ class Host:
             last = now
             for home in list(self._homes):
                 if home.loaded.done() and home.episodes and now - home.heard > self._config.blocked_s:
-                    self._blocked(home)
+                    try:
+                        self._blocked(home)
+                    except OSError as error:  # no more processes: raised where the episodes are polled
+                        self._emit(error)
 
     def _blocked(self, home: _Home) -> None:
         culprit = self._lives.get(home.at) if home.at is not None else None

@@ -331,9 +331,16 @@ def test_no_episode_answers_for_others_that_block():
         assert say.observation == "seen late"
 
 
-def test_a_worker_that_always_dies_ends_the_job():
-    died = r"(?s)Dies of sample 2 of prompt 5 .*after turn 1.* lost 3 workers in turn: its process ended with SIGKILL"
-    with Episodes(config("Dies"), Limits(), journal=None) as episodes, pytest.raises(EnvironmentFailure, match=died):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Dies", "its process ended with SIGKILL"),
+        ("Scribbles", "it wrote something else than its answer: a message that is no JSON"),
+    ],
+)
+def test_a_worker_that_always_dies_ends_the_job(name, why):
+    died = rf"(?s){name} of sample 2 of prompt 5 .*after turn 1.* lost 3 workers in turn: {why}"
+    with Episodes(config(name), Limits(), journal=None) as episodes, pytest.raises(EnvironmentFailure, match=died):
         play(episodes, lambda _: Turn("a"), Task("p", index=5, sample=2))
 
 
