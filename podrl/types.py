@@ -17,7 +17,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import flax.struct
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 PyTree = Any
 
@@ -125,6 +125,9 @@ class Rollouts:
         reward; of others: by, text, tokens, seconds, failed, replayed), `metrics` by name, `seconds`, and `text`
         where the environment gave the text to be scored.
       seconds: wall time the batch took to generate.
+      route_BTX: the experts that computed each token in the sampler, prompt tokens included: bytes of the numbers
+        (L, k) that `podrl.models.moe.route` takes, 0 where none are recorded (the last token, which no program was
+        fed, and padding). None where routes are not recorded.
     """
 
     prompts: Prompts
@@ -142,6 +145,7 @@ class Rollouts:
     completions: Sequence[str]
     episodes: Sequence[Mapping[str, Any]]
     seconds: float
+    route_BTX: UInt8[np.ndarray, "B T X"] | None = None
 
 
 # Per-token columns of Rollouts by name, without the shape suffix: all of them, and those that the engine draws.
@@ -216,11 +220,14 @@ class Layout:
       tokens_BT: packed sequences.
       segment_BT: 1, 2, ... within a row; 0 is padding. Attention never crosses segments but for shared prefixes.
       position_BT: position of the token inside its own sequence.
+      route_BTX: the experts that the policy's tokens take, see `Rollouts.route_BTX`; None where all tokens choose for
+        themselves. Other models than the policy do not read it.
     """
 
     tokens_BT: Int[Array, "B T"]
     segment_BT: Int[Array, "B T"]
     position_BT: Int[Array, "B T"]
+    route_BTX: UInt8[Array, "B T X"] | None = flax.struct.field(default=None, kw_only=True)
 
     def prefix(self) -> Int[Array, "B T"] | None:
         """Segment id of the shared prefix that each token attends to besides its own segment."""
@@ -282,6 +289,11 @@ class Batch(Generic[Rows]):
         """The part of the batch that scoring reads; shares the arrays."""
         rows: Any = self.rows
         return Batch(rows.layout, self.micro_batches)
+
+
+def unrouted(batch: Batch[Layout]) -> Batch[Layout]:
+    """Takes the recorded routes out of a batch: for models other than the policy, and older states of it."""
+    return Batch(dataclasses.replace(batch.rows, route_BTX=None), batch.micro_batches)
 
 
 @flax.struct.dataclass

@@ -30,7 +30,7 @@ from podrl.trainer.step import (
     make_token_weight_fn,
     make_train_step,
 )
-from podrl.types import Batch, Layout, PyTree, Rows, TrainState
+from podrl.types import Batch, Layout, PyTree, Rows, TrainState, unrouted
 
 _NO_REFERENCE = "There is no reference policy: call RLCluster.keep_reference() before training starts."
 
@@ -193,10 +193,10 @@ class Actor:
         return self._noted(self._teaching(self.params(), self.reference, batch))
 
     def reference_logprobs(self, batch: Batch[Layout]) -> Any:
-        """Scores every packed token under the reference policy."""
+        """Scores every packed token under the reference policy, whose tokens choose their experts themselves."""
         if self.reference is None:
             raise ValueError(_NO_REFERENCE)
-        return self._noted(self._reference_logprobs(self.reference, batch))
+        return self._noted(self._reference_logprobs(self.reference, unrouted(batch)))
 
     def sample_logprobs(
         self,

@@ -16,9 +16,10 @@ from podrl.data.pipeline import system_prompt, task_fields
 from podrl.job.config import Job
 from podrl.job.evaluation import unmeasured
 from podrl.job.placement import EvaluationConfig, Meshes
-from podrl.job.weights import copies
+from podrl.job.weights import copies, model_of
 from podrl.learner.unmoved import unmoved, unmoved_by_samples
 from podrl.mesh.build import describe_mesh
+from podrl.models import moe
 from podrl.rundir.console import print_table
 from podrl.runtime.pod import Pod
 from podrl.runtime.roles import EVAL, TRAINER
@@ -118,7 +119,7 @@ def print_job(console: rich.console.Console, job: Job, on: Meshes, pod: Pod | No
     print_table(console, "Batch arithmetic", ["what", "number", "from"], rows)
     if job.data.sources and not console.quiet:
         print_sources(console, job)
-    for line in given_lines(job) if job.kind.given else algorithm_lines(job, on):
+    for line in given_lines(job) if job.kind.given else [*algorithm_lines(job, on), *_route_lines(job)]:
         console.print(line)
 
 
@@ -206,6 +207,19 @@ def algorithm_lines(job: Job, on: Meshes) -> list[str]:
         *(f"  {line}" for line in formulas),
         _guarantee(job),
         *(f"Warning: {warning}" for warning in job.algo.warnings(job.updates_per_step)),
+    ]
+
+
+def _route_lines(job: Job) -> list[str]:
+    """States what recorded routes take, for a model with experts."""
+    if not job.rollout.router_replay or not (job.model.path or job.model.size):
+        return []
+    if not (size := moe.route_bytes(model_of(job))):
+        return []
+    total = size * job.samples_per_step * job.longest / 2**20
+    return [
+        f"Router replay (rollout.router_replay): {size} bytes a token, at most {total:,.1f} MiB in a step's batch, for "
+        "the experts that each token took in the sampler, which the trainer takes too."
     ]
 
 

@@ -20,8 +20,9 @@ from podrl.runtime.message import Message
 from podrl.runtime.service import ServiceError
 from podrl.types import NO_EPISODE, TOKENS, BatchError, Experience, LeftOut, Prompts, Rollouts, blank_columns
 
-ALL_ROWS = tuple(f"{name}_BT" for name in TOKENS)
-NEEDED_ROWS = ("tokens_BT", "logprob_BT")  # what training reads
+ROUTES = "route_BTX"  # where routes are recorded
+ALL_ROWS = (*(f"{name}_BT" for name in TOKENS), ROUTES)
+NEEDED_ROWS = ("tokens_BT", "logprob_BT", ROUTES)  # what training reads
 AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # and where it tells tokens apart by age
 
 
@@ -100,6 +101,8 @@ def header(experience: Experience) -> Message:
             [*at, float(rollouts.turn_reward_BT[*at])] for at in np.argwhere(rollouts.turn_reward_BT).tolist()
         ],
     }
+    if rollouts.route_BTX is not None:
+        value["route_bytes"] = rollouts.route_BTX.shape[2]
     arrays = {
         "group_B": rollouts.group_B,
         "length_B": rollouts.length_B,
@@ -128,9 +131,10 @@ def texts(experience: Experience) -> Message:
 
 
 def rows(experience: Experience, chosen: Int[np.ndarray, " n"], names: Sequence[str]) -> Message:
-    """Packs per-token values of some samples, one after the other without padding."""
+    """Packs per-token values of some samples, one after the other without padding; of those that there are."""
     keep_nT = _real(experience.rollouts.length_B[chosen], experience.rollouts.tokens_BT.shape[1])
-    return Message(None, {name: getattr(experience.rollouts, name)[chosen][keep_nT] for name in names})
+    values = {name: getattr(experience.rollouts, name) for name in names}
+    return Message(None, {name: x_BT[chosen][keep_nT] for name, x_BT in values.items() if x_BT is not None})
 
 
 def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL_ROWS) -> Experience:
@@ -167,6 +171,7 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
         completions=[""] * B,
         episodes=[NO_EPISODE] * B,
         seconds=max(h.value["rollout_s"] for h in headers),
+        route_BTX=_blank_routes(headers, B, width) if ROUTES in names else None,
         **blank_columns((B, width), pad_id=pad_id, written=names),
     )
     _write_pieces(rollouts, headers)
@@ -316,6 +321,12 @@ def _turn_rewards(headers: Sequence[Message], rows: int, width: int) -> np.ndarr
             reward_BT[first + b, t] = reward
         first += len(message.arrays["length_B"])
     return reward_BT
+
+
+def _blank_routes(headers: Sequence[Message], rows: int, width: int) -> np.ndarray | None:
+    """Makes room for routes, none of them recorded; None where no part has any, as in old checkpoints."""
+    size = max(h.value.get("route_bytes", 0) for h in headers)
+    return np.zeros((rows, width, size), np.uint8) if size else None
 
 
 def plain(value: Any) -> Any:

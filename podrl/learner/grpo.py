@@ -59,10 +59,11 @@ class GRPO:
         self._scored_first, self._needs_reference = self._reference_use()
         for warning in config.warnings(updates):
             say(f"Warning: {warning}")
-        if cluster.actor.model.experts is not None:
+        if cluster.actor.model.experts is not None and not cluster.config.rollout().router_replay:
             say(
-                "Warning: the model has experts, and the trainer chooses each token's anew. Where it differs from "
-                "the sampler, log-probabilities differ: watch sampler/abs_diff, and set sampler_correction='tis'."
+                "Warning: the model has experts, and the trainer chooses each token's anew, as rollout.router_replay "
+                "is off. Where it differs from the sampler, log-probabilities differ: watch sampler/abs_diff, and set "
+                "sampler_correction='tis'."
             )
         if self._needs_reference:
             cluster.keep_reference()
@@ -148,7 +149,7 @@ class GRPO:
             mask_BT, length_BT = placement.loss_tokens(loss_mask_BT[chosen])
             put = functools.partial(placement.scatter, where_BT=loss_mask_BT[chosen])
             rows: Any = PolicyRows(
-                layout=placement.layout(rollouts.tokens_BT[chosen]),
+                layout=placement.replayed(rollouts, chosen),
                 mask_BT=mask_BT,
                 length_BT=length_BT,
                 advantage_BT=put(self._of_update(advantage_BT, scores, loss_mask_BT, chosen)),

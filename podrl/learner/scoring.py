@@ -56,7 +56,7 @@ def policy_scores(
     ref_BT = np.zeros_like(old_BT)
     for chosen in mini_batches:
         placement = packing.place_samples(rollouts, chosen, shape)
-        batch = cluster.actor.put(placement.batch(placement.layout(rollouts.tokens_BT[chosen])))
+        batch = cluster.actor.put(placement.batch(placement.replayed(rollouts, chosen)))
 
         def read(values_ABT, placement=placement):
             return placement.unpack(fetch(values_ABT, cluster.actor_mesh), rollouts.tokens_BT.shape[1])

@@ -104,7 +104,7 @@ class Traced:
         rollouts, chosen = experience.rollouts, self._scored(experience, share)
         placement = packing.place_samples(rollouts, chosen, self._policy.shape)
         actor = self._policy.cluster.actor
-        scores = actor.token_scores(actor.put(placement.batch(placement.layout(rollouts.tokens_BT[chosen]))))
+        scores = actor.token_scores(actor.put(placement.batch(placement.replayed(rollouts, chosen))))
 
         def fetched() -> dict[str, np.ndarray]:
             longest, names = rollouts.tokens_BT.shape[1], trace.SCORES

@@ -55,7 +55,7 @@ class LayerInfo:
 # attend(q_BTNH, k_BTKH, v_BTKH, info) -> (out_BTNH, state): queries are scaled and rotated, keys rotated; `state` is
 # whatever the caller wants back from each layer (new keys and values, an updated cache).
 Attend = Callable[[Array, Array, Array, LayerInfo], tuple[Array, Any]]
-# routed(h_BTD, layer, info) -> (out_BTD, route_BTk): the feed-forward of a model with experts, and the experts it took.
+# routed(h_BTD, layer, info) -> (out_BTD, route_BTk): the feed-forward of a model with experts, and those it chose.
 Routed = Callable[[Array, PyTree, LayerInfo], tuple[Array, Array]]
 
 _PROJECTIONS = {
@@ -280,7 +280,7 @@ def block(
     """Applies one transformer layer.
 
     Returns:
-      (the residual stream, whatever `attend` returned, the experts that `routed` took; None without experts).
+      (the residual stream, whatever `attend` returned, the experts that `routed` chose; None without experts).
     """
 
     cut = mesh is not None and bool(rules.axes_over("time", mesh))
@@ -393,9 +393,39 @@ def hidden(
     mesh: Mesh | None = None,
     dropout_key: PRNGKeyArray | None = None,
     prefix_BT: Int[Array, "B T"] | None = None,
-    route_LBTk: Int[Array, "L B T k"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Computes final normalised hidden states of packed rows.
+    """Computes final normalised hidden states of packed rows; arguments as of `replayed`."""
+    hidden_BTD, _ = replayed(
+        params,
+        tokens_BT,
+        segment_BT,
+        position_BT,
+        config,
+        dtype=dtype,
+        remat=remat,
+        mesh=mesh,
+        dropout_key=dropout_key,
+        prefix_BT=prefix_BT,
+        route_LBTk=None,
+    )
+    return hidden_BTD
+
+
+def replayed(
+    params: PyTree,
+    tokens_BT: Int[Array, "B T"],
+    segment_BT: Int[Array, "B T"],
+    position_BT: Int[Array, "B T"],
+    config: ModelConfig,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    remat: str = "none",
+    mesh: Mesh | None = None,
+    dropout_key: PRNGKeyArray | None = None,
+    prefix_BT: Int[Array, "B T"] | None = None,
+    route_LBTk: Int[Array, "L B T k"] | None,
+) -> tuple[Float[Array, "B T D"], Int[Array, "L B T k"] | None]:
+    """Computes final normalised hidden states of packed rows, on routes that are given.
 
     Args:
       params: the whole parameter tree (adapters joined in).
@@ -409,6 +439,9 @@ def hidden(
       prefix_BT: where segments share beginnings, the segment each token sees before its own; 0 is none.
       route_LBTk: the experts each token takes, as the sampler recorded them, see `podrl.models.moe.route`; None lets
         every token choose.
+
+    Returns:
+      (hidden states, the routes that the routers would choose themselves; None where none are given).
 
     Raises:
       ValueError: 'offload' on devices that cannot reach the host's memory.
@@ -429,7 +462,7 @@ def hidden(
         )
         return out, None
 
-    def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[Array, None]:
+    def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[Array, Array | None]:
         layer, info, given_BTk = xs
         drop = drop_nothing
         if dropping and dropout_key is not None:
@@ -438,13 +471,13 @@ def hidden(
         def routed(h_BTD: Array, layer: PyTree, info: LayerInfo) -> tuple[Array, Array]:
             return moe.feed_forward(h_BTD, layer, info.index, config, mesh=mesh, tpu=on_tpu(mesh), route_BTk=given_BTk)
 
-        x_BTD, _, _ = block(x_BTD, layer, info, position_BT, config, attend, mesh, drop, routed)
-        return x_BTD, None
+        x_BTD, _, own_BTk = block(x_BTD, layer, info, position_BT, config, attend, mesh, drop, routed)
+        return x_BTD, None if given_BTk is None else own_BTk
 
     if remat == "offload":
         _check_offload(mesh)
     if remat != "none":
         step = jax.checkpoint(step, policy=_REMAT[remat], prevent_cse=False)
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)
-    x_BTD, _ = jax.lax.scan(step, x_BTD, (params["layers"], layer_infos(config), route_LBTk))
-    return rms_norm(x_BTD, params["final_norm"], config)
+    x_BTD, own_LBTk = jax.lax.scan(step, x_BTD, (params["layers"], layer_infos(config), route_LBTk))
+    return rms_norm(x_BTD, params["final_norm"], config), own_LBTk

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from podrl.mesh import rules
 from podrl.models.config import Experts, ModelConfig
@@ -61,10 +61,32 @@ def route_dtype(experts: Experts) -> jnp.dtype:
     return jnp.dtype(jnp.uint8 if experts.count < 256 else jnp.uint16)
 
 
+def route_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of a token's recorded routes over all layers; 0 for a model without experts."""
+    experts = config.experts
+    return 0 if experts is None else config.num_layers * experts.chosen * route_dtype(experts).itemsize
+
+
+def routes_of(route_BTX: UInt8[Array, "B T X"], config: ModelConfig) -> Int[Array, "L B T k"]:
+    """Reads routes that were recorded as bytes."""
+    assert config.experts is not None
+    dtype, dims = route_dtype(config.experts), (*route_BTX.shape[:2], config.num_layers, config.experts.chosen)
+    if dtype.itemsize > 1:
+        route_BTX = lax.bitcast_convert_type(route_BTX.reshape(*dims, dtype.itemsize), dtype)
+    return jnp.moveaxis(route_BTX.reshape(dims), 2, 0)
+
+
+def same_sets(a_Xk: Int[Array, "*X k"], b_Xk: Int[Array, "*X k"]) -> Bool[Array, "*X"]:
+    """True where two routes name the same experts, in whatever order."""
+    return jnp.all(jnp.sort(a_Xk.astype(jnp.int32), axis=-1) == jnp.sort(b_Xk.astype(jnp.int32), axis=-1), axis=-1)
+
+
 def route(
     x_XD: Float[Array, "X D"], layer: PyTree, experts: Experts, route_Xk: Int[Array, "X k"] | None = None
-) -> tuple[Int[Array, "X k"], Float[Array, "X k"]]:
-    """Chooses the experts of each token: (expert numbers, their float32 weights).
+) -> tuple[Int[Array, "X k"], Float[Array, "X k"], Int[Array, "X k"]]:
+    """Chooses the experts of each token: (numbers of those it takes, their float32 weights, those that score highest).
+
+    The first and the last are the same unless `route_Xk` says otherwise.
 
     Scores are float32 products of float32 inputs: in fewer bits, experts with nearly equal scores change places.
 
@@ -77,7 +99,7 @@ def route(
     choice_XE = lax.stop_gradient(score_XE)
     if experts.selection_bias:
         choice_XE = choice_XE + lax.stop_gradient(layer["selection_bias"].astype(jnp.float32))
-    expert_Xk = lax.top_k(choice_XE, experts.chosen)[1]
+    own_Xk = expert_Xk = lax.top_k(choice_XE, experts.chosen)[1]
     if route_Xk is not None:
         given_Xk = route_Xk.astype(jnp.int32)
         expert_Xk = jnp.where(given_Xk != UNKNOWN, given_Xk - 1, expert_Xk)
@@ -88,7 +110,7 @@ def route(
     if experts.normalize:
         # The small number matters only for sigmoids that are all 0.
         weight_Xk = weight_Xk / (jnp.sum(weight_Xk, axis=-1, keepdims=True) + 1e-20)
-    return expert_Xk, weight_Xk * experts.scale
+    return expert_Xk, weight_Xk * experts.scale, own_Xk
 
 
 def feed_forward(
@@ -115,7 +137,8 @@ def feed_forward(
       route_BTk: experts to take, see `route`.
 
     Returns:
-      (the output in x's dtype, the routes that were taken: expert numbers plus 1).
+      (the output in x's dtype, the routes that the router chooses: expert numbers plus 1). Those are the routes taken,
+      unless others are given.
     """
     experts = config.experts
     assert experts is not None
@@ -130,7 +153,8 @@ def feed_forward(
         whole: dict[str, Array] = {name: _gathered(w, cuts.get(name, Spec())) for name, w in weights.items()}
         x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
         given_Xk = given[0].reshape(len(x_XD), -1) if given else None
-        expert_Xk, weight_Xk = route(x_XD, whole, experts, given_Xk)
+        expert_Xk, weight_Xk, own_Xk = route(x_XD, whole, experts, given_Xk)
+        own_Xk = expert_Xk if given_Xk is None else own_Xk
         first, stacked = 0, whole["expert_in"].ndim == 5
         if stacked:
             first = index * experts.count
@@ -138,17 +162,17 @@ def feed_forward(
         w_in, w_out = whole["expert_in"].astype(x_BTD.dtype), whole["expert_out"].astype(x_BTD.dtype)
         out_XD: Any = _apply(x_XD, expert_Xk, weight_Xk, w_in, w_out, first, experts.count, config.activation, tpu)
         out_XD = lax.psum(out_XD, tensor) if tensor else out_XD
-        return out_XD.astype(x_BTD.dtype).reshape(x_BTD.shape), expert_Xk.reshape(*x_BTD.shape[:2], -1)
+        return out_XD.astype(x_BTD.dtype).reshape(x_BTD.shape), own_Xk.reshape(*x_BTD.shape[:2], -1)
 
     if mesh is None or mesh.size == 1:
-        out_BTD, expert_BTk = local(x_BTD, weights, index, *given, cuts={})
+        out_BTD, own_BTk = local(x_BTD, weights, index, *given, cuts={})
     else:
         known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": ()} if inside else {})
         rows = rules.spec_for(("batch", "time", "act"), x_BTD.shape, mesh, known)
         axes = {name: ("layers", *_WEIGHTS[name][1])[-w.ndim :] for name, w in weights.items()}
         cuts = {name: rules.spec_for(axes[name], w.shape, mesh, known) for name, w in weights.items()}
         tensor = rules.axes_over("mlp", mesh) if experts.ffn_dim % mesh.shape["tensor"] == 0 else ()
-        out_BTD, expert_BTk = jax.shard_map(
+        out_BTD, own_BTk = jax.shard_map(
             functools.partial(local, cuts=cuts, tensor=tensor),
             mesh=mesh,
             in_specs=(rows, cuts, Spec(), *[rows] * len(given)),
@@ -158,7 +182,7 @@ def feed_forward(
         )(x_BTD, weights, jnp.asarray(index, jnp.int32), *given)
     if "shared_in" in layer:
         out_BTD = out_BTD + _shared(x_BTD, layer, config)
-    return out_BTD, expert_BTk + 1
+    return out_BTD, own_BTk + 1
 
 
 def _shared(x_BTD: Array, layer: PyTree, config: ModelConfig) -> Array:

@@ -324,5 +324,5 @@ class _Ends:
 def _engine(setting: Setting, mesh: Mesh) -> Engine:
     shape = engine_shape(setting.job.rollout, mesh.shape["data"] * mesh.shape["fsdp"])
     several_hosts, kernel = spreads_copies(mesh), setting.job.rollout.page_kernel
-    model, dtype = setting.rollout_model, setting.rollout_dtype()
-    return Engine(model, mesh, shape, dtype, several_hosts=several_hosts, kernel=kernel)
+    model, dtype, routes = setting.rollout_model, setting.rollout_dtype(), setting.job.rollout.router_replay
+    return Engine(model, mesh, shape, dtype, several_hosts=several_hosts, kernel=kernel, routes=routes)

@@ -22,7 +22,7 @@ from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.job.weights import device_bytes
 from podrl.learner.settings import PPOConfig
 from podrl.mesh import rules
-from podrl.models import decoder, scalar
+from podrl.models import decoder, moe, scalar
 from podrl.models.attention import BLOCK
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
@@ -35,7 +35,7 @@ from podrl.trainer.objective import Forward
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.packing import Placement, SharedPrefixes, place
 from podrl.trainer.step import make_logprob_fn, make_train_step
-from podrl.types import Batch, Layout
+from podrl.types import Batch, Layout, unrouted
 
 TEACHING = "teacher's log-probabilities of likely ids"
 
@@ -59,7 +59,8 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     old = algo.old_source(job.updates_per_step)
     state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
     shape = setting.job.pack_shape(mesh)
-    batch = state_lib.abstract_batch(loss.rows, shape, mesh)
+    route_bytes = moe.route_bytes(model) if job.rollout.router_replay else 0
+    batch = state_lib.abstract_batch(loss.rows, shape, mesh, route_bytes=route_bytes)
     whole = decoder.join_trainable(state.params, frozen)
     held, teacher = setting.reference_params(mesh), algo.distillation
     how = Taught({})
@@ -97,7 +98,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         compared = logprobs(setting.reference)
         trained, given = device_bytes(state.params), frozen if held is None else held
         own = trained + (device_bytes(frozen) if held is not None else 0.0)
-        lower = lambda: compared.lower(given, _layout(batch))  # noqa: E731
+        lower = lambda: compared.lower(given, unrouted(_layout(batch)))  # noqa: E731
         programs.append(
             Program("reference log-probabilities", TRAINER, lower, passes, resident=moments + own, trips=scored)
         )

@@ -78,6 +78,7 @@ class Branches:
         sampling: Sampling,
         response: int,
         head: int,
+        recording: bool,
     ) -> None:
         """Keeps the arguments.
 
@@ -88,9 +89,10 @@ class Branches:
           sampling: settings of the sample; `max_new` bounds the sampled tokens of all branches together.
           response: tokens of the row after the prompt, at most: those of all branches together.
           head: most tokens of a branch that the engine takes as its prompt; the rest are given tokens.
+          recording: the experts that tokens take are wanted, see `Track`.
         """
         self._tokenizer, self._key_2, self._prompt, self._sampling = tokenizer, key_2, prompt, sampling
-        self._response, self._head = response, head
+        self._response, self._head, self._recording = response, head, recording
         self._histories: dict[str, Histories] = {}
         self._branches: list[_Branch] = []
         self._asides: list[Track] = []
@@ -138,7 +140,9 @@ class Branches:
         else:
             head = self._prompt if first else np.asarray(tokens[: self._head], np.int32)
             opening = dataclasses.replace(opening, tokens=tokens[len(head) :])
-            track = session.track(head, self._key(tokens, asked.aside), self._sampling, opening)
+            recording = self._recording and not asked.aside
+            key_2 = self._key(tokens, asked.aside)
+            track = session.track(head, key_2, self._sampling, opening, recording=recording)
             if not track.limit:
                 return None
             session.seat([track], urgent=urgent)
@@ -195,7 +199,23 @@ class Branches:
             whole.sampled += track.sampled
             piece_X += [number] * (len(given) + len(track.tokens))
         whole.paused = self._branches[-1].track.paused
+        self._join_routes(whole)
         return whole, piece_X, [turn for branch in self._branches for turn in branch.turns]
+
+    def _join_routes(self, whole: Track) -> None:
+        """Gives the sample the routes of its branches, which may still be on their way from the device to the host."""
+        tracks = [branch.track for branch in self._branches]
+        known = [track.routes for track in tracks if track.routes is not None]
+        if not known:
+            return
+        whole.routes = np.zeros((len(whole.prompt) + len(whole.tokens), known[0].shape[1]), np.uint8)
+        end = 0 if tracks[0].prompt is self._prompt else len(whole.prompt)
+        for track in tracks:
+            start, end = end, end + len(track.prompt) + len(track.tokens)
+            if track.routes is not None:
+                part = whole.routes[start:end]
+                part[:] = track.routes
+                track.routes = part  # so that what arrives later is written there
 
     def _of(self, parser: str) -> Histories:
         if parser not in self._histories:

@@ -100,7 +100,8 @@ def preset(name: Literal["greedy", "standard", "liberal"], **changes) -> Samplin
         "rollout_mapping_config": "podrl's trainer and engine share one parameter tree, so nothing needs mapping.",
         "tensor_parallel_size": "give the rollout role a mesh with that axis, e.g. roles.rollout.mesh='tensor=4'.",
         "data_parallel_size": "give the rollout role a mesh with that axis, e.g. roles.rollout.mesh='data=4'.",
-        "expert_parallel_size": "podrl's decoders have no experts.",
+        "expert_parallel_size": "experts have no mesh axis of their own: they are cut over fsdp and tensor, e.g. "
+        "roles.rollout.mesh='tensor=4'.",
     },
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,8 @@ class RolloutConfig(SamplingSettings):
         crosses once, and the engine applies the adapters.
       page_kernel: whether decoding on TPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it reads
         less memory than XLA's form (docs/measurements/planning.md). Samples of the two differ in their last bits.
+      router_replay: in a model with experts, record those that each token took while it was sampled, and have the
+        trainer take the same (docs/models.md). No effect on models without experts.
       Others: defaults of Sampling, see SamplingSettings.
 
     Raises:
@@ -162,6 +165,7 @@ class RolloutConfig(SamplingSettings):
     clock: Literal["tokens", "wall"] = "tokens"
     merge_adapters: bool = False
     page_kernel: bool | None = None
+    router_replay: bool = True
 
     def __post_init__(self):
         super().__post_init__()

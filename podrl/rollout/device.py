@@ -6,6 +6,8 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
 
 from podrl.rollout.engine import Engine
 from podrl.rollout.state import DecodeState, Emitted, LaneUpdates
@@ -47,7 +49,7 @@ class Device:
     def __init__(self, engine: Engine, state: DecodeState, params: PyTree, tell: Tell = tell_nobody):
         """Takes a state, parameters prepared by the engine, and what is told of every call."""
         self.engine, self.state, self._params, self._tell = engine, state, params, tell
-        self.spilled: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self.spilled: dict[str, tuple[np.ndarray, ...]] = {}
 
     def use(self, params: PyTree) -> None:
         """Takes other weights, prepared by the engine, for all calls from now on; caches are kept."""
@@ -78,8 +80,7 @@ class Device:
         """Copies at most J pages to the host."""
         at = shard * self.engine.shape.max_pages
         copies = jax.device_get(self.engine.read_blocks(self.state, self._page_rows(shard, pages)))
-        key, value = (copy[:, at : at + len(pages)].copy() for copy in copies)
-        self.spilled[store] = key, value
+        self.spilled[store] = tuple(copy[:, at : at + len(pages)].copy() for copy in copies)
 
     @_told
     def restore(self, store: str, shard: int, pages: Sequence[int]) -> None:
@@ -94,9 +95,14 @@ class Device:
     @_told
     def clear(self, shard: int, pages: Sequence[int]) -> None:
         """Writes zeros into at most J pages."""
-        L, _, K, C, H = self.engine.pool_shape()
-        zeros = np.zeros((L, len(pages), K, C, H), self.engine.dtype)
-        self._write(shard, pages, (zeros, zeros))
+        self._write(shard, pages, tuple(np.zeros(block.shape, block.dtype) for block in self.engine.blocks(len(pages))))
+
+    @_told
+    def routes(self, page_XJ: np.ndarray) -> Array:
+        """Copies the routes in J pages of each shard; the copy is on its way to the host."""
+        copy = self.engine.read_routes(self.state, page_XJ)
+        copy.copy_to_host_async()
+        return copy
 
     def _page_rows(self, shard: int, pages: Sequence[int]) -> np.ndarray:
         """Lists J pages of each shard, padded with the unread one."""
@@ -105,16 +111,14 @@ class Device:
         rows_XJ[shard, : len(pages)] = pages
         return rows_XJ
 
-    def _write(self, shard: int, pages: Sequence[int], copies: tuple[np.ndarray, np.ndarray]) -> None:
-        """Writes host copies, (L, at least len(pages), K, C, H) each, into pages of a shard."""
-        engine = self.engine
-        L, _, K, C, H = engine.pool_shape()
+    def _write(self, shard: int, pages: Sequence[int], copies: tuple[np.ndarray, ...]) -> None:
+        """Writes host copies, (L, at least len(pages), K, C, H) of each pool, into pages of a shard."""
+        engine, blocks = self.engine, []
         at, J = shard * engine.shape.max_pages, engine.shape.max_pages
-        blocks = []
-        for copy in copies:
-            block = np.zeros((L, engine.shards * J, K, C, H), copy.dtype)
+        for copy, like in zip(copies, engine.blocks(J), strict=True):
+            block = np.zeros(like.shape, like.dtype)
             block[:, at : at + len(pages)] = copy[:, : len(pages)]
-            blocks.append(engine.put(block, engine.pool_sharding))
+            blocks.append(engine.put(block, cast(NamedSharding, like.sharding)))
         self.state = engine.write_blocks(self.state, self._page_rows(shard, pages), *blocks)
 
 
@@ -129,7 +133,7 @@ def compile_all(
       state: makes it, or hands it out.
       note: told before each program, as '2/7 insert'.
     """
-    programs = len(engine.prefills) + 4
+    programs = len(engine.prefills) + 4 + engine.routes
     note(f"1/{programs} weights")
     device = Device(engine, state(), engine.prepare(params))
     note(f"2/{programs} insert")
@@ -137,9 +141,13 @@ def compile_all(
     for number, bucket in enumerate(engine.shape.buckets, 3):
         note(f"{number}/{programs} prefill of {bucket} tokens")
         device.prefill(bucket, engine.shape.pack_chunks(engine.shards, bucket, []), False)
-    note(f"{programs - 1}/{programs} generate")
+    number = len(engine.prefills) + 3
+    note(f"{number}/{programs} generate")
     device.generate(np.zeros((engine.shards, engine.read_shape.size), np.int32))
-    note(f"{programs}/{programs} spill and restore")
+    note(f"{number + 1}/{programs} spill and restore")
     device.spill("", 0, [])
     device.restore("", 0, [])
+    if engine.routes:
+        note(f"{programs}/{programs} routes")
+        device.routes(np.zeros((engine.shards, engine.shape.max_pages), np.int32))
     return jax.block_until_ready(device.state)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class Engine:
     """Compiled programs of one model on one mesh; weights and state are arguments, the engine holds no arrays.
 
     Attributes:
+      routes: whether it records the experts that each token takes.
       shards: data-parallel shards of the mesh.
       shape: sizes per shard.
     """
@@ -54,6 +55,7 @@ class Engine:
         *,
         several_hosts: bool = False,
         kernel: bool | None = None,
+        routes: bool = False,
     ):
         """Compiles nothing yet.
 
@@ -65,6 +67,7 @@ class Engine:
           several_hosts: the mesh's devices belong to several processes, which all call the same programs in the same
             order: what is read on the host is then the same on every device.
           kernel: decode with the TPU kernel; None: where it reads less (`podrl.rollout.page_attention.chosen`).
+          routes: record the experts that each token takes, where the model has any.
         """
         check_decodes(mesh, key="mesh of the engine")
         self.several_hosts = several_hosts
@@ -72,17 +75,15 @@ class Engine:
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.read_shape = shape.reads()
         self.kernel = chosen(kernel, model, mesh, shape.page_tokens, self.read_shape, dtype)
+        self.routes = routes and model.experts is not None
         self.unrolled = model.num_layers <= UNROLLED_LAYERS
         self._rows = NamedSharding(mesh, self._batch_spec())
         self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())
         self.generate = self._program(self._generate, flat_args=1, out=self._emitted_specs())
         self.bulk_insert = self._program(self._insert, flat_args=1, weights=False)
-        self._write = self._program(self._write_pages, flat_args=1, blocks=2, weights=False)
-        blocks = self._shown(self._pool_spec())
-        self._read = jax.jit(
-            self._mapped(self._read_pages, self._read_specs()),
-            out_shardings=(blocks, blocks) if several_hosts else None,
-        )
+        self._write = self._program(self._write_pages, flat_args=1, blocks=True, weights=False)
+        self._read = self._reader(lambda state: state.pools, self._pool_specs())
+        self._read_routes = self._reader(lambda state: state.pools[2:], self._pool_specs()[2:])
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
@@ -98,24 +99,44 @@ class Engine:
         m, s = self.model, self.shape
         return (m.num_layers, self.shards * s.pages, m.num_kv_heads, s.page_tokens, m.head_dim)
 
-    def _pool_spec(self) -> Spec:
-        return rules.spec_for(("layers", "batch", "kv_heads", "time", "head_dim"), self.pool_shape(), self.mesh)
+    def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns shape, type and sharding of what lies in pages: keys, values, and routes where they are recorded."""
+        shapes = [(self.pool_shape(), self.dtype)] * 2
+        if self.routes:
+            assert self.model.experts is not None
+            L, M, _, C, _ = self.pool_shape()
+            shapes.append(((L, M, 1, C, self.model.experts.chosen), moe.route_dtype(self.model.experts)))
+        axes = ("layers", "batch", "kv_heads", "time", "head_dim")
+        return tuple(
+            jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding_for(axes, shape, self.mesh))
+            for shape, dtype in shapes
+        )
+
+    def blocks(self, pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns shape, type and sharding of copies of so many pages of each shard."""
+        dims = [(p, (p.shape[0], self.shards * pages, *p.shape[2:])) for p in self.pools()]
+        return tuple(jax.ShapeDtypeStruct(shape, p.dtype, sharding=p.sharding) for p, shape in dims)
+
+    def _pool_specs(self) -> tuple[Spec, ...]:
+        return tuple(cast(NamedSharding, pool.sharding).spec for pool in self.pools())
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of both pools over all devices."""
-        shard = self.pool_sharding.shard_shape(self.pool_shape())
-        return 2 * math.prod(shard) * jnp.dtype(self.dtype).itemsize * self.mesh.size
+        """Bytes of all pools over all devices."""
+        shards = [(cast(NamedSharding, p.sharding).shard_shape(p.shape), p.dtype) for p in self.pools()]
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) * self.mesh.size
 
     @property
     def pool_sharding(self) -> NamedSharding:
         """Sharding of the pools, and of blocks of pages."""
-        return NamedSharding(self.mesh, self._pool_spec())
+        return NamedSharding(self.mesh, self._pool_specs()[0])
 
     def _state_specs(self) -> DecodeState:
-        pool: Any = self._pool_spec()
+        key, value, *routes = cast(tuple[Any, ...], self._pool_specs())
         row: Any = self._batch_spec()
-        return DecodeState(pool, pool, row, row, row, row, LaneSampling(row, row, row, row, row), row)
+        return DecodeState(
+            key, value, routes[0] if routes else None, row, row, row, row, LaneSampling(row, row, row, row, row), row
+        )
 
     def _emitted_specs(self) -> Emitted:
         row: Any = self._batch_spec()
@@ -140,12 +161,12 @@ class Engine:
         )
 
     def _program(
-        self, local: Callable, *, flat_args: int, blocks: int = 0, weights: bool = True, out: PyTree = None
+        self, local: Callable, *, flat_args: int, blocks: bool = False, weights: bool = True, out: PyTree = None
     ) -> Callable:
         """Jits `local(params?, state, *flat, *blocks) -> (state, out?)`; the state is donated."""
         row, state = self._batch_spec(), self._state_specs()
-        block = self._pool_spec()
-        inside = (*([self._param_specs()] if weights else []), state, *[row] * flat_args, *[block] * blocks)
+        given = self._pool_specs() if blocks else ()
+        inside = (*([self._param_specs()] if weights else []), state, *[row] * flat_args, *given)
         mapped = self._mapped(local, (inside, state if out is None else (state, out)))
         shardings = jax.tree.map(self._shown, out, is_leaf=lambda x: isinstance(x, Spec))
         return jax.jit(
@@ -153,6 +174,15 @@ class Engine:
             donate_argnums=(1,) if weights else (0,),
             out_shardings=self._shardings if out is None else (self._shardings, shardings),
         )
+
+    def _reader(self, pools: Callable[[DecodeState], tuple[Array, ...]], specs: tuple[Spec, ...]) -> Callable:
+        """Jits `read(state, page_M)`, which copies J pages of each shard of some pools."""
+
+        def _read_pages(state: DecodeState, page_M: Int[Array, " J"]) -> tuple[Array, ...]:
+            return tuple(pool[:, page_M] for pool in pools(state))
+
+        mapped = self._mapped(_read_pages, ((self._state_specs(), self._batch_spec()), specs))
+        return jax.jit(mapped, out_shardings=tuple(map(self._shown, specs)) if self.several_hosts else None)
 
     def _param_specs(self) -> PyTree:
         """Returns the specs of prepared parameters."""
@@ -194,12 +224,14 @@ class Engine:
     def _empty_state(self) -> DecodeState:
         s = self.shape
         R = self.shards * s.lanes
-        pool = jnp.zeros(self.pool_shape(), self.dtype)
+        pool, *routes = (jnp.zeros(pool.shape, pool.dtype) for pool in self.pools()[1:])
         whole = jnp.zeros(R, jnp.int32)
         real = jnp.zeros(R, jnp.float32)
         sampling = LaneSampling(real, real, real, whole, jnp.zeros((R, 2), jnp.uint32))
         stop_RE = jnp.full((R, s.stop_ids), -1, jnp.int32)
-        return DecodeState(pool, pool, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE)
+        return DecodeState(
+            pool, pool, routes[0] if routes else None, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE
+        )
 
     def init_state(self) -> DecodeState:
         """Makes empty pools and lanes, in place."""
@@ -231,8 +263,6 @@ class Engine:
         def rows(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
 
-        L, _, K, C, H = self.pool_shape()
-        moved = jax.ShapeDtypeStruct((L, self.shards * J, K, C, H), self.dtype, sharding=self.pool_sharding)
         prefills = [
             Program(
                 f"prefill_{bucket}", self.prefills[bucket], (prepared, state, rows(*s.chunk_shape(self.shards, bucket)))
@@ -245,7 +275,8 @@ class Engine:
             Program("insert", self.bulk_insert, (state, rows(*updates.shape))),
             Program("generate", self.generate, (prepared, state, rows(self.shards, self.read_shape.size))),
             Program("spill", self._read, (state, rows(self.shards * J))),
-            Program("restore", self._write, (state, rows(self.shards * J), moved, moved)),
+            Program("restore", self._write, (state, rows(self.shards * J), *self.blocks(J))),
+            *([Program("routes", self._read_routes, (state, rows(self.shards * J)))] if self.routes else []),
         ]
 
     def _insert(self, state: DecodeState, packed_RI: Int[Array, "R I"]) -> DecodeState:
@@ -314,7 +345,8 @@ class Engine:
         reads = self.read_shape.split(flat_XI[0])
         R, N = shape.lanes, shape.steps
         ends = self._ends(params)
-        recent = jnp.zeros((model.num_layers, R, model.num_kv_heads, N, model.head_dim), self.dtype)
+        # What the dispatch adds to each pool, (L, R, K, N, H): keys and values begin as one array.
+        recents = [jnp.zeros((p.shape[0], R, p.shape[2], N, p.shape[4]), p.dtype) for p in self.pools()[1:]]
         outputs = Emitted(
             jnp.zeros((N, R), jnp.int32),
             {name: jnp.full((N, R), column.fill, column.dtype) for name, column in DRAWN.items()},
@@ -323,7 +355,7 @@ class Engine:
             jnp.zeros(R, bool),
             jnp.zeros(1, jnp.int32),
         )
-        pools = (state.key_LMKCH, state.value_LMKCH)
+        pools = state.pools
 
         def step(carry: tuple) -> tuple:
             n, (token_R, position_R, left_R, live_R), memory, out, _ = carry
@@ -347,17 +379,15 @@ class Engine:
         lanes = (state.token_R, state.position_R, state.left_R, state.live_R)
         heads = (model.num_kv_heads, model.num_heads, model.head_dim)
         scratch = () if self.kernel else attention.make_scratch(reads, *heads)
-        carry = (jnp.int32(0), lanes, ((recent, recent), scratch), outputs, self._any(state.live_R))
+        carry = (jnp.int32(0), lanes, ((recents[0], *recents), scratch), outputs, self._any(state.live_R))
         with jax.named_scope("decode_steps"):
             n, lanes, (recents, _), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
-        key, value = (self._flush(pool, new, reads, state.live_R) for pool, new in zip(pools, recents, strict=True))
+        flushed = [self._flush(pool, new, reads, state.live_R) for pool, new in zip(pools, recents, strict=True)]
         token_R, position_R, left_R, live_R = lanes
         turned = {name: x_RT.T for name, x_RT in out.drawn.items()}
         out = dataclasses.replace(out, tokens_RT=out.tokens_RT.T, drawn=turned, live_R=live_R, steps_X=n[None])
         state = dataclasses.replace(
-            state,
-            key_LMKCH=key,
-            value_LMKCH=value,
+            state.with_pools(*flushed),
             token_R=token_R,
             position_R=position_R,
             left_R=left_R,
@@ -377,18 +407,18 @@ class Engine:
         self,
         params: PyTree,
         ends: PyTree,
-        pools: tuple[Array, Array],
+        pools: tuple[Array, ...],
         reads: ReadList,
         n: Array,
         lanes: tuple[Array, Array],
         memory: tuple,
     ) -> tuple[Array, tuple]:
-        """Computes final hidden states of one token per lane, and `memory`: (dispatch's keys and values, scratch)."""
-        model = self.model
+        """Computes final hidden states of one token per lane, and `memory`: (what is to go to the pools, scratch)."""
+        model, (key, value, *_) = self.model, pools
         token_R, position_R = lanes
 
         def layer_fn(x: Array, memory: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int) -> tuple:
-            recents, scratch = memory
+            (*recents, route_LR1Nk), scratch = memory if self.routes else ((*memory[0], None), memory[1])
 
             def attend(q_R1NH: Array, k_R1KH: Array, v_R1KH: Array, info: decoder.LayerInfo) -> tuple:
                 new = [
@@ -399,22 +429,35 @@ class Engine:
                 recent = attention.recent_attention(q_R1NH[:, 0], new[0][index], new[1][index], n, **limits)
                 if self.kernel:
                     limits["tensor"] = self.mesh.shape["tensor"] > 1
-                    out = attention.kernel_attention(q_R1NH[:, 0], index, *pools, recent, reads, position_R, **limits)
+                    out = attention.kernel_attention(
+                        q_R1NH[:, 0], index, key, value, recent, reads, position_R, **limits
+                    )
                     return out[:, None], (tuple(new), scratch)
                 out, used = attention.decode_attention(
-                    q_R1NH[:, 0], index, *pools, recent, reads, scratch, position_R, **limits
+                    q_R1NH[:, 0], index, key, value, recent, reads, scratch, position_R, **limits
                 )
                 return out[:, None], (tuple(new), used)
 
-            x, memory, _ = decoder.block(x, layer, info, position_R[:, None], model, attend, routed=self._routed)
-            return x, memory
+            x, (recents, scratch), route_R1k = decoder.block(
+                x, layer, info, position_R[:, None], model, attend, routed=self._routed
+            )
+            return x, ((*recents, *self._recorded(route_LR1Nk, route_R1k, index, n)), scratch)
 
         x_R1D = decoder.embed(ends, token_R[:, None], model, self.dtype)
         x_R1D, memory = self._layers(params, x_R1D, memory, layer_fn)
         return decoder.rms_norm(x_R1D, ends["final_norm"], model), memory
 
+    def _recorded(
+        self, route_LR1Nk: Array | None, route_RTk: Array | None, index: Array | int, n: Array | int
+    ) -> tuple[Array, ...]:
+        """Adds a layer's routes of some tokens, from place `n` on, to those of a dispatch or chunk, if any."""
+        if route_LR1Nk is None or route_RTk is None:
+            return ()
+        new = route_RTk.astype(route_LR1Nk.dtype)[None, :, None]
+        return (jax.lax.dynamic_update_slice(route_LR1Nk, new, (index, 0, 0, n, 0)),)
+
     def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
-        """Writes the dispatch's keys or values to the lanes' pages; lanes that were not live write nowhere.
+        """Writes the dispatch's keys, values or routes to the lanes' pages; lanes that were not live write nowhere.
 
         What is not finite is not kept: its lane has failed, and a later owner of the page gives unseen keys the
         weight 0, but 0 x NaN is NaN.
@@ -422,7 +465,8 @@ class Engine:
         page_R = jnp.where(live_R, reads.write_page_R, self.shape.pages - 1)
 
         def write(r: Array, pool: Array) -> Array:
-            block = jnp.nan_to_num(jax.lax.dynamic_slice_in_dim(recent_LRKNH, r, 1, axis=1))
+            block = jax.lax.dynamic_slice_in_dim(recent_LRKNH, r, 1, axis=1)
+            block = jnp.nan_to_num(block) if jnp.issubdtype(block.dtype, jnp.inexact) else block
             return jax.lax.dynamic_update_slice(pool, block, (0, page_R[r], 0, reads.write_offset_R[r], 0))
 
         return jax.lax.fori_loop(0, self.shape.lanes, write, pool_LMKCH)
@@ -440,69 +484,61 @@ class Engine:
         position_BT = start_B[:, None] + jnp.arange(bucket)
         ends = self._ends(params)
         # A page before the chunk, and as much behind it as the last page may reach.
-        shape = (model.num_layers, B, model.num_kv_heads, (1 + s.chunk_pages(bucket)) * C, model.head_dim)
-        fresh = (jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
-        pools = (state.key_LMKCH, state.value_LMKCH)
+        pools, (key, value, *_), places = state.pools, state.pools, (1 + s.chunk_pages(bucket)) * C
+        fresh = tuple(jnp.zeros((p.shape[0], B, p.shape[2], places, p.shape[4]), p.dtype) for p in pools)
 
         def layer_fn(x: Array, fresh: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int) -> tuple:
+            *recents, route_LB1Tk = fresh if self.routes else (*fresh, None)
+
             def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: decoder.LayerInfo) -> tuple:
                 new = tuple(
                     jax.lax.dynamic_update_slice(f, kv.swapaxes(1, 2)[None], (index, 0, 0, C, 0))
-                    for f, kv in zip(fresh, (k_BTKH, v_BTKH), strict=True)
+                    for f, kv in zip(recents, (k_BTKH, v_BTKH), strict=True)
                 )
                 out = attention.prefill_attention(
-                    q_BTNH, k_BTKH, v_BTKH, index, *pools, *prior, longest, position_BT,
+                    q_BTNH, k_BTKH, v_BTKH, index, key, value, *prior, longest, position_BT,
                     window=info.window, softcap=model.attn_softcap,
                 )  # fmt: skip
                 return out, new
 
-            x, fresh, _ = decoder.block(x, layer, info, position_BT, model, attend, routed=self._routed)
-            return x, fresh
+            x, new, route_BTk = decoder.block(x, layer, info, position_BT, model, attend, routed=self._routed)
+            return x, (*new, *self._recorded(route_LB1Tk, route_BTk, index, C))
 
         x_BTD = decoder.embed(ends, tokens_BT, model, self.dtype)
         _, fresh = self._layers(params, x_BTD, fresh, layer_fn)
 
-        size = (shape[0], 1, shape[2], C, shape[4])
-
         def write(i: Array, pool: Array, new_LBKTH: Array) -> Array:
             """Writes the chunk's part of one page: its places from the page's begin on, moved by the offset."""
             b, j = i % B, i // B
-            at, page = j * C - offset_B[b], targets_BJ[b, j]
+            at, page, size = j * C - offset_B[b], targets_BJ[b, j], (pool.shape[0], 1, *pool.shape[2:])
             block = jax.lax.dynamic_slice(new_LBKTH, (0, b, 0, at + C, 0), size)
             before = jax.lax.dynamic_slice(pool, (0, page, 0, 0, 0), size)
             block = jnp.where((at + jnp.arange(C) < 0)[:, None], before, block)
             return jax.lax.dynamic_update_slice(pool, block, (0, page, 0, 0, 0))
 
         used = jnp.max(jnp.sum(targets_BJ < s.pages - 1, axis=1))
-        key, value = (
+        written = (
             jax.lax.fori_loop(0, used * B, lambda i, p, new=new: write(i, p, new), pool)
             for pool, new in zip(pools, fresh, strict=True)
         )
-        return dataclasses.replace(state, key_LMKCH=key, value_LMKCH=value)
+        return state.with_pools(*written)
 
     # Spilling.
 
-    def _read_specs(self) -> tuple:
-        block = self._pool_spec()
-        return (self._state_specs(), self._batch_spec()), (block, block)
-
-    def read_blocks(self, state: DecodeState, page_XJ: np.ndarray) -> tuple[Array, Array]:
-        """Copies keys and values of J pages of each shard, (L, X * J, K, C, H) each, on the device."""
+    def read_blocks(self, state: DecodeState, page_XJ: np.ndarray) -> tuple[Array, ...]:
+        """Copies J pages of each shard, (L, X * J, K, C, H) of each pool, on the device."""
         return self._read(state, self.put_rows(page_XJ.reshape(-1)))
 
-    def write_blocks(self, state: DecodeState, page_XJ: np.ndarray, key: Array, value: Array) -> DecodeState:
+    def read_routes(self, state: DecodeState, page_XJ: np.ndarray) -> Array:
+        """Copies the routes alone, (L, X * J, 1, C, k)."""
+        return self._read_routes(state, self.put_rows(page_XJ.reshape(-1)))[0]
+
+    def write_blocks(self, state: DecodeState, page_XJ: np.ndarray, *blocks: Array) -> DecodeState:
         """Overwrites J pages of each shard with such copies; pages to leave alone are named by the unread one."""
-        return self._write(state, self.put_rows(page_XJ.reshape(-1)), key, value)
+        return self._write(state, self.put_rows(page_XJ.reshape(-1)), *blocks)
 
-    def _read_pages(self, state: DecodeState, page_M: Int[Array, " J"]) -> tuple[Array, Array]:
-        return state.key_LMKCH[:, page_M], state.value_LMKCH[:, page_M]
-
-    def _write_pages(
-        self, state: DecodeState, page_M: Int[Array, " J"], key_LMKCH: Array, value_LMKCH: Array
-    ) -> DecodeState:
+    def _write_pages(self, state: DecodeState, page_M: Int[Array, " J"], *blocks: Array) -> DecodeState:
         """Overwrites J pages of each shard."""
-        return dataclasses.replace(
-            state,
-            key_LMKCH=state.key_LMKCH.at[:, page_M].set(key_LMKCH),
-            value_LMKCH=state.value_LMKCH.at[:, page_M].set(value_LMKCH),
+        return state.with_pools(
+            *(pool.at[:, page_M].set(block) for pool, block in zip(state.pools, blocks, strict=True))
         )

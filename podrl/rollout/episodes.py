@@ -89,6 +89,7 @@ class Request:
       mode: 'train' or 'eval'.
       of_step: the training step that environments are told: `step` is another while evaluating.
       expected: tokens that samples are expected to have, by their rows, where that is known.
+      route_bytes: bytes of a token's routes, where these are wanted; 0 where not.
     """
 
     prompts: Prompts
@@ -101,6 +102,7 @@ class Request:
     mode: Mode
     of_step: int
     expected: Mapping[int, float]
+    route_bytes: int = 0
 
     @property
     def samples(self) -> int:
@@ -231,15 +233,18 @@ class Pump:
             self._partner.inboxes[self._first + b] = self._inboxes[b] = []
             self._host.start(self._first + b, self._task(*divmod(b, G)))
 
+    def _track(self, session: Session, p: int, g: int, opening: Opening) -> Track:
+        asked = self.request
+        recording = asked.route_bytes > 0
+        return session.track(asked.tokens(p), asked.keys_PG2[p, g], asked.sampling.of(g), opening, recording=recording)
+
     def _restore(self, session: Session, b: int, episode: Episode, partial: Partial) -> None:
         state = partial.samples[b]
         episode.restore(state["episode"])
         if state["track"] is not None:
             p, g = divmod(b, self.request.group_size)
             opening = Opening((), episode.strings, tuple(episode.stops))
-            track = session.track(
-                self.request.tokens(p), self.request.keys_PG2[p, g], self.request.sampling.of(g), opening
-            )
+            track = self._track(session, p, g, opening)
             fill(track, partial, b)
             episode.track, self.rows[track] = track, b
 
@@ -396,6 +401,7 @@ class Pump:
                 sampling=request.sampling.of(g),
                 response=request.response,
                 head=int(np.max(request.prompts.length_P)),
+                recording=request.route_bytes > 0,
             )
         texts = self._stops(b, say)
         try:
@@ -473,7 +479,7 @@ class Pump:
         session = self._session
         tracks = []
         for b, opening in ready:
-            track = session.track(request.tokens(p), request.keys_PG2[p, b % G], request.sampling.of(b % G), opening)
+            track = self._track(session, p, b % G, opening)
             track.leave_at(self._points.hold(b, 0), recorded=b in self._points.recorded)
             self._episodes[b].track, self.rows[track] = track, b
             if track.until:

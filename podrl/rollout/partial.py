@@ -13,6 +13,7 @@ from podrl.rollout.session import Track
 from podrl.runtime.message import Message
 from podrl.types import TOKENS, Prompts
 
+_ROUTES = ("route_YX", "route_B")  # rows that only samples with recorded routes have
 _FIELDS = ("sampled", "limit", "stop", "paused", "first", "text", "breaks")  # of a sample's record, as JSON
 
 
@@ -27,7 +28,8 @@ class Partial:
       longest: of the batches trained last, the most tokens a sample drew; quanta are made of them.
       samples: JSON of each, group-major, of the prompts that were asked: those of dynamic sampling come later.
       rows: per-token values, all samples one after the other; `count_B` says how many each has, `asked_P` which of the
-        prompts were asked.
+        prompts were asked. Where routes are recorded, `route_YX` holds `Track.routes` of all samples, one after the
+        other, and `route_B` says of how many tokens each has them: a sample that ended is not computed again.
     """
 
     prompts: Prompts
@@ -68,6 +70,7 @@ def of_message(message: Message) -> Partial:
         data_state=value["data_state"].encode(),
     )
     rows = {name: np.asarray(arrays[name]) for name in (*(f"{name}_X" for name in TOKENS), "count_B", "asked_P")}
+    rows |= {name: np.asarray(arrays[name]) for name in _ROUTES if name in arrays}
     numbers = (int(value["step"]), int(value["quantum"]), list(value["longest"]))
     return Partial(prompts, *numbers, list(value["samples"]), rows)
 
@@ -91,6 +94,10 @@ def of_tracks(
             lists[name].extend(values)
     rows = {f"{name}_X": np.asarray(lists[name], column.dtype) for name, column in TOKENS.items()}
     rows["count_B"], rows["asked_P"] = np.asarray(counts, np.int32), np.arange(len(prompts.length_P)) < asked
+    routes = [None if track is None else track.routes for _, track in states]
+    if any(r is not None for r in routes):  # checkpoints take no empty array
+        rows["route_YX"] = np.concatenate([r for r in routes if r is not None])
+        rows["route_B"] = np.asarray([0 if r is None else len(r) for r in routes], np.int32)
     return Partial(prompts, step, quantum, longest, samples, rows)
 
 
@@ -105,6 +112,9 @@ def fill(track: Track, partial: Partial, b: int) -> None:
     start, end = int(ends[b] - partial.rows["count_B"][b]), int(ends[b])
     for name, values in _columns(track).items():
         values[:] = partial.rows[f"{name}_X"][start:end].tolist()
+    if "route_B" in partial.rows and (size := int(partial.rows["route_B"][b])):
+        end = int(partial.rows["route_B"][: b + 1].sum())
+        track.routes = partial.rows["route_YX"][end - size : end].copy()
     for name, value in partial.samples[b]["track"].items():
         setattr(track, name, value)
     if track.finder is not None:
@@ -114,7 +124,11 @@ def fill(track: Track, partial: Partial, b: int) -> None:
 def join(parts: Sequence[Partial]) -> Partial:
     """The batch of which several hosts have shares, in their order."""
     prompts = join_prompts([part.prompts for part in parts])
-    rows = {name: np.concatenate([part.rows[name] for part in parts]) for name in parts[0].rows}
+    rows = {name: np.concatenate([part.rows[name] for part in parts]) for name in parts[0].rows if name not in _ROUTES}
+    if routed := [part.rows["route_YX"] for part in parts if "route_YX" in part.rows]:
+        none = [np.zeros(len(part.samples), np.int32) for part in parts]
+        counts = [part.rows.get("route_B", blank) for part, blank in zip(parts, none, strict=True)]
+        rows |= {"route_YX": np.concatenate(routed), "route_B": np.concatenate(counts)}
     samples = list(itertools.chain.from_iterable(part.samples for part in parts))
     return dataclasses.replace(parts[0], prompts=prompts, samples=samples, rows=rows)
 
@@ -159,6 +173,11 @@ def cut(partial: Partial, prompts: Prompts, first: int) -> Partial:
     chosen = slice(int(places[own.start]), int(places[own.stop]))
     ends = np.cumsum([0, *partial.rows["count_B"]])
     tokens = slice(int(ends[chosen.start]), int(ends[chosen.stop]))
-    slices = {"asked_P": own, "count_B": chosen}
+    slices = {"asked_P": own, "count_B": chosen, "route_B": chosen}
+    if "route_B" in partial.rows:
+        known = np.cumsum([0, *partial.rows["route_B"]])
+        slices["route_YX"] = slice(int(known[chosen.start]), int(known[chosen.stop]))
     rows = {name: values[slices.get(name, tokens)] for name, values in partial.rows.items()}
+    if not len(rows.get("route_YX", ())):
+        rows = {name: values for name, values in rows.items() if name not in _ROUTES}
     return dataclasses.replace(partial, prompts=prompts, samples=partial.samples[chosen], rows=rows)

@@ -103,7 +103,7 @@ class Unanswered:
         samplings = [asked.sampling.of(g) for g in range(asked.group_size)]
         for b in range(asked.samples) if asked.sampling.max_new else ():
             p, g = divmod(b, asked.group_size)
-            track = session.track(asked.tokens(p), asked.keys_PG2[p, g], samplings[g])
+            track = session.track(asked.tokens(p), asked.keys_PG2[p, g], samplings[g], recording=asked.route_bytes > 0)
             track.expected = asked.expected.get(b)
             if self._partial is not None and self._partial.samples[b]["track"] is not None:
                 fill(track, self._partial, b)

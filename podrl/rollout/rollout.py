@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from podrl.mesh.build import describe_mesh, spreads_copies
+from podrl.models import moe
 from podrl.models.config import ModelConfig
 from podrl.rollout.config import Ability, RolloutConfig, Sampling
 from podrl.rollout.device import Device, Tell, compile_all, tell_nobody
@@ -266,6 +267,8 @@ class RolloutWorker:
 
     def rows(self, player: Player, seconds: float) -> Rollouts:
         """The samples of a request, all of which have ended; `seconds` are those that it took."""
+        if self._session is not None:
+            self._session.finish_routes()
         asked = player.request
         longest = asked.response if self.partner else asked.sampling.max_new or 0
         answered, pad_id = bool(self.partner), self._pad_id
@@ -330,6 +333,7 @@ class RolloutWorker:
             mode,
             step if mode == "train" else version,
             self._lengths.expected(prompts, keys_PG2) if mode == "eval" else {},
+            moe.route_bytes(self.model) if mode == "train" and self.config.router_replay else 0,
         )
 
     def _run(
@@ -348,6 +352,7 @@ class RolloutWorker:
 
         try:
             yield from play(session, players, calls=calls, partner=self.partner, between=between, halt=halt)
+            session.finish_routes()
             between()
             if session.stats.failed:
                 text = _failures(session, sum(player.request.samples for player, _ in players))
@@ -410,7 +415,8 @@ class RolloutWorker:
         if self._engine is None:
             dtype = jnp.dtype(self.config.data_type or params["embed"].dtype)
             kernel, several_hosts = self.config.page_kernel, self.several_hosts
-            engine = Engine(self.model, self.mesh, self._shape, dtype, several_hosts=several_hosts, kernel=kernel)
+            of = {"several_hosts": several_hosts, "kernel": kernel, "routes": self.config.router_replay}
+            engine = Engine(self.model, self.mesh, self._shape, dtype, **of)
             check_memory(engine.pool_bytes, self.mesh, self.config, self._shape)
             self._engine = engine
         return self._engine

@@ -65,6 +65,7 @@ def collect(
     P, width = prompts.tokens_PT.shape
     B, T = P * group_size, width + longest
     columns = blank_columns((B, T), pad_id=pad_id)
+    route_BTX = np.zeros((B, T, asked.route_bytes), np.uint8) if asked.route_bytes else None
     mask_BT, turn_reward_BT = np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
     group_B = complete(P, group_size)
     length_B = np.asarray(prompts.length_P, np.int32)[group_B]
@@ -81,6 +82,8 @@ def collect(
         columns["tokens_BT"][b, n:end], columns["version_BT"][b, n:end] = track.tokens, track.versions
         for name, values in track.drawn.items():
             columns[f"{name}_BT"][b, n:end] = values
+        if route_BTX is not None and track.routes is not None:
+            route_BTX[b, : len(track.routes)] = track.routes
         mask_BT[b, n:end] = np.asarray(track.versions) >= 0
         length_B[b], stop_B[b], completions[b] = end, track.stop, track.text
     records = [NO_EPISODE] * B
@@ -101,5 +104,6 @@ def collect(
         completions=completions,
         episodes=records,
         seconds=seconds,
+        route_BTX=route_BTX,
         **columns,
     )

@@ -138,6 +138,17 @@ class Scheduler:
             given.append((store, shard.index, held))
         return given
 
+    def stores(self, handle: int) -> list[tuple[Store, int]]:
+        """Lists what holds a sample's tokens, with the shard: its prompt's store, which others share, and its own.
+
+        Nothing before the sample has a shard.
+        """
+        sample = self.samples[handle]
+        if sample.shard < 0:
+            return []
+        row = self._shards[sample.shard].prompts[sample.prompt]
+        return [(row.store, sample.shard), (sample.store, sample.shard)]
+
     def stop(self) -> Plan:
         """Gives up all samples; the plan frees the lanes in which the device would go on."""
         plan = Plan()

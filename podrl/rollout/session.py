@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jaxtyping import UInt8
 
 from podrl.rollout.config import Sampling
 from podrl.rollout.device import Device
 from podrl.rollout.prefill import cut_chunks, run_chunks
 from podrl.rollout.records import Feed, Plan, PoolShape
+from podrl.rollout.routes import RouteReader
 from podrl.rollout.scheduler import Scheduler
 from podrl.rollout.state import FREE, SEAT, Chunk, Emitted, LaneUpdates
 from podrl.rollout.stats import Stats
@@ -61,6 +63,9 @@ class Track:
       epoch: counts pauses, so that results of a dispatch that overran one are told apart.
       breaks: numbers of sampled tokens at which the sample went on in another session under the same weights. Prefill
         computed its keys and values anew there, with other last bits than decoding, so a repeat has to break there too.
+      recording: the experts that its tokens take are wanted.
+      routes: those of prompt and completion, as in `Rollouts.route_BTX`, since it last left a session: of every token
+        the newest, as the next session computes the tokens anew. None before, and where they are not recorded.
     """
 
     handle: int
@@ -85,6 +90,8 @@ class Track:
     text: str = ""
     epoch: int = 0
     breaks: list[int] = dataclasses.field(default_factory=list)
+    recording: bool = False
+    routes: UInt8[np.ndarray, "T X"] | None = None
 
     def leave_at(self, hold: int | None, *, recorded: bool) -> None:
         """Sets where it leaves the session that it is about to enter."""
@@ -135,6 +142,7 @@ class Session:
                 engine.shards, s.lanes, s.pages - 1, s.page_tokens, s.steps, s.members, sample_pages, s.prefill_calls
             )
         )
+        self._routes = RouteReader(device) if engine.routes else None
         self._tracks: dict[int, Track] = {}
         self._prompts: dict[int, np.ndarray] = {}
         self._flights: list[_Flight] = []
@@ -166,13 +174,23 @@ class Session:
         self.seat(tracks, pieces=pieces)
         return tracks
 
-    def track(self, prompt: np.ndarray, key: np.ndarray, sampling: Sampling, opening: Opening | None = None) -> Track:
-        """Makes the record of a sample that is in no session yet; arguments as of `add`."""
+    def track(
+        self,
+        prompt: np.ndarray,
+        key: np.ndarray,
+        sampling: Sampling,
+        opening: Opening | None = None,
+        *,
+        recording: bool = False,
+    ) -> Track:
+        """Makes the record of a sample that is in no session yet; arguments as of `add` and `Track`."""
         assert sampling.max_new is not None and sampling.max_new > 0, sampling
         stop_ids = (*self._eos_ids, *sampling.stop_ids)
         finder = StopFinder(sampling.stop_strings, self._decode) if sampling.stop_strings else None
         limit = min(sampling.max_new, self._cache_tokens - len(prompt))
-        track = Track(-1, prompt, sampling, stop_ids, key, opening is not None, finder, limit=limit)
+        track = Track(
+            -1, prompt, sampling, stop_ids, key, opening is not None, finder, limit=limit, recording=recording
+        )
         if opening is not None:
             self._open(track, opening)
         return track
@@ -292,9 +310,15 @@ class Session:
             events.extend(self._read(self._flights.pop(0)))
         for track in self._tracks.values():
             track.held = True
+            self._record(track)
         self._tracks.clear()
         self._carry_out(self._scheduler.stop())
         return [track for track in events if track.stop is not None or track.paused is not None]
+
+    def finish_routes(self) -> None:
+        """Completes the `routes` of all samples that have left."""
+        if self._routes is not None:
+            self._routes.finish()
 
     def spare_stop_ids(self, sampling: Sampling) -> int:
         """Stop ids that an opening may bring."""
@@ -331,6 +355,8 @@ class Session:
     # Device work of a plan.
 
     def _carry_out(self, plan: Plan) -> None:
+        if self._routes is not None:
+            self._routes.launch()
         for store, shard, pages in plan.spills:
             self.device.spill(store.name, shard, pages)
             self.stats.spills += 1
@@ -401,6 +427,8 @@ class Session:
     def _read(self, flight: _Flight) -> list[Track]:
         out = jax.device_get(flight.emitted)
         self.stats.meter.read()
+        if self._routes is not None:
+            self._routes.settle()
         now = time.perf_counter()
         self.took.append(now - max(flight.launched, self._idle_since))
         self._idle_since = now
@@ -467,7 +495,16 @@ class Session:
         track.text = self._text(track, track.stop)
         self._release(track, live=live)
 
+    def _record(self, track: Track) -> None:
+        """Has the experts read that the sample's tokens took; its pages may be given to others afterwards."""
+        if self._routes is None or not track.recording:
+            return
+        length = len(track.prompt) + len(track.tokens)
+        stores = self._scheduler.stores(track.handle)
+        self._routes.want(track, length, [(store.name, shard, store.pages) for store, shard in stores])
+
     def _release(self, track: Track, live: bool) -> None:
+        self._record(track)
         for store, shard, pages in self._scheduler.finish(track.handle, grown=track.sampled, live=live):
             if store.name in self.device.spilled:
                 self.device.forget(store.name)

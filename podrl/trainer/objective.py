@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from podrl.models import decoder
+from podrl.models import decoder, moe
 from podrl.models.config import ModelConfig
 from podrl.trainer import logprob
 from podrl.types import Layout, PyTree, Ratio
@@ -54,18 +54,20 @@ class Trunk:
 
     def hidden(self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T D"]:
         """Computes hidden states; with a key, adapter inputs are dropped at the rate of the model's configuration."""
-        return decoder.hidden(
-            params,
-            layout.tokens_BT,
-            layout.segment_BT,
-            layout.position_BT,
-            self.config,
-            dtype=jnp.dtype(self.dtype),
-            remat=self.remat,
-            mesh=self.mesh,
-            dropout_key=dropout_key,
-            prefix_BT=layout.prefix(),
-        )
+        return decoder.hidden(params, **self._arguments(layout, dropout_key))
+
+    def _arguments(self, layout: Layout, dropout_key: PRNGKeyArray | None) -> Any:
+        return {
+            "tokens_BT": layout.tokens_BT,
+            "segment_BT": layout.segment_BT,
+            "position_BT": layout.position_BT,
+            "config": self.config,
+            "dtype": jnp.dtype(self.dtype),
+            "remat": self.remat,
+            "mesh": self.mesh,
+            "dropout_key": dropout_key,
+            "prefix_BT": layout.prefix(),
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,32 @@ class Forward(Trunk):
 
     temperature: float = 1.0
 
+    def hidden(self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T D"]:
+        """Computes hidden states, of tokens with recorded routes by the experts of these."""
+        return self.replayed(params, layout, dropout_key)[0]
+
+    def replayed(
+        self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None
+    ) -> tuple[Float[Array, "B T D"], Mapping[str, Ratio]]:
+        """Computes `hidden`, and metrics of the routes; none where the layout has no routes.
+
+        Metrics: `moe/replayed` (share of tokens with recorded routes) and `moe/route_differs` (share of those for which
+        the trainer would choose another set of experts in any layer).
+        """
+        if layout.route_BTX is None:
+            return super().hidden(params, layout, dropout_key), {}
+        route_LBTk = moe.routes_of(layout.route_BTX, self.config)
+        hidden_BTD, own_LBTk = decoder.replayed(params, **self._arguments(layout, dropout_key), route_LBTk=route_LBTk)
+        assert own_LBTk is not None
+        real_BT = layout.segment_BT > 0
+        known_BT = real_BT & jnp.any(route_LBTk != moe.UNKNOWN, axis=(0, 3))
+        differs_BT = known_BT & ~jnp.all(moe.same_sets(route_LBTk, own_LBTk), axis=0)
+        counts = [jnp.sum(x_BT, dtype=jnp.float32) for x_BT in (real_BT, known_BT, differs_BT)]
+        return hidden_BTD, {
+            "moe/replayed": Ratio(counts[1], counts[0]),
+            "moe/route_differs": Ratio(counts[2], counts[1]),
+        }
+
     def __call__(
         self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
@@ -85,9 +113,15 @@ class Forward(Trunk):
 
         Dropout as in `hidden`.
         """
+        return self.scored(params, self.hidden(params, layout, dropout_key), layout)
+
+    def scored(
+        self, params: PyTree, hidden_BTD: Float[Array, "B T D"], layout: Layout
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """Computes (log-probability, entropy) of every token from its hidden states."""
         return logprob.token_logprobs(
             params,
-            self.hidden(params, layout, dropout_key),
+            hidden_BTD,
             layout.tokens_BT,
             layout.segment_BT,
             self.config,
@@ -100,8 +134,9 @@ def token_objective(forward: Forward, loss: TokenLoss) -> Objective:
     """Builds the objective of every loss on token log-probabilities: GRPO, PPO's actor, supervised fine-tuning."""
 
     def objective(params: PyTree, rows: Any, key: PRNGKeyArray) -> tuple[Ratio, Mapping[str, Ratio]]:
-        logprob_BT, entropy_BT = forward(params, rows.layout, key)
-        return loss(logprob_BT, entropy_BT, rows)
+        hidden_BTD, routed = forward.replayed(params, rows.layout, key)
+        total, metrics = loss(*forward.scored(params, hidden_BTD, rows.layout), rows)
+        return total, {**metrics, **routed}
 
     return objective
 

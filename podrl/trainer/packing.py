@@ -181,6 +181,22 @@ class Placement:
             return Layout(tokens_ABT, segment_ABT, position_ABT)
         return SharedLayout(tokens_ABT, segment_ABT, position_ABT, self._packed(np.where(own_X, prefix_X, 0)))
 
+    def replayed(self, rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"]) -> Layout:
+        """Applies `layout` to some of a batch's samples, with the routes that the sampler recorded.
+
+        Samples share a prompt's routes as they share its tokens. Where they were sampled apart, routes of one of them
+        are those of all.
+        """
+        layout = self.layout(rollouts.tokens_BT[chosen_n])
+        if rollouts.route_BTX is None:
+            return layout
+        dims = (self.shape.micro_batches, self.shape.rows, self.shape.tokens, rollouts.route_BTX.shape[2])
+        route_ABTX: Any = np.zeros(dims, np.uint8)
+        sample_X, at_X = self._source
+        flat = route_ABTX.reshape(-1, dims[-1])
+        flat[self._tokens[2]] = rollouts.route_BTX[np.asarray(chosen_n)[sample_X], at_X]
+        return dataclasses.replace(layout, route_BTX=route_ABTX)
+
     def loss_tokens(self, mask_BT: Shaped[np.ndarray, "B T"]) -> tuple[Any, Any]:
         """Packs (1 where a token counts in the loss, number of such tokens in its sample: at least 1, 1 on padding).
 

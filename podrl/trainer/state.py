@@ -17,7 +17,7 @@ from podrl.trainer.optimizer import AdamState, Optimizer
 from podrl.trainer.pack_shape import PackShape
 from podrl.types import Batch, Layout, PyTree, Rows, SharedLayout, TrainState
 
-_AXES = ("layers", "batch", "time")  # of a packed array: micro-batches, rows, tokens
+_AXES = ("layers", "batch", "time", "act")  # of a packed array: micro-batches, rows, tokens, values of a token
 
 
 def abstract_state(
@@ -85,21 +85,26 @@ def init_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> Tra
     return TrainState(trainable, opt_state, step)
 
 
-def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh) -> Batch[Rows]:
+def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh, *, route_bytes: int = 0) -> Batch[Rows]:
     """Returns a packed batch as shapes, dtypes and shardings, for compiling ahead.
 
     Args:
       rows: the dataclass of per-token inputs, e.g. PolicyRows; Layout for a batch that is only scored.
       shape: shape of its arrays.
       mesh: devices that will hold it.
+      route_bytes: bytes of a token's recorded routes; 0 where none are replayed.
     """
 
     def placed(dtype: Any, *axes: str) -> Any:
         dims = (shape.micro_batches, shape.rows, shape.tokens)[: len(axes)]
         return jax.ShapeDtypeStruct(dims, dtype, sharding=rules.sharding_for(axes, dims, mesh))
 
-    token, value = (placed(dtype, *_AXES) for dtype in (jnp.int32, jnp.float32))
+    token, value = (placed(dtype, *_AXES[:3]) for dtype in (jnp.int32, jnp.float32))
     layout = SharedLayout(*[token] * 4) if shape.shared else Layout(*[token] * 3)
+    if route_bytes:
+        dims = (shape.micro_batches, shape.rows, shape.tokens, route_bytes)
+        route: Any = jax.ShapeDtypeStruct(dims, jnp.uint8, sharding=rules.sharding_for(_AXES, dims, mesh))
+        layout = dataclasses.replace(layout, route_BTX=route)
     count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=rules.replicated(mesh))
     if issubclass(rows, Layout):
         return Batch(cast(Any, layout), count)
@@ -123,7 +128,7 @@ def batch_shardings(batch: Batch[Rows], mesh: Mesh) -> Batch[Rows]:
 def local_rows(shape: PackShape, mesh: Mesh) -> Int[np.ndarray, " rows"]:
     """Lists the rows of every micro-batch on this process's devices, ascending."""
     array = (shape.micro_batches, shape.rows, shape.tokens)
-    sharding = rules.sharding_for(_AXES, array, mesh)
+    sharding = rules.sharding_for(_AXES[:3], array, mesh)
     rows = [
         np.arange(shape.rows)[index[1]] for index in sharding.addressable_devices_indices_map(array).values() if index
     ]

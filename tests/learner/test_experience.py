@@ -60,6 +60,23 @@ def test_round_trip_through_json_and_arrays():
     assert len(loaded) == 2 and all(_same(a, b) for a, b in zip(batches, loaded, strict=True))
 
 
+def test_recorded_routes_survive_checkpoints_and_go_to_other_hosts():
+    batch, plain = _experience(0), _experience(1)
+    real_BT = np.arange(8) < batch.rollouts.length_B[:, None]
+    route_BTX = np.where(real_BT[..., None], np.random.default_rng(2).integers(1, 9, (4, 8, 6)), 0).astype(np.uint8)
+    batch = dataclasses.replace(batch, rollouts=dataclasses.replace(batch.rollouts, route_BTX=route_BTX))
+    host, arrays = codec.dump([batch, plain])
+    loaded = codec.load(json.loads(json.dumps(host)), arrays, PAD)
+    assert _same(batch, loaded[0]) and loaded[1].rollouts.route_BTX is None
+    # Of two hosts' parts, one without routes: its tokens have none recorded.
+    whole = codec.assemble([codec.header(batch), codec.header(plain)], PAD, codec.NEEDED_ROWS)
+    chosen = np.array([1, 3])
+    codec.fill_rows(whole, chosen, codec.rows(batch, chosen, codec.NEEDED_ROWS))
+    codec.fill_rows(whole, 4 + chosen, codec.rows(plain, chosen, codec.NEEDED_ROWS))
+    np.testing.assert_array_equal(whole.rollouts.route_BTX[chosen], route_BTX[chosen])
+    assert not whole.rollouts.route_BTX[[0, 2, 4, 5, 6, 7]].any()
+
+
 def test_a_batch_without_rewards_of_turns_makes_no_empty_array():
     """Orbax stores none."""
     batch = _experience(0)

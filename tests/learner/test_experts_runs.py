@@ -1,5 +1,6 @@
 """Runs of a model with experts, by the launcher's own path: all parameters, and adapters on attention."""
 
+import io
 import json
 import shutil
 
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from podrl.job import job
-from podrl.job.config import TINY, complete
+from podrl.job import describe, job, placement
+from podrl.job.config import TINY, complete, parse
 from podrl.launch import find_config, load_config
+from podrl.mesh.build import make_mesh
 from podrl.models import decoder, hf_save
 from podrl.models.hf_config import config_from_hf
+from podrl.rundir.console import make_console
 from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
@@ -87,12 +90,46 @@ def test_grpo_learns_on_the_probabilities_of_the_sampler(rank, directory, tmp_pa
         rollout={"prompts_per_step": 2, "max_tokens_to_generate": 8, "members_per_read": 4},
     )
     assert len(records) == 2
-    # In float32 both choose the same experts.
     assert all(np.isfinite(r["actor/grad_norm"]) and r["sampler/abs_diff"] < 1e-4 for r in records)
+    # All tokens but the last of each sample; in float32 the trainer would choose the same experts.
+    assert all(0.7 < r["moe/replayed"] < 1 and r["moe/route_differs"] < 0.01 for r in records)
     leaves = changed(tmp_path / "run")
     assert leaves and all(decoder.is_adapter(name) == bool(rank) for name in leaves)
     assert rank or {"router", "expert_in", "expert_out", "q"} <= leaves
+    assert "Warning: the model has experts" not in " ".join(capfd.readouterr().out.split())
+
+
+def test_weights_that_are_behind_route_otherwise_and_a_reference_by_itself(directory, tmp_path, capfd):
+    """Samples are a step older than the weights that train on them; routes are kept through its checkpoints."""
+    rewards = tmp_path / "mine.py"
+    rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")
+    fields = {
+        "trainer": {"max_steps": 4, "schedule": "constant", "learning_rate": 3e-2, "eval_every_n_steps": 4},
+        "grpo": {"num_generations": 4, "beta": 0.04, "max_staleness": 1},
+        "reward": {"fns": (f"{rewards}:varied",)},
+        "rollout": {"prompts_per_step": 2, "max_tokens_to_generate": 8, "members_per_read": 4},
+    }
+    records = run(directory, tmp_path / "run", "grpo_gemma.py", **fields)
+    assert len(records) == 4 and all(0.7 < r["moe/replayed"] < 1 for r in records)
+    assert records[0]["moe/route_differs"] < 0.01 < records[-1]["moe/route_differs"]
+    assert all(np.isfinite(r["actor/grad_norm"]) and np.isfinite(r["actor/kl"]) for r in records)
+    fields["rollout"] |= {"router_replay": False}
+    fields["trainer"] |= {"max_steps": 1, "eval_every_n_steps": 1}
+    records = run(directory, tmp_path / "off", "grpo_gemma.py", **fields)
+    assert not [name for name in records[0] if name.startswith("moe/")]
     assert "Warning: the model has experts" in " ".join(capfd.readouterr().out.split())
+
+
+def test_a_dry_run_states_what_recorded_routes_take(directory):
+    values = load_config(find_config("grpo_gemma.py")).to_dict()
+    values["model"] |= {"path": str(directory)}
+    values["rollout"] |= {"max_prompt_length": 64}
+    found = parse(ConfigDict(complete(values)).to_dict())
+    console = make_console(200)
+    console.file = io.StringIO()
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    describe.print_job(console, found, placement.Meshes(mesh, mesh, mesh, mesh))
+    assert "Router replay (rollout.router_replay): 4 bytes a token" in console.file.getvalue()
 
 
 def test_supervised_training_moves_router_and_experts(directory, tmp_path):

@@ -128,7 +128,7 @@ def check_against_reference(config, tokens, seed):
 def test_the_experts_with_the_highest_scores_are_chosen():
     config = config_with(score="sigmoid", selection_bias=True, chosen=3)
     layer, x_XD = random_layer(config), jnp.asarray(np.random.default_rng(1).normal(size=(20, 16)), jnp.float32)
-    expert_Xk, weight_Xk = moe.route(x_XD, layer, config.experts)
+    expert_Xk, weight_Xk, _ = moe.route(x_XD, layer, config.experts)
     score_XE = 1 / (1 + np.exp(-np.asarray(x_XD) @ np.asarray(layer["router"])))
     want_Xk = np.argsort(-(score_XE + np.asarray(layer["selection_bias"])), axis=-1)[:, :3]
     np.testing.assert_array_equal(expert_Xk, want_Xk)
@@ -141,8 +141,11 @@ def test_given_routes_are_taken_and_unknown_ones_chosen():
     layer, x_BTD = random_layer(config), jnp.asarray(np.random.default_rng(1).normal(size=(1, 6, 16)), jnp.float32)
     own_BTk = np.asarray(moe.feed_forward(x_BTD, layer, 0, config)[1])
     given_BTk = np.array([[[1, 8], [3, 4], [0, 0], [0, 0], [8, 7], [2, 1]]], np.uint8)
-    _, taken_BTk = moe.feed_forward(x_BTD, layer, 0, config, route_BTk=jnp.asarray(given_BTk))
-    np.testing.assert_array_equal(taken_BTk, np.where(given_BTk == moe.UNKNOWN, own_BTk, given_BTk))
+    taken_Xk, _, own_Xk = moe.route(x_BTD[0], layer, config.experts, jnp.asarray(given_BTk[0]))
+    np.testing.assert_array_equal(own_Xk + 1, own_BTk[0])
+    np.testing.assert_array_equal(taken_Xk + 1, np.where(given_BTk == moe.UNKNOWN, own_BTk, given_BTk)[0])
+    _, reported_BTk = moe.feed_forward(x_BTD, layer, 0, config, route_BTk=jnp.asarray(given_BTk))
+    np.testing.assert_array_equal(reported_BTk, own_BTk)  # what the router would have chosen
     again, _ = moe.feed_forward(x_BTD, layer, 0, config, route_BTk=jnp.asarray(own_BTk))
     np.testing.assert_array_equal(again, moe.feed_forward(x_BTD, layer, 0, config)[0])
 

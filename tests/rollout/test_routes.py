@@ -1,57 +1,208 @@
-"""A model with experts in the engine: what it samples is what the full forward pass gives."""
+"""Router replay: the experts that the engine records are those it computed with, and the trainer takes them."""
 
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from test_branches import AGENTS, ASKED
+from test_windows import G, made
 
-from podrl.models.config import GLOBAL_WINDOW, Experts, ModelConfig, RopeScaling
+from podrl.data.dialogue import Dialogue
+from podrl.data.tokenizer import Tokenizer
+from podrl.environments.config import EnvironmentConfig
+from podrl.environments.workers import Episodes
+from podrl.job.config import EMBEDDED
+from podrl.models import decoder, moe
+from podrl.models.hf_config import config_from_hf
 from podrl.rollout import engine as engine_module
 from podrl.rollout.config import Sampling
-from podrl.types import Policy
+from podrl.rollout.episodes import Partner
+from podrl.runtime.user_code import Limits
+from podrl.trainer.objective import Forward
+from podrl.trainer.pack_shape import PackShape
+from podrl.trainer.packing import place_samples
+from podrl.types import Policy, Prompts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+RAW = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 320,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+SAMPLING = Sampling(max_new=40, stop_ids=(17, 250))
 
 
-def model_of(experts: Experts, layers: int = 2) -> ModelConfig:
-    return ModelConfig(
-        family="qwen3_moe",
-        vocab_size=300,
-        num_layers=layers,
-        model_dim=32,
-        ffn_dim=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        activation="silu",
-        norm_eps=1e-6,
-        norm_plus_one=False,
-        post_norms=False,
-        qk_norm=True,
-        qkv_bias=False,
-        embed_scale=1.0,
-        tie_embeddings=False,
-        query_scale=8**-0.5,
-        attn_softcap=0.0,
-        logit_softcap=0.0,
-        window_L=(GLOBAL_WINDOW,) * layers,
-        rope_theta_L=(10_000.0,) * layers,
-        rope_scaling_L=(RopeScaling(),) * layers,
-        max_length=256,
-        experts=experts,
-    )
+def model(**changes):
+    config = config_from_hf(RAW)
+    experts = dataclasses.replace(config.experts, score="sigmoid", selection_bias=True, **changes)
+    return dataclasses.replace(config, experts=experts)
 
 
-MODEL = model_of(Experts(8, 2, 16))
+@pytest.fixture(scope="module")
+def routed(tiny_on):
+    return tiny_on("data=2", 2, model())
+
+
+@pytest.fixture(scope="module")
+def worker(routed, tight_config):
+    return routed.worker(tight_config)
+
+
+def own_routes(tiny, params, rollouts):
+    """What the trainer's routers choose, with no route given: (B, T, L * k)."""
+    position_BT = np.broadcast_to(np.arange(rollouts.tokens_BT.shape[1]), rollouts.tokens_BT.shape)
+    segment_BT = (position_BT < rollouts.length_B[:, None]).astype(np.int32)
+    L, k = tiny.model.num_layers, tiny.model.experts.chosen
+    unknown = jnp.zeros((L, *rollouts.tokens_BT.shape, k), moe.route_dtype(tiny.model.experts))
+    run = jax.jit(lambda *x: decoder.replayed(*x, tiny.model, route_LBTk=unknown)[1])
+    own_LBTk = np.asarray(run(params, rollouts.tokens_BT, segment_BT, position_BT))
+    return np.moveaxis(own_LBTk, 0, 2).reshape(*rollouts.tokens_BT.shape, L * k)
+
+
+def known(rollouts):
+    """True for tokens that a program was fed: all of a sample but its last."""
+    return np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[:, None] - 1
 
 
 @pytest.mark.parametrize(
     ("spec", "unrolled"), [("data=2", 12), ("data=2", 0), ("fsdp=2", 0), ("data=1,fsdp=2,tensor=2", 12)]
 )
-def test_samples_have_the_probabilities_of_the_full_forward_pass(
-    tiny_on, tight_config, prompts_of, check, monkeypatch, spec, unrolled
+def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
+    request, tiny_on, tight_config, prompts_of, check, monkeypatch, spec, unrolled
 ):
-    """Layers unrolled and scanned, whole experts and cut ones; pages are spilled and prompts shared."""
+    """Layers unrolled and scanned, whole experts and cut ones; samples have the full forward pass's probabilities."""
     monkeypatch.setattr(engine_module, "UNROLLED_LAYERS", unrolled)
-    tiny = tiny_on(spec, 4 if "tensor" in spec else 2, MODEL)
-    worker = tiny.worker(tight_config, warm=False)
-    sampling = Sampling(max_new=12)
+    usual = (spec, unrolled) == ("data=2", 12)
+    routed = request.getfixturevalue("routed") if usual else tiny_on(spec, 4 if "tensor" in spec else 2, model())
+    worker = request.getfixturevalue("worker") if usual else routed.worker(tight_config, warm=False)
+    # Prompts of one token up to several pages and chunks, more samples than lanes, a pool that spills.
     rollouts = worker.generate(
-        Policy(tiny.params, 7), prompts_of([5, 20, 9, 1]), group_size=4, step=3, sampling=sampling
+        Policy(routed.params, 7), prompts_of([5, 20, 9, 1, 16, 17]), group_size=4, step=3, sampling=SAMPLING
     )
-    check(tiny, rollouts, sampling)
+    check(routed, rollouts, SAMPLING)
+    assert worker.stats.compiles == 0 or not usual
+    route_BTX, known_BT = rollouts.route_BTX, known(rollouts)
+    assert route_BTX.dtype == np.uint8 and route_BTX.shape[2] == moe.route_bytes(routed.model) == 6
+    assert (route_BTX[known_BT] > 0).all() and not route_BTX[~known_BT].any()
+    want_BTX = own_routes(routed, routed.params, rollouts)
+    np.testing.assert_array_equal(route_BTX[known_BT], want_BTX[known_BT])
+    assert len(np.unique(route_BTX[known_BT], axis=0)) > 20  # they say something
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_trainer_on_recorded_routes_computes_the_samplers_probabilities(routed, worker, prompts_of, shared):
+    """The trainer's selection bias differs, so its own choice would: what it weighs the experts with stays the same."""
+    rollouts = worker.generate(
+        Policy(routed.params, 7), prompts_of([5, 20, 9, 1]), group_size=4, step=3, sampling=SAMPLING
+    )
+    noise = 0.3 * jax.random.normal(jax.random.key(4), routed.params["layers"]["selection_bias"].shape)
+    layers = routed.params["layers"] | {"selection_bias": routed.params["layers"]["selection_bias"] + noise}
+    params = jax.device_put(routed.params | {"layers": layers}, routed.shardings)
+    B, T = rollouts.tokens_BT.shape
+    shape = PackShape(micro_batches=1, rows=B, tokens=128, shards=2, shared=shared)
+    placement = place_samples(rollouts, np.arange(B), shape)
+    forward = Forward(config=routed.model, mesh=routed.mesh)
+
+    @jax.jit
+    def scores(params, layout):
+        hidden_BTD, metrics = forward.replayed(params, layout)
+        return forward.scored(params, hidden_BTD, layout)[0], metrics
+
+    def off(layout):
+        logprob_BT, metrics = scores(params, jax.tree.map(lambda x: x[0], layout))
+        logprob_BT = placement.unpack(np.asarray(logprob_BT)[None], T)
+        return np.abs(logprob_BT - rollouts.logprob_BT)[rollouts.mask_BT > 0], metrics
+
+    apart, metrics = off(placement.replayed(rollouts, np.arange(B)))
+    assert apart.max() < 1e-5
+    assert 0.3 < metrics["moe/route_differs"].mean() <= 1
+    np.testing.assert_allclose(metrics["moe/replayed"].count - metrics["moe/replayed"].total, B)  # last tokens
+    free, metrics = off(placement.layout(rollouts.tokens_BT))
+    assert free.mean() > 1e-3 and not metrics
+
+
+def test_routes_of_windows_are_those_of_the_last_version_and_survive_a_kill(routed, worker, prompts_of):
+    policies = [Policy(routed.make_params(version), version) for version in range(6)]
+    batches = [prompts_of([5, 17, 9], index=np.arange(3) + 3 * b) for b in range(6)]
+    found = made(worker, policies, batches, SAMPLING, S=2, quantum=8)
+    again = made(worker, policies, batches, SAMPLING, S=2, quantum=8, restarts=(1, 3, 4))
+    for one, other in zip(found, again, strict=True):
+        np.testing.assert_array_equal(one.tokens_BT, other.tokens_BT)
+        np.testing.assert_array_equal(one.route_BTX, other.route_BTX)
+    assert worker.stats.compiles == 0
+    for rollouts in found:
+        last_B = rollouts.version_BT.max(axis=1)
+        assert (rollouts.route_BTX[known(rollouts)] > 0).all()
+        for version in set(last_B.tolist()):
+            rows_BT = known(rollouts) & (last_B == version)[:, None]
+            want_BTX = own_routes(routed, policies[version].params, rollouts)
+            np.testing.assert_array_equal(rollouts.route_BTX[rows_BT], want_BTX[rows_BT])
+    assert any((rollouts.version_BT.max(axis=1) > 0).any() for rollouts in found) and len(found[0].stop_B) == 3 * G
+
+
+def test_evaluations_and_workers_without_replay_record_none(routed, worker, tight_config, prompts_of):
+    policy = Policy(routed.params, 7)
+    asked = {"group_size": 2, "step": 3, "sampling": Sampling(max_new=6)}
+    assert worker.generate(policy, prompts_of([5]), mode="eval", **asked).route_BTX is None
+    off = routed.worker(dataclasses.replace(tight_config, router_replay=False), warm=False)
+    rollouts = off.generate(policy, prompts_of([5]), **asked)
+    assert rollouts.route_BTX is None and off._engine is not None
+    assert off._engine.pool_bytes < worker._engine.pool_bytes
+    np.testing.assert_array_equal(rollouts.tokens_BT, worker.generate(policy, prompts_of([5]), **asked).tokens_BT)
+
+
+def test_routes_beyond_255_experts_take_two_bytes(tiny_on, tight_config, prompts_of):
+    wide = tiny_on("data=1", 1, model(count=300, ffn_dim=4))
+    rollouts = wide.worker(tight_config, warm=False).generate(
+        Policy(wide.params, 0), prompts_of([9, 3]), group_size=2, step=0, sampling=Sampling(max_new=8)
+    )
+    assert rollouts.route_BTX.shape[2] == moe.route_bytes(wide.model) == 12
+    route_LBTk = np.asarray(moe.routes_of(jnp.asarray(rollouts.route_BTX), wide.model))
+    got_BTX = np.moveaxis(route_LBTk, 0, 2).reshape(*rollouts.tokens_BT.shape, -1)
+    known_BT = known(rollouts)
+    np.testing.assert_array_equal(got_BTX[known_BT], own_routes(wide, wide.params, rollouts)[known_BT])
+    assert got_BTX.max() > 255
+
+
+@pytest.mark.parametrize("asked", [ASKED, "Else"])
+def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, tight_config, tmp_path, asked):
+    tokenizer = Tokenizer(EMBEDDED["tiny_tools"])
+    chatty = tiny_on("data=1", 1, dataclasses.replace(model(), vocab_size=tokenizer.vocab_size))
+    config = dataclasses.replace(tight_config, max_prompt_length=40, kv_cache_size=160, pool_tokens=6 * 160)
+    worker = chatty.worker(config, warm=False, eos_ids=tokenizer.eos_ids, decode=tokenizer.decode)
+    (tmp_path / "agents.py").write_text(AGENTS)
+    tokens_P = np.asarray([tokenizer.encode(asked, start=True)], np.int32)
+    prompts = Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [asked], {}, b"")
+    with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:
+        worker.partner = Partner(host, Dialogue(tokenizer))
+        player = worker.player(prompts, group_size=2, step=1, sampling=Sampling(max_new=100))
+        for _ in worker.advance(Policy(chatty.params, 0), [(player, None)]):
+            pass
+        rollouts = worker.rows(player, 0.0)
+    assert rollouts.route_BTX is not None
+    own = 0 if asked == ASKED else 1  # the data's prompt alone is computed by nobody
+    for b in range(2):
+        real_T = np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[b]
+        assert rollouts.piece_BT[b].max() == own + 1
+        for number in range(own, own + 2):
+            rows_T = real_T & (rollouts.piece_BT[b] == number)
+            piece = types.SimpleNamespace(tokens_BT=np.zeros((1, 160), np.int32), length_B=rows_T.sum(keepdims=True))
+            piece.tokens_BT[0, : rows_T.sum()] = rollouts.tokens_BT[b, rows_T]
+            want_TX = own_routes(chatty, chatty.params, piece)[0, : rows_T.sum() - 1]
+            np.testing.assert_array_equal(rollouts.route_BTX[b, rows_T][:-1], want_TX)
+            assert not rollouts.route_BTX[b, rows_T][-1].any()
