@@ -11,6 +11,7 @@ import hypothesis
 import nightly
 import pytest
 from quick_runs import NO_EMITTERS, QUICK_RUNS
+from reach import Reach
 
 gc.disable()  # until all modules are imported, which makes millions of objects and little garbage
 # Each of hundreds of processes would compile the modules of podrl anew, a tenth of what its start costs.
@@ -49,15 +50,16 @@ def pytest_addoption(parser):
         "--since",
         metavar="COMMIT",
         default="",
-        help="Leave out tests marked nightly, except those whose own file or named paths have changed since COMMIT.",
+        help="Leave out tests that depend on nothing that has changed since COMMIT, by their imports or nightly marks.",
     )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what only a nightly run has to show, where nothing it depends on has changed since the last one."""
+    """Leaves out tests that depend on nothing that has changed since all of them passed."""
     commit = config.getoption("since")
     changed = nightly.changed_since(commit, config.rootpath) if commit else None
-    left_out = {item for item in items if not nightly.touched(item, changed, config.rootpath)}
+    reach = None if changed is None else Reach(config.rootpath)
+    left_out = {item for item in items if not nightly.touched(item, changed, reach, config.rootpath)}
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -1,4 +1,4 @@
-"""Chooses among tests marked `nightly`: those that a change touches run every time, the others by .ci/nightly alone."""
+"""Chooses the tests that a change touches; .ci/nightly runs the others, too."""
 
 import ast
 import pathlib
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from reach import Reach
 
 # What sets up every test, and the versions of what podrl imports: where these change, every test runs.
 _OF_ALL = {".ci/constraints.txt", "tests/conftest.py", "tests/quick_runs.py"}
@@ -51,12 +52,14 @@ def _code(source: str) -> str:
     return ast.dump(tree)
 
 
-def touched(item: Any, changed: Sequence[str] | None, root: pathlib.Path) -> bool:
-    """True if a test has to run: it is not marked nightly, or changes touch its file or a path that its marks name.
+def touched(item: Any, changed: Sequence[str] | None, reach: Reach | None, root: pathlib.Path) -> bool:
+    """True if a test has to run.
 
     Args:
-      item: the collected test.
+      item: the collected test. One that is marked nightly runs where its file or a path that its marks name has
+        changed; any other one, unless its imports tell that it depends on nothing that has changed.
       changed: the files that have changed; None where that is not known, and every test runs.
+      reach: what test files depend on; None where every test runs.
       root: the checkout.
 
     Raises:
@@ -66,7 +69,9 @@ def touched(item: Any, changed: Sequence[str] | None, root: pathlib.Path) -> boo
     named = [path for mark in marks for path in mark.args]
     if missing := [path for path in named if not (root / path).exists()]:
         raise pytest.UsageError(f"{item.nodeid} is marked nightly({missing[0]!r}), which is no path of the checkout.")
-    if not marks or changed is None:
+    if changed is None or reach is None:
         return True
     own = item.path.relative_to(root).as_posix()
+    if not marks:
+        return not reach.untouched(own, changed)
     return any(path == name or path.startswith(f"{name}/") for path in changed for name in (own, *named))

@@ -1,20 +1,24 @@
-"""What `nightly` leaves out: marked tests, while neither their file nor a path that they name has changed."""
+"""Which tests run after a change: all but those that it does not touch, by their imports or their `nightly` marks."""
 
 import pathlib
 import subprocess
+import sys
 
 import pytest
 from nightly import changed_since, touched
+from reach import Reach
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+REACH = Reach(ROOT)
 
 
 class Item:
     """A collected test of tests/x/test_y.py with `nightly` marks of these paths."""
 
-    nodeid, path = "test_y", ROOT / "tests" / "x" / "test_y.py"
+    nodeid = "test_y"
 
-    def __init__(self, *marks):
+    def __init__(self, *marks, path=None):
+        self.path = path or ROOT / "tests" / "x" / "test_y.py"
         self._marks = [pytest.mark.nightly(*paths).mark for paths in marks]
 
     def iter_markers(self, name):
@@ -25,7 +29,6 @@ class Item:
 @pytest.mark.parametrize(
     ("marks", "changed", "runs"),
     [
-        ([], [], True),
         ([()], [], False),
         ([()], ["podrl/launch.py"], False),
         ([()], ["tests/x/test_y.py"], True),
@@ -37,7 +40,7 @@ class Item:
     ],
 )
 def test_what_runs(marks, changed, runs):
-    assert touched(Item(*marks), changed, ROOT) == runs
+    assert touched(Item(*marks), changed, REACH, ROOT) == runs
 
 
 @pytest.fixture
@@ -103,4 +106,88 @@ def test_what_sets_up_every_test_has_every_test_run(git, tmp_path):
 
 def test_a_path_that_was_renamed_is_refused():
     with pytest.raises(pytest.UsageError, match=r"nightly\('podrl/no\.py'\), which is no path"):
-        touched(Item(("podrl/launch.py", "podrl/no.py")), [], ROOT)
+        touched(Item(("podrl/launch.py", "podrl/no.py")), [], REACH, ROOT)
+
+
+FILES = {
+    "podrl/__init__.py": '_HOME = {"Loss": "podrl.late.loss"}',
+    "podrl/plain.py": "import numpy",
+    "podrl/late/__init__.py": "",
+    "podrl/late/loss.py": "def f():\n    from podrl import plain",
+    "podrl/late/worker.py": "",
+    "podrl/start.py": 'NAME = "podrl.late.worker:main"\nLOG = "podrl.nothing"',
+    "podrl/data.json": "{}",
+    "docs/page.md": "",
+    "tests/conftest.py": "import setup_of_all",
+    "tests/setup_of_all.py": "import subprocess",
+    "tests/helper.py": "import podrl.plain",
+    "tests/x/conftest.py": "from podrl.start import NAME",
+    "tests/x/test_late.py": "import podrl\nprint(podrl.Loss)",
+    "tests/x/test_process.py": "import subprocess",
+    "tests/x/test_page.py": 'PAGE = "docs/page.md"',
+    "tests/y/acts.py": "",
+    "tests/y/test_helped.py": "import helper\nprint(__file__)",
+    "tests/y/test_package.py": "import podrl.late",
+    "tests/y/test_none.py": "import json",
+}
+ALWAYS = {"tests/conftest.py", "tests/setup_of_all.py"}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+OF_X = {"tests/x/conftest.py", "podrl/start.py", "podrl/late/worker.py", "podrl/__init__.py", "podrl/late/__init__.py"}
+PLAIN = {"podrl/plain.py", "podrl/__init__.py"}
+
+
+@pytest.mark.parametrize(
+    ("test", "files"),
+    [
+        ("x/test_late.py", OF_X | PLAIN | {"podrl/late/loss.py"}),
+        ("x/test_process.py", None),
+        ("x/test_page.py", None),
+        ("y/test_helped.py", {"tests/helper.py", "tests/y/acts.py"} | PLAIN),
+        ("y/test_package.py", {"podrl/late/__init__.py", "podrl/late/loss.py", "podrl/late/worker.py"} | PLAIN),
+        ("y/test_none.py", set()),
+    ],
+)
+def test_what_a_test_file_depends_on(test, files, checkout):
+    """Imports anywhere, modules named in strings, public names of a package, conftests; None where it sees more."""
+    found = Reach(checkout).of(f"tests/{test}")
+    assert found == (None if files is None else files | ALWAYS | {f"tests/{test}"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "left_out"),
+    [
+        ([], {"late", "helped", "package", "none"}),
+        (["docs/page.md", ".ci/nightly-passed", "benchmarks/step.py"], {"late", "helped", "package", "none"}),
+        (["podrl/plain.py"], {"none"}),
+        (["podrl/start.py"], {"helped", "package", "none"}),
+        (["tests/y/acts.py", "tests/x/test_late.py"], {"package", "none"}),
+        (["tests/setup_of_all.py"], set()),
+        (["podrl/data.json"], set()),
+        (["podrl/gone.py"], set()),
+        (["pyproject.toml"], set()),
+    ],
+)
+def test_a_test_runs_unless_all_it_depends_on_is_as_it_was(changed, left_out, checkout):
+    reach = Reach(checkout)
+    tests = [path for path in FILES if "/test_" in path]
+    assert {test for test in tests if not touched(Item(path=checkout / test), changed, reach, checkout)} == {
+        test for test in tests if test.partition("/test_")[2].removesuffix(".py") in left_out
+    }
+
+
+def test_what_is_imported_is_found():
+    """A whole job imports most of podrl: each of its modules is among the files that its source leads to."""
+    program = "import podrl.job.job, sys\nprint(*(m.__file__ for n, m in sys.modules.items() if n.startswith('podrl')))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {pathlib.Path(name).relative_to(ROOT).as_posix() for name in done.stdout.split()}
+    found = REACH.of("podrl/job/job.py")
+    assert found is not None and len(imported) > 150 and imported - found == set()

@@ -1,0 +1,110 @@
+"""Which Python files a test file depends on, as its imports tell: where none of them has changed, it passes again."""
+
+import ast
+import functools
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+
+CODE = ("podrl", "tests")
+_SETS_UP = "tests/conftest.py"
+# Only tests that name these depend on them; any other file outside CODE may matter to any test.
+_APART = re.compile(r"docs/|benchmarks/|[\w/-]+\.md$|\.ci/(nightly-passed|run)$")
+# A test with one of these words starts processes, or looks at more files than it imports.
+_BEYOND = re.compile(
+    r"subprocess|Popen|sys\.executable|multiprocessing|inspect|glob\(|benchmarks|docs|\.md\b|ROOT|parents\[(?!1\])"
+)
+_MODULE = re.compile(r"(podrl(?:\.\w+)+)(?::\w+)?")  # strings: modules imported late, or started as processes
+
+
+class Reach:
+    """What the test files of one checkout depend on."""
+
+    def __init__(self, root: pathlib.Path) -> None:
+        self._root = root
+        self._paths = {path.relative_to(root).as_posix() for top in CODE for path in (root / top).rglob("*.py")}
+        self._modules = {path.removesuffix(".py").removesuffix("/__init__"): path for path in self._paths}
+
+    def untouched(self, test: str, changed: Sequence[str]) -> bool:
+        """True if a test file depends on none of the files that have changed, all relative to the root."""
+        changed = [path for path in changed if not _APART.match(path)]
+        files = self.of(test)
+        return files is not None and self._paths.issuperset(changed) and files.isdisjoint(changed)
+
+    @functools.cache  # noqa: B019 - as below
+    def of(self, test: str) -> frozenset[str] | None:
+        """Lists the files that a test file depends on, with itself; None where its imports do not tell."""
+        found = {test, *(f"{folder}/conftest.py" for folder in _around(test))} & self._paths
+        waiting = [*(found - {_SETS_UP})]
+        while waiting:
+            path = waiting.pop()
+            if path.startswith("tests/") and _BEYOND.search(self._source(path)):
+                return None
+            new = self._imports(path) - found
+            found |= new
+            waiting += new
+        # Packages import nothing themselves. What sets up all tests starts processes for a few, which do so themselves.
+        packages = {f"{folder}/__init__.py" for path in found for folder in _around(path)} & self._paths
+        return frozenset(found | packages | self._imports(_SETS_UP))
+
+    def _source(self, path: str) -> str:
+        return (self._root / path).read_text()
+
+    @functools.cache  # noqa: B019 - of one object for a session
+    def _imports(self, path: str) -> frozenset[str]:
+        """Lists the files that a file imports anywhere, names in a string, or may read beside it."""
+        if self._homes(path):
+            return frozenset()  # a package: the module of each name is followed where the name is used
+        source = self._source(path)
+        found = {file for name in _names(ast.parse(source)) for file in self._files(name.split("."), path)}
+        if path.startswith("tests/") and "__file__" in source:
+            found |= {other for other in self._beside(path) if "/test_" not in other}
+        return frozenset(found)
+
+    def _files(self, names: Sequence[str], importer: str) -> set[str]:
+        """Finds the file of the innermost module of a dotted name; all files of a package that is named alone."""
+        folders = ["", f"{importer.rpartition('/')[0]}/", "tests/"] if importer.startswith("tests/") else [""]
+        for end in range(len(names), 0, -1):
+            for folder in folders:
+                path = self._modules.get(folder + "/".join(names[:end]), "")
+                if path.endswith("/__init__.py") and end < len(names):
+                    home = self._homes(path).get(names[end], "")
+                    return self._files(home.split("."), importer) if home else {path}
+                if path:  # of podrl itself no more is used than the names that follow it
+                    return self._beside(path) if path.endswith("/__init__.py") and names != ["podrl"] else {path}
+        return set()
+
+    @functools.cache  # noqa: B019 - as above
+    def _homes(self, path: str) -> dict[str, str]:
+        """Reads where a package has its public names from, the dictionary _HOME of its __init__.py."""
+        for node in ast.parse(self._source(path)).body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id="_HOME")], value=value):
+                    package = path.removesuffix("/__init__.py").replace("/", ".")
+                    homes = ast.literal_eval(value)
+                    return {n: h if h.startswith("podrl.") else f"{package}.{h}" for n, h in homes.items()}
+        return {}
+
+    def _beside(self, path: str) -> set[str]:
+        return {other for other in self._paths if other.rpartition("/")[0] == path.rpartition("/")[0]}
+
+
+def _around(path: str) -> Iterator[str]:
+    """Lists the folders around a file, the outermost first."""
+    parts = path.split("/")[:-1]
+    return ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """Lists the dotted names that a file imports, takes from the package podrl, or has in a string."""
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), names=names):
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.Attribute(value=ast.Name(id="podrl"), attr=name):
+                yield f"podrl.{name}"
+            case ast.Constant(value=str(text)) if id(node) not in prose:
+                yield from (f"{found[1]}.__init__" for found in [_MODULE.fullmatch(text)] if found)  # or a logger
