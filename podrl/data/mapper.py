@@ -13,10 +13,11 @@ from podrl.runtime.user_objects import explain, short
 
 def main() -> None:
     """Serves requests until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
-    child.serve(lambda function, spec: {}, _map)
+    child.serve(lambda function, spec: {}, mapped)
 
 
-def _map(function: Callable[..., Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+def mapped(function: Callable[..., Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The records that a function makes of others; or what is wrong with one of them, and its index."""
     made: list[Any] = []
     left = frames.MOST_BYTES // 2  # what stands around the records fits into the other half
     for i, record in enumerate(records):

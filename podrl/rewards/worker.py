@@ -10,7 +10,7 @@ from typing import Any
 
 from podrl.runtime import child
 from podrl.runtime.service import is_away
-from podrl.runtime.user_objects import explain, short
+from podrl.runtime.user_objects import explain, one_line, short
 
 
 def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> dict:
@@ -27,7 +27,7 @@ def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fie
         values = list(result)
     except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
         if is_away(error):
-            return {"away": " ".join(f"{type(error).__name__}: {error}".split())}
+            return {"away": one_line(error)}
         return {"raised": explain(error)}
     if len(values) != len(completions):
         return {"bad": f"returned {len(values)} values for {len(completions)} completions: {short(values)}"}

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 _SHOWN = 200
+_LONGEST = 2000  # characters of a line of an error
 
 
 class LoadError(ValueError):
-    """A spec names no object; the message is complete without a traceback."""
+    """An object of a user cannot be loaded; the message is complete without a traceback."""
 
 
 def spec_at(place: str, name: str) -> dict[str, str]:
@@ -100,12 +101,12 @@ def extend_path(path: list[str]) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """The traceback below our own line, at most its last 12 lines; a LoadError's message alone."""
+    """The traceback below our own line, at most its last 12 lines, each cut; a LoadError's message alone."""
     if isinstance(error, LoadError):
         return str(error)
     inner = error.__traceback__.tb_next if error.__traceback__ else None
     lines = "".join(traceback.format_exception(type(error), error, inner)).rstrip().splitlines()
-    return "\n".join(lines[-12:])
+    return "\n".join(map(_cut, lines[-12:]))
 
 
 def explain_load(error: BaseException, file: str = "") -> str:
@@ -114,7 +115,16 @@ def explain_load(error: BaseException, file: str = "") -> str:
         return str(error)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f" ({file}, line {lines[-1]})" if lines else ""  # a SyntaxError says its own
-    return " ".join(f"{type(error).__name__}: {error}{place}".split())
+    return one_line(error, place)
+
+
+def one_line(error: BaseException, place: str = "") -> str:
+    """An error's type and message, cut, in one line."""
+    return " ".join(f"{type(error).__name__}: {_cut(str(error))}{place}".split())
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... [{len(text) - _LONGEST} characters left out]"
 
 
 def short(value: Any) -> str:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from podrl.runtime import child, leftovers
 from podrl.runtime.frames import pack, take
 from podrl.runtime.user_code import Limits, hide_secrets
+from podrl.runtime.user_objects import LoadError
 
 # Importing what code of users needs may take long (a math library, say); a call's deadline starts after it.
 LOAD_S = 120.0
@@ -35,10 +36,6 @@ class LateError(Exception):
 
 class DiedError(Exception):
     """A worker's process ended in the middle of a request."""
-
-
-class LoadError(ValueError):
-    """A function of a user cannot be loaded; says why."""
 
 
 @functools.cache

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from podrl.runtime import frames, workers
+from podrl.data import mapper
+from podrl.runtime import frames, user_objects, workers
 from podrl.runtime.user_code import Limits
 from podrl.runtime.workers import DiedError, Functions, LateError, Loop, Pool, reap
 
@@ -296,3 +297,21 @@ def test_processes_that_were_asked_to_leave_have_one_second_for_it_together(monk
     monkeypatch.setattr(workers.time, "monotonic", lambda: now[0])
     reap([Stays(), Stays(), Stays()])
     assert waited == [1.0, 0.0, 0.0]
+
+
+def test_an_error_with_a_long_message_is_cut():
+    try:
+        raise ValueError("x" * 100_000 + "\nthe last line")
+    except ValueError as error:
+        told, line = user_objects.explain(error), user_objects.one_line(error)
+    assert "[98014 characters left out]" in line and len(line) < 2100
+    assert "characters left out]" in told and len(told) < 4000 and told.endswith("\nthe last line")
+
+
+def test_what_a_data_map_makes_must_fit_into_an_answer(monkeypatch):
+    monkeypatch.setattr(frames, "MOST_BYTES", 100)
+    doubled = mapper.mapped(lambda record: {"text": 2 * record["text"]}, [{"text": "a"}, {"text": "b" * 20}])
+    assert doubled == {
+        "raised": "it returned more than 50 bytes of JSON for this record and the 1 before it",
+        "record": 1,
+    }
