@@ -214,7 +214,10 @@ def with_texts(experience: Experience, messages: Sequence[Message]) -> Experienc
     def joined(name: str) -> list[Any]:
         return [item for message in messages for item in message.value[name]]
 
-    fields = {name: [v for m in messages for v in m.value["fields"][name]] for name in messages[0].value["fields"]}
+    names = dict.fromkeys(name for m in messages for name in m.value["fields"])
+    blank = [[None] * len(m.value["text"]) for m in messages]
+    parts = list(zip((m.value["fields"] for m in messages), blank, strict=True))
+    fields = {name: [v for part, none in parts for v in part.get(name, none)] for name in names}
     prompts = dataclasses.replace(
         experience.rollouts.prompts,
         tokens_PT=np.concatenate([m.arrays["tokens_PT"] for m in messages]),

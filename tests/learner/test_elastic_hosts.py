@@ -43,6 +43,11 @@ DEADLINE_S = 60.0
 HOSTS = Hosts((0,), (1, 2))
 
 
+def fields_of(first: int) -> dict[str, list[Any]]:
+    """The fields of a batch: as in a mixture, some batches have one that others lack."""
+    return {"place": list(range(P))} | ({"tests": ["1"] * P} if first % (2 * P) else {})
+
+
 class Stream:
     """Numbered prompts, P at a time."""
 
@@ -54,7 +59,7 @@ class Stream:
     def __next__(self) -> Prompts:
         first, self._next = self._next, self._next + P
         ones, state = np.ones(P, np.int32), json.dumps(self._next).encode()
-        return Prompts(ones[:, None], ones, np.arange(first, first + P), [""] * P, {}, state)
+        return Prompts(ones[:, None], ones, np.arange(first, first + P), [""] * P, fields_of(first), state)
 
     def restore(self, state: bytes) -> None:
         self._next = json.loads(state)
@@ -385,6 +390,7 @@ def _is_whole(seen: list[Experience], staleness: int) -> None:
     for step, experience in enumerate(seen):
         rollouts = experience.rollouts
         assert rollouts.prompts.index_P.tolist() == list(range(step * P, step * P + P))
+        assert rollouts.prompts.fields == fields_of(step * P), step
         for b in range(P * G):
             p, g = divmod(b, G)
             last = max(step - 1, 0) if staleness else step

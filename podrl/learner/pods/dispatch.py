@@ -302,8 +302,10 @@ class Dispatcher:
 
     def _give(self, host: int, groups: Sequence[RemoteGroup], *, taken: bool = False) -> None:
         """Has a host make groups; `taken`: a batch holds them already, and they have to become the same again."""
-        if not groups:
-            return
+        for _, alike in itertools.groupby(groups, lambda group: tuple(group.prompts.fields)):  # joined they gain fields
+            self._give_alike(host, list(alike), taken)
+
+    def _give_alike(self, host: int, groups: Sequence[RemoteGroup], taken: bool) -> None:
         said = []
         for group in groups:
             own = {"number": group.number, "asked": group.asked, "repeated": group.repeated, "taken": taken}
