@@ -142,20 +142,29 @@ def _figures(metrics: pathlib.Path) -> dict[str, Any]:
 
 
 def write_weights(directory: str, argv: Sequence[str]) -> None:
-    """Writes random weights of the model that the options describe, in bfloat16, with the embedded tokenizer."""
+    """Writes random weights of the model that the options describe, in bfloat16, and a tokenizer for it."""
     args = _parser().parse_args([*argv, "--lora_rank=0"])
     fake_devices(1)
     import jax
     import jax.numpy as jnp
 
-    import podrl
     from podrl.models import decoder, hf_save
 
     model = model_of(args)
     params = jax.jit(lambda key: decoder.init_params(model, key, jnp.bfloat16))(jax.random.key(args.seed))
-    tokenizer = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
-    files = {file.name: file.read_bytes() for file in tokenizer.glob("tokenizer*")}
-    hf_save.save(directory, model, params, dtype=jnp.bfloat16, extra_files=files)
+    hf_save.save(directory, model, params, dtype=jnp.bfloat16, extra_files=tokenizer_files(model.vocab_size))
+
+
+def tokenizer_files(vocab_size: int) -> dict[str, bytes]:
+    """Returns the files, by name, of the embedded tokenizer with made-up words behind its own, `vocab_size` in all."""
+    import podrl
+
+    place = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
+    files = {file.name: file.read_bytes() for file in place.glob("tokenizer*")}
+    described = json.loads(files["tokenizer.json"])
+    words = described["model"]["vocab"]
+    words += [[f"<word{number}>", -100.0] for number in range(len(words), vocab_size)]
+    return {**files, "tokenizer.json": json.dumps(described).encode()}
 
 
 if __name__ == "__main__":

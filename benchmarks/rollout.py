@@ -41,6 +41,9 @@ def make_parser(prog: str = "benchmarks rollout", description: str | None = __do
     engine = ("lanes", "steps_per_dispatch", "page_tokens", "pool_tokens", "prefill_tokens", "members_per_read")
     for name in engine:
         parser.add_argument(f"--{name}", type=int, default=None, help=f"rollout.{name}{DEFAULTS.get(name, '')}")
+    parser.add_argument(
+        "--page_kernel", type=lambda word: word == "yes", default=None, help="rollout.page_kernel: yes or no"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="timed generations after one untimed; the median counts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -175,7 +178,15 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def _config(args: argparse.Namespace, response: int) -> Any:
     from podrl.rollout.config import RolloutConfig
 
-    names = ("lanes", "steps_per_dispatch", "page_tokens", "pool_tokens", "prefill_tokens", "members_per_read")
+    names = (
+        "lanes",
+        "steps_per_dispatch",
+        "page_tokens",
+        "pool_tokens",
+        "prefill_tokens",
+        "members_per_read",
+        "page_kernel",
+    )
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     # Lanes that can never be filled would only make the products larger.
     given.setdefault("lanes", min(RolloutConfig.lanes, args.prompts * args.group))

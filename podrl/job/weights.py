@@ -14,7 +14,7 @@ from podrl.models import decoder
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
 from podrl.models.hf_config import read_config
 from podrl.models.sizes import config_of
-from podrl.rollout.engine import UNROLLED_LAYERS
+from podrl.rollout.engine import unrolls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
     decoded = rollout_model(job, model)
     moved, _ = decoder.split_trainable(decoder.abstract_params(decoded, trainer, dtype), decoded)
     policy = decoder.abstract_params(decoded, rollout, dtype)
-    generating = 2 if decoded.num_layers <= UNROLLED_LAYERS else 1
+    generating = 2 if unrolls(decoded, rollout, dtype) else 1
     versions = job.kept_versions + bool(job.roles.eval.hosts)  # one that evaluation hosts pull at their own time
     return Copies(versions, device_bytes(moved), generating, device_bytes(policy))
 

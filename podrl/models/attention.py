@@ -357,6 +357,11 @@ def on_tpu(mesh: Mesh | None) -> bool:
     return device.platform == "tpu"
 
 
+def on_gpu(mesh: Mesh) -> bool:
+    """True if the devices of a mesh are GPUs."""
+    return mesh.devices.flat[0].platform == "gpu"
+
+
 def _kernel(shape: tuple[int, ...], windows: Sequence[int], *, shared: bool) -> Form:
     _, T, _, H = shape
     if T % _LANES or H % 64:

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Bool, Float, Int
 
 from podrl.models.attention import NEG_INF
-from podrl.rollout.page_attention import Runs, page_attention
-from podrl.rollout.reads import ReadList
+from podrl.rollout import page_attention, page_attention_gpu
+from podrl.rollout.reads import ReadList, Runs
 
 SHARED_BLOCK = 4  # shared reads computed together
 OWN_BLOCK = 16  # own reads computed together
@@ -141,18 +141,21 @@ def kernel_attention(
     window: Int[Array, ""],
     softcap: float,
     tensor: bool = False,
+    gpu: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "R N H"]:
-    """Computes `decode_attention` in a TPU kernel that reads each page once (`podrl.rollout.page_attention`).
+    """Computes `decode_attention` in a kernel: on TPUs `podrl.rollout.page_attention`, which reads each page once.
 
     A lane's result does not depend on its place here either, but its bits are not those of `decode_attention`.
 
     Args:
       tensor: whether heads are cut over the mesh's axis `tensor`, which XLA handles outside of kernels.
+      gpu: whether the devices are GPUs (`podrl.rollout.page_attention_gpu`).
       interpret: run on CPU, slowly.
     """
     R, N, H = q_RNH.shape
     K = key_LMKCH.shape[2]
+    attend = (page_attention_gpu if gpu else page_attention).page_attention
 
     def local(q_RNH, layer, key_LMKCH, value_LMKCH, top_RKG, mass_RKG, value_RKGH, reads, position_R, window):
         result = Partial(top_RKG, mass_RKG, value_RKGH)
@@ -167,7 +170,7 @@ def kernel_attention(
             r.shared_count_U,
         )
         for name, runs in (("shared_pages", shared), ("own_pages", own)):
-            part = page_attention(
+            part = attend(
                 q_RNH,
                 layer,
                 key_LMKCH,

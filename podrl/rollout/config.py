@@ -135,8 +135,9 @@ class RolloutConfig(SamplingSettings):
       merge_adapters: under LoRA, fold the adapters into the weights on the trainer and move the whole model at every
         version: decoding is that of a model without adapters, a move costs that of full training. Otherwise the base
         crosses once, and the engine applies the adapters.
-      page_kernel: whether decoding on TPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it reads
-        less memory than XLA's form (docs/measurements/planning.md). Samples of the two differ in their last bits.
+      page_kernel: whether decoding on TPUs and GPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it
+        reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on. Samples of
+        the two differ in their last bits.
       router_replay: in a model with experts, record those that each token took while it was sampled, and have the
         trainer take the same (docs/models.md). No effect on models without experts.
       Others: defaults of Sampling, see SamplingSettings.

@@ -16,8 +16,9 @@ from jaxtyping import Array, Int
 from podrl.mesh import rules
 from podrl.mesh.build import check_decodes
 from podrl.models import decoder, moe
-from podrl.models.attention import on_tpu
+from podrl.models.attention import on_gpu, on_tpu
 from podrl.models.config import ModelConfig
+from podrl.models.sizes import parameter_count
 from podrl.rollout import attention
 from podrl.rollout.page_attention import chosen
 from podrl.rollout.reads import ReadList
@@ -26,7 +27,8 @@ from podrl.rollout.state import FREE, SEAT, DecodeState, Emitted, EngineShape, L
 from podrl.types import DRAWN, PyTree
 
 BATCH = ("data", "fsdp")
-UNROLLED_LAYERS = 12  # up to so many layers the program holds each one: no copy of a layer's weights per step
+UNROLLED_LAYERS, UNROLLED_ON_GPU = 12, 64  # see `unrolls`
+_UNROLLED_BYTES = 4 << 30
 
 
 class Program(NamedTuple):
@@ -35,6 +37,18 @@ class Program(NamedTuple):
     name: str
     jitted: Any
     args: tuple[PyTree, ...]
+
+
+def unrolls(model: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> bool:
+    """Whether programs hold each layer by itself: a step then copies no layer's weights, but the device has them twice.
+
+    On a GPU these copies take a fifth of a step of 28 layers (docs/measurements/chips.md), so more layers are unrolled,
+    if a second copy of the weights is small.
+    """
+    if not on_gpu(mesh):
+        return model.num_layers <= UNROLLED_LAYERS
+    small = parameter_count(model) * jnp.dtype(dtype).itemsize <= _UNROLLED_BYTES * mesh.shape["tensor"]
+    return model.num_layers <= (UNROLLED_ON_GPU if small else UNROLLED_LAYERS)
 
 
 class Engine:
@@ -66,7 +80,8 @@ class Engine:
           dtype: of weights and pools.
           several_hosts: the mesh's devices belong to several processes, which all call the same programs in the same
             order: what is read on the host is then the same on every device.
-          kernel: decode with the TPU kernel; None: where it reads less (`podrl.rollout.page_attention.chosen`).
+          kernel: decode with the kernel that such devices have; None: where it pays
+            (`podrl.rollout.page_attention.chosen`).
           routes: record the experts that each token takes, where the model has any.
         """
         check_decodes(mesh, key="mesh of the engine")
@@ -76,7 +91,7 @@ class Engine:
         self.read_shape = shape.reads()
         self.kernel = chosen(kernel, model, mesh, shape.page_tokens, self.read_shape, dtype)
         self.routes = routes and model.experts is not None
-        self.unrolled = model.num_layers <= UNROLLED_LAYERS
+        self.unrolled = unrolls(model, mesh, dtype)
         self._rows = NamedSharding(mesh, self._batch_spec())
         self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())
         self.generate = self._program(self._generate, flat_args=1, out=self._emitted_specs())
@@ -428,7 +443,7 @@ class Engine:
                 limits = {"window": info.window, "softcap": model.attn_softcap}
                 recent = attention.recent_attention(q_R1NH[:, 0], new[0][index], new[1][index], n, **limits)
                 if self.kernel:
-                    limits["tensor"] = self.mesh.shape["tensor"] > 1
+                    limits |= {"tensor": self.mesh.shape["tensor"] > 1, "gpu": on_gpu(self.mesh)}
                     out = attention.kernel_attention(
                         q_R1NH[:, 0], index, key, value, recent, reads, position_R, **limits
                     )

@@ -19,31 +19,14 @@ from jaxtyping import Array, Float, Int
 from podrl.mesh.chips import chip_of
 from podrl.models.attention import NEG_INF
 from podrl.models.config import ModelConfig
-from podrl.rollout.reads import ReadShape
+from podrl.rollout import page_attention_gpu
+from podrl.rollout.reads import ReadShape, Runs
 
 _LANES, _ROWS = 128, 8  # of a register in float32
 _PAGES = 8  # of a block, if its keys and values take at most _BUFFER bytes
 _BUFFER, _VMEM_BYTES = 2 << 20, 32 << 20
 _SCALAR_BYTES = 512 << 10  # half of what a core has
 _SCORES = 6  # arrays of a head's scores that the compiler keeps at once, at most
-
-
-class Runs(NamedTuple):
-    """Reads of one kind, of prompts or of single lanes (`podrl.rollout.reads.ReadList`).
-
-    Attributes:
-      first_R: place of the lane in its first read, as read * W + member.
-      number_R: reads of the lane, which follow each other.
-      lane_UW: the lanes of each read.
-      page_U, start_U, count_U: of each read its page, the position of the page's first token, and its tokens.
-    """
-
-    first_R: Int[Array, " R"]
-    number_R: Int[Array, " R"]
-    lane_UW: Int[Array, "U W"]
-    page_U: Int[Array, " U"]
-    start_U: Int[Array, " U"]
-    count_U: Int[Array, " U"]
 
 
 class Sizes(NamedTuple):
@@ -89,8 +72,8 @@ def chosen(
 ) -> bool:
     """Whether an engine attends by `page_attention`: as the configuration says, else where it can and pays.
 
-    It pays where a device is two cores, which share no near memory: XLA then writes the pages that it gathers to HBM
-    (counted: docs/measurements/planning.md).
+    On TPUs it pays where a device is two cores, which share no near memory: XLA then writes the pages that it gathers
+    to HBM (counted: docs/measurements/planning.md). On GPUs it always pays (docs/measurements/chips.md).
 
     Args:
       wanted: `rollout.page_kernel`.
@@ -99,18 +82,22 @@ def chosen(
     Raises:
       ValueError: it is wanted where it cannot be.
     """
-    kind, tensor = mesh.devices.flat[0].device_kind, mesh.shape["tensor"]
-    chip, whole = chip_of(kind), model.num_kv_heads % tensor == 0
+    device, tensor = mesh.devices.flat[0], mesh.shape["tensor"]
+    kind, whole = device.device_kind, model.num_kv_heads % tensor == 0
+    if whole and page_attention_gpu.takes(device, page_tokens, model.head_dim, dtype):
+        return wanted is not False
+    chip = chip_of(kind)
     heads = max(model.num_kv_heads // tensor, 1), model.num_heads // model.num_kv_heads
     near, room = Sizes(reads.members, *heads, page_tokens, model.head_dim).near(dtype), _VMEM_BYTES
     room = min(room, chip.near or room) if chip is not None else 0
     fits = whole and near <= room and takes(page_tokens, model.head_dim, dtype, numbers=reads.size)
     if wanted and not fits:
         raise ValueError(
-            f"rollout.page_kernel=True needs a TPU, key heads that tensor={tensor} divides, heads of a multiple of "
-            f"{_LANES}, pages of whole tiles, a list of at most {_SCALAR_BYTES >> 10} KB, near memory for a run "
-            f"({near >> 20} MiB of {room >> 20}); here {kind}, {model.num_kv_heads} key heads of {model.head_dim}, "
-            f"rollout.page_tokens={page_tokens}, a list of {4 * reads.size >> 10} KB: leave it None."
+            "rollout.page_kernel=True needs an NVIDIA GPU, pages and heads that are powers of two, or a TPU, key heads "
+            f"that tensor={tensor} divides, heads of a multiple of {_LANES}, pages of whole tiles, a list of at most "
+            f"{_SCALAR_BYTES >> 10} KB, near memory for a run ({near >> 20} MiB of {room >> 20}); here {kind}, "
+            f"{model.num_kv_heads} key heads of {model.head_dim}, rollout.page_tokens={page_tokens}, a list of "
+            f"{4 * reads.size >> 10} KB: leave it None."
         )
     return fits and ((chip is not None and chip.cores > 1) if wanted is None else wanted)
 

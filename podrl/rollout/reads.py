@@ -51,6 +51,24 @@ class ReadList:
     write_offset_R: Int[Array, " R"]
 
 
+class Runs(NamedTuple):
+    """Reads of one kind, of prompts or of single lanes (`ReadList`).
+
+    Attributes:
+      first_R: place of the lane in its first read, as read * W + member.
+      number_R: reads of the lane, which follow each other.
+      lane_UW: the lanes of each read.
+      page_U, start_U, count_U: of each read its page, the position of the page's first token, and its tokens.
+    """
+
+    first_R: Int[Array, " R"]
+    number_R: Int[Array, " R"]
+    lane_UW: Int[Array, "U W"]
+    page_U: Int[Array, " U"]
+    start_U: Int[Array, " U"]
+    count_U: Int[Array, " U"]
+
+
 @dataclasses.dataclass
 class Page:
     """A page in use: its index, the position of its first token, its number of tokens."""

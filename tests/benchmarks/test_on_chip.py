@@ -5,8 +5,9 @@ import json
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import chip_table, on_chip
+from benchmarks import chip_table, grpo, on_chip
 from benchmarks.rollout import least_bytes
+from podrl.data.tokenizer import Tokenizer
 
 DEVICE = {
     "platform": "tpu",
@@ -151,3 +152,11 @@ def test_the_whole_command_on_tiny_shapes(tmp_path, capsys):
     assert done["done"] == [*names, *(f"grpo-S{S}-tiny" for S in range(3))]
     text = (tmp_path / "chips.md").read_text()
     assert all(f"| {name} |" in text for name in done["done"]) and "failed" not in text
+
+
+def test_the_job_s_tokenizer_has_an_id_for_each_row_of_a_large_vocabulary(tmp_path):
+    for name, content in grpo.tokenizer_files(5000).items():
+        (tmp_path / name).write_bytes(content)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 5000
+    assert tokenizer.decode(tokenizer.encode("Add 3 and 4.")) == "Add 3 and 4."

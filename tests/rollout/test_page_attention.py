@@ -1,8 +1,10 @@
 """The TPU kernel of decoding attention, in Pallas' interpreter and compiled for TPUs, equals XLA's form."""
 
 import importlib.util
+import inspect
 import os
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,7 +55,8 @@ def reads_of(members: int = 4) -> attention.ReadList:
     ("dtype", "tolerance", "softcap", "window", "members"),
     [("float32", 1e-5, 0.0, 1 << 30, 4), ("float32", 1e-5, 5.0, 400, 2), ("bfloat16", 2e-2, 0.0, 1 << 30, 4)],
 )
-def test_equals_the_form_of_xla(dtype: str, tolerance: float, softcap: float, window: int, members: int):
+@pytest.mark.parametrize("gpu", [False, True])
+def test_equals_the_form_of_xla(dtype: str, tolerance: float, softcap: float, window: int, members: int, gpu: bool):
     reads = reads_of(members)
     used = {int(p) for p in reads.shared_page_U[: reads.total_2[0]]} | {
         int(p) for p in reads.own_page_O[: reads.total_2[1]]
@@ -73,7 +76,9 @@ def test_equals_the_form_of_xla(dtype: str, tolerance: float, softcap: float, wi
     )(q_RNH)
     pools = [pool.at[:, unread].set(jnp.nan).at[0].set(jnp.nan) for pool in pools]
     found = jax.jit(
-        lambda q: attention.kernel_attention(q, layer, *pools, recent, reads, position_R, interpret=True, **how)
+        lambda q: attention.kernel_attention(
+            q, layer, *pools, recent, reads, position_R, gpu=gpu, interpret=True, **how
+        )
     )(q_RNH)
     assert found.dtype == q_RNH.dtype
     np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=tolerance, atol=tolerance)
@@ -118,6 +123,43 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
     return engine, {program.name: program for program in engine.programs(params)}
 
 
+def test_gpus_decode_with_their_kernel():
+    """From Ampere on, where pages and heads are powers of two; it becomes a program of Pallas' compiler for GPUs."""
+
+    def decodes(generation: str, wanted: bool | None = None, width: int = WIDTH) -> bool:
+        device = types.SimpleNamespace(device_kind="a GPU", platform="gpu", compute_capability=generation)
+        mesh: Any = types.SimpleNamespace(devices=np.array([device], object), shape={"tensor": 1})
+        model = gemma2_config(
+            vocab_size=512, num_layers=2, model_dim=256, ffn_dim=512, num_heads=8, num_kv_heads=4, head_dim=width
+        )
+        return chosen(wanted, model, mesh, TOKENS, ReadShape(2, 4, 16, 16), jnp.dtype("bfloat16"))
+
+    assert decodes("8.0") and decodes("9.0") and decodes("12.0") and decodes("9.0", wanted=True)
+    assert not decodes("9.0", wanted=False) and not decodes("7.5") and not decodes("gfx942")
+    assert not decodes("9.0", width=80)
+    reads = reads_of()
+    shape = jax.ShapeDtypeStruct((LAYERS, PAGES, KEYS, TOKENS, WIDTH), "bfloat16")
+    recent = attention.Partial(
+        jnp.zeros((6, KEYS, GROUP)), jnp.zeros((6, KEYS, GROUP)), jnp.zeros((6, KEYS, GROUP, WIDTH))
+    )
+
+    def attend(q_RNH: Any, keys: Any, values: Any) -> Any:
+        how = {"window": jnp.int32(64), "softcap": 5.0, "gpu": True}
+        return attention.kernel_attention(q_RNH, 1, keys, values, recent, reads, jnp.zeros(6, jnp.int32), **how)
+
+    query = jax.ShapeDtypeStruct((6, KEYS * GROUP, WIDTH), "bfloat16")
+    text = _lowered_for_a_gpu(attend, query, shape, shape)
+    assert text.count("__gpu$xla.gpu.triton") == 2 and "stablehlo.while" not in text
+
+
+def _lowered_for_a_gpu(function: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> str:
+    of = jax.sharding.AbstractDevice
+    platform = {"platform": "gpu"} if "platform" in inspect.signature(of).parameters else {}
+    device = of(device_kind="NVIDIA H100", num_cores=None, **platform)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.nightly("podrl/rollout/page_attention.py")
 @pytest.mark.slow
 @needs_libtpu
@@ -145,9 +187,9 @@ def test_refused_where_it_cannot_be():
         vocab_size=512, num_layers=2, model_dim=256, ffn_dim=512, num_heads=8, num_kv_heads=4, head_dim=128
     )
     assert not chosen(None, model, mesh, 64, ReadShape(2, 4, 16, 16), jnp.dtype("float32"))
-    with pytest.raises(ValueError, match=r"rollout\.page_kernel=True needs a TPU, .* here cpu, 4 key heads of 128"):
+    with pytest.raises(ValueError, match=r"page_kernel=True needs an NVIDIA GPU, .* here cpu, 4 key heads of 128"):
         chosen(True, model, mesh, 64, ReadShape(2, 4, 16, 16), jnp.dtype("float32"))
     config = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8, kv_cache_size=16, lanes=2, page_kernel=True)
     worker = RolloutWorker(model, mesh, config, pad_id=0, eos_ids=(1,), decode=lambda ids: "", seed=0)
-    with pytest.raises(ValueError, match=r"rollout\.page_kernel=True needs a TPU"):
+    with pytest.raises(ValueError, match=r"rollout\.page_kernel=True needs an NVIDIA GPU"):
         worker.warm_up(decoder.init_params(model, jax.random.key(0), jnp.dtype("float32")), lambda line: None)

@@ -119,3 +119,12 @@ def test_leaves_that_are_alike_share_a_program():
         sums = tree_sums(tree)
     assert len(compiled) == 3  # of two shapes, and of what gathers ten sums
     assert sums == tree_sums({name: np.asarray(leaf) for name, leaf in tree.items()}) and len(set(sums.values())) == 10
+
+
+def test_an_accelerator_sums_in_one_pass():
+    """The runs and the loop of the CPU's form are for its compiler; a GPU starts a kernel for each turn of a loop."""
+    leaf = jax.ShapeDtypeStruct((1 << 12, 256), "float32")
+    traced = jax.jit(lambda x: bits.shard_sum(x, [0, 0])).trace(leaf)
+    assert "stablehlo.while" in traced.lower().as_text()
+    for platform in ("cuda", "tpu"):
+        assert "stablehlo.while" not in traced.lower(lowering_platforms=(platform,)).as_text()
