@@ -12,7 +12,7 @@ import shutil
 
 import jax
 import pytest
-from processes import SMALL, comparable, run, same_end
+from processes import SMALL, TWO_DEVICES, comparable, run, same_end
 
 from podrl.export import restore_params
 from podrl.rundir import identity
@@ -32,7 +32,7 @@ JOB = (
     *SMALL,
     *(f"--config.trainer.max_steps={STEPS}", "--config.checkpoint.every=1", "--config.eval.problems=4"),
     *("--config.model.lora.rank=4", "--config.grpo.max_staleness=1", "--config.log.to=tensorboard"),
-    "--config.checkpoint.keep=3",
+    *("--config.checkpoint.keep=3", TWO_DEVICES),
 )
 NEWEST = str(STEPS)
 WITH_PENDING = str(STEPS - 1)  # the batch of the last step was in flight

@@ -1,4 +1,4 @@
-"""A mixture of sources as a job: killed at several steps it ends bitwise as an undisturbed run."""
+"""A mixture of sources as a job: killed and resumed it ends bitwise as an undisturbed run."""
 
 import json
 import re
@@ -11,7 +11,8 @@ from processes import TWO_DEVICES, environment, job, run, same_end, trained_step
 pytestmark = pytest.mark.e2e
 
 
-def test_a_mixture_killed_at_several_steps_ends_as_an_undisturbed_run(tmp_path):
+def test_a_mixture_killed_between_two_checkpoints_ends_as_an_undisturbed_run(tmp_path):
+    """At every other batch a mixture resumes in tests/data/test_mixtures.py."""
     rows = [{"task": f"Ann has {i} pens.{' She counts.' * (i % 9)}", "answer": f"{i}", "id": i} for i in range(40)]
     (tmp_path / "pens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(
@@ -36,11 +37,11 @@ def test_a_mixture_killed_at_several_steps_ends_as_an_undisturbed_run(tmp_path):
     flags += [f"--config.data.cache={tmp_path / 'cache'}", "--config.rollout.max_prompt_length=64"]
     whole = run(tmp_path / "whole" / "run", *flags)
     workdir = tmp_path / "killed" / "run"
-    for step in (1, 3, 5):
-        with job(workdir, *flags) as started:
-            started.wait_for_step(step)
-            started.kill()
-    run(workdir, *flags)
+    with job(workdir, *flags) as started:
+        started.wait_for_step(3)
+        started.wait_for("a checkpoint", (workdir / "checkpoints" / "2").exists)  # a thread writes it
+        started.kill()
+    assert "Resumed after step" in run(workdir, *flags).stdout
     same_end(workdir, whole.workdir)
     assert trained_steps(workdir) == [1, 2, 3, 4, 5, 6]
     told = [json.loads((place / "sources.json").read_text()) for place in (workdir, whole.workdir)]

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from processes import SMALL, comparable, job, run, trained_steps
+from processes import SMALL, TWO_DEVICES, comparable, job, run, trained_steps
 
 from podrl.job.config import TINY
 
@@ -20,7 +20,7 @@ def sum_of(query: str) -> str:
     return str(sum(map(int, query.split("+"))))
 '''
 SHAPE = (
-    *("--config.trainer.max_steps=2", "--config.checkpoint.every=1", "--config.eval.problems=0"),
+    *("--config.trainer.max_steps=2", "--config.checkpoint.every=1", "--config.eval.problems=0", TWO_DEVICES),
     *(
         "--config.rollout.max_prompt_length=0",
         "--config.rollout.max_response_tokens=24",

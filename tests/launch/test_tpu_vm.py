@@ -17,6 +17,9 @@ import zipfile
 import pytest
 from waits import PATIENCE_S, until
 
+pytestmark = pytest.mark.nightly(  # the workers have no more of podrl than these
+    *("launch", "podrl/runtime/detect.py", "podrl/runtime/service.py", "podrl/launch.py", "podrl/job", "configs")
+)
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "launch" / "tpu_vm.sh"
 
