@@ -205,7 +205,7 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
     run = read_run(workdir)
     mesh = build.make_mesh("fsdp=-1", jax.local_devices())
     kind: Any = scalar if run.scores else decoder
-    trainable, _ = kind.split_trainable(kind.abstract_params(run.config, mesh, jnp.dtype(run.dtype)), run.config)
+    trainable, frozen = kind.split_trainable(kind.abstract_params(run.config, mesh, jnp.dtype(run.dtype)), run.config)
     step, params = restore_params(workdir, step, trainable)
     if run.config.lora.rank:
         if run.base is None:
@@ -213,6 +213,11 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
         # The base the adapters saw (rounded, under lora.base_dtype); fresh adapters give way to the trained ones.
         _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype), run.config.lora)
         params = kind.join_trainable(params, base)
+    elif frozen:
+        if run.base is None:
+            raise ValueError(f"{workdir} trained random weights, and its checkpoint lacks those that do not train.")
+        _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype))
+        params = kind.join_trainable(params, decoder.split_trainable(base, run.config)[1])
     return run, step, params
 
 

@@ -129,10 +129,11 @@ class Actor:
             self.reference, self._reference_model = given.params, given.config
             if given.config != dataclasses.replace(self.model, lora=LoraConfig()):
                 self._reference_logprobs = self._logprob_fn(given.config)
-        elif self.frozen:
+        elif self.model.lora.rank:
             self.reference = self.frozen
         else:
-            self.reference = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
+            copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
+            self.reference = decoder.join_trainable(copy, self.frozen)
 
     def prepare(self, loss: TokenLoss, weigh: TokenWeights | None = None, teacher: Distillation | None = None) -> None:
         """Builds the train step that minimises `loss`, and the program that reports `token_weights`.

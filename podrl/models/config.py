@@ -1,6 +1,7 @@
 """ModelConfig: every number and switch that distinguishes one supported decoder from another."""
 
 import dataclasses
+import itertools
 import re
 from typing import Annotated, Literal
 
@@ -20,11 +21,13 @@ class RopeScaling:
     """Settings of rotary-frequency scaling for long contexts.
 
     Attributes:
-      kind: 'none', 'linear' (all frequencies divided by `factor`) or 'llama3' (only the long wavelengths, smoothly).
+      kind: 'none', 'linear' (all frequencies divided by `factor`), 'llama3' (only the long wavelengths, smoothly) or
+        'proportional' (as linear, and only the highest frequencies, the share `turned` of them, turn at all: Gemma 4).
       factor: the stretch.
       low_freq_factor: llama3: wavelengths above `original_length / low_freq_factor` are stretched fully.
       high_freq_factor: llama3: wavelengths below `original_length / high_freq_factor` are left alone.
       original_length: llama3: context length of pre-training, tokens.
+      turned: proportional: share of the frequencies that are not 0.
     """
 
     kind: str = "none"
@@ -32,6 +35,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    turned: float = 1.0
 
 
 @section("model.lora")
@@ -127,13 +131,29 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of layers in a model whose layers are not all alike.
+
+    Attributes:
+      name: key of these layers' parameters under 'layers'.
+      num_kv_heads, head_dim: K and H.
+      key_is_value: the values are the keys before norm and rotation: there is no projection v.
+    """
+
+    name: str
+    num_kv_heads: int
+    head_dim: int
+    key_is_value: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a decoder-only transformer.
 
     Attributes:
       family: name of the architecture in checkpoints, e.g. 'gemma2'.
       vocab_size, num_layers, model_dim, ffn_dim: V, L, D, F.
-      num_heads, num_kv_heads, head_dim: N, K, H.
+      num_heads, num_kv_heads, head_dim: N, K, H; where layers are of several kinds, K and H are those of `kinds[0]`.
       activation: gate non-linearity: 'gelu_tanh', 'gelu' or 'silu'.
       norm_eps: added to the mean square in every RMS norm.
       norm_plus_one: norms scale by 1 + w (Gemma) instead of w.
@@ -150,6 +170,11 @@ class ModelConfig:
       max_length: longest sequence the checkpoint was made for, tokens.
       lora: adapters beside the projections.
       experts: routed feed-forwards in place of one of `ffn_dim`, in every layer; None where there are none.
+      v_norm: values are normalised per head, without a weight (Gemma 4).
+      layer_scalar: the output of every layer is multiplied by a number that does not train (Gemma 4).
+      key_is_value: as in Kind, where all layers are of one kind.
+      kinds: the kinds of layers; () where all layers are alike.
+      kind_L: per layer, index of its kind; () where all layers are alike.
     """
 
     family: str
@@ -177,10 +202,17 @@ class ModelConfig:
     max_length: int
     lora: LoraConfig = LoraConfig()
     experts: Experts | None = None
+    v_norm: bool = False
+    layer_scalar: bool = False
+    key_is_value: bool = False
+    kinds: tuple[Kind, ...] = ()
+    kind_L: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.experts is not None:
             self._check_adapters()
+        if self.kinds:
+            self._check_kinds()
         for name in ("window_L", "rope_theta_L", "rope_scaling_L"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers.")
@@ -195,7 +227,48 @@ class ModelConfig:
     @property
     def projections(self) -> tuple[str, ...]:
         """Names of the dense projections in a layer: with experts, only those of attention."""
-        return ATTENTION_PROJECTIONS if self.experts is not None else PROJECTIONS
+        names = ATTENTION_PROJECTIONS if self.experts is not None else PROJECTIONS
+        return tuple(name for name in names if name != "v" or not self.key_is_value)
+
+    def alike(self) -> tuple["ModelConfig", ...]:
+        """Returns for each kind of layers the configuration of a model of these layers alone, in the model's order.
+
+        A model whose layers are all alike is the only one of its own.
+        """
+        if not self.kinds:
+            return (self,)
+        return tuple(self._of_kind(k) for k in range(len(self.kinds)))
+
+    def _of_kind(self, k: int) -> "ModelConfig":
+        kind, layers = self.kinds[k], self.layers_of(k)
+        return dataclasses.replace(
+            self,
+            num_layers=len(layers),
+            num_kv_heads=kind.num_kv_heads,
+            head_dim=kind.head_dim,
+            key_is_value=kind.key_is_value,
+            window_L=tuple(self.window_L[i] for i in layers),
+            rope_theta_L=tuple(self.rope_theta_L[i] for i in layers),
+            rope_scaling_L=tuple(self.rope_scaling_L[i] for i in layers),
+            kinds=(),
+            kind_L=(),
+        )
+
+    def layers_of(self, k: int) -> tuple[int, ...]:
+        """Returns the indices of the layers of kind `k`."""
+        return tuple(i for i in range(self.num_layers) if not self.kinds or self.kind_L[i] == k)
+
+    def runs(self) -> tuple[tuple[tuple[int, int], ...], int]:
+        """Returns the shortest sequence of runs of equal layers that repeats to the whole model, and how often it does.
+
+        A run is (kind, number of layers).
+        """
+        kind_L = self.kind_L
+        if not self.kinds:
+            return ((0, self.num_layers),), 1
+        unit = next(n for n in range(1, len(kind_L) + 1) if kind_L[:n] * (len(kind_L) // n) == kind_L)
+        runs = tuple((kind, len(list(same))) for kind, same in itertools.groupby(kind_L[:unit]))
+        return runs, len(kind_L) // unit
 
     @property
     def active_ffn_dim(self) -> int:
@@ -210,6 +283,38 @@ class ModelConfig:
     def chosen_share(self) -> float:
         """Share of the routed experts that compute one token; 1 without experts."""
         return 1.0 if self.experts is None else self.experts.chosen / self.experts.count
+
+    def check_samples(self) -> None:
+        """Refuses a model that podrl cannot sample from. Raises ValueError."""
+        if self.kinds:
+            kinds = ", ".join(f"{k.name}: {k.num_kv_heads} key heads of {k.head_dim}" for k in self.kinds)
+            raise ValueError(
+                f"A {self.family} model has layers of several kinds ({kinds}), and a page pool has one size: podrl "
+                "cannot sample from this model yet. Train it on given answers (algorithm='sft', 'dpo', 'orpo', 'kto') "
+                "without an evaluation that samples (eval.problems=0, eval.sets=()), or score with it."
+            )
+
+    def _check_kinds(self) -> None:
+        names = [kind.name for kind in self.kinds]
+        if len(self.kinds) < 2 or len(set(names)) != len(names):
+            raise ValueError(
+                f"Kinds of layers {names} must be two or more, of different names; () is a model of one kind."
+            )
+        if len(self.kind_L) != self.num_layers or set(self.kind_L) != set(range(len(names))):
+            raise ValueError(
+                f"kind_L={self.kind_L} must name each of {names} by its index, for {self.num_layers} layers."
+            )
+        first = self.kinds[0]
+        own = (self.num_kv_heads, self.head_dim, self.key_is_value)
+        if own != (first.num_kv_heads, first.head_dim, first.key_is_value):
+            raise ValueError(
+                f"num_kv_heads, head_dim, key_is_value are {own}: they must be those of kinds[0], {first}."
+            )
+        if self.experts is not None:
+            raise ValueError(
+                f"A {self.family} model has layers of several kinds and experts: podrl has no such model yet."
+            )
+        self.alike()  # checks each kind
 
     def _check_adapters(self) -> None:
         """Refuses adapters and integer weights of experts; the default pattern means those of attention."""
@@ -226,7 +331,11 @@ class ModelConfig:
             )
 
     def inverse_frequencies(self) -> Float[np.ndarray, "L H/2"]:
-        """Computes every layer's rotary frequencies, radians per position (arXiv 2104.09864), with its scaling."""
+        """Computes every layer's rotary frequencies, radians per position (arXiv 2104.09864), with its scaling.
+
+        Only of a model whose layers are alike.
+        """
+        assert not self.kinds, "head_dim differs by kind: ask each of alike()"
         exponent_H = np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim
         rows = [
             _scale(theta**-exponent_H, scaling)
@@ -243,12 +352,15 @@ def _scale(freq_H: np.ndarray, scaling: RopeScaling) -> np.ndarray:
         return freq_H
     if scaling.kind == "linear":
         return freq_H / scaling.factor
+    if scaling.kind == "proportional":
+        turned = int(scaling.turned * len(freq_H))
+        return np.where(np.arange(len(freq_H)) < turned, freq_H / scaling.factor, 0.0)
     if scaling.kind == "llama3":
         wavelength_H = 2 * np.pi / freq_H
         span = scaling.high_freq_factor - scaling.low_freq_factor
         keep_H = np.clip((scaling.original_length / wavelength_H - scaling.low_freq_factor) / span, 0.0, 1.0)
         return keep_H * freq_H + (1 - keep_H) * freq_H / scaling.factor
-    raise ValueError(f"Rope scaling {scaling.kind!r} is not known: none, linear and llama3 are.")
+    raise ValueError(f"Rope scaling {scaling.kind!r} is not known: none, linear, llama3 and proportional are.")
 
 
 def gemma2_config(

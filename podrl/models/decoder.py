@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -78,7 +78,35 @@ def projection_inputs(name: str) -> int:
 
 
 def param_specs(config: ModelConfig) -> dict:
-    """Declares every parameter of the model, adapters included, as a tree of `Param` laid out like the parameters."""
+    """Declares every parameter of the model, adapters included, as a tree of `Param` laid out like the parameters.
+
+    Under 'layers' are the leaves of all layers, stacked; where layers are of several kinds, a stack for each kind.
+    """
+    unit = 0.0 if config.norm_plus_one else -1.0  # std -1: ones
+    specs: dict[str, Any] = {
+        "embed": Param((config.vocab_size, config.model_dim), ("vocab", "embed"), config.model_dim**-0.5),
+        "layers": as_layers([_layer_specs(alike) for alike in config.alike()], config),
+        "final_norm": Param((config.model_dim,), ("norm",), unit),
+    }
+    if not config.tie_embeddings:
+        specs["unembed"] = Param((config.model_dim, config.vocab_size), ("embed", "vocab"), config.model_dim**-0.5)
+    return specs
+
+
+def stacks_of(layers: Mapping[str, Any], config: ModelConfig) -> tuple[Any, ...]:
+    """Splits what a parameter tree holds under 'layers' into the leaves of each kind of layers."""
+    return tuple(layers[kind.name] for kind in config.kinds) or (layers,)
+
+
+def as_layers(stacks: Sequence[Any], config: ModelConfig) -> dict[str, Any]:
+    """Joins the leaves of each kind of layers into what a parameter tree holds under 'layers'."""
+    if not config.kinds:
+        return stacks[0]
+    return {kind.name: stack for kind, stack in zip(config.kinds, stacks, strict=True)}
+
+
+def _layer_specs(config: ModelConfig) -> dict[str, Param]:
+    """Declares the parameters of layers that are alike, stacked."""
     size = {
         "D": config.model_dim,
         "N": config.num_heads,
@@ -91,7 +119,7 @@ def param_specs(config: ModelConfig) -> dict:
     def layer(name: str, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: str = ""):
         layers[name] = Param((config.num_layers, *shape), ("layers", *axes), std, dtype)
 
-    unit = 0.0 if config.norm_plus_one else -1.0  # std -1: ones
+    unit = 0.0 if config.norm_plus_one else -1.0
     for name in config.projections:
         _, letters, axes = _PROJECTIONS[name]
         shape = tuple(size[c] for c in letters)
@@ -117,14 +145,9 @@ def param_specs(config: ModelConfig) -> dict:
     if config.qk_norm:
         layer("q_norm", (config.head_dim,), ("norm",), unit)
         layer("k_norm", (config.head_dim,), ("norm",), unit)
-    specs: dict[str, Any] = {
-        "embed": Param((config.vocab_size, config.model_dim), ("vocab", "embed"), config.model_dim**-0.5),
-        "layers": layers,
-        "final_norm": Param((config.model_dim,), ("norm",), unit),
-    }
-    if not config.tie_embeddings:
-        specs["unembed"] = Param((config.model_dim, config.vocab_size), ("embed", "vocab"), config.model_dim**-0.5)
-    return specs
+    if config.layer_scalar:
+        layer("layer_scalar", (1,), ("norm",), -1.0)
+    return layers
 
 
 def is_param(leaf: Any) -> bool:
@@ -165,36 +188,45 @@ def is_adapter(name: str) -> bool:
 def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree]:
     """Splits parameters into (trainable, frozen): under LoRA adapters and base, else everything and an empty tree.
 
-    A router's selection bias has no gradient and is always frozen: weight decay would pull it to 0.
+    A router's selection bias and a layer's scalar have no gradient and are always frozen: weight decay would pull them
+    to 0.
     """
-    trains = is_adapter if config.lora.rank else lambda name: name != "selection_bias"
-    trainable = {k: v for k, v in params["layers"].items() if trains(k)}
-    rest = {k: v for k, v in params["layers"].items() if not trains(k)}
+    trains = is_adapter if config.lora.rank else lambda name: name not in ("selection_bias", "layer_scalar")
+    stacks = stacks_of(params["layers"], config)
+    trainable = as_layers([{k: v for k, v in stack.items() if trains(k)} for stack in stacks], config)
+    frozen = [{k: v for k, v in stack.items() if not trains(k)} for stack in stacks]
+    rest = as_layers(frozen, config)
     if config.lora.rank:
         return {"layers": trainable}, {**params, "layers": rest}
-    return ({**params, "layers": trainable}, {"layers": rest}) if rest else (params, {})
+    return ({**params, "layers": trainable}, {"layers": rest}) if any(frozen) else (params, {})
 
 
 def join_trainable(trainable: PyTree, frozen: PyTree) -> PyTree:
-    """Joins what `split_trainable` split, without a copy."""
+    """Joins what `split_trainable` split, without a copy; of a leaf in both trees the trainable one counts."""
     if not frozen:
         return trainable
-    return {**frozen, **trainable, "layers": {**frozen["layers"], **trainable["layers"]}}
+    nested = [key for key in trainable.keys() & frozen.keys() if isinstance(trainable[key], Mapping)]
+    return {**frozen, **trainable, **{key: join_trainable(trainable[key], frozen[key]) for key in nested}}
 
 
-def layer_infos(config: ModelConfig) -> LayerInfo:
-    """Stacks LayerInfo over L."""
-    return LayerInfo(
-        index=jnp.arange(config.num_layers, dtype=jnp.int32),
-        freq_H=jnp.asarray(config.inverse_frequencies()),
-        window=jnp.asarray(config.windows()),
+def layer_infos(config: ModelConfig) -> tuple[LayerInfo, ...]:
+    """Stacks the LayerInfo of each kind of layers."""
+    return tuple(
+        LayerInfo(
+            index=jnp.asarray(config.layers_of(k), jnp.int32) if config.kinds else jnp.arange(config.num_layers),
+            freq_H=jnp.asarray(alike.inverse_frequencies()),
+            window=jnp.asarray(alike.windows()),
+        )
+        for k, alike in enumerate(config.alike())
     )
 
 
-def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
+def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
     """Normalises to x / rms(x) over the last axis, scaled; computed in float32, returned in x's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
+    if weight is None:
+        return wide.astype(x.dtype)
     scale = weight.astype(jnp.float32) + (1.0 if config.norm_plus_one else 0.0)
     return (wide * scale).astype(x.dtype)
 
@@ -279,6 +311,9 @@ def block(
 ) -> tuple[Float[Array, "B T D"], Any, Int[Array, "B T k"] | None]:
     """Applies one transformer layer.
 
+    Args:
+      config: of a model whose layers are all like this one, see `ModelConfig.alike`.
+
     Returns:
       (the residual stream, whatever `attend` returned, the experts that `routed` chose; None without experts).
     """
@@ -296,8 +331,11 @@ def block(
 
     h_BTD = norm("pre_attn_norm", x_BTD)
     q_BTNH = norm("q_norm", proj("q", h_BTD))
-    k_BTKH = norm("k_norm", proj("k", h_BTD))
-    v_BTKH = proj("v", h_BTD)
+    plain_BTKH = proj("k", h_BTD)
+    k_BTKH = norm("k_norm", plain_BTKH)
+    v_BTKH = plain_BTKH if config.key_is_value else proj("v", h_BTD)
+    if config.v_norm:
+        v_BTKH = rms_norm(v_BTKH, None, config)
     q_BTNH = keep(rotate(q_BTNH, position_BT, info.freq_H), "batch", "time", "heads", "head_dim")
     k_BTKH = keep(rotate(k_BTKH, position_BT, info.freq_H), "batch", "time", "kv_heads", "head_dim")
     out_BTNH, state = attend(q_BTNH * jnp.asarray(config.query_scale, q_BTNH.dtype), k_BTKH, v_BTKH, info)
@@ -312,7 +350,10 @@ def block(
     gate_BTF = moe.ACTIVATIONS[config.activation](proj("gate", h_BTD))
     h_BTF = keep(gate_BTF * proj("up", h_BTD), "batch", "time", "mlp")
     out_BTD = keep(proj("down", h_BTF), "batch", "time", "act")
-    return x_BTD + norm("post_mlp_norm", out_BTD), state, None
+    x_BTD = x_BTD + norm("post_mlp_norm", out_BTD)
+    if config.layer_scalar:
+        x_BTD = x_BTD * jax.lax.stop_gradient(layer["layer_scalar"]).astype(x_BTD.dtype)
+    return x_BTD, state, None
 
 
 def embed(
@@ -448,36 +489,68 @@ def replayed(
     """
     dropping = config.lora.rank > 0 and config.lora.dropout > 0
 
-    def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo) -> tuple[Array, None]:
-        out = attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            segment_BT,
-            window=info.window,
-            softcap=config.attn_softcap,
-            shared=None if prefix_BT is None else (prefix_BT, position_BT),
-            mesh=mesh,
-            windows=config.window_L,
-        )
-        return out, None
+    def step_of(alike: ModelConfig) -> Callable:
+        def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo) -> tuple[Array, None]:
+            out = attention(
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                segment_BT,
+                window=info.window,
+                softcap=config.attn_softcap,
+                shared=None if prefix_BT is None else (prefix_BT, position_BT),
+                mesh=mesh,
+                windows=alike.window_L,
+            )
+            return out, None
 
-    def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[Array, Array | None]:
-        layer, info, given_BTk = xs
-        drop = drop_nothing
-        if dropping and dropout_key is not None:
-            drop = adapter_dropout(config, dropout_key, info.index)
+        def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[Array, Array | None]:
+            layer, info, given_BTk = xs
+            drop = drop_nothing
+            if dropping and dropout_key is not None:
+                drop = adapter_dropout(config, dropout_key, info.index)
 
-        def routed(h_BTD: Array, layer: PyTree, info: LayerInfo) -> tuple[Array, Array]:
-            return moe.feed_forward(h_BTD, layer, info.index, config, mesh=mesh, tpu=on_tpu(mesh), route_BTk=given_BTk)
+            def routed(h_BTD: Array, layer: PyTree, info: LayerInfo) -> tuple[Array, Array]:
+                return moe.feed_forward(
+                    h_BTD, layer, info.index, config, mesh=mesh, tpu=on_tpu(mesh), route_BTk=given_BTk
+                )
 
-        x_BTD, _, own_BTk = block(x_BTD, layer, info, position_BT, config, attend, mesh, drop, routed)
-        return x_BTD, None if given_BTk is None else own_BTk
+            x_BTD, _, own_BTk = block(x_BTD, layer, info, position_BT, alike, attend, mesh, drop, routed)
+            return x_BTD, None if given_BTk is None else own_BTk
+
+        return step if remat == "none" else jax.checkpoint(step, policy=_REMAT[remat], prevent_cse=False)
 
     if remat == "offload":
         _check_offload(mesh)
-    if remat != "none":
-        step = jax.checkpoint(step, policy=_REMAT[remat], prevent_cse=False)
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)
-    x_BTD, own_LBTk = jax.lax.scan(step, x_BTD, (params["layers"], layer_infos(config), route_LBTk))
+    stacks = zip(stacks_of(params["layers"], config), layer_infos(config), strict=True)
+    steps = [step_of(alike) for alike in config.alike()]
+    x_BTD, own_LBTk = _over_layers(steps, x_BTD, [(*stack, route_LBTk) for stack in stacks], config)
     return rms_norm(x_BTD, params["final_norm"], config), own_LBTk
+
+
+def _over_layers(
+    steps: Sequence[Callable], x_BTD: Array, stacks: Sequence[PyTree], config: ModelConfig
+) -> tuple[Array, Any]:
+    """Applies all layers in turn: a scan over each run of equal layers, and one over the repetitions of these runs.
+
+    Args:
+      steps: for each kind of layers, step(x_BTD, layer) -> (x_BTD, result).
+      stacks: for each kind, what `step` takes for a layer, stacked over the layers of the kind.
+
+    Returns:
+      (the residual stream, the results stacked over the layers; None where layers are of several kinds).
+    """
+    if not config.kinds:
+        return jax.lax.scan(steps[0], x_BTD, stacks[0])
+    runs, times = config.runs()
+
+    def repetition(x_BTD: Array, stacks: Sequence[PyTree]) -> tuple[Array, None]:
+        first = [0] * len(steps)
+        for kind, count in runs:
+            part = slice(first[kind], first[kind] + count)
+            x_BTD, _ = jax.lax.scan(steps[kind], x_BTD, jax.tree.map(lambda a: a[part], stacks[kind]))  # noqa: B023
+            first[kind] += count
+        return x_BTD, None
+
+    return jax.lax.scan(repetition, x_BTD, jax.tree.map(lambda a: a.reshape(times, -1, *a.shape[1:]), stacks))

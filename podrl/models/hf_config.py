@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from podrl.models.config import GLOBAL_WINDOW, Experts, ModelConfig, RopeScaling
+from podrl.models.config import GLOBAL_WINDOW, Experts, Kind, ModelConfig, RopeScaling
 from podrl.models.hf_fields import COMPUTED, reads, refuse_unknown, refuse_unread
 from podrl.models.tensor_files import has_own_head
 from podrl.runtime.regular import load_object
@@ -20,7 +20,7 @@ class Family:
     Attributes:
       model_type: the value of config.json's model_type.
       architecture: the class name written on export.
-      gemma: embeddings scaled by sqrt(D), norms scale by 1 + w.
+      gemma: embeddings scaled by sqrt(D); norms scale by 1 + w (Gemma 4: by w).
       post_norms, qk_norm, qkv_bias: as in ModelConfig.
       defaults: values of fields that config.json may leave out.
     """
@@ -60,6 +60,17 @@ _GEMMA2 = _GEMMA | {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
+_GEMMA4 = _GEMMA | {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "attention_k_eq_v": False,
+    "global_head_dim": 512,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}
 _QWEN = _LLAMA | {"max_window_layers": 28, "use_sliding_window": False, "sliding_window": 4096}
 _QWEN3_MOE = _LLAMA | {
     "num_key_value_heads": 4,
@@ -80,6 +91,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": Family("gemma", "GemmaForCausalLM", True, False, False, False, _GEMMA),
     "gemma2": Family("gemma2", "Gemma2ForCausalLM", True, True, False, False, _GEMMA2),
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", True, True, True, False, _GEMMA3),
+    "gemma4": Family("gemma4_text", "Gemma4ForCausalLM", True, True, True, False, _GEMMA4),
     "llama": Family("llama", "LlamaForCausalLM", False, False, False, False, _LLAMA),
     "mistral": Family("mistral", "MistralForCausalLM", False, False, False, False, _LLAMA | {"sliding_window": 4096}),
     "mixtral": Family("mixtral", "MixtralForCausalLM", False, False, False, False, _MIXTRAL),
@@ -111,7 +123,7 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
     """Translates the fields of a config.json; `where` names the file in errors. Raises as `read_config`."""
     name, fields = _family_of(raw, where)
     family = FAMILIES[name]
-    refuse_unknown(fields, where)
+    refuse_unknown(name, fields, where)
     read = {k: v for k, v in fields.items() if reads(name, k)}
     known = {**family.defaults, **{k: v for k, v in read.items() if v is not None}}
 
@@ -131,10 +143,13 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         raise ValueError(f"{where} has head_dim={head_dim}: it must be even, because rotary positions turn pairs.")
     window = _window(name, known, read)
     sliding = _sliding_layers(name, known, layers, window, where)
+    kinds, kind_L = _kinds(name, known, fields, sliding, where)
     theta_L, scaling_L = _rope(name, known, read, sliding, where)
     given, activation = _activation(name, known, where)
     refuse_unread(name, fields, head_dim=head_dim, theta_L=theta_L, activation=given, sliding=sliding, where=where)
-    query_scale = known["query_pre_attn_scalar"] ** -0.5 if name in ("gemma2", "gemma3") else head_dim**-0.5
+    query_scale = 1.0 if name == "gemma4" else head_dim**-0.5
+    if name in ("gemma2", "gemma3"):
+        query_scale = known["query_pre_attn_scalar"] ** -0.5
     return ModelConfig(
         family=name,
         vocab_size=need("vocab_size"),
@@ -146,7 +161,7 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         head_dim=head_dim,
         activation=activation,
         norm_eps=need("rms_norm_eps"),
-        norm_plus_one=family.gemma,
+        norm_plus_one=family.gemma and name != "gemma4",
         post_norms=family.post_norms,
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
@@ -160,7 +175,47 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         rope_scaling_L=scaling_L,
         max_length=need("max_position_embeddings"),
         experts=_experts(name, known, where),
+        v_norm=name == "gemma4",
+        layer_scalar=name == "gemma4",
+        kinds=kinds,
+        kind_L=kind_L,
     )
+
+
+def _kinds(
+    name: str, known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
+) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    """Reads the two kinds of layers of a Gemma 4: with a window, and without one, whose heads are of another size."""
+    if name != "gemma4":
+        return (), ()
+    if fields.get("hidden_size_per_layer_input", 256):
+        raise ValueError(
+            f"{where} lacks hidden_size_per_layer_input=0: the model has embeddings for each layer (Gemma 4 E2B and "
+            "E4B), which podrl does not compute yet."
+        )
+    if sliding[-1] or not any(sliding):
+        raise ValueError(
+            f"{where} has layer_types that podrl does not compute: some must slide, and the last must not."
+        )
+    near = {"num_key_value_heads": known["num_key_value_heads"], "head_dim": known["head_dim"]}
+    change = {"head_dim": known["global_head_dim"]}
+    if known["attention_k_eq_v"] and known.get("num_global_key_value_heads"):
+        change["num_key_value_heads"] = known["num_global_key_value_heads"]
+    if "per_layer_config" in known:  # the later spelling, which has the last word
+        given = {int(i): dict(changes) for i, changes in known["per_layer_config"].items() if changes}
+        full = [i for i, slides in enumerate(sliding) if not slides]
+        change = given.get(full[0], {})
+        if given != {i: change for i in full if change} or set(change) - set(near):
+            raise ValueError(
+                f"{where} has per_layer_config={known['per_layer_config']!r}: it must give num_key_value_heads and "
+                f"head_dim of the layers {full} of full_attention, the same for all, and nothing else."
+            )
+    wide = near | change
+    kinds = (
+        Kind("sliding", near["num_key_value_heads"], near["head_dim"]),
+        Kind("full", wide["num_key_value_heads"], wide["head_dim"], known["attention_k_eq_v"]),
+    )
+    return kinds, tuple(0 if slides else 1 for slides in sliding)
 
 
 def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
@@ -185,7 +240,7 @@ def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
 
 def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
     model_type = raw.get("model_type")
-    if model_type == "gemma3" and isinstance(raw.get("text_config"), Mapping):
+    if model_type in ("gemma3", "gemma4") and isinstance(raw.get("text_config"), Mapping):
         # The image-and-text checkpoint: podrl computes its text decoder.
         inner = raw["text_config"]
         outer = {k: v for k, v in raw.items() if v is not None and (k in COMPUTED or k == "quantization_config")}
@@ -194,7 +249,7 @@ def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, An
                 raise ValueError(
                     f"{where} has {key}={value!r} and in text_config {key}={inner[key]!r}: they must be the same."
                 )
-        return "gemma3", {**inner, **outer}
+        return model_type, {**inner, **outer}
     for name, family in FAMILIES.items():
         if family.model_type == model_type:
             return name, raw
@@ -241,6 +296,8 @@ def _sliding_layers(
         sliding = tuple(k == "sliding_attention" for k in kinds)
     elif name in ("gemma2", "gemma3"):
         sliding = tuple(bool((i + 1) % known["sliding_window_pattern"]) for i in range(layers))
+    elif name == "gemma4":
+        sliding = tuple(bool((i + 1) % 6) and i + 1 < layers for i in range(layers))
     elif name in ("qwen2", "qwen3"):
         return tuple(window is not None and i >= known["max_window_layers"] for i in range(layers))
     else:
@@ -257,7 +314,7 @@ def _rope(
     name: str, known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
 ) -> tuple[tuple[float, ...], tuple[RopeScaling, ...]]:
     """Reads every layer's rotary base and scaling, from rope_theta and rope_scaling, or from rope_parameters."""
-    shared = _given(fields.get("rope_parameters"))
+    shared = _given(known.get("rope_parameters"))
     theta = float(known.get("rope_theta", 10_000.0))
     local = known.get("rope_local_base_freq")
     full = {"rope_theta": theta, **_given(fields.get("rope_scaling"))}
@@ -265,10 +322,10 @@ def _rope(
     old = {True: near, False: full}
     kinds = {"full_attention", "sliding_attention"}
     if kinds & set(shared):
-        if name != "gemma3" or not set(shared) <= kinds:
+        if name not in ("gemma3", "gemma4") or not set(shared) <= kinds:
             raise ValueError(
-                f"{where} has rope_parameters={shared!r}: only a gemma3 model has other positions in layers with a "
-                "window, and then it must hold nothing but full_attention and sliding_attention."
+                f"{where} has rope_parameters={shared!r}: only a gemma3 or gemma4 model has other positions in layers "
+                "with a window, and then it must hold nothing but full_attention and sliding_attention."
             )
         full = {"rope_theta": full["rope_theta"], **_given(shared.get("full_attention", full))}
         near = {"rope_theta": near["rope_theta"], **_given(shared.get("sliding_attention", near))}
@@ -300,6 +357,7 @@ def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple
         "default": set(),
         "linear": {"factor"},
         "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+        "proportional": {"factor", "partial_rotary_factor"},
     }
     kind = given.get("rope_type") or given.get("type") or "default"
     if given.get("type") not in (None, kind):
@@ -314,6 +372,11 @@ def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple
     try:
         if kind == "linear":
             return theta, RopeScaling("linear", factor=float(given["factor"]))
+        if kind == "proportional":
+            turned = float(given.get("partial_rotary_factor", 1.0))
+            if turned > 1:
+                raise ValueError(f"{where} has partial_rotary_factor={turned:g}: it must be at most 1.")
+            return theta, RopeScaling("proportional", factor=float(given.get("factor", 1.0)), turned=turned)
         if kind == "llama3":
             low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
             if low >= high:
@@ -349,12 +412,26 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["query_pre_attn_scalar"] = _whole(config.query_scale**-2)
         raw["attn_logit_softcapping"] = config.attn_softcap or None
         raw["final_logit_softcapping"] = config.logit_softcap or None
+    if config.family == "gemma4":
+        raw |= _gemma4_fields(config)
     raw |= _window_fields(config) | _rope_fields(config) | _expert_fields(config)
     back = dataclasses.replace(config_from_hf(raw), lora=config.lora)
     same_scale = math.isclose(back.query_scale, config.query_scale, rel_tol=1e-6)
     if not same_scale or dataclasses.replace(back, query_scale=config.query_scale) != config:
         raise ValueError(f"This {config.family} configuration has no form in Hugging Face's config.json: {config}.")
     return raw
+
+
+def _gemma4_fields(config: ModelConfig) -> dict[str, Any]:
+    full = config.kinds[1]
+    return {
+        "final_logit_softcapping": config.logit_softcap or None,
+        "global_head_dim": full.head_dim,
+        "num_global_key_value_heads": full.num_kv_heads if full.key_is_value else None,
+        "attention_k_eq_v": full.key_is_value,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    }
 
 
 def _expert_fields(config: ModelConfig) -> dict[str, Any]:
@@ -378,7 +455,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
     sliding = [w != GLOBAL_WINDOW for w in config.window_L]
     window = min(config.window_L)
     fields: dict[str, Any] = {}
-    if config.family in ("gemma2", "gemma3", "qwen2", "qwen3"):
+    if reads(config.family, "layer_types"):
         fields["layer_types"] = ["sliding_attention" if s else "full_attention" for s in sliding]
     if reads(config.family, "use_sliding_window"):
         fields["use_sliding_window"] = any(sliding)
@@ -398,9 +475,12 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_theta": theta}
     if old:
         fields["rope_scaling"] = old
-    if config.family == "gemma3":
+    if config.family in ("gemma3", "gemma4"):
         local_theta, local_scaling = scaling_of.get(True, (10_000.0, RopeScaling()))
-        fields["rope_local_base_freq"] = local_theta
+        if config.family == "gemma3":
+            fields["rope_local_base_freq"] = local_theta
+        else:
+            fields = {}
         fields["rope_parameters"] = {
             "full_attention": {"rope_theta": theta, **(old or {"rope_type": "default"})},
             "sliding_attention": {
@@ -416,6 +496,9 @@ def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
         return {}
     if scaling.kind == "linear":
         return {"rope_type": "linear", "factor": scaling.factor}
+    if scaling.kind == "proportional":
+        stretch = {} if scaling.factor == 1 else {"factor": scaling.factor}
+        return {"rope_type": "proportional", "partial_rotary_factor": scaling.turned, **stretch}
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,

@@ -13,10 +13,12 @@ EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "moe_intermediate_size": ("qwen3_moe",),
     "norm_topk_prob": ("qwen3_moe",),
 }
+_GEMMA4 = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config")
 # Fields podrl computes with.
 COMPUTED = frozenset(
     (
         *EXPERT_FIELDS,
+        *_GEMMA4,
         "vocab_size",
         "hidden_size",
         "intermediate_size",
@@ -84,6 +86,9 @@ _IGNORABLE = frozenset(
         "bad_words_ids",
         "length_penalty",
         "output_router_logits",
+        "vocab_size_per_layer_input",  # without hidden_size_per_layer_input
+        "use_double_wide_mlp",  # without num_kv_shared_layers
+        "top_k_experts",  # without enable_moe_block
         "router_aux_loss_coef",  # of a loss beside the model's, which podrl does not add
     )
 )
@@ -93,6 +98,9 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "attention_dropout": (0, 0.0, None),
     "mlp_bias": (False, None),
     "use_bidirectional_attention": (False, None),
+    "hidden_size_per_layer_input": (0, None),
+    "num_kv_shared_layers": (0, None),
+    "enable_moe_block": (False, None),
     "partial_rotary_factor": (1, 1.0, None),
     "quantization_config": (None,),
     "is_encoder_decoder": (False, None),
@@ -103,22 +111,28 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([], None),
     "router_jitter_noise": (0, 0.0, None),
 }
+# Values that only the model of one family computes the same way.
+_FIXED_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "gemma4": {"use_bidirectional_attention": ("vision",)},  # of images' tokens; Gemma 3 takes it for all tokens
+}
 _GEMMA23 = ("gemma2", "gemma3")
+_GEMMA234 = (*_GEMMA23, "gemma4")
 _QWEN = ("qwen2", "qwen3")
 # Families whose model in transformers reads a field; those not named here are read by all.
 _READERS: Mapping[str, tuple[str, ...]] = {
     "attn_logit_softcapping": ("gemma2",),  # Gemma 3 stores it and computes without
-    "final_logit_softcapping": _GEMMA23,
+    "final_logit_softcapping": _GEMMA234,
     "query_pre_attn_scalar": _GEMMA23,
     "rope_local_base_freq": ("gemma3",),
-    "hidden_activation": _GEMMA23,
+    "hidden_activation": _GEMMA234,
     "hidden_act": ("gemma", "llama", "mistral", "mixtral", "qwen3_moe", *_QWEN),
-    "layer_types": (*_GEMMA23, *_QWEN),
-    "sliding_window": (*_GEMMA23, *_QWEN, "mistral", "mixtral", "qwen3_moe"),
+    "layer_types": (*_GEMMA234, *_QWEN),
+    "sliding_window": (*_GEMMA234, *_QWEN, "mistral", "mixtral", "qwen3_moe"),
     "sliding_window_pattern": ("gemma3",),
     "_sliding_window_pattern": (),
     "use_sliding_window": (*_QWEN, "qwen3_moe"),
     "max_window_layers": _QWEN,
+    **dict.fromkeys(_GEMMA4, ("gemma4",)),
     **EXPERT_FIELDS,
 }
 
@@ -174,28 +188,41 @@ def _rope(key: str, value: Any, where: str) -> None:
             _positive(f"{key}.{name}", inner, where)
 
 
-_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+def _overrides(key: str, value: Any, where: str) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(layer, Mapping) for layer in value.values()):
+        raise ValueError(f"{where} has {key}={value!r}: it must be an object of objects, one for each layer it names.")
+    for layer, fields in value.items():
+        for name, inner in fields.items():
+            _count(f"{key}.{layer}.{name}", inner, where)
+
+
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "partial_rotary_factor",
+)
 _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
     **dict.fromkeys(
         (
             *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
             *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
             *("sliding_window_pattern", "_sliding_window_pattern"),
+            *("global_head_dim", "num_global_key_value_heads"),
             *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         ),
         _count,
     ),
     **dict.fromkeys(("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping"), _number),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"), _positive),
-    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), _flag),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "attention_k_eq_v"), _flag),
     **dict.fromkeys(("hidden_act", "hidden_activation"), _text),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
     "layer_types": _texts,
     "max_window_layers": _layers,
+    "per_layer_config": _overrides,
 }
 
 
-def refuse_unknown(fields: Mapping[str, Any], where: str) -> None:
+def refuse_unknown(family: str, fields: Mapping[str, Any], where: str) -> None:
     """Refuses fields that podrl does not know, values it does not compute, and values of the wrong type.
 
     Raises:
@@ -203,7 +230,7 @@ def refuse_unknown(fields: Mapping[str, Any], where: str) -> None:
     """
     for key, value in fields.items():
         if key in _FIXED:
-            if value not in _FIXED[key]:
+            if value not in (*_FIXED[key], *_FIXED_OF.get(family, {}).get(key, ())):
                 raise ValueError(
                     f"{where} has {key}={value!r}, which podrl does not compute: it must be {_FIXED[key][0]!r}."
                 )
@@ -241,7 +268,7 @@ def refuse_unread(
     """
 
     def agrees(key: str, value: Any) -> bool:
-        if key in EXPERT_FIELDS:
+        if key in EXPERT_FIELDS or key in _GEMMA4:
             return False
         if key in ("attn_logit_softcapping", "final_logit_softcapping"):
             return value == 0

@@ -27,7 +27,9 @@ from podrl.runtime.storage import locate
 from podrl.types import PyTree
 
 # Tensors that carry nothing podrl needs: rotary frequencies, and what a text decoder leaves of an image model.
-_NOT_WEIGHTS = re.compile(r".*rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*")
+_NOT_WEIGHTS = re.compile(
+    r".*rotary_emb\.inv_freq|(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*"
+)
 # Names of the text decoder in checkpoints with several towers.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 _LISTED = 8
@@ -101,7 +103,7 @@ def load_entries(
         node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype), staging)
         refuse_nonfinite(node[name], entry.names(), where)
         if config.lora.base_dtype and name in PROJECTIONS:
-            node |= quantized_leaves(name, node[name], config, mesh)
+            node |= quantized_leaves(entry.leaf, node[name], config, mesh)
     return params
 
 

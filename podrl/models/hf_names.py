@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from podrl.models.config import ModelConfig
-from podrl.models.decoder import Param, is_adapter, param_specs, projection_inputs
+from podrl.models.decoder import Param, is_adapter, param_specs, projection_inputs, stacks_of
 
 _PROJECTION_MODULES = {
     "q": "self_attn.q_proj",
@@ -53,7 +53,7 @@ class Entry:
     """One parameter leaf and its tensors in a checkpoint.
 
     Attributes:
-      leaf: path in the parameter tree, e.g. ('layers', 'q').
+      leaf: path in the parameter tree, e.g. ('layers', 'q'), or ('layers', 'full', 'q') where layers are of kinds.
       name: tensor name; each '{}' stands for the layer and then the expert. Where gate and up are parts of the leaf,
         both names, of which the second is in `up_name`.
       stacked: dimensions of the leaf that are stacked from tensors: () is one tensor, (0,) one for each layer, (0, 1)
@@ -62,6 +62,7 @@ class Entry:
       inputs: leading dimensions (those stacked excluded) that a matrix contracts with its input; 0 for vectors and
         embeddings, which are stored as they are. A matrix is stored as [outputs, inputs].
       up_name: name of the tensors at 1 of the last stacked dimension, which then has the size 2; '' is none.
+      layers: number of each layer in the stack; () where the stack holds all layers.
     """
 
     leaf: tuple[str, ...]
@@ -70,6 +71,7 @@ class Entry:
     param: Param
     inputs: int
     up_name: str = ""
+    layers: tuple[int, ...] = ()
 
     def unstacked(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Leaves out the values of stacked dimensions from one value per dimension of the leaf."""
@@ -90,10 +92,11 @@ class Entry:
     def places(self) -> dict[str, tuple[int, ...]]:
         """Maps each tensor's name to its index in the stacked dimensions."""
         named = (self.name, self.up_name or self.name)
-        return {
-            named[index[-1] if self.up_name else 0].format(*index): index
-            for index in np.ndindex(*(self.param.shape[dim] for dim in self.stacked))
-        }
+        places = {}
+        for index in np.ndindex(*(self.param.shape[dim] for dim in self.stacked)):
+            numbers = (self.layers[index[0]], *index[1:]) if self.layers else index
+            places[named[index[-1] if self.up_name else 0].format(*numbers)] = index
+        return places
 
     def names(self) -> list[str]:
         """Lists tensor names, in the order of `places`."""
@@ -119,9 +122,14 @@ def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
     """Lists every leaf of the base model (or every adapter leaf, in PEFT's names) in the order of the forward pass."""
     specs = param_specs(config)
     found = []
-    for key, param in specs["layers"].items():
-        if is_adapter(key) == adapters:
-            found.append(_expert_entry(key, param, config) or _layer_entry(key, param, config))
+    for k, stack in enumerate(stacks_of(specs["layers"], config)):
+        for key, param in stack.items():
+            if is_adapter(key) == adapters:
+                entry = _expert_entry(key, param, config) or _layer_entry(key, param, config)
+                if config.kinds:
+                    leaf = ("layers", config.kinds[k].name, key)
+                    entry = dataclasses.replace(entry, leaf=leaf, layers=config.layers_of(k))
+                found.append(entry)
     if adapters:
         return found
     head = [Entry(("embed",), "model.embed_tokens.weight", (), specs["embed"], 0)]
@@ -138,7 +146,7 @@ def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
         return None
     first, *second = (f"model.layers.{{}}.{name}.weight" for name in names)
     stacked = {"router": (0,), "expert_in": (0, 1, 2), "expert_out": (0, 1)}[key]
-    return Entry(("layers", key), first, stacked, param, 1, *second)
+    return Entry(("layers", key), first, stacked, param, 1, second[0] if second else "")
 
 
 def _layer_entry(key: str, param: Param, config: ModelConfig) -> Entry:
@@ -152,6 +160,8 @@ def _layer_name(key: str, config: ModelConfig) -> tuple[str, int]:
     norms = _POST_NORM_FAMILY if config.post_norms else _NORMS
     if key in norms:
         return f"{prefix}{norms[key]}.weight", 0
+    if key == "layer_scalar":
+        return f"{prefix}layer_scalar", 0
     if key.endswith("_bias"):
         return f"{prefix}{module_of(key.removesuffix('_bias'))}.bias", 0
     projection, _, side = key.partition("_lora_")

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
 from podrl.models.config import ModelConfig
-from podrl.models.decoder import is_adapter
+from podrl.models.decoder import is_adapter, stacks_of
 from podrl.models.hf_config import config_to_hf
 from podrl.models.hf_names import Entry, entries, part_of
 from podrl.models.tensor_files import Outgoing, split_into_files, write_file, write_index
@@ -55,7 +55,7 @@ def save(
     Raises:
       ValueError: the directory holds something, or the model has adapters.
     """
-    if any(is_adapter(name) for name in params["layers"]):
+    if any(is_adapter(name) for stack in stacks_of(params["layers"], config) for name in stack):
         raise ValueError("A model with adapters cannot be saved as plain weights: merge it, or save the adapters.")
     name = np.dtype(dtype).name
     if name not in DTYPES:

@@ -13,7 +13,15 @@ from jaxtyping import Array
 
 from podrl.mesh import rules
 from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
-from podrl.models.decoder import Param, is_adapter, join_trainable, param_specs, projection_inputs
+from podrl.models.decoder import (
+    Param,
+    as_layers,
+    is_adapter,
+    join_trainable,
+    param_specs,
+    projection_inputs,
+    stacks_of,
+)
 from podrl.models.quantize import dequantized, sharding_of
 from podrl.types import PyTree
 
@@ -33,15 +41,20 @@ def with_adapters(
     Raises:
       ValueError: the model has adapters already.
     """
-    if any(is_adapter(name) for name in params["layers"]):
+    stacks = [dict(stack) for stack in stacks_of(params["layers"], config)]
+    if any(is_adapter(name) for stack in stacks for name in stack):
         raise ValueError("This model has adapters already: merge them first (podrl.models.lora.merge).")
     config = dataclasses.replace(config, lora=lora)
-    specs: Mapping[str, Param] = {k: v for k, v in param_specs(config)["layers"].items() if is_adapter(k)}
+    specs: list[tuple[dict, str, Param]] = [
+        (stack, name, declared[name])
+        for stack, declared in zip(stacks, stacks_of(param_specs(config)["layers"], config), strict=True)
+        for name in sorted(declared)
+        if is_adapter(name)
+    ]
     keys = jax.random.split(jax.random.key(seed), len(specs))
-    adapters = {
-        name: _fresh(spec, key, mesh, dtype) for (name, spec), key in zip(sorted(specs.items()), keys, strict=True)
-    }
-    return config, {**params, "layers": {**params["layers"], **adapters}}
+    for (stack, name, spec), key in zip(specs, keys, strict=True):
+        stack[name] = _fresh(spec, key, mesh, dtype)
+    return config, {**params, "layers": as_layers(stacks, config)}
 
 
 def _fresh(spec: Param, key: Array, mesh: Mesh, dtype: Any) -> Array:
@@ -69,7 +82,12 @@ def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
     Returns:
       The dense model; leaves without an adapter are shared with `params`.
     """
-    given = params["layers"]
+    layers = as_layers([_merged_stack(stack, params, config) for stack in stacks_of(params["layers"], config)], config)
+    return dataclasses.replace(config, lora=LoraConfig()), {**params, "layers": layers}
+
+
+def _merged_stack(given: Mapping[str, Array], params: PyTree, config: ModelConfig) -> dict[str, Array]:
+    """Folds the adapters of layers that are alike into their weights."""
     layers = {k: v for k, v in given.items() if not is_adapter(k) and not k.endswith("_scale")}
     for name in PROJECTIONS:
         if f"{name}_scale" in given:
@@ -77,7 +95,7 @@ def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
         if f"{name}_lora_a" in given:
             a, b = given[f"{name}_lora_a"], given[f"{name}_lora_b"]
             layers[name] = _merged(layers[name], a, b, config.lora.scale, projection_inputs(name))
-    return dataclasses.replace(config, lora=LoraConfig()), {**params, "layers": layers}
+    return layers
 
 
 def merging(config: ModelConfig, merged: PyTree) -> Callable[[PyTree, PyTree], PyTree]:

@@ -69,7 +69,7 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
         names = [f"{name}[{i}]" for i in range(leaf.shape[0])] if path[wrapped] == "layers" else [name]
         refuse_nonfinite(leaf, names, str(folder))
         if config.lora.base_dtype and path[-1] in PROJECTIONS:
-            return quantized_leaves(path[-1], leaf, config, mesh)
+            return quantized_leaves(path[wrapped:], leaf, config, mesh)
         return {path[-1]: leaf}
 
     abstract = jax.tree.map(shape, specs, is_leaf=is_param)

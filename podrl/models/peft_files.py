@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
-from podrl.models.decoder import is_adapter
+from podrl.models.decoder import as_layers, is_adapter, stacks_of
 from podrl.models.hf_load import load_entries, single_device_mesh
 from podrl.models.hf_names import entries, module_of
 from podrl.models.hf_save import finished_directory, is_writer, write_entries
@@ -148,7 +148,8 @@ def load_adapters(
     if not weights.exists():
         raise ValueError(f"{directory} has no {WEIGHTS_NAME}: give a directory written by PEFT or podrl.export.")
     config = dataclasses.replace(config, lora=lora)
-    base = {k: v for k, v in params["layers"].items() if not is_adapter(k)}
     mesh = single_device_mesh() if mesh is None else mesh
     read = load_entries(entries(config, adapters=True), scan_file(weights), config, mesh, dtype, where=str(directory))
-    return config, {**params, "layers": {**base, **read["layers"]}}
+    both = zip(stacks_of(params["layers"], config), stacks_of(read["layers"], config), strict=True)
+    layers = [{k: v for k, v in base.items() if not is_adapter(k)} | adapters for base, adapters in both]
+    return config, {**params, "layers": as_layers(layers, config)}

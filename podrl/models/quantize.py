@@ -1,6 +1,7 @@
 """Integer storage of frozen projection weights (QLoRA): int8 or int4 values with a scale per group of inputs."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,12 +37,16 @@ def quantize(weight: Array, *, axis: int, groups: int, dtype: str) -> tuple[Arra
     return values.astype(jnp.dtype(dtype)), jnp.squeeze(scale, axis + 1)
 
 
-def quantized_leaves(name: str, weight: Array, config: ModelConfig, mesh: Mesh) -> Mapping[str, Array]:
-    """Quantizes projection `name` (stacked over layers) into the leaves of a model with `config.lora.base_dtype`.
+def quantized_leaves(path: Sequence[str], weight: Array, config: ModelConfig, mesh: Mesh) -> Mapping[str, Array]:
+    """Quantizes a projection (stacked over layers) into the leaves of a model with `config.lora.base_dtype`.
 
     The weight is given up: its memory is reused.
+
+    Args:
+      path: of the projection in the parameter tree.
     """
-    specs = param_specs(config)["layers"]
+    *above, name = path
+    specs = functools.reduce(lambda node, key: node[key], above, param_specs(config))
     axis = projection_inputs(name)  # the last input dimension, behind the layers
     groups = specs[f"{name}_scale"].shape[axis]
     names = (name, f"{name}_scale")

@@ -25,18 +25,25 @@ def least_bytes(side: str, setting: Setting) -> float:
     state, frozen = state_lib.abstract_state(model, training.optimizer(), mesh, training.param_dtype)
     shape, tensor = setting.job.pack_shape(mesh), mesh.shape["tensor"]
     tokens = shape.rows * shape.tokens / batch_shards(mesh) / time_shards(mesh)
-    kept = model.model_dim
-    if training.remat in ("none", "dots"):
-        heads = model.num_heads + 2 * model.num_kv_heads
-        kept += (heads * model.head_dim + 2 * model.active_ffn_dim) / tensor
-    activations = tokens * model.num_layers * kept * jnp.dtype(training.dtype).itemsize
+    kept = 0.0
+    for alike in model.alike():
+        width = alike.model_dim
+        if training.remat in ("none", "dots"):
+            heads = alike.num_heads + 2 * alike.num_kv_heads
+            width += (heads * alike.head_dim + 2 * alike.active_ffn_dim) / tensor
+        kept += alike.num_layers * width
+    activations = tokens * kept * jnp.dtype(training.dtype).itemsize
     return device_bytes((state, frozen, setting.reference_params(mesh))) + activations
 
 
 def _forward(model: ModelConfig) -> float:
     """Counts operations per token of a model's projections."""
-    weights = model.model_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    return 2.0 * model.num_layers * (weights + 3 * model.active_ffn_dim * model.model_dim)
+    work = 0.0
+    for alike in model.alike():
+        keys = alike.num_kv_heads * (1 if alike.key_is_value else 2)
+        weights = alike.model_dim * alike.head_dim * (2 * alike.num_heads + keys)
+        work += 2.0 * alike.num_layers * (weights + 3 * alike.active_ffn_dim * alike.model_dim)
+    return work
 
 
 def least_trainer_seconds(setting: Setting) -> float:

@@ -304,8 +304,8 @@ def _total(side: str, variant: Variant, known: Known | None = None) -> Trial:
 
 
 def _tensors(setting: Setting, devices: int) -> Sequence[int]:
-    model = setting.model
-    return [n for n in _TENSOR if devices % n == 0 and model.num_heads % n == 0 and model.num_kv_heads % n == 0]
+    heads = {count for alike in setting.model.alike() for count in (alike.num_heads, alike.num_kv_heads)}
+    return [n for n in _TENSOR if devices % n == 0 and all(count % n == 0 for count in heads)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,6 +85,7 @@ class Engine:
           routes: record the experts that each token takes, where the model has any.
         """
         check_decodes(mesh, key="mesh of the engine")
+        model.check_samples()
         self.several_hosts = several_hosts
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -322,7 +323,7 @@ class Engine:
 
     def _layers(self, params: PyTree, x: Array, carry: PyTree, layer_fn: Callable) -> tuple[Array, PyTree]:
         """Runs `layer_fn(x, carry, layer, info, index) -> (x, carry)` over the layers."""
-        infos, specs = decoder.layer_infos(self.model), self._param_specs()["layers"]
+        (infos,), specs = decoder.layer_infos(self.model), self._param_specs()["layers"]
         if self.unrolled:
             for i, layer in enumerate(params["layers"]):
                 info = jax.tree.map(lambda a: a[i], infos)  # noqa: B023

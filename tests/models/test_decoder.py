@@ -71,6 +71,7 @@ def test_there_is_a_fixture_of_every_family():
         "gemma",
         "gemma2",
         "gemma3",
+        "gemma4",
         "llama",
         "mistral",
         "mixtral",

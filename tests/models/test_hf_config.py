@@ -300,7 +300,7 @@ def test_the_published_fields_of_qwen25_are_read():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba'.*gemma2, gemma3_text, llama, mistral"),
+        ({"model_type": "mamba"}, "model_type 'mamba'.*gemma2, gemma3_text, gemma4_text, llama, mistral"),
         ({"model_type": None}, "model_type None"),
         ({"residual_multiplier": 0.2}, "field residual_multiplier=0.2, which podrl does not know"),
         ({"attention_bias": True}, "attention_bias=True, which podrl does not compute: it must be False"),
@@ -345,12 +345,20 @@ def test_the_published_fields_of_qwen25_are_read():
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: it must be above 0"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor=0: it must be above 0"),
         ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, "low_freq_factor=1, which must be below"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "only a gemma3 model has other positions"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+            "only a gemma3 or gemma4 model has other positions",
+        ),
     ],
 )
 def test_what_podrl_does_not_compute_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(LLAMA | change)
+
+
+def test_attention_in_both_directions_within_images_is_that_of_text_only_in_gemma4():
+    with pytest.raises(ValueError, match="use_bidirectional_attention='vision'"):
+        config_from_hf(LLAMA | {"model_type": "gemma3_text", "use_bidirectional_attention": "vision"})
 
 
 def test_fields_without_effect_are_accepted():

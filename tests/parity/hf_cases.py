@@ -31,6 +31,15 @@ GEMMA3_ROPE = {
 }
 ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
 
+# Heads of two sizes; layers 0 1 | 2, and that again, are runs of equal layers.
+GEMMA4 = {
+    "layer_types": ALTERNATING * 2,
+    "sliding_window": 5,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+}
+
 # (name, configuration class, differences from SMALL): GQA ratios, head sizes unlike dim / heads, windows shorter than
 # the sequences of the tests, tied and untied, biases, soft caps that bite, both rope bases and scalings.
 CASES = [
@@ -68,6 +77,12 @@ CASES = [
         "Gemma3TextConfig",
         {"head_dim": 16, "num_key_value_heads": 4, "sliding_window": 5, "layer_types": ALTERNATING[::-1]},
     ),
+    (
+        "gemma4_shared_keys",
+        "Gemma4TextConfig",
+        GEMMA4 | {"num_hidden_layers": 6, "attention_k_eq_v": True, "final_logit_softcapping": 3.0},
+    ),
+    ("gemma4_own_values", "Gemma4TextConfig", GEMMA4 | {"layer_types": ALTERNATING}),
     ("llama_untied", "LlamaConfig", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 500_000.0}}),
     ("llama3_rope", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
     ("llama_mha", "LlamaConfig", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
@@ -113,6 +128,7 @@ FIXTURE_CASES = [
     ("gemma", "GemmaConfig", {"num_key_value_heads": 1}),
     ("gemma2", "Gemma2Config", dict(BY_NAME["gemma2_caps"], num_key_value_heads=1)),
     ("gemma3", "Gemma3TextConfig", dict(BY_NAME["gemma3_windows"], num_key_value_heads=1)),
+    ("gemma4", "Gemma4TextConfig", dict(BY_NAME["gemma4_shared_keys"], num_key_value_heads=2)),
     ("llama", "LlamaConfig", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}),
     ("qwen2", "Qwen2Config", {"num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True}),
     ("qwen3", "Qwen3Config", {"num_key_value_heads": 1}),
@@ -154,6 +170,9 @@ def make_model(config_class: str, changes: dict, *, seed: int = 0) -> "transform
                 value.copy_(noise * 0.3)
             else:
                 value.add_(noise * 0.2)
+        for name, value in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                value.add_(torch.randn(value.shape, generator=generator) * 0.2)
     return model.eval()
 
 

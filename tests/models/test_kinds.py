@@ -1,0 +1,170 @@
+"""Models whose layers are of several kinds: order of the layers, adapters, integers, checkpoints, what is refused."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrl.mesh import build
+from podrl.models import LoraConfig, decoder, from_pretrained, peft_files
+from podrl.models.hf_config import config_from_hf, config_to_hf
+from podrl.rollout.engine import Engine
+from podrl.rollout.state import EngineShape
+
+GEMMA4 = pathlib.Path(__file__).parent / "fixtures" / "gemma4"
+RAW = json.loads((GEMMA4 / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return from_pretrained(GEMMA4)
+
+
+def hidden(params, config, tokens_BT, **how):
+    position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    return decoder.hidden(params, tokens_BT, jnp.ones_like(tokens_BT), position_BT, config, **how)
+
+
+def pattern(model, kind_L):
+    """The configuration with its layers in another order of kinds."""
+    rows = [model.config.kind_L.index(kind) for kind in kind_L]
+    per_layer = {
+        name: tuple(getattr(model.config, name)[i] for i in rows)
+        for name in ("window_L", "rope_theta_L", "rope_scaling_L")
+    }
+    return dataclasses.replace(model.config, num_layers=len(kind_L), kind_L=kind_L, **per_layer)
+
+
+@pytest.mark.parametrize(
+    "kind_L, want",
+    [
+        ((0, 0, 1, 0, 0, 1), (((0, 2), (1, 1)), 2)),
+        ((0, 1, 1, 0), (((0, 1), (1, 2), (0, 1)), 1)),
+        ((0, 1, 0, 1, 0), (((0, 1), (1, 1), (0, 1), (1, 1), (0, 1)), 1)),
+    ],
+)
+def test_runs_of_equal_layers_are_the_model_in_its_order(model, kind_L, want):
+    config = pattern(model, kind_L)
+    assert config.runs() == want
+    params = decoder.init_params(config, jax.random.key(0))
+    tokens_BT = jnp.arange(14).reshape(2, 7)
+    x_BTD = decoder.embed(params, tokens_BT, config, jnp.dtype(jnp.float32))
+    position_BT = jnp.broadcast_to(jnp.arange(7), (2, 7))
+    stacks, infos = decoder.stacks_of(params["layers"], config), decoder.layer_infos(config)
+    taken = [0, 0]
+
+    def attend(q, k, v, info):
+        return decoder.attention(q, k, v, jnp.ones_like(tokens_BT), window=info.window, softcap=0.0), None
+
+    for i, kind in enumerate(kind_L):
+        layer, info = jax.tree.map(lambda a: a[taken[kind]], (stacks[kind], infos[kind]))  # noqa: B023
+        assert int(info.index) == i
+        x_BTD, _, _ = decoder.block(x_BTD, layer, info, position_BT, config.alike()[kind], attend)
+        taken[kind] += 1
+    want_BTD = decoder.rms_norm(x_BTD, params["final_norm"], config)
+    for remat in ("none", "full"):
+        np.testing.assert_allclose(hidden(params, config, tokens_BT, remat=remat), want_BTD, atol=2e-5)
+
+
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2", "fsdp=2,tensor=2", "data=2,seq=2"])
+def test_every_mesh_computes_what_one_device_does(model, mesh):
+    mesh = build.make_mesh(mesh, jax.devices()[:4])
+    tokens_BT = jnp.arange(64).reshape(4, 16) % model.config.vocab_size
+    weight_D = jnp.arange(model.config.model_dim) - 3.0
+
+    def total(params, mesh):
+        return (hidden(params, model.config, tokens_BT, mesh=mesh) @ weight_D).mean()
+
+    shapes = decoder.abstract_params(model.config, mesh, jnp.dtype(jnp.float32))
+    params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), model.params, shapes)
+    got, want = (
+        jax.jit(jax.value_and_grad(total), static_argnums=1)(p, m) for p, m in ((params, mesh), (model.params, None))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want)
+
+
+def test_scalars_of_layers_do_not_train_and_are_joined_again(model):
+    trainable, frozen = decoder.split_trainable(model.params, model.config)
+    assert {kind: list(leaves) for kind, leaves in frozen["layers"].items()} == {
+        "sliding": ["layer_scalar"],
+        "full": ["layer_scalar"],
+    }
+    joined = decoder.join_trainable(trainable, frozen)
+    assert jax.tree.structure(joined) == jax.tree.structure(model.params)
+    gradient = jax.grad(lambda p: hidden(p, model.config, jnp.arange(6)[None]).sum())(model.params)
+    assert not any(np.any(stack["layer_scalar"]) for stack in gradient["layers"].values())
+
+
+def test_adapters_of_every_kind_merge_and_go_through_peft_files(model, tmp_path):
+    adapted = from_pretrained(GEMMA4, lora=LoraConfig(rank=2))
+    assert "v_lora_a" in adapted.params["layers"]["sliding"] and "v_lora_a" not in adapted.params["layers"]["full"]
+    assert "q_lora_a" in adapted.params["layers"]["full"]
+    trainable, frozen = decoder.split_trainable(adapted.params, adapted.config)
+    moved = jax.tree.map(lambda x: x + 0.1, trainable)
+    params = decoder.join_trainable(moved, frozen)
+    tokens_BT = jnp.arange(6)[None]
+    want_BTD = hidden(params, adapted.config, tokens_BT)
+    trained = type(model)(adapted.config, params, adapted.mesh)
+    merged = trained.merged()
+    np.testing.assert_allclose(hidden(merged.params, merged.config, tokens_BT), want_BTD, atol=1e-3)
+    trained.save_adapters(tmp_path / "adapters", base="base")
+    config, again = peft_files.load_adapters(tmp_path / "adapters", model.config, model.params)
+    np.testing.assert_array_equal(hidden(again, config, tokens_BT), want_BTD)
+
+
+def test_projections_of_every_kind_are_stored_as_integers():
+    rounded = from_pretrained(GEMMA4, lora=LoraConfig(rank=2, base_dtype="int8"))
+    for stack in rounded.params["layers"].values():
+        assert stack["q"].dtype == jnp.int8 and stack["q_scale"].dtype == jnp.float32
+    specs = decoder.param_specs(rounded.config)
+    shapes = jax.tree.map(lambda p: p.shape, specs, is_leaf=decoder.is_param)
+    assert shapes == jax.tree.map(lambda a: a.shape, rounded.params)
+
+
+def test_a_saved_model_is_read_as_the_same(model, tmp_path):
+    model.save(tmp_path / "out")
+    again = from_pretrained(tmp_path / "out")
+    assert again.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+def test_both_spellings_of_the_full_layers_are_read():
+    config = config_from_hf(RAW)
+    old = config_to_hf(config)
+    assert "per_layer_config" not in old and old["global_head_dim"] == 16
+    assert config_from_hf(old) == config
+    assert config_from_hf({"model_type": "gemma4", "text_config": RAW, "tie_word_embeddings": True}) == config
+    assert config_from_hf(RAW | {"use_bidirectional_attention": "vision"}) == config  # images' tokens only
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hidden_size_per_layer_input": 16}, "hidden_size_per_layer_input=16"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2"),
+        ({"enable_moe_block": True}, "enable_moe_block=True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ({"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config"),
+        ({"per_layer_config": {"2": {"head_dim": 16, "hidden_size": 4}, "5": {}}}, "per_layer_config"),
+        ({"layer_types": ["full_attention"] * 6}, "layer_types"),
+        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "layer_types"),
+    ],
+)
+def test_what_podrl_does_not_compute_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(RAW | changes)
+
+
+def test_embeddings_for_each_layer_are_what_a_missing_field_means():
+    with pytest.raises(ValueError, match="hidden_size_per_layer_input=0"):
+        config_from_hf({name: value for name, value in RAW.items() if name != "hidden_size_per_layer_input"})
+
+
+def test_the_engine_refuses_kinds_of_layers(model):
+    shape = EngineShape(2, 4, 16, 2, 1, 2, 2, 1, (16,), 16)
+    with pytest.raises(ValueError, match="sliding: 2 key heads of 8, full: 1 key heads of 16"):
+        Engine(model.config, build.make_mesh("data=1", jax.devices()[:1]), shape, jnp.dtype(jnp.float32))
