@@ -59,7 +59,8 @@ class WeightSync:
             sent, base = decoder.abstract_params(self.model, actor.mesh, self.dtype), {}
             self.merge = lora.merging(actor.model, sent)
         target = decoder.abstract_params(self.model, mesh, self.dtype)
-        self._moved_places, frozen = decoder.split_trainable(target, self.model)
+        merges = self.merge is not None  # into the whole model, leaves that never train included
+        self._moved_places, frozen = (target, {}) if merges else decoder.split_trainable(target, self.model)
         self.publisher: Any = self._publisher_of("trainable", sent, self._moved_places)
         self._base_publisher = self._publisher_of("base", base, frozen, lasting=True) if base else None
         self._base: PyTree | None = None if base else {}

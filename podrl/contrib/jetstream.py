@@ -85,10 +85,15 @@ class JetStreamEngine:
           seed: of samples whose caller gives no key.
 
         Raises:
-          ValueError: sizes that do not fit together.
+          ValueError: sizes that do not fit together, or a model whose layers are of several kinds.
         """
         if len(eos_ids) > STOP_IDS:
             raise ValueError(f"rollout.eos_tokens has {len(eos_ids)} ids: at most {STOP_IDS} are supported.")
+        if model.kinds:
+            raise ValueError(
+                f"A {model.family} model has layers of several kinds, and a Prefix has the keys and values of one: "
+                "serve this model with podrl.serve."
+            )
         shape = _slot_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
         first = dataclasses.replace(shape, lanes=PREFILL_LANES, steps=1, pages=shape.prompt_pages + 2)
         self.mesh, self.config = mesh, config

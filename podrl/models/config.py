@@ -258,6 +258,12 @@ class ModelConfig:
         """Returns the indices of the layers of kind `k`."""
         return tuple(i for i in range(self.num_layers) if not self.kinds or self.kind_L[i] == k)
 
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Returns of each layer, in order, its kind and its place among the layers of this kind."""
+        if not self.kinds:
+            return tuple((0, i) for i in range(self.num_layers))
+        return tuple((kind, self.kind_L[:i].count(kind)) for i, kind in enumerate(self.kind_L))
+
     def runs(self) -> tuple[tuple[tuple[int, int], ...], int]:
         """Returns the shortest sequence of runs of equal layers that repeats to the whole model, and how often it does.
 
@@ -283,16 +289,6 @@ class ModelConfig:
     def chosen_share(self) -> float:
         """Share of the routed experts that compute one token; 1 without experts."""
         return 1.0 if self.experts is None else self.experts.chosen / self.experts.count
-
-    def check_samples(self) -> None:
-        """Refuses a model that podrl cannot sample from. Raises ValueError."""
-        if self.kinds:
-            kinds = ", ".join(f"{k.name}: {k.num_kv_heads} key heads of {k.head_dim}" for k in self.kinds)
-            raise ValueError(
-                f"A {self.family} model has layers of several kinds ({kinds}), and a page pool has one size: podrl "
-                "cannot sample from this model yet. Train it on given answers (algorithm='sft', 'dpo', 'orpo', 'kto') "
-                "without an evaluation that samples (eval.problems=0, eval.sets=()), or score with it."
-            )
 
     def _check_kinds(self) -> None:
         names = [kind.name for kind in self.kinds]

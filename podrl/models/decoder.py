@@ -525,32 +525,33 @@ def replayed(
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)
     stacks = zip(stacks_of(params["layers"], config), layer_infos(config), strict=True)
     steps = [step_of(alike) for alike in config.alike()]
-    x_BTD, own_LBTk = _over_layers(steps, x_BTD, [(*stack, route_LBTk) for stack in stacks], config)
+    x_BTD, own_LBTk = over_layers(steps, x_BTD, [(*stack, route_LBTk) for stack in stacks], config)
     return rms_norm(x_BTD, params["final_norm"], config), own_LBTk
 
 
-def _over_layers(
-    steps: Sequence[Callable], x_BTD: Array, stacks: Sequence[PyTree], config: ModelConfig
-) -> tuple[Array, Any]:
+def over_layers(
+    steps: Sequence[Callable], carry: Any, stacks: Sequence[PyTree], config: ModelConfig
+) -> tuple[Any, Any]:
     """Applies all layers in turn: a scan over each run of equal layers, and one over the repetitions of these runs.
 
     Args:
-      steps: for each kind of layers, step(x_BTD, layer) -> (x_BTD, result).
+      steps: for each kind of layers, step(carry, layer) -> (carry, result).
+      carry: what passes from layer to layer, such as the residual stream.
       stacks: for each kind, what `step` takes for a layer, stacked over the layers of the kind.
 
     Returns:
-      (the residual stream, the results stacked over the layers; None where layers are of several kinds).
+      (carry, the results stacked over the layers; None where layers are of several kinds).
     """
     if not config.kinds:
-        return jax.lax.scan(steps[0], x_BTD, stacks[0])
+        return jax.lax.scan(steps[0], carry, stacks[0])
     runs, times = config.runs()
 
-    def repetition(x_BTD: Array, stacks: Sequence[PyTree]) -> tuple[Array, None]:
+    def repetition(carry: Any, stacks: Sequence[PyTree]) -> tuple[Any, None]:
         first = [0] * len(steps)
         for kind, count in runs:
             part = slice(first[kind], first[kind] + count)
-            x_BTD, _ = jax.lax.scan(steps[kind], x_BTD, jax.tree.map(lambda a: a[part], stacks[kind]))  # noqa: B023
+            carry, _ = jax.lax.scan(steps[kind], carry, jax.tree.map(lambda a: a[part], stacks[kind]))  # noqa: B023
             first[kind] += count
-        return x_BTD, None
+        return carry, None
 
-    return jax.lax.scan(repetition, x_BTD, jax.tree.map(lambda a: a.reshape(times, -1, *a.shape[1:]), stacks))
+    return jax.lax.scan(repetition, carry, jax.tree.map(lambda a: a.reshape(times, -1, *a.shape[1:]), stacks))

@@ -179,12 +179,12 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work
     # Of the experts, those chosen compute a lane's token; those that no lane chose are not read.
     active = weights - routed * (1 - model.chosen_share)
     touched = weights - routed * (1 - model.chosen_share) ** lanes
-    heads = model.num_kv_heads if model.num_kv_heads % tensor else model.num_kv_heads // tensor  # cut evenly or not
-    token = 2 * model.num_layers * heads * model.head_dim * item
+    heads = lambda m: m.num_kv_heads if m.num_kv_heads % tensor else m.num_kv_heads // tensor  # noqa: E731  # cut or not
+    token = sum(2 * m.num_layers * heads(m) * m.head_dim for m in model.alike()) * item
     prompt = job.rollout.max_prompt_length / min(job.algo.num_generations, job.rollout.members_per_read)
     seen = lanes * (prompt + setting.completion / 2)
     attended = lanes * (job.rollout.max_prompt_length + setting.completion / 2)
-    attention = 4 * model.num_layers * model.num_heads / tensor * model.head_dim * attended
+    attention = sum(4 * m.num_layers * m.num_heads / tensor * m.head_dim for m in model.alike()) * attended
     return Work(steps * (2 * active * lanes + attention), steps * (touched * item + seen * token))
 
 

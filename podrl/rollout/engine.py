@@ -85,12 +85,13 @@ class Engine:
           routes: record the experts that each token takes, where the model has any.
         """
         check_decodes(mesh, key="mesh of the engine")
-        model.check_samples()
         self.several_hosts = several_hosts
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.read_shape = shape.reads()
-        self.kernel = chosen(kernel, model, mesh, shape.page_tokens, self.read_shape, dtype)
+        self.kernel = all(
+            chosen(kernel, alike, mesh, shape.page_tokens, self.read_shape, dtype) for alike in model.alike()
+        )
         self.routes = routes and model.experts is not None
         self.unrolled = unrolls(model, mesh, dtype)
         self._rows = NamedSharding(mesh, self._batch_spec())
@@ -99,7 +100,7 @@ class Engine:
         self.bulk_insert = self._program(self._insert, flat_args=1, weights=False)
         self._write = self._program(self._write_pages, flat_args=1, blocks=True, weights=False)
         self._read = self._reader(lambda state: state.pools, self._pool_specs())
-        self._read_routes = self._reader(lambda state: state.pools[2:], self._pool_specs()[2:])
+        self._read_routes = self._reader(lambda state: state.pools[-1:], self._pool_specs()[-1:])
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
@@ -111,17 +112,16 @@ class Engine:
     def _batch_spec(self) -> Spec:
         return rules.spec_for(("batch",), (self.shards,), self.mesh)
 
-    def pool_shape(self) -> tuple[int, ...]:
-        m, s = self.model, self.shape
-        return (m.num_layers, self.shards * s.pages, m.num_kv_heads, s.page_tokens, m.head_dim)
-
     def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns shape, type and sharding of what lies in pages: keys, values, and routes where they are recorded."""
-        shapes = [(self.pool_shape(), self.dtype)] * 2
+        """Returns shape, type and sharding of each of `DecodeState.pools`."""
+        M, C = self.shards * self.shape.pages, self.shape.page_tokens
+        shapes = []
+        for m in self.model.alike():
+            shapes += [((m.num_layers, M, m.num_kv_heads, C, m.head_dim), self.dtype)] * 2
         if self.routes:
             assert self.model.experts is not None
-            L, M, _, C, _ = self.pool_shape()
-            shapes.append(((L, M, 1, C, self.model.experts.chosen), moe.route_dtype(self.model.experts)))
+            k, dtype = self.model.experts.chosen, moe.route_dtype(self.model.experts)
+            shapes.append(((self.model.num_layers, M, 1, C, k), dtype))
         axes = ("layers", "batch", "kv_heads", "time", "head_dim")
         return tuple(
             jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding_for(axes, shape, self.mesh))
@@ -148,11 +148,9 @@ class Engine:
         return NamedSharding(self.mesh, self._pool_specs()[0])
 
     def _state_specs(self) -> DecodeState:
-        key, value, *routes = cast(tuple[Any, ...], self._pool_specs())
+        pools: Any = self._pool_specs()
         row: Any = self._batch_spec()
-        return DecodeState(
-            key, value, routes[0] if routes else None, row, row, row, row, LaneSampling(row, row, row, row, row), row
-        )
+        return DecodeState(pools, row, row, row, row, LaneSampling(row, row, row, row, row), row)
 
     def _emitted_specs(self) -> Emitted:
         row: Any = self._batch_spec()
@@ -208,9 +206,14 @@ class Engine:
             return rules.spec_for(param.axes[cut:], param.shape[cut:], self.mesh)
 
         specs = decoder.param_specs(self.model)
-        layers = {name: spec(param, self.unrolled) for name, param in specs["layers"].items()}
+        stacks = [
+            {name: spec(param, self.unrolled) for name, param in stack.items()}
+            for stack in decoder.stacks_of(specs["layers"], self.model)
+        ]
         tree = {name: spec(param, False) for name, param in specs.items() if name != "layers"}
-        return {**tree, "layers": [layers] * self.model.num_layers if self.unrolled else layers}
+        if self.unrolled:
+            return {**tree, "layers": [stacks[kind] for kind, _ in self.model.places()]}
+        return {**tree, "layers": decoder.as_layers(stacks, self.model)}
 
     def _shown(self, spec: Spec) -> NamedSharding:
         """Returns the sharding of a result that hosts read: where a copy of the weights lies on several, all of it."""
@@ -234,20 +237,26 @@ class Engine:
         """Converts weights to the programs' form: one tree per layer where layers are unrolled, else unchanged."""
         if not self.unrolled:
             return params
-        layers = [{name: x[i] for name, x in params["layers"].items()} for i in range(self.model.num_layers)]
+        stacks = decoder.stacks_of(params["layers"], self.model)
+        layers = [{name: x[i] for name, x in stacks[kind].items()} for kind, i in self.model.places()]
         return {**params, "layers": layers}
 
     def _empty_state(self) -> DecodeState:
         s = self.shape
         R = self.shards * s.lanes
-        pool, *routes = (jnp.zeros(pool.shape, pool.dtype) for pool in self.pools()[1:])
+        pools = self._zeros(lambda pool: pool.shape)
         whole = jnp.zeros(R, jnp.int32)
         real = jnp.zeros(R, jnp.float32)
         sampling = LaneSampling(real, real, real, whole, jnp.zeros((R, 2), jnp.uint32))
         stop_RE = jnp.full((R, s.stop_ids), -1, jnp.int32)
-        return DecodeState(
-            pool, pool, routes[0] if routes else None, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE
-        )
+        return DecodeState(pools, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE)
+
+    def _zeros(self, size: Callable[[jax.ShapeDtypeStruct], tuple[int, ...]]) -> tuple[Array, ...]:
+        """Makes zeros of a size for each pool; the keys and values of a kind begin as one array."""
+        made: list[Array] = []
+        for i, pool in enumerate(self.pools()):
+            made.append(made[-1] if i % 2 else jnp.zeros(size(pool), pool.dtype))
+        return tuple(made)
 
     def init_state(self) -> DecodeState:
         """Makes empty pools and lanes, in place."""
@@ -322,29 +331,40 @@ class Engine:
         return jax.tree.map(whole, tree, specs)
 
     def _layers(self, params: PyTree, x: Array, carry: PyTree, layer_fn: Callable) -> tuple[Array, PyTree]:
-        """Runs `layer_fn(x, carry, layer, info, index) -> (x, carry)` over the layers."""
-        (infos,), specs = decoder.layer_infos(self.model), self._param_specs()["layers"]
+        """Runs `layer_fn(x, carry, layer, info, index, kind) -> (x, carry)` over the layers.
+
+        `index` is the layer's place among those of its kind.
+        """
+        infos, specs = decoder.layer_infos(self.model), self._param_specs()["layers"]
         if self.unrolled:
-            for i, layer in enumerate(params["layers"]):
-                info = jax.tree.map(lambda a: a[i], infos)  # noqa: B023
-                x, carry = layer_fn(x, carry, self._gathered(layer, specs[i]), info, i)
+            for (kind, i), layer, spec in zip(self.model.places(), params["layers"], specs, strict=True):
+                info = jax.tree.map(lambda a: a[i], infos[kind])  # noqa: B023
+                x, carry = layer_fn(x, carry, self._gathered(layer, spec), info, i, kind)
             return x, carry
-        # Experts stay those of all layers, as a scan would copy a layer's for each step; not where they are gathered.
-        whole = {
-            name: x
-            for name, x in params["layers"].items()
-            if name in ("expert_in", "expert_out") and self.mesh.shape["fsdp"] == 1
-        }
+        if self.model.kinds:
+            infos = [dataclasses.replace(info, index=jnp.arange(len(info.window))) for info in infos]
 
-        scanned = {name: x for name, x in params["layers"].items() if name not in whole}
-        sliced = {name: Spec(*specs[name][1:]) for name in scanned}
+        steps, scanned = [], []
+        stacks = (decoder.stacks_of(tree, self.model) for tree in (params["layers"], specs))
+        for kind, (stack, cuts) in enumerate(zip(*stacks, strict=True)):
+            # Experts stay those of all layers, as a scan would copy a layer's for each step; not where they are
+            # gathered.
+            whole = {
+                name: x
+                for name, x in stack.items()
+                if name in ("expert_in", "expert_out") and self.mesh.shape["fsdp"] == 1
+            }
+            sliced = {name: Spec(*cut[1:]) for name, cut in cuts.items() if name not in whole}
 
-        def body(state: tuple, xs: tuple) -> tuple:
-            layer, info = xs
-            return layer_fn(*state, self._gathered(layer, sliced) | whole, info, info.index), None
+            def body(
+                state: tuple, xs: tuple, kind: int = kind, whole: PyTree = whole, sliced: PyTree = sliced
+            ) -> tuple:
+                layer, info = xs
+                return layer_fn(*state, self._gathered(layer, sliced) | whole, info, info.index, kind), None
 
-        (x, carry), _ = jax.lax.scan(body, (x, carry), (scanned, infos))
-        return x, carry
+            steps.append(body)
+            scanned.append(({name: x for name, x in stack.items() if name not in whole}, infos[kind]))
+        return decoder.over_layers(steps, (x, carry), scanned, self.model)[0]
 
     def _routed(self, h_BTD: Array, layer: PyTree, info: decoder.LayerInfo) -> tuple[Array, Array]:
         mesh = jax.sharding.get_abstract_mesh() if self.mesh.shape["tensor"] > 1 else None
@@ -361,8 +381,8 @@ class Engine:
         reads = self.read_shape.split(flat_XI[0])
         R, N = shape.lanes, shape.steps
         ends = self._ends(params)
-        # What the dispatch adds to each pool, (L, R, K, N, H): keys and values begin as one array.
-        recents = [jnp.zeros((p.shape[0], R, p.shape[2], N, p.shape[4]), p.dtype) for p in self.pools()[1:]]
+        # What the dispatch adds to each pool: (L, R, K, N, H).
+        recents = self._zeros(lambda p: (p.shape[0], R, p.shape[2], N, p.shape[4]))
         outputs = Emitted(
             jnp.zeros((N, R), jnp.int32),
             {name: jnp.full((N, R), column.fill, column.dtype) for name, column in DRAWN.items()},
@@ -393,9 +413,11 @@ class Engine:
             return n + 1, lanes, memory, out, self._any(lanes[3])
 
         lanes = (state.token_R, state.position_R, state.left_R, state.live_R)
-        heads = (model.num_kv_heads, model.num_heads, model.head_dim)
-        scratch = () if self.kernel else attention.make_scratch(reads, *heads)
-        carry = (jnp.int32(0), lanes, ((recents[0], *recents), scratch), outputs, self._any(state.live_R))
+        scratch = tuple(
+            () if self.kernel else attention.make_scratch(reads, m.num_kv_heads, m.num_heads, m.head_dim)
+            for m in model.alike()
+        )
+        carry = (jnp.int32(0), lanes, (recents, scratch), outputs, self._any(state.live_R))
         with jax.named_scope("decode_steps"):
             n, lanes, (recents, _), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
         flushed = [self._flush(pool, new, reads, state.live_R) for pool, new in zip(pools, recents, strict=True)]
@@ -403,7 +425,8 @@ class Engine:
         turned = {name: x_RT.T for name, x_RT in out.drawn.items()}
         out = dataclasses.replace(out, tokens_RT=out.tokens_RT.T, drawn=turned, live_R=live_R, steps_X=n[None])
         state = dataclasses.replace(
-            state.with_pools(*flushed),
+            state,
+            pools=tuple(flushed),
             token_R=token_R,
             position_R=position_R,
             left_R=left_R,
@@ -430,11 +453,14 @@ class Engine:
         memory: tuple,
     ) -> tuple[Array, tuple]:
         """Computes final hidden states of one token per lane, and `memory`: (what is to go to the pools, scratch)."""
-        model, (key, value, *_) = self.model, pools
+        model, alike = self.model, self.model.alike()
         token_R, position_R = lanes
 
-        def layer_fn(x: Array, memory: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int) -> tuple:
-            (*recents, route_LR1Nk), scratch = memory if self.routes else ((*memory[0], None), memory[1])
+        def layer_fn(
+            x: Array, memory: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int, kind: int
+        ) -> tuple:
+            added, scratches = memory
+            (key, value), recents, scratch = _of_kind(pools, kind), _of_kind(added, kind), scratches[kind]
 
             def attend(q_R1NH: Array, k_R1KH: Array, v_R1KH: Array, info: decoder.LayerInfo) -> tuple:
                 new = [
@@ -454,23 +480,25 @@ class Engine:
                 )
                 return out[:, None], (tuple(new), used)
 
-            x, (recents, scratch), route_R1k = decoder.block(
-                x, layer, info, position_R[:, None], model, attend, routed=self._routed
+            x, (new, used), route_R1k = decoder.block(
+                x, layer, info, position_R[:, None], alike[kind], attend, routed=self._routed
             )
-            return x, ((*recents, *self._recorded(route_LR1Nk, route_R1k, index, n)), scratch)
+            added = self._recorded(_with_kind(added, kind, new), route_R1k, index, n)
+            return x, (added, (*scratches[:kind], used, *scratches[kind + 1 :]))
 
         x_R1D = decoder.embed(ends, token_R[:, None], model, self.dtype)
         x_R1D, memory = self._layers(params, x_R1D, memory, layer_fn)
         return decoder.rms_norm(x_R1D, ends["final_norm"], model), memory
 
     def _recorded(
-        self, route_LR1Nk: Array | None, route_RTk: Array | None, index: Array | int, n: Array | int
+        self, added: tuple[Array, ...], route_RTk: Array | None, index: Array | int, n: Array | int
     ) -> tuple[Array, ...]:
-        """Adds a layer's routes of some tokens, from place `n` on, to those of a dispatch or chunk, if any."""
-        if route_LR1Nk is None or route_RTk is None:
-            return ()
+        """Adds a layer's routes of some tokens, from place `n` on, to what a dispatch or chunk adds to the pools."""
+        if not self.routes or route_RTk is None:
+            return added
+        *others, route_LR1Nk = added
         new = route_RTk.astype(route_LR1Nk.dtype)[None, :, None]
-        return (jax.lax.dynamic_update_slice(route_LR1Nk, new, (index, 0, 0, n, 0)),)
+        return (*others, jax.lax.dynamic_update_slice(route_LR1Nk, new, (index, 0, 0, n, 0)))
 
     def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
         """Writes the dispatch's keys, values or routes to the lanes' pages; lanes that were not live write nowhere.
@@ -500,16 +528,18 @@ class Engine:
         position_BT = start_B[:, None] + jnp.arange(bucket)
         ends = self._ends(params)
         # A page before the chunk, and as much behind it as the last page may reach.
-        pools, (key, value, *_), places = state.pools, state.pools, (1 + s.chunk_pages(bucket)) * C
+        pools, places, alike = state.pools, (1 + s.chunk_pages(bucket)) * C, model.alike()
         fresh = tuple(jnp.zeros((p.shape[0], B, p.shape[2], places, p.shape[4]), p.dtype) for p in pools)
 
-        def layer_fn(x: Array, fresh: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int) -> tuple:
-            *recents, route_LB1Tk = fresh if self.routes else (*fresh, None)
+        def layer_fn(
+            x: Array, fresh: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int, kind: int
+        ) -> tuple:
+            key, value = _of_kind(pools, kind)
 
             def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: decoder.LayerInfo) -> tuple:
                 new = tuple(
                     jax.lax.dynamic_update_slice(f, kv.swapaxes(1, 2)[None], (index, 0, 0, C, 0))
-                    for f, kv in zip(recents, (k_BTKH, v_BTKH), strict=True)
+                    for f, kv in zip(_of_kind(fresh, kind), (k_BTKH, v_BTKH), strict=True)
                 )
                 out = attention.prefill_attention(
                     q_BTNH, k_BTKH, v_BTKH, index, key, value, *prior, longest, position_BT,
@@ -517,8 +547,8 @@ class Engine:
                 )  # fmt: skip
                 return out, new
 
-            x, new, route_BTk = decoder.block(x, layer, info, position_BT, model, attend, routed=self._routed)
-            return x, (*new, *self._recorded(route_LB1Tk, route_BTk, index, C))
+            x, new, route_BTk = decoder.block(x, layer, info, position_BT, alike[kind], attend, routed=self._routed)
+            return x, self._recorded(_with_kind(fresh, kind, new), route_BTk, index, C)
 
         x_BTD = decoder.embed(ends, tokens_BT, model, self.dtype)
         _, fresh = self._layers(params, x_BTD, fresh, layer_fn)
@@ -537,7 +567,7 @@ class Engine:
             jax.lax.fori_loop(0, used * B, lambda i, p, new=new: write(i, p, new), pool)
             for pool, new in zip(pools, fresh, strict=True)
         )
-        return state.with_pools(*written)
+        return dataclasses.replace(state, pools=tuple(written))
 
     # Spilling.
 
@@ -555,6 +585,16 @@ class Engine:
 
     def _write_pages(self, state: DecodeState, page_M: Int[Array, " J"], *blocks: Array) -> DecodeState:
         """Overwrites J pages of each shard."""
-        return state.with_pools(
-            *(pool.at[:, page_M].set(block) for pool, block in zip(state.pools, blocks, strict=True))
+        return dataclasses.replace(
+            state, pools=tuple(pool.at[:, page_M].set(block) for pool, block in zip(state.pools, blocks, strict=True))
         )
+
+
+def _of_kind(pools: tuple[Array, ...], kind: int) -> tuple[Array, Array]:
+    """Returns the keys and values of a kind of layers, of what is laid out like `DecodeState.pools`."""
+    return pools[2 * kind], pools[2 * kind + 1]
+
+
+def _with_kind(pools: tuple[Array, ...], kind: int, new: tuple[Array, Array]) -> tuple[Array, ...]:
+    """Replaces the keys and values of a kind of layers."""
+    return (*pools[: 2 * kind], *new, *pools[2 * kind + 2 :])

@@ -53,7 +53,7 @@ class RouteReader:
           stores: (name of the copy on the host, if there is one, shard, pages) of its prompt and of itself.
         """
         engine = self._device.engine
-        _, _, route = engine.pools()
+        *_, route = engine.pools()
         old, width = owner.routes, route.shape[0] * route.shape[4] * route.dtype.itemsize
         owner.routes = np.zeros((length, width), np.uint8)
         if old is not None:

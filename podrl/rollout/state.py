@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from podrl.rollout import attention
 from podrl.rollout.reads import ReadShape
@@ -97,9 +97,9 @@ class DecodeState:
     """Pools and lanes on the rollout mesh. Lanes and pages are sharded over data and fsdp, K over tensor.
 
     Attributes:
-      key_LMKCH, value_LMKCH: page pools.
-      route_LM1Ck: the pool of the experts that each token took (see `podrl.models.moe.route`), in the same pages; None
-        where routes are not recorded.
+      pools: all that lies in pages, a page in the same place of each: keys and values (L, M, K, C, H) of each kind of
+        layers, and where routes are recorded, the experts that each token took (L, M, 1, C, k), see
+        `podrl.models.moe.route`.
       token_R: the token each lane feeds next.
       position_R: its position.
       left_R: tokens the lane may still sample.
@@ -108,25 +108,13 @@ class DecodeState:
       stop_RE: ids that end it; -1 is none.
     """
 
-    key_LMKCH: Float[Array, "L M K C H"]
-    value_LMKCH: Float[Array, "L M K C H"]
-    route_LM1Ck: Int[Array, "L M 1 C k"] | None
+    pools: tuple[Array, ...]
     token_R: Int[Array, " R"]
     position_R: Int[Array, " R"]
     left_R: Int[Array, " R"]
     live_R: Bool[Array, " R"]
     sampling: LaneSampling
     stop_RE: Int[Array, "R E"]
-
-    @property
-    def pools(self) -> tuple[Array, ...]:
-        """All that lies in pages: keys, values, and routes where they are recorded."""
-        routes = () if self.route_LM1Ck is None else (self.route_LM1Ck,)
-        return (self.key_LMKCH, self.value_LMKCH, *routes)
-
-    def with_pools(self, key_LMKCH: Array, value_LMKCH: Array, route_LM1Ck: Array | None = None) -> "DecodeState":
-        """Replaces the pools."""
-        return dataclasses.replace(self, key_LMKCH=key_LMKCH, value_LMKCH=value_LMKCH, route_LM1Ck=route_LM1Ck)
 
 
 @flax.struct.dataclass

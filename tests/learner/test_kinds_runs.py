@@ -1,4 +1,4 @@
-"""A Gemma 4, whose layers are of two kinds, trained on given answers: every method, its reference, and its export."""
+"""A Gemma 4, whose layers are of two kinds, trained by every method: its reference, its samples, and its export."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ml_collections import ConfigDict
 
 from podrl import export
 from podrl.cluster.config import ClusterConfig, Role
@@ -18,7 +19,9 @@ from podrl.data.labels import LabelStream
 from podrl.data.pairs import PairStream
 from podrl.data.pipeline import DataConfig
 from podrl.data.sft import SFTConfig, SFTStream
-from podrl.job.config import TINY, ModelSource
+from podrl.job import job
+from podrl.job.config import TINY, ModelSource, complete
+from podrl.launch import find_config, load_config
 from podrl.learner.answers.preferences import DPO, KTO, ORPO, DPOConfig, KTOConfig, ORPOConfig
 from podrl.learner.answers.supervised import SFT
 from podrl.learner.loop import learn
@@ -28,6 +31,8 @@ from podrl.models import Decoder, decoder, from_pretrained
 from podrl.models.hf_config import config_from_hf
 from podrl.rollout.config import RolloutConfig
 from podrl.runtime.checkpoint import Checkpoints
+from podrl.runtime.metrics import read_metrics
+from podrl.runtime.watchdog import EXIT_DONE
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import pack_shape
 
@@ -143,3 +148,31 @@ def test_preferences_train_against_the_model_as_it_was_and_its_checkpoint_is_exp
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), exported.params, params)
     assert moved["layers"]["full"]["k"] and not moved["layers"]["full"]["layer_scalar"]
     assert exported.params["layers"]["full"]["layer_scalar"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 2, "alpha": 4.0}], ids=["full", "merged"])
+def test_grpo_trains_on_its_samples(tmp_path, lora):
+    """The sampler's probabilities are the trainer's before and after an update: every leaf has reached the engine."""
+    saved(tmp_path, make_mesh("fsdp=1", jax.devices()[:1]))
+    rewards = tmp_path / "mine.py"
+    rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")
+    values = load_config(find_config("grpo_gemma.py")).to_dict()
+    changes = {
+        "model": {"path": str(tmp_path / "base"), "lora": lora},
+        "roles": {"colocated": False, "trainer": {"mesh": "fsdp=4"}, "rollout": {"mesh": "fsdp=4"}},
+        "trainer": {"max_steps": 2, "schedule": "constant", "learning_rate": 1e-2, "eval_every_n_steps": 0},
+        "grpo": {"num_generations": 4},
+        "reward": {"fns": (f"{rewards}:varied",)},
+        "rollout": {"prompts_per_step": 2, "max_tokens_to_generate": 8, "members_per_read": 4},
+        "eval": {"problems": 0},
+        "log": {"to": ()},
+    }
+    changes["rollout"] |= {"merge_adapters": True} if lora else {}
+    for group, fields in changes.items():
+        values[group] = values.get(group, {}) | fields
+    values["fake_devices"] = 8
+    run = tmp_path / "run"
+    assert job.run(ConfigDict(complete(values)).to_dict(), str(run), command="again") == EXIT_DONE
+    records = [record for record in read_metrics(run) if "time/step" in record]
+    assert len(records) == 2
+    assert all(np.isfinite(r["actor/grad_norm"]) and r["sampler/abs_diff"] < 1e-4 for r in records)

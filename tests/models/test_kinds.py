@@ -12,8 +12,6 @@ import pytest
 from podrl.mesh import build
 from podrl.models import LoraConfig, decoder, from_pretrained, peft_files
 from podrl.models.hf_config import config_from_hf, config_to_hf
-from podrl.rollout.engine import Engine
-from podrl.rollout.state import EngineShape
 
 GEMMA4 = pathlib.Path(__file__).parent / "fixtures" / "gemma4"
 RAW = json.loads((GEMMA4 / "config.json").read_text())
@@ -162,9 +160,3 @@ def test_what_podrl_does_not_compute_is_refused_by_name(changes, message):
 def test_embeddings_for_each_layer_are_what_a_missing_field_means():
     with pytest.raises(ValueError, match="hidden_size_per_layer_input=0"):
         config_from_hf({name: value for name, value in RAW.items() if name != "hidden_size_per_layer_input"})
-
-
-def test_the_engine_refuses_kinds_of_layers(model):
-    shape = EngineShape(2, 4, 16, 2, 1, 2, 2, 1, (16,), 16)
-    with pytest.raises(ValueError, match="sliding: 2 key heads of 8, full: 1 key heads of 16"):
-        Engine(model.config, build.make_mesh("data=1", jax.devices()[:1]), shape, jnp.dtype(jnp.float32))

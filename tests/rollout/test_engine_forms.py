@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from podrl.models.config import LoraConfig, gemma2_config
+from podrl.models.hf_config import config_from_hf
 from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.types import Policy
 
@@ -33,7 +34,7 @@ def generate(tiny, check, prompts_of, config=CONFIG, atol=1e-4):
     )
     assert rollouts.mask_BT.sum() > 100
     check(tiny, rollouts, sampling, atol=atol)
-    return rollouts
+    return worker, rollouts
 
 
 @FORMS
@@ -51,7 +52,7 @@ def test_bfloat16(tiny_on, check, prompts_of):
     """
     model = gemma2_config(num_heads=4, num_kv_heads=2, head_dim=64, **{**SMALL, "num_layers": 1})
     tiny = tiny_on("data=1", 1, model, "bfloat16")
-    rollouts = generate(tiny, check, prompts_of, atol=0.1)
+    _, rollouts = generate(tiny, check, prompts_of, atol=0.1)
     reference_BTV = tiny.logprobs(rollouts.tokens_BT, rollouts.length_B)
     chosen_BT = np.take_along_axis(reference_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
     error = (rollouts.raw_logprob_BT - chosen_BT)[rollouts.mask_BT > 0]
@@ -85,3 +86,40 @@ def test_meshes(tiny_on, check, prompts_of, mesh, layers):
     model = gemma2_config(num_heads=4, num_kv_heads=2, head_dim=8, **{**SMALL, "num_layers": layers})
     devices = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
     generate(tiny_on(mesh, devices, model), check, prompts_of)
+
+
+# Heads of 8 in layers with a window, and of 16, whose values are keys, in those without.
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layers"),
+    [
+        ("fsdp=2", 15),
+        ("data=1", 3),
+        pytest.param("tensor=2", 3, marks=[FORMS, pytest.mark.slow]),
+        pytest.param("data=2,fsdp=2,tensor=2", 15, marks=[FORMS, pytest.mark.slow]),
+    ],
+)
+def test_layers_of_two_kinds(tiny_on, check, prompts_of, mesh, layers):
+    """Each kind has pools of its own; the pool is so small that pages of both are spilled and restored."""
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    model = config_from_hf({**GEMMA4, "num_hidden_layers": layers, "layer_types": types * (layers // 3)})
+    model = dataclasses.replace(model, lora=LoraConfig(rank=2, alpha=4.0, pattern="q|v|down"))
+    devices = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
+    tiny = tiny_on(mesh, devices, model)
+    worker, _ = generate(tiny, check, prompts_of, dataclasses.replace(CONFIG, pool_tokens=12 * 8))
+    assert (worker.stats.spills > 0) == (devices < 8)
