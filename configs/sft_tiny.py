@@ -7,21 +7,30 @@ model's text would, so that reinforcement learning has something to find. From a
 
 and tiny/ is podrl/assets/tiny again (about 10 minutes on 2 cores). The
 tokenizer comes from `python -m podrl.data.train_tokenizer --out=podrl/assets/tiny`.
+
+Variants:
+    sft_tiny.py:moe   a small Qwen3-MoE, eight experts of which two compute a token. Export it as above;
+                      grpo_gemma.py with --config.model.path=DIR then trains it as models with experts are trained
 """
 
 from ml_collections import ConfigDict
 
 FULL_STEPS, MIXED_STEPS = 1500, 220
+VARIANTS = ("tiny", "moe")
 
 
-def get_config() -> ConfigDict:
-    """Returns the configuration, as plain data."""
+def get_config(variant: str = "tiny") -> ConfigDict:
+    """Returns the configuration of a variant, as plain data."""
+    if variant not in VARIANTS:
+        raise ValueError(f"sft_tiny.py has no variant {variant!r}: use one of {', '.join(VARIANTS)}.")
     config = ConfigDict()
     config.algorithm = "sft"
     config.seed = 0
     config.fake_devices = 1  # one device is the fastest form on a CPU
     config.compile_cache = "auto"  # compiled programs are kept for the next start; "" keeps none, or a directory
     config.model = ConfigDict({"path": "scratch"})
+    if variant == "moe":
+        config.scratch = ConfigDict({"experts": 8, "chosen": 2, "ffn_dim": 48})
     config.roles = ConfigDict({"colocated": True})
     config.data = ConfigDict({"path": "problems", "seed": 1})
     config.sft = ConfigDict({"batch_size": 64, "max_length": 96, "tagged_share": 0.12, "full_steps": FULL_STEPS})

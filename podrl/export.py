@@ -27,10 +27,10 @@ import jax.numpy as jnp
 
 from podrl.data import shape
 from podrl.data.tokenizer import Tokenizer
-from podrl.job.config import KINDS, SCRATCH, ModelSource
+from podrl.job.config import KINDS, SCRATCH, ModelSource, ScratchModel
 from podrl.mesh import build
 from podrl.models import decoder, hf_load, hf_save, lora, orbax_files, peft_files, scalar
-from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
+from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import config_to_hf, read_config
 from podrl.rundir import identity
 from podrl.rundir.card import card
@@ -177,7 +177,7 @@ def _run_model(raw: Mapping[str, Any]) -> RunModel:
     scores = (name := raw.get("algorithm", "")) in KINDS and KINDS[name].scores
     prompts = _prompts(raw.get("data"))
     if source.path == SCRATCH:
-        config = gemma2_config(vocab_size=Tokenizer(tokenizer).vocab_size, **raw["scratch"])
+        config = ScratchModel(**raw["scratch"]).model(Tokenizer(tokenizer).vocab_size)
         return RunModel(dataclasses.replace(config, lora=adapters), None, tokenizer, dtype, scores, prompts)
     base = source.directory
     return RunModel(dataclasses.replace(read_config(base), lora=adapters), base, tokenizer, dtype, scores, prompts)

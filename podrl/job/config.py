@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from podrl import config
 from podrl.algorithms.presets import PRESETS, preset
-from podrl.config import Count, Devices, Seed, build, defaults, hint_at, merge, section
+from podrl.config import Count, Devices, Natural, Seed, build, defaults, hint_at, merge, section
 from podrl.data import labels, pairs, sft, template
 from podrl.data.chat import Tools
 from podrl.data.labels import LabelStream
@@ -35,7 +35,8 @@ from podrl.learner.distilled import make_grpo
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.ppo import PPO
 from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
-from podrl.models.config import LoraConfig
+from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
+from podrl.models.hf_config import config_from_hf
 from podrl.rewards.compose import RewardConfig
 from podrl.rollout.config import RolloutConfig
 from podrl.runtime import hub
@@ -95,17 +96,19 @@ class ModelSource:
 @section("scratch")
 @dataclasses.dataclass(frozen=True)
 class ScratchModel:
-    """A Gemma 2 decoder with random weights; see podrl.models.config.gemma2_config.
+    """A decoder with random weights: Gemma 2 (podrl.models.config.gemma2_config), or with experts Qwen3-MoE.
 
     Attributes:
       num_layers: number of layers.
       model_dim: width of the residual stream.
-      ffn_dim: width of the feed-forward layers.
+      ffn_dim: width of the feed-forward layers; with experts, of each.
       num_heads: query heads of a layer; a multiple of `num_kv_heads`.
       num_kv_heads: key and value heads of a layer.
       head_dim: width of a head.
-      window: tokens that every second layer attends to; the other layers attend to all.
+      window: tokens that every second layer attends to, and with experts every layer; other layers attend to all.
       max_length: tokens of the longest sequence.
+      experts: feed-forwards of a layer, of which each token is computed by `chosen`; 0 makes a dense model.
+      chosen: experts that compute a token.
     """
 
     num_layers: Count = 3
@@ -116,6 +119,46 @@ class ScratchModel:
     head_dim: Count = 32
     window: Count = 64
     max_length: Count = 1024
+    experts: Natural = 0
+    chosen: Count = 2
+
+    def model(self, vocab_size: int) -> ModelConfig:
+        """Returns the configuration of the model.
+
+        Raises:
+          ValueError: a token has more experts than there are.
+        """
+        fields = dataclasses.asdict(self)
+        experts, chosen = fields.pop("experts"), fields.pop("chosen")
+        if not experts:
+            return gemma2_config(vocab_size=vocab_size, **fields)
+        if chosen > experts:
+            raise ValueError(
+                f"scratch.chosen={chosen} with scratch.experts={experts}: a token cannot have more experts than there "
+                "are. Set scratch.chosen to a smaller number."
+            )
+        return config_from_hf(
+            {
+                "model_type": "qwen3_moe",
+                "vocab_size": vocab_size,
+                "num_hidden_layers": self.num_layers,
+                "hidden_size": self.model_dim,
+                "intermediate_size": chosen * self.ffn_dim,
+                "moe_intermediate_size": self.ffn_dim,
+                "num_experts": experts,
+                "num_experts_per_tok": chosen,
+                "norm_topk_prob": True,
+                "num_attention_heads": self.num_heads,
+                "num_key_value_heads": self.num_kv_heads,
+                "head_dim": self.head_dim,
+                "use_sliding_window": True,
+                "sliding_window": self.window,
+                "max_window_layers": 0,
+                "max_position_embeddings": self.max_length,
+                "rope_theta": 10_000.0,
+                "tie_word_embeddings": True,
+            }
+        )
 
 
 @dataclasses.dataclass(frozen=True)

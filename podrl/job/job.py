@@ -1,7 +1,6 @@
 """Runs a job from its configuration: loads the models, opens the data, trains, writes the summary."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
@@ -34,7 +33,6 @@ from podrl.learner.evaluate import EvalConfig
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
 from podrl.learner.playing import REWARD_NAME, asks_template, environment_config, offered, playing
 from podrl.models import decoder
-from podrl.models.config import gemma2_config
 from podrl.models.pretrained import Decoder
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rewards.reference import accuracies
@@ -143,8 +141,8 @@ def _train_scorer(job: Job, on: Meshes, link: PullLink | None, current: Run, pod
 
 
 def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int, *, here: bool = True) -> Decoder:
-    """Makes a Gemma 2 decoder with random parameters in place on the mesh; only shapes if that is on other hosts."""
-    model = gemma2_config(vocab_size=vocab_size, **dataclasses.asdict(config))
+    """Makes a decoder with random parameters in place on the mesh; only shapes if that is on other hosts."""
+    model = config.model(vocab_size)
     abstract = decoder.abstract_params(model, mesh, jnp.dtype("float32"))
     if not here:
         return Decoder(model, abstract, mesh)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import SCRATCH, Job
 from podrl.models import decoder
-from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
+from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.sizes import config_of
 from podrl.rollout.engine import unrolls
@@ -63,7 +63,7 @@ def model_of(job: Job) -> ModelConfig:
     source = job.model
     if source.path == SCRATCH:
         vocabulary = Tokenizer(source.tokenizer(job.tokenizer)).vocab_size
-        config = gemma2_config(vocab_size=vocabulary, **dataclasses.asdict(job.scratch))
+        config = job.scratch.model(vocabulary)
     elif source.path or source.size:
         config = read_config(source.directory) if source.path else config_of(source.size)
     else:

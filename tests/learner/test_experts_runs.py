@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from podrl import export
 from podrl.job import describe, job, placement
-from podrl.job.config import TINY, complete, parse
+from podrl.job.config import TINY, ScratchModel, complete, parse
 from podrl.launch import find_config, load_config
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder, hf_save
-from podrl.models.hf_config import config_from_hf
+from podrl.models.hf_config import config_from_hf, read_config
 from podrl.rundir.console import make_console
 from podrl.runtime.checkpoint import read_state
 from podrl.runtime.metrics import read_metrics
@@ -130,6 +131,18 @@ def test_a_dry_run_states_what_recorded_routes_take(directory):
     mesh = make_mesh("data=1", jax.devices()[:1])
     describe.print_job(console, found, placement.Meshes(mesh, mesh, mesh, mesh))
     assert "Router replay (rollout.router_replay): 4 bytes a token" in console.file.getvalue()
+
+
+def test_a_model_with_experts_is_made_exported_and_trained_on(tmp_path):
+    values = load_config(f"{find_config('sft_tiny.py')}:moe").to_dict()
+    assert values["scratch"] == {"experts": 8, "chosen": 2, "ffn_dim": 48}
+    scratch = {"num_layers": 1, "model_dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "experts": 4}
+    run("scratch", tmp_path / "run", "sft_tiny.py", scratch=scratch, sft={"batch_size": 8})
+    export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'mine'}"])
+    read = read_config(tmp_path / "mine")
+    assert read.family == "qwen3_moe" and read.experts == ScratchModel(**scratch).model(read.vocab_size).experts
+    with pytest.raises(ValueError, match=r"scratch\.chosen=5 with scratch\.experts=4"):
+        ScratchModel(experts=4, chosen=5).model(300)
 
 
 def test_supervised_training_moves_router_and_experts(directory, tmp_path):
