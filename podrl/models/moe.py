@@ -4,6 +4,7 @@ Dimensions beside those of podrl/types.py: E experts, k chosen of them, X tokens
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -79,6 +80,33 @@ def routes_of(route_BTX: UInt8[Array, "B T X"], config: ModelConfig) -> Int[Arra
 def same_sets(a_Xk: Int[Array, "*X k"], b_Xk: Int[Array, "*X k"]) -> Bool[Array, "*X"]:
     """True where two routes name the same experts, in whatever order."""
     return jnp.all(jnp.sort(a_Xk.astype(jnp.int32), axis=-1) == jnp.sort(b_Xk.astype(jnp.int32), axis=-1), axis=-1)
+
+
+def use_of_experts(
+    route_LBTk: Int[Array, "L B T k"], real_BT: Bool[Array, "B T"], experts: Experts
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Measures how evenly the tokens of a batch use the experts.
+
+    Args:
+      route_LBTk: expert numbers plus 1; tokens with `UNKNOWN` are not counted.
+      real_BT: False for padding.
+
+    Returns:
+      (tokens that choose the busiest expert of any layer, evenness of the layer where it is least). Evenness is 1 where
+      all experts are chosen equally often, 0 where all tokens choose the same ones, and between them linear in the
+      entropy of the experts' loads.
+    """
+    real_X1 = real_BT.reshape(-1, 1).astype(jnp.float32)
+
+    def count(route_BTk: Array) -> Array:
+        route_Xk = route_BTk.reshape(-1, experts.chosen).astype(jnp.int32)
+        return jnp.zeros(experts.count + 1, jnp.float32).at[route_Xk].add(real_X1)[1:]
+
+    count_LE = lax.map(count, route_LBTk)
+    share_LE = count_LE / jnp.maximum(jnp.sum(count_LE, axis=1, keepdims=True), 1)
+    entropy_L = -jnp.sum(jax.scipy.special.xlogy(share_LE, share_LE), axis=1)
+    least, most = math.log(experts.chosen), math.log(experts.count)
+    return jnp.max(count_LE), jnp.min((entropy_L - least) / (most - least)) if least < most else jnp.float32(1)
 
 
 def route(

@@ -19,6 +19,7 @@ TRUNCATED = 0.25
 NO_SIGNAL = 0.8
 LONGER = 2.0  # times the length of the first steps
 COLLAPSED = 0.1  # of the entropy of the first steps
+UNEVEN = 0.5  # of the evenness of the first steps
 KL_LIMIT = 1.0  # nats per token
 SPIKE = 10.0  # times the median
 FAILING = 0.5  # share of a tool's calls
@@ -364,6 +365,18 @@ def _entropy(now: Record, past: Past) -> str:
     if not values or not start or average(values) >= COLLAPSED * start:
         return ""
     return f"actor/entropy is {average(values):.3g} nats over {WINDOW} steps, and was {start:.3g} in the first ones"
+
+
+@check(
+    "router collapse",
+    meaning="in some layer most tokens go to the same few experts, and the others learn nothing",
+    key="trainer.learning_rate lower, SECTION.beta higher; adapters (model.lora.rank) leave routers as they are",
+)
+def _router(now: Record, past: Past) -> str:
+    values, start = past.recent(now, "moe/evenness"), past.at_first("moe/evenness")
+    if not values or not start or average(values) >= UNEVEN * start:
+        return ""
+    return f"moe/evenness is {average(values):.3g} over {WINDOW} steps, and was {start:.3g} in the first ones"
 
 
 @check(

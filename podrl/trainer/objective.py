@@ -89,21 +89,25 @@ class Forward(Trunk):
     ) -> tuple[Float[Array, "B T D"], Mapping[str, Ratio]]:
         """Computes `hidden`, and metrics of the routes; none where the layout has no routes.
 
-        Metrics: `moe/replayed` (share of tokens with recorded routes) and `moe/route_differs` (share of those for which
-        the trainer would choose another set of experts in any layer).
+        Metrics: `moe/replayed` (share of tokens with recorded routes), `moe/route_differs` (share of those for which
+        the trainer would choose another set of experts in any layer), and of the trainer's choice `moe/load_max` and
+        `moe/evenness`, see `podrl.models.moe.use_of_experts`.
         """
         if layout.route_BTX is None:
             return super().hidden(params, layout, dropout_key), {}
         route_LBTk = moe.routes_of(layout.route_BTX, self.config)
         hidden_BTD, own_LBTk = decoder.replayed(params, **self._arguments(layout, dropout_key), route_LBTk=route_LBTk)
-        assert own_LBTk is not None
+        assert own_LBTk is not None and self.config.experts is not None
         real_BT = layout.segment_BT > 0
         known_BT = real_BT & jnp.any(route_LBTk != moe.UNKNOWN, axis=(0, 3))
         differs_BT = known_BT & ~jnp.all(moe.same_sets(route_LBTk, own_LBTk), axis=0)
         counts = [jnp.sum(x_BT, dtype=jnp.float32) for x_BT in (real_BT, known_BT, differs_BT)]
+        load_max, evenness = moe.use_of_experts(own_LBTk, real_BT, self.config.experts)
         return hidden_BTD, {
             "moe/replayed": Ratio(counts[1], counts[0]),
             "moe/route_differs": Ratio(counts[2], counts[1]),
+            "moe/load_max": Ratio(load_max, counts[0]),
+            "moe/evenness": Ratio(evenness * counts[0], counts[0]),
         }
 
     def __call__(

@@ -57,6 +57,11 @@ def nothing_trained(run):
         put(run, f"loss/{name}", value, 5, 5)
 
 
+def router_collapses(run):
+    put(run, "moe/evenness", 0.9, 1, 9)
+    put(run, "moe/evenness", 0.2, 10)
+
+
 def unpaid(run):
     put(run, "reward/zero/number", 0.5, 1, 4)
     put(run, "reward/zero/number", 0.97, 5)
@@ -105,6 +110,7 @@ PLANTED = [
     ("repetition", "grpo", repeat_text, 8, "'8*3=24. ' 12 times"),
     ("gradient not finite", "tools", lambda r: put(r, "actor/nonfinite", 1.0, 8, 8), 8, "100%"),
     ("gradient spikes", "ppo", lambda r: put(r, "actor/grad_norm", lambda v: 30 * v, 18, 18), 18, "10 times"),
+    ("router collapse", "grpo", router_collapses, 13, "0.34"),
     ("entropy collapse", "grpo", lambda r: put(r, "actor/entropy", 0.004, 10), 14, "0.004"),
     ("KL drift", "grpo", lambda r: put(r, "actor/kl", 2.5, 10), 11, "1.03"),
     ("KL drift", "rloo", lambda r: put(r, "reward/kl", 2.5, 10), 11, "reward/kl"),

@@ -94,6 +94,7 @@ def test_grpo_learns_on_the_probabilities_of_the_sampler(rank, directory, tmp_pa
     assert all(np.isfinite(r["actor/grad_norm"]) and r["sampler/abs_diff"] < 1e-4 for r in records)
     # All tokens but the last of each sample; in float32 the trainer would choose the same experts.
     assert all(0.7 < r["moe/replayed"] < 1 and r["moe/route_differs"] < 0.01 for r in records)
+    assert all(0.5 <= r["moe/load_max"] <= 1 and 0.2 < r["moe/evenness"] < 1 for r in records)  # two of four experts
     leaves = changed(tmp_path / "run")
     assert leaves and all(decoder.is_adapter(name) == bool(rank) for name in leaves)
     assert rank or {"router", "expert_in", "expert_out", "q"} <= leaves

@@ -136,6 +136,21 @@ def test_the_experts_with_the_highest_scores_are_chosen():
     np.testing.assert_allclose(weight_Xk, weight / weight.sum(-1, keepdims=True), atol=1e-6)
 
 
+def test_the_use_of_experts_is_counted_in_the_layer_where_it_is_least_even():
+    experts = config_with(chosen=2, count=8).experts
+    even_Xk, same_Xk = np.arange(16).reshape(8, 2) % 8 + 1, np.tile([3, 5], (8, 1))
+    real = np.arange(10) < 8
+    route_LBTk = np.stack([even_Xk, same_Xk]).reshape(2, 1, 8, 2)
+    route_LBTk = np.concatenate([route_LBTk, np.full((2, 1, 2, 2), 1)], axis=2)  # and padding
+    measure = lambda route, real: [float(x) for x in moe.use_of_experts(jnp.asarray(route), real[None], experts)]  # noqa: E731
+    np.testing.assert_allclose(measure(route_LBTk, real), [8, 0], atol=1e-6)
+    np.testing.assert_allclose(measure(route_LBTk[:1], real), [2, 1], atol=1e-6)
+    half_Xk = np.arange(16).reshape(8, 2) % 4 + 1  # half of the experts: log 4 lies in the middle of log 2 and log 8
+    np.testing.assert_allclose(measure(half_Xk[None, None], real[:8]), [4, 0.5], atol=1e-6)
+    unknown = np.full((1, 1, 10, 2), moe.UNKNOWN)
+    assert np.isfinite(measure(unknown, real)).all() and measure(unknown, real)[0] == 0
+
+
 def test_given_routes_are_taken_and_unknown_ones_chosen():
     config = config_with()
     layer, x_BTD = random_layer(config), jnp.asarray(np.random.default_rng(1).normal(size=(1, 6, 16)), jnp.float32)
