@@ -234,6 +234,9 @@ class Desk:
         """Queues the news that a client has hung up for `poll`."""
         self._events.put((number, None))
 
+    def delivered(self, number: int) -> None:
+        """Does nothing: whoever tries an agent keeps no account of what arrived."""
+
     def failed(self, error: Exception) -> None:
         """Queues an error, which `poll` raises."""
         self._events.put(error)

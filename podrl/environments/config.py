@@ -8,11 +8,11 @@ import string
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from podrl.config import Count, Finite, Natural, Positive, Workers, section
+from podrl.config import Count, Finite, Natural, Positive, Share, Workers, section
 from podrl.runtime.regular import regular
 from podrl.runtime.user_code import Limits
 
-TOOLS, NONE = "tools", "none"  # environments by name
+TOOLS, NONE, PROGRAM = "tools", "none", "program"  # environments by name
 Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]
 
 
@@ -102,6 +102,10 @@ class EnvironmentConfig:
         once per episode), or an object, with an `async def run(task, model)`.
       others: environments beside it, as named above, and 'none' for one answer without tools. A record whose field
         `env` names one of them has it instead; data.sources gives that field to all records of a source.
+      program: command of an agent program, such as 'python agent.py', which asks the model over HTTP; '' for none. See
+        docs/agents.md. `python` at its head is the interpreter that runs podrl.
+      processes: processes of `program` in each worker; one runs one episode at a time, and further episodes wait.
+      failed_share: share of the samples of a batch whose programs may fail; more end the job.
       tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in one.
       mcp: servers that offer tools, each as an MCPServer or only its target.
       parser: how the model writes a call. 'call_tool' (also 'v20250824'), 'tool' (also 'unified') and 'legacy' are
@@ -130,6 +134,9 @@ class EnvironmentConfig:
 
     environment: str = ""
     others: tuple[str, ...] = ()
+    program: str = ""
+    processes: Count = 16
+    failed_share: Share = 0.2
     tools: tuple[str, ...] = ()
     mcp: tuple[MCPServer | str, ...] = ()
     parser: Parser = "call_tool"
@@ -158,7 +165,8 @@ class EnvironmentConfig:
                 raise ValueError(f"env.arguments: {name!r} has {given!r}, and must have values by argument's names.")
         if TOOLS in (self.environment, *self.others) and not self.tools and not self.mcp:
             raise ValueError("environment 'tools' has no tools: name some in env.tools or servers in env.mcp.")
-        if self.environment not in ("", TOOLS) and ":" not in self.environment:
+        self._check_program()
+        if self.environment not in ("", TOOLS, PROGRAM) and ":" not in self.environment:
             raise ValueError(
                 f"env.environment={self.environment!r} must be '' (none), 'tools', 'file.py:Name' or "
                 "'package.module:Name'."
@@ -174,15 +182,32 @@ class EnvironmentConfig:
                 "one, or tools."
             )
 
+    def _check_program(self) -> None:
+        if self.environment == PROGRAM and not self.program:
+            raise ValueError("env.environment='program' names no program: give its command as env.program.")
+        if not self.program:
+            return
+        if self.environment not in ("", PROGRAM) or self.tools or self.mcp:
+            raise ValueError(
+                f"env.program={self.program!r} beside env.environment={self.environment!r}, env.tools={self.tools} and "
+                "env.mcp: a program brings its own tools, so leave the others out."
+            )
+        try:
+            words = shlex.split(self.program)
+        except ValueError as error:
+            raise ValueError(f"env.program={self.program!r} is no command: {error}. Close its quotes.") from None
+        if not words:
+            raise ValueError(f"env.program={self.program!r} is empty: give a command, such as 'python agent.py'.")
+
     @property
     def used(self) -> bool:
         """True where samples have an environment."""
-        return bool(self.environment or self.tools or self.mcp)
+        return bool(self.environment or self.program or self.tools or self.mcp)
 
     @property
     def choices(self) -> tuple[str, ...]:
         """Names of the environments that records can have, that of records without the field `env` first."""
-        return (self.environment or TOOLS, *self.others) if self.used else ()
+        return (self.environment or (PROGRAM if self.program else TOOLS), *self.others) if self.used else ()
 
     def system_prompt(self) -> str:
         """The text of `system_prompt_file`.

@@ -48,6 +48,10 @@ class Handler(Protocol):
         """Gives up a request whose clients have all hung up before they got an answer."""
         ...
 
+    def delivered(self, number: int) -> None:
+        """Takes the news that a client has got its whole answer."""
+        ...
+
     def failed(self, error: Exception) -> None:
         """Takes the news that the front's process has died; all keys and open requests are lost."""
         ...
@@ -132,6 +136,8 @@ class Front:
                 self._handler.asked(number, episode, Wanted.of(asked))
             case {"drop": number}:
                 self._handler.dropped(number)
+            case {"delivered": number}:
+                self._handler.delivered(number)
             case {"listening": port}:
                 self._listening.set_result(port)
             case {"failed": why} if not self._listening.done():

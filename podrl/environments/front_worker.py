@@ -350,6 +350,7 @@ class Endpoint:
             raise turn.outcome
         turn.delivered = True
         await client.json(200, turn.dialect.write(turn.wanted, turn.outcome, self._parser))
+        self._tell({"delivered": turn.number})
 
     async def _stream(self, client: _Client, turn: _Turn, gone: "asyncio.Future[None]") -> None:
         stream, told = None, 0
@@ -374,6 +375,7 @@ class Endpoint:
             turn.delivered = True
             chunks += stream.end(turn.outcome)
             await client.say("".join(map(_event, chunks)) + "data: [DONE]\n\n", more=False)
+            self._tell({"delivered": turn.number})
             return
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from podrl.environments import worker as worker_module
 from podrl.environments.calls import in_template
-from podrl.environments.config import NONE, TOOLS, EnvironmentConfig
+from podrl.environments.config import NONE, PROGRAM, TOOLS, EnvironmentConfig
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Task
 from podrl.environments.toolbox import Toolbox
@@ -95,9 +95,9 @@ class Host:
           said: directory of the files with the standard error of MCP servers; None writes to this process's.
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
-        self._called = called
+        self._called, self._folder = called, said
         self._specs = {
-            name: None if name in (TOOLS, NONE) else spec_at(*name.rsplit(":", 1)) for name in config.choices
+            name: None if name in (TOOLS, NONE, PROGRAM) else spec_at(*name.rsplit(":", 1)) for name in config.choices
         }
         self._toolbox = Toolbox(limits, config.server_deadline_s, emit, said)
         self._homes: list[_Home] = []
@@ -165,7 +165,9 @@ class Host:
         home.link = Process(
             worker_module.__name__, self._limits, lambda frame: self._heard(home, frame), lambda: self._ended(home)
         )
-        home.link.send({"load": self._specs, "config": dataclasses.asdict(self._config), "path": sys.path})
+        folder = "" if self._folder is None else str(self._folder.absolute())
+        loading = {"load": self._specs, "config": dataclasses.asdict(self._config), "path": sys.path, "folder": folder}
+        home.link.send(loading)
         return home
 
     async def _loaded(self, home: _Home) -> dict[str, Any]:
@@ -250,7 +252,9 @@ class Host:
         self._drop_life(episode)
         del self._episodes[episode.number]
 
-    def _end(self, episode: _Episode, reason: Literal["ended", "deadline"], result: Mapping[str, Any] = {}) -> None:
+    def _end(
+        self, episode: _Episode, reason: Literal["ended", "deadline", "failed"], result: Mapping[str, Any] = {}
+    ) -> None:
         self._leave(episode)
         self._emit({"done": episode.number, "reward": None, "metrics": {}, "text": None, "reason": reason, **result})
 
@@ -294,6 +298,10 @@ class Host:
                 self._said(self._lives[life], said, records)
             case {"ask": life, "n": number} if life in self._lives:
                 self._asked(self._lives[life], number, frame)
+            case {"clock": runs, "of": life} if life in self._lives:
+                self._stop_clock(self._lives[life], counts=False)
+                if runs:
+                    self._run_clock(self._lives[life])
             case {"done": life, **result} if life in self._lives:
                 self._end(self._lives[life], "ended", result)
             case {"raised": life, "why": why} if life in self._lives:
@@ -304,6 +312,10 @@ class Host:
     def _said(self, episode: _Episode, said: dict[str, Any], records: list[dict[str, Any]]) -> None:
         at, episode.at = episode.at, episode.at + 1
         if at < len(episode.said):
+            if episode.said[at] != said and self._config.program:  # programs need not do the same again
+                why = "its worker was lost, and its program did not ask the same again"
+                self._end(episode, "failed", {"metrics": {"failed/infrastructure": 1.0}, "why": why})
+                return
             if episode.said[at] != said:
                 was, now = _difference(episode.said[at], said)
                 self._emit(

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, TypeVar
 T = TypeVar("T")
 Role = Literal["raw", "user", "tool"]
 FULL = "full"  # Turn.stop where there was no room for an observation: `say` raises Ended
+REFUSED = "refused"  # Turn.stop where a conversation cannot be rendered; the text says why
 
 
 class Ended(Exception):  # noqa: N818 - no error, as StopIteration
@@ -47,12 +48,14 @@ class Turn:
       stop: the stop string that was met, 'eos' for the end of the model's turn, 'length' for a limit of tokens.
       tokens: the sampled token ids.
       calls: the tool calls that the text holds, where the environment names a parser.
+      prompt: token ids of the conversation that was answered; empty for `say`.
     """
 
     text: str
     stop: str = "eos"
     tokens: Sequence[int] = ()
     calls: Sequence[Any] = ()
+    prompt: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from podrl.environments.calls import Cuts
-from podrl.environments.config import NONE, EnvironmentConfig
-from podrl.environments.protocol import FULL, Ended, Model, OutsideError, Result, Role, Task, Turn
+from podrl.environments.config import NONE, PROGRAM, EnvironmentConfig
+from podrl.environments.programs import AgentFailure, Program
+from podrl.environments.protocol import FULL, REFUSED, Ended, Model, OutsideError, Result, Role, Task, Turn
 from podrl.environments.tools import ToolEnvironment
-from podrl.environments.wire.asks import ASIDE, Choice
-from podrl.environments.wire.chat import message as chat_message
-from podrl.environments.wire.chat import read as read_chat
+from podrl.environments.wire import chat as wire_chat
+from podrl.environments.wire.asks import ASIDE, Answer, Choice, Refused, Wanted
 from podrl.runtime import child
 from podrl.runtime.frames import pack
 from podrl.runtime.user_objects import explain, extend_path, load, short
@@ -87,6 +87,8 @@ class Told:
             turn = await self._turn
         finally:
             self._turn = None
+        if turn.stop == REFUSED:
+            raise Refused(400, "invalid_request", turn.text, "messages")
         if turn.stop == FULL:
             raise Ended("There is no room for the observation (rollout.max_response_tokens).")
         self._turns += 1
@@ -103,14 +105,30 @@ class Told:
     ) -> dict[str, Any]:
         """As podrl.environments.protocol.Model."""
         body = {"model": f"policy{ASIDE * aside}", "messages": list(messages), "tools": list(tools), "stop": list(stop)}
-        wanted = read_chat(json.loads(json.dumps(body | {"max_tokens": max_tokens})), ("policy",), self._config.parser)
-        ask, id_, parser = wanted.ask, str(self._turns), self._config.parser
-        asked = {"messages": ask.messages, "tools": ask.tools, "stop": wanted.stop, "parser": parser, "id": id_}
-        asked |= {"max_new": ask.max_new, "aside": aside}
+        given, parser = json.loads(json.dumps(body | {"max_tokens": max_tokens})), self._config.parser
+        wanted = wire_chat.read(given, ("policy",), parser)
+        answer = await self.answer(wanted)
+        id_ = wire_chat.call_ids(answer, 0)
+        return wire_chat.message(answer.choices[0], stop=wanted.stop, tools=wanted.ask.tools, parser=parser, id=id_)
+
+    async def answer(self, wanted: Wanted) -> Answer:
+        """`chat` for a request of the wire, which has messages and asks for one answer.
+
+        Raises:
+          Refused: the conversation cannot be rendered.
+          Ended: as `chat`.
+        """
+        ask, answer = wanted.ask, Answer(str(self._turns), 0, (), ())
+        asked = {"messages": ask.messages, "tools": ask.tools, "stop": wanted.stop, "parser": self._config.parser}
+        asked |= {"max_new": ask.max_new, "aside": ask.aside, "id": wire_chat.call_ids(answer, 0)}
         asked = json.loads(json.dumps(asked))  # as the other side gets it
         turn = await self.observe("", role="raw", stop=ask.stop, max_new=ask.max_new, reward=0.0, chat=asked)
         choice = Choice(turn.text, turn.tokens, (), (), turn.stop)
-        return chat_message(choice, stop=wanted.stop, tools=ask.tools, parser=parser, id=id_)
+        return dataclasses.replace(answer, prompt_ids=turn.prompt, choices=[choice])
+
+    def clock(self, *, runs: bool) -> None:
+        """Starts or stops the time of env.deadline_s, which is that of the episode's own work."""
+        self._send({"clock": runs, "of": self._life})
 
     async def outside(self, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
         """As podrl.environments.protocol.Model."""
@@ -185,15 +203,16 @@ class _Worker:
 
     def __init__(self, replies: BinaryIO) -> None:
         self._replies = replies
-        self._config = EnvironmentConfig()
+        self._config, self._folder = EnvironmentConfig(), ""
         self._environments: dict[str, Any] = {}  # by name: classes, made once per episode, and objects
         self._models: dict[int, Told] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def handle(self, frame: dict[str, Any]) -> None:
         match frame:
-            case {"load": specs, "config": config, "path": path}:
+            case {"load": specs, "config": config, "path": path, "folder": folder}:
                 extend_path(path)
+                self._folder = folder
                 self._load(specs, EnvironmentConfig(**config))
             case {"start": life, "task": task}:
                 self._models[life] = Told(self.send, life, self._config)
@@ -221,7 +240,7 @@ class _Worker:
         reply: dict[str, Any] = {"loaded": None}
         try:
             for name, spec in specs.items():
-                environment = self._environments[name] = _environment(name, spec, config)
+                environment = self._environments[name] = _environment(name, spec, config, self._folder)
                 if not callable(getattr(environment, "run", None)):
                     raise TypeError(f"{short(environment)} has no `async def run(self, task, model)`")
             own = getattr(self._environments[config.environment], "config", None)
@@ -240,6 +259,9 @@ class _Worker:
             self.send({"done": life, "reason": reason, **_checked(result)})
         except asyncio.CancelledError:
             raise
+        except AgentFailure as failure:
+            lost = {"reward": None, "metrics": failure.metrics(), "text": None, "why": str(failure)}
+            self.send({"done": life, "reason": "failed", **lost})
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
             self.send({"raised": life, "why": explain(error)})
         finally:
@@ -251,7 +273,9 @@ class _Worker:
         return found() if inspect.isclass(found) else found
 
 
-def _environment(name: str, spec: Mapping[str, str] | None, config: EnvironmentConfig) -> Any:
+def _environment(name: str, spec: Mapping[str, str] | None, config: EnvironmentConfig, folder: str) -> Any:
+    if spec is None and name == PROGRAM:
+        return Program(config, folder)
     if spec is None:
         return OneTurn if name == NONE else ToolEnvironment(config=config)
     return load(spec)

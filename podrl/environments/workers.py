@@ -56,15 +56,17 @@ class Done:
     Attributes:
       reward, metrics, text: of its Result.
       reason: 'ended' by its own return, or because `say` found no room; 'turns': env.max_turns were over; 'calls': it
-        ended after a call beyond env.max_tool_calls; 'deadline': env.deadline_s or env.blocked_s passed, and the sample
-        must leave the loss.
+        ended after a call beyond env.max_tool_calls; 'deadline': env.deadline_s or env.blocked_s passed; 'failed': its
+        program failed. After the last two the sample must leave the loss.
+      why: error of a program that failed, with the end of what it wrote to standard error.
     """
 
     episode: int
     reward: float | None
     metrics: dict[str, float]
     text: str | None
-    reason: Literal["ended", "turns", "calls", "deadline"]
+    reason: Literal["ended", "turns", "calls", "deadline", "failed"]
+    why: str = ""
 
 
 class Episodes:
@@ -138,6 +140,8 @@ class Episodes:
     def turn(self, episode: int, turn: Turn) -> None:
         """Answers a Say; `Turn("", stop=protocol.FULL)` says that there was no room for it, and `say` raises Ended."""
         value = {"text": turn.text, "stop": turn.stop, "tokens": [int(token) for token in turn.tokens]}
+        if turn.prompt:
+            value["prompt"] = [int(token) for token in turn.prompt]
         self._loop.soon(self._host.turn, episode, value)
 
     def cancel(self, episode: int) -> None:

@@ -455,7 +455,18 @@ def parse(values: Mapping[str, Any]) -> Job:
     if not job.kind.given:
         job.reward.require(environment=job.env.used)
         job.algo.check_clock(job.rollout, job.env.calls_per_window)
+        _check_program(job)
     return job
+
+
+def _check_program(job: Job) -> None:
+    """Refuses windows for programs, which ask by conversations."""
+    staleness = getattr(job.algo, "max_staleness", 0) or 0
+    if job.env.program and (job.rollout.clock == "wall" or staleness >= 2):
+        raise ValueError(
+            f"env.program={job.env.program!r} with {job.section}.max_staleness={staleness} and "
+            f"rollout.clock={job.rollout.clock!r}: programs need rollout.clock='tokens' and a max_staleness of 0 or 1."
+        )
 
 
 def _check_environments(job: Job) -> None:

@@ -110,8 +110,8 @@ def check_all(job: Job) -> None:
     for one in job.eval.sets:
         split(one.data(job.data))
     env = environment_config(job.env)
-    if env.tools or any(":" in name for name in env.choices):
-        named = {"environment": env.environment if env.tools else _own(env.choices)}
+    if env.tools or env.program or any(":" in name for name in env.choices):
+        named = {"environment": env.environment if env.tools or env.program else _own(env.choices)}
         # Names of tools that servers offer are not known without them.
         local = dataclasses.replace(env, mcp=(), max_calls_per_tool={}, arguments={}, **named)
         # Servers may be elsewhere when a dry run is made: they are asked when the run starts.

@@ -9,7 +9,7 @@ from typing import Any
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.dialogue import Dialogue
 from podrl.environments.calls import format_of, in_template
-from podrl.environments.config import EnvironmentConfig
+from podrl.environments.config import PROGRAM, EnvironmentConfig
 from podrl.environments.journal import AtLeader, Files, Journal
 from podrl.environments.protocol import Task
 from podrl.environments.workers import Episodes
@@ -41,13 +41,15 @@ def environment_config(given: Any) -> EnvironmentConfig:
                 "environments run in processes of their own, which find them by file and name."
             )
     if config.used and not config.environment:
-        config = dataclasses.replace(config, environment="tools")
+        config = dataclasses.replace(config, environment=config.choices[0])
     return config
 
 
 def asks_template(config: EnvironmentConfig) -> bool:
     """True where the environment's tools may have to be named by prompts, which the environment itself knows."""
-    return config.used and (config.environment != "tools" or in_template(config.parser))
+    return (
+        config.used and config.environment != PROGRAM and (config.environment != "tools" or in_template(config.parser))
+    )
 
 
 def offered(config: EnvironmentConfig, limits: Limits) -> list[Any]:
@@ -106,7 +108,8 @@ def playing(
         said = None if run.workdir is None else run.workdir / SAID
         host = Episodes(config, limits, journal=journal, called=called, said=said)
         stack.callback(host.close)
-        partner = Partner(host, Dialogue(cluster.tokenizer), clock=cluster.config.rollout().clock)
+        clock = cluster.config.rollout().clock
+        partner = Partner(host, Dialogue(cluster.tokenizer), clock=clock, failed_share=config.failed_share)
         cluster.play(partner)
         stack.callback(cluster.play, None)
         run.watchdog.waits_for.append(lambda: partner.waits_for)

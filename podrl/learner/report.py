@@ -184,7 +184,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
             f"tools/{name}/output_tokens": sum(turn["tokens"] for turn in turns) / len(turns),
         }
     named: dict[str, list[float]] = {}
-    for episode in episodes:
+    for episode in rollouts.episodes:
         for name, value in episode["metrics"].items():
             named.setdefault(name, []).append(value)
     return metrics | {f"env/{name}": float(np.mean(values)) for name, values in named.items()}

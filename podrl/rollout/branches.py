@@ -67,6 +67,7 @@ class Branches:
     Attributes:
       current: branch of the request that was asked last.
       text: text of the last answer that is trained.
+      read: token ids of the request that was asked last.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Branches:
         self._requests = 0
         self.current: _Branch | None = None
         self.text = ""
+        self.read: Sequence[int] = ()
 
     def ask(
         self, session: Session, asked: Conversation, strings: tuple[str, ...], ids: Sequence[int], *, urgent: bool
@@ -151,7 +153,7 @@ class Branches:
                 self._asides.append(track)
             else:
                 self._branches.append(branch)
-        self.current, self._asked = branch, asked
+        self.current, self._asked, self.read = branch, asked, tokens
         self._requests += 1
         return tokens[known:]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from podrl.data.dialogue import Dialogue
 from podrl.environments.calls import SEPARATOR, shortened
-from podrl.environments.protocol import FULL, Task, Turn
+from podrl.environments.protocol import FULL, REFUSED, Task, Turn
 from podrl.environments.wire.asks import Refused
 from podrl.environments.workers import Done, Say
 from podrl.rollout.branches import Branches, Conversation
@@ -56,6 +56,7 @@ class Partner:
       host: of its episodes.
       dialogue: makes tokens of its observations.
       clock: rollout.clock of the job.
+      failed_share: env.failed_share of the job.
       waits_for: whom the samples wait for while none of them runs; '' while one does.
       started: episodes so far, all requests together: a message may be of a request that was given up.
       inboxes: what was said to the pump of each episode that is open, and not read yet.
@@ -64,6 +65,7 @@ class Partner:
     host: Host
     dialogue: Dialogue
     clock: Literal["tokens", "wall"] = "tokens"
+    failed_share: float = 1.0
     waits_for: str = ""
     started: int = 0
     inboxes: dict[int, list[Say | Done]] = dataclasses.field(default_factory=dict)
@@ -196,6 +198,7 @@ class Pump:
         self._inboxes: dict[int, list[Say | Done]] = {}
         self._points = Points()
         self._calls: int | None = None
+        self._failed = 0
         self._first = partner.started
         partner.started += len(self._episodes)
 
@@ -407,7 +410,8 @@ class Pump:
         try:
             given = episode.branches.ask(session, asked, texts, tuple(episode.stops), urgent=self._points.urgent)
         except Refused as error:
-            raise BatchError(f"{self._name(b)}: {error}") from error
+            self._tell(b, Turn(str(error), REFUSED))
+            return
         if given is None:
             self._fill(b)
             return
@@ -419,7 +423,7 @@ class Pump:
     def _no_chat(self, b: int) -> BatchError:
         return BatchError(
             f"{self._name(b)} asks by model.chat, and its batch is generated in several windows: set "
-            "rollout.clock='tokens' and rollout.max_staleness to 0 or 1, or ask by model.say."
+            "rollout.clock='tokens' and grpo.max_staleness to 0 or 1, or ask by model.say."
         )
 
     def _join(self, episode: Episode) -> None:
@@ -429,13 +433,20 @@ class Pump:
 
     def _on_done(self, b: int, done: Done) -> None:
         episode = self._episodes[b]
+        if done.reason == "failed":
+            self._failed += 1
+            if self._failed > (share := self._partner.failed_share) * self.request.samples:
+                raise BatchError(
+                    f"The programs of {self._failed} of {self.request.samples} samples failed, and env.failed_share="
+                    f"{share:g} of them may. The last one was {self._name(b)}: {done.why}"
+                )
         self._join(episode)
         self._reward(b, 0.0 if done.reward is None else done.reward, whole=True)
         counted = {} if episode.branches is None else episode.branches.metrics()
         episode.metrics = {**counted, **done.metrics}
         self._unasked.get(b // self.request.group_size, set()).discard(b)
         track = episode.track
-        stop = STOP_DEADLINE if done.reason == "deadline" else self._why(episode, done)
+        stop = STOP_DEADLINE if done.reason in ("deadline", "failed") else self._why(episode, done)
         if track is not None and track.stop is None:
             self._session.end(track, stop)
         self._end(b, stop, done.text)
@@ -519,6 +530,7 @@ class Pump:
         turn = Turn(text, stop, tuple(tokens))
         if episode.branches is not None:
             episode.branches.answered(self._session, turn)
+            turn = dataclasses.replace(turn, prompt=episode.branches.read)
         self._tell(b, turn)
 
     # Records.

@@ -215,9 +215,16 @@ class Asgi:
 
     def __init__(self, monkeypatch):
         self.frames, self.graces = [], []
-        self.endpoint = front_worker.Endpoint(dataclasses.asdict(SETTINGS), self.frames.append)
+        self.delivered = []
+        self.endpoint = front_worker.Endpoint(dataclasses.asdict(SETTINGS), self._told)
         self.endpoint.heard({"open": "e", "key": "k"})
         monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda _, call: self.graces.append(call))
+
+    def _told(self, frame):
+        if "delivered" in frame:
+            self.delivered.append(frame["delivered"])
+        else:
+            self.frames.append(frame)
 
     def client(self, body, retry=0):
         return AsgiClient(self.endpoint, body, retry)
@@ -283,7 +290,7 @@ def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
         assert len(await asgi.settled(1)) == 1  # neither dropped nor asked again
         await back.hang_up()
         asgi.end_graces()
-        assert (await asgi.settled(2))[1:] == [{"drop": number}]
+        assert (await asgi.settled(2))[1:] == [{"drop": number}] and not asgi.delivered
         late = asgi.client(HI, retry=2)  # a new request
         frames = await asgi.settled(3)
         assert frames[2]["ask"] != number
@@ -298,7 +305,7 @@ def test_an_answer_that_reached_nobody_is_dropped(monkeypatch):
         number = await asgi.left()
         asgi.endpoint.heard(said(number, "ho"))
         asgi.end_graces()
-        assert (await asgi.settled(2))[1:] == [{"drop": number}]
+        assert (await asgi.settled(2))[1:] == [{"drop": number}] and not asgi.delivered
 
     asyncio.run(run())
 
@@ -314,6 +321,7 @@ def test_requests_beyond_the_most_of_a_key_wait(monkeypatch):
         for number in (*first[1:], fourth):
             asgi.endpoint.heard(said(number, "ho"))
         assert [await client.status() for client in clients] == [200] * 4
+        assert sorted(asgi.delivered) == sorted([*first, fourth])
 
     asyncio.run(run())
 

@@ -182,7 +182,7 @@ def test_a_crash_names_the_agent(play):
 def test_what_cannot_be_played_is_refused(play):
     with pytest.raises(BatchError, match=r"model\.chat and by model\.say"):
         play("Mixes")
-    with pytest.raises(BatchError, match=r"rollout\.max_staleness"):
+    with pytest.raises(BatchError, match=r"grpo\.max_staleness"):
         play("Forks", quantum=3)
     with pytest.raises(BatchError, match=r"rollout\.clock"):
         play("Forks", clock="wall")

@@ -1,0 +1,380 @@
+"""The environment 'program': episodes run in long-lived processes of the user, which ask the model over HTTP."""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from podrl.environments.config import EnvironmentConfig
+from podrl.environments.front import Front, FrontSettings
+from podrl.environments.protocol import Ended, Result, Task
+from podrl.environments.wire.asks import Answer, Refused, Wanted
+from podrl.runtime.user_code import Limits
+
+Kind = Literal["agent", "infrastructure"]
+_KINDS: tuple[Kind, ...] = ("agent", "infrastructure")
+_LINE_BYTES = 64 << 20  # longest line that a program may write
+_TAIL = 20  # last lines of standard error that a failure shows
+_FILE_BYTES = 64 << 20  # of standard error that are kept in the run directory, for each worker
+_GRACE_S = 5.0  # see FrontSettings.grace_s
+_RESENT = ("temperature", "top_p", "top_k", "min_p", "seed")  # settings of a request that belong to the job
+
+
+class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of this program
+    """A program failed, and its sample is lost; the message ends with what it wrote to standard error.
+
+    Attributes:
+      kind: 'agent' if the program failed, 'infrastructure' if the endpoint did.
+      lives: True if the process is ready for its next task.
+    """
+
+    def __init__(self, kind: Kind, why: str, *, lives: bool = False) -> None:
+        super().__init__(why)
+        self.kind: Kind = kind
+        self.lives = lives
+
+    def metrics(self) -> dict[str, float]:
+        """Counts the failure, for the metrics of its episode."""
+        return _counted(self.kind)
+
+
+class Asked(Protocol):
+    """The model as programs need it; podrl.environments.worker.Told implements it, and documents the methods."""
+
+    async def answer(self, wanted: Wanted) -> Answer: ...
+
+    def clock(self, *, runs: bool) -> None: ...
+
+
+@dataclasses.dataclass(eq=False)
+class _Session:
+    """The requests of one episode.
+
+    Attributes:
+      model: answers one request at a time.
+      lost: error of the episode, such as a client that hung up; set once.
+      turn: lock of the model.
+      open: requests whose answers have not arrived yet.
+      settled: event that is set whenever `open` gets shorter.
+      jobs: tasks of the requests, by their numbers.
+      full: True once a request found no room or no turns left.
+      overridden: number of requests that set what belongs to the job.
+    """
+
+    model: Asked
+    lost: "asyncio.Future[None]"
+    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    open: set[int] = dataclasses.field(default_factory=set)
+    settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    jobs: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
+    full: bool = False
+    overridden: int = 0
+
+    def lose(self, kind: Kind, why: str) -> None:
+        """Ends the episode as a failure."""
+        if not self.lost.done():
+            self.lost.set_exception(AgentFailure(kind, why))
+
+    def settle(self, number: int) -> None:
+        """Forgets a request that is answered or refused."""
+        self.open.discard(number)
+        self.settled.set()
+
+
+class Program:
+    """Runs an episode for each task in a process of the user's program.
+
+    A process runs one episode at a time, and then takes the next task. It gets a JSON object a line, with the address
+    and the key of the endpoint for this episode, and answers with a JSON object a line; podrl.agent is the other side.
+    """
+
+    def __init__(self, config: EnvironmentConfig, folder: str) -> None:
+        """Starts nothing.
+
+        Args:
+          config: names the program.
+          folder: directory of the file with what programs write to standard error; '' writes to this process's.
+
+        Raises:
+          ValueError: there is no such command.
+        """
+        self._command = shlex.split(config.program)
+        if self._command[0] == "python":
+            self._command[0] = sys.executable
+        if shutil.which(self._command[0]) is None:
+            raise ValueError(f"env.program={config.program!r}: there is no command {self._command[0]!r}.")
+        self._log = _Log(folder)
+        self._parser = config.parser
+        self._free = asyncio.Semaphore(config.processes)
+        self._idle: list[_Runner] = []
+        self._sessions: dict[str, _Session] = {}
+        self._of: dict[int, _Session] = {}  # sessions by the numbers of their open requests
+        self._front: Front | None = None
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count()
+
+    async def run(self, task: Task, model: Asked) -> Result:
+        """As podrl.environments.protocol.Environment.
+
+        Raises:
+          AgentFailure: the program failed; not where a request had found no room or no turns left before.
+        """
+        model.clock(runs=False)  # an episode that waits for a process works not yet
+        async with self._free:
+            front = await self._started()
+            runner = self._idle.pop() if self._idle else await _Runner.start(self._command, front.address, self._log)
+            name = str(next(self._numbers))
+            session = self._sessions[name] = _Session(model, asyncio.get_running_loop().create_future())
+            model.clock(runs=True)
+            try:
+                line = {"id": name, "base_url": front.address, "api_key": front.open(name)}
+                result = await self._result(runner, session, line | {"task": dataclasses.asdict(task)})
+                self._idle.append(runner)
+                return result
+            except AgentFailure as failure:
+                if failure.lives:
+                    self._idle.append(runner)
+                else:
+                    await runner.kill()
+                if session.full and failure.kind == "agent":
+                    return Result(metrics=_counted(None))  # it gave up for lack of room
+                raise AgentFailure(failure.kind, f"{failure}{runner.tail()}") from None
+            except BaseException:
+                runner.kill_now()
+                raise
+            finally:
+                front.close(name)
+                del self._sessions[name]
+                for number, job in session.jobs.items():
+                    self._of.pop(number, None)
+                    job.cancel()
+                session.lost.cancel()
+
+    async def _result(self, runner: "_Runner", session: _Session, line: Mapping[str, Any]) -> Result:
+        """Gives a task to a process, and waits until it has answered and every answer of the model has arrived."""
+        working = asyncio.ensure_future(runner.do(line))
+        try:
+            await asyncio.wait({working, session.lost}, return_when=asyncio.FIRST_COMPLETED)
+            if session.lost.done():
+                session.lost.result()
+            reply = working.result()
+            while session.open:
+                session.settled.clear()
+                if not all(session.jobs[number].done() for number in session.open):
+                    raise AgentFailure("agent", "The program ended while a request of it was open: await every answer.")
+                settling = asyncio.ensure_future(session.settled.wait())
+                await asyncio.wait({settling, session.lost}, return_when=asyncio.FIRST_COMPLETED, timeout=2 * _GRACE_S)
+                late = not settling.done()
+                settling.cancel()
+                if session.lost.done():
+                    session.lost.result()
+                if late:
+                    raise AgentFailure("agent", "The program ended and left an answer of the model unread.")
+        finally:
+            working.cancel()
+        counted = _counted(None) | {"overridden": float(session.overridden)}
+        return dataclasses.replace(reply, metrics={**counted, **reply.metrics})
+
+    async def _started(self) -> Front:
+        async with self._starting:
+            if self._front is None:
+                front = Front(FrontSettings(parser=self._parser, grace_s=_GRACE_S), Limits(), self)
+                await front.start()
+                self._front = front
+            return self._front
+
+    async def _answer(self, session: _Session, number: int, wanted: Wanted) -> None:
+        front = self._front
+        assert front is not None
+        try:
+            _check(wanted)
+            async with session.turn:
+                answer = await session.model.answer(wanted)
+            session.overridden += any(getattr(wanted.ask, name) is not None for name in _RESENT)
+            front.answer(number, answer)
+        except (Refused, Ended) as error:
+            session.settle(number)
+            if isinstance(error, Ended):
+                session.full = True
+                why = f"The maximum context length of this episode is reached, or its turns are over. {error}"
+                error = Refused(400, "context_length_exceeded", why, "messages")
+            front.refuse(number, error)
+
+    # The methods of podrl.environments.front.Handler.
+
+    def asked(self, number: int, episode: str, wanted: Wanted) -> None:
+        """Answers a request as soon as the model is free."""
+        if (session := self._sessions.get(episode)) is None:
+            return  # the front has refused it when its key was closed
+        session.open.add(number)
+        self._of[number] = session
+        session.jobs[number] = asyncio.create_task(self._answer(session, number, wanted))
+
+    def dropped(self, number: int) -> None:
+        """Loses the episode of a client that hung up: its answer may not be trained, as nobody acted on it."""
+        if (session := self._of.get(number)) is not None:
+            why = "The program hung up before it had its answer: give its client timeout=None."
+            session.lose("agent", why)
+
+    def delivered(self, number: int) -> None:
+        """Takes the news that an answer has arrived."""
+        if (session := self._of.pop(number, None)) is not None:
+            session.settle(number)
+
+    def failed(self, error: Exception) -> None:
+        """Loses every open episode; the next one starts another front."""
+        self._front = None
+        for session in self._sessions.values():
+            session.lose("infrastructure", str(error))
+
+
+class _Log:
+    """The standard error of programs: a file in the run directory, which is not longer than `_FILE_BYTES`."""
+
+    def __init__(self, folder: str) -> None:
+        self._path = pathlib.Path(folder) / f"program.{os.getpid()}" if folder else None
+        self._left = _FILE_BYTES
+
+    def add(self, line: bytes) -> None:
+        if self._left < len(line):
+            return
+        self._left -= len(line)
+        if self._path is None:
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            file.write(line)
+
+
+class _Runner:
+    """A process of the program."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: _Log) -> None:
+        self._process, self._log = process, log
+        self._last: collections.deque[str] = collections.deque(maxlen=_TAIL)
+        self._reading = asyncio.create_task(self._read_errors())
+
+    @classmethod
+    async def start(cls, command: list[str], address: str, log: _Log) -> "_Runner":
+        """Starts the program; it gets the address in its environment, and each key with its task, never in argv."""
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "OPENAI_BASE_URL": address},
+            start_new_session=True,
+            limit=_LINE_BYTES,
+        )
+        return cls(process, log)
+
+    async def do(self, line: Mapping[str, Any]) -> Result:
+        """Gives the process a task.
+
+        Raises:
+          AgentFailure: it ended, raised, or answered with something else than a result.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(line).encode() + b"\n")
+            await self._process.stdin.drain()
+            while said := await self._process.stdout.readline():
+                reply = _object(said)
+                if reply.get("id") == line["id"]:
+                    return _result(reply, self._log)
+                self._log.add(said)  # something else that it prints
+        except ConnectionError:
+            pass
+        except ValueError as error:
+            raise AgentFailure("agent", f"The program wrote a line of more than {_LINE_BYTES} bytes.") from error
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), 1.0)
+        code = self._process.returncode
+        ended = "closed its standard output" if code is None else f"ended with exit code {code}"
+        raise AgentFailure("agent", f"The program {ended} before it had answered its task.")
+
+    def tail(self) -> str:
+        """Returns the last lines of standard error, to end a message with."""
+        return "".join(f"\n  {line}" for line in self._last)
+
+    async def kill(self) -> None:
+        """Ends the process with all that it started, and reads what it has left in standard error."""
+        self.kill_now()
+        await self._process.wait()
+        await asyncio.wait({self._reading}, timeout=1.0)
+
+    def kill_now(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with contextlib.suppress(ValueError):  # a line that is too long
+            while line := await self._process.stderr.readline():
+                self._last.append(line.decode(errors="replace").rstrip()[:500])
+                self._log.add(line)
+
+
+def _check(wanted: Wanted) -> None:
+    """Refuses what training cannot honour.
+
+    Raises:
+      Refused: names the field.
+    """
+    ask = wanted.ask
+    if ask.messages is None:
+        why = "Training answers /v1/chat/completions: a request by text or token ids is not served yet."
+        raise Refused(400, "unsupported_parameter", why)
+    unserved = {"n": ask.samples > 1, "stop_token_ids": bool(ask.stop_ids), "logprobs": wanted.logprobs}
+    for name, given in unserved.items():
+        if given:
+            raise Refused(400, "unsupported_parameter", f"{name} is not served in training: leave it out.", name)
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(line), dict):
+            return found
+    return {}
+
+
+def _result(reply: Mapping[str, Any], log: _Log) -> Result:
+    """Reads the result of a program.
+
+    Raises:
+      AgentFailure: it is none, or says that the program raised.
+    """
+    if "error" in reply:
+        error = str(reply["error"])
+        log.add(error.encode(errors="replace") + b"\n")
+        raise AgentFailure("agent", f"The program raised an error.\n{error.strip()[-4000:]}", lives=True)
+    reward, metrics, text = reply.get("reward"), reply.get("metrics") or {}, reply.get("text")
+    if not isinstance(metrics, dict):
+        raise _wrong("metrics", metrics, "an object of numbers")
+    for name, value in {**metrics, "reward": 0.0 if reward is None else reward}.items():
+        if not isinstance(value, int | float) or not abs(value) < 1e300:
+            raise _wrong(name, value, "a finite number")
+    if text is not None and not isinstance(text, str):
+        raise _wrong("text", text, "a text")
+    return Result(None if reward is None else float(reward), {name: float(x) for name, x in metrics.items()}, text)
+
+
+def _wrong(name: str, value: Any, must: str) -> AgentFailure:
+    return AgentFailure("agent", f"The program gave {name}={str(value)[:200]!r}, which must be {must}.", lives=True)
+
+
+def _counted(kind: Kind | None) -> dict[str, float]:
+    """Makes the metrics that count a failure of a kind, or none."""
+    return {f"failed/{one}": float(one == kind) for one in _KINDS}

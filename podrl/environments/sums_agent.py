@@ -1,0 +1,55 @@
+"""The agent program of grpo_agents.py, `python -m podrl.environments.sums_agent`: sums with a calculator of its own.
+
+It asks by the standard library alone. With an SDK, `_ask` is one call of its client.
+"""
+
+import json
+import os
+import urllib.request
+from typing import Any
+
+from podrl import agent
+from podrl.environments.calculator import calculator
+
+_CALLS = 2  # of the calculator for one sum
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "The value of whole numbers joined by + - *, such as 4821*7703.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+    },
+}
+
+
+def solve(task: dict[str, Any]) -> dict[str, Any]:
+    """Answers one sum; its reward is that of the job's reward functions, which read the last answer."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task["fields"]["question"]}]
+    made = 0
+    while True:
+        said = _ask(messages)
+        calls = said.get("tool_calls", ())
+        if not calls or made == _CALLS:
+            return {"metrics": {"calls": made}}
+        made += 1
+        messages.append(said)
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": _called(call)} for call in calls]
+
+
+def _called(call: dict[str, Any]) -> str:
+    try:
+        return calculator(json.loads(call["function"]["arguments"])["query"])
+    except ValueError as error:
+        return f"Error: {error}"
+
+
+def _ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    body = json.dumps({"model": "policy", "messages": messages, "tools": [_TOOL]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ[agent.API_KEY]}"}
+    request = urllib.request.Request(f"{os.environ[agent.BASE_URL]}/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["choices"][0]["message"]
+
+
+if __name__ == "__main__":
+    agent.serve(solve)

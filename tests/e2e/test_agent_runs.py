@@ -1,0 +1,27 @@
+"""A program that asks over HTTP is trained: what it was answered is in the samples, and two runs are equal."""
+
+import pytest
+from processes import comparable, run, same_weights, samples
+
+pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+pytestmark = pytest.mark.e2e
+SHORT = (
+    *("--config=grpo_agents.py", "--config.trainer.max_steps=2", "--config.trainer.eval_every_n_steps=2"),
+    *("--config.rollout.prompts_per_step=4", "--config.env.processes=4", "--config.eval.problems=4"),
+    *("--config.eval.samples=1", "--config.checkpoint.every=1", "--config.log.to=()"),
+    *("--config.log.samples_every=1", "--config.log.samples=32"),
+)
+
+
+def test_a_program_is_trained_over_http_and_twice_the_same(tmp_path):
+    one, two = (run(tmp_path / name, base=SHORT) for name in ("one", "two"))
+    steps = [record for record in comparable(one.workdir) if "actor/grad_norm" in record]
+    assert len(steps) == 2 and all(record["sampler/abs_diff"] < 1e-5 for record in steps)
+    assert any(record["actor/grad_norm"] > 0 for record in steps)
+    assert all(record["env/failed/agent"] == 0 and record["env/chat_requests"] >= 1 for record in steps)
+    trained = [sample for sample in samples(one.workdir) if "reward" in sample]
+    answered = [turn for sample in trained for turn in sample["turns"] if turn["by"] == "environment"]
+    assert trained and all("<tool_output>" in turn["text"] for turn in answered)
+    assert any(record["env/calls"] for record in steps)
+    assert samples(one.workdir) == samples(two.workdir) and comparable(one.workdir) == comparable(two.workdir)
+    same_weights(one.workdir, two.workdir)

@@ -1,0 +1,225 @@
+"""Tests agent programs in processes of their own: what they ask is trained, and what fails is lost and counted."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from waits import is_running, until
+
+from podrl import serve
+from podrl.config import merge
+from podrl.data.dialogue import Dialogue
+from podrl.environments.config import EnvironmentConfig
+from podrl.environments.workers import Episodes
+from podrl.job.config import parse
+from podrl.launch import find_config, load_config
+from podrl.rollout.config import Sampling
+from podrl.rollout.episodes import Partner
+from podrl.rollout.integrity import faults
+from podrl.runtime.user_code import Limits
+from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Prompts
+
+pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+AGENT = """
+import json, os, subprocess, sys, time, urllib.error, urllib.request
+import podrl.agent
+
+USER = {"role": "user", "content": "What is 4 + 5?"}
+SURE = {"role": "user", "content": "Sure?"}
+
+
+def ask(messages, timeout=60, path="/chat/completions", **settings):
+    said = {"messages": messages} if messages else {}
+    body = json.dumps({"model": "policy", "max_tokens": 5, **said, **settings}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        return json.load(error)
+
+
+def says(body):
+    return body["choices"][0]["message"]
+
+
+def forks(task):
+    print("a line that is no result")
+    first = ask([USER], return_token_ids=True)
+    assert first["usage"]["prompt_tokens"] == len(first["prompt_token_ids"])
+    ask([SURE], model="policy:aside")
+    ask([{"role": "user", "content": "Other"}], temperature=0.5)
+    last = ask([USER, says(first), SURE], return_token_ids=True)
+    n = len(first["prompt_token_ids"] + first["choices"][0]["token_ids"])
+    assert last["prompt_token_ids"][:n] == first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    return {"reward": 1.0, "metrics": {"pid": os.getpid() > 0}, "text": str(says(last)["content"])}
+
+
+def refused(task):
+    codes = [ask([USER], **{name: value})["error"]["param"] for name, value in [("n", 2), ("logprobs", True)]]
+    assert codes == ["n", "logprobs"], codes
+    assert "not served" in ask([], path="/completions", prompt="a")["error"]["message"]
+    ask([USER])
+
+
+def fails(task):
+    ask([USER])
+    if task["sample"] == 0:
+        print("the reason is here", file=sys.stderr)
+        raise RuntimeError("broken")
+
+
+def leaves(task):
+    ask([USER])
+    if task["sample"] == 0:
+        print("the reason is here", file=sys.stderr)
+        os._exit(3)
+
+
+def wrong(task):
+    ask([USER])
+    return {"reward": "much"} if task["sample"] == 0 else 1.0
+
+
+def hangs(task):
+    ask([USER])
+    if task["sample"] == 0:
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        with open("PIDS", "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        time.sleep(1000)
+
+
+def hangs_up(task):
+    if task["sample"] == 0:
+        try:
+            ask([USER], timeout=1e-4)
+        except OSError:
+            pass
+    else:
+        ask([USER])
+
+
+def long(task):
+    ask([USER])
+    body = ask([{"role": "user", "content": "word " * 500}])
+    assert body["error"]["code"] == "context_length_exceeded", body
+    raise RuntimeError("gives up")
+
+
+podrl.agent.serve(globals()[sys.argv[1]])
+"""
+ASKED = "<start_of_turn>user\nWhat is 4 + 5?<end_of_turn>\n<start_of_turn>model\n"
+
+
+@pytest.fixture(scope="module")
+def serving():
+    arguments = ["--model=tiny_tools", "--parser=call_tool", "--lanes=8", "--context=160"]
+    serving, _ = serve._loaded(serve._parser().parse_args(arguments), jax.devices()[:1])
+    yield serving
+    serving.close()
+
+
+@pytest.fixture
+def play(serving, tmp_path, monkeypatch):
+    """Plays four samples of an agent program."""
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(serve.__file__).parent.parent))
+    (tmp_path / "agent.py").write_text(AGENT.replace("PIDS", f"{tmp_path}/pids"))
+
+    def run(name, failed_share=0.25, processes=2, **settings):
+        tokens_P = np.asarray([serving._tokenizer.encode(ASKED, start=True)], np.int32)
+        prompts = Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [ASKED], {}, b"")
+        worker, policy = serving._worker, serving._policy
+        program = f"python {tmp_path}/agent.py {name}"
+        config = EnvironmentConfig(environment="program", program=program, processes=processes, **settings)
+        with Episodes(config, Limits(), journal=None, said=tmp_path / "said") as host:
+            worker.partner = Partner(host, Dialogue(serving._tokenizer), failed_share=failed_share)
+            try:
+                player = worker.player(prompts, group_size=4, step=1, sampling=Sampling(max_new=100))
+                for _ in worker.advance(policy, [(player, None)]):
+                    pass
+                return worker.rows(player, 0.0)
+            finally:
+                worker.partner = None
+
+    return run
+
+
+def metrics_of(rollouts, b):
+    return rollouts.episodes[b]["metrics"]
+
+
+def test_what_a_program_asks_is_a_row_and_the_same_each_time(play):
+    rollouts, again = play("forks"), play("forks", workers=2)
+    assert not faults(rollouts, step=1, max_staleness=1)
+    for b in range(4):
+        wanted = {"chat_requests": 4.0, "chat_forks": 1.0, "chat_asides": 1.0, "overridden": 1.0, "pid": 1.0}
+        assert metrics_of(rollouts, b).items() >= (wanted | {"failed/agent": 0.0}).items()
+        assert rollouts.turn_reward_BT[b].sum() == 1.0 and 1 < rollouts.mask_BT[b].sum() <= 15
+    for name in ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT"):
+        np.testing.assert_array_equal(getattr(rollouts, name), getattr(again, name))
+
+
+def test_what_training_cannot_honour_is_refused_by_name(play):
+    assert not any(metrics_of(play("refused"), b)["failed/agent"] for b in range(4))
+
+
+@pytest.mark.parametrize("name", ["fails", "leaves", "wrong", "hangs_up"])
+def test_a_program_that_fails_is_a_lost_sample(play, name):
+    rollouts = play(name)
+    assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]
+    assert [metrics_of(rollouts, b)["failed/agent"] for b in range(4)] == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("fails", "RuntimeError: broken"), ("leaves", "exit code 3.*the reason is here")]
+)
+def test_too_many_failures_end_the_job_with_what_the_program_wrote(play, tmp_path, name, why):
+    with pytest.raises(BatchError, match=rf"(?s)env\.failed_share=0\.2.*{why}"):
+        play(name, failed_share=0.2)
+    (file,) = (tmp_path / "said").iterdir()
+    assert "the reason is here" in file.read_text()
+
+
+def test_a_program_that_hangs_is_ended_and_those_that_wait_for_its_process_have_their_whole_time(play, tmp_path):
+    rollouts = play("hangs", deadline_s=5.0, processes=1)
+    assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        until(lambda pid=pid: not is_running(pid), f"the end of process {pid}")
+
+
+def test_a_program_that_gives_up_for_lack_of_room_has_not_failed(play):
+    rollouts = play("long", failed_share=0.0)
+    assert (rollouts.stop_B == STOP_LENGTH).all() and rollouts.mask_BT.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"program": "python 'agent"}, "is no command"),
+        ({"program": " "}, "is empty"),
+        ({"environment": "program"}, "names no program"),
+        ({"program": "python agent.py", "tools": ("calculator",)}, "brings its own tools"),
+        ({"program": "python agent.py", "environment": "a.py:B"}, "brings its own tools"),
+    ],
+)
+def test_settings_that_contradict_are_refused(settings, why):
+    with pytest.raises(ValueError, match=why):
+        EnvironmentConfig(**settings)
+
+
+def test_a_command_that_does_not_exist_is_named():
+    config = EnvironmentConfig(environment="program", program="no-such-command-here agent.py")
+    with pytest.raises(ValueError, match="there is no command 'no-such-command-here'"):
+        Episodes(config, Limits(), journal=None)
+
+
+def test_windows_are_refused_before_the_run_starts():
+    given = load_config(find_config("grpo_agents.py")).to_dict()
+    assert parse(given).env.choices == ("program",)
+    for more in ({"grpo": {"max_staleness": 2}}, {"grpo": {"max_staleness": 1}, "rollout": {"clock": "wall"}}):
+        with pytest.raises(ValueError, match=r"programs need rollout\.clock='tokens' and a max_staleness of 0 or 1"):
+            parse(merge(given, more))
