@@ -110,3 +110,15 @@ def test_the_shares_of_two_hosts_make_one_batch():
     told = codec.with_texts(whole, [codec.texts(share) for share in shares])
     assert told.rollouts.completions == ["x", "y", "z", ""] * 2 and told.rollouts.prompts.text == ["a é", "b"] * 2
     assert told.data_state == b'{"next": 6}'
+
+
+def test_prompts_of_two_hosts_may_have_other_fields():
+    """By the wall clock a batch has prompts that were read in several batches, of other tasks of a mixture."""
+    shares = [_experience(0), _experience(1)]
+    names = [{"tests": ["1", "2"]}, {"hint": ["h", "i"]}]
+    whole = codec.assemble([codec.header(share) for share in shares], PAD)
+    messages = [codec.texts(share) for share in shares]
+    for message, fields in zip(messages, names, strict=True):
+        message.value["fields"] = fields
+    fields = codec.with_texts(whole, messages).rollouts.prompts.fields
+    assert fields == {"tests": ["1", "2", None, None], "hint": [None, None, "h", "i"]}

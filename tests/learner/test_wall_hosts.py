@@ -49,7 +49,7 @@ class Player:
             length = random.Random(f"{self.index} {asked} {g}").randint(1, T - 1)
             fields = {"sampled": 0, "limit": length, "stop": None, "paused": None, "first": 1, "text": "", "breaks": []}
             self.tracks.append(
-                types.SimpleNamespace(**fields, tokens=[], versions=[], drawn={name: [] for name in DRAWN})
+                types.SimpleNamespace(**fields, tokens=[], versions=[], routes=None, drawn={name: [] for name in DRAWN})
             )
         if partial is not None:
             ends = np.cumsum([0, *partial.rows["count_B"]])

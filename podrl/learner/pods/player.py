@@ -154,6 +154,7 @@ class Player:
         self._clock_from = 0  # windows before that are repeated as they are recorded
         self._policy: Policy | None = None  # of the next window
         self._failed: BatchError | None = None
+        self._quiet = True  # the leader was told nothing since the window began
         self._served_at = self._began = time.monotonic()
         self._window_s: float | None = None  # of the window before this one
 
@@ -429,14 +430,17 @@ class Player:
         for group in ended:
             group.check()
         drawn = [g for g in self._groups.values() if last and not g.told_drawn and g.oldest is not None]
-        if ended or last:
+        if ended or drawn or (last and self._quiet):
             self._say(ended=[group.record() for group in ended], drawn=[[g.index, g.asked, g.oldest] for g in drawn])
         for group in ended:
             group.told = True
         for group in drawn:
             group.told_drawn = True
+        if last:
+            self._quiet = True
 
     def _say(self, *, ended: Sequence[Any] = (), drawn: Sequence[Any] = (), failed: bool = False) -> None:
+        self._quiet = False
         about = {"address": self._pod.channel.address, "orders": self._read, "change": self._leases.change}
         value = {**about, "ended": list(ended), "drawn": list(drawn), "failed": failed}
         self._pod.channel.request(self._pod.address(LEADER), "call", "groups", Message(value))
