@@ -8,7 +8,8 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 # podrl's own: 42 infrastructure failed (restart me), 75 preempted after saving (restart me).
 RESTART_CODES = (42, 75)
@@ -19,6 +20,11 @@ SIGNAL_CODES = (134, 137, 139, 143)
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 # Named as variables are that hold something to keep: HF_TOKEN, WANDB_API_KEY.
 _SECRET = re.compile(r"(^|_)(SECRETS?|TOKENS?|PASS(WD|WORD|PHRASE)?|CREDENTIALS?|(API)?KEYS?|AUTH)(_|$)", re.IGNORECASE)
+
+
+_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
+# A relative path of a file, anywhere in a value: not the end of a longer path, nor of a URL.
+_FILE = re.compile(r"(?<![\w./:-])(?:\.{1,2}/)*\w[\w./-]*\.(?:py|jsonl?|csv|parquet|array_record|jinja|txt|ya?ml)\b")
 
 
 def podrl_command(config: str, workdir: str, extra: Sequence[str]) -> list[str]:
@@ -50,19 +56,15 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
       copied: relative paths may be there, on the disk of a host that is kept.
 
     Raises:
-      ValueError: an empty model path, a file or directory that only this machine has, or a mesh of other size.
+      ValueError: an empty model path, a file or directory that only this machine has, code included, or a mesh of other
+        size.
     """
     given = dict(flag[len("--config.") :].split("=", 1) for flag in extra if re.match(r"--config\.[\w.]+=", flag))
     values = _values(config) | given
     if values.get("model.path") == "":
         raise ValueError("model.path is empty: say which model after --, as --config.model.path=gs://BUCKET/MODEL.")
-    for key in ("model.path", "model.reference", "model.critic", "reward.model", "data.path", "data.eval_path"):
-        value = values.get(key, "")
-        if not copied and value and "://" not in value and not value.startswith("/") and re.search(r"[./]", value):
-            raise ValueError(
-                f"--config.{key}={value} is a path on this machine, which pods do not see: copy it to the bucket and "
-                f"say --config.{key}=gs://BUCKET/..., or give the absolute path that it has in the image."
-            )
+    if not copied:
+        _check_places(config, values)
     sizes = {role: _devices(values.get(f"roles.{role}.mesh", "auto")) for role in ("trainer", "rollout")}
     if values.get("roles.eval.hosts"):
         sizes["rollout"] = 0  # some of its machines evaluate
@@ -78,6 +80,38 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
             )
 
 
+def _check_places(config: str, values: Mapping[str, str]) -> None:
+    """Refuses files and directories of this machine: a relative path is one, a name of the hub is none.
+
+    Raises:
+      ValueError: a setting, or the configuration file, that pods would look for in vain.
+    """
+    file = pathlib.Path(config.partition(":")[0])
+    if file.is_file() and not file.is_absolute() and not file.resolve().is_relative_to(_CONFIGS):
+        raise ValueError(
+            f"--config={config} is a file on this machine, which pods do not see: build the image with it in configs/, "
+            "or take a configuration of podrl and say the rest after --, as --config.KEY=VALUE."
+        )
+    for key, value in values.items():
+        local = _FILE.search(value)
+        if key in ("model.path", "model.reference", "model.critic", "reward.model", "data.path", "data.eval_path"):
+            own = "://" in value or value.startswith(("/", "hf:", "tfds:")) or not re.search(r"[./]", value)
+            local = None if own or (not key.startswith("data.") and _of_hub(value)) else re.match(".*", value)
+        if local:
+            shown = f"{key}={value}" if local[0] == value else f"{key}={value} names {local[0]}, which"
+            raise ValueError(
+                f"--config.{shown} is a path on this machine, which pods do not see: copy data and models to the "
+                f"bucket and say --config.{key}=gs://BUCKET/...; code has to be in the image: give "
+                "its path there, from / on."
+            )
+
+
+def _of_hub(value: str) -> bool:
+    """True for ORG/NAME of the Hugging Face hub, where no such directory is here."""
+    here = pathlib.Path(value.partition("/")[0])
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?", value) is not None and not here.exists()
+
+
 def main(argv: Sequence[str]) -> int:
     """Checks podrl's own flags for tpu_vm.sh; returns 3 where the job would be refused, and says why."""
     config = next((flag.partition("=")[2] for flag in argv if flag.startswith("--config=")), "")
@@ -90,21 +124,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _values(config: str) -> dict[str, str]:
-    """Reads what a configuration file sets of places and meshes; {} where it, or what it imports, is not here."""
+    """Reads the texts that a configuration file sets; {} where it, or what it imports, is not here."""
     name, _, variant = config.partition(":")
-    beside = pathlib.Path(__file__).resolve().parent.parent / "configs"
-    path = next((p for p in (pathlib.Path(name), pathlib.Path("configs") / name, beside / name) if p.is_file()), None)
+    path = next((p for p in (pathlib.Path(name), pathlib.Path("configs") / name, _CONFIGS / name) if p.is_file()), None)
     try:
         found = runpy.run_path(str(path))["get_config"](*([variant] if variant else [])) if path else {}
     except ImportError:
         return {}
-    flat: dict[str, str] = {}
-    for group in ("model", "reward", "data", "roles"):
-        for key, value in dict(found.get(group, {})).items():
-            named = [name for name in ("mesh", "hosts") if hasattr(value, "keys") and name in value]
-            flat |= {f"{group}.{key}.{name}": value[name] for name in named}
-            flat |= {f"{group}.{key}": str(value)} if isinstance(value, str | bool) else {}
-    return flat
+    return dict(_flat(found, ""))
+
+
+def _flat(section: Mapping[str, Any], before: str) -> Iterator[tuple[str, str]]:
+    """Every setting of a section and of those in it, its value as text, its name with `before` before it."""
+    for key, value in section.items():
+        if hasattr(value, "items"):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", str(value)
 
 
 def _devices(mesh: str) -> int:

@@ -67,6 +67,17 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--run_as_root", action="store_true", help="override the image's user, if TPU devices need root"
     )
     parser.add_argument(
+        "--privileged", action="store_true", help="privileged containers, if TPU devices are given to no others"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="YAML for a place of the manifest: metadata, spec, or [trainer.|rollout.]template and container, as "
+        "template.spec.priorityClassName=high; lists are appended to; may be repeated",
+    )
+    parser.add_argument(
         "--max_restarts", type=int, default=50, help="recreations of the set before it counts as failed"
     )
     parser.add_argument("--grace_seconds", type=int, default=300, help="seconds between SIGTERM and SIGKILL")
@@ -93,11 +104,12 @@ def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
     rollout = machines.parse_slices(args.rollout, "--rollout")
     chips = {"trainer": trainer.devices, "rollout": rollout.devices}
     command.check_job(args.config, extra, chips)
+    machines.check_multislice(trainer, f"--trainer={args.trainer}")
     name = command.job_name(args.name, NAME_LIMIT)
     labels = _labels(args)
     if args.queue:
         labels["kueue.x-k8s.io/queue-name"] = args.queue
-    return {
+    document = {
         "apiVersion": API,
         "kind": "JobSet",
         "metadata": {"name": name, "namespace": args.namespace, "labels": labels},
@@ -123,6 +135,59 @@ def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
             ],
         },
     }
+    for given in args.set:
+        _merge_given(document, given)
+    return document
+
+
+def _merge_given(document: dict[str, Any], given: str) -> None:
+    """Merges a --set into a JobSet.
+
+    Args:
+      document: the JobSet, which is changed.
+      given: 'PATH=VALUE': PATH begins with metadata or spec of the JobSet, or with template or container of a role's
+        pods, of both roles unless 'trainer.' or 'rollout.' stands before it; VALUE is YAML.
+
+    Raises:
+      ValueError: another form, or a path that leads through a value.
+    """
+    import yaml
+
+    path, separator, text = given.partition("=")
+    roles, names = ("trainer", "rollout"), path.split(".")
+    if names[0] in roles:
+        roles, names = (names[0],), names[1:]
+    jobs = [job for job in document["spec"]["replicatedJobs"] if job["name"] in roles]
+    templates = [job["template"]["spec"]["template"] for job in jobs]
+    places = {"template": templates, "container": [template["spec"]["containers"][0] for template in templates]}
+    if len(roles) == 2:
+        places |= {name: [document[name]] for name in ("metadata", "spec")}
+    if not separator or len(names) < 2 or names[0] not in places:
+        raise ValueError(
+            f"--set={given} must be PATH=VALUE, where PATH begins with metadata, spec, template or container, and may "
+            "have trainer. or rollout. before the last two: --set=template.spec.priorityClassName=high."
+        )
+    for place in places[names[0]]:
+        try:
+            value: dict[str, Any] = {names[-1]: yaml.safe_load(text)}
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set={given}: the value is no YAML ({str(error).splitlines()[0]}).") from None
+        for name in names[-2:0:-1]:
+            value = {name: value}
+        _merge(place, value, given)
+
+
+def _merge(into: dict[str, Any], value: dict[str, Any], given: str) -> None:
+    for name, new in value.items():
+        old = into.get(name)
+        if isinstance(old, list) and name == "replicatedJobs":
+            raise ValueError(f"--set={given}: set what differs in a role's pods by template or container.")
+        if isinstance(old, list | dict) and not isinstance(new, type(old)):
+            raise ValueError(f"--set={given}: {name} must stay a {'list' if isinstance(old, list) else 'mapping'}.")
+        if isinstance(old, dict) and isinstance(new, dict):
+            _merge(old, new, given)
+        else:
+            into[name] = [*old, *new] if isinstance(old, list) else new
 
 
 def _labels(args: argparse.Namespace) -> dict[str, str]:
@@ -179,7 +244,7 @@ def _pod(
     if args.spot:
         selector["cloud.google.com/gke-spot"] = "true"
         tolerations.append({"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"})
-    security: dict[str, Any] = {"privileged": True}
+    security: dict[str, Any] = {"privileged": True} if args.privileged else {}
     if args.run_as_root:
         security["runAsUser"] = 0
     chips = {"google.com/tpu": str(slices.machine.chips_per_host)}

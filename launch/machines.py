@@ -126,6 +126,19 @@ def parse_slices(spec: str, flag: str) -> Slices:
     return Slices(machine, topology, count)
 
 
+def check_multislice(slices: Slices, what: str) -> None:
+    """Refuses several slices of one host each as one cluster: multislice joins slices of several hosts only.
+
+    Raises:
+      ValueError: such slices; `what` names them.
+    """
+    if slices.count > 1 and slices.hosts == 1:
+        raise ValueError(
+            f"{what} would make one cluster of {slices.count} slices of one host each, which multislice does not join: "
+            f"ask for one slice of {slices.count * slices.chips} or more chips, or for slices of several hosts."
+        )
+
+
 def _check_topology(machine: Machine, shape: tuple[int, ...], what: str) -> None:
     if len(shape) != machine.dimensions:
         example = "x".join(map(str, machine.host))

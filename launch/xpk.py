@@ -130,6 +130,8 @@ def _check(args: argparse.Namespace, slices: machines.Slices) -> None:
             f"--join={args.join} needs --env=PODRL_SECRET_FILE=gs://..., the file with that job's secret: launch.xpk "
             "printed the command when it submitted the job."
         )
+    if not args.pathways:
+        machines.check_multislice(slices, f"--machine={args.machine}")
     if args.join == args.name:
         raise ValueError(f"--name={args.name} is the workload that runs: give this one another name.")
     if args.headless and not args.pathways:

@@ -17,6 +17,17 @@ GEMMA, PLACES = (
         (GEMMA, PLACES[:1], r"data\.path=train\.jsonl is a path on this machine"),
         ("grpo_gemma.py", ["--config.data.path=mine.jsonl"], r"data\.path=mine\.jsonl is a path on this machine"),
         ("grpo_gemma.py", ["--config.model.path=./model"], r"model\.path=\./model is a path"),
+        ("grpo_gemma.py", ["--config.data.path=mine/part.jsonl"], r"data\.path=mine/part\.jsonl is a path"),
+        (
+            "grpo_gemma.py",
+            ["--config.reward.fns=my_rewards.py:short"],
+            r"reward\.fns=.* names my_rewards\.py, which is a path",
+        ),
+        ("grpo_gemma.py", ["--config.reward.fns=('answer', './r/mine.py:f')"], r"names \./r/mine\.py, which"),
+        ("grpo_gemma.py", ["--config.env.environment=games/mine.py:Game"], r"names games/mine\.py, which"),
+        ("grpo_gemma.py", ["--config.env.servers=({'target': 'python server.py'},)"], r"names server\.py, which"),
+        ("grpo_gemma.py", ["--config.data.sources=({'path': 'a.jsonl'},)"], r"names a\.jsonl, which"),
+        ("grpo_gemma.py", ["--config.grpo.policy_loss_fn=mine.py:loss"], r"names mine\.py, which"),
         (
             GEMMA,
             [*PLACES, "--config.roles.trainer.mesh=fsdp=4"],
@@ -37,6 +48,32 @@ def test_jobs_that_can_run_are_taken():
     command.check_job("grpo_real.py:qwen3_06b_gpu", PLACES, {"all": 1})
     command.check_job("elsewhere.py", ["--config.roles.trainer.mesh=fsdp=-1"], {"all": 16})
     command.check_job(GEMMA, [*PLACES, "--config.roles.eval.hosts=3"], {"trainer": 8, "rollout": 12})  # some evaluate
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.path=Qwen/Qwen3-8B",
+        "model.path=Qwen/Qwen3-0.6B@main",
+        "data.path=hf:openai/gsm8k:main:train",
+        "data.path=tfds:gsm8k/train",
+        "reward.fns=/code/my_rewards.py:short",
+        "reward.fns=('answer', 'package.module:f')",
+        "env.servers=({'target': 'http://tools:80/mcp.json'},)",
+        "data.sources=({'path': 'gs://b/a.jsonl'}, {'path': '/data/b.jsonl'})",
+    ],
+)
+def test_names_of_the_hub_and_of_the_image_are_taken(setting):
+    command.check_job("grpo_gemma.py", [f"--config.{setting}"], {})
+
+
+def test_a_configuration_file_of_this_machine_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def get_config():\n    return {}\n")
+    with pytest.raises(ValueError, match=r"--config=mine\.py is a file on this machine"):
+        command.check_job("mine.py", [], {})
+    command.check_job(str(tmp_path / "mine.py"), [], {})  # as it is in the image
+    command.check_job("mine.py", [], {}, copied=True)
 
 
 def test_the_launchers_ask(capsys):

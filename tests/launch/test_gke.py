@@ -229,6 +229,63 @@ def test_refuses_by_name(flags, message, capsys):
     assert message in captured.err and captured.out == ""
 
 
+def test_settings_are_merged_into_the_manifest():
+    document = jobset(
+        "--set=template.spec.nodeSelector={cloud.google.com/reservation-name: mine}",
+        "--set=template.spec.priorityClassName=high",
+        "--set=rollout.template.spec.tolerations=[{key: spare, operator: Exists}]",
+        "--set=template.metadata.annotations={team: a}",
+        "--set=template.spec.volumes=[{name: d, emptyDir: {}}]",
+        "--set=container.volumeMounts=[{name: d, mountPath: /d}]",
+        "--set=spec.failurePolicy.maxRestarts=3",
+        "--set=metadata.labels={cost: b}",
+    )
+    plain = jobset()
+    for role in ("trainer", "rollout"):
+        pod, before = pod_spec(document, role), pod_spec(plain, role)
+        assert pod["nodeSelector"] == before["nodeSelector"] | {"cloud.google.com/reservation-name": "mine"}
+        assert pod["priorityClassName"] == "high" and pod["volumes"] == [
+            *before["volumes"],
+            {"name": "d", "emptyDir": {}},
+        ]
+        assert pod["containers"][0]["volumeMounts"][1:] == [{"name": "d", "mountPath": "/d"}]
+        spare = [{"key": "spare", "operator": "Exists"}] if role == "rollout" else []
+        assert pod["tolerations"] == [*before["tolerations"], *spare]
+        assert job(document, role)["template"]["spec"]["template"]["metadata"]["annotations"] == {"team": "a"}
+    assert document["spec"]["failurePolicy"] == plain["spec"]["failurePolicy"] | {"maxRestarts": 3}
+    assert document["metadata"]["labels"] == plain["metadata"]["labels"] | {"cost": "b"}
+    check_schema(document)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("pod.x=1", "PATH begins with metadata, spec, template or container"),
+        ("trainer.spec.suspend=true", "PATH begins with"),
+        ("spec=1", "PATH begins with"),
+        ("template.spec.volumes", "must be PATH=VALUE"),
+        ("template.spec.volumes=1", "volumes must stay a list"),
+        ("template.spec.nodeSelector=[a]", "nodeSelector must stay a mapping"),
+        ("spec.replicatedJobs=[]", "by template or container"),
+        ("template.spec.x={", "is no YAML"),
+    ],
+)
+def test_settings_of_no_place_are_refused(given, message, capsys):
+    assert gke.main([*FLAGS, f"--set={given}"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_containers_are_privileged_on_demand_only():
+    for flags, security in (((), {}), (("--privileged", "--run_as_root"), {"privileged": True, "runAsUser": 0})):
+        assert pod_spec(jobset(*flags), "trainer")["containers"][0]["securityContext"] == security
+
+
+def test_a_trainer_of_several_slices_of_one_host_is_refused(capsys):
+    flags = [flag for flag in FLAGS if not flag.startswith("--trainer")]
+    assert gke.main([*flags, "--trainer=v6e-8t:2x4*3"]) == 1
+    assert "3 slices of one host each, which multislice does not join" in capsys.readouterr().err
+
+
 def test_host_names_fit_in_63_characters():
     document = jobset("--name=" + "a" * gke.NAME_LIMIT, "--rollout=v6e:16x16*100", "--trainer=v6e:16x16")
     longest = max(len(e["TPU_WORKER_HOSTNAMES"].split(",")[-1].split(".")[0]) for e in pods(document))
