@@ -1,7 +1,7 @@
-"""A program that asks over HTTP is trained: what it was answered is in the samples, and two runs are equal."""
+"""A program that asks over HTTP is trained: what it was answered is in the samples, and a killed run ends the same."""
 
 import pytest
-from processes import comparable, run, same_weights, samples
+from processes import comparable, job, run, same_weights, samples
 
 pytest.importorskip("uvicorn", reason="needs the extra [agents]")
 pytestmark = pytest.mark.e2e
@@ -13,8 +13,12 @@ SHORT = (
 )
 
 
-def test_a_program_is_trained_over_http_and_twice_the_same(tmp_path):
-    one, two = (run(tmp_path / name, base=SHORT) for name in ("one", "two"))
+def test_a_program_is_trained_over_http_and_a_killed_run_ends_the_same(tmp_path):
+    one = run(tmp_path / "one" / "run", base=SHORT)
+    with job(tmp_path / "two" / "run", base=SHORT) as killed:
+        killed.wait_for_step(1)
+        killed.kill()
+    two = run(killed.workdir, base=SHORT)
     steps = [record for record in comparable(one.workdir) if "actor/grad_norm" in record]
     assert len(steps) == 2 and all(record["sampler/abs_diff"] < 1e-5 for record in steps)
     assert any(record["actor/grad_norm"] > 0 for record in steps)
