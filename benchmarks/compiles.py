@@ -45,6 +45,7 @@ CASES = {
     "ppo": Case("ppo_gemma.py", programs=("train step", "old", "reference", "critic", "values")),
     "tools": Case("grpo_tools.py", programs=("train step", "prefill", "generate", "move")),
     "sft": Case("sft_tiny.py"),
+    "experts": Case("sft_tiny.py:moe"),
     "dpo": Case("dpo_tiny.py"),
     "orpo": Case("orpo_tiny.py"),
     "kto": Case("kto_tiny.py"),
@@ -70,6 +71,7 @@ CASES = {
 SAME = {
     "grpo_tools.py:mcp": "tools",  # another place of the same tool
     "sft_tools.py": "sft",
+    "grpo_agents.py": "tools",
     "grpo_real.py:qwen3_06b_gpu": "qwen3_06b",  # on a GPU
 }
 
