@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - started
     peak, prefill_peak = (float(c.memory_analysis().peak_memory_in_bytes) for c in (generate, prefill))
-    pool = programs["generate"].args[1].key_LMKCH
+    pool = programs["generate"].args[1].pools[0]
     L, _, K, _, H = pool.sharding.shard_shape(pool.shape)
     token_bytes = 2.0 * L * K * H * dtype.itemsize
     weights = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params))

@@ -177,7 +177,7 @@ def test_compiles_for_every_tpu_and_reads_each_page_once(topology: str, monkeypa
     loops = {"decode_steps": 1, "filters": 0, "shared_pages": 0, "own_pages": 0}
     none = cost_of(text, named=loops).read
     read = [cost_of(text, named=loops | {name: 3}).read - none for name in ("shared_pages", "own_pages")]
-    L, _, K, C, H = engine.pool_shape()
+    L, _, K, C, H = engine.pools()[0].shape
     assert read == [pytest.approx(3 * L * 2 * K // 2 * C * H * 2)] * 2
 
 
