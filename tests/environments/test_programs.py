@@ -103,6 +103,7 @@ def hangs_up(task):
     body = json.dumps({"model": "policy", "max_tokens": 5, "messages": [USER]})
     client.request("POST", place.path + "/chat/completions", body, headers)
     client.close()
+    ask([USER])  # by when the front has seen the request before
 
 
 def long(task):
