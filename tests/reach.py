@@ -1,4 +1,4 @@
-"""Which Python files a test file depends on, as its imports tell: where none of them has changed, it passes again."""
+"""Finds the Python files that a test file depends on, by its imports. A test file passes again if none has changed."""
 
 import ast
 import functools
@@ -18,7 +18,7 @@ _MODULE = re.compile(r"(podrl(?:\.\w+)+)(?::\w+)?")  # strings: modules imported
 
 
 class Reach:
-    """What the test files of one checkout depend on."""
+    """Knows the files of one checkout, and those that each test file depends on."""
 
     def __init__(self, root: pathlib.Path) -> None:
         self._root = root

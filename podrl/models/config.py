@@ -172,7 +172,7 @@ class ModelConfig:
       experts: routed feed-forwards in place of one of `ffn_dim`, in every layer; None where there are none.
       v_norm: values are normalised per head, without a weight (Gemma 4).
       layer_scalar: the output of every layer is multiplied by a number that does not train (Gemma 4).
-      key_is_value: as in Kind, where all layers are of one kind.
+      key_is_value: whether values are the keys before norm and rotation, if all layers are of one kind; see Kind.
       kinds: the kinds of layers; () where all layers are alike.
       kind_L: per layer, index of its kind; () where all layers are alike.
     """

@@ -312,7 +312,7 @@ def block(
     """Applies one transformer layer.
 
     Args:
-      config: of a model whose layers are all like this one, see `ModelConfig.alike`.
+      config: configuration of a model whose layers are all of this layer's kind, see `ModelConfig.alike`.
 
     Returns:
       (the residual stream, whatever `attend` returned, the experts that `routed` chose; None without experts).
@@ -536,7 +536,7 @@ def over_layers(
 
     Args:
       steps: for each kind of layers, step(carry, layer) -> (carry, result).
-      carry: what passes from layer to layer, such as the residual stream.
+      carry: arrays that pass from layer to layer, such as the residual stream.
       stacks: for each kind, what `step` takes for a layer, stacked over the layers of the kind.
 
     Returns:

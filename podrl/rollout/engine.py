@@ -40,10 +40,11 @@ class Program(NamedTuple):
 
 
 def unrolls(model: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> bool:
-    """Whether programs hold each layer by itself: a step then copies no layer's weights, but the device has them twice.
+    """Returns True if programs take the weights of each layer as arrays of their own, instead of scanning over layers.
 
-    On a GPU these copies take a fifth of a step of 28 layers (docs/measurements/chips.md), so more layers are unrolled,
-    if a second copy of the weights is small.
+    A scan copies the weights of a layer in each decode step; without it the device holds the weights twice. On a GPU
+    the copies take a fifth of a step of 28 layers (docs/measurements/chips.md). There more layers are unrolled, if a
+    second copy of the weights is small.
     """
     if not on_gpu(mesh):
         return model.num_layers <= UNROLLED_LAYERS

@@ -135,8 +135,8 @@ class Episode:
       heard: how often its environment has said something.
       repeated: how often an environment that began again has, on its way to the same point; None at that point.
       calls: turns that it ended in this session.
-      branches: of an environment that asks by Model.chat; `track` is then the branch that was asked last, and in the
-        end all of them as one.
+      branches: branches of the conversation, if the environment asks by Model.chat. `track` is then the branch that
+        was asked last; after the end it holds all branches as one.
       piece: number of the piece of each token of the completion; empty where there is one piece.
     """
 

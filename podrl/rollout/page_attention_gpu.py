@@ -24,9 +24,10 @@ _SCORES = 1 << 16  # most bytes of a page's keys of one head that a program hold
 
 
 def takes(device: Any, page_tokens: int, head_dim: int, dtype: jnp.dtype) -> bool:
-    """Whether a device is an NVIDIA GPU of the Ampere generation or later, and pages and heads are powers of two.
+    """Returns True if the kernel runs on a device, with pages and heads of these sizes.
 
-    Pallas' compiler for such GPUs is deprecated: without it XLA's form of attention remains.
+    The device must be an NVIDIA GPU of the Ampere generation or later, and both sizes powers of two. A later jax may
+    have no compiler for the kernel (it is deprecated): engines then use XLA's form of attention.
     """
     generation = str(getattr(device, "compute_capability", ""))  # such as '9.0'; of AMD's 'gfx90a'
     powers = all(size >= _ROWS and size & (size - 1) == 0 for size in (page_tokens, head_dim))

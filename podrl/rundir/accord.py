@@ -12,7 +12,7 @@ class Accord:
 
     Attributes:
       taken: every trainer host has all it needs of the batches before this step, as far as the leader knew.
-      orders: by a rollout host's address, the number of orders that it must have read before it goes on.
+      orders: number of orders that each rollout host must have read before it goes on, by the host's address.
     """
 
     def __init__(self, pod: Pod, run: Run, deadline_s: float):

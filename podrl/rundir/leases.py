@@ -73,7 +73,7 @@ class Task:
     Attributes:
       leases: of all its prompts.
       since: the step at which it was opened.
-      groups: of each place of a batch the first prompt and the step at which it was asked.
+      groups: index of the first prompt of each group of a batch, and the step at which the prompt was asked.
       position: by the wall clock, that of the data where no other prompt is open.
       change: number of the change of the table that it is as of.
     """

@@ -27,7 +27,7 @@ EXIT_DONE, EXIT_USER, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED = 0, 1, 42, 75
 
 @contextlib.contextmanager
 def told_if_long(text: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Says `text` where a `with` block takes more than 3 s; for what comes before there is a watchdog."""
+    """Says `text` if its `with` block takes more than 3 s. It serves stages before the run has a watchdog."""
     timer = threading.Timer(_SILENCE_S, say, (text,))
     timer.daemon = True
     timer.start()
@@ -110,11 +110,11 @@ class Watchdog:
         return f" (it waits for {said})" if said else ""
 
     def tell_long(self, stage: tuple[str, float], now: float) -> None:
-        """Says what a stage does, once, where it has begun more than 3 s ago.
+        """Prints one line about a stage that has taken more than 3 s: the work it does, and its duration so far.
 
         Args:
-          stage: its name, and when it began.
-          now: the time, as `time.monotonic` has it.
+          stage: name of the stage, and the time of its begin.
+          now: present time, of the same clock (`time.monotonic`).
         """
         name, started = stage
         if self.say is None or name in self._told or now - started <= _SILENCE_S:

@@ -202,8 +202,8 @@ class Loop:
         """Starts the thread.
 
         Args:
-          name: of the thread.
-          failed: as asyncio's exception handler; given what a callback raises. None logs it.
+          name: name of the thread.
+          failed: function that is called with asyncio's context of an exception that a callback raised; None logs it.
         """
         self._loop = asyncio.new_event_loop()
         if failed is not None:
@@ -306,10 +306,10 @@ class Pool:
         return about[0]
 
     async def load(self, key: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """What the module says of a function, once a process holds it.
+        """Loads a function into a process, and returns the module's description of it.
 
         Raises:
-          LoadError: it cannot be loaded; says why.
+          LoadError: the function cannot be loaded; the message says why.
           DiedError: the process ended.
         """
         return await self._with(lambda holder: holder.load(key, spec))
@@ -382,7 +382,7 @@ class _Holder:
         return self._death is not None
 
     async def load(self, key: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """What the module says of a function, once it is here."""
+        """Loads a function into this process, if it is not there, and returns the module's description of it."""
         if key not in self._about:
             try:
                 reply = await self.exchange({"load": key, "spec": spec, "path": sys.path}, b"", LOAD_S)
@@ -430,7 +430,7 @@ class Functions:
     """A Pool for callers on threads; a fixed number of processes, each of which holds every function.
 
     Attributes:
-      about: what the module says of each function.
+      about: the module's description of each function.
     """
 
     def __init__(
@@ -439,8 +439,8 @@ class Functions:
         """Starts the processes and loads the functions.
 
         Args:
-          module: as of `Process`, as `limits`.
-          limits: what each process may take and see.
+          module: name of the module that each process runs, see `Process`.
+          limits: limits of memory, processes, files and environment variables of each process.
           specs: id of a function to what podrl.runtime.user_objects.load takes.
           size: number of processes.
           what: stands before the id of a function in the errors of loading.

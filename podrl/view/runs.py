@@ -102,7 +102,7 @@ class RunFiles:
         }
 
     def findings(self) -> dict[str, Any]:
-        """What the doctor finds in the records that there are, looked for again when the run has made a step.
+        """Returns the doctor's findings in the present records; the doctor looks again after each step of the run.
 
         Returns:
           found: the findings' fields; problem: why the doctor cannot look, '' where it can.
@@ -161,7 +161,7 @@ class RunFiles:
             return {}
 
     def settings(self) -> dict[str, Any]:
-        """What /run shows of a run: its configuration and the defaults of that, what was counted, summary and plan."""
+        """Returns the contents of /run: configuration, its defaults, counted sizes, summary and plan."""
         return {
             "config": self.config(),
             "defaults": self.json(DEFAULTS),
@@ -448,7 +448,7 @@ def _written(answer: Any) -> str:
 
 
 def _by_function(record: Mapping[str, Any]) -> dict[str, float]:
-    """What each reward function gave to a sample of samples.jsonl."""
+    """Returns the reward of each function, by name, from a record of samples.jsonl."""
     if isinstance(given := record.get("rewards"), Mapping):  # of an evaluation
         named = {str(name).removeprefix("reward/"): value for name, value in given.items() if name != "reward"}
     else:

@@ -30,13 +30,13 @@ USER = {"role": "user", "content": "What is 4 + 5?"}
 SURE = {"role": "user", "content": "Sure?"}
 
 
-def ask(messages, timeout=60, path="/chat/completions", **settings):
+def ask(messages, path="/chat/completions", **settings):
     said = {"messages": messages} if messages else {}
     body = json.dumps({"model": "policy", "max_tokens": 5, **said, **settings}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, body, headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with urllib.request.urlopen(request, timeout=600) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         return json.load(error)
@@ -188,7 +188,7 @@ def test_too_many_failures_end_the_job_with_what_the_program_wrote(play, tmp_pat
 
 
 def test_a_program_that_hangs_is_ended_and_those_that_wait_for_its_process_have_their_whole_time(play, tmp_path):
-    rollouts = play("hangs", deadline_s=5.0, processes=1)
+    rollouts = play("hangs", deadline_s=15.0, processes=1)
     assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]
     for pid in map(int, (tmp_path / "pids").read_text().split()):
         until(lambda pid=pid: not is_running(pid), f"the end of process {pid}")

@@ -64,7 +64,7 @@ def worker(routed, tight_config):
 
 
 def own_routes(tiny, params, rollouts):
-    """What the trainer's routers choose, with no route given: (B, T, L * k)."""
+    """Returns the experts that the trainer's routers choose by themselves, (B, T, L * k)."""
     position_BT = np.broadcast_to(np.arange(rollouts.tokens_BT.shape[1]), rollouts.tokens_BT.shape)
     segment_BT = (position_BT < rollouts.length_B[:, None]).astype(np.int32)
     L, k = tiny.model.num_layers, tiny.model.experts.chosen

@@ -57,7 +57,7 @@ class HostRollouts:
           generate: a podrl.learner.generation.Generator; None where `submit` is never called.
           evaluator: evaluator on the held-out prompts.
           deadline_s: the longest wait for any of the other processes.
-          clock: as of Player.
+          clock: policy that decides the lengths of samples and the groups of a batch, see Player.
           last: the step after which hosts go; None for none.
         """
         self._last = last
